@@ -33,25 +33,6 @@ from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.news import tell
 from eldr_sim.outputs import whole_file
 
-__all__ = [
-    "BITSETS",
-    "FITS",
-    "FOLDER_VARIABLE",
-    "NUMBA",
-    "SIZE_VARIABLE",
-    "TRACES",
-    "CacheFile",
-    "clear",
-    "files",
-    "find",
-    "folder",
-    "keep",
-    "keep_folder",
-    "size_limit",
-    "stamp",
-    "writable_folder",
-]
-
 FOLDER_VARIABLE = "ELDR_SIM_CACHE"
 SIZE_VARIABLE = "ELDR_SIM_CACHE_SIZE"
 BITSETS, FITS, NUMBA, TRACES = "bitsets", "fits", "numba", "traces"
@@ -104,10 +85,7 @@ def folder() -> Path | None:
 def size_limit() -> int:
     """Return how many bytes of bit sets, fits and drawn traces are kept.
 
-    Raises
-    ------
-    InputError
-        If the variable is not a number of bytes.
+    Raises InputError if the variable is not a number of bytes.
     """
     text = os.environ.get(SIZE_VARIABLE)
     if not text:
@@ -155,19 +133,10 @@ def find(part: str, name: str) -> Path | None:
 def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | None:
     """Write a file of bit sets or a fit, whole or not at all, and make room for it.
 
-    Parameters
-    ----------
-    part
-        `BITSETS` or `FITS`.
-    name
-        Of the file, ``*.bits`` or ``*.npz``.
-    write
-        Writes it into an open file.
+    ``part``: `BITSETS` or `FITS`; ``name``: of the file, ``*.bits`` or ``*.npz``; ``write``: writes
+    it into an open file.
 
-    Returns
-    -------
-    path
-        Where it is; None, after a warning, if it could not be written.
+    Returns path: where it is; None, after a warning, if it could not be written.
     """
     limit = size_limit()
     home = folder()
@@ -190,19 +159,9 @@ def keep_folder(part: str, name: str, write: Callable[[Path], object]) -> Path |
 
     A folder that another process has made meanwhile is left as it is.
 
-    Parameters
-    ----------
-    part
-        `TRACES`.
-    name
-        Of the folder.
-    write
-        Makes it, at a path where nothing is.
+    ``part``: `TRACES`; ``write``: makes it, at a path where nothing is.
 
-    Returns
-    -------
-    path
-        Where it is; None, after a warning, if it could not be written.
+    Returns path: where it is; None, after a warning, if it could not be written.
     """
     limit = size_limit()
     place = writable_folder(part)
@@ -288,10 +247,7 @@ def clear() -> list[CacheFile]:
 
     Processes that have mapped a file keep it until they end.
 
-    Raises
-    ------
-    InputError
-        Names a file that could not be removed; all others are gone.
+    Raises InputError: names a file that could not be removed; all others are gone.
     """
     removed = []
     failure = None

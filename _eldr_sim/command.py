@@ -16,8 +16,6 @@ import click
 
 from eldr_sim.errors import EldrSimWarning, InputError
 
-__all__ = ["run_command", "show_tracebacks"]
-
 _tracebacks = False
 
 

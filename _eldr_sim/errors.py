@@ -6,14 +6,9 @@ class InputError(ValueError):
 
     The command line prints it as one line and exits with code 2.
 
-    Parameters
-    ----------
-    field
-        Name of the offending option, config field, file or column.
-    problem
-        What was wrong, with the value seen.
-    allowed
-        What would have been accepted; left out of the message when empty.
+    ``field``: name of the offending option, config field, file or column; ``problem``: what was
+    wrong, with the value seen; ``allowed``: what would have been accepted; left out of the message
+    when empty.
     """
 
     def __init__(self, field: str, problem: str, allowed: str = "") -> None:
@@ -30,14 +25,8 @@ class EldrSimWarning(UserWarning):
 class ProcessError(RuntimeError):
     """A SimPy process of a simulation has failed: names it, the time and what it raised.
 
-    Parameters
-    ----------
-    name
-        Of the process: its generator's.
-    time_s
-        Simulated time, s.
-    error
-        What it raised.
+    ``name``: of the process: its generator's; ``time_s``: simulated time, s; ``error``: what it
+    raised.
     """
 
     def __init__(self, name: str, time_s: float, error: Exception) -> None:

@@ -15,9 +15,6 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, CompileResult
 
-__all__ = ["InlinedCache", "InlinedCompiler", "RestrictedCompiler"]
-
-
 _make_result: Any = CompileResult  # by names that its type does not know
 
 

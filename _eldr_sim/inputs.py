@@ -24,21 +24,8 @@ from eldr_sim.errors import InputError
 if TYPE_CHECKING:
     import yaml
 
-__all__ = [
-    "TIME",
-    "check_arrays",
-    "parse_json",
-    "parse_yaml",
-    "read_text",
-    "regular_file",
-    "seconds",
-    "within",
-]
-
-DOCUMENT_LIMIT = 64 * 2**20
-"""Bytes of a configuration, manifest or result in JSON or YAML."""
-ARRAY_LIMIT = 16 * 2**30
-"""Bytes to which the arrays of a file may unpack."""
+DOCUMENT_LIMIT = 64 * 2**20  #: bytes of a configuration, manifest or result in JSON or YAML
+ARRAY_LIMIT = 16 * 2**30  #: bytes to which the arrays of a file may unpack
 _NODE_LIMIT = 1_000_000  # values of a YAML document, aliases written out
 _NPY_HEADER = 64 * 2**10
 _NPY_MAGIC = b"\x93NUMPY"
@@ -55,8 +42,8 @@ def within(field: str, value: float, most: float, unit: str = "") -> None:
         )
 
 
+#: Pattern of a time: seconds, or a number of another unit.
 TIME = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:s|min|m|h|d)?"
-"""Pattern of a time: seconds, or a number of another unit."""
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 

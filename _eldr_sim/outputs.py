@@ -13,8 +13,6 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 
-__all__ = ["whole_file", "whole_folder", "write_rows"]
-
 
 @contextmanager
 def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
@@ -22,10 +20,7 @@ def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
 
     Folders above it are made. It is readable by all, unlike temporary files.
 
-    Raises
-    ------
-    InputError
-        Names ``field`` if the folder cannot be written, or the disk is full.
+    Raises InputError: names ``field`` if the folder cannot be written, or the disk is full.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -49,10 +44,7 @@ def whole_folder(out: Path, field: str = "out") -> Iterator[Path]:
 
     What was there before is removed then. Folders above it are made.
 
-    Raises
-    ------
-    InputError
-        Names ``field`` if the folder above cannot be written, or the disk is full.
+    Raises InputError: names ``field`` if the folder above cannot be written, or the disk is full.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

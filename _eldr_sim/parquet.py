@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import ARRAY_LIMIT, regular_file, within
 
-__all__ = ["numbers", "read_table", "text_errors"]
-
 
 @contextmanager
 def text_errors() -> Iterator[None]:

@@ -34,8 +34,6 @@ from numba.extending import (
     unbox,
 )
 
-__all__ = ["Reference"]
-
 _INDEX = ir.IntType(32)
 _TYPES: dict[tuple[Any, ...], ReferenceType] = {}
 

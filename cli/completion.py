@@ -11,8 +11,6 @@ from typing import Literal
 import click
 from click.shell_completion import CompletionItem
 
-__all__ = ["complete", "front_ends", "gpus", "models", "policies", "traces", "workloads"]
-
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
@@ -24,14 +22,8 @@ def complete(
 ) -> Completer:
     """Return a completer of names, in any case of letters.
 
-    Parameters
-    ----------
-    names
-        Called for the names.
-    paths
-        Which paths may be given instead; None for none.
-    listed
-        Whether the option takes a list with commas, of which the last part is completed.
+    ``names``: called for the names; ``paths``: which paths may be given instead; None for none;
+    ``listed``: whether the option takes a list with commas, of which the last part is completed.
     """
 
     def found(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -7,8 +7,6 @@ import click
 from eldr_sim.simulator.setup.config_groups import GROUPS as CONFIG_GROUPS
 from eldr_sim.simulator.setup.config_groups import Pool
 
-__all__ = ["GROUPS", "GroupedCommand"]
-
 #: The fields of a run's configuration by group, in the order of the help.
 GROUPS = {
     title.replace("_", " ").capitalize(): tuple(group.model_fields)

@@ -11,8 +11,6 @@ import click
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-__all__ = ["LazyGroup"]
-
 
 class _StandIn(click.Command):
     """A command's name and line of help, until it is imported from ``home``."""
@@ -25,11 +23,8 @@ class _StandIn(click.Command):
 class LazyGroup(click.Group):
     """A group some of whose commands lie in modules of their own, imported when called.
 
-    Parameters
-    ----------
-    lazy
-        By name of a command: where it is, as ``module:attribute`` of ``eldr_sim.cli``, and its
-        line in the group's help.
+    ``lazy``: by name of a command: where it is, as ``module:attribute`` of ``eldr_sim.cli``, and
+    its line in the group's help.
     """
 
     def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **attributes: Any) -> None:

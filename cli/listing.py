@@ -6,6 +6,7 @@ Each imports what it needs when it is called: listing models should not wait for
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -57,6 +58,8 @@ def gpus(model: str, described: str | None) -> None:
                 name,
                 f"{gpu.memory_bytes / 1e9:.0f}",
                 f"{gpu.memory_bandwidth / 1e12:.2f}",
+                f"{gpu.bf16_flops / 1e12:.0f}",
+                f"{gpu.fp8_flops / 1e12:.0f}" if gpu.fp8_flops else "-",
                 "yes" if gpu.memory_bytes > dims.weight_bytes else "no",
                 step_time.label,
                 moe["label"],
@@ -64,7 +67,8 @@ def gpus(model: str, described: str | None) -> None:
                 str(moe.get("kernel_source", "-")),
             ]
         )
-    columns = ["GPU", "GB", "TB/s", "fits", "weakest", "MoE", "MoE fit error", "MoE kernel"]
+    columns = ["GPU", "GB", "TB/s", "BF16 TFLOP/s", "FP8 TFLOP/s", "fits", "weakest", "MoE"]
+    columns += ["MoE fit error", "MoE kernel"]
     print_table(f"{dims.name}: weights {dims.weight_bytes / 1e9:.1f} GB", columns, rows)
 
 
@@ -101,6 +105,42 @@ def models() -> None:
         "published params, B",
     ]
     print_table("Models", columns, rows)
+
+
+@click.command(short_help="Print the JSON schema of --config.")
+def schema() -> None:
+    """Print the JSON schema of `--config`, for editors that check YAML.
+
+    In VS Code: `# yaml-language-server: $schema=eldr-sim.schema.json` in the file's first line.
+    """
+    import json
+
+    from eldr_sim.policies.choice import DECISION_OF
+    from eldr_sim.simulator.setup.config import RunConfig
+    from eldr_sim.simulator.setup.config_groups import GROUPS
+
+    document = RunConfig.model_json_schema()
+    fields = document["properties"]
+    named: dict[str, Any] = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}},
+        "required": ["name"],
+    }
+    for name, field in RunConfig.model_fields.items():
+        more = named  # a policy is a word, or a mapping with parameters
+        if name not in DECISION_OF:
+            if "BeforeValidator" not in repr(field):
+                continue
+            more = {"type": ["string", "object"]}  # inf, 10m and other words
+        about = fields[name]
+        said = {key: about.pop(key) for key in ("title", "description", "default") if key in about}
+        fields[name] = said | {"anyOf": [*about.get("anyOf", [about]), more]}
+    for title, group in GROUPS.items():
+        own = {name: {"$ref": f"#/properties/{name}"} for name in group.model_fields}
+        whole = {"type": "object", "properties": own, "additionalProperties": False}
+        fields[title] = {"anyOf": [fields[title], whole]} if title in fields else whole
+    document |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "eldr-sim run"}
+    click.echo(json.dumps(document, indent=2))
 
 
 _TITLES = {"queue": "Queue orders", "replica": "Replica choices"}

@@ -22,6 +22,8 @@ _COMMANDS = {
     "reproduce": ("reproduce:reproduce", "Rerun a paper's evaluation."),
     "router": ("router:router", "Route requests to real engines by a policy."),
     "run": ("run:run", "Simulate one cluster."),
+    "schema": ("listing:schema", "Print the JSON schema of --config."),
+    "serve": ("serve:serve", "Serve OpenAI's API from a simulated cluster."),
     "sweep": ("sweep:sweep", "Run a grid or any other set of runs."),
     "tables": ("listing:tables", "List and import latency tables."),
     "trace": ("trace:trace", "Inspect, list and import routing traces."),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ALIASES", "TENSOR_PARALLEL_SIZE"]
-
 #: By field of a run's configuration.
 ALIASES = {
     "num_requests": ("--num-prompts",),

@@ -24,44 +24,36 @@ class GPU(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    name: str
-    """Short name, as accepted by :func:`load_gpu`."""
-    aliases: tuple[str, ...] = ()
-    """Other names."""
-    memory_bytes: int = Field(gt=0)
-    """Device memory."""
-    memory_bandwidth: float = Field(gt=0)
-    """Peak HBM bandwidth, bytes per second."""
-    bf16_flops: float = Field(gt=0)
-    """Peak dense bfloat16 tensor throughput, FLOP per second."""
+    name: str  #: short name, as accepted by :func:`load_gpu`
+    aliases: tuple[str, ...] = ()  #: other names
+    memory_bytes: int = Field(gt=0)  #: device memory
+    memory_bandwidth: float = Field(gt=0)  #: peak HBM bandwidth, bytes per second
+    bf16_flops: float = Field(gt=0)  #: peak dense bfloat16 tensor throughput, FLOP per second
+    #: Peak dense FP8 tensor throughput; 0 where the hardware has none.
     fp8_flops: float = Field(ge=0)
-    """Peak dense FP8 tensor throughput; 0 where the hardware has none."""
+    #: Network line rate per GPU, one direction, bytes per second.
     nic_bandwidth: float = Field(gt=0)
-    """Network line rate per GPU, one direction, bytes per second."""
+    #: Bandwidth to the other GPUs of the node, one direction, bytes per second.
     intra_node_bandwidth: float = Field(gt=0)
-    """Bandwidth to the other GPUs of the node, one direction, bytes per second."""
+    #: Point-to-point links to the peers of the node that share this bandwidth; 0 where a switch
+    #: gives all of it to any peer.
     intra_node_links: int = Field(default=0, ge=0)
-    """Point-to-point links to the peers of the node that share this bandwidth; 0 where a switch
-    gives all of it to any peer."""
+    #: Bandwidth that copies from pinned host memory reach, bytes per second; 0 where unknown.
     host_bandwidth: float = Field(default=0, ge=0)
-    """Bandwidth that copies from pinned host memory reach, bytes per second; 0 where unknown."""
+    #: Memory that is neither weights nor KV cache: activations, graphs, communicators, runtime.
     engine_reserved_bytes: int = Field(ge=0)
-    """Memory that is neither weights nor KV cache: activations, graphs, communicators, runtime."""
+    #: Default of ``vllm serve --max-num-seqs`` on this GPU.
     max_num_seqs: int = Field(ge=1, le=65536)
-    """Default of ``vllm serve --max-num-seqs`` on this GPU."""
+    #: Default of ``vllm serve --max-num-batched-tokens`` on this GPU.
     max_num_batched_tokens: int = Field(ge=1, le=2**20)
-    """Default of ``vllm serve --max-num-batched-tokens`` on this GPU."""
+    #: A GPU with the same chip and links but other memory, whose latency tables stand in for this
+    #: one's (:mod:`~eldr_sim.kernel_profiles.kernels.sibling_tables`); empty where there is none.
     sibling: str = ""
-    """A GPU with the same chip and links but other memory, whose latency tables stand in for this
-    one's (:mod:`~eldr_sim.kernel_profiles.kernels.sibling_tables`); empty where there is none."""
-    source: str = _UNSAID
-    """Where the hardware figures come from."""
+    source: str = _UNSAID  #: where the hardware figures come from
+    #: Where ``host_bandwidth`` comes from: its provenance, then the evidence.
     host_bandwidth_source: str = ""
-    """Where ``host_bandwidth`` comes from: its provenance, then the evidence."""
-    engine_reserved_source: str = _UNSAID
-    """Where ``engine_reserved_bytes`` comes from."""
-    defaults_source: str = _UNSAID
-    """Where the two server defaults come from."""
+    engine_reserved_source: str = _UNSAID  #: where ``engine_reserved_bytes`` comes from
+    defaults_source: str = _UNSAID  #: where the two server defaults come from
 
     def peak_flops(self, *, fp8: bool) -> float:
         """Peak FLOP/s with FP8 or bfloat16 weights; without FP8 units all compute in bfloat16."""
@@ -76,17 +68,10 @@ class GPU(BaseModel):
     def kv_cache_bytes(self, weight_bytes: int, memory_utilization: float = 0.9) -> int:
         """Memory left for KV blocks, as vLLM sizes its cache.
 
-        Parameters
-        ----------
-        weight_bytes
-            Bytes of the weights on this GPU.
-        memory_utilization
-            ``--gpu-memory-utilization``, in (0, 1].
+        ``weight_bytes``: bytes of the weights on this GPU; ``memory_utilization``:
+        ``--gpu-memory-utilization``, in (0, 1].
 
-        Raises
-        ------
-        InputError
-            The weights leave no memory, or the utilization is out of range.
+        Raises InputError: the weights leave no memory, or the utilization is out of range.
         """
         if not 0 < memory_utilization <= 1:
             raise InputError("gpu_memory_utilization", f"{memory_utilization!r}", "0 < x <= 1")
@@ -121,10 +106,7 @@ def load_gpu(name: str | os.PathLike[str]) -> GPU:
     A device that is not listed is the path of a ``gpu.json``, or of the folder that holds one, as
     ``eldr-sim profile`` writes it.
 
-    Raises
-    ------
-    InputError
-        No such GPU, or no readable description of one.
+    Raises InputError: no such GPU, or no readable description of one.
     """
 
     def key(text: str) -> str:

@@ -21,8 +21,7 @@ from eldr_sim.inputs import parse_json, read_text
 
 KVDtype = Literal["bfloat16", "fp8"]
 WeightDtype = Literal["bfloat16", "fp8", "fp8_block", "mxfp4", "int4", "nvfp4"]
-FP8_BLOCK = 128
-"""FP8 block scaling: one fp32 scale per 128 x 128 weights."""
+FP8_BLOCK = 128  #: FP8 block scaling: one fp32 scale per 128 x 128 weights
 _MXFP4_GROUP = 32  # MXFP4: one scale byte per 32 weights
 _NVFP4_GROUP = 16  # NVFP4: one FP8 scale per 16 weights
 _INT4_GROUP = 32  # INT4 of compressed-tensors: one bfloat16 scale per 32 weights
@@ -65,94 +64,66 @@ class ModelDims(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
-    """Short name, as accepted by :func:`load_model`."""
-    hf_id: str = ""
-    """Hugging Face repository id, empty for a model read from a file."""
-    n_layers: int = Field(ge=1, le=1024)
-    """Transformer layers."""
+    name: str  #: short name, as accepted by :func:`load_model`
+    hf_id: str = ""  #: Hugging Face repository id, empty for a model read from a file
+    n_layers: int = Field(ge=1, le=1024)  #: transformer layers
+    #: Layers with a dense MLP in place of experts: the first ones, every other of Llama 4, all of a
+    #: dense model.
     n_dense_layers: int = Field(default=0, ge=0)
-    """Layers with a dense MLP in place of experts: the first ones, every other of Llama 4, all of a
-    dense model."""
-    hidden_size: int = Field(ge=1)
-    """Width of the residual stream."""
+    hidden_size: int = Field(ge=1)  #: width of the residual stream
+    #: Routed experts per MoE layer; 0 where the model is dense.
     n_experts: int = Field(default=0, ge=0, le=65536)
-    """Routed experts per MoE layer; 0 where the model is dense."""
-    top_k: int = Field(default=0, ge=0)
-    """Routed experts per token."""
+    top_k: int = Field(default=0, ge=0)  #: routed experts per token
+    #: Inner width of one routed expert (gated MLP: three matrices).
     expert_intermediate_size: int = Field(default=0, ge=0)
-    """Inner width of one routed expert (gated MLP: three matrices)."""
+    #: Inner width of the MLP of a dense layer; 0 when there is none.
     dense_intermediate_size: int = Field(default=0, ge=0)
-    """Inner width of the MLP of a dense layer; 0 when there is none."""
+    #: Combined inner width of the always-on experts; 0 when there is none.
     shared_intermediate_size: int = Field(default=0, ge=0)
-    """Combined inner width of the always-on experts; 0 when there is none."""
-    shared_expert_gate: bool = False
-    """Whether a learnt sigmoid gate scales the shared expert."""
-    expert_bias: bool = False
-    """Whether the expert matrices carry biases."""
+    shared_expert_gate: bool = False  #: whether a learnt sigmoid gate scales the shared expert
+    expert_bias: bool = False  #: whether the expert matrices carry biases
+    #: Parameters of the MoE gate per layer besides its matrix (bias, scales).
     router_extra_params: int = 0
-    """Parameters of the MoE gate per layer besides its matrix (bias, scales)."""
-    vocab_size: int = Field(ge=1)
-    """Rows of the embedding."""
-    tie_word_embeddings: bool = False
-    """Whether lm_head shares the embedding."""
-    lm_head_bias: bool = False
-    """Whether lm_head has a bias."""
-    max_position_embeddings: int = Field(ge=1, le=LONGEST)
-    """Longest context."""
+    vocab_size: int = Field(ge=1)  #: rows of the embedding
+    tie_word_embeddings: bool = False  #: whether lm_head shares the embedding
+    lm_head_bias: bool = False  #: whether lm_head has a bias
+    max_position_embeddings: int = Field(ge=1, le=LONGEST)  #: longest context
+    #: Grouped-query (multi-head included) or multi-head latent attention.
     attention: Literal["gqa", "mla"] = "gqa"
-    """Grouped-query (multi-head included) or multi-head latent attention."""
-    kv_cache_dtype: KVDtype = "bfloat16"
-    """Type of the KV cache."""
-    n_heads: int = Field(ge=1)
-    """Query heads."""
-    n_kv_heads: int = Field(ge=1)
-    """Key and value heads."""
-    head_dim: int = Field(ge=1)
-    """Width of a head (MLA: of a query head, nope plus rope)."""
+    kv_cache_dtype: KVDtype = "bfloat16"  #: type of the KV cache
+    n_heads: int = Field(ge=1)  #: query heads
+    n_kv_heads: int = Field(ge=1)  #: key and value heads
+    head_dim: int = Field(ge=1)  #: width of a head (MLA: of a query head, nope plus rope)
+    #: Key and value heads of full-attention layers where they differ (Gemma 4); 0 otherwise.
     global_n_kv_heads: int = 0
-    """Key and value heads of full-attention layers where they differ (Gemma 4); 0 otherwise."""
-    global_head_dim: int = 0
-    """Head width of full-attention layers where it differs; 0 otherwise."""
+    global_head_dim: int = 0  #: head width of full-attention layers where it differs; 0 otherwise
+    #: Whether full-attention layers project K and V by one matrix (both are still cached).
     global_shared_kv_projection: bool = False
-    """Whether full-attention layers project K and V by one matrix (both are still cached)."""
+    #: Window of the sliding layers in tokens (Llama 4: its chunks, at most); 0 when every layer
+    #: attends to everything.
     sliding_window: int = 0
-    """Window of the sliding layers in tokens (Llama 4: its chunks, at most); 0 when every layer
-    attends to everything."""
-    n_sliding_layers: int = 0
-    """Layers that attend only to the window."""
-    qk_norm: Literal["none", "per_head", "full_width"] = "none"
-    """RMS norm on queries and keys."""
+    n_sliding_layers: int = 0  #: layers that attend only to the window
+    qk_norm: Literal["none", "per_head", "full_width"] = "none"  #: RMS norm on queries and keys
+    #: Biases on the QKV projections, or on these and the output projection.
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Biases on the QKV projections, or on these and the output projection."""
-    attention_sinks: bool = False
-    """One learnt sink logit per head."""
-    q_lora_rank: int = 0
-    """MLA: rank of the query compression, 0 for none."""
-    kv_lora_rank: int = 0
-    """MLA: rank of the KV compression."""
-    qk_nope_head_dim: int = 0
-    """MLA: query-key width without rotary embedding."""
-    qk_rope_head_dim: int = 0
-    """MLA: query-key width with rotary embedding."""
-    v_head_dim: int = 0
-    """MLA: value width per head."""
-    norms_per_layer: int = 2
-    """Norm vectors of width ``hidden_size`` per layer."""
-    norm_bias: bool = False
-    """Whether norms carry a bias (LayerNorm)."""
+    attention_sinks: bool = False  #: one learnt sink logit per head
+    q_lora_rank: int = 0  #: MLA: rank of the query compression, 0 for none
+    kv_lora_rank: int = 0  #: MLA: rank of the KV compression
+    qk_nope_head_dim: int = 0  #: MLA: query-key width without rotary embedding
+    qk_rope_head_dim: int = 0  #: MLA: query-key width with rotary embedding
+    v_head_dim: int = 0  #: MLA: value width per head
+    norms_per_layer: int = 2  #: norm vectors of width ``hidden_size`` per layer
+    norm_bias: bool = False  #: whether norms carry a bias (LayerNorm)
+    #: Storage of routed experts; ``fp8`` has one scale a tensor, ``fp8_block`` one a block.
     expert_dtype: WeightDtype = "bfloat16"
-    """Storage of routed experts; ``fp8`` has one scale a tensor, ``fp8_block`` one a block."""
+    #: Storage of all other matrices but embedding, lm_head and MoE gate, which are bfloat16.
     linear_dtype: Literal["bfloat16", "fp8", "fp8_block", "nvfp4"] = "bfloat16"
-    """Storage of all other matrices but embedding, lm_head and MoE gate, which are bfloat16."""
+    #: Parameter count that the publisher states; 0 when unknown.
     published_total_params: float = 0.0
-    """Parameter count that the publisher states; 0 when unknown."""
+    #: Active parameter count that the publisher states; conventions differ. 0 when unknown.
     published_active_params: float = 0.0
-    """Active parameter count that the publisher states; conventions differ. 0 when unknown."""
-    source: str = ""
-    """Where the configuration comes from."""
-    published_source: str = ""
-    """Where the published counts come from."""
+    source: str = ""  #: where the configuration comes from
+    published_source: str = ""  #: where the published counts come from
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ModelDims:
@@ -195,10 +166,7 @@ class ModelDims(BaseModel):
     def attention_linears(self, sliding: bool = False) -> list[tuple[int, int]]:
         """Matrices of one layer's attention, fused as vLLM runs them.
 
-        Parameters
-        ----------
-        sliding
-            Whether the layer is a sliding-window layer.
+        ``sliding``: whether the layer is a sliding-window layer.
 
         Returns
         -------
@@ -380,16 +348,10 @@ def list_models() -> list[str]:
 def load_model(name: str | os.PathLike[str]) -> ModelDims:
     """Dimensions of a shipped model, or of a Hugging Face configuration on disk.
 
-    Parameters
-    ----------
-    name
-        A name of :func:`list_models` or its Hugging Face id (case does not matter), or the path
-        of a ``config.json`` or of the folder that holds one.
+    ``name``: a name of :func:`list_models` or its Hugging Face id (case does not matter), or the
+    path of a ``config.json`` or of the folder that holds one.
 
-    Raises
-    ------
-    InputError
-        Neither a known name nor a readable configuration.
+    Raises InputError: neither a known name nor a readable configuration.
     """
     wanted = os.fspath(name).lower()
     for dims in _registry().values():

@@ -28,6 +28,7 @@ from typing import Literal
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import FP8_BLOCK, ModelDims
 
+#: How tokens reach experts on other GPUs, vLLM's ``--all2all-backend``; see `all_to_all`.
 Backend = Literal[
     "allgather_reducescatter",
     "nccl_alltoall",
@@ -36,37 +37,26 @@ Backend = Literal[
     "deepep_ll",
     "deepep_ht",
 ]
-"""How tokens reach experts on other GPUs, vLLM's ``--all2all-backend``; see `all_to_all`."""
 
+#: What the padding rows of CUDA graphs compute; see `cuda_graphs`.
 Padding = Literal["none", "dense", "experts"]
-"""What the padding rows of CUDA graphs compute; see `cuda_graphs`."""
 
+#: Whose kernel computes the experts (vLLM's ``--moe-backend``).
 MoEBackend = Literal["auto", "triton", "aiter", "marlin", "flashinfer_cutlass", "flashinfer_trtllm"]
-"""Whose kernel computes the experts (vLLM's ``--moe-backend``)."""
 
+#: GPUs of a node, the most that one worker may span: collectives are those inside a node.
 NODE_GPUS = 8
-"""GPUs of a node, the most that one worker may span: collectives are those inside a node."""
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """GPUs of one engine, engines that share experts, and what becomes of the experts.
+    """GPUs of one engine, engines that share experts, and what becomes of the experts."""
 
-    Attributes
-    ----------
-    tensor_parallel_size
-        GPUs of an engine.
-    expert_parallel
-        Whether the experts stay whole and are spread over the GPUs. Says nothing on one GPU.
-    data_parallel_size
-        Engines that share experts.
-    pipeline_parallel_size
-        Stages of an engine, each of ``tensor_parallel_size`` GPUs and a part of the layers.
-    """
-
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  #: GPUs of an engine
+    #: Whether the experts stay whole and are spread over the GPUs. Says nothing on one GPU.
     expert_parallel: bool = False
-    data_parallel_size: int = 1
+    data_parallel_size: int = 1  #: engines that share experts
+    #: Stages of an engine, each of ``tensor_parallel_size`` GPUs and a part of the layers.
     pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
@@ -150,10 +140,7 @@ class Parallelism:
     def shard(self, model: ModelDims) -> ModelDims:
         """Return the dimensions that one GPU computes with; routing stays over all experts.
 
-        Raises
-        ------
-        InputError
-            The model cannot be spread so.
+        Raises InputError: the model cannot be spread so.
         """
         self.check(model)
         size = self.tensor_parallel_size
@@ -201,5 +188,4 @@ class Parallelism:
         return -(-total * layers // model.n_layers)
 
 
-SINGLE_GPU = Parallelism()
-"""A worker of one GPU."""
+SINGLE_GPU = Parallelism()  #: a worker of one GPU

@@ -79,10 +79,7 @@ class Objective:
 def looks_up_to(seeds: int) -> tuple[int, ...]:
     """Return the looks for at most ``seeds`` seeds: 3, 5, 8, 13, ..., ``seeds``.
 
-    Raises
-    ------
-    InputError
-        If ``seeds`` is below 2: an interval needs two.
+    Raises InputError if ``seeds`` is below 2: an interval needs two.
     """
     if seeds < 2:
         raise InputError("seeds", str(seeds), "2 or more: an interval needs them")
@@ -96,10 +93,8 @@ def looks_up_to(seeds: int) -> tuple[int, ...]:
 def parse_slo(texts: Iterable[str], field: str = "slo") -> ServiceLevel:
     """Parse bounds such as ``ttft:500,tpot:30``, in milliseconds, from one or more texts.
 
-    Raises
-    ------
-    InputError
-        If a bound is not ``METRIC:MS``, unknown, given twice, or not positive; names ``field``.
+    Raises InputError if a bound is not ``METRIC:MS``, unknown, given twice, or not positive; names
+    ``field``.
     """
     bounds: dict[str, str] = {}
     for text in (part.strip() for given in texts for part in given.split(",")):
@@ -126,14 +121,8 @@ def attainment_interval(
     number of requests, so the result also covers Wilson's interval, which treats the requests of
     all seeds as independent (Wilson, JASA 22, 1927).
 
-    Parameters
-    ----------
-    shares
-        Share of good requests under each seed.
-    requests
-        Total requests of all seeds.
-    confidence
-        Confidence level of both intervals.
+    ``shares``: share of good requests under each seed; ``requests``: total requests of all seeds;
+    ``confidence``: confidence level of both intervals.
     """
     from scipy.special import ndtri  # takes long to import
 

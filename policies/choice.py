@@ -118,10 +118,7 @@ def parse(value: object, field: str) -> Choice:
     A class in a file is named ``./mine.py:Class``, or with parameters ``./mine.py:Class:n=3``.
     In a word a part without ``=`` goes on with the value before it: ``eldr:layer_mask=0,3,5``.
 
-    Raises
-    ------
-    InputError
-        Naming ``field``, if the value is neither, or has no name.
+    Raises InputError: naming ``field``, if the value is neither, or has no name.
     """
     if isinstance(value, Mapping):
         given = dict(value)
@@ -169,10 +166,8 @@ def parameters_of(
 ) -> Parameters:
     """Validate the parameters of a policy of this name against its own list.
 
-    Raises
-    ------
-    InputError
-        Naming ``field`` and the first parameter that the policy does not have or take.
+    Raises InputError: naming ``field`` and the first parameter that the policy does not have or
+    take.
     """
     try:
         return kind.model_validate(dict(given))

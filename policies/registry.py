@@ -67,15 +67,8 @@ _BESIDES = {"on_complete": "ends", "on_blocks": "blocks", "on_tokens": "blocks",
 def names(decision: str) -> list[str]:
     """Return the names of the policies for a decision, the built-in ones first.
 
-    Parameters
-    ----------
-    decision
-        One of `DECISIONS`.
-
-    Raises
-    ------
-    InputError
-        For another decision, or if an installed package offers a broken policy.
+    ``decision``: one of `DECISIONS`. Raises InputError: for another decision, or if an installed
+    package offers a broken policy.
     """
     if decision not in DECISIONS:
         raise InputError("decision", f"unknown decision {decision!r}", ", ".join(DECISIONS))
@@ -85,10 +78,8 @@ def names(decision: str) -> list[str]:
 def decode_policy(choice: object, context: PolicyContext) -> RouterPolicy:
     """Build a decode policy from a `choice`, such as ``jsq`` or ``eldr:tau=0.2``.
 
-    Raises
-    ------
-    InputError
-        If there is no such policy or parameter, or if the policy needs what the context lacks.
+    Raises InputError if there is no such policy or parameter, or if the policy needs what the
+    context lacks.
     """
     return cast("RouterPolicy", _build("decode", choice, context))
 
@@ -140,10 +131,7 @@ def _build(decision: str, choice: object, context: PolicyContext) -> Policy:
 def needs(field: str, choice: object) -> Needs:
     """Return what the policy needs that a field of a run's configuration chooses.
 
-    Raises
-    ------
-    InputError
-        If there is no such policy.
+    Raises InputError if there is no such policy.
     """
     return find(DECISION_OF[field], parse(choice, field).name).needs
 
@@ -151,10 +139,7 @@ def needs(field: str, choice: object) -> Needs:
 def find(decision: str, name: str) -> type[Policy]:
     """Return a policy's class; names are known in any case of letters, or ``./mine.py:Class``.
 
-    Raises
-    ------
-    InputError
-        If there is none, with the names that there are.
+    Raises InputError if there is none, with the names that there are.
     """
     if ".py:" in name:
         path, _, attribute = name.rpartition(":")

@@ -14,17 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from eldr_sim.errors import InputError
 
-__all__ = [
-    "SEPARATOR",
-    "Documents",
-    "encode",
-    "read_documents",
-    "split_documents",
-    "train_tokenizer",
-]
-
-SEPARATOR = "<|endoftext|>"
-"""Line between two documents, and the token that ends one (id 0)."""
+SEPARATOR = "<|endoftext|>"  #: line between two documents, and the token that ends one (id 0)
 
 # Newlines, runs of blanks, words with the blank before them, single digits, punctuation: similar
 # to the pattern of GPT-4's tokenizer, and independent of the script.
@@ -41,10 +31,8 @@ class Documents:
     train: dict[str, list[str]]
     calibration: dict[str, list[str]]
     serving: dict[str, list[str]]
-    held_out: float
-    """Share of documents that are held out of training."""
-    seed: int
-    """Salt of the split."""
+    held_out: float  #: share of documents that are held out of training
+    seed: int  #: salt of the split
 
     @property
     def domains(self) -> list[str]:
@@ -65,17 +53,9 @@ class Documents:
 def read_documents(folder: Path, domains: list[str] | None = None) -> dict[str, list[str]]:
     """Read ``<domain>.txt`` files whose documents are separated by lines `SEPARATOR`.
 
-    Parameters
-    ----------
-    folder
-        Folder of the files.
-    domains
-        Files to read, in this order; all of the folder by name if None.
+    ``domains``: files to read, in this order; all of the folder by name if None.
 
-    Raises
-    ------
-    InputError
-        If there is no such folder or file, or a file holds no document.
+    Raises InputError if there is no such folder or file, or a file holds no document.
     """
     if not folder.is_dir():
         raise InputError("text", f"{str(folder)!r} is not a folder", "a folder of <domain>.txt")
@@ -104,19 +84,11 @@ def split_documents(documents: dict[str, list[str]], held_out: float, seed: int 
     Identical documents fall into one part, and a document stays in its part whatever else is
     in the folder.
 
-    Parameters
-    ----------
-    documents
-        Documents by domain.
-    held_out
-        Share of documents that training never sees; half of them for each of the other parts.
-    seed
-        Salt of the hash.
+    ``documents``: documents by domain; ``held_out``: share of documents that training never sees;
+    half of them for each of the other parts; ``seed``: salt of the hash.
 
-    Raises
-    ------
-    InputError
-        If the share is not within (0, 1), or some domain has no document in some part.
+    Raises InputError if the share is not within (0, 1), or some domain has no document in some
+    part.
     """
     if not 0 < held_out < 1:
         raise InputError("held_out", f"got {held_out}", "a number between 0 and 1")

@@ -14,8 +14,6 @@ from torch import Tensor
 from reference_model.data import Documents, encode
 from reference_model.model import Qwen3Moe
 
-__all__ = ["evaluate", "evaluation_text"]
-
 _SEQUENCES, _TOKENS = 64, 64
 _SKIP = 24  # early tokens of a document, whose experts say little about its domain yet
 
@@ -23,11 +21,8 @@ _SKIP = 24  # early tokens of a document, whose experts say little about its dom
 def evaluation_text(documents: Documents, tokenizer: Tokenizer, context: int) -> dict[str, Tensor]:
     """Return the beginnings of up to 64 held-out documents of each domain.
 
-    Returns
-    -------
-    text
-        int64 ``[sequences, tokens + 1]`` by domain, for 64 tokens or the model's context if that
-        is shorter; domains without a document so long are left out.
+    Returns text: int64 ``[sequences, tokens + 1]`` by domain, for 64 tokens or the model's context
+    if that is shorter; domains without a document so long are left out.
     """
     length, out = min(_TOKENS, context) + 1, {}
     for domain in documents.domains:
@@ -43,23 +38,13 @@ def evaluation_text(documents: Documents, tokenizer: Tokenizer, context: int) ->
 def evaluate(model: Qwen3Moe, text: dict[str, Tensor], device: str) -> dict[str, Any]:
     """Return the held-out loss and how the routing of domains differs.
 
-    Parameters
-    ----------
-    model
-        The model.
-    text
-        int64 ``[sequences, tokens + 1]`` by domain, equally long.
-    device
-        Device of the model.
+    ``text``: int64 ``[sequences, tokens + 1]`` by domain, equally long.
 
-    Returns
-    -------
-    figures
-        ``held_out_loss`` by domain (nats a token) and its mean ``mean_loss``; ``dead`` experts
-        over all layers (chosen less than a tenth of the mean); ``max_load`` over mean load, mean
-        over layers; ``distinct`` experts of a layer in a batch that mixes the domains, one
-        token of each sequence at one position; and ``reduction`` by domain: by how many percent
-        a batch of that domain alone has fewer. Empty where no text is held out.
+    Returns figures: ``held_out_loss`` by domain (nats a token) and its mean ``mean_loss``; ``dead``
+    experts over all layers (chosen less than a tenth of the mean); ``max_load`` over mean load,
+    mean over layers; ``distinct`` experts of a layer in a batch that mixes the domains, one token
+    of each sequence at one position; and ``reduction`` by domain: by how many percent a batch of
+    that domain alone has fewer. Empty where no text is held out.
     """
     if not text:
         return {}

@@ -20,8 +20,6 @@ from eldr_sim.errors import InputError
 from reference_model.data import SEPARATOR
 from reference_model.model import ModelConfig, Qwen3Moe
 
-__all__ = ["DESCRIPTION_FILE", "load_checkpoint", "read_description", "save_checkpoint"]
-
 DESCRIPTION_FILE = "training.json"
 """File with a checkpoint's training: its documents, their split, and its figures."""
 
@@ -46,14 +44,8 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint; each of its files appears whole or not at all.
 
-    Parameters
-    ----------
-    model, tokenizer
-        Model and tokenizer to write.
-    folder
-        Folder to write into, created if absent.
-    dtype
-        Type of the stored weights.
+    ``model``, ``tokenizer``: model and tokenizer to write; ``folder``: folder to write into,
+    created if absent; ``dtype``: type of the stored weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -95,15 +87,8 @@ def save_checkpoint(
 def load_checkpoint(folder: Path) -> tuple[Qwen3Moe, Tokenizer]:
     """Read a checkpoint that `save_checkpoint` wrote.
 
-    Returns
-    -------
-    model, tokenizer
-        The model in float32.
-
-    Raises
-    ------
-    InputError
-        If a file is missing, broken, or does not fit the others.
+    Returns ``model``, ``tokenizer``: the model in float32. Raises InputError if a file is missing,
+    broken, or does not fit the others.
     """
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
@@ -126,10 +111,7 @@ def load_checkpoint(folder: Path) -> tuple[Qwen3Moe, Tokenizer]:
 def read_description(folder: Path) -> dict[str, Any]:
     """Return the documents, settings and figures that `train` noted in a checkpoint.
 
-    Raises
-    ------
-    InputError
-        If the checkpoint has no such file.
+    Raises InputError if the checkpoint has no such file.
     """
     path = folder / DESCRIPTION_FILE
     try:

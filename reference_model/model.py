@@ -16,9 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["KVCache", "ModelConfig", "Qwen3Moe", "Routing", "SparseMLP"]
-
-
 _LOSS_SLICE = 192
 _ROWS = 8
 
@@ -35,10 +32,8 @@ class ModelConfig:
     head_dim: int = 32
     n_experts: int = 128
     top_k: int = 8
-    expert_size: int = 48
-    """Inner dimension of an expert."""
-    context: int = 288
-    """Longest sequence, tokens; that of training."""
+    expert_size: int = 48  #: inner dimension of an expert
+    context: int = 288  #: longest sequence, tokens; that of training
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
 
@@ -46,27 +41,16 @@ class ModelConfig:
 class Routing(NamedTuple):
     """Output of one layer's gate for ``n`` tokens."""
 
-    logits: Tensor
-    """float32 ``[n, n_experts]``."""
-    probabilities: Tensor
-    """Softmax of the logits, float32 ``[n, n_experts]``."""
-    experts: Tensor
-    """int64 ``[n, top_k]``, highest gate weight first."""
+    logits: Tensor  #: float32 ``[n, n_experts]``
+    probabilities: Tensor  #: softmax of the logits, float32 ``[n, n_experts]``
+    experts: Tensor  #: int64 ``[n, top_k]``, highest gate weight first
 
 
 class KVCache:
     """Keys and values of a batch of sequences of equal length.
 
-    Parameters
-    ----------
-    config
-        The model's dimensions.
-    batch
-        Sequences.
-    length
-        Most tokens of a sequence.
-    dtype, device
-        Type and device of the cached tensors.
+    ``config``: the model's dimensions; ``batch``: sequences; ``length``: most tokens of a sequence;
+    ``dtype``, ``device``: type and device of the cached tensors.
     """
 
     def __init__(
@@ -359,18 +343,11 @@ class Qwen3Moe(nn.Module):
     def forward(self, ids: Tensor, cache: KVCache | None = None) -> tuple[Tensor, list[Routing]]:
         """Run the model over token ids.
 
-        Parameters
-        ----------
-        ids
-            int64 ``[batch, tokens]``: several tokens from the first on, or one after the cached.
-        cache
-            Keys and values so far; the new tokens' are appended.
+        ``ids``: int64 ``[batch, tokens]``: several tokens from the first on, or one after the
+        cached; ``cache``: keys and values so far; the new tokens' are appended.
 
-        Returns
-        -------
-        hidden, routing
-            Final hidden states, float32 ``[batch, tokens, d]``, and each layer's routing of
-            ``batch * tokens`` tokens.
+        Returns ``hidden``, ``routing``: final hidden states, float32 ``[batch, tokens, d]``, and
+        each layer's routing of ``batch * tokens`` tokens.
         """
         start = 0 if cache is None else cache.filled
         cos, sin = (table[start : start + ids.shape[1]] for table in (self.cos, self.sin))

@@ -23,37 +23,19 @@ from reference_model.data import Documents, encode
 from reference_model.export import load_checkpoint
 from reference_model.model import KVCache, Qwen3Moe, SparseMLP
 
-__all__ = [
-    "Prompts",
-    "RecordConfig",
-    "RecordedRouting",
-    "choose_prompts",
-    "record",
-    "record_batch",
-    "write_npz",
-    "write_routing_trace",
-]
-
 
 @dataclass(frozen=True)
 class RecordConfig:
     """Requests to generate, and how."""
 
-    calibration: int = 1050
-    """Calibration requests, over the domains equally."""
-    serving: int = 1250
-    """Serving requests, over the domains equally."""
-    prompt_lengths: tuple[int, ...] = (64, 80, 96)
-    """Tokens; the requests take them in turn."""
-    output_len: int = 192
-    """Tokens to generate."""
-    temperature: float = 0.8
-    """Temperature of the sampling; the end of a document is never sampled."""
-    batch: int = 256
-    """Requests that are generated together, all with equally long prompts."""
+    calibration: int = 1050  #: calibration requests, over the domains equally
+    serving: int = 1250  #: serving requests, over the domains equally
+    prompt_lengths: tuple[int, ...] = (64, 80, 96)  #: tokens; the requests take them in turn
+    output_len: int = 192  #: tokens to generate
+    temperature: float = 0.8  #: temperature of the sampling; the end of a document is never sampled
+    batch: int = 256  #: requests that are generated together, all with equally long prompts
     seed: int = 0
-    exact: bool = False
-    """Compute in float32 rather than bfloat16."""
+    exact: bool = False  #: compute in float32 rather than bfloat16
     device: str = "cpu"
 
 
@@ -61,39 +43,24 @@ class RecordConfig:
 class Prompts:
     """Prompts cut from held-out documents, the calibration requests before the serving ones."""
 
-    tokens: list[NDArray[np.uint16]]
-    """Token ids of each prompt."""
-    domain: NDArray[np.int64]
-    """Index of the domain, ``[n]``."""
-    is_calibration: NDArray[np.bool_]
-    """``[n]``."""
-    per_document: int
-    """Most prompts that were cut from one document; they do not overlap."""
+    tokens: list[NDArray[np.uint16]]  #: token ids of each prompt
+    domain: NDArray[np.int64]  #: index of the domain, ``[n]``
+    is_calibration: NDArray[np.bool_]  #: ``[n]``
+    per_document: int  #: most prompts that were cut from one document; they do not overlap
 
 
 @dataclass(frozen=True)
 class RecordedRouting:
-    """Routing of requests; the rows of one follow those of the one before.
+    """Routing of requests; the rows of one follow those of the one before."""
 
-    Attributes
-    ----------
-    prompts
-        The prompts.
-    output_len
-        Tokens that each request generated.
-    experts
-        uint8 or uint16 ``[tokens, layers, top_k]``, highest gate weight first: a row for each
-        prompt token, then one for the forward pass of each generated token.
-    token_ids
-        uint16 ``[tokens]``.
-    gate_prob, gate_logit
-        float32 ``[n, layers, experts]``: the gate's softmax and raw logits, summed over prompts.
-    """
-
-    prompts: Prompts
-    output_len: int
+    prompts: Prompts  #: the prompts
+    output_len: int  #: tokens that each request generated
+    #: uint8 or uint16 ``[tokens, layers, top_k]``, highest gate weight first: a row for each prompt
+    #: token, then one for the forward pass of each generated token.
     experts: NDArray[Any]
-    token_ids: NDArray[np.uint16]
+    token_ids: NDArray[np.uint16]  #: uint16 ``[tokens]``
+    #: ``gate_prob``, ``gate_logit``: float32 ``[n, layers, experts]``: the gate's softmax and raw
+    #: logits, summed over prompts.
     gate_prob: NDArray[np.float32]
     gate_logit: NDArray[np.float32]
 
@@ -106,19 +73,10 @@ class RecordedRouting:
 def choose_prompts(documents: Documents, tokenizer: Tokenizer, config: RecordConfig) -> Prompts:
     """Cut prompts from the held-out documents: one from each, then a second, and so on.
 
-    Parameters
-    ----------
-    documents
-        Text; calibration and serving prompts come from their own documents.
-    tokenizer
-        The model's.
-    config
-        How many, and how long.
+    ``documents``: text; calibration and serving prompts come from their own documents;
+    ``tokenizer``: the model's; ``config``: how many, and how long.
 
-    Raises
-    ------
-    InputError
-        If a setting makes no sense, or the documents of a domain are too few.
+    Raises InputError if a setting makes no sense, or the documents of a domain are too few.
     """
     for name in ("calibration", "serving", "output_len", "batch", "temperature"):
         if getattr(config, name) <= 0:
@@ -187,23 +145,9 @@ def record(
 ) -> RecordedRouting:
     """Generate a continuation of each prompt and record the routing of every token.
 
-    Parameters
-    ----------
-    checkpoint
-        Folder of the model.
-    prompts
-        From `choose_prompts`.
-    config
-        As there.
-    processes
-        Processes to share the work; their number does not change the result.
-    progress
-        Called with the share that is done.
-
-    Raises
-    ------
-    InputError
-        If the checkpoint cannot be used, or the sequences are too long for its model.
+    ``prompts``: from `choose_prompts`; ``config``: as there; ``processes``: processes to share the
+    work; their number does not change the result; ``progress``: called with the share that is done.
+    Raises InputError if the checkpoint cannot be used, or the sequences are too long for its model.
     """
     if processes < 1:
         raise InputError("processes", f"got {processes}", "at least 1")
@@ -294,23 +238,11 @@ def record_batch(
 ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.float32], NDArray[np.float32]]:
     """Record a batch of requests with equally long prompts.
 
-    Parameters
-    ----------
-    model
-        The model.
-    prompts
-        Token ids ``[batch, prompt_len]``.
-    draws
-        Uniform numbers in [0, 1), ``[batch, output_len]``: generated token j is where draw j
-        falls in the cumulated distribution.
-    config
-        Temperature, precision and device.
-
-    Returns
-    -------
-    experts, token_ids, prob, logit
-        ``[batch, prompt_len + output_len, layers, top_k]``, the token ids of the same rows, and
-        the gate scores summed over prompts, ``[batch, layers, n_experts]``.
+    ``prompts``: token ids ``[batch, prompt_len]``; ``draws``: uniform numbers in [0, 1), ``[batch,
+    output_len]``: generated token j is where draw j falls in the cumulated distribution;
+    ``config``: temperature, precision and device. Returns ``experts``, ``token_ids``, ``prob``,
+    ``logit``: ``[batch, prompt_len + output_len, layers, top_k]``, the token ids of the same rows,
+    and the gate scores summed over prompts, ``[batch, layers, n_experts]``.
     """
     batch, prompt_len = prompts.shape
     output_len = draws.shape[1]

@@ -29,8 +29,6 @@ from reference_model.export import (
 )
 from reference_model.model import ModelConfig, Qwen3Moe, Routing
 
-__all__ = ["PRESETS", "TrainConfig", "balance_loss", "train"]
-
 STATE_FILE = "training_state.pt"
 LOG_FILE = "train_log.jsonl"
 _LOG_STEPS = 20
@@ -40,29 +38,25 @@ _LOG_STEPS = 20
 class TrainConfig:
     """Settings of a training."""
 
+    #: Sequences of ``context`` tokens in a batch, a multiple of the number of domains.
     sequences: int = 8
-    """Sequences of ``context`` tokens in a batch, a multiple of the number of domains."""
-    steps: int | None = None
-    """Batches to train; give this or ``minutes``."""
+    steps: int | None = None  #: batches to train; give this or ``minutes``
+    #: Time to train: the schedule follows the clock, so the weights are not reproducible.
     minutes: float | None = None
-    """Time to train: the schedule follows the clock, so the weights are not reproducible."""
     learning_rate: float = 2e-3
-    gate_rate: float = 0.3
-    """Learning rate of the gates, relative to that of the rest."""
+    gate_rate: float = 0.3  #: learning rate of the gates, relative to that of the rest
     warmup_steps: int = 100
-    decay_from: float = 0.65
-    """Progress from which the learning rate falls linearly to zero."""
+    decay_from: float = 0.65  #: progress from which the learning rate falls linearly to zero
     weight_decay: float = 0.1
-    balance: float = 0.02
-    """Weight of the load-balance loss of each layer."""
-    balance_end: float = 0.003
-    """The same in the last third of the training."""
-    save_minutes: float = 5.0
-    """Time between checkpoints, each with an evaluation on held-out text."""
+    balance: float = 0.02  #: weight of the load-balance loss of each layer
+    balance_end: float = 0.003  #: the same in the last third of the training
+    save_minutes: float = 5.0  #: time between checkpoints, each with an evaluation on held-out text
     seed: int = 0
     device: str = "cpu"
 
 
+#: Sizes: ``cpu`` for an hour or two of one core, ``gpu`` for one data-centre GPU, where it has not
+#: been run. The latter has 620M parameters: 56 MB of text would not last it for long.
 PRESETS = {
     "cpu": (ModelConfig(), TrainConfig()),
     "gpu": (
@@ -78,8 +72,6 @@ PRESETS = {
         TrainConfig(sequences=128, device="cuda", learning_rate=1e-3),
     ),
 }
-"""Sizes: ``cpu`` for an hour or two of one core, ``gpu`` for one data-centre GPU, where it has not
-been run. The latter has 620M parameters: 56 MB of text would not last it for long."""
 
 
 def balance_loss(routing: list[Routing]) -> Tensor:
@@ -109,6 +101,8 @@ def train(
 
     An interrupted training leaves what it saved last; ``resume`` continues from there.
 
+    Raises InputError if a setting or the text does not allow training.
+
     Parameters
     ----------
     documents
@@ -121,11 +115,6 @@ def train(
         Continue from the state in ``out``, with its dimensions instead of ``model_config``.
     log
         Called with each entry of the log.
-
-    Raises
-    ------
-    InputError
-        If a setting or the text does not allow training.
     """
     _check(documents, out, model_config, config, resume)
     torch.manual_seed(config.seed)

@@ -18,24 +18,13 @@ _PARTS = {"moe": "MoE layer", "gemm": "dense GEMMs", "host_gap": "host gap"}
 
 @dataclass(frozen=True)
 class Basis:
-    """The head of a section.
+    """The head of a section."""
 
-    Attributes
-    ----------
-    warnings
-        Warnings, a line each.
-    label
-        Weakest provenance of a step time; None without step times.
-    facts
-        Descriptions of the routing traces, and what else the figures rest on, a line each.
-    sources
-        Sources of each part of a step, and of the KV transfer.
-    """
-
-    warnings: Sequence[str]
-    label: str | None = None
+    warnings: Sequence[str]  #: warnings, a line each
+    label: str | None = None  #: weakest provenance of a step time; None without step times
+    #: Descriptions of the routing traces, and what else the figures rest on, a line each.
     facts: Sequence[str] = ()
-    sources: Table | None = None
+    sources: Table | None = None  #: sources of each part of a step, and of the KV transfer
 
 
 def basis(
@@ -45,14 +34,8 @@ def basis(
 ) -> Basis:
     """Return warnings, the weakest provenance and the sources of some summaries.
 
-    Parameters
-    ----------
-    summaries
-        Summaries of runs by name.
-    warn
-        Returns the warnings of a summary.
-    also
-        Additional warnings, which come first.
+    ``summaries``: summaries of runs by name; ``warn``: returns the warnings of a summary; ``also``:
+    additional warnings, which come first.
     """
     warned = [*also, *_merged({name: warn(summary) for name, summary in summaries.items()})]
     if not summaries:
@@ -81,10 +64,7 @@ def basis(
 def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return origin, tiling and reuse of the routing traces, a line each.
 
-    Parameters
-    ----------
-    traces
-        ``trace`` of each run's summary.
+    ``traces``: ``trace`` of each run's summary.
     """
     lines = _merged_parts(traces)
     by_trace: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}

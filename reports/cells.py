@@ -11,17 +11,10 @@ MISSING = "–"
 
 
 class Cell(NamedTuple):
-    """A cell of a table.
+    """A cell of a table."""
 
-    Attributes
-    ----------
-    text
-        Text shown.
-    value
-        Full value as the sort key, empty if missing; None sorts by the text.
-    """
-
-    text: str
+    text: str  #: text shown
+    #: Full value as the sort key, empty if missing; None sorts by the text.
     value: str | None = None
 
 
@@ -31,27 +24,13 @@ Value = Cell | str | int | float | None
 
 @dataclass(frozen=True)
 class Table:
-    """A sortable table.
-
-    Attributes
-    ----------
-    caption
-        Caption.
-    columns
-        Headings.
-    rows
-        Cells of each row, one per column.
-    numeric
-        Whether each column holds numbers.
-    note
-        Line under the table.
-    """
+    """A sortable table."""
 
     caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    numeric: Sequence[bool]
-    note: str | None = None
+    columns: Sequence[str]  #: headings
+    rows: Sequence[Sequence[Cell]]  #: cells of each row, one per column
+    numeric: Sequence[bool]  #: whether each column holds numbers
+    note: str | None = None  #: line under the table
 
 
 def table(

@@ -40,17 +40,11 @@ _WRITTEN = "a folder written by this version of eldr-sim"
 
 @dataclass(frozen=True)
 class Explanation:
-    """A table, and what stands above it.
+    """A table, and what stands above it."""
 
-    Attributes
-    ----------
-    lines
-        What is to be said, a line each.
-    columns, rows
-        The table; cells are text or numbers, in ms where a column does not say otherwise.
-    """
-
-    lines: Sequence[str]
+    lines: Sequence[str]  #: what is to be said, a line each
+    #: ``columns``, ``rows``: the table; cells are text or numbers, in ms where a column does not
+    #: say otherwise.
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
@@ -122,10 +116,7 @@ def explain_request(run: Folder, number: int) -> Explanation:
     Its like are the measured requests of its domain whose prompts and outputs are as long within a
     quarter, or all requests where those are fewer than five.
 
-    Raises
-    ------
-    InputError
-        There is no such request.
+    Raises InputError: there is no such request.
     """
     requests = _requests(run)
     n = len(requests["arrival_s"])

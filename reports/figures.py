@@ -31,10 +31,7 @@ def pictures_of(path: Path, name: str = "") -> list[Picture]:
 
     ``name`` stands for the folder where a picture names it.
 
-    Raises
-    ------
-    InputError
-        If the folder is no result.
+    Raises InputError if the folder is no result.
     """
     (folder,) = open_folders([path])
     folder = replace(folder, name=name or folder.name)
@@ -45,10 +42,7 @@ def pictures_of(path: Path, name: str = "") -> list[Picture]:
 def pick(pictures: list[Picture], title: str) -> Picture:
     """Return the first picture whose title contains some text, in any case of letters.
 
-    Raises
-    ------
-    InputError
-        If there is none, with the titles that there are.
+    Raises InputError if there is none, with the titles that there are.
     """
     for picture in pictures:
         if title.lower() in picture.title.lower():

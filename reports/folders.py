@@ -26,20 +26,11 @@ _FILES: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Folder:
-    """A result folder.
+    """A result folder."""
 
-    Attributes
-    ----------
-    name
-        Name of the folder, or its path if two folders have the same name.
-    kind
-        Kind of the result.
-    documents, tables
-        JSON and Parquet files by name without suffix.
-    """
-
-    name: str
-    kind: Kind
+    name: str  #: name of the folder, or its path if two folders have the same name
+    kind: Kind  #: kind of the result
+    #: ``documents``, ``tables``: JSON and Parquet files by name without suffix.
     documents: dict[str, dict[str, Any]]
     tables: dict[str, pa.Table]
 
@@ -47,10 +38,7 @@ class Folder:
 def open_folders(paths: Sequence[Path]) -> list[Folder]:
     """Read result folders.
 
-    Raises
-    ------
-    InputError
-        If a folder is not a result, is given twice or cannot be read.
+    Raises InputError if a folder is not a result, is given twice or cannot be read.
     """
     if not paths:
         raise InputError("DIR", "no folder given", "folders that run, compare, sweep or plan wrote")

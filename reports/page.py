@@ -31,16 +31,13 @@ _SECTIONS = {"comparison": comparison_section, "sweep": sweep_section, "plan": p
 def report(folders: Sequence[str | os.PathLike[str]]) -> str:
     """Return the HTML of a report.
 
+    Raises InputError if a folder is not a result or cannot be read.
+
     Parameters
     ----------
     folders
         Folders that ``eldr-sim run``, ``compare``, ``sweep`` or ``plan`` wrote, in any mixture.
         Runs share a section, side by side; each other folder has its own.
-
-    Raises
-    ------
-    InputError
-        If a folder is not a result or cannot be read.
     """
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs

@@ -45,57 +45,30 @@ class Colours:
 
 @dataclass(frozen=True)
 class Series:
-    """One curve or cloud of points.
+    """One curve or cloud of points."""
 
-    Attributes
-    ----------
-    name
-        Name in the legend.
-    x, y
-        Coordinates, shape [n].
-    low, high
-        Ends of an interval around ``y``, or None; NaN for points without one.
-    line
-        Whether a line joins the points.
-    colour
-        Colour number; see :class:`Colours`.
-    style
-        Number of the dash or marker that distinguishes series of one colour.
-    tips
-        Additional hover text of each point.
-    """
-
-    name: str
+    name: str  #: name in the legend
+    #: ``x``, ``y``: coordinates, shape [n].
     x: Sequence[float]
     y: Sequence[float]
+    #: ``low``, ``high``: ends of an interval around ``y``, or None; NaN for points without one.
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
-    line: bool = True
-    colour: int = 0
-    style: int = 0
+    line: bool = True  #: whether a line joins the points
+    colour: int = 0  #: colour number; see :class:`Colours`
+    style: int = 0  #: number of the dash or marker that distinguishes series of one colour
+    #: Additional hover text of each point.
     tips: Sequence[str] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a page.
-
-    Attributes
-    ----------
-    title
-        Title.
-    axes
-        Description of the axes.
-    spec
-        Plotly's ``data`` and ``layout``; ``data`` is empty without known values.
-    note
-        Line under the picture.
-    """
+    """A picture of a page."""
 
     title: str
-    axes: str
-    spec: Spec
-    note: str | None = None
+    axes: str  #: description of the axes
+    spec: Spec  #: Plotly's ``data`` and ``layout``; ``data`` is empty without known values
+    note: str | None = None  #: line under the picture
 
 
 def curves(
@@ -205,16 +178,8 @@ def stacked_bars(
 ) -> Picture:
     """Draw stacked bars.
 
-    Parameters
-    ----------
-    title
-        Title of the picture.
-    x_label, y_label
-        Axis titles with units.
-    bars
-        Name of each bar.
-    parts
-        (name, height of the part in each bar, colour number).
+    ``x_label``, ``y_label``: axis titles with units; ``bars``: name of each bar; ``parts``: (name,
+    height of the part in each bar, colour number).
     """
     totals = [math.fsum(values[i] for _, values, _ in parts) for i in range(len(bars))]
     data: list[Spec] = []
@@ -245,11 +210,8 @@ def pareto_picture(
 ) -> Picture:
     """Draw tokens/s per user against tokens/s per GPU, with the Pareto front of all points.
 
-    Parameters
-    ----------
-    clouds
-        (name, colour, marker, points); a point is (output tokens per second per user, the same per
-        GPU, name).
+    ``clouds``: (name, colour, marker, points); a point is (output tokens per second per user, the
+    same per GPU, name).
     """
     points = sorted({point for *_, own in clouds for point in own}, key=lambda point: point[2])
     front = [points[i] for i in pareto([(x, y) for x, y, _ in points])]

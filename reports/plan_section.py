@@ -54,12 +54,8 @@ def plan_section(folder: Folder, colours: Colours) -> dict[str, Any]:
 def plan_words(document: Record, *, narrow: bool = False) -> dict[str, Any]:
     """Return what ``plan.json`` says: its title, question, answer and tables.
 
-    Parameters
-    ----------
-    document
-        The record of an answer.
-    narrow
-        Leave out the columns for which a terminal has no room.
+    ``document``: the record of an answer; ``narrow``: leave out the columns for which a terminal
+    has no room.
     """
     answer, kind = document["answer"], document["kind"]
     nothing = {"cluster": "No cluster meets the objective", "fastest": "No strategy has memory"}

@@ -148,19 +148,10 @@ def _requests_in_phases(runs: Sequence[_Run]) -> list[Picture]:
 def mean_in_phase(start_s: Values, end_s: Values, edges_s: Values) -> Values:
     """Return the mean number of requests in a phase, for each interval of time.
 
-    Parameters
-    ----------
-    start_s, end_s
-        Times at which requests enter and leave the phase, s, shape [n]; a NaN start means never, a
-        NaN end after the last edge.
-    edges_s
-        Edges of the intervals, shape [m + 1].
-
-    Returns
-    -------
-    ndarray
-        Shape [m]. The integral of the number in the phase up to a time is the sum of
-        ``min(end, t) - min(start, t)`` over requests.
+    ``start_s``, ``end_s``: times at which requests enter and leave the phase, s, shape [n]; a NaN
+    start means never, a NaN end after the last edge; ``edges_s``: edges of the intervals, shape [m
+    + 1]. Returns ndarray: shape [m]. The integral of the number in the phase up to a time is the
+    sum of ``min(end, t) - min(start, t)`` over requests.
     """
     entered = np.isfinite(start_s)
     start = np.sort(start_s[entered])

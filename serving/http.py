@@ -1,21 +1,21 @@
-"""Access to aiohttp, which only live runs need."""
+"""Access to aiohttp, which only live runs need, and what our servers share."""
 
 from __future__ import annotations
 
+import logging
+import resource
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from eldr_sim.errors import InputError
-
-__all__ = ["import_aiohttp", "open_session"]
 
 
 def import_aiohttp() -> Any:
     """Return the module ``aiohttp``.
 
-    Raises
-    ------
-    InputError
-        If it is not installed.
+    Raises InputError if it is not installed.
     """
     try:
         import aiohttp
@@ -32,10 +32,7 @@ def open_session(timeout_s: float | None = None) -> Any:
     The number of connections is not limited. Idle ones are closed before uvicorn closes them (after
     5 s, in vLLM too), so that no request is posted on a closing connection.
 
-    Parameters
-    ----------
-    timeout_s
-        Longest time of one request, s; None for no limit.
+    ``timeout_s``: longest time of one request, s; None for no limit.
     """
     aiohttp = import_aiohttp()
     return aiohttp.ClientSession(
@@ -44,3 +41,63 @@ def open_session(timeout_s: float | None = None) -> Any:
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0),
         headers={"Content-Type": "application/json"},
     )
+
+
+async def in_json(request: Any, handler: Any) -> Any:
+    """Word all errors alike, those of unknown paths and methods too."""
+    from aiohttp import web
+
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return error_answer(error.status, f"{request.method} {request.path}: {error.reason}")
+
+
+def is_our_error(record: logging.LogRecord) -> bool:
+    """Whether a line of aiohttp's log is of something else than HTTP that a client gets wrong.
+
+    Such a client has its answer, 400; a line with a traceback for each would fill a disk.
+    """
+    from aiohttp.http import HttpProcessingError
+
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+def saying(announce: Callable[[str], None], line: str) -> Any:
+    """Return what an application calls when it starts, to say a line."""
+
+    async def say(_app: Any) -> None:
+        announce(line)
+
+    return say
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; raises InputError where the address is taken."""
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        raise InputError("port", f"{host}:{port}: {error.strerror}") from None
+
+
+def allow_files() -> None:
+    """Raise the limit on open files: a request takes two."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def error_answer(status: int, message: str, headers: Mapping[str, str] | None = None) -> Any:
+    """Return an error as OpenAI's and vLLM's servers word it."""
+    from aiohttp import web
+
+    return web.json_response(error_body(status, message), status=status, headers=headers)
+
+
+def error_body(status: int, message: str) -> dict[str, dict[str, Any]]:
+    """Return the body of an error."""
+    kind = "BadRequestError" if status < 500 else "InternalServerError"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

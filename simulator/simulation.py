@@ -40,8 +40,7 @@ from eldr_sim.simulator.run import Result, build_cluster, offered_load, result_o
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.fault_plan import POOLS, FaultPlan
 from eldr_sim.simulator.setup.prepare import prepare
-
-__all__ = ["Ended", "Pool", "Simulation", "Worker"]
+from eldr_sim.traces.requests.lengths import told_lengths
 
 #: A worker that is to leave its pool is looked at so often whether it has nothing left, s.
 _LOOK_S = 0.01
@@ -184,6 +183,50 @@ class Control:
             cluster.requests["measured"][number] = False
         self._arrived[0] = number + 1
         return number
+
+    def coming(self) -> tuple[int, int]:
+        """Return the lengths of prompt and output of the workload's next request."""
+        number = int(self._arrived[0])
+        if number == len(self._cluster.requests):
+            self._cluster.grow()
+        record = self._cluster.requests[number]
+        return int(record["prompt_len"]), int(record["output_len"])
+
+    def cancel(self, number: int) -> None:
+        """Let the client of a request that `submit` has sent give up."""
+        self.acted = True
+        self.acts.cancel(number)
+
+    @property
+    def requests(self) -> Any:
+        """All requests, by their numbers: `state.REQUEST`, of which ``[:sent]`` have been sent."""
+        return self._cluster.requests
+
+    def generating(self) -> Iterator[tuple[float, Any, Any]]:
+        """Yield of each engine with a batch when its last step ends or has ended, s, and the
+        batch: the numbers of its requests, and the tokens that they have got then.
+        """
+        engines = self._cluster.arrays.engines
+        here = engines.pools["then"][engines.pool_of] == state.HERE
+        for w in np.flatnonzero(here & (engines.workers["batch"] > 0)).tolist():
+            batch = engines.sequences[w][: int(engines.workers[w]["batch"])]
+            numbers = batch["request"]
+            got = self._cluster.requests["output_len"][numbers] - batch["tokens_left"]
+            yield float(engines.workers[w]["next_start"]), numbers, got
+
+    def engines(self) -> list[tuple[int, int, float]]:
+        """Return of each engine the requests that run and that wait, and its share of KV in use."""
+        engines = self._cluster.arrays.engines
+        blocks, told = engines.pools["n_blocks"][engines.pool_of], engines.workers
+        running = told["batch"] + told["prefilling"] + told["leaving"]
+        used = 1.0 - (told["n_blank"] + told["n_idle"]) / np.maximum(blocks, 1)
+        return list(zip(running.tolist(), told["n_waiting"].tolist(), used.tolist(), strict=True))
+
+    def kv_blocks(self) -> list[int]:
+        """Return the KV blocks of each engine."""
+        engines = self._cluster.arrays.engines
+        blocks: list[int] = engines.pools["n_blocks"][engines.pool_of].tolist()
+        return blocks
 
     def _ended(self, number: int) -> None:
         outcome, prompt_len, output_len, *at = _TOLD(self._cluster.requests[number].item())
@@ -403,6 +446,20 @@ class Simulation:
         InputError
             If ``until`` is not ahead.
         """
+        self.advance(until)
+        prepared = replace(self._prepared, spec=self._cluster.spec)
+        result = result_of(self._config, prepared, self._cluster.workload, self._record())
+        if not self._open_load:
+            requests = result.record.requests
+            result.summary["request_rate"] = None
+            result.summary["trace"]["arrivals"] = "of processes"
+            if len(requests):
+                lengths = told_lengths(requests["prompt_len"], requests["output_len"])
+                result.summary["trace"] |= lengths
+        return result
+
+    def advance(self, until: float | None = None) -> None:
+        """Let things happen as `run` does, without a result: for who looks at them as they go."""
         cluster, env = self._cluster, self.env
         if until is not None and not until > env.now:
             raise InputError("until", f"{until:g} s", f"above {env.now:g} s, the time now")
@@ -424,11 +481,18 @@ class Simulation:
             elif int(clock["open_measured"][0]) and self._open_load:
                 cluster.check_left(self.cluster.acts)
             env.move(float(clock["now"][0]))
-        prepared = replace(self._prepared, spec=cluster.spec)
-        result = result_of(self._config, prepared, cluster.workload, self._record())
-        if not self._open_load:
-            result.summary["request_rate"] = None
-        return result
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest context."""
+        return self._cluster.spec.max_model_len
+
+    @property
+    def next_s(self) -> float:
+        """When the next thing happens, s; infinite where nothing is left."""
+        arrays = self._cluster.arrays
+        due = float(arrays.events[0]["time"]) if int(arrays.clock["n_events"][0]) else math.inf
+        return min(due, float(self.env.peek()))
 
     def _record(self) -> RunRecord:
         record = self._cluster.record(float(self.env.now), self.cluster.acts)

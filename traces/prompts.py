@@ -21,18 +21,13 @@ from eldr_sim.traces.routing.bitsets import add_counts
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import PromptScore
 
-__all__ = ["PromptSignatures", "count_experts", "no_signatures", "sum_gate_scores"]
-
 _REMEMBERED = 4096
 
 
 def count_experts(trace: RoutingTrace, ranges: Ranges) -> NDArray[np.uint32]:
     """Count how often each expert is chosen by the tokens of some ranges of a prompt.
 
-    Returns
-    -------
-    counts
-        uint32 ``[n_layers, n_experts]``.
+    Returns counts: uint32 ``[n_layers, n_experts]``.
     """
     trace.require_prompts("expert signatures")
     bits = trace.bits
@@ -74,19 +69,10 @@ class PromptSignatures:
     of prompts, the least recently used go first, and stays for the next run of this process. Counts
     of a decode-only trace are None.
 
-    Parameters
-    ----------
-    trace
-        Trace that the prompts replay.
-    kind
-        ``count``, ``prob`` or ``logit``.
-    requests
-        The trace requests that will occur in ranges.
+    ``trace``: trace that the prompts replay; ``kind``: ``count``, ``prob`` or ``logit``;
+    ``requests``: the trace requests that will occur in ranges.
 
-    Raises
-    ------
-    InputError
-        If the trace does not carry the gate's scores of all of ``requests``.
+    Raises InputError if the trace does not carry the gate's scores of all of ``requests``.
     """
 
     def __init__(

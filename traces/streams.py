@@ -14,11 +14,11 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 
-__all__ = ["stream"]
-
 
 def stream(seed: int, purpose: str) -> np.random.Generator:
     """Return the random generator of one purpose under a seed.
+
+    Raises InputError if the seed is not a non-negative integer.
 
     Parameters
     ----------
@@ -27,11 +27,6 @@ def stream(seed: int, purpose: str) -> np.random.Generator:
     purpose
         What is drawn, e.g. ``"arrivals"``; identified by the CRC-32 of its UTF-8 bytes, which is
         the same on every machine.
-
-    Raises
-    ------
-    InputError
-        If the seed is not a non-negative integer.
     """
     if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
         raise InputError("seed", f"got {seed!r}", "an integer >= 0")

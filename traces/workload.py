@@ -17,25 +17,17 @@ from eldr_sim.traces.requests.requests import Requests
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.streams import stream
 
-__all__ = ["Workload", "join_routing"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Workload(Requests):
-    """Requests whose tokens replay a routing trace; their texts are the trace's requests.
+    """Requests whose tokens replay a routing trace; their texts are the trace's requests."""
 
-    Attributes
-    ----------
-    decode_request
-        int32 ``[n]``: trace request whose decode rows are replayed; `text` unless joined with
-        ``trace_replay="same_domain"``.
-    replay_offset
-        int32 ``[n]``: row of `decode_request`'s decode window (`RoutingTrace.decode_window`)
-        that the first decode step replays; each later step takes the next row, around the end
-        to row 0. 0 wherever the window is as long as the output.
-    """
-
+    #: int32 ``[n]``: trace request whose decode rows are replayed; `text` unless joined with
+    #: ``trace_replay="same_domain"``.
     decode_request: NDArray[np.int32]
+    #: int32 ``[n]``: row of `decode_request`'s decode window (`RoutingTrace.decode_window`) that
+    #: the first decode step replays; each later step takes the next row, around the end to row 0. 0
+    #: wherever the window is as long as the output.
     replay_offset: NDArray[np.int32]
 
 

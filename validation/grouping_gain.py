@@ -41,14 +41,9 @@ from eldr_sim.traces.routing.bitsets import count_rows
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.streams import stream
 
-__all__ = ["GroupingGain", "Saving", "group_unions", "grouping_gain", "oracle", "rho_by_prompt"]
-
-SIZES = (16, 8, 4)
-"""Workers, and requests of each: the first for which there are requests enough."""
-DRAWS = 3
-"""Sets of concurrent requests."""
-GENERATED = 128
-"""Most generated tokens of a request that count."""
+SIZES = (16, 8, 4)  #: workers, and requests of each: the first for which there are requests enough
+DRAWS = 3  #: sets of concurrent requests
+GENERATED = 128  #: most generated tokens of a request that count
 PROMPTS = (16, 32, 64)
 _RANDOM = 8
 _SURE = 1 - 1e-6  # bound on a probability, so that a product without it is a quotient
@@ -56,40 +51,23 @@ _SURE = 1 - 1e-6  # bound on a probability, so that a product without it is a qu
 
 @dataclass(frozen=True)
 class Saving:
-    """What a grouping does, means over draws.
+    """What a grouping does, means over draws."""
 
-    Attributes
-    ----------
-    saved
-        Share of the distinct experts of a random group that it saves.
-    busiest
-        Distinct experts of its largest group over the mean of all.
-    """
-
-    saved: float
-    busiest: float
+    saved: float  #: share of the distinct experts of a random group that it saves
+    busiest: float  #: distinct experts of its largest group over the mean of all
 
 
 @dataclass(frozen=True)
 class GroupingGain:
-    """Figures of `grouping_gain`; the module defines them.
+    """Figures of `grouping_gain`; the module defines them."""
 
-    Attributes
-    ----------
-    workers, batch
-        Groups, and requests of each.
-    random
-        Distinct experts a layer of a random group.
-    random_busiest
-        Distinct experts of the largest random group over the mean.
-    oracle, signature, label
-        What these groupings do; None without prompts, or with one domain.
-    """
-
+    #: ``workers``, ``batch``: groups, and requests of each.
     workers: int
     batch: int
-    random: float
-    random_busiest: float
+    random: float  #: distinct experts a layer of a random group
+    random_busiest: float  #: distinct experts of the largest random group over the mean
+    #: ``oracle``, ``signature``, ``label``: what these groupings do; None without prompts, or with
+    #: one domain.
     oracle: Saving
     signature: Saving | None
     label: Saving | None
@@ -100,6 +78,8 @@ def grouping_gain(
 ) -> GroupingGain | None:
     """Measure what grouping could gain.
 
+    Returns gain: None where the trace has too few requests.
+
     Parameters
     ----------
     trace
@@ -109,11 +89,6 @@ def grouping_gain(
         requests for.
     draws
         Sets of concurrent requests, each drawn without replacement.
-
-    Returns
-    -------
-    gain
-        None where the trace has too few requests.
     """
     fits = [(w, w) for w in SIZES if w * w <= trace.n_requests]
     workers, batch = size or (fits[0] if fits else (0, 0))
@@ -171,14 +146,8 @@ def _activation(trace: RoutingTrace, requests: Ints) -> Floats:
 def group_unions(idle: Floats, group: Ints, n_groups: int) -> Floats:
     """Return the expected distinct experts of each group, summed over layers, ``[n_groups]``.
 
-    Parameters
-    ----------
-    idle
-        ``[n, layers * experts]``: probability that a request's token leaves an expert out.
-    group
-        ``[n]``, the group of each.
-    n_groups
-        Groups.
+    ``idle``: ``[n, layers * experts]``: probability that a request's token leaves an expert out;
+    ``group``: ``[n]``, the group of each.
     """
     return np.array([(1 - idle[group == g].prod(axis=0)).sum() for g in range(n_groups)])
 
@@ -189,14 +158,8 @@ def oracle(idle: Floats, group: Ints, n_groups: int) -> Ints:
     A group's idle experts with i replaced by j are ``sum_e P_g / q_i q_j``, with P the product of
     the ``q = idle`` of its requests: one matrix product gives all exchanges.
 
-    Parameters
-    ----------
-    idle
-        ``[n, layers * experts]``, above 0: see `group_unions`.
-    group
-        ``[n]``, where each begins; groups keep their sizes.
-    n_groups
-        Groups.
+    ``idle``: ``[n, layers * experts]``, above 0: see `group_unions`; ``group``: ``[n]``, where each
+    begins; groups keep their sizes.
     """
     group = group.copy()
     n = len(group)

@@ -39,20 +39,11 @@ def measured_fits(
     Transforms are compared on the calibration requests with gate scores if the workload has 3 or
     more of them, else on the requests of the fit.
 
-    Parameters
-    ----------
-    trace
-        The routing trace.
-    workload
-        Workload of the fit: ``task``, ``language`` or a file.
-    calibration, artifact
-        Calibration set and result of the fit.
+    ``workload``: workload of the fit: ``task``, ``language`` or a file; ``calibration``,
+    ``artifact``: calibration set and result of the fit.
 
-    Returns
-    -------
-    dict
-        By workload, the given one first, then the named ones whose domains the trace has, with
-        enough calibration requests for the decode workers.
+    Returns dict: by workload, the given one first, then the named ones whose domains the trace has,
+    with enough calibration requests for the decode workers.
     """
     compared = _with_gate_scores(trace, workload, calibration)
     fits = {workload: signature_quality(calibration, artifact, compared)}
@@ -85,19 +76,9 @@ def signature_report(
 ) -> Iterator[None]:
     """Write the report of fits; the folder appears when the ``with`` block ends without an error.
 
-    Parameters
-    ----------
-    out
-        Folder to make.
-    fits
-        Measured fits by workload.
-    force
-        Replace an earlier report.
+    ``fits``: measured fits by workload.
 
-    Raises
-    ------
-    InputError
-        If ``out`` exists and may not be replaced, or cannot be written.
+    Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
     """
     with result_folder(out, force) as folder:
         parts: dict[str, tuple[list[Row], int, Callable[[Any], None]]] = {

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.charts import lines
 from eldr_sim.outputs import write_rows
 from eldr_sim.pictures import write_picture
 from eldr_sim.policies.eldr.signature import (
@@ -33,16 +34,6 @@ from eldr_sim.traces.routing.statistics import BATCH_SIZES, TraceStatistics, tra
 from eldr_sim.traces.routing.structure import nearest_neighbour_accuracy, next_layer_entropy
 from eldr_sim.traces.routing.synthetic.model_fit import requests_of
 from eldr_sim.traces.routing.synthetic.moments import BLOCK, LAGS, information, measure
-
-__all__ = [
-    "STEP_BATCH",
-    "TwinStatistic",
-    "compare_with_twin",
-    "prompt_decode_rho",
-    "reuse_by_lag",
-    "step_spread",
-    "twin_report",
-]
 
 REUSE_LAGS = (1, 2, 4, 8, 16, 32, 64)
 _PAIR_TOKENS = 40_000
@@ -62,18 +53,10 @@ class TwinStatistic:
 def compare_with_twin(trace: RoutingTrace, twin: RoutingTrace) -> list[TwinStatistic]:
     """Measure a trace and its twin.
 
-    Parameters
-    ----------
-    trace
-        The real trace.
-    twin
-        A trace of the same requests, see `synthesize_like`.
+    ``trace``: the real trace; ``twin``: a trace of the same requests, see `synthesize_like`.
 
-    Returns
-    -------
-    rows
-        The fitted statistics first. Statistics that need longer or larger traces are left out, as
-        are those that need ranks if a trace has none.
+    Returns rows: the fitted statistics first. Statistics that need longer or larger traces are left
+    out, as are those that need ranks if a trace has none.
     """
     trace.require_prompts("synthetic twins")
     real, drawn = _facts(trace, twin), _facts(twin, trace)
@@ -258,21 +241,9 @@ def twin_report(
     ``summary.json`` describes the traces, ``statistics.csv`` holds the rows, and
     ``distinct_experts.png`` shows ELDR's Fig. 4 for both traces.
 
-    Parameters
-    ----------
-    out
-        Folder to make.
-    rows
-        Result of `compare_with_twin`.
-    about
-        Description of the traces and the model.
-    force
-        Replace an earlier report.
+    ``rows``: result of `compare_with_twin`; ``about``: description of the traces and the model.
 
-    Raises
-    ------
-    InputError
-        If ``out`` exists and may not be replaced, or cannot be written.
+    Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
     """
     with result_folder(out, force) as folder:
         write_json(folder / "summary.json", about)
@@ -292,23 +263,14 @@ def twin_report(
 
 def _draw(path: Path, rows: Sequence[TwinStatistic]) -> None:
     values = {row.name: row for row in rows}
-    groups = [
-        group
+    points = [
+        {"group": group, "batch": batch, "of": f"{name}, {which}", "distinct": getattr(row, which)}
         for group in (*DOMAIN_MIXES, "all")
-        if any(name.startswith(f"distinct experts, {group},") for name in values)
+        for name in ("mixed", "one domain")
+        for which in ("real", "synthetic")
+        for batch in BATCH_SIZES
+        if (row := values.get(f"distinct experts, {group}, batch {batch}, {name}")) is not None
     ]
-
-    def draw(figure: Any) -> None:
-        panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-        for axes, group in zip(panels, groups, strict=True):
-            for name, colour in (("mixed", "C1"), ("one domain", "C0")):
-                keys = {b: f"distinct experts, {group}, batch {b}, {name}" for b in BATCH_SIZES}
-                own = {batch: values[key] for batch, key in keys.items() if key in values}
-                for which, line in (("real", "o-"), ("synthetic", "x--")):
-                    at = [getattr(row, which) for row in own.values()]
-                    axes.plot(list(own), at, f"{colour}{line}", label=f"{name}, {which}")
-            axes.set(xlabel="batch", ylabel="distinct experts a layer", title=group, xscale="log")
-            axes.set_xticks(BATCH_SIZES, [str(batch) for batch in BATCH_SIZES])
-
-    if groups:
-        write_picture(path, draw, (5.0 * len(groups), 4.0))
+    if points:
+        draw = lines(points, "batch", "distinct", "of", "group", xscale="log")
+        write_picture(path, draw, (5.0 * len({point["group"] for point in points}), 4.0))

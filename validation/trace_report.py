@@ -26,7 +26,7 @@ A folder, written whole or not at all: ``statistics.json`` (manifest, all of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.charts import Draw, bars, field, lines
 from eldr_sim.outputs import write_rows
 from eldr_sim.pictures import write_picture
 from eldr_sim.policies.eldr.artifact import calibration_pairs
@@ -50,8 +51,6 @@ from eldr_sim.traces.routing.statistics import TraceStatistics, domain_groups, t
 from eldr_sim.traces.streams import stream
 from eldr_sim.validation.grouping_gain import GroupingGain, grouping_gain, rho_by_prompt
 
-__all__ = ["TraceReport", "inspect_trace", "write_trace_report"]
-
 Row = dict[str, Any]
 #: A folder with this file holds a report, which ``force`` replaces.
 MARKER = "statistics.json"
@@ -61,36 +60,23 @@ N_GROUPS = 4
 
 @dataclass(frozen=True, eq=False)
 class TraceReport:
-    """Measurements of a routing trace.
+    """Measurements of a routing trace."""
 
-    Attributes
-    ----------
-    trace
-        The trace.
-    statistics
-        Its statistics.
-    overlap
-        How alike its tokens and requests choose.
-    rho
-        Spearman's rho of ``count-idf`` signatures on all layers (ELDR Eq. 1) over the calibration
-        requests of each group of domains; absent for a group with fewer than 3, or without prompts.
-    coactivation
-        By layer, for groups of ``neighbours`` and by ``affinity``: see the module. Empty where the
-        experts do not divide, or a split has no requests.
-    spectrum, grouping
-        What requests differ by, and what grouping them could gain; None for too few requests.
-    rho_by_prompt
-        Requests of 128 tokens or more, and rho of signatures of their first 16, 32 and 64 tokens
-        (none for fewer than 3), see `grouping_gain`.
-    """
-
-    trace: RoutingTrace
-    statistics: TraceStatistics
-    overlap: Overlap
+    trace: RoutingTrace  #: the trace
+    statistics: TraceStatistics  #: its statistics
+    overlap: Overlap  #: how alike its tokens and requests choose
+    #: Spearman's rho of ``count-idf`` signatures on all layers (ELDR Eq. 1) over the calibration
+    #: requests of each group of domains; absent for a group with fewer than 3, or without prompts.
     rho: dict[str, float]
+    #: By layer, for groups of ``neighbours`` and by ``affinity``: see the module. Empty where the
+    #: experts do not divide, or a split has no requests.
     coactivation: dict[str, list[float]]
+    #: ``spectrum``, ``grouping``: what requests differ by, and what grouping them could gain; None
+    #: for too few requests.
     spectrum: RequestSpectrum | None
     grouping: GroupingGain | None
+    #: Requests of 128 tokens or more, and rho of signatures of their first 16, 32 and 64 tokens
+    #: (none for fewer than 3), see `grouping_gain`.
     rho_by_prompt: tuple[int, dict[int, float]]
 
     def as_dict(self) -> dict[str, Any]:
@@ -162,42 +148,36 @@ def write_trace_report(
 ) -> None:
     """Write the report of a trace.
 
-    Parameters
-    ----------
-    report
-        Measurements of the trace.
-    out
-        Folder to make.
-    plot
-        Also draw the pictures.
-    force
-        Replace an earlier report.
+    ``report``: measurements of the trace; ``plot``: also draw the pictures.
 
-    Raises
-    ------
-    InputError
-        If ``out`` exists and may not be replaced, or cannot be written.
+    Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
     """
     trace, statistics = report.trace, report.statistics
     groups = domain_groups(trace)
     use, copies = _Use.of(trace), [asdict(each) for each in statistics.copies]
-    parts: dict[str, tuple[list[Row], Callable[[Any], None]]] = {
+    load, distinct = _load_rows(statistics), _distinct_rows(statistics)
+    together, layers = _coactivation_rows(report.coactivation), _layer_rows(statistics)
+    divergence = _js_rows(statistics)
+    of_layers = ("entropy_bits", "given_layer_before_bits")
+    parts: dict[str, tuple[list[Row], Draw]] = {
         "expert_heatmap": (use.heat_rows(groups), lambda f: _draw_heat(f, use, groups)),
-        "load_skew": (_load_rows(statistics), lambda f: _draw_load(f, statistics)),
-        "distinct_experts": (_distinct_rows(statistics), lambda f: _draw_distinct(f, statistics)),
-        "copies": (copies, lambda f: _draw_copies(f, statistics)),
-        "coactivation": (
-            _coactivation_rows(report.coactivation),
-            lambda f: _draw_coactivation(f, report.coactivation),
+        "load_skew": (load, bars(load, "layer", "busiest_over_mean")),
+        "distinct_experts": (
+            distinct,
+            lines(distinct, "batch", "distinct_experts", "batches_of", "group", xscale="log"),
         ),
-        "next_layer": (_layer_rows(statistics), lambda f: _draw_layers(f, statistics)),
-        "domain_divergence": (_js_rows(statistics), lambda f: _draw_js(f, statistics)),
+        "copies": (copies, lines(copies, "batch", ("mixed", "one_domain"), "group")),
+        "coactivation": (together, lines(together, "layer", tuple(report.coactivation))),
+        "next_layer": (layers, lines(layers, "layer", of_layers, "of", ylim=(0, None))),
+        "domain_divergence": (
+            divergence,
+            field(divergence, "other", "domain", "js_bits", spell="{:.3f}"),
+        ),
     }
     if use.prompt is not None:
-        parts["prefill_decode"] = (
-            use.phase_rows(),
-            lambda f: _draw_phases(f, use, statistics.prefill_decode_pearson),
-        )
+        phases, r = use.phase_rows(), statistics.prefill_decode_pearson
+        named = [row | {"domain": f"{row['domain']}, r = {r[row['domain']]:.2f}"} for row in phases]
+        parts["prefill_decode"] = phases, lines(named, "prompt", "decode", "domain", mark=".")
     with result_folder(out, force, MARKER) as folder:
         for name, (rows, draw) in parts.items():
             if not rows:
@@ -269,14 +249,6 @@ def _coactivation_rows(found: dict[str, list[float]]) -> list[Row]:
     return _rows_of(layer=range(len(found["affinity"])), **found) if found else []
 
 
-def _draw_coactivation(figure: Any, found: dict[str, list[float]]) -> None:
-    axes = figure.subplots()
-    for name, values in found.items():
-        axes.plot(values, ".-", label=name)
-    axes.set(xlabel="layer", ylabel=f"pairs inside {N_GROUPS} equal groups", ylim=(0, 1))
-    axes.set_title("Pairs of a token's experts in one group")
-
-
 def _load_rows(statistics: TraceStatistics) -> list[Row]:
     load, unused = statistics.load_max_over_mean, statistics.unused_experts
     return _rows_of(layer=range(len(load)), busiest_over_mean=load, unused_experts=unused)
@@ -307,17 +279,13 @@ def _layer_rows(statistics: TraceStatistics) -> list[Row]:
 
 
 def _js_rows(statistics: TraceStatistics) -> list[Row]:
-    pairs = _js(statistics).items()
-    return [{"domain": a, "other": b, "js_bits": value} for (a, b), value in pairs]
-
-
-def _js(statistics: TraceStatistics) -> dict[tuple[str, str], float]:
     found = statistics.domain_divergence
-    return {
-        (a, b): found.split_half.get(a, float("nan")) if a == b else value
+    return [
+        {"domain": a, "other": b}
+        | {"js_bits": found.split_half.get(a, float("nan")) if a == b else value}
         for a, row in found.between.items()
         for b, value in row.items()
-    }
+    ]
 
 
 def _draw_heat(figure: Any, use: _Use, groups: dict[str, list[str]]) -> None:
@@ -332,80 +300,3 @@ def _draw_heat(figure: Any, use: _Use, groups: dict[str, list[str]]) -> None:
         axes.set_yticks(range(len(names)), names)
         axes.set(xlabel=f"experts of layer {layer}, reordered", title=f"{group}: use over the mean")
         figure.colorbar(image, ax=axes, extend="max")
-
-
-def _draw_load(figure: Any, statistics: TraceStatistics) -> None:
-    axes = figure.subplots()
-    load = statistics.load_max_over_mean
-    axes.bar(range(len(load)), load)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="MoE layer", ylabel="busiest expert over the mean", title="Load skew")
-
-
-def _draw_distinct(figure: Any, statistics: TraceStatistics) -> None:
-    groups = list(dict.fromkeys(entry.group for entry in statistics.distinct_experts))
-    panels = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
-    for axes, group in zip(panels, groups, strict=True):
-        mine = [entry for entry in statistics.distinct_experts if entry.group == group]
-        batch = [entry.batch for entry in mine]
-        axes.plot(batch, [e.uniform for e in mine], "k:", label="uniform")
-        axes.plot(batch, [e.mixed for e in mine], "C1o-", label="mixed")
-        same = [np.mean(list(e.same_domain.values())) for e in mine]
-        axes.plot(batch, same, "C0o-", label="one domain, mean")
-        for name in mine[0].same_domain:
-            own = [e.same_domain.get(name, np.nan) for e in mine]
-            axes.plot(batch, own, "C0-", alpha=0.25)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(batch, [str(b) for b in batch])
-        axes.set(xlabel="batch", title=group)
-    panels[0].set_ylabel("distinct experts of a layer")
-
-
-def _draw_copies(figure: Any, statistics: TraceStatistics) -> None:
-    axes = figure.subplots()
-    groups = list(dict.fromkeys(entry.group for entry in statistics.copies))
-    for i, group in enumerate(groups):
-        mine = [entry for entry in statistics.copies if entry.group == group]
-        batch = [entry.batch for entry in mine]
-        axes.plot(batch, [e.mixed for e in mine], f"C{i}o-", label=f"{group}, mixed")
-        axes.plot(batch, [e.one_domain for e in mine], f"C{i}s--", label=f"{group}, one domain")
-    axes.set(
-        xlabel="batch", ylabel="requests beside a copy", title="Copies of a request in a batch"
-    )
-
-
-def _draw_layers(figure: Any, statistics: TraceStatistics) -> None:
-    axes = figure.subplots()
-    for i, found in enumerate(statistics.next_layer):
-        layers = range(1, len(found.entropy) + 1)
-        axes.plot(layers, found.entropy, f"C{i}o:", label=f"{found.of} expert")
-        label = f"{found.of} expert, given the layer before's"
-        axes.plot(layers, found.conditional, f"C{i}o-", label=label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="MoE layer", ylabel="entropy, bits", ylim=(0, None), title="Next layer")
-
-
-def _draw_js(figure: Any, statistics: TraceStatistics) -> None:
-    axes = figure.subplots()
-    names = list(statistics.domain_divergence.between)
-    values = np.array(list(_js(statistics).values())).reshape(len(names), len(names))
-    image = axes.imshow(values, cmap="viridis", vmin=0)
-    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
-    axes.set_yticks(range(len(names)), names)
-    for (i, j), value in np.ndenumerate(values):
-        axes.text(j, i, f"{value:.3f}", ha="center", va="center", color="white", fontsize=7)
-    axes.set_title("Jensen-Shannon divergence, bits (diagonal: halves of a domain)")
-    figure.colorbar(image, ax=axes)
-
-
-def _draw_phases(figure: Any, use: _Use, pearson: dict[str, float]) -> None:
-    assert use.prompt is not None
-    axes = figure.subplots()
-    for i, name in enumerate(use.names):
-        label = f"{name}, r = {pearson[name]:.2f}"
-        points = use.prompt[i].ravel(), use.decode[i].ravel()
-        axes.plot(*points, ".", markersize=3, alpha=0.5, label=label)
-    axes.axline((0, 0), slope=1, color="black", linewidth=0.8)
-    axes.set(xlabel="share of prompt tokens", ylabel="share of generated tokens")
-    axes.set_title("Prefill against decode (an untrained model is high here too)")

@@ -62,9 +62,9 @@ FloatArray = NDArray[np.float64]
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
-Library = Literal["sglang", "vllm"]
-"""Who measured DeepEP's kernels."""
+Library = Literal["sglang", "vllm"]  #: who measured DeepEP's kernels
 
+#: What a copy of a token is sent for; of ``allgather_alltoall``, where it does not gather.
 COPY_PER: dict[Backend, Literal["all", "rank", "expert", "node"]] = {
     "allgather_reducescatter": "all",
     "nccl_alltoall": "rank",
@@ -73,15 +73,13 @@ COPY_PER: dict[Backend, Literal["all", "rank", "expert", "node"]] = {
     "deepep_ll": "expert",
     "deepep_ht": "node",
 }
-"""What a copy of a token is sent for; of ``allgather_alltoall``, where it does not gather."""
 
+#: Backends by which every rank knows all tokens of steps without prompts before it chooses.
 GATHERING: tuple[Backend, ...] = ("allgather_reducescatter", "allgather_alltoall")
-"""Backends by which every rank knows all tokens of steps without prompts before it chooses."""
 
+#: Of a NIC's line rate: nixlbench, 42.6 GB/s over 400 Gb/s (H200, ConnectX-7).
 NETWORK_EFFICIENCY = 42.6 / 50.0
-"""Of a NIC's line rate: nixlbench, 42.6 GB/s over 400 Gb/s (H200, ConnectX-7)."""
-NETWORK_LATENCY_S = 5e-6
-"""Typical for InfiniBand (aiconfigurator-core 0.12.0 systems/gb300.yaml)."""
+NETWORK_LATENCY_S = 5e-6  #: typical for InfiniBand (aiconfigurator-core 0.12.0 systems/gb300.yaml)
 
 _FP8_BYTES = 1 + 4 / 128  # a value and its share of an fp32 scale per 128
 _OPERATIONS = {
@@ -113,31 +111,18 @@ class AllToAllCost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """Dispatch and combine between the ranks of an expert-parallel group.
+    """Dispatch and combine between the ranks of an expert-parallel group."""
 
-    Attributes
-    ----------
-    backend
-        One of :data:`BACKENDS`.
-    n_ranks, gpus_per_node
-        GPUs of the group, and of them in one node.
-    cost
-        What compiled code takes.
-    gathered
-        The same for steps without prompts, where ``allgather_alltoall`` gathers; else ``cost``.
-    provenance
-        By component (``all_to_all``; ``network`` between nodes): label, origin, kernel_source.
-    warnings
-        What a reader of results must know, one line each.
-    """
-
-    backend: Backend
+    backend: Backend  #: one of :data:`BACKENDS`
+    #: ``n_ranks``, ``gpus_per_node``: GPUs of the group, and of them in one node.
     n_ranks: int
     gpus_per_node: int
-    cost: AllToAllCost = field(repr=False)
+    cost: AllToAllCost = field(repr=False)  #: what compiled code takes
+    #: The same for steps without prompts, where ``allgather_alltoall`` gathers; else ``cost``.
     gathered: AllToAllCost = field(repr=False)
+    #: By component (``all_to_all``; ``network`` between nodes): label, origin, kernel_source.
     provenance: dict[str, dict[str, Any]]
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  #: what a reader of results must know, one line each
 
     @property
     def label(self) -> Provenance:
@@ -147,11 +132,8 @@ class AllToAll:
     def dispatch_s(self, inside: float, between: float) -> float:
         """Return the seconds of one layer's dispatch.
 
-        Parameters
-        ----------
-        inside, between
-            Copies of tokens that the busiest GPU sends or receives inside its node and between
-            nodes.
+        ``inside``, ``between``: copies of tokens that the busiest GPU sends or receives inside its
+        node and between nodes.
         """
         cost = self.cost
         sent = cost.dispatch_bytes * inside, cost.dispatch_bytes * between
@@ -185,10 +167,7 @@ def uniform_copies(
 ) -> tuple[float, float]:
     """Copies that a GPU sends (and receives) if every rank has a token with random experts.
 
-    Returns
-    -------
-    inside, between
-        To GPUs of its node and of other nodes.
+    Returns ``inside``, ``between``: to GPUs of its node and of other nodes.
     """
     node = min(gpus_per_node, n_ranks)
     n_nodes = -(-n_ranks // node)
@@ -218,6 +197,8 @@ def build_all_to_all(
 ) -> AllToAll:
     """Time of dispatch and combine between the GPUs of an expert-parallel group.
 
+    Raises InputError: no such backend or library, or ranks that do not fill their nodes.
+
     Parameters
     ----------
     model, gpu
@@ -232,11 +213,6 @@ def build_all_to_all(
         Whose rows of DeepEP's kernels to take.
     tables
         Tables of the user's own; they take precedence over the shipped ones.
-
-    Raises
-    ------
-    InputError
-        No such backend or library, or ranks that do not fill their nodes.
     """
     if backend not in BACKENDS:
         raise InputError("all2all_backend", f"{backend!r}", ", ".join(BACKENDS))

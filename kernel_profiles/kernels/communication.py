@@ -55,6 +55,8 @@ def layer_bytes(
 ) -> float:
     """Return the bytes that a GPU sends for one layer, the mean over GPUs and layers.
 
+    Raises InputError if there is no such strategy, or the GPUs do not divide the experts.
+
     Parameters
     ----------
     strategy
@@ -68,11 +70,6 @@ def layer_bytes(
     copy_per_rank
         Whether a token goes once to each rank that holds any of its experts, and not once for each
         of these.
-
-    Raises
-    ------
-    InputError
-        If there is no such strategy, or the GPUs do not divide the experts.
     """
     if strategy not in STRATEGIES:
         raise InputError("strategy", f"{strategy!r}", ", ".join(STRATEGIES))
@@ -103,10 +100,7 @@ def layer_bytes(
 def break_even_tokens(model: ModelDims, n_gpus: int, *, copy_per_rank: bool = False) -> float:
     """Return the tokens of a GPU at which ``dp_async`` sends as many bytes as ``dp_ep``.
 
-    Raises
-    ------
-    InputError
-        As :func:`layer_bytes`, or if there is one GPU, which sends nothing.
+    Raises InputError as :func:`layer_bytes`, or if there is one GPU, which sends nothing.
     """
     if n_gpus < 2:
         raise InputError("n_gpus", f"{n_gpus}", "2 or more")

@@ -26,26 +26,18 @@ from eldr_sim.kernel_profiles.models import ModelDims
 
 
 class PrefillWork(NamedTuple):
-    """What a model's prompts cost, and the work that a worker needs at once to hide its transfers.
+    """What a model's prompts cost, and the work a worker needs at once to hide its transfers."""
 
-    Attributes
-    ----------
-    token_flops
-        Of a token, attention's pairs left out: the one constant a token of the paper's App. B.
-    pair_flops, sliding_pair_flops
-        Of a query and a key, over all layers that attend to everything, and over those with a
-        window.
-    window
-        Tokens of that window; 0 where no layer has one.
-    saturation_eq1, saturation_eq3
-        FLOPs at which a worker is saturated, by the paper's Eq. 1 and Eq. 3, margins left out
-        (:mod:`~eldr_sim.kernel_profiles.steps.weight_streaming`); 0 where no weights are streamed.
-    """
-
+    #: Of a token, attention's pairs left out: the one constant a token of the paper's App. B.
     token_flops: float
+    #: ``pair_flops``, ``sliding_pair_flops``: of a query and a key, over all layers that attend to
+    #: everything, and over those with a window.
     pair_flops: float
     sliding_pair_flops: float = 0.0
-    window: int = 0
+    window: int = 0  #: tokens of that window; 0 where no layer has one
+    #: ``saturation_eq1``, ``saturation_eq3``: FLOPs at which a worker is saturated, by the paper's
+    #: Eq. 1 and Eq. 3, margins left out (:mod:`~eldr_sim.kernel_profiles.steps.weight_streaming`);
+    #: 0 where no weights are streamed.
     saturation_eq1: float = 0.0
     saturation_eq3: float = 0.0
 

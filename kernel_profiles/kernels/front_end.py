@@ -24,30 +24,18 @@ PARTS = ("tokenize", "event_loop", "http")
 
 @dataclass(frozen=True, eq=False)
 class FrontEndLatency:
-    """Seconds of each part of the front end, by prompt tokens.
+    """Seconds of each part of the front end, by prompt tokens."""
 
-    Attributes
-    ----------
-    curves
-        By part: tokens, ascending from 0, and seconds.
-    metadata
-        Of the table.
-    slowdown
-        Times are so much longer than the table's.
-    """
-
+    #: By part: tokens, ascending from 0, and seconds.
     curves: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
-    metadata: TableMetadata
-    slowdown: float = 1.0
+    metadata: TableMetadata  #: of the table
+    slowdown: float = 1.0  #: times are so much longer than the table's
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> FrontEndLatency:
         """Arrange a table's rows by part; below its fewest tokens a part costs what these cost.
 
-        Raises
-        ------
-        InputError
-            Not a ``front_end`` table, or a part without rows.
+        Raises InputError: not a ``front_end`` table, or a part without rows.
         """
         if table.metadata.kind != "front_end":
             raise InputError("frontend", f"a table of kind {table.metadata.kind!r}", "front_end")
@@ -95,10 +83,7 @@ def list_front_ends() -> list[str]:
 def load_front_end(name: str) -> FrontEndLatency:
     """Load a shipped front end by its CPU's name, or the table in a file.
 
-    Raises
-    ------
-    InputError
-        No such CPU and no such table.
+    Raises InputError: no such CPU and no such table.
     """
     for table in shipped_tables():
         if table.kind == "front_end" and table.gpu.lower() == name.lower():

@@ -21,28 +21,19 @@ class GemmLatency:
     Linear between the grid's points in m, n and k: exact for kernels bound by bandwidth, whose
     time follows n * k, and for kernels bound by compute, whose time follows m * n * k. Matrices
     larger than the grid's scale with n and k; past the last m the last slope goes on.
-
-    Attributes
-    ----------
-    m, n, k
-        Grid axes, ascending.
-    seconds
-        float64 [n, k, m].
     """
 
+    #: ``m``, ``n``, ``k``: grid axes, ascending.
     m: FloatArray
     n: FloatArray
     k: FloatArray
-    seconds: FloatArray
+    seconds: FloatArray  #: float64 [n, k, m]
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> GemmLatency:
         """Arrange a GEMM table's rows as a grid.
 
-        Raises
-        ------
-        InputError
-            Not a GEMM table, or (n, k) pairs that lack some m.
+        Raises InputError: not a GEMM table, or (n, k) pairs that lack some m.
         """
         if table.metadata.kind != "gemm":
             raise InputError("table", f"kind {table.metadata.kind!r}", "gemm")
@@ -77,25 +68,14 @@ def _bracket(knots: FloatArray, x: float) -> tuple[int, float]:
 
 @dataclass(frozen=True, eq=False)
 class DecodeAttention:
-    """One layer's attention of a decode step.
+    """One layer's attention of a decode step."""
 
-    Attributes
-    ----------
-    batch, context
-        Grid axes, ascending; context counts the tokens attended to.
-    seconds
-        float64 [batch, context], whole.
-    token_s
-        Seconds to read one sequence's KV of one token at full bandwidth.
-    tokens_max
-        Largest ``batch * context`` that was measured.
-    """
-
+    #: ``batch``, ``context``: grid axes, ascending; context counts the tokens attended to.
     batch: FloatArray
     context: FloatArray
-    seconds: FloatArray
-    token_s: float
-    tokens_max: int
+    seconds: FloatArray  #: float64 [batch, context], whole
+    token_s: float  #: seconds to read one sequence's KV of one token at full bandwidth
+    tokens_max: int  #: largest ``batch * context`` that was measured
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> DecodeAttention:
@@ -144,25 +124,14 @@ class DecodeAttention:
 
 @dataclass(frozen=True, eq=False)
 class PrefillAttention:
-    """One layer's attention of a prefill step, as two curves over the length of a whole prompt.
+    """One layer's attention of a prefill step, as two curves over the length of a whole prompt."""
 
-    Attributes
-    ----------
-    floor_s
-        Time of the smallest call.
-    alone_s
-        float64 [max_tokens + 1]: one prompt of that length alone.
-    share_s
-        float64 [max_tokens + 1]: what a prompt of that length adds to a call that is already
-        large; non-decreasing, 0 at 0.
-    token_s
-        Least time to read the KV of one cached token.
-    """
-
-    floor_s: float
-    alone_s: FloatArray
+    floor_s: float  #: time of the smallest call
+    alone_s: FloatArray  #: float64 [max_tokens + 1]: one prompt of that length alone
+    #: float64 [max_tokens + 1]: what a prompt of that length adds to a call that is already large;
+    #: non-decreasing, 0 at 0.
     share_s: FloatArray
-    token_s: float
+    token_s: float  #: least time to read the KV of one cached token
 
     @classmethod
     def from_table(cls, table: LatencyTable, max_tokens: int, token_s: float) -> PrefillAttention:
@@ -213,14 +182,9 @@ def _extend(knots: FloatArray, values: FloatArray, max_tokens: int, window: int)
 
 @dataclass(frozen=True, eq=False)
 class CollectiveLatency:
-    """Collectives between the GPUs of one node.
+    """Collectives between the GPUs of one node."""
 
-    Attributes
-    ----------
-    curves
-        By (operation, number of GPUs): message sizes in bytes, and seconds.
-    """
-
+    #: By (operation, number of GPUs): message sizes in bytes, and seconds.
     curves: dict[tuple[str, int], tuple[FloatArray, FloatArray]]
 
     @classmethod
@@ -242,10 +206,7 @@ class CollectiveLatency:
     def time_s(self, operation: str, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
         """Seconds of one collective over ``message_bytes`` bytes.
 
-        Raises
-        ------
-        InputError
-            The operation was not measured between so many GPUs.
+        Raises InputError: the operation was not measured between so many GPUs.
         """
         if (operation, n_gpus) not in self.curves:
             known = ", ".join(f"{name} on {count}" for name, count in self.curves)

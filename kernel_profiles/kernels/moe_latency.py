@@ -60,12 +60,8 @@ def monotone_fit(values: ArrayLike, axis: int = -1) -> FloatArray:
     gives each such run its geometric mean, so the product of the sequence stays: in the mean the
     curve is neither faster nor slower than its rows.
 
-    Parameters
-    ----------
-    values
-        Any shape, 0 or more; entries that are zero or infinite are left out and stay.
-    axis
-        Along which the sequences run.
+    ``values``: any shape, 0 or more; entries that are zero or infinite are left out and stay;
+    ``axis``: along which the sequences run.
     """
     fitted = np.moveaxis(np.array(values, dtype=np.float64), axis, -1)
     for at in np.ndindex(fitted.shape[:-1]):
@@ -103,34 +99,22 @@ def interpolate(x: ArrayLike, knots: FloatArray, values: FloatArray) -> FloatArr
 
 @dataclass(frozen=True, eq=False)
 class MoELatency:
-    """Seconds of one MoE layer, gate excluded.
+    """Seconds of one MoE layer, gate excluded."""
 
-    Attributes
-    ----------
-    n_experts, top_k
-        Experts that the GPU holds, and how many of them a token picks in the mean.
-    expert_s
-        G: float64 [n_experts + 1], seconds by distinct experts; non-decreasing.
-    batch_knots, batch_s
-        C: piecewise linear; non-decreasing, C(0) = 0.
-    token_s
-        Compute seconds per token.
-    unbalanced_knots, unbalanced_s
-        Time by tokens under skewed routing, where tokens per expert do not fill the kernel's
-        tiles evenly; empty where the table has no such rows.
-    fit_error
-        Relative errors by name of check.
-    """
-
+    #: ``n_experts``, ``top_k``: experts that the GPU holds, and how many of them a token picks in
+    #: the mean.
     n_experts: int
     top_k: float
-    expert_s: FloatArray
+    expert_s: FloatArray  #: G: float64 [n_experts + 1], seconds by distinct experts; non-decreasing
+    #: ``batch_knots``, ``batch_s``: C: piecewise linear; non-decreasing, C(0) = 0.
     batch_knots: FloatArray
     batch_s: FloatArray
-    token_s: float
+    token_s: float  #: compute seconds per token
+    #: ``unbalanced_knots``, ``unbalanced_s``: time by tokens under skewed routing, where tokens per
+    #: expert do not fill the kernel's tiles evenly; empty where the table has no such rows.
     unbalanced_knots: FloatArray = field(default_factory=lambda: np.empty(0))
     unbalanced_s: FloatArray = field(default_factory=lambda: np.empty(0))
-    fit_error: dict[str, float] = field(default_factory=dict)
+    fit_error: dict[str, float] = field(default_factory=dict)  #: relative errors by name of check
 
     @property
     def batch_max(self) -> int:
@@ -240,18 +224,12 @@ class NoExperts(MoELatency):
 
 @dataclass(frozen=True, eq=False)
 class MoEGrid(MoELatency):
-    """One MoE layer through the points of a full grid, linear in between.
+    """One MoE layer through the points of a full grid, linear in between."""
 
-    Attributes
-    ----------
-    knots
-        Batches of the grid, ascending.
-    grid_knots_s
-        float64 [knots, n_experts + 1]: seconds by distinct experts, non-decreasing. Where a batch
-        cannot reach a count, its row goes on with its last slope.
-    """
-
+    #: Batches of the grid, ascending.
     knots: FloatArray = field(default_factory=lambda: np.empty(0))
+    #: float64 [knots, n_experts + 1]: seconds by distinct experts, non-decreasing. Where a batch
+    #: cannot reach a count, its row goes on with its last slope.
     grid_knots_s: FloatArray = field(default_factory=lambda: np.empty((0, 0)))
 
     def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> FloatArray:
@@ -330,10 +308,7 @@ def fit_moe_latency(table: LatencyTable) -> MoELatency:
     that the profile found on rows that it held out. Tables with expectations only get the line
     ``a + b * distinct + c * batch`` up to 128 tokens, and their own excess over it beyond.
 
-    Raises
-    ------
-    InputError
-        Not a MoE table, or too few rows to fit.
+    Raises InputError: not a MoE table, or too few rows to fit.
     """
     if table.metadata.kind != "moe":
         raise InputError("table", f"kind {table.metadata.kind!r}", "moe")

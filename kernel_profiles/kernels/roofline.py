@@ -28,43 +28,29 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What fraction of the peak kernels reach on a GPU, and their fixed costs.
+    """What fraction of the peak kernels reach on a GPU, and their fixed costs."""
 
-    Attributes
-    ----------
-    bandwidth
-        Of peak memory bandwidth: GEMMs and attention.
-    moe_bandwidth
-        Of peak memory bandwidth: expert weights in the fused MoE kernels.
-    gemm_flops, attention_flops, moe_flops
-        Of peak bfloat16 throughput.
-    link_bandwidth
-        Of the peak bandwidth between GPUs of a node: collectives.
-    gemm_floor_s, attention_floor_s, moe_floor_s, collective_floor_s
-        Fixed time of one GEMM, one attention call, one layer's MoE kernels and one collective.
-    small_kernel_s
-        Time of a norm, a rotary embedding, a cache write and the like of few tokens in a graph;
-        None where all of a layer's together are known (``parts.NORMS_S``).
-    launch_s, mxfp4_launch_s
-        Host time of an engine without graphs to launch one kernel, and what a layer of MXFP4
-        experts adds; None where nobody has said.
-    provenance, source
-        Label and evidence.
-    """
-
-    bandwidth: float
-    moe_bandwidth: float
+    bandwidth: float  #: of peak memory bandwidth: GEMMs and attention
+    moe_bandwidth: float  #: of peak memory bandwidth: expert weights in the fused MoE kernels
+    #: ``gemm_flops``, ``attention_flops``, ``moe_flops``: of peak bfloat16 throughput.
     gemm_flops: float
     attention_flops: float
     moe_flops: float
-    link_bandwidth: float
+    link_bandwidth: float  #: of the peak bandwidth between GPUs of a node: collectives
+    #: ``gemm_floor_s``, ``attention_floor_s``, ``moe_floor_s``, ``collective_floor_s``: fixed time
+    #: of one GEMM, one attention call, one layer's MoE kernels and one collective.
     gemm_floor_s: float
     attention_floor_s: float
     moe_floor_s: float
     collective_floor_s: float
+    #: ``provenance``, ``source``: label and evidence.
     provenance: Provenance
     source: str
+    #: Time of a norm, a rotary embedding, a cache write and the like of few tokens in a graph; None
+    #: where all of a layer's together are known (``parts.NORMS_S``).
     small_kernel_s: float | None = None
+    #: ``launch_s``, ``mxfp4_launch_s``: host time of an engine without graphs to launch one kernel,
+    #: and what a layer of MXFP4 experts adds; None where nobody has said.
     launch_s: float | None = None
     mxfp4_launch_s: float = 0.0
 

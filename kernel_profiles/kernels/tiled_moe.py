@@ -79,24 +79,15 @@ def expert_blocks(rows: ArrayLike, distinct: ArrayLike, block_m: ArrayLike) -> F
 
 @dataclass(frozen=True, eq=False)
 class TiledMoE(MoELatency):
-    """One MoE layer by the tiles of its kernel.
+    """One MoE layer by the tiles of its kernel."""
 
-    Attributes
-    ----------
-    first_tokens
-        int64 [tiles]: tokens from which each tile runs, ascending from 1.
-    block_m
-        int64 [tiles]: its rows.
-    read_s
-        float64 [tiles]: seconds of one expert's weights under each tile.
-    pair_s
-        Seconds to compute one token on one expert.
-    """
-
+    #: int64 [tiles]: tokens from which each tile runs, ascending from 1.
     first_tokens: FloatArray = field(default_factory=lambda: np.ones(1))
+    #: int64 [tiles]: its rows.
     block_m: FloatArray = field(default_factory=lambda: np.full(1, 16.0))
+    #: float64 [tiles]: seconds of one expert's weights under each tile.
     read_s: FloatArray = field(default_factory=lambda: np.zeros(1))
-    pair_s: float = 0.0
+    pair_s: float = 0.0  #: seconds to compute one token on one expert
 
     def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> FloatArray:
         """Seconds at (batch, distinct experts); arrays broadcast, distinct may be fractional."""

@@ -29,6 +29,8 @@ def measure_collectives(
 ) -> dict[tuple[str, int], Timing]:
     """Time collectives between ``n_ranks`` processes of this node.
 
+    Returns dict: by (operation, bytes).
+
     Parameters
     ----------
     backend
@@ -40,11 +42,6 @@ def measure_collectives(
         sends in all (all-to-all).
     operations
         Some of :data:`OPERATIONS`.
-
-    Returns
-    -------
-    dict
-        By (operation, bytes).
     """
     torch = require_torch()
     with socket.socket() as free:

@@ -36,14 +36,7 @@ class Elementwise:
     embedding, and the write of keys and values to the cache. Two Triton kernels on a GPU, torch's
     on the CPU.
 
-    Parameters
-    ----------
-    model
-        Dimensions of one GPU's part.
-    tokens
-        Rows.
-    device
-        Where to run.
+    ``model``: dimensions of one GPU's part.
     """
 
     def __init__(self, model: ModelDims, tokens: int, device: Device) -> None:

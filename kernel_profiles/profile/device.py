@@ -36,28 +36,15 @@ _AMD_CACHE = 256 << 20  # Infinity Cache of an MI300X, which the driver does not
 
 @dataclass(frozen=True)
 class Device:
-    """One device.
+    """One device."""
 
-    Attributes
-    ----------
-    torch_device
-        ``cuda`` or ``cpu``.
-    name
-        GPU name of the tables: a known GPU's, else one made of the driver's name.
-    facts
-        What two profiles must agree on to be merged.
-    cache_bytes, memory_bytes
-        Last-level cache and memory.
-    timer
-        Times calls on it.
-    """
-
-    torch_device: str
-    name: str
-    facts: Mapping[str, str]
+    torch_device: str  #: ``cuda`` or ``cpu``
+    name: str  #: GPU name of the tables: a known GPU's, else one made of the driver's name
+    facts: Mapping[str, str]  #: what two profiles must agree on to be merged
+    #: ``cache_bytes``, ``memory_bytes``: last-level cache and memory.
     cache_bytes: int
     memory_bytes: int
-    timer: Timer
+    timer: Timer  #: times calls on it
 
     @property
     def is_cpu(self) -> bool:
@@ -73,17 +60,10 @@ class Device:
 def open_device(kind: str, threads: int = 1) -> Device:
     """Find the device to measure.
 
-    Parameters
-    ----------
-    kind
-        ``cuda`` (an AMD card under ROCm is one, too) or ``cpu``.
-    threads
-        Threads of the CPU's kernels.
+    ``kind``: ``cuda`` (an AMD card under ROCm is one, too) or ``cpu``; ``threads``: threads of the
+    CPU's kernels.
 
-    Raises
-    ------
-    InputError
-        torch is missing, or sees no such device.
+    Raises InputError: torch is missing, or sees no such device.
     """
     torch = require_torch()
     if kind == "cpu":

@@ -53,10 +53,7 @@ def cpu_name() -> str:
 def open_tokenizer(path: Path) -> Any:
     """Open a ``tokenizer.json``.
 
-    Raises
-    ------
-    InputError
-        The package ``tokenizers`` is missing, or the file is none of its files.
+    Raises InputError: the package ``tokenizers`` is missing, or the file is none of its files.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core, whatever the batch
     tokenizers = _required("tokenizers")
@@ -106,16 +103,9 @@ def tokenize_times(
 def echo_times(tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, Timing]]:
     """Time requests to a server on this machine, one at a time.
 
-    Returns
-    -------
-    times
-        ``event_loop``: CPU time of the server's process a request; ``http``: the rest of the time
-        from the client's first byte to the first event of the answer. By prompt tokens.
-
-    Raises
-    ------
-    InputError
-        FastAPI or uvicorn is missing.
+    Returns times: ``event_loop``: CPU time of the server's process a request; ``http``: the rest of
+    the time from the client's first byte to the first event of the answer. By prompt tokens. Raises
+    InputError: FastAPI or uvicorn is missing.
     """
     _required("fastapi")
     _required("uvicorn")
@@ -235,6 +225,8 @@ def measure_front_end(
 ) -> LatencyTable:
     """Measure this machine's front end.
 
+    Raises InputError: a package is missing, or a file cannot be read.
+
     Parameters
     ----------
     tokenizer_file
@@ -247,11 +239,6 @@ def measure_front_end(
         Prompt tokens to measure.
     progress
         Called with the share done.
-
-    Raises
-    ------
-    InputError
-        A package is missing, or a file cannot be read.
     """
     tokenizer = open_tokenizer(tokenizer_file)
     try:

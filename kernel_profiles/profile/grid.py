@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 
+#: Value of the column ``routing`` where the tokens spread evenly over the chosen experts.
 FORCED = "forced"
-"""Value of the column ``routing`` where the tokens spread evenly over the chosen experts."""
 
-SKEWS = (0.6, 1.2)
-"""Zipf exponents of the tokens per expert on the third axis; 0 is even."""
+SKEWS = (0.6, 1.2)  #: Zipf exponents of the tokens per expert on the third axis; 0 is even
 
 _BATCHES = (
     (1, 4, 16, 64, 256),
@@ -56,20 +55,12 @@ def moe_levels(
 ) -> list[list[MoEPoint]]:
     """Points of the grid, coarse to fine: every level is a refinement of those before it.
 
-    Parameters
-    ----------
-    n_experts, top_k
-        Of the layer.
-    n_ranks
-        GPUs that the experts are spread over.
-    prefill_tokens
-        Batches beyond 512, measured with all experts.
+    ``n_ranks``: GPUs that the experts are spread over; ``prefill_tokens``: batches beyond 512,
+    measured with all experts.
 
-    Returns
-    -------
-    list of list of MoEPoint
-        Batches 1, 4, .. 256 with a quarter, a half and all of the experts; batches 1, 2, 4 .. 512
-        with ten counts; these with skewed loads; the batches between. No point appears twice.
+    Returns list of list of MoEPoint: batches 1, 4, .. 256 with a quarter, a half and all of the
+    experts; batches 1, 2, 4 .. 512 with ten counts; these with skewed loads; the batches between.
+    No point appears twice.
     """
     owned = n_experts // n_ranks
 
@@ -122,15 +113,7 @@ def expert_loads(pairs: int, distinct: int, batch: int, skew: float = 0.0) -> ND
 
     Loads are proportional to ``rank ** -skew`` as far as these bounds allow.
 
-    Returns
-    -------
-    ndarray
-        int64 [distinct], non-increasing.
-
-    Raises
-    ------
-    InputError
-        No such loads exist.
+    Returns ndarray: int64 [distinct], non-increasing. Raises InputError: no such loads exist.
     """
     if not distinct <= pairs <= distinct * batch:
         raise InputError(
@@ -171,6 +154,9 @@ def forced_routing(
     Expert after expert takes the next tokens of a cycle as often as its load says: no load
     exceeds the batch, so no token meets an expert twice. Then tokens and picks are shuffled.
 
+    Returns ndarray: int32 [batch, top_k]; the ids of a row differ. Raises InputError: the count
+    cannot be reached at this batch.
+
     Parameters
     ----------
     point
@@ -185,16 +171,6 @@ def forced_routing(
         other ranks' experts.
     experts
         Ids of the distinct experts, else drawn at random.
-
-    Returns
-    -------
-    ndarray
-        int32 [batch, top_k]; the ids of a row differ.
-
-    Raises
-    ------
-    InputError
-        The count cannot be reached at this batch.
     """
     batch, distinct = point.batch, point.distinct
     low, high = distinct_range(batch, n_experts, top_k, n_ranks)
@@ -221,10 +197,7 @@ def forced_logits(
 ) -> NDArray[np.float32]:
     """Gate logits whose ``top_k`` largest are the given ids.
 
-    Returns
-    -------
-    ndarray
-        float32 [batch, n_experts]: 4 to 8 at the ids, -8 to 0 elsewhere.
+    Returns ndarray: float32 [batch, n_experts]: 4 to 8 at the ids, -8 to 0 elsewhere.
     """
     logits = rng.uniform(-8.0, 0.0, (len(ids), n_experts)).astype(np.float32)
     chosen = rng.uniform(4.0, 8.0, ids.shape).astype(np.float32)

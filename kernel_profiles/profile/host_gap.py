@@ -35,21 +35,14 @@ _LEAST_S = 1e-9  # a table's times are positive: where the parts are slower than
 
 @dataclass(frozen=True)
 class Gap:
-    """The gap of a model's decode step.
+    """The gap of a model's decode step."""
 
-    Attributes
-    ----------
-    per_step_s, per_layer_s
-        Intercept and slope over the depth of the stack; may be negative.
-    n_layers
-        Depth of the model.
-    steps_s, parts_s
-        By depth: whole step, and the sum of its kernels.
-    """
-
+    #: ``per_step_s``, ``per_layer_s``: intercept and slope over the depth of the stack; may be
+    #: negative.
     per_step_s: float
     per_layer_s: float
-    n_layers: int
+    n_layers: int  #: depth of the model
+    #: ``steps_s``, ``parts_s``: by depth: whole step, and the sum of its kernels.
     steps_s: dict[int, float]
     parts_s: dict[int, float]
     repeats: int
@@ -79,16 +72,8 @@ def expected_point(batch: int, shape: MoEShape) -> MoEPoint:
 class DecodeStack:
     """A decode step of some layers: embedding, layers with full attention, lm_head.
 
-    Parameters
-    ----------
-    model, shape
-        Dimensions, and those of the MoE layer.
-    n_layers
-        Depth.
-    batch, context
-        Sequences, and tokens that each attends to.
-    device, kernel
-        Where to run, and the MoE kernel.
+    ``model``, ``shape``: dimensions, and those of the MoE layer; ``batch``, ``context``: sequences,
+    and tokens that each attends to; ``device``, ``kernel``: where to run, and the MoE kernel.
     """
 
     def __init__(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any
 
 from eldr_sim.errors import InputError
@@ -127,36 +129,20 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement.
+    """One measurement."""
 
-    Attributes
-    ----------
-    key
-        Names it in the journal.
-    part, group
-        One of :data:`PARTS`; tasks of a group are given up together.
-    level
-        Coarser levels come first.
-    run
-        Measures.
-    """
-
-    key: str
+    key: str  #: names it in the journal
+    #: ``part``, ``group``: one of :data:`PARTS`; tasks of a group are given up together.
     part: str
     group: str
-    level: int
-    run: Callable[[Workbench], Outcome]
+    level: int  #: coarser levels come first
+    run: Callable[[Workbench], Outcome]  #: measures
 
 
 class Workbench:
     """The device, and the weights of the MoE layer that is being measured.
 
-    Parameters
-    ----------
-    device
-        What is measured.
-    tuned
-        Block sizes found earlier, by group.
+    ``tuned``: block sizes found earlier, by group.
     """
 
     def __init__(self, device: Device, tuned: dict[str, Any] | None = None) -> None:
@@ -189,6 +175,8 @@ def make_plan(
 ) -> list[Task]:
     """List the tasks for some models on a device, in the order to run them.
 
+    Raises InputError: unknown parts.
+
     Parameters
     ----------
     targets
@@ -200,11 +188,6 @@ def make_plan(
     known_linears
         Matrices of an earlier profile that its GEMM table goes on with: the grid of a table is
         whole, so new matrices are measured against the old ones' sizes, too.
-
-    Raises
-    ------
-    InputError
-        Unknown parts.
     """
     chosen = list(parts)
     for part in chosen:
@@ -269,25 +252,16 @@ def _moe_tasks(targets: Sequence[Target], device: Device, kernel: type[Any]) -> 
         ) -> Callable[[Workbench], Outcome]:
             def run(workbench: Workbench) -> Outcome:
                 bench = workbench.bench(group, shape, kernel)
-                records = []
-                for mode, where in folders:
-                    records.append(
-                        Record(
-                            where,
-                            "moe",
-                            identity,
-                            MOE_DTYPES[shape.dtype],
-                            bench.kernel.kernel_source,
-                            bench.kernel.framework,
-                            {
-                                "batch": point.batch,
-                                "distinct_experts": point.distinct,
-                                "routing": point.routing,
-                            },
-                            bench.time(point, mode, rotate=rotate),
-                        )
-                    )
-                return Outcome(records)
+                own = bench.kernel
+                about = (identity, MOE_DTYPES[shape.dtype], own.kernel_source, own.framework)
+                row: dict[str, Any] = {"batch": point.batch, "distinct_experts": point.distinct}
+                row["routing"] = point.routing
+                return Outcome(
+                    [
+                        Record(where, "moe", *about, row, bench.time(point, mode, rotate=rotate))
+                        for mode, where in folders
+                    ]
+                )
 
             return run
 
@@ -335,34 +309,28 @@ def _check(group: str, shape: MoEShape, kernel: type[Any]) -> Callable[[Workbenc
 
 
 def _timed(
+    name: str,
+    group: str,
+    level: int,
     kind: Kind,
     shape: dict[str, int],
     row: dict[str, Any],
-    rounds: Callable[[], Sequence[Sequence[Call]]],
     source: str,
-    dtype: str = "bfloat16",
-) -> Callable[[Workbench], Outcome]:
-    def run(workbench: Workbench) -> Outcome:
-        device = workbench.device
-        made = rounds()
-        framework = f"torch {require_torch().__version__.split('+')[0]}"
-        return Outcome(
-            [
-                Record(
-                    folder,
-                    kind,
-                    shape,
-                    dtype,
-                    source,
-                    framework,
-                    row,
-                    device.timer.time(made, mode),
-                )
-                for mode, folder in _modes(device)
-            ]
-        )
+    rounds: Callable[[], Sequence[Sequence[Call]]],
+) -> Task:
+    """Time a kernel in bfloat16 at one row of its table."""
 
-    return run
+    def run(workbench: Workbench) -> Outcome:
+        timer, made = workbench.device.timer, rounds()
+        about = (kind, shape, "bfloat16", source, _torch_version(), row)
+        modes = _modes(workbench.device)
+        return Outcome([Record(where, *about, timer.time(made, mode)) for mode, where in modes])
+
+    return Task(f"{group} {name}", kind.split("_")[0], group, level, run)
+
+
+def _torch_version() -> str:
+    return f"torch {require_torch().__version__.split('+')[0]}"
 
 
 def _attention_tasks(targets: Sequence[Target], device: Device) -> Iterator[Task]:
@@ -371,64 +339,34 @@ def _attention_tasks(targets: Sequence[Target], device: Device) -> Iterator[Task
     prompt = 2048 if device.is_cpu else 16384
     contexts = [c for c in (64, 256, 1024, 4096, 16384, 65536) if c <= longest]
     batches = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    source = attention.KERNEL_SOURCE
     for target in targets:
+        most = target.model.max_position_embeddings
         for shape in target.attention_shapes:
             group = f"attention {_name(shape)}"
-            for batch in batches:
-                for context in contexts:
-                    size = attention.kv_bytes(shape, batch, context)
-                    if size > room or context > target.model.max_position_embeddings:
-                        continue
-                    coarse = batch in (1, 16, 128) and context in (64, 1024, 16384)
-                    yield Task(
-                        f"{group} decode {batch}x{context}",
-                        "attention",
-                        group,
-                        0 if coarse else 1,
-                        _timed(
-                            "attention_decode",
-                            shape,
-                            {"batch": batch, "context": context},
-                            _later(attention.decode_rounds, shape, batch, context, device),
-                            attention.KERNEL_SOURCE,
-                        ),
-                    )
-            for batch in (1, 4, 16):
-                for tokens in (16, 64, 256, 1024, 2048, 4096, 8192, 16384):
-                    if batch * tokens > prompt or tokens > target.model.max_position_embeddings:
-                        continue
-                    coarse = batch == 1 and tokens in (16, 256, 2048, 16384)
-                    yield Task(
-                        f"{group} prefill {batch}x{tokens}",
-                        "attention",
-                        group,
-                        0 if coarse else 1,
-                        _timed(
-                            "attention_prefill",
-                            shape,
-                            {"batch": batch, "new_tokens": tokens},
-                            _later(attention.prefill_rounds, shape, batch, tokens, device),
-                            attention.KERNEL_SOURCE,
-                        ),
-                    )
-            if shape["window"]:
-                continue
-            for tokens in (64, 512):
-                for context in (1024, 2048, 8192, 32768):
-                    if context <= longest and context <= target.model.max_position_embeddings:
-                        yield Task(
-                            f"{group} chunk {tokens}of{context}",
-                            "attention",
-                            group,
-                            2,
-                            _timed(
-                                "attention_chunk",
-                                shape,
-                                {"new_tokens": tokens, "context": context},
-                                _later(attention.chunk_rounds, shape, tokens, context, device),
-                                attention.KERNEL_SOURCE,
-                            ),
-                        )
+            for batch, context in product(batches, contexts):
+                if attention.kv_bytes(shape, batch, context) > room or context > most:
+                    continue
+                level = 0 if batch in (1, 16, 128) and context in (64, 1024, 16384) else 1
+                make = partial(attention.decode_rounds, shape, batch, context, device)
+                row = {"batch": batch, "context": context}
+                name = f"decode {batch}x{context}"
+                yield _timed(name, group, level, "attention_decode", shape, row, source, make)
+            for batch, tokens in product((1, 4, 16), (16, 64, 256, 1024, 2048, 4096, 8192, 16384)):
+                if batch * tokens > prompt or tokens > most:
+                    continue
+                level = 0 if batch == 1 and tokens in (16, 256, 2048, 16384) else 1
+                make = partial(attention.prefill_rounds, shape, batch, tokens, device)
+                row = {"batch": batch, "new_tokens": tokens}
+                name = f"prefill {batch}x{tokens}"
+                yield _timed(name, group, level, "attention_prefill", shape, row, source, make)
+            for tokens, context in product((64, 512), (1024, 2048, 8192, 32768)):
+                if shape["window"] or context > min(longest, most):
+                    continue
+                make = partial(attention.chunk_rounds, shape, tokens, context, device)
+                row = {"new_tokens": tokens, "context": context}
+                name = f"chunk {tokens}of{context}"
+                yield _timed(name, group, 2, "attention_chunk", shape, row, source, make)
 
 
 def _gemm_tasks(
@@ -443,23 +381,11 @@ def _gemm_tasks(
     pairs += sorted(pair for pair in linears if pair[0] > WIDE)
     tokens = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
     tokens += [] if device.is_cpu else [4096, 8192, 16384]
-    for n, k in pairs:
-        for m in tokens:
-            if n > WIDE and m > 1024:
-                continue
-            yield Task(
-                f"gemm {m}x{n}x{k}",
-                "gemm",
-                "gemm",
-                0 if m in (1, 16, 64, 256, 2048) else 1,
-                _timed(
-                    "gemm",
-                    {},
-                    {"m": m, "n": n, "k": k},
-                    _later(dense.gemm_rounds, m, n, k, device),
-                    "torch_linear",
-                ),
-            )
+    for (n, k), m in product(pairs, tokens):
+        if n <= WIDE or m <= 1024:
+            level = 0 if m in (1, 16, 64, 256, 2048) else 1
+            make, row = partial(dense.gemm_rounds, m, n, k, device), {"m": m, "n": n, "k": k}
+            yield _timed(f"{m}x{n}x{k}", "gemm", level, "gemm", {}, row, "torch_linear", make)
 
 
 def _elementwise_tasks(targets: Sequence[Target], device: Device) -> Iterator[Task]:
@@ -470,26 +396,12 @@ def _elementwise_tasks(targets: Sequence[Target], device: Device) -> Iterator[Ta
             model.hidden_size, model.n_heads, model.n_kv_heads, model.head_dim
         )
         group = f"elementwise {_name(shape)}"
+        source = "torch_elementwise" if device.is_cpu else "eldr_sim_triton_elementwise"
         for count in tokens:
-            yield Task(
-                f"{group} {count}",
-                "elementwise",
-                group,
-                0 if count in (1, 64, 1024) else 1,
-                _timed(
-                    "elementwise",
-                    shape,
-                    {"tokens": count},
-                    _later(dense.elementwise_rounds, model, count, device),
-                    "torch_elementwise" if device.is_cpu else "eldr_sim_triton_elementwise",
-                ),
-            )
-
-
-def _later(
-    make: Callable[..., Sequence[Sequence[Call]]], *arguments: Any
-) -> Callable[[], Sequence[Sequence[Call]]]:
-    return lambda: make(*arguments)
+            level = 0 if count in (1, 64, 1024) else 1
+            make = partial(dense.elementwise_rounds, model, count, device)
+            row = {"tokens": count}
+            yield _timed(f"{count}", group, level, "elementwise", shape, row, source, make)
 
 
 def _collective_tasks(device: Device) -> Iterator[Task]:
@@ -522,17 +434,10 @@ def _nixl_tasks(device: Device) -> Iterator[Task]:
 
         times, first_contact = measure_transfers(device.torch_device)
         memory = "dram" if device.is_cpu else "vram"
+        source, version = f"nixl_ucx_{memory}_two_local_agents", f"nixl {nixl_version()}"
+        about = (MAIN, "kv_transfer", {}, "uint8", source, version)
         records = [
-            Record(
-                MAIN,
-                "kv_transfer",
-                {},
-                "uint8",
-                f"nixl_ucx_{memory}_two_local_agents",
-                f"nixl {nixl_version()}",
-                {"message_bytes": size, "descriptors": count},
-                timing,
-            )
+            Record(*about, {"message_bytes": size, "descriptors": count}, timing)
             for (size, count), timing in times.items()
         ]
         return Outcome(records, {"first_contact_s": first_contact})
@@ -557,18 +462,10 @@ def _host_gap_tasks(targets: Sequence[Target]) -> Iterator[Task]:
                 kernel.restore(workbench.tuned[name])
             workbench.clear()
             gaps = measure_host_gap(model, shape, workbench.device, kernel)
-            framework = f"torch {require_torch().__version__.split('+')[0]}"
+            depth = {"n_layers": model.n_layers, "hidden_size": model.hidden_size}
+            about = (depth, "bfloat16", "eldr_sim_layer_stack", _torch_version())
             records = [
-                Record(
-                    MAIN,
-                    "host_gap",
-                    {"n_layers": model.n_layers, "hidden_size": model.hidden_size},
-                    "bfloat16",
-                    "eldr_sim_layer_stack",
-                    framework,
-                    {"batch": batch},
-                    gap.timing,
-                )
+                Record(MAIN, "host_gap", *about, {"batch": batch}, gap.timing)
                 for batch, gap in gaps.items()
             ]
             return Outcome(records, {str(batch): gap.to_json() for batch, gap in gaps.items()})

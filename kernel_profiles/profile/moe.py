@@ -18,8 +18,7 @@ from eldr_sim.kernel_profiles.profile.grid import MoEPoint, forced_logits, force
 from eldr_sim.kernel_profiles.profile.timing import Call, Mode, Timing, require_torch, rotation
 from eldr_sim.kernel_profiles.profile.weights import ExpertWeights, MoEShape, reference_moe
 
-SEEDS = 3
-"""Draws of routing, weights and activations that a figure is the median over."""
+SEEDS = 3  #: draws of routing, weights and activations that a figure is the median over
 
 ERROR_BOUND = {"bfloat16": 0.01, "fp8_block": 0.015, "mxfp4": 0.015}
 """Largest relative error (norm of the difference over the norm) against float64, by dtype.
@@ -224,17 +223,7 @@ class VllmMoE:
 
 
 class MoEBench:
-    """One MoE layer's weights on one device, and how to time a kernel on them.
-
-    Parameters
-    ----------
-    shape
-        Of the layer.
-    device
-        Where to run.
-    kernel
-        What to run.
-    """
+    """One MoE layer's weights on one device, and how to time a kernel on them."""
 
     def __init__(self, shape: MoEShape, device: Device, kernel: MoEKernel) -> None:
         self.shape, self.device, self.kernel = shape, device, kernel
@@ -286,10 +275,8 @@ class MoEBench:
     def error(self, point: MoEPoint) -> float:
         """Relative error against float64 at a point, after spoiling what the run must write.
 
-        Raises
-        ------
-        InputError
-            The error exceeds :data:`ERROR_BOUND`: the kernel is wrong on this device.
+        Raises InputError: the error exceeds :data:`ERROR_BOUND`: the kernel is wrong on this
+        device.
         """
         torch = require_torch()
         rng = np.random.default_rng([point.batch, point.distinct, 77])

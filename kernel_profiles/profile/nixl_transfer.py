@@ -63,25 +63,12 @@ def measure_transfers(
 ) -> tuple[dict[tuple[int, int], Timing], float]:
     """Time reads from one local agent's memory into another's.
 
-    Parameters
-    ----------
-    device
-        ``cuda`` (GPU memory) or ``cpu`` (DRAM).
-    grid
-        (bytes, descriptors); bytes divisible by descriptors.
-    repeats
-        Samples of every point, after one warm-up.
+    ``device``: ``cuda`` (GPU memory) or ``cpu`` (DRAM); ``grid``: (bytes, descriptors); bytes
+    divisible by descriptors; ``repeats``: samples of every point, after one warm-up.
 
-    Returns
-    -------
-    tuple
-        Times by (bytes, descriptors), and seconds of the first contact: registration of the
-        memory and exchange of metadata.
-
-    Raises
-    ------
-    InputError
-        NIXL is not installed, or a transfer fails.
+    Returns tuple: times by (bytes, descriptors), and seconds of the first contact: registration of
+    the memory and exchange of metadata. Raises InputError: NIXL is not installed, or a transfer
+    fails.
     """
     torch = require_torch()
     try:

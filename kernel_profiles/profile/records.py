@@ -12,10 +12,9 @@ import numpy as np
 from eldr_sim.kernel_profiles.profile.timing import Timing
 from eldr_sim.kernel_profiles.tables.format import Kind, LatencyTable, TableMetadata
 
-MAIN = ""
-"""Folder of the tables that a run uses; the others are for comparison."""
+MAIN = ""  #: folder of the tables that a run uses; the others are for comparison
+#: Matrices with more rows (lm_head) are measured with their own k only, and for few tokens.
 WIDE = 32768
-"""Matrices with more rows (lm_head) are measured with their own k only, and for few tokens."""
 EAGER, HOT, OTHER = "eager", "warm_cache", "other_kernels"
 
 _NOTES = {
@@ -28,28 +27,18 @@ _NOTES = {
 
 @dataclass(frozen=True)
 class Record:
-    """One row of one table.
+    """One row of one table."""
 
-    Attributes
-    ----------
-    folder
-        :data:`MAIN`, :data:`EAGER`, :data:`HOT` or :data:`OTHER`.
-    kind, shape, dtype, kernel_source, framework
-        As in :class:`~eldr_sim.kernel_profiles.tables.format.TableMetadata`.
-    row
-        The table's columns but the times.
-    timing
-        Median, quartiles, repeats.
-    """
-
-    folder: str
+    folder: str  #: :data:`MAIN`, :data:`EAGER`, :data:`HOT` or :data:`OTHER`
+    #: ``kind``, ``shape``, ``dtype``, ``kernel_source``, ``framework``: as in
+    #: :class:`~eldr_sim.kernel_profiles.tables.format.TableMetadata`.
     kind: Kind
     shape: Mapping[str, int]
     dtype: str
     kernel_source: str
     framework: str
-    row: Mapping[str, Any]
-    timing: Timing
+    row: Mapping[str, Any]  #: the table's columns but the times
+    timing: Timing  #: median, quartiles, repeats
 
     @property
     def table(self) -> tuple[Any, ...]:

@@ -62,21 +62,11 @@ Clock = Callable[[], float]
 
 @dataclass
 class Journal:
-    """What has been measured, on disk line by line.
+    """What has been measured, on disk line by line."""
 
-    Attributes
-    ----------
-    path
-        Of the file.
-    header
-        Device, facts, copy bandwidth, GEMM throughput.
-    outcomes
-        By task.
-    """
-
-    path: Path
-    header: dict[str, Any]
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    path: Path  #: of the file
+    header: dict[str, Any]  #: device, facts, copy bandwidth, GEMM throughput
+    outcomes: dict[str, Outcome] = field(default_factory=dict)  #: by task
 
     @classmethod
     def create(cls, path: Path, header: dict[str, Any]) -> Journal:
@@ -93,10 +83,7 @@ class Journal:
     def read(cls, path: Path) -> Journal:
         """Read a journal; a last line that was cut off is dropped.
 
-        Raises
-        ------
-        InputError
-            The file is missing or is no journal.
+        Raises InputError: the file is missing or is no journal.
         """
         lines = read_text(path, "resume").split("\n")
         cut = lines.pop()  # empty after a whole line
@@ -132,34 +119,19 @@ class Journal:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a session leaves behind.
+    """What a session leaves behind."""
 
-    Attributes
-    ----------
-    out
-        Folder.
-    tables
-        Paths of the tables that a run uses.
-    summary
-        As in ``profile.json``.
-    differences
-        Points that a shipped table has, too.
-    """
-
-    out: Path
-    tables: Sequence[Path]
-    summary: dict[str, Any]
-    differences: Sequence[Difference]
+    out: Path  #: folder
+    tables: Sequence[Path]  #: paths of the tables that a run uses
+    summary: dict[str, Any]  #: as in ``profile.json``
+    differences: Sequence[Difference]  #: points that a shipped table has, too
 
 
 def open_journal(out: Path, device: Device, resume: bool) -> Journal:
     """Begin a profile, or go on with one of the very same device.
 
-    Raises
-    ------
-    InputError
-        The folder is in use, or the earlier profile's device differs in any recorded fact: a
-        card's name alone does not make two measurements comparable.
+    Raises InputError: the folder is in use, or the earlier profile's device differs in any recorded
+    fact: a card's name alone does not make two measurements comparable.
     """
     path = out / JOURNAL
     if out.exists() and not out.is_dir():
@@ -198,6 +170,10 @@ def profile(
 ) -> Profile:
     """Measure models' kernels on a device and write what was found.
 
+    Raises InputError, see :func:`open_journal` and
+    :func:`~eldr_sim.kernel_profiles.profile.measurement_plan.make_plan`. Raises KeyboardInterrupt:
+    ctrl-C: the journal keeps what was measured.
+
     Parameters
     ----------
     targets
@@ -216,14 +192,6 @@ def profile(
         Told the share of tasks or of the budget that is done, whichever is more, and the task.
     clock
         Seconds; tests replace it.
-
-    Raises
-    ------
-    InputError
-        See :func:`open_journal` and
-        :func:`~eldr_sim.kernel_profiles.profile.measurement_plan.make_plan`.
-    KeyboardInterrupt
-        Ctrl-C: the journal keeps what was measured.
     """
     if not budget_s > 0:
         raise InputError("budget", f"{budget_s} s", "more than 0")

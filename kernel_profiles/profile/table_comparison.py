@@ -16,27 +16,18 @@ from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
 @dataclass(frozen=True)
 class Difference:
-    """One point of two tables.
+    """One point of two tables."""
 
-    Attributes
-    ----------
-    kind, point
-        What was timed.
-    measured_us, other_us
-        Here, and in the other table.
-    other
-        The other table's origin. It states neither driver, clocks nor power cap, so that the
-        cards may be set differently.
-    likely
-        What is known to make the two differ there; empty where nothing is.
-    """
-
+    #: ``kind``, ``point``: what was timed.
     kind: str
     point: str
+    #: ``measured_us``, ``other_us``: here, and in the other table.
     measured_us: float
     other_us: float
+    #: The other table's origin. It states neither driver, clocks nor power cap, so that the cards
+    #: may be set differently.
     other: str
-    likely: str
+    likely: str  #: what is known to make the two differ there; empty where nothing is
 
     @property
     def ratio(self) -> float:
@@ -53,14 +44,8 @@ def differences(
     interpolated, as a run does. MoE rows of skewed routing, whose experts are only expected, are
     left out.
 
-    Parameters
-    ----------
-    table
-        Measured.
-    cache_bytes
-        Last-level cache of the device.
-    others
-        Tables to compare with; the shipped ones when not given.
+    ``cache_bytes``: last-level cache of the device; ``others``: tables to compare with; the shipped
+    ones when not given.
     """
     if others is None:
         others = [one.load() for one in shipped_tables() if _same(table.metadata, one.metadata)]

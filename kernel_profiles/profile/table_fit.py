@@ -23,8 +23,7 @@ from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
 FloatArray = NDArray[np.float64]
-DECODE_TOKENS = 128
-"""Batches that the linear form is fitted and scored on."""
+DECODE_TOKENS = 128  #: batches that the linear form is fitted and scored on
 _BYTES_PER_WEIGHT = {"bfloat16": 2.0, "fp8_block": 1.0, "w4a16_mxfp4": 17 / 32}
 
 
@@ -50,12 +49,9 @@ def _linear(
 def moe_report(table: LatencyTable) -> dict[str, Any]:
     """Fit the three forms to a MoE table and score them on the held-out points.
 
-    Returns
-    -------
-    dict
-        ``linear`` (with a, b, c in microseconds), ``max_form``, ``grid``: mean and largest
-        relative error on held-out points up to 128 tokens, and for the latter two on all; the
-        number of points.
+    Returns dict: ``linear`` (with a, b, c in microseconds), ``max_form``, ``grid``: mean and
+    largest relative error on held-out points up to 128 tokens, and for the latter two on all; the
+    number of points.
     """
     shape = table.metadata.shape
     ranks = shape.get("expert_parallel_size", 1)

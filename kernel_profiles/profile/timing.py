@@ -20,10 +20,8 @@ from eldr_sim.errors import InputError
 
 Call = Callable[[], Any]
 Mode = Literal["graph", "eager"]
-CACHE_MULTIPLE = 3
-"""Memory that a round touches, in last-level caches."""
-MAX_CALLS = 320
-"""Calls of a round at most."""
+CACHE_MULTIPLE = 3  #: memory that a round touches, in last-level caches
+MAX_CALLS = 320  #: calls of a round at most
 
 
 def require_torch() -> Any:
@@ -67,20 +65,12 @@ class Timer(Protocol):
 def rotation(touched_bytes: float, copy_bytes: float, cache_bytes: int) -> tuple[int, int]:
     """Calls of a round, and copies of the data that they read, to get past the cache.
 
-    Parameters
-    ----------
-    touched_bytes
-        That one call reads.
-    copy_bytes
-        Of one copy of all the data that calls choose from.
-    cache_bytes
-        Of the last-level cache.
+    ``touched_bytes``: that one call reads; ``copy_bytes``: of one copy of all the data that calls
+    choose from; ``cache_bytes``: of the last-level cache.
 
-    Returns
-    -------
-    tuple of (calls, copies)
-        Together the calls touch ``CACHE_MULTIPLE`` caches, unless that takes over ``MAX_CALLS`` of
-        them, and the copies have room for that without one being read twice.
+    Returns ``tuple of (calls``, ``copies)``: together the calls touch ``CACHE_MULTIPLE`` caches,
+    unless that takes over ``MAX_CALLS`` of them, and the copies have room for that without one
+    being read twice.
     """
     wanted = CACHE_MULTIPLE * cache_bytes
     calls = min(max(2, math.ceil(wanted / max(touched_bytes, 1.0))), MAX_CALLS)
@@ -89,21 +79,13 @@ def rotation(touched_bytes: float, copy_bytes: float, cache_bytes: int) -> tuple
 
 @dataclass(frozen=True)
 class CpuTimer:
-    """Times calls on the CPU, each by itself.
+    """Times calls on the CPU, each by itself."""
 
-    Attributes
-    ----------
-    target_s
-        Time to spend on a measurement.
-    min_repeats, max_repeats
-        Bounds of the number of samples.
-    clock
-        Seconds: of the wall, or of the calling thread alone.
-    """
-
-    target_s: float = 0.2
+    target_s: float = 0.2  #: time to spend on a measurement
+    #: ``min_repeats``, ``max_repeats``: bounds of the number of samples.
     min_repeats: int = 6
     max_repeats: int = 400
+    #: Seconds: of the wall, or of the calling thread alone.
     clock: Callable[[], float] = time.perf_counter
     modes: tuple[Mode, ...] = ("eager",)
 
@@ -126,15 +108,9 @@ class CpuTimer:
 
 @dataclass(frozen=True)
 class CudaTimer:
-    """Times rounds on a CUDA or ROCm device by events.
+    """Times rounds on a CUDA or ROCm device by events."""
 
-    Attributes
-    ----------
-    target_s
-        Time to spend on a measurement's replays.
-    """
-
-    target_s: float = 0.05
+    target_s: float = 0.05  #: time to spend on a measurement's replays
     modes: tuple[Mode, ...] = ("graph", "eager")
 
     def time(self, rounds: Sequence[Sequence[Call]], mode: Mode) -> Timing:

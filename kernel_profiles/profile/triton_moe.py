@@ -66,16 +66,7 @@ def interpreted() -> bool:
 class TritonMoE:
     """Buffers and launches of one (shape, batch) on one device.
 
-    Parameters
-    ----------
-    shape
-        Of the layer.
-    batch
-        Tokens.
-    device
-        torch device.
-    up_tile, down_tile
-        Of the two GEMMs; their ``block_m`` must agree.
+    ``up_tile``, ``down_tile``: of the two GEMMs; their ``block_m`` must agree.
     """
 
     def __init__(
@@ -192,19 +183,10 @@ class TritonMoE:
     def __call__(self, x: Any, logits: Any, weights: ExpertWeights) -> Any:
         """Run the layer behind its gate.
 
-        Parameters
-        ----------
-        x
-            bfloat16 [batch, hidden].
-        logits
-            float32 [batch, n_experts].
-        weights
-            Of the experts on this device.
+        ``x``: bfloat16 [batch, hidden]; ``logits``: float32 [batch, n_experts]; ``weights``: of the
+        experts on this device.
 
-        Returns
-        -------
-        Tensor
-            bfloat16 [batch, hidden], overwritten by the next run.
+        Returns Tensor: bfloat16 [batch, hidden], overwritten by the next run.
         """
         self.route(logits)
         self.experts_up(x, weights)

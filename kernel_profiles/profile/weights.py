@@ -24,26 +24,17 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class MoEShape:
-    """One GPU's part of a MoE layer.
+    """One GPU's part of a MoE layer."""
 
-    Attributes
-    ----------
-    hidden, intermediate
-        Widths; the intermediate one is the shard's where tensor parallelism cuts the experts.
-    n_experts, top_k
-        Of the whole layer.
-    n_ranks
-        GPUs that whole experts are spread over.
-    dtype
-        Storage of the experts.
-    """
-
+    #: ``hidden``, ``intermediate``: widths; the intermediate one is the shard's where tensor
+    #: parallelism cuts the experts.
     hidden: int
     intermediate: int
+    #: ``n_experts``, ``top_k``: of the whole layer.
     n_experts: int
     top_k: int
-    n_ranks: int = 1
-    dtype: WeightDtype = "bfloat16"
+    n_ranks: int = 1  #: GPUs that whole experts are spread over
+    dtype: WeightDtype = "bfloat16"  #: storage of the experts
 
     @property
     def owned(self) -> int:
@@ -67,25 +58,14 @@ def _stored_bytes(n: int, k: int, dtype: WeightDtype) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Matrices:
-    """The same matrix of all experts.
+    """The same matrix of all experts."""
 
-    Attributes
-    ----------
-    dtype
-        Storage.
-    stored
-        Tensor [experts, n, k]: bfloat16, or bytes (MXFP4: [experts, n, k / 2]).
-    scales
-        Tensor: float32 [experts, n / 128, k / 128] rounded up, or bytes [experts, n, k / 32];
-        the stored weights again where there are no scales.
-    k
-        Columns.
-    """
-
-    dtype: WeightDtype
-    stored: Any
+    dtype: WeightDtype  #: storage
+    stored: Any  #: tensor [experts, n, k]: bfloat16, or bytes (MXFP4: [experts, n, k / 2])
+    #: Tensor: float32 [experts, n / 128, k / 128] rounded up, or bytes [experts, n, k / 32]; the
+    #: stored weights again where there are no scales.
     scales: Any
-    k: int
+    k: int  #: columns
 
     def dequantized(self, expert: int) -> Any:
         """One expert's matrix, float64 [n, k]."""
@@ -109,10 +89,7 @@ def random_matrices(
 ) -> Matrices:
     """Draw matrices whose values are about ``k ** -0.5`` large.
 
-    Raises
-    ------
-    InputError
-        MXFP4 rows must be whole groups in both halves: ``k`` divisible by 64.
+    Raises InputError: MXFP4 rows must be whole groups in both halves: ``k`` divisible by 64.
     """
     torch = require_torch()
     make: dict[str, Any] = {"device": device, "generator": generator}
@@ -160,19 +137,9 @@ class ExpertWeights:
 def reference_moe(x: Any, logits: Any, weights: ExpertWeights, shape: MoEShape) -> Any:
     """A MoE layer in float64, one token-expert pair after the other.
 
-    Parameters
-    ----------
-    x
-        Tensor [batch, hidden].
-    logits
-        Tensor [batch, n_experts] of the gate; the weights of the chosen are their softmax.
-    weights, shape
-        Experts of rank 0; pairs of other ranks contribute nothing.
-
-    Returns
-    -------
-    Tensor
-        float64 [batch, hidden].
+    ``x``: tensor [batch, hidden]; ``logits``: tensor [batch, n_experts] of the gate; the weights of
+    the chosen are their softmax; ``weights``, ``shape``: experts of rank 0; pairs of other ranks
+    contribute nothing. Returns Tensor: float64 [batch, hidden].
     """
     torch = require_torch()
     best, ids = logits.double().topk(shape.top_k, dim=1)

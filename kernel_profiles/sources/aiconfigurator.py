@@ -128,10 +128,7 @@ def expected_distinct(
 def data_folder(gpu: str) -> Path:
     """Return the package's folder of a GPU's tables.
 
-    Raises
-    ------
-    InputError
-        The GPU is not in :data:`SYSTEMS`, or the package is not installed.
+    Raises InputError: the GPU is not in :data:`SYSTEMS`, or the package is not installed.
     """
     if gpu not in SYSTEMS:
         raise InputError("gpu", f"no tables to import for {gpu!r}", ", ".join(SYSTEMS))

@@ -26,6 +26,9 @@ def import_tables(
 ) -> list[Path]:
     """Write latency tables of one GPU as format v1.
 
+    Returns list of Path: files written, none if the package holds no rows of the model on this GPU.
+    Raises InputError: the package is missing, knows no such GPU, or the model cannot be spread so.
+
     Parameters
     ----------
     gpu
@@ -39,16 +42,6 @@ def import_tables(
         How the model is spread: the tables are those of one GPU's part.
     kv_dtypes
         Types of the KV cache of attention tables.
-
-    Returns
-    -------
-    list of Path
-        Files written, none if the package holds no rows of the model on this GPU.
-
-    Raises
-    ------
-    InputError
-        The package is missing, knows no such GPU, or the model cannot be spread so.
     """
     if model is None:
         tables = [*gemm_tables(gpu), *comm.collective_tables(gpu), *comm.all_to_all_tables(gpu)]

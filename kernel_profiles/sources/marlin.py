@@ -60,6 +60,8 @@ def derive_marlin_table(
 ) -> LatencyTable:
     """Derive the Marlin table of one GPU's part of a model's MXFP4 MoE layer.
 
+    Raises InputError: no Marlin rows for this GPU or number of GPUs, or another dtype.
+
     Parameters
     ----------
     gpu
@@ -70,11 +72,6 @@ def derive_marlin_table(
         GPUs of a worker; the experts are cut, not spread.
     padding
         Whether the kernel computes the zeros of vLLM's padding, too.
-
-    Raises
-    ------
-    InputError
-        No Marlin rows for this GPU or number of GPUs, or another dtype.
     """
     if MOE_DTYPES[model.expert_dtype] != _DTYPE:
         raise InputError("model", f"{model.name} has {model.expert_dtype} experts", "mxfp4")

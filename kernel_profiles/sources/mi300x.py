@@ -47,13 +47,11 @@ from eldr_sim.kernel_profiles.tables.format import (
     table_name,
 )
 
-EXPERT_S = 2.495e-6
-"""Reading one expert of 9.437 MB (fit to AITER's rows): 3.78 TB/s."""
-FLOOR_S = 14.27 * EXPERT_S
-"""The layer's fixed time (ELDR's ratio)."""
-TOKEN_S = 0.155e-6
-"""One more token with all experts read, up to batch 128 (fit to AITER's rows)."""
+EXPERT_S = 2.495e-6  #: reading one expert of 9.437 MB (fit to AITER's rows): 3.78 TB/s
+FLOOR_S = 14.27 * EXPERT_S  #: the layer's fixed time (ELDR's ratio)
+TOKEN_S = 0.155e-6  #: one more token with all experts read, up to batch 128 (fit to AITER's rows)
 
+#: AITER's tuned fused-MoE microseconds by tokens, MI300X, both stages.
 AITER_US = {
     1: 34.0571,
     2: 52.6583,
@@ -72,7 +70,6 @@ AITER_US = {
     16384: 4216.914,
     32768: 7767.4427,
 }
-"""AITER's tuned fused-MoE microseconds by tokens, MI300X, both stages."""
 
 
 def layer_s(batch: int, distinct: float) -> float:
@@ -145,16 +142,15 @@ class FittedLayer(NamedTuple):
     error: float  #: median error of the ten cells' TPOT
 
 
-FITTED_TOKENS = 192
-"""Largest padded batch of a cell that a fit has seen."""
+FITTED_TOKENS = 192  #: largest padded batch of a cell that a fit has seen
 
+#: By model; Gemma's floor came out as 0, since the routing that it borrows from Qwen3 grows too
+#: slowly with the batch.
 PUBLISHED = {
     "Qwen3-30B-A3B": FittedLayer(26.2e-6, ((1, 3.31e-6), (33, 4.62e-6), (65, 3.90e-6)), 0.0, 0.040),
     "GPT-OSS-120B": FittedLayer(95.0e-6, ((1, 9.01e-6),), 1.729e-6, 0.026),
     "Gemma-4-26B-A4B": FittedLayer(0.0, ((1, 3.99e-6), (33, 6.46e-6), (65, 5.15e-6)), 0.0, 0.026),
 }
-"""By model; Gemma's floor came out as 0, since the routing that it borrows from Qwen3 grows too
-slowly with the batch."""
 
 _TOKENS = (
     *(1, 2, 4, 8, 16, 24, 32, 33, 40, 48, 56, 64, 65, 72, 80, 88, 96, 97, 112, 128, 160, 192),
@@ -188,12 +184,8 @@ def published_layer(name: str) -> TiledMoE:
 def triton_table(name: str, published: bool) -> LatencyTable:
     """The table of a model's layer under Triton's default tiles, as a grid of forced routing.
 
-    Parameters
-    ----------
-    name
-        A model of :data:`PUBLISHED`.
-    published
-        As ELDR's cluster ran it; else from public kernel figures alone.
+    ``name``: a model of :data:`PUBLISHED`; ``published``: as ELDR's cluster ran it; else from
+    public kernel figures alone.
     """
     model, rates = load_model(name), UNTUNED["MI300X"]
     layer = published_layer(name) if published else derived_layer(name)

@@ -83,10 +83,7 @@ def write_tables(folder: Path) -> list[Path]:
     Of bfloat16 and MXFP4 experts the kernels of older versions stay, which published runs had; of
     others the newest alone.
 
-    Returns
-    -------
-    list of Path
-        The files, without repeats.
+    Returns list of Path: the files, without repeats.
     """
     written: dict[Path, None] = {}
     newest: dict[tuple[Any, ...], Path] = {}  # they are written newest first

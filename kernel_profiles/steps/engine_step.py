@@ -26,32 +26,23 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class EngineStepLatency:
-    """Engine steps without MoE layers and attention.
+    """Engine steps without MoE layers and attention."""
 
-    Attributes
-    ----------
-    tokens, tokens_s
-        f: knots, ascending from 0, and seconds; what a step costs at all is f(0).
-    sequences, sequences_s
-        g: knots, ascending from 0, and seconds; g(0) = 0.
-    fit_error
-        Relative errors on the table's rows: ``rows_mean`` and ``rows_max``.
-    """
-
+    #: ``tokens``, ``tokens_s``: f: knots, ascending from 0, and seconds; what a step costs at all
+    #: is f(0).
     tokens: FloatArray
     tokens_s: FloatArray
+    #: ``sequences``, ``sequences_s``: g: knots, ascending from 0, and seconds; g(0) = 0.
     sequences: FloatArray
     sequences_s: FloatArray
+    #: Relative errors on the table's rows: ``rows_mean`` and ``rows_max``.
     fit_error: dict[str, float]
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> EngineStepLatency:
         """Fit f and g by least squares of the rows' relative errors, weighted by their repeats.
 
-        Raises
-        ------
-        InputError
-            Another kind of table, or one that does not tell f from g.
+        Raises InputError: another kind of table, or one that does not tell f from g.
         """
         from scipy.optimize import nnls  # takes long to import
 

@@ -17,22 +17,13 @@ from eldr_sim.kernel_profiles.models import ModelDims
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stages, and how long hidden states take from one to the next.
+    """Stages, and how long hidden states take from one to the next."""
 
-    Attributes
-    ----------
-    shares
-        Part of the layers that each stage has; their sum is 1.
-    send_s, send_token_s
-        Seconds of a send whatever it holds, and for each token.
-    provenance
-        Of the sends: label and origin.
-    """
-
-    shares: tuple[float, ...]
+    shares: tuple[float, ...]  #: part of the layers that each stage has; their sum is 1
+    #: ``send_s``, ``send_token_s``: seconds of a send whatever it holds, and for each token.
     send_s: float
     send_token_s: float
-    provenance: dict[str, dict[str, Any]]
+    provenance: dict[str, dict[str, Any]]  #: of the sends: label and origin
 
 
 def stage_layers(n_layers: int, n_stages: int) -> list[int]:

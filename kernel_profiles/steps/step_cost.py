@@ -43,12 +43,8 @@ def total_s(parts: StepParts) -> float:
 def moe_layers_s(layer_s: Any, activated: Any) -> float:
     """Return the time of MoE layers with so many activated experts on the busiest rank each, s.
 
-    Parameters
-    ----------
-    layer_s
-        float64 ``[experts + 1]``: one layer's time by activated experts, at the step's tokens.
-    activated
-        ``[layers]``; fractions are interpolated.
+    ``layer_s``: float64 ``[experts + 1]``: one layer's time by activated experts, at the step's
+    tokens; ``activated``: ``[layers]``; fractions are interpolated.
     """
     total = 0.0
     last = layer_s.shape[0] - 1

@@ -51,28 +51,17 @@ class Stream(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What a GPU streams, and how long it takes.
+    """What a GPU streams, and how long it takes."""
 
-    Attributes
-    ----------
-    stream
-        Seconds of one layer's transfers.
-    window
-        Layers whose shards a GPU holds, the first MoE layer left out; 0 where it holds all.
-    layer_bytes, shard_bytes
-        Experts of one layer, and one GPU's part of them.
-    provenance
-        By component (``weight_gather``, ``host_copy``): label and origin.
-    warnings
-        What a reader of results must know, one line each.
-    """
-
-    stream: Stream
+    stream: Stream  #: seconds of one layer's transfers
+    #: Layers whose shards a GPU holds, the first MoE layer left out; 0 where it holds all.
     window: int
+    #: ``layer_bytes``, ``shard_bytes``: experts of one layer, and one GPU's part of them.
     layer_bytes: int
     shard_bytes: int
+    #: By component (``weight_gather``, ``host_copy``): label and origin.
     provenance: dict[str, dict[str, Any]]
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  #: what a reader of results must know, one line each
 
 
 def plan_stream(
@@ -85,6 +74,9 @@ def plan_stream(
     tables: Sequence[LatencyTable] = (),
 ) -> StreamPlan:
     """Time the transfers of a model's experts to one of ``n_gpus`` GPUs of a node.
+
+    Raises InputError: GPUs that do not divide the experts or exceed a node, a window or
+    interference out of range, or a GPU whose host bandwidth is not known.
 
     Parameters
     ----------
@@ -100,12 +92,6 @@ def plan_stream(
         bandwidth and, as NCCL's kernels do, multiprocessors.
     tables
         Tables of the user's own; they take precedence over the shipped ones.
-
-    Raises
-    ------
-    InputError
-        GPUs that do not divide the experts or exceed a node, a window or interference out of range,
-        or a GPU whose host bandwidth is not known.
     """
     if not 1 <= n_gpus <= NODE_GPUS or model.n_experts % n_gpus:
         problem = f"{n_gpus} GPUs for the {model.n_experts} experts of {model.name}"

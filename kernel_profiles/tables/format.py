@@ -50,8 +50,7 @@ FORMAT_VERSION = 1
 _METADATA_KEY = b"eldr_sim.latency_table"
 
 Provenance = Literal["measured", "imported", "published", "derived", "roofline"]
-PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
-"""From strongest to weakest."""
+PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)  #: from strongest to weakest
 
 Kind = Literal[
     "moe",
@@ -92,6 +91,7 @@ _COLUMNS: dict[Kind, dict[str, str]] = {
 _OPTIONAL = {"latency_q1_s": "f", "latency_q3_s": "f", "repeats": "i"}
 
 
+#: Storage of a model's experts, and the ``dtype`` of the MoE tables that serve it.
 MOE_DTYPES = {
     "bfloat16": "bfloat16",
     "fp8": "fp8",
@@ -100,16 +100,12 @@ MOE_DTYPES = {
     "int4": "int4_wo",
     "nvfp4": "nvfp4",
 }
-"""Storage of a model's experts, and the ``dtype`` of the MoE tables that serve it."""
 
 
 def weakest(labels: Iterable[str]) -> Provenance:
     """The weakest provenance among ``labels``.
 
-    Raises
-    ------
-    InputError
-        No label, or an unknown one.
+    Raises InputError: no label, or an unknown one.
     """
     ranks = []
     for label in labels:
@@ -144,55 +140,37 @@ class TableMetadata(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: Literal[1] = 1
-    """Version of this format."""
-    kind: Kind
-    """Kind of kernel."""
+    format_version: Literal[1] = 1  #: version of this format
+    kind: Kind  #: kind of kernel
+    #: Name of the GPU, as in :mod:`eldr_sim.kernel_profiles.gpus`; of the CPU for ``front_end``.
     gpu: str
-    """Name of the GPU, as in :mod:`eldr_sim.kernel_profiles.gpus`; of the CPU for ``front_end``."""
+    #: What identifies the kernel besides the rows: see :func:`moe_shape`, :func:`attention_shape`;
+    #: empty for GEMMs, collectives and transfers, ``n_nodes`` for dispatch and combine between
+    #: nodes.
     shape: dict[str, int]
-    """What identifies the kernel besides the rows: see :func:`moe_shape`, :func:`attention_shape`;
-    empty for GEMMs, collectives and transfers, ``n_nodes`` for dispatch and combine between
-    nodes."""
+    #: Data type of weights (MoE, GEMM, projections of MLA), KV cache (attention) or message
+    #: (collective, dispatch).
     dtype: str
-    """Data type of weights (MoE, GEMM, projections of MLA), KV cache (attention) or message
-    (collective, dispatch)."""
-    kernel_source: str
-    """Which kernel ran."""
-    framework: str
-    """Engine or library, with its version, such as ``vllm 0.24.0``."""
-    provenance: Provenance
-    """How the numbers came about."""
+    kernel_source: str  #: which kernel ran
+    framework: str  #: engine or library, with its version, such as ``vllm 0.24.0``
+    provenance: Provenance  #: how the numbers came about
+    #: The data's source: package and file, paper and section, or the command that measured it.
     origin: str
-    """The data's source: package and file, paper and section, or the command that measured it."""
-    device: str
-    """Device name as the driver reports it."""
-    driver: str = ""
-    """Driver version; empty when the origin does not tell."""
-    versions: dict[str, str] = {}
-    """Versions of further tools."""
-    date: str = ""
-    """Day of measurement or import, ISO 8601."""
+    device: str  #: device name as the driver reports it
+    driver: str = ""  #: driver version; empty when the origin does not tell
+    versions: dict[str, str] = {}  #: versions of further tools
+    date: str = ""  #: day of measurement or import, ISO 8601
+    #: Relative errors of the model fitted to the table, by the name of the check.
     fit_error: dict[str, float] = {}
-    """Relative errors of the model fitted to the table, by the name of the check."""
-    notes: str = ""
-    """What a reader must know."""
+    notes: str = ""  #: what a reader must know
 
 
 @dataclass(frozen=True, eq=False)
 class LatencyTable:
-    """Rows of one kernel on one GPU.
+    """Rows of one kernel on one GPU."""
 
-    Attributes
-    ----------
-    metadata
-        What was measured.
-    columns
-        Arrays of equal length by column name; times in seconds.
-    """
-
-    metadata: TableMetadata
-    columns: Mapping[str, NDArray[Any]]
+    metadata: TableMetadata  #: what was measured
+    columns: Mapping[str, NDArray[Any]]  #: arrays of equal length by column name; times in seconds
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -213,10 +191,7 @@ class LatencyTable:
 def load_table(path: str | os.PathLike[str]) -> LatencyTable:
     """Read and validate a latency table.
 
-    Raises
-    ------
-    InputError
-        The file is missing, is no latency table, or breaks a rule of the format.
+    Raises InputError: the file is missing, is no latency table, or breaks a rule of the format.
     """
     path = regular_file(path, "table")
     metadata = _read_metadata(path)
@@ -239,10 +214,7 @@ def load_table(path: str | os.PathLike[str]) -> LatencyTable:
 def load_tables(folder: str | os.PathLike[str] | None) -> tuple[LatencyTable, ...]:
     """Load the latency tables of a user's folder; none where no folder is given.
 
-    Raises
-    ------
-    InputError
-        The folder holds no latency table, or as `load_table`.
+    Raises InputError: the folder holds no latency table, or as `load_table`.
     """
     if folder is None:
         return ()

@@ -20,26 +20,17 @@ MOST_SEEDS = 10_000
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Difference of one metric between a configuration and a reference, paired over seeds.
+    """Difference of one metric between a configuration and a reference, paired over seeds."""
 
-    Attributes
-    ----------
-    name, reference
-        Names of the two configurations.
-    metric
-        Tag of the metric, see :mod:`eldr_sim.simulator.outcome.catalogue`.
-    by_seed, reference_by_seed
-        The metric under each seed; None if a run has none.
-    percent, low, high
-        Mean of the paired differences in percent of the reference, and its 95% interval (Student's
-        t over seeds); the ends are NaN for one seed.
-    """
-
+    #: ``name``, ``reference``: names of the two configurations.
     name: str
     reference: str
-    metric: str
+    metric: str  #: tag of the metric, see :mod:`eldr_sim.simulator.outcome.catalogue`
+    #: ``by_seed``, ``reference_by_seed``: the metric under each seed; None if a run has none.
     by_seed: tuple[float | None, ...]
     reference_by_seed: tuple[float | None, ...]
+    #: ``percent``, ``low``, ``high``: mean of the paired differences in percent of the reference,
+    #: and its 95% interval (Student's t over seeds); the ends are NaN for one seed.
     percent: float
     low: float
     high: float
@@ -89,6 +80,8 @@ def run_paired(
 ) -> PairedRuns:
     """Run configurations under the same seeds.
 
+    Raises InputError if a run fails or ``n_seeds`` is below 1.
+
     Parameters
     ----------
     configs
@@ -99,11 +92,6 @@ def run_paired(
         Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
     progress
         Called with the share of the runs that are done.
-
-    Raises
-    ------
-    InputError
-        If a run fails or ``n_seeds`` is below 1.
     """
     if n_seeds < 1:
         raise InputError("seeds", str(n_seeds), "1 or more")

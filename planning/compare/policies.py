@@ -99,17 +99,7 @@ class Comparison(Shown):
     ) -> None:
         """Write ``summary.json`` and ``runs.parquet`` into a folder, whole or not at all.
 
-        Parameters
-        ----------
-        out
-            Folder to make.
-        force
-            Replace an earlier comparison.
-
-        Raises
-        ------
-        InputError
-            If ``out`` exists and may not be replaced, or cannot be written.
+        Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
         """
         with result_folder(Path(out), force, MARKER, extras) as folder:
             write_table(folder / "runs.parquet", self.runs)

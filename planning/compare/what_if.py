@@ -73,28 +73,15 @@ def _figures(config: RunConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Change:
-    """A change and its effects.
+    """A change and its effects."""
 
-    Attributes
-    ----------
-    name
-        The change as given, such as ``decode.gpu=h200``.
-    config
-        The changed run, under the first seed.
-    effects
-        Differences from the base run, one per metric.
-    other_requests
-        Changed fields that give the run other requests than the base run's: pairs then share their
-        seed only.
-    summaries
-        Summary of the changed run under each seed.
-    """
-
-    name: str
-    config: RunConfig
-    effects: list[PairedDifference]
+    name: str  #: the change as given, such as ``decode.gpu=h200``
+    config: RunConfig  #: the changed run, under the first seed
+    effects: list[PairedDifference]  #: differences from the base run, one per metric
+    #: Changed fields that give the run other requests than the base run's: pairs then share their
+    #: seed only.
     other_requests: tuple[str, ...]
-    summaries: tuple[Summary, ...]
+    summaries: tuple[Summary, ...]  #: summary of the changed run under each seed
 
     def record(self) -> dict[str, Any]:
         """Return the change as plain values, ready for JSON."""
@@ -151,17 +138,7 @@ class WhatIf(Shown):
     def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write ``what_if.json`` and ``runs.parquet`` into a folder, whole or not at all.
 
-        Parameters
-        ----------
-        out
-            Folder to make.
-        force
-            Replace an earlier what-if.
-
-        Raises
-        ------
-        InputError
-            If ``out`` exists and may not be replaced, or cannot be written.
+        Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
         """
         with result_folder(Path(out), force, MARKER) as folder:
             write_json(folder / MARKER, portable(self.record(), out))
@@ -171,10 +148,7 @@ class WhatIf(Shown):
 def read_base(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the field values of a base run: a result folder, its ``config.json``, or YAML.
 
-    Raises
-    ------
-    InputError
-        If nothing can be read.
+    Raises InputError if nothing can be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -192,10 +166,7 @@ def change_fields(values: dict[str, Any], change: str) -> dict[str, Any]:
 
     Fields are dot paths such as ``decode.gpu``; values are YAML.
 
-    Raises
-    ------
-    InputError
-        If the change is not ``FIELD=VALUE``.
+    Raises InputError if the change is not ``FIELD=VALUE``.
     """
     changed = dict(values)
     try:

@@ -23,26 +23,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a point: its summary, or why it failed.
+    """Outcome of a point: its summary, or why it failed."""
 
-    Parameters
-    ----------
-    key
-        The point's.
-    summary
-        ``summary.json`` of the run; None where it failed.
-    reason
-        Why it failed, in one line; empty where it did not.
-    seconds
-        Wall time of the run, which differs from run to run.
-    killed
-        Whether it failed because its processes were killed, which says little about the point.
-    """
-
-    key: str
-    summary: dict[str, Any] | None
-    reason: str
-    seconds: float
+    key: str  #: the point's
+    summary: dict[str, Any] | None  #: ``summary.json`` of the run; None where it failed
+    reason: str  #: why it failed, in one line; empty where it did not
+    seconds: float  #: wall time of the run, which differs from run to run
+    #: Whether it failed because its processes were killed, which says little about the point.
     killed: bool = False
 
 

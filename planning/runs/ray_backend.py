@@ -30,20 +30,10 @@ _ATTEMPTS = 3
 def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Iterator[Outcome]:
     """Run points on a cluster and yield their outcomes in the order in which they end.
 
-    Parameters
-    ----------
-    points
-        Points to run, begun in this order.
-    jobs
-        Points in flight; by default as many as the cluster has CPUs, nodes that join later
-        included.
-    address
-        ``auto``, ``local`` or ``HOST:PORT``, as `ray.init` reads it.
-
-    Raises
-    ------
-    InputError
-        If Ray is not installed or there is no cluster at the address.
+    ``points``: points to run, begun in this order; ``jobs``: points in flight; by default as many
+    as the cluster has CPUs, nodes that join later included; ``address``: ``auto``, ``local`` or
+    ``HOST:PORT``, as `ray.init` reads it. Raises InputError if Ray is not installed or there is no
+    cluster at the address.
     """
     from eldr_sim.planning.runs.points import Outcome, run_point
 

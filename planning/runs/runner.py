@@ -48,6 +48,8 @@ def run_points(
     a point whose process is killed again has failed. Closing the generator, as an exception in its
     consumer or Ctrl-C does, stops the processes.
 
+    Raises InputError if there are no jobs, or no such cluster.
+
     Parameters
     ----------
     points
@@ -62,11 +64,6 @@ def run_points(
         cluster of this machine alone, for the time of the sweep) or ``HOST:PORT``.
     started
         Whether `start_processes` has started the processes: they are good for a single point, too.
-
-    Raises
-    ------
-    InputError
-        If there are no jobs, or no such cluster.
     """
     check_backend(jobs, backend, address)
     todo = list(points)

@@ -25,12 +25,8 @@ Search: TypeAlias = Generator[Sequence[RunConfig], Sequence[Summary], T]
 class Runs:
     """Summaries by configuration; no configuration is run twice.
 
-    Parameters
-    ----------
-    jobs
-        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
-    progress
-        Called after every run with the numbers of runs done and asked for, or expected, so far.
+    ``jobs``: processes, see :func:`~eldr_sim.planning.runs.runner.run_points`; ``progress``: called
+    after every run with the numbers of runs done and asked for, or expected, so far.
     """
 
     def __init__(
@@ -79,10 +75,7 @@ class Runs:
     def summaries(self, configs: Sequence[RunConfig]) -> list[Summary]:
         """Return the summaries of configurations, in order; run those that are new.
 
-        Raises
-        ------
-        InputError
-            If a run fails; the others are cancelled.
+        Raises InputError if a run fails; the others are cancelled.
         """
         keys = [config_key(config) for config in configs]
         new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._made}

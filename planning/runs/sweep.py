@@ -48,25 +48,17 @@ COMPLETED, FAILED = "completed", "failed"
 
 @dataclass(frozen=True, repr=False)
 class SweepResult(Shown):
-    """Data set of a sweep.
+    """Data set of a sweep."""
 
-    Parameters
-    ----------
-    points
-        A row per point and seed: ``point`` (its number), ``name``, ``run``, ``seed``, a column per
-        parameter, ``status`` (``completed`` or ``failed``), ``reason``, and the metrics of
-        ``summary.json``, nested ones as JSON text.
-    aggregate
-        A row per point: ``point``, ``name``, a column per parameter, ``runs_completed`` and
-        ``runs_failed``, and for each numeric metric the mean over the completed runs with the ends
-        of its confidence interval as ``_low`` and ``_high`` (null for one run).
-    parameters
-        Dot paths of the parameters, which name columns of both tables.
-    """
-
+    #: A row per point and seed: ``point`` (its number), ``name``, ``run``, ``seed``, a column per
+    #: parameter, ``status`` (``completed`` or ``failed``), ``reason``, and the metrics of
+    #: ``summary.json``, nested ones as JSON text.
     points: pa.Table
+    #: A row per point: ``point``, ``name``, a column per parameter, ``runs_completed`` and
+    #: ``runs_failed``, and for each numeric metric the mean over the completed runs with the ends
+    #: of its confidence interval as ``_low`` and ``_high`` (null for one run).
     aggregate: pa.Table
-    parameters: list[str]
+    parameters: list[str]  #: dot paths of the parameters, which name columns of both tables
 
     def headline(self) -> Headline:
         """Return the means of the headline metrics of the first points."""

@@ -42,20 +42,10 @@ def open_journal(folder: Path, header: dict[str, Any], resume: bool) -> Iterator
 
     If no run has ended when the block ends, the folder is removed again.
 
-    Parameters
-    ----------
-    folder
-        Folder of the sweep.
-    header
-        Identity of the sweep; compared as JSON.
-    resume
-        Continue an existing journal.
+    ``header``: identity of the sweep; compared as JSON; ``resume``: continue an existing journal.
 
-    Raises
-    ------
-    InputError
-        If another process writes to the folder; if it is not empty and ``resume`` is false; if it
-        belongs to another sweep, or is damaged before its last line.
+    Raises InputError if another process writes to the folder; if it is not empty and ``resume`` is
+    false; if it belongs to another sweep, or is damaged before its last line.
     """
     try:
         strangers = folder.exists() and not (folder / FILE_NAME).exists() and any(folder.iterdir())

@@ -36,8 +36,7 @@ from eldr_sim.planning.runs.points import with_seed
 from eldr_sim.simulator.setup.config import RunConfig, get_field, make_config, set_field
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-MOST_RUNS = 100_000
-"""Runs of a sweep."""
+MOST_RUNS = 100_000  #: runs of a sweep
 Values = Annotated[list[Any], Field(min_length=1)]
 
 
@@ -142,21 +141,11 @@ class _Document(BaseModel):
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One point of a sweep.
+    """One point of a sweep."""
 
-    Parameters
-    ----------
-    name
-        Name of the scenario, or the parameters with their values.
-    parameters
-        Value of every parameter by dot path.
-    configs
-        Configuration for each seed.
-    """
-
-    name: str
-    parameters: dict[str, Any]
-    configs: list[RunConfig]
+    name: str  #: name of the scenario, or the parameters with their values
+    parameters: dict[str, Any]  #: value of every parameter by dot path
+    configs: list[RunConfig]  #: configuration for each seed
 
 
 @dataclass(frozen=True)
@@ -176,16 +165,10 @@ def read_spec(path: str | os.PathLike[str]) -> SweepSpec:
 def make_spec(document: Any) -> SweepSpec:
     """Expand a sweep.
 
-    Parameters
-    ----------
-    document
-        Content of the YAML.
+    ``document``: content of the YAML.
 
-    Raises
-    ------
-    InputError
-        If it is not a sweep, or a point is not a valid configuration. A valid configuration may
-        still fail when it is run.
+    Raises InputError if it is not a sweep, or a point is not a valid configuration. A valid
+    configuration may still fail when it is run.
     """
     if not isinstance(document, Mapping) or "sweep" not in document:
         raise InputError("sweep", "no sweep in it", "sweep: {type: ..., parameters: ...}")

@@ -381,17 +381,7 @@ class Answer(Shown):
     ) -> None:
         """Write ``plan.json`` and ``points.parquet`` into a folder, whole or not at all.
 
-        Parameters
-        ----------
-        out
-            Folder to make.
-        force
-            Replace an earlier plan.
-
-        Raises
-        ------
-        InputError
-            If ``out`` exists and may not be replaced, or cannot be written.
+        Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
         """
         with result_folder(Path(out), force, MARKER, extras) as folder:
             write_json(folder / MARKER, portable(self.record(), out))

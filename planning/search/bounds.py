@@ -54,19 +54,11 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster, and
       any cluster rejects a request longer than ``max_model_len``.
 
-    Parameters
-    ----------
-    config
-        Pools, GPUs and load.
-    objective
-        Service level and attainment.
-    load
-        What `offered_load` returns, where the caller has it: all shapes of a cluster have the same.
+    ``config``: pools, GPUs and load; ``objective``: service level and attainment; ``load``: what
+    `offered_load` returns, where the caller has it: all shapes of a cluster have the same.
 
-    Raises
-    ------
-    InputError
-        As :func:`~eldr_sim.simulator.run.prepare`, for example if the model does not fit.
+    Raises InputError as :func:`~eldr_sim.simulator.run.prepare`, for example if the model does not
+    fit.
     """
     prepared = prepare(config)
     workload, window = load or offered_load(config, prepared.trace)

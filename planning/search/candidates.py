@@ -198,6 +198,9 @@ def clusters_to_plan(
 ) -> list[RunConfig]:
     """Return a configuration for each policy, number of redundant experts and GPU, with prices.
 
+    Raises InputError if a policy or GPU is unknown or listed twice, if only some GPUs have a price,
+    or if the configuration does not suit a plan.
+
     Parameters
     ----------
     config
@@ -211,12 +214,6 @@ def clusters_to_plan(
         Price of a GPU-hour by GPU; overrides the configuration's.
     redundant_experts
         Numbers of redundant experts; that of the configuration if empty.
-
-    Raises
-    ------
-    InputError
-        If a policy or GPU is unknown or listed twice, if only some GPUs have a price, or if the
-        configuration does not suit a plan.
     """
     for policy in policies or [config.policy]:
         if "artifact" in parse(policy, "policy").given:
@@ -290,16 +287,8 @@ def make_candidate(
 ) -> Candidate:
     """Return the shapes that can serve a configuration's model, the likely cheapest first.
 
-    Parameters
-    ----------
-    config
-        Policy, GPUs and load.
-    objective
-        Service level and attainment.
-    max_gpus
-        Most GPUs of a cluster.
-    sizes
-        GPUs per engine to try; if empty, powers of two up to a node.
+    ``config``: policy, GPUs and load; ``objective``: service level and attainment; ``max_gpus``:
+    most GPUs of a cluster; ``sizes``: GPUs per engine to try; if empty, powers of two up to a node.
     """
     templates: list[ClusterTemplate] = []
     reasons: list[str] = []

@@ -51,17 +51,11 @@ _LARGER = (1.25, 1.5, 2.0)
 
 @dataclass
 class CandidateRow(Row):
-    """The cheapest cluster of a candidate, and how the search found it.
+    """The cheapest cluster of a candidate, and how the search found it."""
 
-    Attributes
-    ----------
-    template
-        Size and policy of the workers; None if no cluster meets the objective.
-    search
-        State of the search over xPyD at its end.
-    """
-
+    #: Size and policy of the workers; None if no cluster meets the objective.
     template: ClusterTemplate | None = None
+    #: State of the search over xPyD at its end.
     search: SearchState = dataclasses.field(default_factory=SearchState)
 
     def beside(self, prefill: int = 0, decode: int = 0) -> Trial | None:

@@ -47,10 +47,8 @@ from eldr_sim.simulator.setup.config_groups import NO_PART
 from eldr_sim.simulator.setup.prepare import prepare, routing_of
 
 BACKENDS: tuple[Backend, ...] = ("nccl_alltoall", "deepep_ht", "allgather_reducescatter")
-BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
-"""Token budgets to choose from."""
-WINDOW = 4
-"""MoE layers on a GPU beside the first where experts are offloaded."""
+BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)  #: token budgets to choose from
+WINDOW = 4  #: MoE layers on a GPU beside the first where experts are offloaded
 #: Fewest and most prompts by which a worker's speed is estimated.
 _AT_ONCE = (32, 512)
 #: Strategies of one GPU: it holds all experts, or copies them from the host.
@@ -121,6 +119,9 @@ def prefill_candidates(
 ) -> list[Candidate]:
     """Return a candidate for each strategy and worker size, with a template for each token budget.
 
+    Returns list of Candidate: without templates where no budget has memory; ``reasons`` says why.
+    Raises InputError if the configuration does not suit a plan.
+
     Parameters
     ----------
     config
@@ -135,16 +136,6 @@ def prefill_candidates(
         Kinds of strategies; all of them if empty.
     apart
         Whether worker sizes are candidates of their own; else a strategy has one for all of them.
-
-    Returns
-    -------
-    list of Candidate
-        Without templates where no budget has memory; ``reasons`` says why.
-
-    Raises
-    ------
-    InputError
-        If the configuration does not suit a plan.
     """
     check_prefill_only(config, objective)
     for name in strategies:
@@ -286,6 +277,8 @@ def plan_fastest(
     Every strategy on every GPU and worker size is run with each token budget that has memory, on
     as many workers as there are GPUs for, then its fastest budget under further seeds.
 
+    Raises InputError if an argument is not valid, or the arguments contradict each other.
+
     Parameters
     ----------
     config
@@ -301,11 +294,6 @@ def plan_fastest(
         Runs of the fastest budget.
     jobs, progress
         As of :func:`~eldr_sim.planning.search.plan.plan`.
-
-    Raises
-    ------
-    InputError
-        If an argument is not valid, or the arguments contradict each other.
     """
     if config.num_requests is None:
         raise InputError("num_requests", "none", "how many prompts come at once")

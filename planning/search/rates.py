@@ -48,6 +48,8 @@ def plan_rate(
     see the same requests; the rate scales the gaps between them. The mean over ``objective.seeds``
     seeds has Student's t interval.
 
+    Raises InputError if an argument is not valid, or the arguments contradict each other.
+
     Parameters
     ----------
     config
@@ -62,11 +64,6 @@ def plan_rate(
         Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
     progress
         Called after every run with the numbers of runs done and asked for so far.
-
-    Raises
-    ------
-    InputError
-        If an argument is not valid, or the arguments contradict each other.
     """
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {})

@@ -24,27 +24,15 @@ Judge: TypeAlias = Callable[[int, int], Search[Verdict]]
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Clusters that a search may choose from.
+    """Clusters that a search may choose from."""
 
-    Attributes
-    ----------
-    x_min, y_min
-        Lower bounds on prefill and decode workers.
-    max_workers
-        Most workers of both kinds together, by their sizes.
-    cost
-        Cost of x prefill and y decode workers; grows with both.
-    below
-        Only clusters that cost less than this are considered.
-    x_size, y_size
-        What a worker of each kind counts in ``max_workers``.
-    """
-
+    #: ``x_min``, ``y_min``: lower bounds on prefill and decode workers.
     x_min: int
     y_min: int
-    max_workers: int
-    cost: Callable[[int, int], float]
-    below: float = math.inf
+    max_workers: int  #: most workers of both kinds together, by their sizes
+    cost: Callable[[int, int], float]  #: cost of x prefill and y decode workers; grows with both
+    below: float = math.inf  #: only clusters that cost less than this are considered
+    #: ``x_size``, ``y_size``: what a worker of each kind counts in ``max_workers``.
     x_size: int = 1
     y_size: int = 1
 
@@ -66,22 +54,15 @@ class SearchSpace:
 
 @dataclass
 class SearchState:
-    """State of a search: the best cluster and every verdict so far.
+    """State of a search: the best cluster and every verdict so far."""
 
-    Attributes
-    ----------
-    best
-        Prefill and decode workers of the cheapest cluster that meets the objective, or None.
-    x_least, y_least
-        Fewest prefill workers that meet the objective with the most decode workers, and vice
-        versa; None if even the most do not, or the search did not ask.
-    verdicts
-        Verdict of every cluster judged, by (x, y).
-    """
-
+    #: Prefill and decode workers of the cheapest cluster that meets the objective, or None.
     best: tuple[int, int] | None = None
+    #: ``x_least``, ``y_least``: fewest prefill workers that meet the objective with the most decode
+    #: workers, and vice versa; None if even the most do not, or the search did not ask.
     x_least: int | None = None
     y_least: int | None = None
+    #: Verdict of every cluster judged, by (x, y).
     verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
 
     def implied(self, x: int, y: int) -> bool | None:
@@ -169,16 +150,9 @@ def cheapest(
 
     Until then, what a verdict on fewer or more workers implies is not judged again.
 
-    Parameters
-    ----------
-    space
-        Clusters to choose from.
-    judge
-        Judges a cluster of x prefill and y decode workers; deterministic.
-    start
-        Prefill and decode workers where the search begins.
-    around
-        Whether to look at the neighbours.
+    ``space``: clusters to choose from; ``judge``: judges a cluster of x prefill and y decode
+    workers; deterministic; ``start``: prefill and decode workers where the search begins;
+    ``around``: whether to look at the neighbours.
     """
     state = SearchState()
 

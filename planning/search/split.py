@@ -55,6 +55,8 @@ def plan_split(
     candidate, and what lies beside the best of them, are simulated under one seed, those that two
     others beat only until that is known; the best two under up to three.
 
+    Raises InputError if an argument is not valid, or no shape fits.
+
     Parameters
     ----------
     config
@@ -65,11 +67,6 @@ def plan_split(
         Most GPUs of the cluster.
     policies, gpus, prices, tensor_parallel_sizes, jobs, progress
         As `plan`.
-
-    Raises
-    ------
-    InputError
-        If an argument is not valid, or no shape fits.
     """
     if n_gpus < 1:
         raise InputError("gpus", str(n_gpus), "1 or more")
@@ -93,22 +90,15 @@ def plan_split(
 
 @dataclass
 class _Split:
-    """A cluster of all GPUs, and what is known of its highest rate under the first seed.
+    """A cluster of all GPUs, and what is known of its highest rate under the first seed."""
 
-    Attributes
-    ----------
-    template, x, y
-        Shape and workers.
-    likely
-        Highest rate by the estimate.
-    good, bad
-        The highest rate that meets the objective so far, and the lowest that does not.
-    """
-
+    #: ``template``, ``x``, ``y``: shape and workers.
     template: ClusterTemplate
     x: int
     y: int
-    likely: float
+    likely: float  #: highest rate by the estimate
+    #: ``good``, ``bad``: the highest rate that meets the objective so far, and the lowest that does
+    #: not.
     good: float = 0.0
     bad: float = math.inf
 

@@ -18,27 +18,15 @@ PAIRED_SEEDS = 3
 
 @dataclass(frozen=True)
 class Trial:
-    """Verdict on one cluster under one load, with its runs.
+    """Verdict on one cluster under one load, with its runs."""
 
-    Attributes
-    ----------
-    config
-        The cluster, with the first seed.
-    verdict
-        Whether it meets the objective.
-    attainment
-        Share of good requests with its interval at the last look; NaN where no bound was given.
-    summaries
-        Summary of each seed's run; of the first alone if that was hopeless.
-    hopeless
-        Whether the first seed decided the verdict.
-    """
-
-    config: RunConfig
-    verdict: Verdict
+    config: RunConfig  #: the cluster, with the first seed
+    verdict: Verdict  #: whether it meets the objective
+    #: Share of good requests with its interval at the last look; NaN where no bound was given.
     attainment: Interval
+    #: Summary of each seed's run; of the first alone if that was hopeless.
     summaries: tuple[Summary, ...]
-    hopeless: bool = False
+    hopeless: bool = False  #: whether the first seed decided the verdict
 
     def mean(self, key: str) -> float | None:
         """Return the mean of a metric over the seeds, see `mean_known`."""
@@ -75,12 +63,8 @@ def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
     same seeds for every cluster, until the confidence interval lies on one side of the target or
     no further seeds could bring it above: such a cluster stays undecided.
 
-    Parameters
-    ----------
-    config
-        The cluster and its load; ``goodput`` must be the objective's level.
-    objective
-        Service level and attainment.
+    ``config``: the cluster and its load; ``goodput`` must be the objective's level; ``objective``:
+    service level and attainment.
     """
     first = (yield [config])[0]
     if first["slo_attainment"] <= objective.hopeless:

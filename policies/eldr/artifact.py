@@ -50,65 +50,38 @@ MaskRule = Literal["greedy", "all", "given"]
 
 @dataclass(frozen=True, eq=False)
 class RoutingArtifact:
-    """Layer mask, IDF weights and one centroid a decode worker, with what they were fit from.
+    """Layer mask, IDF weights and one centroid a decode worker, with what they were fit from."""
 
-    Attributes
-    ----------
-    idf
-        Shape [L, E]: inverse document frequency of every expert; only ``count-idf`` reads it.
-    layer_order
-        Shape [L]: layers in the order of the greedy selection; under the other mask rules they
-        ascend, the kept ones first.
-    rho
-        Shape [L]: ``rho[i]`` is the signature quality (Eq. 1) with the first ``i + 1`` layers of
-        ``layer_order``.
-    n_kept
-        Number of layers kept; N* under the greedy rule.
-    centroids
-        Shape [K, n_kept * E]: unit centroids over the kept layers in ascending order. Centroid
-        ``k`` belongs to decode worker ``k``.
-    cluster_domains
-        Shape [K, n_domains]: calibration requests of each domain in each cluster (for reading
-        only: no decision uses it).
-    cluster_activation
-        Shape [K, L, E]: expected decode activation of a request of each cluster, the mean over its
-        calibration requests (all of them for an empty cluster) of the fraction of decode steps
-        that chose the expert. Expert placement balances it (Sec. 5).
-    domains
-        Names of the domains.
-    n_pairs
-        Pairs of calibration requests that rho was measured on.
-    cost
-        Mean cosine distance between calibration signatures and their centroids.
-    seed
-        Seed of the fit.
-    trace_checksum
-        Checksum of the routing trace that the calibration requests came from.
-    transform
-        What a signature holds of each expert; see `policies.eldr.signature.Transform`.
-    mask_rule
-        How the kept layers were chosen.
-    clustering
-        How the calibration signatures were clustered.
-    seedings, rounds, mask_pairs
-        See :class:`~eldr_sim.policies.eldr.signature.FitOptions`.
-    """
-
+    #: Shape [L, E]: inverse document frequency of every expert; only ``count-idf`` reads it.
     idf: Floats
+    #: Shape [L]: layers in the order of the greedy selection; under the other mask rules they
+    #: ascend, the kept ones first.
     layer_order: Ints
+    #: Shape [L]: ``rho[i]`` is the signature quality (Eq. 1) with the first ``i + 1`` layers of
+    #: ``layer_order``.
     rho: Floats
-    n_kept: int
+    n_kept: int  #: number of layers kept; N* under the greedy rule
+    #: Shape [K, n_kept * E]: unit centroids over the kept layers in ascending order. Centroid ``k``
+    #: belongs to decode worker ``k``.
     centroids: Floats
+    #: Shape [K, n_domains]: calibration requests of each domain in each cluster (for reading only:
+    #: no decision uses it).
     cluster_domains: Ints
+    #: Shape [K, L, E]: expected decode activation of a request of each cluster, the mean over its
+    #: calibration requests (all of them for an empty cluster) of the fraction of decode steps that
+    #: chose the expert. Expert placement balances it (Sec. 5).
     cluster_activation: NDArray[np.float32]
-    domains: tuple[str, ...]
-    n_pairs: int
-    cost: float
-    seed: int
-    trace_checksum: str
+    domains: tuple[str, ...]  #: names of the domains
+    n_pairs: int  #: pairs of calibration requests that rho was measured on
+    cost: float  #: mean cosine distance between calibration signatures and their centroids
+    seed: int  #: seed of the fit
+    trace_checksum: str  #: checksum of the routing trace that the calibration requests came from
+    #: What a signature holds of each expert; see `policies.eldr.signature.Transform`.
     transform: Transform = "count-idf"
-    mask_rule: MaskRule = "greedy"
-    clustering: Method = "balanced"
+    mask_rule: MaskRule = "greedy"  #: how the kept layers were chosen
+    clustering: Method = "balanced"  #: how the calibration signatures were clustered
+    #: ``seedings``, ``rounds``, ``mask_pairs``: see
+    #: :class:`~eldr_sim.policies.eldr.signature.FitOptions`.
     seedings: int = FitOptions().seedings
     rounds: int = FitOptions().rounds
     mask_pairs: int = FitOptions().mask_pairs
@@ -254,11 +227,8 @@ class RoutingArtifact:
     def load(cls, path: str | os.PathLike[str]) -> RoutingArtifact:
         """Read and validate an artifact.
 
-        Raises
-        ------
-        InputError
-            If the file is missing, is no artifact, is of another format version, or if its arrays
-            contradict each other.
+        Raises InputError if the file is missing, is no artifact, is of another format version, or
+        if its arrays contradict each other.
         """
         source = check_arrays(path, "artifact")
         try:
@@ -315,6 +285,10 @@ def fit(
     IDF table, layer order and rho do not depend on ``n_decoders``: a fit
     for another number of workers changes the centroids alone.
 
+    Raises InputError: with fewer calibration requests than decode workers or than 3, without any
+    expert that distinguishes the requests, for an unknown option or a layer that is not there, or
+    where the transform needs gate scores that the trace does not carry.
+
     Parameters
     ----------
     calibration
@@ -325,13 +299,6 @@ def fit(
         Seed of the sampled pairs and of the clustering's starts, 0 or more.
     options
         How; the defaults are ELDR's.
-
-    Raises
-    ------
-    InputError
-        With fewer calibration requests than decode workers or than 3, without any expert that
-        distinguishes the requests, for an unknown option or a layer that is not there, or where
-        the transform needs gate scores that the trace does not carry.
     """
     counts = calibration.scores("count")
     n = len(counts)

@@ -14,37 +14,26 @@ from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
 from eldr_sim.policies.eldr.signature import METHODS, Floats, Ints, Method, unit_rows
 
-RESTARTS = 8
-"""Independent seedings; the clustering of the smallest total distance is kept."""
+RESTARTS = 8  #: independent seedings; the clustering of the smallest total distance is kept
 
+#: Bound on the assign-and-update rounds of one restart; they stop as soon as nothing improves.
 ROUNDS = 100
-"""Bound on the assign-and-update rounds of one restart; they stop as soon as nothing improves."""
 
+#: Dot products are rounded to its inverse, so that sums over a cluster are exact in any order.
 _GRID = float(1 << 32)
-"""Dot products are rounded to its inverse, so that sums over a cluster are exact in any order."""
 
-Assign = Callable[[Floats], Ints]
-"""Gives each point its cluster, from their distances ``[n, K]``."""
+Assign = Callable[[Floats], Ints]  #: gives each point its cluster, from their distances ``[n, K]``
 
 
 @dataclass(frozen=True, eq=False)
 class Clustering:
-    """Points assigned to clusters.
+    """Points assigned to clusters."""
 
-    Attributes
-    ----------
-    centroids
-        Shape [K, d]: unit centroids, ordered by the first point that each holds (those that hold
-        none last).
-    labels
-        Shape [n]: cluster of each point.
-    cost
-        Total cosine distance between the points and their centroids.
-    """
-
+    #: Shape [K, d]: unit centroids, ordered by the first point that each holds (those that hold
+    #: none last).
     centroids: Floats
-    labels: Ints
-    cost: float
+    labels: Ints  #: shape [n]: cluster of each point
+    cost: float  #: total cosine distance between the points and their centroids
 
 
 def kmeans(
@@ -63,6 +52,8 @@ def kmeans(
     from the nearest seed, which on the unit sphere is half the squared Euclidean distance. Both
     methods draw the same seeds from the same ``rng``.
 
+    Raises InputError if K is not in 1..n, if all points are zero, or if there is no such method.
+
     Parameters
     ----------
     points
@@ -79,11 +70,6 @@ def kmeans(
         Independent seedings, at least 1.
     rounds
         Most rounds of each.
-
-    Raises
-    ------
-    InputError
-        If K is not in 1..n, if all points are zero, or if there is no such method.
     """
     n = len(points)
     if method not in METHODS:
@@ -123,6 +109,9 @@ def refit(
     A new centroid takes the place of the one before that it is like: all of them at the least total
     cosine distance.
 
+    Returns ``centroids``, ``similar``: the centroids moved, and the dot products of the same points
+    with them but for rounding.
+
     Parameters
     ----------
     points, rows
@@ -135,11 +124,6 @@ def refit(
         Shape [K, d]: where they are. One without points stays there.
     method, rounds
         As for `kmeans`.
-
-    Returns
-    -------
-    centroids, similar
-        The centroids moved, and the dot products of the same points with them but for rounding.
     """
     assign = _balanced if method == "balanced" else _nearest
     member = np.zeros(similar.shape)
@@ -166,10 +150,7 @@ def assign_balanced(points: Floats, centroids: Floats) -> tuple[Ints, float]:
     many after the other leaves along the shortest path to a cluster with room. A step of a path is
     the cheapest move of a point from one cluster to another.
 
-    Returns
-    -------
-    labels, cost
-        Shape [n]: the centroid of each point; and the total distance.
+    Returns ``labels``, ``cost``: shape [n]: the centroid of each point; and the total distance.
     """
     return _priced(points, centroids, _balanced)
 

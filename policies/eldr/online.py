@@ -26,14 +26,9 @@ class OnlineCentroids:
     it; where several would be due at once, the last is made. A refit needs as many signatures as
     centroids.
 
-    Parameters
-    ----------
-    centroids
-        Shape [K, d]: where they begin.
-    every_s, window_s
-        Time between refits, and what they look back on, s.
-    method, rounds
-        As for :func:`~eldr_sim.policies.eldr.clustering.kmeans`.
+    ``centroids``: shape [K, d]: where they begin; ``every_s``, ``window_s``: time between refits,
+    and what they look back on, s; ``method``, ``rounds``: as for
+    :func:`~eldr_sim.policies.eldr.clustering.kmeans`.
     """
 
     def __init__(

@@ -27,40 +27,31 @@ from eldr_sim.traces.routing.gate_scores import PromptScore
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+#: What a signature holds of an expert at a layer (ELDR Fig. 7). Of the prompt tokens that chose it:
+#: their number times its IDF (ELDR's own choice), their number, its square root, or whether there
+#: is any; of all prompt tokens: the sum of the gate's softmax probabilities, or of its raw scores.
 Transform = Literal["count-idf", "count", "sqrt", "binary", "gate-prob", "gate-logit"]
-"""What a signature holds of an expert at a layer (ELDR Fig. 7). Of the prompt tokens that chose
-it: their number times its IDF (ELDR's own choice), their number, its square root, or whether
-there is any; of all prompt tokens: the sum of the gate's softmax probabilities, or of its raw
-scores."""
 
-TRANSFORMS: tuple[Transform, ...] = get_args(Transform)
-"""All transforms, ELDR's own first."""
+TRANSFORMS: tuple[Transform, ...] = get_args(Transform)  #: all transforms, ELDR's own first
 
-Method = Literal["balanced", "vanilla"]
-"""How calibration requests are clustered."""
+Method = Literal["balanced", "vanilla"]  #: how calibration requests are clustered
 
-METHODS: tuple[Method, ...] = get_args(Method)
-"""All methods, ELDR's own first."""
+METHODS: tuple[Method, ...] = get_args(Method)  #: all methods, ELDR's own first
 
+#: The layers of a signature: ELDR's greedy selection, all, or these numbers in ascending order.
 LayerMask = Literal["greedy", "all"] | tuple[int, ...]
-"""The layers of a signature: ELDR's greedy selection, all, or these numbers in ascending order."""
 
 
 class FitOptions(NamedTuple):
     """How ELDR's router is fitted; the defaults are its authors' (casys-kaist/ELDR)."""
 
-    transform: Transform = "count-idf"
-    """What a signature holds of each expert."""
-    layer_mask: LayerMask = "greedy"
-    """Which layers it keeps."""
-    clustering: Method = "balanced"
-    """How calibration signatures are clustered."""
-    seedings: int = 1
-    """Starts of the clustering, of which the best is kept."""
-    rounds: int = 50
-    """Most rounds of the clustering from one start."""
+    transform: Transform = "count-idf"  #: what a signature holds of each expert
+    layer_mask: LayerMask = "greedy"  #: which layers it keeps
+    clustering: Method = "balanced"  #: how calibration signatures are clustered
+    seedings: int = 1  #: starts of the clustering, of which the best is kept
+    rounds: int = 50  #: most rounds of the clustering from one start
+    #: Pairs of calibration requests that rho is measured on, see `sample_pairs`.
     mask_pairs: int = 30_000
-    """Pairs of calibration requests that rho is measured on, see `sample_pairs`."""
 
 
 _GRID = float(1 << 24)
@@ -70,15 +61,9 @@ _WORK_GRID = float(1 << 22)  # squares of up to 2^19 entries still sum exactly i
 def unit_rows(rows: NDArray[Any]) -> Floats:
     """Scale each row to Euclidean length 1, rounded to multiples of 2^-24.
 
-    Parameters
-    ----------
-    rows
-        Shape [n, d] with d < 2^19, finite.
+    ``rows``: shape [n, d] with d < 2^19, finite.
 
-    Returns
-    -------
-    ndarray of float64, shape [n, d]
-        Unit rows; a row of zeros stays zero.
+    Returns ndarray of float64, shape [n, d]: unit rows; a row of zeros stays zero.
     """
     peak = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
     whole = np.rint(rows / np.where(peak > 0, peak, 1.0) * _WORK_GRID)
@@ -95,15 +80,10 @@ def idf_weights(counts: NDArray[Any]) -> Floats:
     ``e`` fires at least once at layer ``l`` (ELDR Sec. 4.2.2, step 2). Rounded to 1e-9, for
     logarithms differ in the last bit between machines.
 
-    Parameters
-    ----------
-    counts
-        Shape [n, L, E]: prompt tokens of each request that chose the expert.
+    ``counts``: shape [n, L, E]: prompt tokens of each request that chose the expert.
 
-    Returns
-    -------
-    ndarray of float64, shape [L, E]
-        Zero for an expert that fires in every request, ``log(n + 1)`` for one that never does.
+    Returns ndarray of float64, shape [L, E]: zero for an expert that fires in every request,
+    ``log(n + 1)`` for one that never does.
     """
     df = np.count_nonzero(counts, axis=0)
     return np.asarray(np.round(np.log((counts.shape[0] + 1) / (df + 1)), 9))
@@ -112,10 +92,7 @@ def idf_weights(counts: NDArray[Any]) -> Floats:
 def score_of(transform: Transform) -> PromptScore:
     """Return which prompt score a transform starts from: ``count``, ``prob`` or ``logit``.
 
-    Raises
-    ------
-    InputError
-        For an unknown transform.
+    Raises InputError: for an unknown transform.
     """
     if transform not in TRANSFORMS:
         raise InputError("signature", f"unknown transform {transform!r}", ", ".join(TRANSFORMS))
@@ -125,14 +102,9 @@ def score_of(transform: Transform) -> PromptScore:
 def transformed(scores: NDArray[Any], transform: Transform, idf: Floats) -> Floats:
     """Apply a transform to the prompt scores of requests, cell by cell.
 
-    Parameters
-    ----------
-    scores
-        Shape [n, L, E]: prefill counts, or the summed gate scores that :func:`score_of` names.
-    transform
-        One of :data:`TRANSFORMS`.
-    idf
-        Shape [L, E]: weights of :func:`idf_weights`; only ``count-idf`` reads them.
+    ``scores``: shape [n, L, E]: prefill counts, or the summed gate scores that :func:`score_of`
+    names; ``transform``: one of :data:`TRANSFORMS`; ``idf``: shape [L, E]: weights of
+    :func:`idf_weights`; only ``count-idf`` reads them.
     """
     if transform == "count-idf":
         return np.asarray(scores * idf)
@@ -148,21 +120,10 @@ def signatures(
 ) -> Floats:
     """Turn prompt scores into signatures (ELDR Eq. 2).
 
-    Parameters
-    ----------
-    scores
-        Shape [n, L, E]: see :func:`transformed`.
-    idf
-        Shape [L, E]: weights of :func:`idf_weights`.
-    layers
-        The layers to keep, in the order in which they are stacked.
-    transform
-        One of :data:`TRANSFORMS`.
-
-    Returns
-    -------
-    ndarray of float64, shape [n, len(layers) * E]
-        Unit rows; zero where a request fires no expert of positive weight on ``layers``.
+    ``scores``: shape [n, L, E]: see :func:`transformed`; ``idf``: shape [L, E]: weights of
+    :func:`idf_weights`; ``layers``: the layers to keep, in the order in which they are stacked;
+    ``transform``: one of :data:`TRANSFORMS`. Returns ndarray of float64, shape [n, len(layers) *
+    E]: unit rows; zero where a request fires no expert of positive weight on ``layers``.
     """
     kept = transformed(scores[:, layers], transform, idf[layers])
     return unit_rows(kept.reshape(len(scores), -1))
@@ -171,10 +132,7 @@ def signatures(
 def parse_layer_mask(value: object) -> LayerMask:
     """Read a layer mask: ``greedy``, ``all``, or layer numbers (a list, a number, or ``0,3,5``).
 
-    Raises
-    ------
-    InputError
-        If it is none of these, or names a layer twice.
+    Raises InputError if it is none of these, or names a layer twice.
     """
     if value in ("greedy", "all"):
         return cast("LayerMask", value)
@@ -254,18 +212,12 @@ def _scaled(ab: float, aa: float, bb: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class DecodeOverlap:
-    """What signatures must predict: pairs of calibration requests, ranked by decode overlap.
+    """What signatures must predict: pairs of calibration requests, ranked by decode overlap."""
 
-    Attributes
-    ----------
-    i, j
-        Shape [n_pairs]: the requests of each pair.
-    ranks
-        Shape [n_pairs]: :func:`centred_ranks` of the cosine distances of their decode patterns.
-    """
-
+    #: ``i``, ``j``: shape [n_pairs]: the requests of each pair.
     i: Ints
     j: Ints
+    #: Shape [n_pairs]: :func:`centred_ranks` of the cosine distances of their decode patterns.
     ranks: Floats
 
 
@@ -276,19 +228,10 @@ def decode_overlap(
 ) -> DecodeOverlap:
     """Rank pairs of requests by the distance of their decode patterns (ELDR Sec. 4.2.1).
 
-    Parameters
-    ----------
-    decode_activation
-        Shape [n, L, E]: share of a request's decode steps in which the expert was chosen.
-    rng
-        Draws the pairs.
-    n_pairs
-        Pairs to draw, see `sample_pairs`.
+    ``decode_activation``: shape [n, L, E]: share of a request's decode steps in which the expert
+    was chosen; ``rng``: draws the pairs; ``n_pairs``: pairs to draw, see `sample_pairs`.
 
-    Raises
-    ------
-    InputError
-        With fewer than 3 requests: no ranking of pairs exists.
+    Raises InputError: with fewer than 3 requests: no ranking of pairs exists.
     """
     n, n_layers, _ = decode_activation.shape
     if n < 3:
@@ -311,26 +254,17 @@ def _products(rows: Floats, i: Ints, j: Ints) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class LayerSelection:
-    """The layers of a signature and the quality that they add one by one.
+    """The layers of a signature and the quality that they add one by one."""
 
-    Attributes
-    ----------
-    order
-        Shape [L]: all layers. The greedy selection has them in the order in which they were
-        appended; for a given mask they ascend, those of the mask first.
-    rho
-        Shape [L]: ``rho[i]`` is the signature quality with the first ``i + 1`` layers of ``order``.
-    n_kept
-        Layers kept. The greedy selection keeps N*, the number at which rho peaks; the smallest
-        one on a tie.
-    n_pairs
-        Pairs of calibration requests that rho was measured on.
-    """
-
+    #: Shape [L]: all layers. The greedy selection has them in the order in which they were
+    #: appended; for a given mask they ascend, those of the mask first.
     order: Ints
+    #: Shape [L]: ``rho[i]`` is the signature quality with the first ``i + 1`` layers of ``order``.
     rho: Floats
+    #: Layers kept. The greedy selection keeps N*, the number at which rho peaks; the smallest one
+    #: on a tie.
     n_kept: int
-    n_pairs: int
+    n_pairs: int  #: pairs of calibration requests that rho was measured on
 
     @property
     def layers(self) -> Ints:
@@ -348,19 +282,9 @@ def select_layers(
     taken once for each pair and layer, and each of the L (L + 1) / 2 candidate masks costs one
     ranking.
 
-    Parameters
-    ----------
-    features
-        Shape [n, L, E]: prompt scores under a transform, of :func:`transformed`.
-    overlap
-        The ranking to predict, of :func:`decode_overlap`.
-    mask
-        ``greedy``, ``all``, or the layers to keep.
-
-    Raises
-    ------
-    InputError
-        If the mask names a layer that is not there.
+    ``features``: shape [n, L, E]: prompt scores under a transform, of :func:`transformed`;
+    ``overlap``: the ranking to predict, of :func:`decode_overlap`; ``mask``: ``greedy``, ``all``,
+    or the layers to keep. Raises InputError if the mask names a layer that is not there.
     """
     n, n_layers, n_experts = features.shape
     i, j = overlap.i, overlap.j

@@ -33,49 +33,30 @@ from eldr_sim.traces.routing.calibration import CalibrationSet
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """Signatures and centroids on the two directions along which the signatures vary most.
+    """Signatures and centroids on the two directions along which the signatures vary most."""
 
-    Attributes
-    ----------
-    points
-        Shape [n, 2]: principal components of the signatures, about their mean.
-    centroids
-        Shape [K, 2]: the centroids in the same plane.
-    explained
-        Shape [2]: share of the signatures' variance along each direction.
-    """
-
-    points: Floats
-    centroids: Floats
-    explained: Floats
+    points: Floats  #: shape [n, 2]: principal components of the signatures, about their mean
+    centroids: Floats  #: shape [K, 2]: the centroids in the same plane
+    explained: Floats  #: shape [2]: share of the signatures' variance along each direction
 
 
 @dataclass(frozen=True, eq=False)
 class SignatureQuality:
-    """What the module computes for one fit.
+    """What the module computes for one fit."""
 
-    Attributes
-    ----------
-    calibration, artifact
-        The fit and what it was made from.
-    rho_by_transform
-        Rho on all layers of the requests ``compared``, for each transform that the trace has the
-        scores of.
-    compared, compared_pairs
-        The requests of ``rho_by_transform`` and the number of their pairs.
-    greedy
-        Greedy selection of layers under the artifact's transform, whatever its mask rule.
-    projection
-        The artifact's signatures and centroids in a plane.
-    """
-
+    #: ``calibration``, ``artifact``: the fit and what it was made from.
     calibration: CalibrationSet
     artifact: RoutingArtifact
+    #: Rho on all layers of the requests ``compared``, for each transform that the trace has the
+    #: scores of.
     rho_by_transform: dict[Transform, float]
+    #: ``compared``, ``compared_pairs``: the requests of ``rho_by_transform`` and the number of
+    #: their pairs.
     compared: CalibrationSet
     compared_pairs: int
+    #: Greedy selection of layers under the artifact's transform, whatever its mask rule.
     greedy: LayerSelection
-    projection: Projection
+    projection: Projection  #: the artifact's signatures and centroids in a plane
 
 
 def signature_quality(
@@ -85,15 +66,9 @@ def signature_quality(
 ) -> SignatureQuality:
     """Measure the signatures of a fit.
 
-    Parameters
-    ----------
-    calibration
-        The calibration requests that the fit used.
-    artifact
-        The fit.
-    compared
-        Requests to compare the transforms on, with an IDF table of their own; those of the fit
-        where None.
+    ``calibration``: the calibration requests that the fit used; ``artifact``: the fit;
+    ``compared``: requests to compare the transforms on, with an IDF table of their own; those of
+    the fit where None.
     """
     compared = calibration if compared is None else compared
     pairs = calibration_pairs(calibration, artifact.seed)
@@ -140,12 +115,7 @@ def project(points: Floats, centroids: Floats) -> Projection:
     coordinate is positive. Coordinates are rounded to 1e-6, for eigenvectors differ in the last
     bits between machines. Without variance along a direction its coordinates are zero.
 
-    Parameters
-    ----------
-    points
-        Shape [n, d]: unit rows, n at least 2.
-    centroids
-        Shape [K, d].
+    ``points``: shape [n, d]: unit rows, n at least 2; ``centroids``: shape [K, d].
     """
     products = points @ points.T
     from_mean = products.mean(axis=1)

@@ -26,24 +26,15 @@ class Placement:
 
     An expert has one instance or more. Several of them may lie on one rank: EPLB's published
     algorithm does that, to no use. Ranks may hold unequally many.
-
-    Attributes
-    ----------
-    expert
-        Shape [layers, slots]: the expert of each instance, vLLM's ``physical_to_logical_map``; a
-        layer of fewer instances than others ends with ``EMPTY`` slots.
-    rank
-        Shape [layers, slots]: the rank that holds it.
-    n_ranks
-        Ranks of the group.
-    load
-        Shape [layers, ranks]: the load of each rank that the placement was made for, in any unit;
-        None where it was made for none.
     """
 
+    #: Shape [layers, slots]: the expert of each instance, vLLM's ``physical_to_logical_map``; a
+    #: layer of fewer instances than others ends with ``EMPTY`` slots.
     expert: Ints
-    rank: Ints
-    n_ranks: int
+    rank: Ints  #: shape [layers, slots]: the rank that holds it
+    n_ranks: int  #: ranks of the group
+    #: Shape [layers, ranks]: the load of each rank that the placement was made for, in any unit;
+    #: None where it was made for none.
     load: Floats | None = None
 
     @classmethod
@@ -101,10 +92,7 @@ class ExpertGroup(NamedTuple):
     def slots_per_rank(self) -> int:
         """Instances that each rank holds.
 
-        Raises
-        ------
-        InputError
-            The ranks cannot hold equally many.
+        Raises InputError: the ranks cannot hold equally many.
         """
         if not self.n_redundant:
             return _room(self.n_experts, self.n_ranks)
@@ -184,10 +172,7 @@ class EldrPlacement(PlacementPolicy):
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group.
 
-        Raises
-        ------
-        InputError
-            As `greedy_placement`, and where there are redundant experts.
+        Raises InputError as `greedy_placement`, and where there are redundant experts.
         """
         if group.n_redundant:
             raise InputError(
@@ -204,10 +189,7 @@ def cluster_activation(context: PolicyContext, placement: str) -> NDArray[np.flo
 
     It is that of a group's ELDR cluster, or the mean of its engines' clusters.
 
-    Raises
-    ------
-    InputError
-        The context holds no fit of them; ``placement`` is what asks for it.
+    Raises InputError: the context holds no fit of them; ``placement`` is what asks for it.
     """
     if context.artifact is None or callable(context.artifact):
         raise InputError(
@@ -231,6 +213,8 @@ def greedy_placement(activation: NDArray[Any], n_ranks: int, placed: Ints | None
     still have room. Ties go to the lower expert and the lower rank; activations are compared to
     1e-9, so that the last bit of a mean does not decide.
 
+    Raises InputError: ``n_ranks`` does not divide E, or an activation is negative or not finite.
+
     Parameters
     ----------
     activation
@@ -244,11 +228,6 @@ def greedy_placement(activation: NDArray[Any], n_ranks: int, placed: Ints | None
     Returns
     -------
     Shape [..., E], every rank equally often along the last axis.
-
-    Raises
-    ------
-    InputError
-        ``n_ranks`` does not divide E, or an activation is negative or not finite.
     """
     weights = np.round(np.asarray(activation, dtype=np.float64), 9)
     if not (np.isfinite(weights) & (weights >= 0)).all():

@@ -87,23 +87,14 @@ class EplbPlacement(PlacementPolicy):
 def balance(load: NDArray[Any], group: ExpertGroup) -> Placement:
     """Return EPLB's placement for the load of every expert.
 
-    Parameters
-    ----------
-    load
-        Shape [n_layers, n_experts]: tokens that choose the expert, in any unit, finite and not
-        negative.
-    group
-        What to place; its engines do not matter.
+    ``load``: shape [n_layers, n_experts]: tokens that choose the expert, in any unit, finite and
+    not negative; ``group``: what to place; its engines do not matter. Raises InputError: the ranks
+    cannot hold equally many instances, the nodes equally many ranks, the groups equally many
+    experts, or a load is negative or not finite.
 
     Returns
     -------
     Slots in the order of ranks, on each rank in the order of falling load per instance.
-
-    Raises
-    ------
-    InputError
-        The ranks cannot hold equally many instances, the nodes equally many ranks, the groups
-        equally many experts, or a load is negative or not finite.
     """
     load, per_rank = np.asarray(load, np.float64), group.slots_per_rank
     n_layers, n_experts = load.shape
@@ -128,12 +119,7 @@ def balance(load: NDArray[Any], group: ExpertGroup) -> Placement:
 def replicate(load: Floats, n_redundant: int) -> tuple[Ints, Ints]:
     """Make redundant experts: each copies the one of the largest load per instance.
 
-    Parameters
-    ----------
-    load
-        Shape [rows, E].
-    n_redundant
-        Copies to make in each row.
+    ``load``: shape [rows, E]; ``n_redundant``: copies to make in each row.
 
     Returns
     -------
@@ -168,10 +154,7 @@ def _check_shares(field: str, parts: int, whole: int, of: str) -> None:
 def calibration_load(calibration: CalibrationSet, tokens: Literal["decode", "prompt"]) -> Floats:
     """Return the load of every expert, shape [layers, experts].
 
-    Raises
-    ------
-    InputError
-        The prompts' is asked of a decode-only trace.
+    Raises InputError: the prompts' is asked of a decode-only trace.
     """
     if tokens == "decode":
         return np.asarray(calibration.decode_activation.mean(axis=0, dtype=np.float64))

@@ -68,10 +68,8 @@ class GimbalPlacement(PlacementPolicy):
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group by the load of the calibration requests.
 
-        Raises
-        ------
-        InputError
-            There are redundant experts, no such anchor, or calibration requests of another shape.
+        Raises InputError: there are redundant experts, no such anchor, or calibration requests of
+        another shape.
         """
         if group.n_redundant:
             problem = "'gimbal' places one instance of every expert"
@@ -102,12 +100,9 @@ class GimbalPlacement(PlacementPolicy):
 def linked_experts(transitions: NDArray[np.int64], pairs: int) -> NDArray[np.int64]:
     """Return how strongly each expert is linked to a neighbouring layer's: M of Algorithm 3.
 
-    Parameters
-    ----------
-    transitions
-        Shape [layers - 1, E, E], see :func:`~eldr_sim.traces.routing.structure.transitions`.
-    pairs
-        Pairs of each two layers that are kept; ties go to the lower experts.
+    ``transitions``: shape [layers - 1, E, E], see
+    :func:`~eldr_sim.traces.routing.structure.transitions`; ``pairs``: pairs of each two layers that
+    are kept; ties go to the lower experts.
 
     Returns
     -------

@@ -85,11 +85,8 @@ class GroupedPlacement(PlacementPolicy):
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group.
 
-        Raises
-        ------
-        InputError
-            There are redundant experts, fewer experts than ranks, ranks that do not fill nodes, or
-            calibration requests of another shape.
+        Raises InputError: there are redundant experts, fewer experts than ranks, ranks that do not
+        fill nodes, or calibration requests of another shape.
         """
         if group.n_redundant:
             raise InputError(
@@ -187,14 +184,8 @@ def cluster_hierarchy(
 ) -> Hierarchy:
     """Cluster a layer's experts over nodes and those of each node over its GPUs.
 
-    Parameters
-    ----------
-    affinity
-        Shape [E, E], as of `grouping.spectral_groups`.
-    n_ranks, n_nodes
-        GPUs, and the nodes that they fill.
-    rng
-        Draws the seeds of the clustering.
+    ``affinity``: shape [E, E], as of `grouping.spectral_groups`; ``n_ranks``, ``n_nodes``: GPUs,
+    and the nodes that they fill; ``rng``: draws the seeds of the clustering.
     """
     gpus, n_experts = n_ranks // n_nodes, len(affinity)
     node = spectral_groups(affinity, n_nodes, rng)
@@ -293,16 +284,9 @@ class Copies(NamedTuple):
 def hot_copies(load: Floats, ranks: Ints, n_ranks: int, replication: Replication) -> Copies:
     """Choose the copies of a layer (GRACE-MoE, Eq. 2 and 3).
 
-    Parameters
-    ----------
-    load
-        Shape [E]: tokens that choose each expert, in any unit.
-    ranks
-        Shape [E]: the rank of each expert.
-    n_ranks
-        Ranks of the group.
-    replication
-        ``dynamic``, ``fixed`` or ``none``.
+    ``load``: shape [E]: tokens that choose each expert, in any unit; ``ranks``: shape [E]: the rank
+    of each expert; ``n_ranks``: ranks of the group; ``replication``: ``dynamic``, ``fixed`` or
+    ``none``.
     """
     of_rank = np.bincount(ranks, weights=load, minlength=n_ranks).astype(np.float64)
     none = np.zeros(0, np.int64)
@@ -332,16 +316,9 @@ def replicated(
 ) -> Placement:
     """Return the placement of groups of experts, with copies of hot ones, on balanced ranks.
 
-    Parameters
-    ----------
-    groups
-        Shape [layers, E]: the group of each expert; those of a node are neighbours.
-    load
-        Shape [layers, E].
-    n_ranks, n_nodes
-        Groups, and nodes that they fill.
-    replication
-        See `hot_copies`.
+    ``groups``: shape [layers, E]: the group of each expert; those of a node are neighbours;
+    ``load``: shape [layers, E]; ``n_ranks``, ``n_nodes``: groups, and nodes that they fill;
+    ``replication``: see `hot_copies`.
     """
     copies = [hot_copies(*layer, n_ranks, replication) for layer in zip(load, groups, strict=True)]
     extra = [len(c.experts) * len(c.ranks) for c in copies]

@@ -24,14 +24,8 @@ from eldr_sim.policies.eldr.signature import Floats, Ints, unit_rows
 def spectral_groups(affinity: Floats, n_groups: int, rng: np.random.Generator) -> Ints:
     """Cluster experts by affinity into groups of any size.
 
-    Parameters
-    ----------
-    affinity
-        Shape [E, E]: symmetric, whole numbers, 0 on the diagonal.
-    n_groups
-        D, from 1 to E.
-    rng
-        Draws the seeds of the clustering.
+    ``affinity``: shape [E, E]: symmetric, whole numbers, 0 on the diagonal; ``n_groups``: D, from 1
+    to E; ``rng``: draws the seeds of the clustering.
 
     Returns
     -------
@@ -63,19 +57,9 @@ def bounded_groups(affinity: Floats, groups: Ints, n_groups: int, low: int, high
     The printed score is the affinity inside the whole united group; here it is what the expert adds
     to it. The former prefers large groups whatever the expert.
 
-    Parameters
-    ----------
-    affinity
-        Shape [E, E], as of `spectral_groups`.
-    groups
-        Shape [E]: the group of each expert, 0 to ``n_groups`` - 1.
-    n_groups, low, high
-        Number of groups, and bounds of their sizes.
-
-    Raises
-    ------
-    InputError
-        No sizes within the bounds add up to E.
+    ``affinity``: shape [E, E], as of `spectral_groups`; ``groups``: shape [E]: the group of each
+    expert, 0 to ``n_groups`` - 1; ``n_groups``, ``low``, ``high``: number of groups, and bounds of
+    their sizes. Raises InputError: no sizes within the bounds add up to E.
     """
     n_experts = len(affinity)
     if not (0 <= low <= high and low * n_groups <= n_experts <= high * n_groups):

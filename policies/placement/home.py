@@ -34,11 +34,8 @@ class HomePlacement(PlacementPolicy):
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group.
 
-        Raises
-        ------
-        InputError
-            There are redundant experts, the ranks cannot hold the experts equally, or engines have
-            no clusters of their own.
+        Raises InputError: there are redundant experts, the ranks cannot hold the experts equally,
+        or engines have no clusters of their own.
         """
         if group.n_redundant:
             raise InputError(
@@ -66,10 +63,7 @@ def home_ranks(context: PolicyContext, group: ExpertGroup) -> Ints:
 def cluster_homes(context: PolicyContext, calibration: CalibrationSet, group: ExpertGroup) -> Ints:
     """Return the rank of each calibration request, that of the most similar cluster, [n].
 
-    Raises
-    ------
-    InputError
-        As `HomePlacement.place`.
+    Raises InputError as `HomePlacement.place`.
     """
     artifact = _artifact(context)
     _clusters(context, group)

@@ -58,11 +58,8 @@ class TimeAwarePlacement(GroupedPlacement):
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group.
 
-        Raises
-        ------
-        InputError
-            As `GroupedPlacement.place` and `ExpertGroup.slots_per_rank`; or the context has no
-            times of a rank and an all-to-all, or no clusters for its homes.
+        Raises InputError as `GroupedPlacement.place` and `ExpertGroup.slots_per_rank`; or the
+        context has no times of a rank and an all-to-all, or no clusters for its homes.
         """
         _ = group.slots_per_rank
         if self._context.rank_moe is None or self._context.all_to_all is None:

@@ -93,14 +93,9 @@ class ChoiceByCount(ReplicaChoice, ABC):
     ) -> Ints:
         """Return the slots that compute each expert's tokens.
 
-        Parameters
-        ----------
-        tokens
-            Shape [experts]: how many tokens of all ranks have chosen each expert.
-        placement, layer
-            The instances, and the layer of the placement that the tokens pass.
-        prompts
-            Whether the step computes prompts.
+        ``tokens``: shape [experts]: how many tokens of all ranks have chosen each expert;
+        ``placement``, ``layer``: the instances, and the layer of the placement that the tokens
+        pass; ``prompts``: whether the step computes prompts.
 
         Returns
         -------
@@ -202,10 +197,7 @@ class NearSource(ReplicaChoice):
 def slots_of_experts(expert: Ints) -> Ints:
     """Return the slots of each expert in order, then -1; shape [experts, most instances].
 
-    Parameters
-    ----------
-    expert
-        Shape [slots]: a layer of ``Placement.expert``.
+    ``expert``: shape [slots]: a layer of ``Placement.expert``.
     """
     slots, first, count = _instances(expert)
     turn = np.arange(count.max())

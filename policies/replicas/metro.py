@@ -82,14 +82,8 @@ class _OneInstance(_Gathering):
     def ranks(self, tokens: Ints, homes: list[Ints], n_ranks: int, layer: int) -> Ints:
         """Return the rank of each expert, shape [experts]; -1 for those without tokens.
 
-        Parameters
-        ----------
-        tokens
-            Shape [experts].
-        homes
-            The ranks that have an instance of each expert, in the order of its slots.
-        n_ranks, layer
-            Ranks of the group; layer of the placement.
+        ``tokens``: shape [experts]; ``homes``: the ranks that have an instance of each expert, in
+        the order of its slots; ``n_ranks``, ``layer``: ranks of the group; layer of the placement.
         """
 
     def instances(
@@ -203,10 +197,7 @@ class TimeAware(_Gathering):
     ) -> Ints:
         """Return the slots of each expert; see `ChoiceByCount`.
 
-        Raises
-        ------
-        InputError
-            The context has no times of a rank.
+        Raises InputError: the context has no times of a rank.
         """
         if self._moe is None:
             raise InputError(self.name, "it needs the times of a rank's MoE layer", "rank_moe")
@@ -260,12 +251,7 @@ class TimeAware(_Gathering):
 def walk(active: NDArray[np.bool_], layer: int) -> tuple[int, int]:
     """Return the start and the stride of a walk round the experts, from a hash of the active ones.
 
-    Parameters
-    ----------
-    active
-        Shape [experts]: whether any token chose the expert.
-    layer
-        Of the placement.
+    ``active``: shape [experts]: whether any token chose the expert.
     """
     n = len(active)
     mixed = layer + 1

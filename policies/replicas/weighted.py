@@ -75,10 +75,7 @@ def rank_weights(placement: Placement) -> Floats:
 
     A rank without load weighs as one with a millionth of the mean.
 
-    Raises
-    ------
-    InputError
-        The placement predicts no load.
+    Raises InputError: the placement predicts no load.
     """
     if placement.load is None:
         raise InputError(
@@ -93,14 +90,8 @@ def rank_weights(placement: Placement) -> Floats:
 def draws(home: Ints, place: Ints, layer: int, experts: Ints) -> Floats:
     """Return a number from 0 to 1 for each token and expert, [tokens, top_k].
 
-    Parameters
-    ----------
-    home, place
-        Shape [tokens]: the rank of each token, and its position there.
-    layer
-        The layer of the placement.
-    experts
-        Shape [tokens, top_k].
+    ``home``, ``place``: shape [tokens]: the rank of each token, and its position there; ``layer``:
+    the layer of the placement; ``experts``: shape [tokens, top_k].
     """
     counter = (place[:, None] << 40) | (home[:, None] << 28) | (layer << 16) | experts
     add, first, second = (np.uint64(constant) for constant in SPLITMIX)

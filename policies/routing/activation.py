@@ -34,40 +34,29 @@ one calibration request adds to the matrix that is regularised."""
 
 @dataclass(frozen=True, eq=False)
 class ActivationModel:
-    """Predicts a request's decode activation from its prefill counts.
+    """Predicts a request's decode activation from its prefill counts."""
 
-    Attributes
-    ----------
-    mean_share, mean_activation
-        Shape [L, E]: means of ``q`` and ``p`` over the calibration requests.
-    weights
-        Shape [L, E, E]: ``weights[l, i, j]`` is what the share of expert ``i`` adds to the
-        probability of expert ``j``.
-    ridge
-        The strength chosen.
-    r2
-        Explained share of the variance of ``p`` about its mean, on requests left out of the fit.
-    """
-
+    #: ``mean_share``, ``mean_activation``: shape [L, E]: means of ``q`` and ``p`` over the
+    #: calibration requests.
     mean_share: Floats
     mean_activation: Floats
+    #: Shape [L, E, E]: ``weights[l, i, j]`` is what the share of expert ``i`` adds to the
+    #: probability of expert ``j``.
     weights: Floats
-    ridge: float
+    ridge: float  #: the strength chosen
+    #: Explained share of the variance of ``p`` about its mean, on requests left out of the fit.
     r2: float
 
     def predict(self, counts: NDArray[Any]) -> Floats:
         """Return the predicted activation, shape [L, E], in [0, 1].
+
+        Raises InputError if the shape is not that of the calibration requests.
 
         Parameters
         ----------
         counts
             Shape [L, E]: prompt tokens that selected each expert. A layer without any gets the
             calibration mean.
-
-        Raises
-        ------
-        InputError
-            If the shape is not that of the calibration requests.
         """
         if counts.shape != self.mean_share.shape:
             seen = "x".join(map(str, counts.shape))
@@ -87,10 +76,7 @@ def fit_activation(calibration: CalibrationSet) -> ActivationModel:
     With the eigenvectors of a layer's ``sum q q^T`` every strength of the ridge costs one product,
     and the error of request ``i`` in a fit without it is ``residual_i / (1 - leverage_i)``.
 
-    Raises
-    ------
-    InputError
-        With fewer than 3 requests, or if one has no prompt token.
+    Raises InputError: with fewer than 3 requests, or if one has no prompt token.
     """
     counts = calibration.scores("count")
     n, n_layers, n_experts = counts.shape

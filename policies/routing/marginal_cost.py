@@ -60,12 +60,8 @@ class _Books(NamedTuple):
 class _Greedy:
     """Sends a request where the cost grows least; what it knows of requests is up to others.
 
-    Parameters
-    ----------
-    step_times
-        Step times of a worker.
-    n_workers, n_layers
-        Workers; layers of the activations that ``place`` gets.
+    ``step_times``: step times of a worker; ``n_workers``, ``n_layers``: workers; layers of the
+    activations that ``place`` gets.
     """
 
     def __init__(self, step_times: StepCost, n_workers: int, n_layers: int) -> None:

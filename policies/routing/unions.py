@@ -33,10 +33,7 @@ def on_grid(activation: NDArray[Any]) -> Floats:
 class ExpertUnions:
     """Expected expert unions of the workers, kept up to date as requests come and go.
 
-    Parameters
-    ----------
-    n_workers, n_layers, n_experts
-        Workers, layers and experts a layer.
+    ``n_workers``, ``n_layers``, ``n_experts``: workers, layers and experts a layer.
 
     Attributes
     ----------

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 from eldr_sim.inputs import parse_json
 
-__all__ = ["Ask", "one_token_body", "parse_body", "prefill_body"]
-
 _LEFT_OUT = ("stream", "stream_options", "min_tokens")
 #: Limits on the output: of completions, and of chat completions besides.
 _LIMITS = ("max_tokens", "max_completion_tokens")
@@ -25,20 +23,18 @@ _NO_CACHE_YET = {
 class Ask(NamedTuple):
     """A request for a completion."""
 
-    body: dict[str, Any]
-    """What the client has sent."""
-    raw: bytes
-    """The bytes of it."""
-    streamed: bool
-    """Whether the answer is to come token by token."""
-    prompt_len: int
-    """Tokens of a prompt that is given as token ids; 0 where it is text."""
-    max_tokens: int | None
-    """Most output tokens; None where the client sets no limit."""
+    body: dict[str, Any]  #: what the client has sent
+    raw: bytes  #: the bytes of it
+    streamed: bool  #: whether the answer is to come token by token
+    prompt_len: int  #: tokens of a prompt that is given as token ids; 0 where it is text
+    max_tokens: int | None  #: most output tokens; None where the client sets no limit
 
 
 def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
     """Read a request's body.
+
+    Raises ValueError if it is no JSON object, or cannot be handed over; also InputError, which is
+    one.
 
     Parameters
     ----------
@@ -49,11 +45,6 @@ def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
         nor whether that is streamed: what a decode engine would refuse of them is refused here,
         before the prompt is computed. Without, a body needs to make sense of what policies read:
         prompt, limits and whether the answer is streamed; engines judge the rest.
-
-    Raises
-    ------
-    ValueError
-        If it is no JSON object, or cannot be handed over; also InputError, which is one.
     """
     body = parse_json(raw, "body")
     if not isinstance(body, dict):

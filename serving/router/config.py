@@ -11,8 +11,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
 
-__all__ = ["ProxyConfig", "make_config", "read_config"]
-
 
 def _engine_url(url: str) -> str:
     """Return an engine's base URL; ValueError if it is none, or holds a password."""
@@ -42,56 +40,44 @@ class ProxyConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = "127.0.0.1"
-    """Where it listens."""
-    port: int = Field(ge=0, le=65535)
-    """Where it listens; 0 takes a free one."""
-    prefill_urls: Urls = []
-    """Prefill engines; none where the others compute prompts too."""
-    decode_urls: Urls = Field(min_length=1)
-    """Engines that the policy chooses among."""
+    host: str = "127.0.0.1"  #: where it listens
+    port: int = Field(ge=0, le=65535)  #: where it listens; 0 takes a free one
+    prefill_urls: Urls = []  #: prefill engines; none where the others compute prompts too
+    decode_urls: Urls = Field(min_length=1)  #: engines that the policy chooses among
+    #: Decode policy with its parameters, such as ``eldr:artifact=fit.npz``.
     policy: str = "round_robin"
-    """Decode policy with its parameters, such as ``eldr:artifact=fit.npz``."""
-    prefill_policy: str = "round_robin"
-    """Chooses among the prefill engines."""
-    seed: int = Field(default=0, ge=0)
-    """Of a policy that draws."""
+    prefill_policy: str = "round_robin"  #: chooses among the prefill engines
+    seed: int = Field(default=0, ge=0)  #: of a policy that draws
+    #: What ``ELDR_SIM_CAPTURE`` names in the prefill engines; for policies that read signatures.
     capture: list[str] = []
-    """What ``ELDR_SIM_CAPTURE`` names in the prefill engines; for policies that read signatures."""
+    #: Whether clients have their prompts computed themselves, by prefill engines that are not named
+    #: here, and send ``kv_transfer_params``.
     prefilled: bool = False
-    """Whether clients have their prompts computed themselves, by prefill engines that are not named
-    here, and send ``kv_transfer_params``."""
+    #: How often the engines' metrics are read, ms, for policies that may look at more than the
+    #: requests in flight.
     signal_interval_ms: float = Field(default=100.0, gt=0)
-    """How often the engines' metrics are read, ms, for policies that may look at more than the
-    requests in flight."""
+    #: File that gets a line of JSON for each request when it is routed to a decode engine.
     log: str | None = None
-    """File that gets a line of JSON for each request when it is routed to a decode engine."""
+    #: How often a request goes to another engine when one fails before its first token.
     retries: int = Field(default=1, ge=0)
-    """How often a request goes to another engine when one fails before its first token."""
+    #: Longest time until a client has sent its headers, and after them its body. A connection that
+    #: is kept alive is closed when it rests as long.
     request_timeout_s: Seconds = 30.0
-    """Longest time until a client has sent its headers, and after them its body. A connection that
-    is kept alive is closed when it rests as long."""
-    connect_timeout_s: Seconds = 5.0
-    """Longest time until an engine accepts a connection."""
+    connect_timeout_s: Seconds = 5.0  #: longest time until an engine accepts a connection
+    #: Longest time until the first token of a streamed answer, and of a prefill.
     first_token_timeout_s: Seconds = 120.0
-    """Longest time until the first token of a streamed answer, and of a prefill."""
+    #: Longest time between tokens, and until a client takes what was sent to it.
     token_timeout_s: Seconds = 60.0
-    """Longest time between tokens, and until a client takes what was sent to it."""
-    answer_timeout_s: Seconds = 1800.0
-    """Longest time of an answer that is not streamed."""
-    health_interval_s: Seconds = 1.0
-    """Time between two questions for an engine's health."""
+    answer_timeout_s: Seconds = 1800.0  #: longest time of an answer that is not streamed
+    health_interval_s: Seconds = 1.0  #: time between two questions for an engine's health
+    #: Longest time of an answer to them; two that fail in a row eject the engine.
     health_timeout_s: Seconds = 3.0
-    """Longest time of an answer to them; two that fail in a row eject the engine."""
 
 
 def make_config(**fields: Any) -> ProxyConfig:
     """Return a configuration.
 
-    Raises
-    ------
-    InputError
-        If a field is not valid.
+    Raises InputError if a field is not valid.
     """
     try:
         return ProxyConfig(**fields)
@@ -102,10 +88,7 @@ def make_config(**fields: Any) -> ProxyConfig:
 def read_config(path: str | os.PathLike[str]) -> ProxyConfig:
     """Read a JSON file with a `ProxyConfig`.
 
-    Raises
-    ------
-    InputError
-        If it cannot be read or is not valid.
+    Raises InputError if it cannot be read or is not valid.
     """
     try:
         return ProxyConfig.model_validate_json(read_text(path, "config"))

@@ -7,8 +7,6 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 
-__all__ = ["OUTCOMES", "Counters"]
-
 OUTCOMES = {
     "ok": "a whole answer",
     "refused": "a status of 400 to 499, from the router or an engine",
@@ -28,10 +26,7 @@ _PREFIX = "eldr_router_"
 class Counters:
     """The router's metrics.
 
-    Raises
-    ------
-    InputError
-        If prometheus-client is not installed.
+    Raises InputError if prometheus-client is not installed.
     """
 
     def __init__(self) -> None:

@@ -19,20 +19,15 @@ from eldr_sim.policies.base import (
 from eldr_sim.policies.registry import decode_policy
 from eldr_sim.traces.streams import stream
 
-__all__ = ["EngineSignals", "NoEngine", "Router", "build_decode_policy"]
-
 
 class EngineSignals(NamedTuple):
     """The columns of :class:`~eldr_sim.policies.base.Workers` that an engine knows."""
 
-    waiting: int
-    """Requests in the waiting queue (``vllm:num_requests_waiting``)."""
-    running: int
-    """Running requests (``vllm:num_requests_running``)."""
-    kv_usage: float
-    """Share of the KV blocks in use, 0 to 1 (``vllm:kv_cache_usage_perc``)."""
+    waiting: int  #: requests in the waiting queue (``vllm:num_requests_waiting``)
+    running: int  #: running requests (``vllm:num_requests_running``)
+    kv_usage: float  #: share of the KV blocks in use, 0 to 1 (``vllm:kv_cache_usage_perc``)
+    #: Tokens of the blocks in use: the usage of all that ``vllm:cache_config_info`` names.
     kv_tokens: int
-    """Tokens of the blocks in use: the usage of all that ``vllm:cache_config_info`` names."""
 
 
 class NoEngine(Exception):
@@ -42,12 +37,7 @@ class NoEngine(Exception):
 class Router:
     """Sends requests to engines and counts those in flight, as `cluster.Cluster` does.
 
-    Parameters
-    ----------
-    policy
-        Chooses the engine.
-    n_engines
-        Engines to choose from.
+    ``policy``: chooses the engine; ``n_engines``: engines to choose from.
 
     Attributes
     ----------
@@ -75,6 +65,8 @@ class Router:
     def dispatch(self, request: RequestInfo, without: Collection[int] = ()) -> int | None:
         """Return the index of the engine that gets a request; None if the policy holds it.
 
+        Raises NoEngine if none is left.
+
         Parameters
         ----------
         request
@@ -82,11 +74,6 @@ class Router:
         without
             Engines that it must not go to. The policy sees them as unhealthy; where it names one of
             them nevertheless, or one that is unhealthy, the least loaded of the others stands in.
-
-        Raises
-        ------
-        NoEngine
-            If none is left.
         """
         usable = self.usable(without)
         if not usable:
@@ -108,10 +95,7 @@ class Router:
     async def route(self, request: RequestInfo, without: Collection[int] = ()) -> int:
         """Return the index of the engine that gets a request, as soon as the policy names one.
 
-        Raises
-        ------
-        NoEngine
-            If no engine is left, at once or while the policy holds the request.
+        Raises NoEngine if no engine is left, at once or while the policy holds the request.
         """
         engine = self.dispatch(request, without)
         return await self.hold(request, without) if engine is None else engine
@@ -119,10 +103,7 @@ class Router:
     async def hold(self, request: RequestInfo, without: Collection[int] = ()) -> int:
         """Return the index of the engine that gets a request which the policy has just held.
 
-        Raises
-        ------
-        NoEngine
-            If no engine is left.
+        Raises NoEngine if no engine is left.
         """
         placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._held.append((request, without, placed))
@@ -187,20 +168,10 @@ class Router:
 def build_decode_policy(policy: object, n_engines: int, *, seed: int = 0) -> RouterPolicy:
     """Build a decode policy for live engines, with the random stream that a simulation gives it.
 
-    Parameters
-    ----------
-    policy
-        The policy and its parameters, see `policies.choice`, such as ``eldr:artifact=fit.npz``.
-    n_engines
-        Engines to choose from.
-    seed
-        Of a policy that draws.
-
-    Raises
-    ------
-    InputError
-        If there is no such policy, or if it needs what a live router does not have: calibration
-        requests, step times, the future, or an artifact that was not given.
+    ``policy``: the policy and its parameters, see `policies.choice`, such as
+    ``eldr:artifact=fit.npz``; ``n_engines``: engines to choose from; ``seed``: of a policy that
+    draws. Raises InputError if there is no such policy, or if it needs what a live router does not
+    have: calibration requests, step times, the future, or an artifact that was not given.
     """
     return decode_policy(
         policy,

@@ -11,8 +11,6 @@ from typing import Any
 
 from eldr_sim.serving.http import import_aiohttp
 
-__all__ = ["Engine", "out_of_files", "what"]
-
 #: Questions for its health that fail in a row until an engine is ejected.
 _PROBES = 2
 #: Requests that fail in a row until an engine is ejected although it answers ``/health``.

@@ -19,24 +19,13 @@ from eldr_sim.serving.router.engine import Engine
 from eldr_sim.serving.router.signals import watch_engines
 from eldr_sim.serving.router.upstream import EngineFailure, ask
 
-__all__ = ["Fleet", "Pool"]
-
 
 class Pool:
     """Engines of one kind, and the policy that chooses among them.
 
-    Parameters
-    ----------
-    name
-        ``prefill`` or ``decode``.
-    urls
-        Base URLs.
-    policy
-        Chooses the engine.
-    counters
-        What is counted of them.
-    notify
-        Called with a line when an engine is ejected and when it returns.
+    ``name``: ``prefill`` or ``decode``; ``urls``: base URLs; ``policy``: chooses the engine;
+    ``counters``: what is counted of them; ``notify``: called with a line when an engine is ejected
+    and when it returns.
     """
 
     def __init__(
@@ -75,10 +64,7 @@ class Pool:
 
         And for how long the policy has held the request, s.
 
-        Raises
-        ------
-        NoEngine
-            If none is up but for ``without``.
+        Raises NoEngine if none is up but for ``without``.
         """
         index, held_s = self.router.dispatch(info, without), 0.0
         if index is None:
@@ -184,14 +170,8 @@ class Fleet:
         cache was freed already, or no decode engine is up, nothing is lost: vLLM takes it back
         when its lease (``kv_lease_duration``, 30 s) ends.
 
-        Parameters
-        ----------
-        path, headers
-            As of the request.
-        body
-            The request with the ``kv_transfer_params`` of the cache.
-        without
-            Decode engines that are not asked.
+        ``path``, ``headers``: as of the request; ``body``: the request with the
+        ``kv_transfer_params`` of the cache; ``without``: decode engines that are not asked.
         """
         engine = self.decode.least_loaded(without)
         if engine is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import RequestInfo
+from eldr_sim.serving.http import error_answer, error_body
 from eldr_sim.serving.router.bodies import Ask, prefill_body
 from eldr_sim.serving.router.config import ProxyConfig
 from eldr_sim.serving.router.counters import Counters
@@ -18,8 +19,6 @@ from eldr_sim.serving.router.decisions import NoEngine
 from eldr_sim.serving.router.fleet import Fleet, Pool
 from eldr_sim.serving.router.signatures import SignatureReader
 from eldr_sim.serving.router.upstream import ERROR_EVENT, EngineFailure, Reply, ask
-
-__all__ = ["Passage", "error_answer"]
 
 _EVENT_STREAM = "text/event-stream"
 
@@ -217,7 +216,7 @@ class Passage:
 
     async def _break_off(self, request: Any, problem: str) -> None:
         """Say in the stream what happened and close it without its end, lest it look whole."""
-        event = ERROR_EVENT + b" " + _bytes(_error(502, problem)["error"]) + b"}\n\n"
+        event = ERROR_EVENT + b" " + _bytes(error_body(502, problem)["error"]) + b"}\n\n"
         with suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(1.0):
                 await self._answer.write(event)
@@ -260,18 +259,6 @@ class Passage:
         self._cached = False
         without = self._without["decode"] | ({failed} if failed is not None else set())
         self._fleet.release(self._path, self._body, self._headers, without)
-
-
-def error_answer(status: int, message: str, headers: Mapping[str, str] | None = None) -> Any:
-    """Return an error as OpenAI's and vLLM's servers word it."""
-    from aiohttp import web
-
-    return web.json_response(_error(status, message), status=status, headers=headers)
-
-
-def _error(status: int, message: str) -> dict[str, dict[str, Any]]:
-    kind = "BadRequestError" if status < 500 else "InternalServerError"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def _failure_answer(failure: EngineFailure) -> Any:

@@ -15,8 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import resource
-import socket
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -30,16 +28,23 @@ import numpy as np
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.registry import prefill_policy
-from eldr_sim.serving.http import import_aiohttp, open_session
+from eldr_sim.serving.http import (
+    allow_files,
+    error_answer,
+    import_aiohttp,
+    in_json,
+    is_our_error,
+    listen,
+    open_session,
+    saying,
+)
 from eldr_sim.serving.router.bodies import parse_body
 from eldr_sim.serving.router.config import ProxyConfig, read_config
 from eldr_sim.serving.router.counters import Counters
 from eldr_sim.serving.router.decisions import build_decode_policy
 from eldr_sim.serving.router.fleet import Fleet
-from eldr_sim.serving.router.passage import Passage, error_answer
+from eldr_sim.serving.router.passage import Passage
 from eldr_sim.serving.router.signatures import SignatureReader
-
-__all__ = ["make_app", "serve"]
 
 #: A prompt of a million token ids is about 7 MB.
 _MAX_BODY = 64 << 20
@@ -58,26 +63,17 @@ def make_app(
 
     Its runner needs ``handler_cancellation=True``: a client that leaves cancels its request.
 
-    Parameters
-    ----------
-    config
-        Engines and policy.
-    policy
-        Takes the place of the decode policy that ``config`` names.
-    notify
-        Called with a line when an engine is ejected and when it returns.
-
-    Raises
-    ------
-    InputError
-        If aiohttp or prometheus-client is not installed, or a policy cannot be built or used here.
+    ``config``: engines and policy; ``policy``: takes the place of the decode policy that ``config``
+    names; ``notify``: called with a line when an engine is ejected and when it returns. Raises
+    InputError if aiohttp or prometheus-client is not installed, or a policy cannot be built or used
+    here.
     """
     import_aiohttp()
     from aiohttp import web
 
-    logging.getLogger("aiohttp.server").addFilter(_is_our_error)
+    logging.getLogger("aiohttp.server").addFilter(is_our_error)
     proxy = _Proxy(config, policy, notify)
-    app = web.Application(client_max_size=_MAX_BODY, middlewares=[web.middleware(_in_json)])
+    app = web.Application(client_max_size=_MAX_BODY, middlewares=[web.middleware(in_json)])
     app.cleanup_ctx.append(proxy.run)
     app.router.add_post(_TEXT, proxy.complete)
     app.router.add_post(_CHAT, proxy.complete)
@@ -90,26 +86,18 @@ def make_app(
 def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> None:
     """Serve until the process is told to stop.
 
-    Parameters
-    ----------
-    config
-        Engines and policy.
-    announce
-        Called with the router's URL, and with a line when an engine is ejected or returns.
-
-    Raises
-    ------
-    InputError
-        If a policy cannot be used here, or the address is taken.
+    ``config``: engines and policy; ``announce``: called with the router's URL, and with a line when
+    an engine is ejected or returns. Raises InputError if a policy cannot be used here, or the
+    address is taken.
     """
     app = make_app(config, notify=announce)
     from aiohttp import web
 
-    _allow_files()
-    listening = _listen(config.host, config.port)
+    allow_files()
+    listening = listen(config.host, config.port)
     host, port = listening.getsockname()[:2]
     place = f"[{host}]" if ":" in host else host
-    app.on_startup.append(_saying(announce, f"Routing at http://{place}:{port}"))
+    app.on_startup.append(saying(announce, f"Routing at http://{place}:{port}"))
     web.run_app(
         app,
         sock=listening,
@@ -287,16 +275,6 @@ def _passed_on(headers: Mapping[str, str], name: str) -> dict[str, str]:
     return found | {"X-Request-Id": name, "Accept-Encoding": "identity"}
 
 
-async def _in_json(request: Any, handler: Any) -> Any:
-    """Word all errors alike, those of unknown paths and methods too."""
-    from aiohttp import web
-
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        return error_answer(error.status, f"{request.method} {request.path}: {error.reason}")
-
-
 async def _hung_up(request: Any) -> Any:
     """Answer a client that does not send its body, and close its connection at once."""
     answer = error_answer(408, "the body does not arrive")
@@ -306,40 +284,6 @@ async def _hung_up(request: Any) -> Any:
     if request.transport is not None:
         request.transport.close()
     return answer
-
-
-def _is_our_error(record: logging.LogRecord) -> bool:
-    """Whether a line of aiohttp's log is of something else than HTTP that a client gets wrong.
-
-    Such a client has its answer, 400; a line with a traceback for each would fill a disk.
-    """
-    from aiohttp.http import HttpProcessingError
-
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
-def _saying(announce: Callable[[str], None], line: str) -> Any:
-    async def say(_app: Any) -> None:
-        announce(line)
-
-    return say
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, *_, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
-        raise InputError("port", f"{host}:{port}: {error.strerror}") from None
-
-
-def _allow_files() -> None:
-    """Raise the limit on open files: a request takes two."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main() -> None:

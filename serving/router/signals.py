@@ -10,18 +10,13 @@ from eldr_sim.errors import InputError
 from eldr_sim.serving.http import import_aiohttp
 from eldr_sim.serving.router.decisions import EngineSignals, Router
 
-__all__ = ["parse_metrics", "watch_engines"]
-
 
 def parse_metrics(text: str) -> EngineSignals:
     """Return what an engine says in Prometheus' text format.
 
     The engines of one server (data parallel) are added up; their KV usage is the mean.
 
-    Raises
-    ------
-    InputError
-        If a metric is missing, or prometheus-client is not installed.
+    Raises InputError if a metric is missing, or prometheus-client is not installed.
     """
     try:
         from prometheus_client.parser import text_string_to_metric_families
@@ -57,12 +52,7 @@ async def watch_engines(
     Of an engine that does not answer within the interval (a second at least) what it said before
     stands; whether it is healthy is told by others.
 
-    Parameters
-    ----------
-    session
-        An ``aiohttp.ClientSession``.
-    urls
-        The engines, in the router's order.
+    ``session``: an ``aiohttp.ClientSession``; ``urls``: the engines, in the router's order.
     """
     while True:
         found = await asyncio.gather(*(_ask(session, url, max(1.0, interval_s)) for url in urls))

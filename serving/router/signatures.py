@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.capture.step_log import Gathered, LogReader, external_ids
 
-__all__ = ["SignatureReader"]
-
 
 class SignatureReader:
     """Reader of the prefill counts of requests that prefill engines have just computed.
@@ -36,20 +34,10 @@ class SignatureReader:
     def counts(self, request_id: str) -> NDArray[np.uint32]:
         """Return how often the tokens of a prompt chose each expert, and drop the prompt's rows.
 
-        Parameters
-        ----------
-        request_id
-            ``X-Request-Id`` sent by the client.
+        ``request_id``: ``X-Request-Id`` sent by the client.
 
-        Returns
-        -------
-        counts
-            uint32 ``[layers, experts]``, layers with a gate only.
-
-        Raises
-        ------
-        InputError
-            If the log lacks tokens of the prompt.
+        Returns counts: uint32 ``[layers, experts]``, layers with a gate only. Raises InputError if
+        the log lacks tokens of the prompt.
         """
         self._read_on()
         name = self._logged_name(request_id)

@@ -11,8 +11,6 @@ from eldr_sim.serving.http import import_aiohttp
 from eldr_sim.serving.router.config import ProxyConfig
 from eldr_sim.serving.router.engine import Engine, out_of_files, what
 
-__all__ = ["EngineFailure", "Reply", "ask"]
-
 #: How an error begins in a stream of vLLM's and SGLang's; the text of a token cannot hold it.
 ERROR_EVENT = b'data: {"error":'
 
@@ -62,10 +60,7 @@ class Reply:
     async def rest(self, token_timeout_s: float) -> AsyncIterator[bytes]:
         """Yield what comes behind the first token.
 
-        Raises
-        ------
-        EngineFailure
-            If it does not go on for ``token_timeout_s``, or ends before its end.
+        Raises EngineFailure if it does not go on for ``token_timeout_s``, or ends before its end.
         """
         aiohttp = import_aiohttp()
         content, engine = self._response.content, self._engine
@@ -108,19 +103,11 @@ async def ask(
 ) -> Reply:
     """Post a request; return the answer when its first token is there.
 
-    Parameters
-    ----------
-    session
-        An ``aiohttp.ClientSession``.
-    streamed
-        Whether the first token is sent before the last.
-    limit_s
-        Longest time until then; None takes that of ``limits``.
+    ``session``: an ``aiohttp.ClientSession``; ``streamed``: whether the first token is sent before
+    the last; ``limit_s``: longest time until then; None takes that of ``limits``.
 
-    Raises
-    ------
-    EngineFailure
-        If the engine gives none in time, breaks off or answers with a status of 500 or more.
+    Raises EngineFailure if the engine gives none in time, breaks off or answers with a status of
+    500 or more.
     """
     aiohttp = import_aiohttp()
     if limit_s is None:

@@ -67,31 +67,27 @@ RELOCATION = np.dtype(
 )
 
 
+#: Why to believe what a relocation takes.
 PROVENANCE = {
     "label": "derived",
     "origin": "bytes over the links and NICs at what collectives and transfers reach, and "
     "eplb_overhead_ms",
     "kernel_source": "",
 }
-"""Why to believe what a relocation takes."""
+#: What a reader must know of relocations without ``overhead_s``.
 BYTES_ALONE = (
     "relocations take no longer than the bytes of their experts: in vLLM they took 0.65 to 1.70 s "
     "where bytes take 0.03 s (PR 43219, DeepSeek-R1 on 32 GB200), see --eplb-overhead-ms"
 )
-"""What a reader must know of relocations without ``overhead_s``."""
 
 
 class RelocationRule(NamedTuple):
     """When placements are made again, and whether steps wait for it."""
 
-    interval: int
-    """Steps of a group."""
-    window: int
-    """Steps, the last ones, whose tokens count."""
-    asynchronous: bool = False
-    """Whether steps go on while weights move."""
-    overhead_s: float = 0.0
-    """What a relocation takes beside moving weights."""
+    interval: int  #: steps of a group
+    window: int  #: steps, the last ones, whose tokens count
+    asynchronous: bool = False  #: whether steps go on while weights move
+    overhead_s: float = 0.0  #: what a relocation takes beside moving weights
 
     @property
     def first(self) -> int:
@@ -165,31 +161,19 @@ def transfer_of(moves: NDArray[np.int64], links: ExpertLinks, n_layers: int) -> 
 
 @dataclass
 class MovableGroup:
-    """A group whose experts may move, and where they are.
+    """A group whose experts may move, and where they are."""
 
-    Attributes
-    ----------
-    first
-        Its first engine, counted over both pools; ``size`` engines from there on.
-    pool, number
-        Its pool, and its number there.
-    group, policy, placement
-        What is placed, by whom, and where it is now.
-    links
-        What the weights move over.
-    slots
-        Different experts that a rank has room for.
-    """
-
-    first: int
+    first: int  #: its first engine, counted over both pools; ``size`` engines from there on
     size: int
+    #: ``pool``, ``number``: its pool, and its number there.
     pool: int
     number: int
+    #: ``group``, ``policy``, ``placement``: what is placed, by whom, and where it is now.
     group: ExpertGroup
     policy: PlacementPolicy
     placement: Placement
-    links: ExpertLinks
-    slots: int
+    links: ExpertLinks  #: what the weights move over
+    slots: int  #: different experts that a rank has room for
     parts: deque[NDArray[np.int64]] = field(default_factory=deque)  # of the intervals of a window
     under_way: tuple[Placement, int] | None = None  # and its place in the log
 
@@ -197,14 +181,8 @@ class MovableGroup:
 class Relocations:
     """The relocations of a run.
 
-    Parameters
-    ----------
-    rule
-        When.
-    groups
-        Those that relocate.
-    n_workers, n_layers, n_experts
-        Engines of the run; MoE layers of the model, and experts of a layer.
+    ``rule``: when; ``groups``: those that relocate; ``n_workers``, ``n_layers``, ``n_experts``:
+    engines of the run; MoE layers of the model, and experts of a layer.
     """
 
     def __init__(

@@ -22,14 +22,8 @@ from eldr_sim.simulator.plane.steps.group_state import Groups
 class ReplicaPolicy:
     """Asks a choice of replicas, and writes down what it chooses for compiled code.
 
-    Parameters
-    ----------
-    policy
-        The choice.
-    placements
-        Where the experts of each worker are; those of a group's first engine count.
-    relocations
-        What moves them while engines run; None: nothing.
+    ``policy``: the choice; ``placements``: where the experts of each worker are; those of a group's
+    first engine count; ``relocations``: what moves them while engines run; None: nothing.
     """
 
     def __init__(
@@ -44,10 +38,7 @@ class ReplicaPolicy:
     def answer(self, leader: int, run: loop.Run, groups: Groups) -> None:
         """Choose for the step of the group whose first engine is ``leader``.
 
-        Raises
-        ------
-        ValueError
-            If the choice names slots that do not hold the experts.
+        Raises ValueError if the choice names slots that do not hold the experts.
         """
         engines, asked = run.engines, groups.replicas.asked
         number = engines.pool_of[leader]

@@ -13,16 +13,6 @@ from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.plane.state import AFTER_WINDOW, COMPLETED, OPEN, OUTCOMES, OVERLOADED
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 
-__all__ = [
-    "IN_LINE",
-    "PHASES",
-    "TTFT_PHASES",
-    "is_overload",
-    "limits_of",
-    "load_growth",
-    "phases_of",
-]
-
 #: By the time that ends it: what a request does until then. It waits in those marked.
 PHASES: dict[str, tuple[str, bool]] = {
     "sent_s": ("client's limit", True),

@@ -21,27 +21,13 @@ STATISTICS = ("mean", "median", "std", "p50", "p90", "p99")
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of a result.
+    """One figure of a result."""
 
-    Attributes
-    ----------
-    tag
-        Its name in ``summary.json`` and its column in tables.
-    heading
-        Its name for readers, without the unit.
-    unit
-        Empty for shares and ratios.
-    better
-        Which direction is better; None where neither is.
-    meaning
-        Its formula in one line of Markdown; docs/metrics.md has the symbols.
-    """
-
-    tag: str
-    heading: str
-    unit: str
-    better: Literal["lower", "higher"] | None
-    meaning: str
+    tag: str  #: its name in ``summary.json`` and its column in tables
+    heading: str  #: its name for readers, without the unit
+    unit: str  #: empty for shares and ratios
+    better: Literal["lower", "higher"] | None  #: which direction is better; None where neither is
+    meaning: str  #: its formula in one line of Markdown; docs/metrics.md has the symbols
 
 
 # A line or two a metric read as a table; the formatter would make ten of them.

@@ -7,27 +7,18 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-__all__ = ["MOST_ROWS", "Headline", "Shown", "number"]
-
 #: Rows that are shown of a result.
 MOST_ROWS = 10
 
 
 class Headline(NamedTuple):
-    """A small table.
+    """A small table."""
 
-    Attributes
-    ----------
-    title, columns, rows
-        The table; of the rows :data:`MOST_ROWS` are shown.
-    left
-        Rows that the result has beside these.
-    """
-
+    #: ``title``, ``columns``, ``rows``: the table; of the rows :data:`MOST_ROWS` are shown.
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    left: int = 0
+    left: int = 0  #: rows that the result has beside these
 
 
 class Shown(ABC):

@@ -11,8 +11,6 @@ from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.manifest import one_phase
 from eldr_sim.traces.workload import Workload
 
-__all__ = ["copies_met", "trace_warnings"]
-
 
 def copies_met(
     trace: RoutingTrace, workload: Workload, record: RunRecord, steps: NDArray[np.void]

@@ -37,10 +37,8 @@ def without_effect(
 ) -> list[str]:
     """Return a line for each field that differs from its default and changed nothing.
 
-    Parameters
-    ----------
-    config, prepared, workload, record
-        A run, whose ``prepared.spec`` is that of its cluster.
+    ``config``, ``prepared``, ``workload``, ``record``: a run, whose ``prepared.spec`` is that of
+    its cluster.
     """
     given = _given(config)
     engines = [

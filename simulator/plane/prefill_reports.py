@@ -14,15 +14,9 @@ from eldr_sim.simulator.plane import loop
 class PrefillReports:
     """Reports of engines that a prefill router has yet to hear of.
 
-    Parameters
-    ----------
-    listener
-        The router's policy.
-    arrays
-        Of the cluster, whose first ``n_workers`` engines compute prompts.
-    stale
-        Whether engines publish now and then: a router hears of blocks and tokens when it hears of
-        signals.
+    ``listener``: the router's policy; ``arrays``: of the cluster, whose first ``n_workers`` engines
+    compute prompts; ``stale``: whether engines publish now and then: a router hears of blocks and
+    tokens when it hears of signals.
     """
 
     def __init__(

@@ -37,13 +37,9 @@ def make_fleet(n_workers: int) -> Fleet:
 class PolicyRouter:
     """A policy that routes requests, and what the compiled loop knows of it.
 
-    Parameters
-    ----------
-    policy
-        The policy; None where the workers are co-located.
-    fleet, workers, workload
-        What routers know of all workers; those to choose from, which the policy counts from 0; the
-        requests.
+    ``policy``: the policy; None where the workers are co-located; ``fleet``, ``workers``,
+    ``workload``: what routers know of all workers; those to choose from, which the policy counts
+    from 0; the requests.
     """
 
     def __init__(

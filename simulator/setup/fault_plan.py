@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 
-__all__ = ["KINDS", "Fault", "FaultPlan", "Kind", "Retry", "check_overlaps"]
-
 Kind = Literal["fail", "hang", "slow", "drain", "join", "link"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 #: What becomes of the requests of a worker that died: they go on elsewhere with the tokens that
@@ -28,30 +26,21 @@ POOLS = "prefill", "decode"
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a worker.
+    """Something that happens to a worker."""
 
-    Attributes
-    ----------
-    kind
-        ``fail``: it loses all it has, and with an end a new one takes its place then. ``hang``: it
-        stands still, and goes on. ``slow``: its steps take ``factor`` times as long. ``drain``:
-        routers send it nothing new. ``join``: it is not there before the end. ``link``: its link
-        for KV transfers has ``factor`` of its bandwidth.
-    pool, worker
-        0 for prefill workers, 1 for decode or co-located ones; its number in the topology. All
-        engines of a worker that share experts share its fate.
-    at_s, for_s
-        When, s, and for how long; ``inf``: to the end of the run.
-    factor
-        Of ``slow`` and ``link``.
-    """
-
+    #: ``fail``: it loses all it has, and with an end a new one takes its place then. ``hang``: it
+    #: stands still, and goes on. ``slow``: its steps take ``factor`` times as long. ``drain``:
+    #: routers send it nothing new. ``join``: it is not there before the end. ``link``: its link for
+    #: KV transfers has ``factor`` of its bandwidth.
     kind: Kind
+    #: ``pool``, ``worker``: 0 for prefill workers, 1 for decode or co-located ones; its number in
+    #: the topology. All engines of a worker that share experts share its fate.
     pool: int
     worker: int
+    #: ``at_s``, ``for_s``: when, s, and for how long; ``inf``: to the end of the run.
     at_s: float
     for_s: float = math.inf
-    factor: float = 1.0
+    factor: float = 1.0  #: of ``slow`` and ``link``
 
     @property
     def end_s(self) -> float:
@@ -66,23 +55,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """All that goes wrong in a run, and what routers do about it.
+    """All that goes wrong in a run, and what routers do about it."""
 
-    Attributes
-    ----------
-    faults
-        What happens to workers.
-    cancel_s
-        float64 ``[requests]``: when each client gives up, s; ``inf``: never. None: nobody does.
-    health_delay_s
-        How long after a worker has died, hangs or is back the routers know it.
-    retry, max_retries
-        What becomes of requests whose worker died, and how often.
-    """
-
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[Fault, ...] = ()  #: what happens to workers
+    #: float64 ``[requests]``: when each client gives up, s; ``inf``: never. None: nobody does.
     cancel_s: NDArray[np.float64] | None = None
+    #: How long after a worker has died, hangs or is back the routers know it.
     health_delay_s: float = 0.0
+    #: ``retry``, ``max_retries``: what becomes of requests whose worker died, and how often.
     retry: Retry = "before_first_token"
     max_retries: int = 5
 

@@ -11,8 +11,6 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import TIME, parse_yaml, read_text, seconds, within
 from eldr_sim.simulator.setup.fault_plan import KINDS, POOLS, Fault, Kind, check_overlaps
 
-__all__ = ["Cancel", "check_fits", "parse_fail", "read_events", "spelled"]
-
 _WORKER = re.compile(r"(prefill|decode):(\d{1,9})", re.IGNORECASE)
 _FAIL = re.compile(rf"([a-z]+:\d+)@({TIME})(?:\+({TIME}))?", re.IGNORECASE)
 _ALLOWED = "POOL:NUMBER@SECONDS, +SECONDS until a new one serves, such as decode:3@60s+30s"

@@ -9,8 +9,6 @@ from eldr_sim.traces.requests.load import named_log
 from eldr_sim.traces.requests.log_window import LogPart, choose_part
 from eldr_sim.traces.requests.request_logs import RequestLog
 
-__all__ = ["check_window", "log_of", "part_of"]
-
 
 def check_window(config: RunConfig) -> None:
     """Raise InputError where fields that say which requests are measured contradict each other."""
@@ -40,10 +38,7 @@ def log_of(config: RunConfig) -> RequestLog | None:
 def part_of(config: RunConfig, log: RequestLog | None) -> LogPart | None:
     """Return what a run replays of its log; None where a duration or a number says it.
 
-    Raises
-    ------
-    InputError
-        If the log has no such part.
+    Raises InputError if the log has no such part.
     """
     if log is None or config.duration_s is not None or config.num_requests is not None:
         return None

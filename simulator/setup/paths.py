@@ -13,8 +13,6 @@ from typing import Any
 
 from eldr_sim.policies.choice import DECISION_OF, parse
 
-__all__ = ["portable", "resolved"]
-
 #: Fields that may be paths, or hold one as the policy's parameter ``artifact`` is.
 _FIELDS = ("tables", "workload", "trace", "model", "gpu", "frontend", "artifact", "events")
 
@@ -22,12 +20,8 @@ _FIELDS = ("tables", "workload", "trace", "model", "gpu", "frontend", "artifact"
 def portable(record: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a record whose paths lead from its folder; they begin with ``./`` or ``../``.
 
-    Parameters
-    ----------
-    record
-        Holds the fields of a run under ``config``, with paths from the current folder.
-    folder
-        Where the record is going to be kept.
+    ``record``: holds the fields of a run under ``config``, with paths from the current folder;
+    ``folder``: where the record is going to be kept.
     """
 
     def from_folder(field: str, text: str) -> str:

@@ -8,33 +8,19 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 
-__all__ = ["PRESETS", "Preset", "preset_fields"]
-
 
 @dataclass(frozen=True)
 class Preset:
-    """A cluster, its engines and its load.
+    """A cluster, its engines and its load."""
 
-    Attributes
-    ----------
-    title, source
-        What it is, and where it is described.
-    fields
-        Fields of :class:`~eldr_sim.simulator.setup.config.RunConfig`.
-    models
-        Its models, the first by default, and what they have of their own.
-    seconds
-        Requests are sent for so long: ``num_requests`` is this times the rate.
-    notes
-        What of it the fields cannot say.
-    """
-
+    #: ``title``, ``source``: what it is, and where it is described.
     title: str
     source: str
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any]  #: fields of :class:`~eldr_sim.simulator.setup.config.RunConfig`
+    #: Its models, the first by default, and what they have of their own.
     models: Mapping[str, Mapping[str, Any]]
-    seconds: int
-    notes: tuple[str, ...] = ()
+    seconds: int  #: requests are sent for so long: ``num_requests`` is this times the rate
+    notes: tuple[str, ...] = ()  #: what of it the fields cannot say
 
 
 PRESETS: dict[str, Preset] = {
@@ -84,10 +70,7 @@ PRESETS: dict[str, Preset] = {
 def preset_fields(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``NAME`` or ``NAME:MODEL``, and those given, which override them.
 
-    Raises
-    ------
-    InputError
-        If there is no such preset, or it has no such model.
+    Raises InputError if there is no such preset, or it has no such model.
     """
     name, _, model = text.partition(":")
     preset = PRESETS.get(name)

@@ -34,17 +34,12 @@ from eldr_sim.traces.workload import Workload
 
 @dataclass(frozen=True)
 class Replay:
-    """Bit sets of the replay windows of some trace requests.
+    """Bit sets of the replay windows of some trace requests."""
 
-    Parameters
-    ----------
-    bits
-        ``uint64 [rows, moe_layers * words]``: the windows one after the other.
-    first_row, length
-        ``int64 [trace requests]``: each request's window in ``bits``; -1 and 0 where it has none.
-    """
-
+    #: ``uint64 [rows, moe_layers * words]``: the windows one after the other.
     bits: NDArray[np.uint64]
+    #: ``first_row``, ``length``: ``int64 [trace requests]``: each request's window in ``bits``; -1
+    #: and 0 where it has none.
     first_row: NDArray[np.int64]
     length: NDArray[np.int64]
 

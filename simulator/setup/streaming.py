@@ -33,27 +33,16 @@ _STREAMING = ("expert_gather", "offload_window", "gather_interference", "kv_cach
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """How a prefill worker has its layers.
+    """How a prefill worker has its layers."""
 
-    Attributes
-    ----------
-    stream, experts
-        What its GPUs stream, and what of the experts they hold; None where they stream nothing.
-    together
-        Whether engines that gather wait for each other.
-    pipeline
-        Its stages; None where there is one.
-    whole_prompts
-        Whether it keeps no KV cache.
-    on_demand
-        Whether a layer's experts are gathered when its gate has chosen them, and no others.
-    """
-
+    #: ``stream``, ``experts``: what its GPUs stream, and what of the experts they hold; None where
+    #: they stream nothing.
     stream: StreamPlan | None
     experts: StreamedExperts | None
-    together: bool
-    pipeline: PipelinePlan | None
-    whole_prompts: bool
+    together: bool  #: whether engines that gather wait for each other
+    pipeline: PipelinePlan | None  #: its stages; None where there is one
+    whole_prompts: bool  #: whether it keeps no KV cache
+    #: Whether a layer's experts are gathered when its gate has chosen them, and no others.
     on_demand: bool = False
 
     @property

@@ -17,12 +17,9 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 class Pull(NamedTuple):
     """The GPUs between which a request's KV cache moves."""
 
-    receivers: int = 1
-    """GPUs of the decode worker: each pulls its own KV heads."""
-    senders: int = 1
-    """GPUs of the prefill worker that have something to send."""
-    sources: int = 1
-    """GPUs that each receiver pulls from."""
+    receivers: int = 1  #: GPUs of the decode worker: each pulls its own KV heads
+    senders: int = 1  #: GPUs of the prefill worker that have something to send
+    sources: int = 1  #: GPUs that each receiver pulls from
 
 
 def pull_between(model: ModelDims, prefill: Parallelism, decode: Parallelism) -> Pull:
@@ -32,10 +29,7 @@ def pull_between(model: ModelDims, prefill: Parallelism, decode: Parallelism) ->
     one GPU holds where the prefill worker has fewer, all that several hold where it has more, and
     under MLA the latent cache, which each of them holds whole, from one.
 
-    Raises
-    ------
-    InputError
-        If neither tensor-parallel size divides the other, as vLLM demands.
+    Raises InputError if neither tensor-parallel size divides the other, as vLLM demands.
     """
     senders, receivers = prefill.tensor_parallel_size, decode.tensor_parallel_size
     if max(senders, receivers) % min(senders, receivers):
@@ -51,26 +45,14 @@ def pull_between(model: ModelDims, prefill: Parallelism, decode: Parallelism) ->
 
 @dataclass(frozen=True)
 class TransferModel:
-    """Cost of one KV transfer: ``setup_s + descriptors * descriptor_s + bytes / bandwidth``.
+    """Cost of one KV transfer: ``setup_s + descriptors * descriptor_s + bytes / bandwidth``."""
 
-    Parameters
-    ----------
-    setup_s
-        Seconds before the first descriptor is posted.
-    descriptor_s
-        Seconds to post the descriptors of one block and KV tensor: one a GPU that it comes from.
-    bandwidth
-        Bytes per second of one worker's link that a transfer alone achieves.
-    source
-        Where the figures come from.
-    ingress_bandwidth
-        The same of a decode worker's link where it is another than a prefill worker's.
-    """
-
-    setup_s: float
+    setup_s: float  #: seconds before the first descriptor is posted
+    #: Seconds to post the descriptors of one block and KV tensor: one a GPU that it comes from.
     descriptor_s: float
-    bandwidth: float
-    source: str
+    bandwidth: float  #: bytes per second of one worker's link that a transfer alone achieves
+    source: str  #: where the figures come from
+    #: The same of a decode worker's link where it is another than a prefill worker's.
     ingress_bandwidth: float | None = None
 
     @property

@@ -1,5 +1,6 @@
 """Options as users of vLLM know them, and a help that fits on screens."""
 
+import json
 import re
 from typing import get_args
 
@@ -12,6 +13,7 @@ from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import config_from_options, run_options
 from eldr_sim.policies.choice import BUILT_IN
 from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
+from eldr_sim.simulator.setup.config_groups import GROUPS as CONFIG_GROUPS
 
 
 def parse(*arguments):
@@ -126,3 +128,16 @@ def test_requests_have_the_domains_of_a_trace_by_weight(run_cli, tmp_path):
     domains = pq.read_table(out / "requests.parquet")["domain"].to_pylist()
     assert set(domains) == {"legal", "zh"}
     assert abs(domains.count("zh") - 150) < 4 * (200 * 0.75 * 0.25) ** 0.5
+
+
+def test_the_schema_has_every_field_and_group(run_cli):
+    code, out, _ = run_cli("schema")
+    document = json.loads(out)
+    fields = document["properties"]
+    assert code == 0
+    assert set(fields) == set(RunConfig.model_fields) | set(CONFIG_GROUPS)
+    assert document["additionalProperties"] is False
+    assert fields["policy"]["anyOf"][1]["required"] == ["name"]
+    for title, group in CONFIG_GROUPS.items():
+        whole = fields[title].get("anyOf", [fields[title]])[-1]
+        assert set(whole["properties"]) == set(group.model_fields)

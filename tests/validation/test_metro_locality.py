@@ -6,10 +6,10 @@ import pytest
 
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.validation.reproduce.metro.locality import locality
-from eldr_sim.validation.reproduce.reproduction import write_reproduction
+from eldr_sim.validation.reproduce.reproduction import Runner, write_reproduction
 
 
-class Multiplied:
+class Multiplied(Runner):
     """Figures in which policy and redundancy have effects that multiply, and seeds their luck."""
 
     def __init__(self):

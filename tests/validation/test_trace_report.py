@@ -136,7 +136,7 @@ def test_failed_picture_leaves_nothing(tiny, run_cli, tmp_path, monkeypatch):
     def broken(*_):
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(trace_report, "_draw_load", broken)
+    monkeypatch.setattr(trace_report, "_draw_heat", broken)
     with pytest.raises(RuntimeError, match="no ink"):
         run_cli("trace", "inspect", tiny.path, "--out", tmp_path / "r", "--plot")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny"]

@@ -13,23 +13,11 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks
 from eldr_sim.traces.streams import stream
 
-__all__ = [
-    "MAX_REQUESTS",
-    "MOST_BURSTINESS",
-    "Arrivals",
-    "describe_arrivals",
-    "draw_arrivals",
-    "recorded_arrivals",
-    "repeated",
-]
+Arrivals = Literal["recorded", "poisson"]  #: where a request log's arrival times come from
 
-Arrivals = Literal["recorded", "poisson"]
-"""Where a request log's arrival times come from."""
-
-MAX_REQUESTS = 10_000_000
-"""Most requests of a workload."""
+MAX_REQUESTS = 10_000_000  #: most requests of a workload
+#: Highest shape of the gamma distribution: gaps then differ by 0.003%, and more is not drawn.
 MOST_BURSTINESS = 1e9
-"""Highest shape of the gamma distribution: gaps then differ by 0.003%, and more is not drawn."""
 _MOST_RATE = 1e9
 
 

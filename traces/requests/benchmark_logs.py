@@ -19,8 +19,6 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.log_rows import Row, scaled_ns
 
-__all__ = ["aiperf_rows", "is_aiperf", "is_vllm_result", "vllm_rows"]
-
 
 def is_vllm_result(record: Any) -> bool:
     """Whether a JSON value is a result of ``vllm bench serve``."""
@@ -30,10 +28,7 @@ def is_vllm_result(record: Any) -> bool:
 def vllm_rows(file: Path, record: Mapping[str, Any]) -> Iterator[Row]:
     """Return the requests of a result, in the order in which they were sent.
 
-    Raises
-    ------
-    InputError
-        If the result has no lengths, or other than one for each request.
+    Raises InputError if the result has no lengths, or other than one for each request.
     """
     if "input_lens" not in record:
         raise InputError(str(file), "has no lengths of requests", "a result of --save-detailed")

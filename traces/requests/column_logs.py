@@ -18,11 +18,8 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.log_rows import Row, scaled_ns, timestamp_ns
 
-__all__ = ["KEYS", "column_rows", "parse_columns"]
-
 _UNITS_NS = {"time_s": 1e9, "time_ms": 1e6, "time_us": 1e3, "time_ns": 1.0}
-KEYS = ("time", *_UNITS_NS, "input", "output", "session", "priority")
-"""What a column may be."""
+KEYS = ("time", *_UNITS_NS, "input", "output", "session", "priority")  #: what a column may be
 _PARQUET_BATCH = 65_536
 
 
@@ -45,17 +42,10 @@ def parse_columns(text: str) -> dict[str, str]:
 def column_rows(file: Path, text: str) -> tuple[str, Iterator[Row]]:
     """Return the kind of a table, and its requests.
 
-    Parameters
-    ----------
-    file
-        Parquet, JSON lines, or CSV with a heading, told apart by how it begins.
-    text
-        As `parse_columns` reads it.
+    ``file``: Parquet, JSON lines, or CSV with a heading, told apart by how it begins; ``text``: as
+    `parse_columns` reads it.
 
-    Raises
-    ------
-    InputError
-        If a column is missing, or a row is bad, named by number.
+    Raises InputError if a column is missing, or a row is bad, named by number.
     """
     columns = parse_columns(text)
     with file.open("rb") as start:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from eldr_sim.errors import InputError
 
-__all__ = ["DOMAIN_MIXES", "MIX_SOURCES", "NAMED_WORKLOADS", "wanted_domains"]
-
 DOMAIN_MIXES: dict[str, dict[str, float]] = {
     "task": {"code": 2779, "math": 2744, "medical": 2545, "legal": 3600},
     "language": {"en": 60.2, "zh": 14.8, "ru": 9.45, "fr": 3.15},
@@ -34,10 +32,7 @@ def wanted_domains(
 
     Those of the mixes that are given, evenly; else the workload's own mix; else all, evenly.
 
-    Raises
-    ------
-    InputError
-        If a mix names another domain than those of the named workloads.
+    Raises InputError if a mix names another domain than those of the named workloads.
     """
     known = [name for mix in DOMAIN_MIXES.values() for name in mix]
     named = dict.fromkeys(name for mix in mixes if mix is not None for name in mix)

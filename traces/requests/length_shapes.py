@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # the names of the shapes are read by every command, the arra
 
     from eldr_sim.traces.requests.request_logs import RequestLog
 
-__all__ = ["LENGTH_SHAPES", "LengthShape", "draw_by_length", "shaped_log"]
-
 LengthShape = Literal["random", "central", "descending", "two_end", "average"]
 """Shapes of the distribution of prompt lengths."""
 LENGTH_SHAPES: tuple[LengthShape, ...] = get_args(LengthShape)
@@ -42,10 +40,7 @@ _PARTS = 20
 def shaped_log(log: RequestLog, shape: LengthShape, n: int, seed: int) -> RequestLog:
     """Return ``n`` requests of a log in a shape, with the times at which they came.
 
-    Raises
-    ------
-    InputError
-        As `draw_by_length`.
+    Raises InputError as `draw_by_length`.
     """
     import numpy as np
 
@@ -70,25 +65,14 @@ def draw_by_length(
 ) -> NDArray[np.int64]:
     """Draw requests whose prompt lengths have a shape.
 
-    Parameters
-    ----------
-    prompt_len
-        Shape [N]: prompt tokens of all requests.
-    shape
-        One of `LENGTH_SHAPES`.
-    n
-        Requests to draw, at least 1.
-    seed
-        Of the draw.
+    ``prompt_len``: shape [N]: prompt tokens of all requests; ``shape``: one of `LENGTH_SHAPES`;
+    ``n``: requests to draw, at least 1.
+
+    Raises InputError: there is no such shape, or the log has too few requests of a length.
 
     Returns
     -------
     Shape [n]: indices, ascending.
-
-    Raises
-    ------
-    InputError
-        There is no such shape, or the log has too few requests of a length.
     """
     import numpy as np
 

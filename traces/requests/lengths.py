@@ -18,8 +18,6 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.texts import Texts
 from eldr_sim.traces.streams import stream
 
-__all__ = ["check_lengths", "describe_lengths", "draw_lengths"]
-
 _LONGEST = 2**31 - 1
 
 
@@ -50,16 +48,8 @@ def check_lengths(
 def draw_lengths(length: int, ratio: float, n: int, seed: int, purpose: str) -> NDArray[np.int32]:
     """Draw ``n`` lengths around one.
 
-    Parameters
-    ----------
-    length
-        Tokens, at least 1.
-    ratio
-        Half the width of the range as a share of the length, 0 to 1.
-    n, seed
-        How many, and the seed.
-    purpose
-        Name of the random stream.
+    ``length``: tokens, at least 1; ``ratio``: half the width of the range as a share of the length,
+    0 to 1; ``n``, ``seed``: how many, and the seed; ``purpose``: name of the random stream.
 
     Returns
     -------
@@ -79,7 +69,17 @@ def describe_lengths(
     output: NDArray[np.int32],
 ) -> dict[str, Any]:
     """Describe the lengths of all requests, and how far prompts exceed recorded ones."""
-    described: dict[str, Any] = {
+    described = told_lengths(prompt, output)
+    if texts.has_rows:
+        beyond = np.maximum(prompt.astype(np.int64) - texts.prompt_len[text], 0)
+        share = float(beyond.sum() / prompt.sum(dtype=np.int64))
+        described["prompt_tokens_beyond_recorded_share"] = round(share, 6)
+    return described
+
+
+def told_lengths(prompt: NDArray[np.int32], output: NDArray[np.int32]) -> dict[str, Any]:
+    """Return mean, median and 99th percentile of both lengths, tokens."""
+    return {
         name: {
             "mean": round(float(lengths.mean()), 3),
             "p50": float(np.median(lengths)),
@@ -87,8 +87,3 @@ def describe_lengths(
         }
         for name, lengths in (("isl", prompt), ("osl", output))
     }
-    if texts.has_rows:
-        beyond = np.maximum(prompt.astype(np.int64) - texts.prompt_len[text], 0)
-        share = float(beyond.sum() / prompt.sum(dtype=np.int64))
-        described["prompt_tokens_beyond_recorded_share"] = round(share, 6)
-    return described

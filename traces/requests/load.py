@@ -23,88 +23,61 @@ from eldr_sim.traces.requests.lengths import check_lengths
 from eldr_sim.traces.requests.log_window import LogPart
 from eldr_sim.traces.requests.request_logs import RequestLog, known_log
 
-__all__ = ["Load", "named_log"]
-
 
 @dataclass(frozen=True)
 class Load:
-    """What requests are asked for.
+    """What requests are asked for."""
 
-    Attributes
-    ----------
-    workload
-        ``task``, ``language``, ``trace`` or the path of a request log.
-    request_rate
-        Mean requests per second, positive; ``inf`` lets all arrive at 0. Named workloads need
-        it. A request log without it keeps its recorded arrivals, and with it has them
-        stretched evenly to this mean rate (over the requests taken by ``num_requests``, or
-        over the whole log where ``horizon_s`` cuts it).
-    burstiness
-        Shape of the gamma-distributed times between arrivals, as in ``vllm bench serve``:
-        1 is Poisson, below 1 is burstier, above 1 more even. (vLLM then rescales the drawn
-        times so that the last arrival is at n / rate; here they stay as drawn.) Not for
-        request logs, whose arrivals are recorded.
-    horizon_s
-        Take the requests that arrive before this time, s.
-    num_requests
-        Take this many requests. A named workload needs one of the two; a log may take none
-        (all of it), and at most one may be given.
-    output_len
-        Tokens that every request generates, or ``recorded``: as the text, or the log, has it.
-    seed
-        Non-negative integer.
-    domain_mix
-        Weights of the domains by name, in place of `domains.DOMAIN_MIXES` or, for a log, of
-        the served texts' own shares.
-    domain_mix_end, drift_s
-        Weights at the end, towards which the shares move evenly: in so many seconds, or else from
-        the first request to the last.
-    prompts
-        ``unique``: every request of a named workload has a prompt of its own. ``shared``:
-        requests of the same text have the same prompt, token by token. In a log, the blocks say so.
-    length_shape
-        Draw ``num_requests`` of a log by their prompt lengths, see `length_shapes`.
-    columns
-        Names of a log's columns, see `column_logs`.
-    arrivals
-        ``poisson`` draws the arrivals of a log's requests at ``request_rate``, as those of a named
-        workload are; a log that is too short begins again, with sessions and prefixes of its own.
-        ``recorded``, the default, keeps or stretches those of the log.
-    input_len
-        Prompt tokens of every request, beside a prefix; as recorded when None. A prompt that is
-        longer than its text repeats it.
-    prompt_lengths
-        ``data_sets``: a prompt of a named workload is as long as one of its domain's data sets, as
-        ELDR's authors served them (`served_lengths`), not as recorded.
-    range_ratios
-        Draw the input and output lengths given from a range of this half-width, as a share
-        (`lengths`).
-    prefix_len, num_prefixes
-        Every prompt begins with so many tokens more, of one of so many prefixes by chance.
-    part
-        Replay this part of a log, as it is stretched, instead of taking ``horizon_s`` or
-        ``num_requests`` of it.
-    """
-
-    workload: str = "task"
+    workload: str = "task"  #: ``task``, ``language``, ``trace`` or the path of a request log
+    #: Mean requests per second, positive; ``inf`` lets all arrive at 0. Named workloads need it. A
+    #: request log without it keeps its recorded arrivals, and with it has them stretched evenly to
+    #: this mean rate (over the requests taken by ``num_requests``, or over the whole log where
+    #: ``horizon_s`` cuts it).
     request_rate: float | None = None
+    #: Shape of the gamma-distributed times between arrivals, as in ``vllm bench serve``: 1 is
+    #: Poisson, below 1 is burstier, above 1 more even. (vLLM then rescales the drawn times so that
+    #: the last arrival is at n / rate; here they stay as drawn.) Not for request logs, whose
+    #: arrivals are recorded.
     burstiness: float = 1.0
-    horizon_s: float | None = None
+    horizon_s: float | None = None  #: take the requests that arrive before this time, s
+    #: Take this many requests. A named workload needs one of the two; a log may take none (all of
+    #: it), and at most one may be given.
     num_requests: int | None = None
+    #: Tokens that every request generates, or ``recorded``: as the text, or the log, has it.
     output_len: int | Literal["recorded"] = "recorded"
-    seed: int = 0
+    seed: int = 0  #: non-negative integer
+    #: Weights of the domains by name, in place of `domains.DOMAIN_MIXES` or, for a log, of the
+    #: served texts' own shares.
     domain_mix: Mapping[str, float] | None = None
+    #: ``domain_mix_end``, ``drift_s``: weights at the end, towards which the shares move evenly: in
+    #: so many seconds, or else from the first request to the last.
     domain_mix_end: Mapping[str, float] | None = None
     drift_s: float | None = None
+    #: ``unique``: every request of a named workload has a prompt of its own. ``shared``: requests
+    #: of the same text have the same prompt, token by token. In a log, the blocks say so.
     prompts: Literal["unique", "shared"] = "unique"
+    #: Draw ``num_requests`` of a log by their prompt lengths, see `length_shapes`.
     length_shape: LengthShape | None = None
-    columns: str | None = None
+    columns: str | None = None  #: names of a log's columns, see `column_logs`
+    #: ``poisson`` draws the arrivals of a log's requests at ``request_rate``, as those of a named
+    #: workload are; a log that is too short begins again, with sessions and prefixes of its own.
+    #: ``recorded``, the default, keeps or stretches those of the log.
     arrivals: Arrivals | None = None
+    #: Prompt tokens of every request, beside a prefix; as recorded when None. A prompt that is
+    #: longer than its text repeats it.
     input_len: int | None = None
+    #: ``data_sets``: a prompt of a named workload is as long as one of its domain's data sets, as
+    #: ELDR's authors served them (`served_lengths`), not as recorded.
     prompt_lengths: Literal["trace", "data_sets"] = "trace"
+    #: Draw the input and output lengths given from a range of this half-width, as a share
+    #: (`lengths`).
     range_ratios: tuple[float, float] = (0.0, 0.0)
+    #: ``prefix_len``, ``num_prefixes``: every prompt begins with so many tokens more, of one of so
+    #: many prefixes by chance.
     prefix_len: int = 0
     num_prefixes: int = 1
+    #: Replay this part of a log, as it is stretched, instead of taking ``horizon_s`` or
+    #: ``num_requests`` of it.
     part: LogPart | None = None
 
     @property
@@ -170,10 +143,7 @@ class Load:
     def log(self) -> RequestLog | None:
         """Return the log that the workload names; None for a named workload.
 
-        Raises
-        ------
-        InputError
-            Where a named workload is treated as a log, or a log as none.
+        Raises InputError: where a named workload is treated as a log, or a log as none.
         """
         log = None if self.is_named else named_log(self.workload, self.columns)
         if self.arrivals not in (None, "recorded", "poisson"):

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-__all__ = ["Row", "scaled_ns", "timestamp_ns"]
-
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?")
 
 

@@ -16,32 +16,18 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.request_logs import RequestLog
 
-__all__ = ["LogPart", "choose_part", "describe_part", "part_in_words", "part_warnings"]
-
 #: A measured part whose rate differs by so much from the log's is not like the log.
 _UNLIKE = 0.1
 
 
 @dataclass(frozen=True)
 class LogPart:
-    """A part of a log; times are seconds of the log.
+    """A part of a log; times are seconds of the log."""
 
-    Attributes
-    ----------
-    replayed
-        Begin and end of what is replayed; the end is not in it.
-    measured
-        Begin and end of what is measured.
-    stretch
-        Seconds of the run for each of the log; 0 sends all at once.
-    busiest_s
-        Length of the busiest part, if it is that.
-    """
-
-    replayed: tuple[float, float]
-    measured: tuple[float, float]
-    stretch: float = 1.0
-    busiest_s: float | None = None
+    replayed: tuple[float, float]  #: begin and end of what is replayed; the end is not in it
+    measured: tuple[float, float]  #: begin and end of what is measured
+    stretch: float = 1.0  #: seconds of the run for each of the log; 0 sends all at once
+    busiest_s: float | None = None  #: length of the busiest part, if it is that
 
     @property
     def window(self) -> tuple[float, float]:
@@ -87,6 +73,8 @@ def choose_part(
 ) -> LogPart:
     """Return the part of a log that a run replays.
 
+    Raises InputError if the log has no such part.
+
     Parameters
     ----------
     log
@@ -100,11 +88,6 @@ def choose_part(
     rate
         Mean requests per second to which the measured part is stretched evenly; ``inf`` sends it
         at once.
-
-    Raises
-    ------
-    InputError
-        If the log has no such part.
     """
     times, end = log.arrival_s, float(log.arrival_s[-1])
     name = log.path.name

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from eldr_sim.traces.streams import stream
 
-__all__ = ["Ranges", "assign_blocks", "clip_ranges", "join_ranges", "share_prefixes"]
-
 Ranges = tuple[tuple[int, int, int], ...]
 """Consecutive token ranges ``(text, start, stop)`` of a prompt."""
 
@@ -47,20 +45,10 @@ def share_prefixes(
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
     """Give each request one of some prefixes, all equally likely.
 
-    Parameters
-    ----------
-    text
-        int64 ``[n]``: text of each request.
-    num_prefixes
-        Number of different prefixes.
-    seed
-        Of the draw.
+    ``text``: int64 ``[n]``: text of each request; ``num_prefixes``: number of different prefixes.
 
-    Returns
-    -------
-    blocks, indptr, source
-        One block a request: the number of its prefix; ``indptr`` as in `Requests`; the text that
-        the prefix is of, that of the first request with it.
+    Returns ``blocks``, ``indptr``, ``source``: one block a request: the number of its prefix;
+    ``indptr`` as in `Requests`; the text that the prefix is of, that of the first request with it.
     """
     n = len(text)
     prefix = stream(seed, "prefix").integers(0, num_prefixes, n)
@@ -79,12 +67,8 @@ def assign_blocks(
     question about a document), and its new blocks are of the text of the last block that it shares.
     So requests with a common system prompt keep domains of their own, and a conversation keeps one.
 
-    Parameters
-    ----------
-    blocks, indptr
-        Numbers of `request_logs.chain_blocks` of the requests in order of arrival.
-    drawn
-        int64 ``[requests]``: text drawn for each.
+    ``blocks``, ``indptr``: numbers of `request_logs.chain_blocks` of the requests in order of
+    arrival; ``drawn``: int64 ``[requests]``: text drawn for each.
 
     Returns
     -------

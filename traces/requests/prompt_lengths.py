@@ -17,35 +17,21 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.streams import stream
 
-__all__ = ["CHARACTERS", "DATA_SETS", "LONGEST", "SHORTEST", "DataSet", "draw_prompt_lengths"]
-
-CHARACTERS = 4.0
-"""Characters of English text or code a token."""
+CHARACTERS = 4.0  #: characters of English text or code a token
+#: Tokens beyond which lengths are cut: a drawn token costs time, and few prompts are longer.
 SHORTEST, LONGEST = 8, 512
-"""Tokens beyond which lengths are cut: a drawn token costs time, and few prompts are longer."""
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Prompts of one source: how many of a domain's, their median length and its spread.
+    """Prompts of one source: how many of a domain's, their median length and its spread."""
 
-    Attributes
-    ----------
-    name, prompts
-        The data set, and its prompts in ELDR's mix: its weight in the domain.
-    median
-        Tokens.
-    spread
-        Standard deviation of the logarithm of the length.
-    source
-        Where the figures are from.
-    """
-
+    #: ``name``, ``prompts``: the data set, and its prompts in ELDR's mix: its weight in the domain.
     name: str
     prompts: float
-    median: float
-    spread: float
-    source: str
+    median: float  #: tokens
+    spread: float  #: standard deviation of the logarithm of the length
+    source: str  #: where the figures are from
 
 
 def _of_mean(tokens: float, spread: float) -> float:
@@ -69,6 +55,9 @@ _WILDCHAT = DataSet(
     "mean, deviation of a message, arXiv 2405.01470",
 )
 
+#: By domain. Of code, 1,475 prompts (DS-1000, MBPP) have no figure, of math 1,425 (MATH-500,
+#: OlympiadBench and others); the rest of their domain stands for them. WildChat's languages are not
+#: told apart.
 DATA_SETS: dict[str, tuple[DataSet, ...]] = {
     "code": (
         DataSet("HumanEval", 164, 396 / CHARACTERS, 0.51, "measured, 5-95% 173-915 characters"),
@@ -103,9 +92,6 @@ DATA_SETS: dict[str, tuple[DataSet, ...]] = {
     ),
     **dict.fromkeys(("en", "zh", "ru", "fr"), (_WILDCHAT,)),
 }
-"""By domain. Of code, 1,475 prompts (DS-1000, MBPP) have no figure, of math 1,425 (MATH-500,
-OlympiadBench and others); the rest of their domain stands for them. WildChat's languages are not
-told apart."""
 
 
 def draw_prompt_lengths(domain: Sequence[str], seed: int) -> NDArray[np.int64]:
@@ -113,10 +99,7 @@ def draw_prompt_lengths(domain: Sequence[str], seed: int) -> NDArray[np.int64]:
 
     Every request draws for itself, so the first ones are the same however many follow.
 
-    Raises
-    ------
-    InputError
-        If a domain has no data set.
+    Raises InputError if a domain has no data set.
     """
     lengths = np.empty(len(domain), np.int64)
     rng = stream(seed, "synthetic-prompt-data-set")

@@ -45,8 +45,6 @@ from eldr_sim.traces.requests.benchmark_logs import (
 from eldr_sim.traces.requests.column_logs import column_rows
 from eldr_sim.traces.requests.log_rows import Row, scaled_ns, timestamp_ns
 
-__all__ = ["RequestLog", "known_log", "read_request_log"]
-
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 _SESSION = "Session ID"
@@ -57,61 +55,40 @@ _MAX_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class RequestLog:
-    """Requests as a serving system recorded them, in order of arrival.
+    """Requests as a serving system recorded them, in order of arrival."""
 
-    Attributes
-    ----------
-    path, format
-        Where the log was read from, and as what: ``azure``, ``burstgpt``, ``mooncake``, ``vllm
-        bench``, ``aiperf``, or the kind of a table whose columns were named.
-    arrival_s
-        float64 ``[n]``, seconds since the first request, rounded to 1 ns.
-    prompt_len, output_len
-        int32 ``[n]``, tokens, each at least 1.
-    session
-        int32 ``[n]``; requests of one conversation share a number. Where the log has no
-        sessions, each request is its own.
-    priority
-        int32 ``[n]``, 0 where a line has none; None where no line has one.
-    prefix_hash, prefix_indptr
-        Request ``i``'s block hashes are ``prefix_hash[prefix_indptr[i]:prefix_indptr[i+1]]``
-        (uint64); all empty where the log has none.
-    prefix_block_tokens
-        Tokens of a prefix block; 0 without block hashes.
-    n_dropped
-        Requests left out because they have no prompt or no output tokens: they failed.
-    checksum
-        SHA-256 of the file.
-    """
-
+    #: ``path``, ``format``: where the log was read from, and as what: ``azure``, ``burstgpt``,
+    #: ``mooncake``, ``vllm bench``, ``aiperf``, or the kind of a table whose columns were named.
     path: Path
     format: str
+    #: float64 ``[n]``, seconds since the first request, rounded to 1 ns.
     arrival_s: NDArray[np.float64]
+    #: ``prompt_len``, ``output_len``: int32 ``[n]``, tokens, each at least 1.
     prompt_len: NDArray[np.int32]
     output_len: NDArray[np.int32]
+    #: int32 ``[n]``; requests of one conversation share a number. Where the log has no sessions,
+    #: each request is its own.
     session: NDArray[np.int32]
+    #: int32 ``[n]``, 0 where a line has none; None where no line has one.
     priority: NDArray[np.int32] | None
+    #: ``prefix_hash``, ``prefix_indptr``: request ``i``'s block hashes are
+    #: ``prefix_hash[prefix_indptr[i]:prefix_indptr[i+1]]`` (uint64); all empty where the log has
+    #: none.
     prefix_hash: NDArray[np.uint64]
     prefix_indptr: NDArray[np.int64]
-    prefix_block_tokens: int
+    prefix_block_tokens: int  #: tokens of a prefix block; 0 without block hashes
+    #: Requests left out because they have no prompt or no output tokens: they failed.
     n_dropped: int
-    checksum: str
+    checksum: str  #: SHA-256 of the file
 
 
 def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -> RequestLog:
     """Read a request log in the format that its first line shows.
 
-    Parameters
-    ----------
-    path
-        The file.
-    columns
-        Which columns of any other table are what, see `column_logs`.
+    ``columns``: which columns of any other table are what, see `column_logs`.
 
-    Raises
-    ------
-    InputError
-        If the file cannot be read, is of no known format, or has a bad line, named by number.
+    Raises InputError if the file cannot be read, is of no known format, or has a bad line, named by
+    number.
     """
     file = Path(path)
     try:
@@ -310,12 +287,8 @@ def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDA
     A log's ids may identify a block's own tokens or, as Mooncake's do, all tokens up to its end.
     Here a block is identified by its id and the number of the block before it.
 
-    Parameters
-    ----------
-    hash_ids
-        uint64 ``[n]``: the ids of all requests' blocks.
-    indptr
-        int64 ``[requests + 1]``: request ``i`` has ``hash_ids[indptr[i]:indptr[i + 1]]``.
+    ``hash_ids``: uint64 ``[n]``: the ids of all requests' blocks; ``indptr``: int64 ``[requests +
+    1]``: request ``i`` has ``hash_ids[indptr[i]:indptr[i + 1]]``.
 
     Returns
     -------

@@ -34,53 +34,35 @@ from eldr_sim.traces.requests.served_lengths import served_prompt_lengths
 from eldr_sim.traces.requests.texts import Texts, resolve_domain_mix
 from eldr_sim.traces.streams import stream
 
-__all__ = ["Requests", "make_requests"]
-
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """Requests in order of arrival, one array entry each.
+    """Requests in order of arrival, one array entry each."""
 
-    Attributes
-    ----------
-    arrival_s
-        float64 ``[n]``, seconds, ascending, whole nanoseconds.
-    prompt_len, output_len
-        int32 ``[n]``, tokens to prefill and to generate, each at least 1.
-    text
-        int32 ``[n]``: text of the prompt (`Texts`); where prefix blocks are of others, that of the
-        last block.
-    domain
-        int16 ``[n]``, index into the texts' domains.
-    session
-        int32 ``[n]``; requests of one conversation share a number.
-    prefix_hash, prefix_indptr
-        Request ``i``'s prompt blocks are ``prefix_hash[prefix_indptr[i]:prefix_indptr[i + 1]]``
-        (uint64): equal numbers stand for equal tokens from the prompt's start to the block's end
-        (`request_logs.chain_blocks`). A prompt without blocks, or what follows its last, is shared
-        with no other.
-    prefix_text
-        int32, as long as `prefix_hash`: text that the block's tokens are of.
-    prefix_block_tokens
-        Tokens of a prefix block, 0 where there are no blocks. The last block of a prompt may
-        be partial: only ``prompt_len // prefix_block_tokens`` blocks are full.
-    description
-        What the requests were made of, for the result: plain values, ready for JSON.
-    priority
-        int32 ``[n]``: the lowest is served first, as in vLLM; None where requests have none.
-    """
-
-    arrival_s: NDArray[np.float64]
+    arrival_s: NDArray[np.float64]  #: float64 ``[n]``, seconds, ascending, whole nanoseconds
+    #: ``prompt_len``, ``output_len``: int32 ``[n]``, tokens to prefill and to generate, each at
+    #: least 1.
     prompt_len: NDArray[np.int32]
     output_len: NDArray[np.int32]
+    #: int32 ``[n]``: text of the prompt (`Texts`); where prefix blocks are of others, that of the
+    #: last block.
     text: NDArray[np.int32]
-    domain: NDArray[np.int16]
-    session: NDArray[np.int32]
+    domain: NDArray[np.int16]  #: int16 ``[n]``, index into the texts' domains
+    session: NDArray[np.int32]  #: int32 ``[n]``; requests of one conversation share a number
+    #: ``prefix_hash``, ``prefix_indptr``: request ``i``'s prompt blocks are
+    #: ``prefix_hash[prefix_indptr[i]:prefix_indptr[i + 1]]`` (uint64): equal numbers stand for
+    #: equal tokens from the prompt's start to the block's end (`request_logs.chain_blocks`). A
+    #: prompt without blocks, or what follows its last, is shared with no other.
     prefix_hash: NDArray[np.uint64]
     prefix_indptr: NDArray[np.int64]
+    #: int32, as long as `prefix_hash`: text that the block's tokens are of.
     prefix_text: NDArray[np.int32]
+    #: Tokens of a prefix block, 0 where there are no blocks. The last block of a prompt may be
+    #: partial: only ``prompt_len // prefix_block_tokens`` blocks are full.
     prefix_block_tokens: int
+    #: What the requests were made of, for the result: plain values, ready for JSON.
     description: dict[str, Any]
+    #: int32 ``[n]``: the lowest is served first, as in vLLM; None where requests have none.
     priority: NDArray[np.int32] | None = None
 
     @property
@@ -129,10 +111,7 @@ class Requests:
 def make_requests(texts: Texts, load: Load) -> Requests:
     """Make requests. The same texts and load give the same bits on every machine.
 
-    Raises
-    ------
-    InputError
-        If the load is not valid, or no request remains.
+    Raises InputError if the load is not valid, or no request remains.
     """
     load.check()
     log = load.log()

@@ -17,10 +17,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.prompt_lengths import DATA_SETS, DataSet
 from eldr_sim.traces.streams import stream
 
-__all__ = ["LONGEST", "SERVED", "SHORTEST", "served_prompt_lengths"]
-
-SHORTEST, LONGEST = 4, 1024
-"""Tokens of the shortest and the longest prompts; others are left out."""
+SHORTEST, LONGEST = 4, 1024  #: tokens of the shortest and the longest prompts; others are left out
 
 _SPREAD = 0.5  # of HumanEval, for data sets of which only a mean is known
 _WORD, _LINE = 1.3, 10.0  # tokens of a word, of a line of code: assumed
@@ -30,6 +27,8 @@ def _of_mean(name: str, prompts: float, tokens: float, source: str) -> DataSet:
     return DataSet(name, prompts, tokens * math.exp(-(_SPREAD**2) / 2), _SPREAD, source)
 
 
+#: By domain. MBPP, MATH-500, OlympiadBench and AQuA-RAT have no figure: the rest of their domain
+#: stands for them. WildChat's languages are not told apart.
 SERVED: dict[str, tuple[DataSet, ...]] = DATA_SETS | {
     "code": (
         *DATA_SETS["code"],
@@ -51,17 +50,12 @@ SERVED: dict[str, tuple[DataSet, ...]] = DATA_SETS | {
         *DATA_SETS["medical"][1:],
     ),
 }
-"""By domain. MBPP, MATH-500, OlympiadBench and AQuA-RAT have no figure: the rest of their domain
-stands for them. WildChat's languages are not told apart."""
 
 
 def served_prompt_lengths(domain: Sequence[str], seed: int) -> NDArray[np.int64]:
     """Draw the prompt tokens of requests by the data sets of their domains.
 
-    Raises
-    ------
-    InputError
-        If a domain has no data set.
+    Raises InputError if a domain has no data set.
     """
     lengths = np.empty(len(domain), np.int64)
     which, normal = stream(seed, "served-prompt-data-set"), stream(seed, "served-prompt-length")

@@ -18,50 +18,25 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.domains import DOMAIN_MIXES, MIX_SOURCES
 from eldr_sim.traces.requests.prompt_lengths import draw_prompt_lengths
 
-__all__ = [
-    "CALIBRATION",
-    "OUTPUT_LEN",
-    "SERVING",
-    "Texts",
-    "draw_texts",
-    "resolve_domain_mix",
-    "take_turns",
-]
-
+#: Texts drawn of each split: twice as many to serve change no median by a point
+#: (docs/synthetic.md); ELDR calibrates on 1,000 (Sec. 6).
 SERVING, CALIBRATION = 1000, 1000
-"""Texts drawn of each split: twice as many to serve change no median by a point
-(docs/synthetic.md); ELDR calibrates on 1,000 (Sec. 6)."""
-OUTPUT_LEN = 64
-"""Generated tokens: more change no median either."""
+OUTPUT_LEN = 64  #: generated tokens: more change no median either
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Prompts with their answers, one array entry each.
+    """Prompts with their answers, one array entry each."""
 
-    Attributes
-    ----------
-    name
-        Where they are from, for errors.
-    domains
-        Names of the domains.
-    domain
-        int16 ``[texts]``, index into ``domains``.
-    prompt_len, output_len
-        int32 ``[texts]``, tokens.
-    served
-        bool ``[texts]``: whether requests are dealt from it; others are for fitting policies.
-    has_rows
-        Whether the tokens of prompts were recorded, one by one.
-    """
-
-    name: str
-    domains: list[str]
-    domain: NDArray[np.int16]
+    name: str  #: where they are from, for errors
+    domains: list[str]  #: names of the domains
+    domain: NDArray[np.int16]  #: int16 ``[texts]``, index into ``domains``
+    #: ``prompt_len``, ``output_len``: int32 ``[texts]``, tokens.
     prompt_len: NDArray[np.int32]
     output_len: NDArray[np.int32]
+    #: bool ``[texts]``: whether requests are dealt from it; others are for fitting policies.
     served: NDArray[np.bool_]
-    has_rows: bool = False
+    has_rows: bool = False  #: whether the tokens of prompts were recorded, one by one
 
     def __len__(self) -> int:
         return len(self.domain)
@@ -78,10 +53,7 @@ class Texts:
 def draw_texts(domains: tuple[tuple[str, float], ...]) -> Texts:
     """Draw the served texts of some domains, as long as those of their data sets.
 
-    Parameters
-    ----------
-    domains
-        Of the named workloads, with their weights.
+    ``domains``: of the named workloads, with their weights.
     """
     names = [name for mix in DOMAIN_MIXES.values() for name in mix]
     weights = dict(domains)
@@ -107,6 +79,10 @@ def resolve_domain_mix(
 ) -> tuple[dict[str, float], str]:
     """Return the share of each domain in a workload, and where the shares come from.
 
+    Returns ``shares``, ``source``: positive shares that sum to 1, in the order of the texts'
+    domains; and a phrase for the result. Raises InputError if a weight is not a finite number of at
+    least 0, all are 0, or the texts lack a domain.
+
     Parameters
     ----------
     texts
@@ -119,17 +95,6 @@ def resolve_domain_mix(
         gets none.
     field
         What errors call it.
-
-    Returns
-    -------
-    shares, source
-        Positive shares that sum to 1, in the order of the texts' domains; and a phrase for
-        the result.
-
-    Raises
-    ------
-    InputError
-        If a weight is not a finite number of at least 0, all are 0, or the texts lack a domain.
     """
     if domain_mix is None:
         missing = [name for name in DOMAIN_MIXES.get(workload, {}) if name not in texts.domains]

@@ -22,11 +22,8 @@ from eldr_sim.jit import njit, popcount
 if TYPE_CHECKING:
     from eldr_sim.traces.routing.format import RoutingTrace
 
-__all__ = ["add_counts", "bit_sets", "check_ids", "count_rows", "pack_bits"]
-
 _CHUNK_ROWS = 1 << 13
-FORMAT_VERSION = 1
-"""Version of the files in the cache."""
+FORMAT_VERSION = 1  #: version of the files in the cache
 #: Header of a file: what it is, version, experts a token, the trace's checksum, shape.
 _OWNER = struct.Struct("<8sII64s3Q")
 _CRC = struct.Struct("<I")
@@ -36,24 +33,11 @@ _HEADER_BYTES = 128
 def pack_bits(experts: NDArray[Any], n_experts: int, where: str = "experts") -> NDArray[np.uint64]:
     """Pack expert ids into bit sets.
 
-    Parameters
-    ----------
-    experts
-        Integer ids ``[tokens, layers, top_k]``.
-    n_experts
-        Experts per layer.
-    where
-        Name of the ids in an error.
+    ``experts``: integer ids ``[tokens, layers, top_k]``; ``n_experts``: experts per layer;
+    ``where``: name of the ids in an error.
 
-    Returns
-    -------
-    bits
-        uint64 ``[tokens, layers, ceil(n_experts / 64)]``.
-
-    Raises
-    ------
-    InputError
-        If an id is no expert, or a token chose one twice in a layer.
+    Returns bits: uint64 ``[tokens, layers, ceil(n_experts / 64)]``. Raises InputError if an id is
+    no expert, or a token chose one twice in a layer.
     """
     bits = np.zeros((*experts.shape[:2], -(-n_experts // 64)), dtype=np.uint64)
     for start in range(0, len(experts), _CHUNK_ROWS):
@@ -106,17 +90,9 @@ def _pack(ids: Any, n_experts: int, bits: Any) -> Any:
 def count_rows(bits: NDArray[np.uint64], n_experts: int) -> NDArray[np.uint32]:
     """Count in how many rows each expert is set.
 
-    Parameters
-    ----------
-    bits
-        uint64 ``[rows, layers, words]``.
-    n_experts
-        Experts per layer.
+    ``bits``: uint64 ``[rows, layers, words]``; ``n_experts``: experts per layer.
 
-    Returns
-    -------
-    counts
-        uint32 ``[layers, n_experts]``.
+    Returns counts: uint32 ``[layers, n_experts]``.
     """
     _, layers, words = bits.shape
     counts = np.zeros((layers, 64 * words), np.uint32)
@@ -146,10 +122,7 @@ def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
     (`_OWNER`) and has a CRC-32 of the sets, which is verified whenever the file is opened; a
     damaged file is built again. Where the cache cannot be written the sets stay in memory.
 
-    Returns
-    -------
-    bits
-        uint64 ``[n_tokens, n_layers, ceil(n_experts / 64)]``, read-only.
+    Returns bits: uint64 ``[n_tokens, n_layers, ceil(n_experts / 64)]``, read-only.
     """
     checksum, top_k = trace.manifest.checksum, trace.top_k
     shape = (trace.manifest.n_tokens, trace.n_layers, -(-trace.n_experts // 64))

@@ -17,42 +17,24 @@ from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import GateScores, PromptScore, of_kind, select
 from eldr_sim.traces.routing.structure import transitions
 
-__all__ = ["CalibrationSet", "calibration_set", "check_fraction", "split_calibration"]
-
 
 @dataclass(frozen=True, eq=False)
 class CalibrationSet:
-    """Requests of the calibration split, never served: what an offline fit may see.
+    """Requests of the calibration split, never served: what an offline fit may see."""
 
-    Attributes
-    ----------
-    counts
-        uint16 or uint32 ``[n, layers, experts]``: how often the prompt tokens chose each
-        expert, ``c_r(l, e)`` of ELDR Sec. 4.2; None where the trace is decode-only.
-    decode_activation
-        float32 ``[n, layers, experts]``: fraction of decode steps that chose each expert,
-        ``p_i(l, e)`` of ELDR Sec. 4.2.1.
-    domain
-        int16 ``[n]``, index into `domains`.
-    domains
-        Domain names of the trace.
-    requests
-        int64 ``[n]``, indices into the trace that holds the calibration split.
-    trace_checksum
-        Checksum of the trace's experts, to tell what a fit was made on.
-    gate_scores
-        The trace's gate scores, or None where it carries none.
-    trace
-        The trace that the requests are of, for what is counted when first asked for; or None.
-    """
-
+    #: uint16 or uint32 ``[n, layers, experts]``: how often the prompt tokens chose each expert,
+    #: ``c_r(l, e)`` of ELDR Sec. 4.2; None where the trace is decode-only.
     counts: NDArray[np.uint16] | NDArray[np.uint32] | None
+    #: float32 ``[n, layers, experts]``: fraction of decode steps that chose each expert, ``p_i(l,
+    #: e)`` of ELDR Sec. 4.2.1.
     decode_activation: NDArray[np.float32]
-    domain: NDArray[np.int16]
-    domains: list[str]
+    domain: NDArray[np.int16]  #: int16 ``[n]``, index into `domains`
+    domains: list[str]  #: domain names of the trace
+    #: int64 ``[n]``, indices into the trace that holds the calibration split.
     requests: NDArray[np.int64]
-    trace_checksum: str
-    gate_scores: GateScores | None = None
+    trace_checksum: str  #: checksum of the trace's experts, to tell what a fit was made on
+    gate_scores: GateScores | None = None  #: the trace's gate scores, or None where it carries none
+    #: The trace that the requests are of, for what is counted when first asked for; or None.
     trace: RoutingTrace | None = field(default=None, repr=False)
 
     def coactivation(self, tokens: Tokens = "all") -> NDArray[np.int64]:
@@ -60,10 +42,7 @@ class CalibrationSet:
 
         Counted once; see :func:`~eldr_sim.traces.routing.coactivation.coactivation`.
 
-        Raises
-        ------
-        InputError
-            If no trace is known, or it does not record these tokens.
+        Raises InputError if no trace is known, or it does not record these tokens.
         """
         return _coactivation(self, tokens, self._known_trace())
 
@@ -83,10 +62,8 @@ class CalibrationSet:
     def scores(self, kind: PromptScore) -> NDArray[Any]:
         """Return `counts`, or the summed gate scores ``prob`` or ``logit`` of the requests.
 
-        Raises
-        ------
-        InputError
-            If the trace does not carry the gate's scores of all of the requests, or no prompts.
+        Raises InputError if the trace does not carry the gate's scores of all of the requests, or
+        no prompts.
         """
         if kind != "count":
             return select(self.gate_scores, self.requests, kind)
@@ -112,6 +89,9 @@ def calibration_set(
     trace order: of N requests, domain d gives ``round(N share_d)``, with the largest N at which no
     domain runs out. A domain of positive share gives at least one.
 
+    Raises InputError if the mix is not valid, a domain in it has no calibration request (with the
+    score), or the trace carries no such score at all.
+
     Parameters
     ----------
     trace
@@ -121,12 +101,6 @@ def calibration_set(
     score
         With ``prob`` or ``logit``, only requests that have this gate score are picked: a trace
         may carry it for a part of its calibration split.
-
-    Raises
-    ------
-    InputError
-        If the mix is not valid, a domain in it has no calibration request (with the score), or
-        the trace carries no such score at all.
     """
     shares, _ = resolve_domain_mix(trace.texts, workload, domain_mix)
     trace = trace.for_calibration
@@ -191,12 +165,8 @@ def split_calibration(domain: Sequence[str], fraction: float) -> NDArray[np.bool
     These are the first ones of each domain, so that neighbours, which may be cut from one document,
     mostly fall on one side. Each split gets at least one request of a domain that has two.
 
-    Parameters
-    ----------
-    domain
-        Domain of each request.
-    fraction
-        Share of each domain's requests, between 0 and 1.
+    ``domain``: domain of each request; ``fraction``: share of each domain's requests, between 0 and
+    1.
 
     Returns
     -------

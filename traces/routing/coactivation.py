@@ -15,10 +15,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.jit import njit, popcount
 from eldr_sim.traces.routing.format import RoutingTrace
 
-__all__ = ["Tokens", "affinity_of", "coactivation", "count_coactivation", "token_rows"]
-
-Tokens = Literal["all", "decode", "prompt"]
-"""Which tokens of requests are counted."""
+Tokens = Literal["all", "decode", "prompt"]  #: which tokens of requests are counted
 
 
 def coactivation(
@@ -26,23 +23,14 @@ def coactivation(
 ) -> NDArray[np.int64]:
     """Count the tokens of requests that chose each pair of experts.
 
-    Parameters
-    ----------
-    trace
-        The routing trace.
-    requests
-        Indices of requests, ``[n]``; each token of theirs counts the same.
-    tokens
-        ``decode`` are generated tokens, ``prompt`` those of prompts, ``all`` whatever is recorded.
+    ``requests``: indices of requests, ``[n]``; each token of theirs counts the same; ``tokens``:
+    ``decode`` are generated tokens, ``prompt`` those of prompts, ``all`` whatever is recorded.
+
+    Raises InputError if the prompts' tokens are asked of a decode-only trace.
 
     Returns
     -------
     int64 ``[n_layers, n_experts, n_experts]``, symmetric; the diagonal is the load.
-
-    Raises
-    ------
-    InputError
-        If the prompts' tokens are asked of a decode-only trace.
     """
     return count_coactivation(trace.bits, token_rows(trace, requests, tokens), trace.n_experts)
 

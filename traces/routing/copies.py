@@ -12,10 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["WARN_ABOVE", "copy_share", "expected_copy_share"]
-
-WARN_ABOVE = 0.1
-"""Share of copies from which a result warns of them."""
+WARN_ABOVE = 0.1  #: share of copies from which a result warns of them
 
 
 def expected_copy_share(
@@ -32,14 +29,8 @@ def expected_copy_share(
     A run deals a domain's requests from a shuffled deck, so copies seldom arrive close to each
     other: a batch that is small compared with the deck has fewer.
 
-    Parameters
-    ----------
-    pools
-        Trace requests that are served, by domain.
-    shares
-        Share of each domain among the requests; sums to 1.
-    batch
-        Requests in the batch, at least 1; may be a mean.
+    ``pools``: trace requests that are served, by domain; ``shares``: share of each domain among the
+    requests; sums to 1; ``batch``: requests in the batch, at least 1; may be a mean.
 
     Returns
     -------
@@ -58,14 +49,8 @@ def copy_share(
 ) -> float:
     """Return the share of decode time that requests spent beside a copy of themselves.
 
-    Parameters
-    ----------
-    worker
-        Decode worker of each request.
-    start_s, end_s
-        When it was in the worker's batch.
-    request
-        Trace request whose decode it replayed.
+    ``worker``: decode worker of each request; ``start_s``, ``end_s``: when it was in the worker's
+    batch; ``request``: trace request whose decode it replayed.
 
     Returns
     -------

@@ -31,27 +31,18 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import ARRAY_LIMIT, check_arrays
 
-__all__ = ["FILE_NAMES", "Encoding", "check_groups", "load_ids", "save_ids"]
-
 Encoding = Literal["npy", "xz"]
 
 FILE_NAMES: dict[Encoding, str] = {"npy": "experts.npy", "xz": "experts.npy.xz"}
 
-_DICTIONARY = 1 << 26
-"""LZMA looks back this far, bytes; a reader needs as much memory."""
+_DICTIONARY = 1 << 26  #: LZMA looks back this far, bytes; a reader needs as much memory
 
 
 def check_groups(groups: Sequence[int] | None, top_k: int, field: str) -> list[int] | None:
     """Return rank groups in a manifest's form; raise InputError if they do not sum to ``top_k``.
 
-    Parameters
-    ----------
-    groups
-        Sizes of the groups, or None.
-    top_k
-        What they must sum to.
-    field
-        What the error names.
+    ``groups``: sizes of the groups, or None; ``top_k``: what they must sum to; ``field``: what the
+    error names.
     """
     if groups is None:
         return None
@@ -85,10 +76,7 @@ def save_ids(path: Path, ids: NDArray[Any], encoding: Encoding) -> None:
 def load_ids(path: Path, encoding: Encoding) -> NDArray[Any]:
     """Read a file of expert ids: memory-mapped if plain, into memory if compressed.
 
-    Raises
-    ------
-    InputError
-        If the file cannot be read, is truncated or is not of its format.
+    Raises InputError if the file cannot be read, is truncated or is not of its format.
     """
     try:
         ids: NDArray[Any]

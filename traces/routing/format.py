@@ -82,48 +82,29 @@ COLUMNS = {
 
 @dataclass(frozen=True, eq=False)
 class RoutingTrace:
-    """A validated routing trace. Its expert ids and bit sets are read when first asked for.
+    """A validated routing trace. Its expert ids and bit sets are read when first asked for."""
 
-    Attributes
-    ----------
-    path
-        The trace folder.
-    manifest
-        What the trace is.
-    request_id
-        Names of the requests, unique, length ``n_requests``.
-    domain
-        int16 ``[n_requests]``, index into ``manifest.domains``.
-    prompt_len, output_len
-        int32 ``[n_requests]``, tokens, each at least 1.
-    first_row
-        int64 ``[n_requests]``, row of the first recorded token in `experts`: the first of the
-        prompt, or of the decode where the trace is decode-only.
-    session
-        int32 ``[n_requests]``; requests of one conversation share a number.
-    is_calibration
-        bool ``[n_requests]``: for fitting policies only, never served.
-    gate_scores
-        The gate's scores summed over prompts, or None where the trace carries none.
-    kept_top_k
-        Of each token's experts, take this many that the gate ranked first (`with_top_k`); None
-        takes all.
-    calibration_apart
-        Opens the trace of the calibration split, where that lies in a folder of its own; None
-        where it is a part of this one.
-    """
-
-    path: Path
-    manifest: Manifest
-    request_id: list[str]
-    domain: NDArray[np.int16]
+    path: Path  #: the trace folder
+    manifest: Manifest  #: what the trace is
+    request_id: list[str]  #: names of the requests, unique, length ``n_requests``
+    domain: NDArray[np.int16]  #: int16 ``[n_requests]``, index into ``manifest.domains``
+    #: ``prompt_len``, ``output_len``: int32 ``[n_requests]``, tokens, each at least 1.
     prompt_len: NDArray[np.int32]
     output_len: NDArray[np.int32]
+    #: int64 ``[n_requests]``, row of the first recorded token in `experts`: the first of the
+    #: prompt, or of the decode where the trace is decode-only.
     first_row: NDArray[np.int64]
+    #: int32 ``[n_requests]``; requests of one conversation share a number.
     session: NDArray[np.int32]
+    #: bool ``[n_requests]``: for fitting policies only, never served.
     is_calibration: NDArray[np.bool_]
+    #: The gate's scores summed over prompts, or None where the trace carries none.
     gate_scores: GateScores | None = None
+    #: Of each token's experts, take this many that the gate ranked first (`with_top_k`); None takes
+    #: all.
     kept_top_k: int | None = None
+    #: Opens the trace of the calibration split, where that lies in a folder of its own; None where
+    #: it is a part of this one.
     calibration_apart: Callable[[], RoutingTrace] | None = field(default=None, repr=False)
 
     @cached_property
@@ -187,10 +168,7 @@ class RoutingTrace:
         Of each token's experts in a layer those remain that the gate ranked first: what a gate of
         the same scores and a smaller top-k chooses.
 
-        Raises
-        ------
-        InputError
-            If the trace does not tell those experts from the others.
+        Raises InputError if the trace does not tell those experts from the others.
         """
         known = list(accumulate(self.manifest.rank_groups or [self.manifest.top_k]))
         if top_k not in known:
@@ -210,17 +188,11 @@ class RoutingTrace:
     def decode_window(self, requests: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return where the recorded decode of each request lies.
 
-        Parameters
-        ----------
-        requests
-            Indices of requests, ``[n]``.
+        ``requests``: indices of requests, ``[n]``.
 
-        Returns
-        -------
-        first, length
-            int64 ``[n]`` each: row of the last prompt token (what a decode worker computes
-            first) and ``1 + output_len`` rows from there; without prompt rows, the
-            ``output_len`` rows of the generated tokens.
+        Returns ``first``, ``length``: int64 ``[n]`` each: row of the last prompt token (what a
+        decode worker computes first) and ``1 + output_len`` rows from there; without prompt rows,
+        the ``output_len`` rows of the generated tokens.
         """
         q = np.asarray(requests, dtype=np.int64)
         if not self.has_prompts:
@@ -248,21 +220,10 @@ class RoutingTrace:
 
         This is ``c_r(l, e)`` of ELDR Sec. 4.2, what prefill workers hand to the router.
 
-        Parameters
-        ----------
-        requests
-            Indices of requests, ``[n]``.
+        ``requests``: indices of requests, ``[n]``.
 
-        Returns
-        -------
-        counts
-            ``[n, n_layers, n_experts]``, uint16, or uint32 where a prompt is longer than
-            65,535 tokens.
-
-        Raises
-        ------
-        InputError
-            If the trace is decode-only.
+        Returns counts: ``[n, n_layers, n_experts]``, uint16, or uint32 where a prompt is longer
+        than 65,535 tokens. Raises InputError if the trace is decode-only.
         """
         self.require_prompts("expert signatures")
         q = np.asarray(requests, dtype=np.int64)
@@ -273,22 +234,11 @@ class RoutingTrace:
     def prompt_scores(self, requests: ArrayLike, kind: PromptScore) -> NDArray[Any]:
         """Sum up the prompts of requests in the way that a signature asks for.
 
-        Parameters
-        ----------
-        requests
-            Indices of requests, ``[n]``.
-        kind
-            ``count`` for `prompt_counts`; ``prob`` or ``logit`` for the gate's scores.
+        ``requests``: indices of requests, ``[n]``; ``kind``: ``count`` for `prompt_counts`;
+        ``prob`` or ``logit`` for the gate's scores.
 
-        Returns
-        -------
-        scores
-            ``[n, n_layers, n_experts]``, float32 for gate scores.
-
-        Raises
-        ------
-        InputError
-            If the trace does not carry the gate's scores of all of the requests.
+        Returns scores: ``[n, n_layers, n_experts]``, float32 for gate scores. Raises InputError if
+        the trace does not carry the gate's scores of all of the requests.
         """
         if kind == "count":
             return self.prompt_counts(requests)
@@ -299,15 +249,10 @@ class RoutingTrace:
 
         This is ``p_i(l, e)`` of ELDR Sec. 4.2.1, over the generated tokens' forward passes.
 
-        Parameters
-        ----------
-        requests
-            Indices of requests, ``[n]``.
+        ``requests``: indices of requests, ``[n]``.
 
-        Returns
-        -------
-        activation
-            float32 ``[n, n_layers, n_experts]`` in [0, 1]; each layer sums to ``top_k``.
+        Returns activation: float32 ``[n, n_layers, n_experts]`` in [0, 1]; each layer sums to
+        ``top_k``.
         """
         q = np.asarray(requests, dtype=np.int64)
         first, _ = self.decode_window(q)
@@ -317,17 +262,10 @@ class RoutingTrace:
     def requests_of(self, domains: Sequence[str], calibration: bool) -> NDArray[np.int64]:
         """Return the indices of one split's requests in some domains, in trace order.
 
-        Parameters
-        ----------
-        domains
-            Names out of ``manifest.domains``.
-        calibration
-            The calibration split if true, else the serving split.
+        ``domains``: names out of ``manifest.domains``; ``calibration``: the calibration split if
+        true, else the serving split.
 
-        Raises
-        ------
-        InputError
-            If a domain is not in the trace.
+        Raises InputError if a domain is not in the trace.
         """
         unknown = [name for name in domains if name not in self.domains]
         if unknown:
@@ -352,6 +290,8 @@ def open_trace(
 ) -> RoutingTrace:
     """Open and validate a routing trace.
 
+    Raises InputError if anything about the trace is wrong, in one line.
+
     Parameters
     ----------
     path_or_name
@@ -361,11 +301,6 @@ def open_trace(
         Read the files through to verify their checksums and, of a plain file, every expert id
         (compressed ids are verified whenever they are decompressed). Turn it off only for a
         trace that was verified before, e.g. by the parent of a worker process.
-
-    Raises
-    ------
-    InputError
-        If anything about the trace is wrong, in one line.
     """
     if isinstance(path_or_name, str) and path_or_name in builtin_traces():
         path = BUILTIN / path_or_name.replace("-", "_")

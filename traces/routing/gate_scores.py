@@ -27,8 +27,6 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import check_arrays
 
-__all__ = ["FILE_NAME", "GateScores", "PromptScore", "check", "of_kind", "read", "select", "write"]
-
 FILE_NAME = "gate_scores.npz"
 
 PromptScore = Literal["count", "prob", "logit"]
@@ -41,17 +39,10 @@ _KINDS: tuple[_Kind, ...] = ("prob", "logit")
 
 @dataclass(frozen=True, eq=False)
 class GateScores:
-    """Gate scores summed over the prompts of some requests; see the module.
+    """Gate scores summed over the prompts of some requests; see the module."""
 
-    Attributes
-    ----------
-    requests
-        int64 ``[m]``, ascending indices of requests of the trace.
-    prob, logit
-        float32 ``[m, n_layers, n_experts]``, or None where it was not captured.
-    """
-
-    requests: NDArray[np.int64]
+    requests: NDArray[np.int64]  #: int64 ``[m]``, ascending indices of requests of the trace
+    #: ``prob``, ``logit``: float32 ``[m, n_layers, n_experts]``, or None where it was not captured.
     prob: NDArray[np.float32] | None = None
     logit: NDArray[np.float32] | None = None
 
@@ -66,10 +57,7 @@ def of_kind(
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return the requests that have a score, ``[m]``, and their scores.
 
-    Raises
-    ------
-    InputError
-        If the trace carries no such score.
+    Raises InputError if the trace carries no such score.
     """
     found: NDArray[np.float32] | None = None if scores is None else getattr(scores, kind)
     if scores is None or found is None:
@@ -85,10 +73,7 @@ def of_kind(
 def select(scores: GateScores | None, requests: ArrayLike, kind: _Kind) -> NDArray[np.float32]:
     """Return the gate scores of requests, float32 ``[n, n_layers, n_experts]``.
 
-    Raises
-    ------
-    InputError
-        If the trace carries no such score, or not for all of the requests.
+    Raises InputError if the trace carries no such score, or not for all of the requests.
     """
     covered, found = of_kind(scores, kind)
     wanted = np.asarray(requests, dtype=np.int64)
@@ -132,22 +117,11 @@ def check(
 ) -> None:
     """Check that gate scores fit their trace.
 
-    Parameters
-    ----------
-    scores
-        The scores.
-    where
-        The file or argument that an error names.
-    prompt_len
-        Prompt tokens of all requests of the trace.
-    n_layers, n_experts
-        Of the trace.
+    ``where``: the file or argument that an error names; ``prompt_len``: prompt tokens of all
+    requests of the trace.
 
-    Raises
-    ------
-    InputError
-        If a shape or type is wrong, a request is unknown or out of order, a score is not finite,
-        or a summed probability is negative or above the number of prompt tokens.
+    Raises InputError if a shape or type is wrong, a request is unknown or out of order, a score is
+    not finite, or a summed probability is negative or above the number of prompt tokens.
     """
     requests = np.asarray(scores.requests)
     if requests.ndim != 1 or not len(requests) or requests.dtype != np.int64:

@@ -11,26 +11,12 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
 from eldr_sim.traces.routing.encoding import FILE_NAMES, Encoding, check_groups
 
-__all__ = [
-    "BUILTIN",
-    "REFERENCE_TRACE",
-    "SYNTHETIC",
-    "Manifest",
-    "Provenance",
-    "builtin_traces",
-    "manifest_error",
-    "one_phase",
-    "read_manifest",
-    "rests_on",
-]
-
-BUILTIN = Path(__file__).parents[1] / "data"
-"""Folder of the traces that come with the package."""
+BUILTIN = Path(__file__).parents[1] / "data"  #: folder of the traces that come with the package
+#: Name of the embedded trace of this project's own model, which `open_trace` opens by itself.
 REFERENCE_TRACE = "reference-moe"
-"""Name of the embedded trace of this project's own model, which `open_trace` opens by itself."""
 
+#: Begins the notes of a synthetic trace; what it was made of follows.
 SYNTHETIC = "Synthetic routing, "
-"""Begins the notes of a synthetic trace; what it was made of follows."""
 
 _UNTUNED = ("; changed by hand, tuned to nothing", "; given another shape, which nothing confirms")
 
@@ -42,52 +28,38 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    #: Version of this format. Version 1 knows no ``encoding``, ``rank_groups`` or ``prompt_rows``
+    #: and has their defaults.
     format_version: Literal[1, 2] = 2
-    """Version of this format. Version 1 knows no ``encoding``, ``rank_groups`` or ``prompt_rows``
-    and has their defaults."""
-    model: str = Field(min_length=1)
-    """The model whose gates chose the experts."""
-    n_layers: int = Field(ge=1)
-    """MoE layers recorded."""
-    n_experts: int = Field(ge=1, le=65536)
-    """Routed experts per layer."""
-    top_k: int = Field(ge=1)
-    """Experts chosen per token and layer."""
+    model: str = Field(min_length=1)  #: the model whose gates chose the experts
+    n_layers: int = Field(ge=1)  #: MoE layers recorded
+    n_experts: int = Field(ge=1, le=65536)  #: routed experts per layer
+    top_k: int = Field(ge=1)  #: experts chosen per token and layer
+    #: How much of the gate's order the ids of a token keep, see ``encoding``; None: nothing.
     rank_groups: list[int] | None = None
-    """How much of the gate's order the ids of a token keep, see ``encoding``; None: nothing."""
-    prompt_rows: bool = True
-    """Whether prompt tokens have rows; false for a decode-only trace."""
+    prompt_rows: bool = True  #: whether prompt tokens have rows; false for a decode-only trace
+    #: Of which phase all recorded tokens are, where the recording has one only but the trace has
+    #: both, see ``prompt_share``; None where each phase was recorded.
     recorded_phase: Literal["prompt", "generated"] | None = None
-    """Of which phase all recorded tokens are, where the recording has one only but the trace has
-    both, see ``prompt_share``; None where each phase was recorded."""
+    #: The first share of a request's recorded tokens that stands for its prompt, the rest for its
+    #: generated tokens; None where each phase was recorded.
     prompt_share: float | None = Field(default=None, gt=0, lt=1)
-    """The first share of a request's recorded tokens that stands for its prompt, the rest for its
-    generated tokens; None where each phase was recorded."""
-    encoding: Encoding = "npy"
-    """How the expert ids are stored, see ``encoding``."""
+    encoding: Encoding = "npy"  #: how the expert ids are stored, see ``encoding``
+    #: Domain names; a request's ``domain`` is an index into this list.
     domains: list[str] = Field(min_length=1)
-    """Domain names; a request's ``domain`` is an index into this list."""
-    captured_by: str
-    """How the expert ids were captured."""
-    source_data: str
-    """The prompts: data set, version, licence."""
-    tool_versions: dict[str, str]
-    """Versions of the tools that recorded or converted the trace."""
-    checksum: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """SHA-256 of the file of expert ids."""
-    requests_checksum: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """SHA-256 of ``requests.parquet``."""
+    captured_by: str  #: how the expert ids were captured
+    source_data: str  #: the prompts: data set, version, licence
+    tool_versions: dict[str, str]  #: versions of the tools that recorded or converted the trace
+    checksum: str = Field(pattern=r"^[0-9a-f]{64}$")  #: SHA-256 of the file of expert ids
+    requests_checksum: str = Field(pattern=r"^[0-9a-f]{64}$")  #: SHA-256 of ``requests.parquet``
+    #: SHA-256 of ``gate_scores.npz``; None where the trace has none.
     gate_scores_checksum: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    """SHA-256 of ``gate_scores.npz``; None where the trace has none."""
-    n_requests: int = Field(ge=1)
-    """Rows of ``requests.parquet``."""
-    n_tokens: int = Field(ge=1)
-    """Rows of expert ids: recorded tokens of all requests."""
+    n_requests: int = Field(ge=1)  #: rows of ``requests.parquet``
+    n_tokens: int = Field(ge=1)  #: rows of expert ids: recorded tokens of all requests
+    #: ``recorded`` from a model that ran, ``synthetic`` (drawn from a distribution), or
+    #: ``imported`` from another project's recording.
     provenance: Provenance
-    """``recorded`` from a model that ran, ``synthetic`` (drawn from a distribution), or
-    ``imported`` from another project's recording."""
-    notes: str = ""
-    """Whatever a reader of results should know."""
+    notes: str = ""  #: whatever a reader of results should know
 
     @property
     def experts_file(self) -> str:
@@ -109,12 +81,7 @@ def one_phase(manifest: Manifest) -> str | None:
 def rests_on(manifest: Manifest, model: str) -> str:
     """Say what the routing of a run rests on: recorded, fitted to recorded tokens, or a preset.
 
-    Parameters
-    ----------
-    manifest
-        Of the trace.
-    model
-        Name of the model that is served; said where the routing is another model's.
+    ``model``: name of the model that is served; said where the routing is another model's.
     """
     if manifest.provenance == "synthetic":
         source = manifest.notes.removeprefix(SYNTHETIC).rstrip(".") or "synthetic"
@@ -143,10 +110,7 @@ def manifest_error(field: str, error: ValidationError) -> InputError:
 def read_manifest(path: Path) -> Manifest:
     """Read and check ``manifest.json``.
 
-    Raises
-    ------
-    InputError
-        If it cannot be read or says something that cannot be.
+    Raises InputError if it cannot be read or says something that cannot be.
     """
     raw = parse_json(read_text(path, str(path)), str(path))
     if not isinstance(raw, dict):

@@ -17,8 +17,6 @@ from eldr_sim.traces.routing.bitsets import count_rows
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.statistics import expected_distinct
 
-__all__ = ["Overlap", "request_overlap"]
-
 REQUESTS = 512
 MIXED = (4, 8, 12, 16, 32, 64, 128, 256)
 ONE_REQUEST = (8, 16, 32, 64, 128)
@@ -27,33 +25,22 @@ QUANTILES = (5, 25, 50, 75, 95)
 
 @dataclass(frozen=True)
 class Overlap:
-    """Figures of `request_overlap`.
+    """Figures of `request_overlap`."""
 
-    Attributes
-    ----------
-    load_max_over_mean, load_cv
-        By layer: load of the busiest expert over the mean; standard deviation over experts of the
-        load, over the mean.
-    mixed
-        Expected distinct experts a layer of one random token of each of so many requests, mean over
-        layers, exact; absent where there are fewer requests.
-    one_request
-        Mean distinct experts a layer of so many consecutive tokens of one request; each request
-        counts alike, as in ``mixed``: long texts repeat themselves, and have most windows.
-    cosine_between
-        Cosine of the expert counts (of all layers) of two requests: its quantiles, by percent.
-    cosine_nearest
-        Mean over requests of the cosine to the nearest other one.
-    cosine_within
-        Mean over requests of the cosine of their first and second half's counts.
-    """
-
+    #: ``load_max_over_mean``, ``load_cv``: by layer: load of the busiest expert over the mean;
+    #: standard deviation over experts of the load, over the mean.
     load_max_over_mean: list[float]
     load_cv: list[float]
+    #: Expected distinct experts a layer of one random token of each of so many requests, mean over
+    #: layers, exact; absent where there are fewer requests.
     mixed: dict[int, float]
+    #: Mean distinct experts a layer of so many consecutive tokens of one request; each request
+    #: counts alike, as in ``mixed``: long texts repeat themselves, and have most windows.
     one_request: dict[int, float]
+    #: Cosine of the expert counts (of all layers) of two requests: its quantiles, by percent.
     cosine_between: dict[int, float]
-    cosine_nearest: float
+    cosine_nearest: float  #: mean over requests of the cosine to the nearest other one
+    #: Mean over requests of the cosine of their first and second half's counts.
     cosine_within: float
 
 

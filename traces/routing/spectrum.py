@@ -34,52 +34,26 @@ from numpy.typing import NDArray
 from eldr_sim.traces.routing.bitsets import count_rows
 from eldr_sim.traces.routing.format import RoutingTrace
 
-__all__ = [
-    "RequestSpectrum",
-    "half_profiles",
-    "principal_components",
-    "request_spectrum",
-    "spectrum_of",
-]
-
 Floats = NDArray[np.float64]
 
-REQUESTS = 768
-"""Most requests, taken evenly."""
-TOKENS = 64
-"""Fewest tokens of a request."""
+REQUESTS = 768  #: most requests, taken evenly
+TOKENS = 64  #: fewest tokens of a request
 COMPONENTS = (1, 4, 16)
-ALIKE = 0.8
-"""Least cosine of two requests of one family."""
+ALIKE = 0.8  #: least cosine of two requests of one family
 _FEWEST = 8
 
 
 @dataclass(frozen=True)
 class RequestSpectrum:
-    """Figures of `request_spectrum`; the module defines them.
+    """Figures of `request_spectrum`; the module defines them."""
 
-    Attributes
-    ----------
-    requests
-        Requests that they are of.
-    variance
-        Variance between requests, in shares of a token's experts.
-    components
-        Share of the variance in so many of the greatest components.
-    dimensions
-        Effective dimensions.
-    label
-        Share that the domain explains; None where there is one domain, or one request a domain.
-    families
-        Effective number of families.
-    """
-
-    requests: int
-    variance: float
-    components: dict[int, float]
-    dimensions: float
+    requests: int  #: requests that they are of
+    variance: float  #: variance between requests, in shares of a token's experts
+    components: dict[int, float]  #: share of the variance in so many of the greatest components
+    dimensions: float  #: effective dimensions
+    #: Share that the domain explains; None where there is one domain, or one request a domain.
     label: float | None
-    families: float
+    families: float  #: effective number of families
 
 
 def request_spectrum(trace: RoutingTrace) -> RequestSpectrum | None:
@@ -110,14 +84,8 @@ def _rows(trace: RoutingTrace, requests: NDArray[np.int64]) -> Iterator[tuple[in
 def spectrum_of(halves: Floats, domain: NDArray[np.integer], top_k: int) -> RequestSpectrum:
     """Measure requests from their halves' profiles.
 
-    Parameters
-    ----------
-    halves
-        ``[2, n, layers, experts]``, n at least 2.
-    domain
-        ``[n]``, the label of each.
-    top_k
-        Experts that a token chooses.
+    ``halves``: ``[2, n, layers, experts]``, n at least 2; ``domain``: ``[n]``, the label of each;
+    ``top_k``: experts that a token chooses.
     """
     _, n, layers, _ = halves.shape
     flat = halves.reshape(2, n, -1)
@@ -148,15 +116,9 @@ def principal_components(halves: Floats) -> tuple[Floats, Floats]:
     With Z the 2 n rows of both halves about their means and M the exchange of the halves,
     ``C = Z' M Z / (2 (n - 1))``: from the 2 n x 2 n matrix of their products.
 
-    Parameters
-    ----------
-    halves
-        ``[2, n, layers, experts]``, see `half_profiles`.
+    ``halves``: ``[2, n, layers, experts]``, see `half_profiles`.
 
-    Returns
-    -------
-    values, vectors
-        ``[k]`` and ``[k, layers * experts]``, k at most 2 n.
+    Returns ``values``, ``vectors``: ``[k]`` and ``[k, layers * experts]``, k at most 2 n.
     """
     n = halves.shape[1]
     rows = halves.reshape(2, n, -1)

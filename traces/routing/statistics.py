@@ -26,119 +26,64 @@ from eldr_sim.traces.routing.structure import (
     next_layer_entropy,
 )
 
-__all__ = [
-    "BATCH_SIZES",
-    "Copies",
-    "DistinctExperts",
-    "TraceStatistics",
-    "distinct_experts",
-    "expected_distinct",
-    "trace_statistics",
-]
-
-BATCH_SIZES = (8, 16, 32, 64, 128)
-"""Batch sizes at which distinct experts are counted."""
+BATCH_SIZES = (8, 16, 32, 64, 128)  #: batch sizes at which distinct experts are counted
 
 _CHUNK_ROWS = 1 << 13
 
 
 @dataclass(frozen=True)
 class DistinctExperts:
-    """Expected distinct experts per layer in a decode step, mean over layers.
+    """Expected distinct experts per layer in a decode step, mean over layers."""
 
-    Attributes
-    ----------
-    batch
-        Requests in the batch, all different, each at a random step of its recorded decode.
-    group
-        Domains that mix: ``task``, ``language``, or ``all`` where the trace has neither.
-    uniform
-        Under uniform choice: ``E (1 - (1 - k / E)^batch)``.
-    mixed
-        A batch of equal shares of the group's domains.
-    same_domain
-        A batch of one domain, by domain.
-    reduction
-        ``1 - mean(same_domain) / mixed``: what perfect separation by domain would save.
-    """
-
+    #: Requests in the batch, all different, each at a random step of its recorded decode.
     batch: int
-    group: str
-    uniform: float
-    mixed: float
-    same_domain: dict[str, float]
+    group: str  #: domains that mix: ``task``, ``language``, or ``all`` where the trace has neither
+    uniform: float  #: under uniform choice: ``E (1 - (1 - k / E)^batch)``
+    mixed: float  #: a batch of equal shares of the group's domains
+    same_domain: dict[str, float]  #: a batch of one domain, by domain
+    #: ``1 - mean(same_domain) / mixed``: what perfect separation by domain would save.
     reduction: float
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Expected share of a batch's requests that have a copy in it, see `copies`.
+    """Expected share of a batch's requests that have a copy in it, see `copies`."""
 
-    Attributes
-    ----------
-    batch
-        Requests in the batch.
-    group
-        The workload whose mix it has: ``task``, ``language``, or ``all`` serving requests.
-    mixed, one_domain
-        Where the batch mixes the domains, and where it is of one.
-    """
-
-    batch: int
+    batch: int  #: requests in the batch
+    #: The workload whose mix it has: ``task``, ``language``, or ``all`` serving requests.
     group: str
+    #: ``mixed``, ``one_domain``: where the batch mixes the domains, and where it is of one.
     mixed: float
     one_domain: float
 
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """Figures of a routing trace, from `trace_statistics`.
+    """Figures of a routing trace, from `trace_statistics`."""
 
-    Attributes
-    ----------
-    requests
-        Requests by domain and split.
-    prompt_len, output_len
-        Tokens by domain: ``min``, ``mean``, ``max``.
-    load_max_over_mean
-        Per layer: load of the most loaded expert over the mean, prompt and generated tokens.
-    unused_experts
-        Per layer: experts that no token chose.
-    distinct_experts
-        One entry a batch size and group in which every domain has that many requests; group
-        ``all`` takes the domains that have.
-    neighbour_reuse
-        Share of a generated token's experts that the generated token before it also chose.
-    random_reuse
-        The same share for two generated tokens drawn at random from the trace.
-    uniform_reuse
-        The same share under uniform choice, ``k / E``.
-    prefill_decode_pearson
-        By domain: correlation over (layer, expert) between the mean share of prompt tokens
-        and of generated tokens that chose the expert (ELDR Fig. 3). Empty for a decode-only trace.
-    next_layer
-        Entropy of a layer's experts, alone and given those of the layer before.
-    domain_divergence
-        Jensen-Shannon divergence between domains.
-    nearest_neighbour_accuracy
-        Share of requests whose nearest other request has their domain; None for one request.
-    copies
-        How often copies of one request meet in a batch, by batch size and workload.
-    """
-
-    requests: dict[str, dict[str, int]]
+    requests: dict[str, dict[str, int]]  #: requests by domain and split
+    #: ``prompt_len``, ``output_len``: tokens by domain: ``min``, ``mean``, ``max``.
     prompt_len: dict[str, dict[str, float]]
     output_len: dict[str, dict[str, float]]
+    #: Per layer: load of the most loaded expert over the mean, prompt and generated tokens.
     load_max_over_mean: list[float]
-    unused_experts: list[int]
+    unused_experts: list[int]  #: per layer: experts that no token chose
+    #: One entry a batch size and group in which every domain has that many requests; group ``all``
+    #: takes the domains that have.
     distinct_experts: list[DistinctExperts]
+    #: Share of a generated token's experts that the generated token before it also chose.
     neighbour_reuse: float
-    random_reuse: float
-    uniform_reuse: float
+    random_reuse: float  #: the same share for two generated tokens drawn at random from the trace
+    uniform_reuse: float  #: the same share under uniform choice, ``k / E``
+    #: By domain: correlation over (layer, expert) between the mean share of prompt tokens and of
+    #: generated tokens that chose the expert (ELDR Fig. 3). Empty for a decode-only trace.
     prefill_decode_pearson: dict[str, float]
+    #: Entropy of a layer's experts, alone and given those of the layer before.
     next_layer: list[NextLayer]
-    domain_divergence: DomainDivergence
+    domain_divergence: DomainDivergence  #: jensen-Shannon divergence between domains
+    #: Share of requests whose nearest other request has their domain; None for one request.
     nearest_neighbour_accuracy: float | None
+    #: How often copies of one request meet in a batch, by batch size and workload.
     copies: list[Copies]
 
     def as_dict(self) -> dict[str, Any]:
@@ -151,12 +96,7 @@ def trace_statistics(
 ) -> TraceStatistics:
     """Measure a trace over all its requests, both splits.
 
-    Parameters
-    ----------
-    trace
-        The routing trace.
-    batch_sizes
-        Batch sizes at which distinct experts are counted.
+    ``batch_sizes``: batch sizes at which distinct experts are counted.
     """
     every = np.arange(trace.n_requests)
     decode = trace.decode_activation(every).astype(np.float64)
@@ -229,17 +169,10 @@ def expected_distinct(
     k-subsets of the first j requests follows from those of the first j - 1:
     ``m_j(k) = (j - k) / j m_{j-1}(k) + k / j x_j m_{j-1}(k - 1)``.
 
-    Parameters
-    ----------
-    groups
-        Per group the requests' `RoutingTrace.decode_activation`, ``[n, layers, experts]``.
-    takes
-        Requests to take from each group, 0 to n.
+    ``groups``: per group the requests' `RoutingTrace.decode_activation`, ``[n, layers, experts]``;
+    ``takes``: requests to take from each group, 0 to n.
 
-    Returns
-    -------
-    distinct
-        float64 ``[layers]``.
+    Returns distinct: float64 ``[layers]``.
     """
     absent = np.ones(groups[0].shape[1:])
     for activation, take in zip(groups, takes, strict=True):

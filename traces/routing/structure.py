@@ -26,55 +26,26 @@ from eldr_sim.jit import njit
 from eldr_sim.traces.routing.coactivation import Tokens, token_rows
 from eldr_sim.traces.routing.format import RoutingTrace
 
-__all__ = [
-    "DomainDivergence",
-    "NextLayer",
-    "domain_divergence",
-    "generated_rows",
-    "nearest_neighbour_accuracy",
-    "next_layer_entropy",
-    "transitions",
-]
-
 _CHUNK_ROWS = 1 << 14
 
 
 @dataclass(frozen=True)
 class NextLayer:
-    """Entropy of a layer's expert, bits; one entry for each layer but the first.
+    """Entropy of a layer's expert, bits; one entry for each layer but the first."""
 
-    Attributes
-    ----------
-    of
-        ``top-1`` or ``any``, see the module.
-    entropy
-        Unconditional.
-    conditional
-        Given the expert of the layer before.
-    """
-
-    of: str
-    entropy: list[float]
-    conditional: list[float]
+    of: str  #: ``top-1`` or ``any``, see the module
+    entropy: list[float]  #: unconditional
+    conditional: list[float]  #: given the expert of the layer before
 
 
 @dataclass(frozen=True)
 class DomainDivergence:
-    """Jensen-Shannon divergence between domains, bits, mean over layers.
+    """Jensen-Shannon divergence between domains, bits, mean over layers."""
 
-    Attributes
-    ----------
-    between
-        By domain and domain.
-    split_half
-        Between the halves of a domain, by domain; those of one request are left out.
-    by_layer
-        Mean over pairs of domains, for each layer.
-    """
-
-    between: dict[str, dict[str, float]]
+    between: dict[str, dict[str, float]]  #: by domain and domain
+    #: Between the halves of a domain, by domain; those of one request are left out.
     split_half: dict[str, float]
-    by_layer: list[float]
+    by_layer: list[float]  #: mean over pairs of domains, for each layer
 
 
 def generated_rows(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -127,12 +98,7 @@ def transitions(
     The recorded layers alone: a model of more layers replays them tile by tile, each tile with
     other tokens, so that from the last layer of a tile to the first of the next no token goes on.
 
-    Parameters
-    ----------
-    trace
-        The routing trace.
-    requests, tokens
-        As of :func:`~eldr_sim.traces.routing.coactivation.coactivation`.
+    ``requests``, ``tokens``: as of :func:`~eldr_sim.traces.routing.coactivation.coactivation`.
 
     Returns
     -------
@@ -161,14 +127,8 @@ def domain_divergence(
 ) -> DomainDivergence:
     """Measure how far apart the domains' expert distributions are.
 
-    Parameters
-    ----------
-    counts
-        Generated tokens of each request that chose each expert, ``[n, layers, experts]``.
-    domain
-        Domain of each request, an index into ``names``.
-    names
-        The domains.
+    ``counts``: generated tokens of each request that chose each expert, ``[n, layers, experts]``;
+    ``domain``: domain of each request, an index into ``names``; ``names``: the domains.
     """
     members = {name: np.flatnonzero(domain == d) for d, name in enumerate(names)}
     members = {name: q for name, q in members.items() if len(q)}
@@ -192,12 +152,7 @@ def domain_divergence(
 def nearest_neighbour_accuracy(features: NDArray[np.float64], domain: NDArray[Any]) -> float | None:
     """Return the share of requests whose nearest other one has their domain; None for fewer than 2.
 
-    Parameters
-    ----------
-    features
-        ``[n, ...]``, not all zero for any request.
-    domain
-        ``[n]``.
+    ``features``: ``[n, ...]``, not all zero for any request; ``domain``: ``[n]``.
     """
     flat = features.reshape(len(features), -1).astype(np.float32)
     if len(flat) < 2:

@@ -28,8 +28,6 @@ from eldr_sim.traces.routing.format import (
 from eldr_sim.traces.routing.gate_scores import GateScores
 from eldr_sim.traces.routing.manifest import Manifest, Provenance, manifest_error
 
-__all__ = ["write_trace"]
-
 
 def write_trace(
     out: str | os.PathLike[str],
@@ -59,6 +57,9 @@ def write_trace(
 ) -> RoutingTrace:
     """Write a routing trace: a whole and valid folder, or nothing.
 
+    Returns RoutingTrace: the trace as read back from ``out``. Raises InputError if ``out`` exists
+    and ``force`` is false, or if the trace would not be valid.
+
     Parameters
     ----------
     out
@@ -85,16 +86,6 @@ def write_trace(
         How to store the ids: ``npy`` to be memory-mapped, ``xz`` compressed.
     force
         Replace ``out`` if it is there.
-
-    Returns
-    -------
-    RoutingTrace
-        The trace as read back from ``out``.
-
-    Raises
-    ------
-    InputError
-        If ``out`` exists and ``force`` is false, or if the trace would not be valid.
     """
     target = Path(out)
     _check_target(target, force)

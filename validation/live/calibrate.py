@@ -35,8 +35,6 @@ from eldr_sim.validation.live.engine_calibration import CalibrationInfo, Delay
 from eldr_sim.validation.live.engine_log import EngineLog, request_rows
 from eldr_sim.validation.live.plugin import FORCED_LEVELS, FORCED_PREFIX
 
-__all__ = ["Burst", "calibration_bursts", "engine_tables", "outside_times"]
-
 _ROUNDS = 4
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _PROMPTS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
@@ -49,17 +47,10 @@ _SMALL = 4
 
 @dataclass(frozen=True)
 class Burst:
-    """Equal requests that are sent together.
+    """Equal requests that are sent together."""
 
-    Attributes
-    ----------
-    name
-        Prefix of their names.
-    requests, prompt_len, output_len
-        Number of requests, and their tokens.
-    """
-
-    name: str
+    name: str  #: prefix of their names
+    #: ``requests``, ``prompt_len``, ``output_len``: number of requests, and their tokens.
     requests: int
     prompt_len: int
     output_len: int
@@ -146,27 +137,11 @@ def engine_tables(
 ) -> tuple[list[LatencyTable], DriftModel | None]:
     """Make the latency tables of a model from the steps of one engine's calibration.
 
-    Parameters
-    ----------
-    log
-        The engine's steps under :func:`calibration_bursts`.
-    dims
-        The model.
-    device
-        Name of the processor or GPU.
-    framework, versions
-        The engine with its version; versions of further tools.
+    ``log``: the engine's steps under :func:`calibration_bursts`; ``device``: name of the processor
+    or GPU; ``framework``, ``versions``: the engine with its version; versions of further tools.
 
-    Returns
-    -------
-    tables, drift
-        The tables at the reference speed, and how the engine's steps follow its probe; None if it
-        has none.
-
-    Raises
-    ------
-    InputError
-        If the log has too few steps.
+    Returns ``tables``, ``drift``: the tables at the reference speed, and how the engine's steps
+    follow its probe; None if it has none. Raises InputError if the log has too few steps.
     """
     layers, moe_layers = dims.n_layers, dims.n_moe_layers
     speed = Drift(
@@ -351,6 +326,10 @@ def outside_times(
 ) -> CalibrationInfo:
     """Measure the delays outside the engines' steps, from requests sent one at a time.
 
+    Returns CalibrationInfo: the caller fills in ``seconds``. NIXL is timed by descriptors and
+    bytes; the set-up time of a transfer is the remaining wait of a lone request between the decode
+    engine's queue and its first step there. Raises InputError if a request is not in the logs.
+
     Parameters
     ----------
     requests
@@ -364,18 +343,6 @@ def outside_times(
     measure_link
         Returns transfer times by (bytes, descriptors), s, and their source; called only if there
         are prefill engines.
-
-    Returns
-    -------
-    CalibrationInfo
-        The caller fills in ``seconds``. NIXL is timed by descriptors and bytes; the set-up time of
-        a transfer is the remaining wait of a lone request between the decode engine's queue and its
-        first step there.
-
-    Raises
-    ------
-    InputError
-        If a request is not in the logs.
     """
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
     lengths = requests["prompt_len"].to_numpy().astype(float)

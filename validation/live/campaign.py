@@ -37,35 +37,17 @@ from eldr_sim.validation.live.setups import (
     started_setup,
 )
 
-__all__ = [
-    "LOADS",
-    "Campaign",
-    "LoadShape",
-    "record_campaign",
-    "record_setup",
-    "with_shortest_first",
-]
-
 
 @dataclass(frozen=True)
 class LoadShape:
-    """A load, by its rate or relative to the capacity of the set-up.
+    """A load, by its rate or relative to the capacity of the set-up."""
 
-    Attributes
-    ----------
-    share
-        Share of the calibrated capacity; above 1 queues grow.
-    lengths, burstiness, queue_order
-        As in ``LoadInfo``.
-    rate
-        Requests per second, in the place of the share.
-    """
-
-    share: float
+    share: float  #: share of the calibrated capacity; above 1 queues grow
+    #: ``lengths``, ``burstiness``, ``queue_order``: as in ``LoadInfo``.
     lengths: Literal["fixed", "recorded"]
     burstiness: float
     queue_order: Literal["fcfs", "sjf"] = "fcfs"
-    rate: float | None = None
+    rate: float | None = None  #: requests per second, in the place of the share
 
     @property
     def name(self) -> str:
@@ -93,38 +75,22 @@ def with_shortest_first(loads: Sequence[LoadShape]) -> tuple[LoadShape, ...]:
 
 @dataclass(frozen=True)
 class Campaign:
-    """Plan of a campaign.
+    """Plan of a campaign."""
 
-    Attributes
-    ----------
-    out
-        Folder of the campaign.
-    options
-        The engines' model and size.
-    loads, policies, repeats
-        Loads and policies of each set-up, and repeats of each.
-    duration_s
-        Time over which the requests of a load arrive, s.
-    prompt_len, output_len
-        Fixed lengths, or means of recorded lengths, tokens.
-    seed
-        Seed of the loads.
-    workload
-        Request log whose lengths recorded loads have; None takes Azure's conversations.
-    domain_mix
-        Weights of the domains of prompts; those without one are left out. Empty: all alike.
-    """
-
-    out: Path
-    options: EngineOptions
+    out: Path  #: folder of the campaign
+    options: EngineOptions  #: the engines' model and size
+    #: ``loads``, ``policies``, ``repeats``: loads and policies of each set-up, and repeats of each.
     loads: tuple[LoadShape, ...] = LOADS
     policies: tuple[str, ...] = ("round_robin",)
     repeats: int = 3
-    duration_s: float = 45.0
+    duration_s: float = 45.0  #: time over which the requests of a load arrive, s
+    #: ``prompt_len``, ``output_len``: fixed lengths, or means of recorded lengths, tokens.
     prompt_len: int = 64
     output_len: int = 96
-    seed: int = 0
+    seed: int = 0  #: seed of the loads
+    #: Request log whose lengths recorded loads have; None takes Azure's conversations.
     workload: Path | None = None
+    #: Weights of the domains of prompts; those without one are left out. Empty: all alike.
     domain_mix: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -155,6 +121,9 @@ def record_campaign(
 ) -> list[Path]:
     """Record set-ups in turn; runs already in the campaign's folder are kept.
 
+    Returns list of Path: the folders of the recorded runs. Raises InputError if the folder holds
+    another campaign, or an engine, the proxy or a request fails.
+
     Parameters
     ----------
     campaign
@@ -165,16 +134,6 @@ def record_campaign(
         Called with the current task and the share of it that is done.
     prefill, decode
         URL and log folder of running engines; they are then the only set-up.
-
-    Returns
-    -------
-    list of Path
-        The folders of the recorded runs.
-
-    Raises
-    ------
-    InputError
-        If the folder holds another campaign, or an engine, the proxy or a request fails.
     """
     import_aiohttp()
     unknown = sorted(set(campaign.domain_mix) - set(DOMAINS))
@@ -230,24 +189,11 @@ def record_setup(
 ) -> list[Path]:
     """Calibrate a running set-up, then record every load, policy and repeat.
 
-    Parameters
-    ----------
-    campaign
-        The plan.
-    setup
-        The engines.
-    progress
-        Called with the current task and the share of it that is done.
+    ``campaign``: the plan; ``setup``: the engines; ``progress``: called with the current task and
+    the share of it that is done.
 
-    Returns
-    -------
-    list of Path
-        The folders of the recorded runs; existing ones are left unchanged.
-
-    Raises
-    ------
-    InputError
-        If an engine, the proxy or a request fails.
+    Returns list of Path: the folders of the recorded runs; existing ones are left unchanged. Raises
+    InputError if an engine, the proxy or a request fails.
     """
     with _on_core(setup.client_core):
         for endpoint in setup.endpoints:  # an engine describes itself when it gets a request

@@ -18,8 +18,6 @@ from eldr_sim.serving.router.bodies import prefill_body
 from eldr_sim.validation.live.live_run import REQUESTS
 from eldr_sim.validation.live.load import Load, LoadRequest
 
-__all__ = ["prefill_ahead", "send_load"]
-
 #: Time to prepare before the first request, s.
 _LEAD_S = 0.2
 _TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -36,6 +34,11 @@ def send_load(
     progress: Callable[[float], None] | None = None,
 ) -> pa.Table:
     """Send every request at its own time (open loop), and wait for all tokens.
+
+    Returns requests: `live_run.REQUESTS`, a row per request in the order of the load. Times are
+    those of `time.monotonic`, a clock that all processes of the machine share. Columns known only
+    to the proxy are null, and ``engine`` is 0, until `proxy_log.join_proxy_log` fills them. Raises
+    InputError if aiohttp is not installed or a request fails; the others are then cancelled.
 
     Parameters
     ----------
@@ -54,18 +57,6 @@ def send_load(
         Time by `time.monotonic` from which the load's times count; 0.2 s from now if None.
     progress
         Called with the share of requests that have ended.
-
-    Returns
-    -------
-    requests
-        `live_run.REQUESTS`, a row per request in the order of the load. Times are those of
-        `time.monotonic`, a clock that all processes of the machine share. Columns known only to
-        the proxy are null, and ``engine`` is 0, until `proxy_log.join_proxy_log` fills them.
-
-    Raises
-    ------
-    InputError
-        If aiohttp is not installed or a request fails; the others are then cancelled.
 
     Notes
     -----
@@ -129,24 +120,11 @@ async def _send(
 def prefill_ahead(load: Load, url: str, *, model: str, temperature: float = 1.0) -> Load:
     """Compute all prompts of a load on a prefill engine before the load is sent.
 
-    Parameters
-    ----------
-    load
-        The load.
-    url
-        Base URL of the prefill engine, which keeps the KV cache until a decode engine fetches it.
-    model, temperature
-        As for `send_load`.
+    ``load``: the load; ``url``: base URL of the prefill engine, which keeps the KV cache until a
+    decode engine fetches it; ``model``, ``temperature``: as for `send_load`.
 
-    Returns
-    -------
-    Load
-        The same requests with the location of their KV cache.
-
-    Raises
-    ------
-    InputError
-        If aiohttp is not installed, a request fails, or the engine has no KV connector.
+    Returns Load: the same requests with the location of their KV cache. Raises InputError if
+    aiohttp is not installed, a request fails, or the engine has no KV connector.
     """
     aiohttp = import_aiohttp()
     address = url.rstrip("/") + "/v1/completions"

@@ -119,8 +119,6 @@ from eldr_sim.validation.live.steps import (
 )
 from eldr_sim.validation.live.timestamps import COMPONENTS, RequestTimestamps, live_timestamps
 
-__all__ = ["METRICS", "STATISTICS", "LiveComparison", "compare_runs", "noise_floor"]
-
 FloatArray = NDArray[np.float64]
 Row = dict[str, Any]
 
@@ -148,14 +146,9 @@ def compare_runs(
 ) -> LiveComparison:
     """Compare recorded runs with their simulations.
 
-    Parameters
-    ----------
-    pairs
-        Recordings with their simulations; runs of the same set-up, policy and load are repeats.
-    calibrated
-        The calibration that the simulations used.
-    progress
-        Called with the label of a run before it is compared.
+    ``pairs``: recordings with their simulations; runs of the same set-up, policy and load are
+    repeats; ``calibrated``: the calibration that the simulations used; ``progress``: called with
+    the label of a run before it is compared.
     """
     parts: dict[str, list[pd.DataFrame]] = defaultdict(list)
     rows: dict[str, list[Row]] = defaultdict(list)

@@ -18,8 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["Clock", "Drift", "DriftModel", "exponent"]
-
 FloatArray = NDArray[np.float64]
 
 _WINDOW = 3  # probes whose median is taken
@@ -31,27 +29,18 @@ class DriftModel(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    reference_s: float = Field(gt=0)
-    """Probe at the speed of the tables, s."""
-    moe: float
-    """Exponent of the MoE layers."""
-    attention: float
-    """Exponent of attention."""
-    rest: float
-    """Exponent of the other parts."""
-    step: float
-    """Exponent of whole steps."""
+    reference_s: float = Field(gt=0)  #: probe at the speed of the tables, s
+    moe: float  #: exponent of the MoE layers
+    attention: float  #: exponent of attention
+    rest: float  #: exponent of the other parts
+    step: float  #: exponent of whole steps
 
 
 class Drift:
     """Speed of a core over time.
 
-    Parameters
-    ----------
-    at_s, probe_s
-        Times of probes, ascending, and what they took; NaN are left out.
-    reference_s
-        What a probe takes at the reference speed; None takes the median.
+    ``at_s``, ``probe_s``: times of probes, ascending, and what they took; NaN are left out;
+    ``reference_s``: what a probe takes at the reference speed; None takes the median.
     """
 
     def __init__(self, at_s: FloatArray, probe_s: FloatArray, reference_s: float | None) -> None:

@@ -28,15 +28,6 @@ from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.validation.live.drift import Drift, DriftModel
 from eldr_sim.validation.live.live_run import EngineInfo
 
-__all__ = [
-    "CalibrationInfo",
-    "Delay",
-    "EngineCalibration",
-    "model_of",
-    "read_calibration",
-    "write_calibration",
-]
-
 FloatArray = NDArray[np.float64]
 
 _MUCH = 1 << 50  # value of figures that no calibrated component uses
@@ -47,10 +38,8 @@ class Delay(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    base_s: float = Field(ge=0)
-    """Delay of an empty prompt, s."""
-    per_token_s: float = Field(ge=0)
-    """Additional delay per prompt token, s."""
+    base_s: float = Field(ge=0)  #: delay of an empty prompt, s
+    per_token_s: float = Field(ge=0)  #: additional delay per prompt token, s
 
     def of(self, prompt_len: Any) -> Any:
         """Return the delay of prompts of given lengths (number or array), s."""
@@ -62,22 +51,14 @@ class CalibrationInfo(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    ingress_s: Delay
-    """From the client's post until the request is in the engine's queue."""
-    egress_s: float = Field(ge=0)
-    """From the end of a step until the client has its tokens."""
-    handoff_s: Delay
-    """From the end of a prefill until the request is in the decode engine's queue."""
-    transfer: TransferModel
-    """KV transfers."""
-    seconds: float = Field(ge=0)
-    """Wall time of the calibration."""
-    drift: DriftModel | None = None
-    """How steps follow the engine's probe; None without one."""
-    doubts: list[str] = []
-    """Why the tables are not to be trusted, a line each."""
-    notes: dict[str, Any] = {}
-    """Further figures."""
+    ingress_s: Delay  #: from the client's post until the request is in the engine's queue
+    egress_s: float = Field(ge=0)  #: from the end of a step until the client has its tokens
+    handoff_s: Delay  #: from the end of a prefill until the request is in the decode engine's queue
+    transfer: TransferModel  #: KV transfers
+    seconds: float = Field(ge=0)  #: wall time of the calibration
+    drift: DriftModel | None = None  #: how steps follow the engine's probe; None without one
+    doubts: list[str] = []  #: why the tables are not to be trusted, a line each
+    notes: dict[str, Any] = {}  #: further figures
 
 
 @dataclass(frozen=True)
@@ -91,10 +72,7 @@ class EngineCalibration:
     def gpu(self) -> GPU:
         """The device of the tables: a known GPU, or a placeholder with that name.
 
-        Raises
-        ------
-        InputError
-            If there is no table, or tables name several devices.
+        Raises InputError if there is no table, or tables name several devices.
         """
         names = sorted({table.metadata.gpu for table in self.tables})
         if len(names) != 1:
@@ -115,10 +93,7 @@ class EngineCalibration:
     def step_time(self, model: ModelDims, engine: EngineInfo, max_model_len: int) -> StepTimeModel:
         """Return the step times of an engine.
 
-        Raises
-        ------
-        InputError
-            If a part of a step has no table.
+        Raises InputError if a part of a step has no table.
         """
         step_time = build_step_time_model(
             model,
@@ -143,14 +118,8 @@ class EngineCalibration:
 def device_of(name: str, engine: EngineInfo | None = None, memory_bytes: int = _MUCH) -> GPU:
     """Return a known GPU by its name; else a device of which only its tables are known.
 
-    Parameters
-    ----------
-    name
-        GPU name of the tables.
-    engine
-        Gives the defaults of ``--max-num-seqs`` and ``--max-num-batched-tokens``.
-    memory_bytes
-        Memory of the device.
+    ``name``: GPU name of the tables; ``engine``: gives the defaults of ``--max-num-seqs`` and
+    ``--max-num-batched-tokens``; ``memory_bytes``: memory of the device.
     """
     if name in list_gpus():
         return load_gpu(name)
@@ -195,10 +164,7 @@ def write_calibration(
 def read_calibration(folder: str | os.PathLike[str]) -> EngineCalibration:
     """Read a calibration.
 
-    Raises
-    ------
-    InputError
-        If a file is missing or not what it should be.
+    Raises InputError if a file is missing or not what it should be.
     """
     base = Path(folder)
     try:

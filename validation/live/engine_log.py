@@ -17,41 +17,28 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.capture.step_log import LogReader, external_ids
 
-__all__ = ["EngineLog", "EngineStep", "read_complete_log", "read_engine_log", "request_rows"]
-
 _LIMIT_S = 10.0  # an engine writes a step within milliseconds
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class EngineStep:
-    """One step that computed tokens. Times are seconds of ``CLOCK_MONOTONIC``.
+    """One step that computed tokens. Times are seconds of ``CLOCK_MONOTONIC``."""
 
-    Attributes
-    ----------
-    start_s, end_s
-        Start of scheduling; hand-over of the outputs to the front end.
-    forward_start_s, forward_end_s
-        Start and end of the forward pass.
-    moe_s, attention_s
-        Time of all MoE layers (gates included), and of attention in all layers.
-    rows
-        (request, position of its first token, tokens) of every request in the step.
-    distinct
-        int64 ``[layers]``: distinct experts of each MoE layer.
-    probe_s
-        Time of the plug-in's probe before the step; NaN without one.
-    """
-
+    #: ``start_s``, ``end_s``: start of scheduling; hand-over of the outputs to the front end.
     start_s: float
     end_s: float
+    #: ``forward_start_s``, ``forward_end_s``: start and end of the forward pass.
     forward_start_s: float
     forward_end_s: float
+    #: ``moe_s``, ``attention_s``: time of all MoE layers (gates included), and of attention in all
+    #: layers.
     moe_s: float
     attention_s: float
+    #: (request, position of its first token, tokens) of every request in the step.
     rows: list[tuple[str, int, int]]
-    distinct: NDArray[np.int64]
-    probe_s: float = math.nan
+    distinct: NDArray[np.int64]  #: int64 ``[layers]``: distinct experts of each MoE layer
+    probe_s: float = math.nan  #: time of the plug-in's probe before the step; NaN without one
 
     @property
     def tokens(self) -> int:
@@ -61,24 +48,14 @@ class EngineStep:
 
 @dataclass(frozen=True)
 class EngineLog:
-    """The log of one engine.
+    """The log of one engine."""
 
-    Attributes
-    ----------
-    engine
-        ``max_num_seqs``, ``max_num_batched_tokens``, ``block_size``, ``n_blocks`` and
-        ``max_model_len`` as the engine runs with them.
-    received_s
-        Arrival of each request at the engine process.
-    steps
-        Steps in order.
-    pulled_s
-        Start and end of each KV transfer into this engine, by request.
-    """
-
+    #: ``max_num_seqs``, ``max_num_batched_tokens``, ``block_size``, ``n_blocks`` and
+    #: ``max_model_len`` as the engine runs with them.
     engine: dict[str, int]
-    received_s: dict[str, float]
-    steps: list[EngineStep]
+    received_s: dict[str, float]  #: arrival of each request at the engine process
+    steps: list[EngineStep]  #: steps in order
+    #: Start and end of each KV transfer into this engine, by request.
     pulled_s: dict[str, tuple[float, float]]
 
     def cycles_s(self) -> NDArray[np.float64]:
@@ -98,10 +75,7 @@ class EngineLog:
 def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
     """Read the folder that ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` named for an engine.
 
-    Raises
-    ------
-    InputError
-        If a file is missing or damaged, or the logs differ in their steps.
+    Raises InputError if a file is missing or damaged, or the logs differ in their steps.
     """
     base = Path(folder)
     engine = _lines(base, "engine-*.jsonl")
@@ -151,20 +125,10 @@ def read_complete_log(
 
     A client has its last token before the engine's processes have logged the step that sampled it.
 
-    Parameters
-    ----------
-    folder
-        As for `read_engine_log`.
-    computed
-        Tokens that the engine has computed of each request, by the client's name, when it is done
-        with it: all but the last one, which is never fed.
-    limit_s
-        How long to wait, s.
-
-    Raises
-    ------
-    InputError
-        If the log does not hold them within the time, or cannot be read.
+    ``folder``: as for `read_engine_log`; ``computed``: tokens that the engine has computed of each
+    request, by the client's name, when it is done with it: all but the last one, which is never
+    fed; ``limit_s``: how long to wait, s. Raises InputError if the log does not hold them within
+    the time, or cannot be read.
     """
     deadline = time.monotonic() + limit_s
     while True:

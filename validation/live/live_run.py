@@ -26,8 +26,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 
-__all__ = ["REQUESTS", "STEPS", "EngineInfo", "LiveRun", "LoadInfo", "RunInfo", "read_live_run"]
-
 REQUESTS = pa.schema(
     [
         ("request_id", pa.string()),
@@ -64,18 +62,12 @@ class EngineInfo(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
-    """Such as ``prefill0``."""
-    role: Literal["prefill", "decode", "colocated"]
-    """Work of the engine."""
-    max_num_seqs: int
-    """Most running sequences."""
-    max_num_batched_tokens: int
-    """Token budget of a step."""
-    block_size: int
-    """Tokens of a KV block."""
-    n_blocks: int
-    """KV blocks."""
+    name: str  #: such as ``prefill0``
+    role: Literal["prefill", "decode", "colocated"]  #: work of the engine
+    max_num_seqs: int  #: most running sequences
+    max_num_batched_tokens: int  #: token budget of a step
+    block_size: int  #: tokens of a KV block
+    n_blocks: int  #: KV blocks
 
 
 class LoadInfo(BaseModel):
@@ -83,21 +75,16 @@ class LoadInfo(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
-    """Name of the load in the report."""
-    request_rate: float
-    """Mean requests per second."""
-    burstiness: float
-    """Shape of the gamma distribution of the gaps; 1 is Poisson."""
+    name: str  #: name of the load in the report
+    request_rate: float  #: mean requests per second
+    burstiness: float  #: shape of the gamma distribution of the gaps; 1 is Poisson
+    #: Whether all requests have the same lengths, or lengths from a recorded distribution.
     lengths: Literal["fixed", "recorded"]
-    """Whether all requests have the same lengths, or lengths from a recorded distribution."""
-    num_requests: int
-    """Requests sent."""
-    seed: int
-    """Seed of arrivals, lengths and prompts."""
+    num_requests: int  #: requests sent
+    seed: int  #: seed of arrivals, lengths and prompts
+    #: Order of the engines' queues; with ``sjf`` each request's priority is its prompt's length,
+    #: and the engines schedule by priority.
     queue_order: Literal["fcfs", "sjf"] = "fcfs"
-    """Order of the engines' queues; with ``sjf`` each request's priority is its prompt's length,
-    and the engines schedule by priority."""
 
 
 class RunInfo(BaseModel):
@@ -105,27 +92,18 @@ class RunInfo(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    setup: str
-    """``colocated``, ``1P1D`` or ``1P2D``."""
-    policy: str
-    """Decode policy of the proxy; ``round_robin`` if there is one engine."""
-    repeat: int
-    """Number of the repetition of this load."""
-    load: LoadInfo
-    """Offered load."""
-    engines: list[EngineInfo]
-    """Prefill engines first."""
+    setup: str  #: ``colocated``, ``1P1D`` or ``1P2D``
+    policy: str  #: decode policy of the proxy; ``round_robin`` if there is one engine
+    repeat: int  #: number of the repetition of this load
+    load: LoadInfo  #: offered load
+    engines: list[EngineInfo]  #: prefill engines first
+    #: Whether all prompts were computed before the run, because engines share a core. Requests then
+    #: begin with the transfer of their KV cache.
     prefilled: bool = False
-    """Whether all prompts were computed before the run, because engines share a core. Requests then
-    begin with the transfer of their KV cache."""
-    model: dict[str, Any]
-    """The model's ``config.json``."""
-    max_model_len: int
-    """Most tokens of a request."""
-    versions: dict[str, str]
-    """Versions of vLLM, torch, NIXL and eldr-sim."""
-    machine: dict[str, str]
-    """Processor or GPU, cores, memory, kernel."""
+    model: dict[str, Any]  #: the model's ``config.json``
+    max_model_len: int  #: most tokens of a request
+    versions: dict[str, str]  #: versions of vLLM, torch, NIXL and eldr-sim
+    machine: dict[str, str]  #: processor or GPU, cores, memory, kernel
 
 
 @dataclass(frozen=True)
@@ -157,10 +135,7 @@ def write_live_run(
 def read_live_run(folder: str | os.PathLike[str]) -> LiveRun:
     """Read a recorded run.
 
-    Raises
-    ------
-    InputError
-        If a file is missing or not what it should be.
+    Raises InputError if a file is missing or not what it should be.
     """
     base = Path(folder)
     try:

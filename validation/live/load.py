@@ -16,8 +16,6 @@ from eldr_sim.traces.requests.request_logs import read_request_log
 from eldr_sim.traces.streams import stream
 from eldr_sim.validation.live.live_run import LoadInfo
 
-__all__ = ["Load", "LoadRequest", "make_load"]
-
 #: Lengths of the 19,366 requests of the Azure LLM inference trace 2023, conversation
 #: (``AzureLLMInferenceTrace_conv.csv`` of Azure/AzurePublicDataset, CC BY 4.0; Patel et al.,
 #: Splitwise, ISCA 2024): prompt and output tokens at some percentiles, computed from that file.
@@ -32,33 +30,16 @@ _PROMPT_MEAN, _OUTPUT_MEAN = 1154.7, 211.1
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One request.
+    """One request."""
 
-    Attributes
-    ----------
-    request_id
-        Value of the client's ``X-Request-Id``.
-    domain
-        Name of its domain.
-    prompt
-        Token ids.
-    output_len
-        Tokens to generate.
-    send_s
-        Send time, seconds since the start of the run.
-    kv_transfer_params
-        Location of the prompt's KV cache on a prefill engine; None if it is not computed yet.
-    priority
-        Its priority, the lowest first; None gives none.
-    """
-
-    request_id: str
-    domain: str
-    prompt: list[int]
-    output_len: int
-    send_s: float
+    request_id: str  #: value of the client's ``X-Request-Id``
+    domain: str  #: name of its domain
+    prompt: list[int]  #: token ids
+    output_len: int  #: tokens to generate
+    send_s: float  #: send time, seconds since the start of the run
+    #: Location of the prompt's KV cache on a prefill engine; None if it is not computed yet.
     kv_transfer_params: dict[str, Any] | None = None
-    priority: int | None = None
+    priority: int | None = None  #: its priority, the lowest first; None gives none
 
 
 @dataclass(frozen=True)
@@ -86,6 +67,8 @@ def make_load(
     Each decision draws from its own random stream: a longer load starts with the requests of a
     shorter one, and the rate does not change lengths or prompts.
 
+    Raises InputError if an argument is not valid.
+
     Parameters
     ----------
     info
@@ -108,11 +91,6 @@ def make_load(
     prefix
         Request ``i`` is named ``<prefix>-<i>``. Runs that share a capture log need different
         prefixes.
-
-    Raises
-    ------
-    InputError
-        If an argument is not valid.
     """
     _check(info, domains, workload)
     _check_mix(domains, domain_mix or {})

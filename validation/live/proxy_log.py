@@ -12,11 +12,12 @@ import pyarrow as pa
 from eldr_sim.errors import InputError
 from eldr_sim.validation.live.live_run import REQUESTS
 
-__all__ = ["join_proxy_log"]
-
 
 def join_proxy_log(requests: pa.Table, path: str | os.PathLike[str]) -> pa.Table:
     """Put what the proxy has logged into the client's table.
+
+    Raises InputError if the file is no log of a proxy, or one of the requests is not in it exactly
+    once.
 
     Parameters
     ----------
@@ -26,11 +27,6 @@ def join_proxy_log(requests: pa.Table, path: str | os.PathLike[str]) -> pa.Table
         ``ProxyConfig.log``: ``request_id``, ``prefilled_s`` and ``routed_s`` (s of
         `time.monotonic`; no ``prefilled_s`` without prefill engines) and ``engine`` of each
         request, in the order of routing.
-
-    Raises
-    ------
-    InputError
-        If the file is no log of a proxy, or one of the requests is not in it exactly once.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     try:

@@ -44,19 +44,10 @@ def domain_slices(vocab_size: int) -> dict[str, tuple[int, int]]:
 def write_model(folder: str | os.PathLike[str], seed: int = 0, **shape: int) -> dict[str, Any]:
     """Write the model in Hugging Face format, bfloat16, and return its configuration.
 
-    Parameters
-    ----------
-    folder
-        Folder to make; must not exist.
-    seed
-        Seed of the weights.
-    shape
-        Fields that override :data:`SHAPE`.
+    ``folder``: folder to make; must not exist; ``seed``: seed of the weights; ``shape``: fields
+    that override :data:`SHAPE`.
 
-    Raises
-    ------
-    InputError
-        If torch or transformers is not installed.
+    Raises InputError if torch or transformers is not installed.
     """
     try:
         import torch

@@ -39,8 +39,6 @@ from eldr_sim.validation.live.report_pictures import draw_pictures
 from eldr_sim.validation.live.report_text import markdown
 from eldr_sim.validation.live.simulated_run import SimulatedRun, simulate_run
 
-__all__ = ["read_campaign", "write_report"]
-
 Row = dict[str, Any]
 
 
@@ -105,10 +103,7 @@ def write_report(
 def read_campaign(campaign: Path) -> tuple[list[LiveRun], dict[str, EngineCalibration]]:
     """Return the runs of a campaign, in the order of the report, and the set-ups' calibrations.
 
-    Raises
-    ------
-    InputError
-        If the campaign is incomplete, or its runs differ in model, build or machine.
+    Raises InputError if the campaign is incomplete, or its runs differ in model, build or machine.
     """
     folders = sorted(path.parent for path in campaign.glob("runs/*/run.json"))
     if not folders:

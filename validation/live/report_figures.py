@@ -15,14 +15,12 @@ from eldr_sim.validation.live.engine_calibration import EngineCalibration
 from eldr_sim.validation.live.live_run import LiveRun
 from eldr_sim.validation.live.report_orders import queue_orders
 
-__all__ = ["GOALS", "PARTS", "POLICIES", "SETUPS", "report_document"]
-
 Row = dict[str, Any]
 
-SETUPS = ("colocated", "1P1D", "1P2D")
-"""Set-ups that a full campaign has."""
+SETUPS = ("colocated", "1P1D", "1P2D")  #: set-ups that a full campaign has
+#: Decode policies of a full campaign on several decode engines.
 POLICIES = ("round_robin", "jsq", "eldr")
-"""Decode policies of a full campaign on several decode engines."""
+#: Largest error of each figure, %; an error within the live noise floor also passes.
 GOALS = {
     "decode step median": 5.0,
     "decode step p90": 10.0,
@@ -30,9 +28,7 @@ GOALS = {
     "tpot p99": 5.0,
     "ttft p50": 10.0,
 }
-"""Largest error of each figure, %; an error within the live noise floor also passes."""
-PARTS = ("moe", "attention", "rest")
-"""Parts of a step."""
+PARTS = ("moe", "attention", "rest")  #: parts of a step
 _LOADS, _REPEATS, _BATCH = 4, 3, 16  # of a full campaign: loads, repeats, decode batch reached
 
 

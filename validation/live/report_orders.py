@@ -12,8 +12,6 @@ import pandas as pd
 from eldr_sim.validation.live.comparison import LiveComparison, noise_floor
 from eldr_sim.validation.live.live_run import LiveRun
 
-__all__ = ["FIGURES", "queue_orders"]
-
 Row = dict[str, Any]
 
 FIGURES = ("mean wait", "mean TTFT", "p99 TTFT", "TTFT of the longest 5% of prompts")
@@ -24,14 +22,11 @@ _LONGEST = 0.95
 def queue_orders(runs: Sequence[LiveRun], compared: LiveComparison) -> list[Row]:
     """Return shortest first against first come, first served, a row a load and figure.
 
-    Returns
-    -------
-    list of dict
-        ``setup``, ``load``, ``figure``; ``repeats`` of both orders; ``live_fcfs_ms``,
-        ``live_sjf_ms``, ``simulated_fcfs_ms``, ``simulated_sjf_ms``: means over them;
-        ``live_percent``, ``simulated_percent``: mean change, of repeats of the same number, which
-        ran one after the other; ``noise_percent``: mean difference between the live changes of two
-        repeats, in points; ``error_points``: simulated less live change.
+    Returns list of dict: ``setup``, ``load``, ``figure``; ``repeats`` of both orders;
+    ``live_fcfs_ms``, ``live_sjf_ms``, ``simulated_fcfs_ms``, ``simulated_sjf_ms``: means over them;
+    ``live_percent``, ``simulated_percent``: mean change, of repeats of the same number, which ran
+    one after the other; ``noise_percent``: mean difference between the live changes of two repeats,
+    in points; ``error_points``: simulated less live change.
     """
     orders = {(run.info.setup, run.info.load.name): run.info.load.queue_order for run in runs}
     values: dict[tuple[str, str, str], dict[tuple[str, int], tuple[float, float]]]

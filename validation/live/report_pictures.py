@@ -24,8 +24,6 @@ from eldr_sim.validation.live.comparison import LiveComparison
 from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
 from eldr_sim.validation.live.live_run import LiveRun
 
-__all__ = ["draw_pictures"]
-
 Row = dict[str, Any]
 
 _METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
@@ -43,18 +41,11 @@ def draw_pictures(
 ) -> list[Row]:
     """Draw all pictures into a folder.
 
-    Parameters
-    ----------
-    folder
-        Folder of the PNG files.
-    runs, calibrated, compared
-        Runs of a campaign, calibrations of their set-ups, and their comparison.
+    ``runs``, ``calibrated``, ``compared``: runs of a campaign, calibrations of their set-ups, and
+    their comparison.
 
-    Returns
-    -------
-    list of dict
-        ``file``, ``kind`` (``cdf``, ``components``, ``steps`` or ``distinct``), ``setup``, and
-        ``of`` (the set-up, with the policy if there are several) of each picture.
+    Returns list of dict: ``file``, ``kind`` (``cdf``, ``components``, ``steps`` or ``distinct``),
+    ``setup``, and ``of`` (the set-up, with the policy if there are several) of each picture.
     """
     drawn: list[Row] = []
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from eldr_sim.validation.live.timestamps import COMPONENTS
 
-__all__ = ["headline_table", "markdown"]
-
 Row = dict[str, Any]
 
 _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
@@ -28,10 +26,7 @@ _CAPTIONS = {
 def markdown(document: Row) -> str:
     """Return the text of a report.
 
-    Parameters
-    ----------
-    document
-        Content of ``comparison.json`` (:mod:`~.report`).
+    ``document``: content of ``comparison.json`` (:mod:`~.report`).
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -67,10 +62,7 @@ def markdown(document: Row) -> str:
 def headline_table(document: Row) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows of the table of goals, as plain text.
 
-    Parameters
-    ----------
-    document
-        What ``comparison.json`` holds.
+    ``document``: what ``comparison.json`` holds.
     """
     rows = []
     for row in document["headline"]:

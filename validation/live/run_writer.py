@@ -24,8 +24,6 @@ from eldr_sim.validation.live.engine_log import EngineLog, request_rows
 from eldr_sim.validation.live.live_run import STEPS, RunInfo, write_live_run
 from eldr_sim.validation.live.setups import Endpoint
 
-__all__ = ["assemble_run", "machine", "steps_table", "versions", "write_trace_of"]
-
 _TIMES = ("sent_s", "prefilled_s", "routed_s")
 
 
@@ -38,6 +36,8 @@ def assemble_run(
     model: str,
 ) -> None:
     """Write a recorded run into a new folder, with times relative to the first request.
+
+    Raises InputError if the logs lack tokens of a request.
 
     Parameters
     ----------
@@ -53,11 +53,6 @@ def assemble_run(
         The engines; their capture logs hold the routing.
     model
         Model that the engines serve.
-
-    Raises
-    ------
-    InputError
-        If the logs lack tokens of a request.
     """
     start = float(np.min(requests["sent_s"].to_numpy()))
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}

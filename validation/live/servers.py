@@ -21,8 +21,6 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.capture.vllm_plugin import ENVIRONMENT_VARIABLE as CAPTURE_VARIABLE
 from eldr_sim.validation.live.plugin import TIMING_VARIABLE
 
-__all__ = ["EngineOptions", "EngineProcess", "answers", "free_port", "require_vllm"]
-
 #: ``--served-model-name`` of engines and the model that clients ask for.
 SERVED_NAME = "model"
 _START_LIMIT_S = 900.0
@@ -41,44 +39,26 @@ class EngineOptions:
     dtype: str = "bfloat16"
     tensor_parallel_size: int = 1
     block_size: int | None = None
-    kv_cache_gib: int = 1
-    """Memory of the KV cache of an engine on a CPU, GiB."""
-    extra: tuple[str, ...] = ()
-    """Further arguments of ``vllm serve``."""
+    kv_cache_gib: int = 1  #: memory of the KV cache of an engine on a CPU, GiB
+    extra: tuple[str, ...] = ()  #: further arguments of ``vllm serve``
 
 
 @dataclass
 class EngineProcess:
     """``vllm serve`` with the plug-ins, as a context manager.
 
-    Parameters
-    ----------
-    options
-        The model and the engine's size.
-    name, role
-        Name in logs; role in the set-up.
-    log
-        Folder for logs; made if missing.
-    core
-        CPU core of the model's compute thread; None on a GPU.
-    host_core
-        CPU core of all other threads, so that they do not slow down the compute thread.
-    devices
-        GPUs of the engine.
-
-    Raises
-    ------
-    InputError
-        If vLLM is not installed or does not start.
+    Raises InputError if vLLM is not installed or does not start.
     """
 
-    options: EngineOptions
+    options: EngineOptions  #: the model and the engine's size
+    #: ``name``, ``role``: name in logs; role in the set-up.
     name: str
     role: Literal["prefill", "decode", "colocated"]
-    log: Path
-    core: int | None = None
+    log: Path  #: folder for logs; made if missing
+    core: int | None = None  #: CPU core of the model's compute thread; None on a GPU
+    #: CPU core of all other threads, so that they do not slow down the compute thread.
     host_core: int | None = None
-    devices: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()  #: GPUs of the engine
     url: str = ""
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 

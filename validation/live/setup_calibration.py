@@ -40,8 +40,6 @@ from eldr_sim.validation.live.servers import SERVED_NAME, EngineOptions
 from eldr_sim.validation.live.setups import Setup, start_proxy
 from eldr_sim.validation.live.table_quality import doubts, quality
 
-__all__ = ["calibrate", "capacity", "engine_infos", "read_logs", "send_at_once"]
-
 _KV_GRID = tuple(
     (descriptors * size, descriptors)
     for descriptors in (1, 16, 128, 512)
@@ -224,12 +222,7 @@ def capacity(
 def read_logs(setup: Setup, requests: pa.Table | None = None) -> dict[str, EngineLog]:
     """Read the log of each engine, once it holds the last tokens of its requests.
 
-    Parameters
-    ----------
-    setup
-        The engines.
-    requests
-        ``live_run.REQUESTS`` that they have answered.
+    ``setup``: the engines; ``requests``: ``live_run.REQUESTS`` that they have answered.
     """
     logs = {}
     for endpoint in setup.endpoints:

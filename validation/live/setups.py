@@ -15,8 +15,6 @@ from typing import Literal
 from eldr_sim.errors import InputError
 from eldr_sim.validation.live.servers import EngineOptions, EngineProcess, answers, free_port
 
-__all__ = ["SETUPS", "Endpoint", "Setup", "existing_setup", "start_proxy", "started_setup"]
-
 Role = Literal["prefill", "decode", "colocated"]
 
 SETUPS: dict[str, tuple[tuple[str, Role], ...]] = {
@@ -42,43 +40,23 @@ _ANSWER_LIMIT_S = 900.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A running engine.
+    """A running engine."""
 
-    Attributes
-    ----------
-    name, role
-        As in the set-up.
-    url
-        Base URL.
-    log
-        Folder that ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` name in its environment.
-    """
-
+    #: ``name``, ``role``: as in the set-up.
     name: str
     role: Role
-    url: str
-    log: Path
+    url: str  #: base URL
+    log: Path  #: folder that ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` name in its environment
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A running set-up.
+    """A running set-up."""
 
-    Attributes
-    ----------
-    name
-        Name such as ``1P1D``.
-    endpoints
-        Engines, prefill engines first.
-    folder
-        Folder for the logs of proxies.
-    client_core
-        Core of client and proxy on a machine without GPUs; None does not pin them.
-    """
-
-    name: str
-    endpoints: tuple[Endpoint, ...]
-    folder: Path
+    name: str  #: name such as ``1P1D``
+    endpoints: tuple[Endpoint, ...]  #: engines, prefill engines first
+    folder: Path  #: folder for the logs of proxies
+    #: Core of client and proxy on a machine without GPUs; None does not pin them.
     client_core: int | None = None
     _engines: list[EngineProcess] = field(default_factory=list, repr=False)
 
@@ -107,21 +85,9 @@ class Setup:
 def started_setup(name: str, options: EngineOptions, folder: Path, *, gpu: bool) -> Iterator[Setup]:
     """Start the engines of a set-up, and stop them at the end of the block.
 
-    Parameters
-    ----------
-    name
-        Name in :data:`SETUPS`.
-    options
-        Model and size of the engines.
-    folder
-        Folder for the engines' logs.
-    gpu
-        Whether engines run on GPUs, in the order of CUDA_VISIBLE_DEVICES; else on CPU cores.
-
-    Raises
-    ------
-    InputError
-        If an engine does not start.
+    ``name``: name in :data:`SETUPS`; ``options``: model and size of the engines; ``folder``: folder
+    for the engines' logs; ``gpu``: whether engines run on GPUs, in the order of
+    CUDA_VISIBLE_DEVICES; else on CPU cores. Raises InputError if an engine does not start.
     """
     cores = _CORES[name]
     engines = []
@@ -147,12 +113,8 @@ def existing_setup(
 ) -> Setup:
     """Return a set-up of engines that already run on this machine.
 
-    Parameters
-    ----------
-    folder
-        Folder for the logs of proxies.
-    prefill, decode
-        URL and log folder of each engine; without prefill engines the others are co-located.
+    ``folder``: folder for the logs of proxies; ``prefill``, ``decode``: URL and log folder of each
+    engine; without prefill engines the others are co-located.
     """
     role: Role = "decode" if prefill else "colocated"
     points = [Endpoint(f"prefill{i}", "prefill", u, log) for i, (u, log) in enumerate(prefill)]
@@ -168,10 +130,7 @@ def start_proxy(
 ) -> Iterator[str]:
     """Run the proxy in front of a set-up and yield its URL; for a lone engine, yield the engine's.
 
-    Raises
-    ------
-    InputError
-        If the proxy does not start.
+    Raises InputError if the proxy does not start.
     """
     if len(setup.endpoints) == 1:
         yield setup.endpoints[0].url

@@ -100,18 +100,9 @@ def simulate_run(
 ) -> SimulatedRun:
     """Simulate a recorded run.
 
-    Parameters
-    ----------
-    run, calibrated
-        The recording, and the calibration of its engines.
-    artifact
-        ELDR's offline fit; other policies read none.
-
-    Raises
-    ------
-    InputError
-        If the recording and its trace do not match, the tables do not cover the model, or the
-        simulation fails.
+    ``run``, ``calibrated``: the recording, and the calibration of its engines; ``artifact``: ELDR's
+    offline fit; other policies read none. Raises InputError if the recording and its trace do not
+    match, the tables do not cover the model, or the simulation fails.
     """
     model = check_run(run)
     info, requests, trace = run.info, run.requests, run.trace
@@ -225,10 +216,7 @@ def _workload(run: LiveRun, queued_s: NDArray[np.float64], order: NDArray[np.int
 def check_run(run: LiveRun) -> ModelDims:
     """Check that the trace of a run belongs to its requests, and return its model.
 
-    Raises
-    ------
-    InputError
-        If lengths or layers differ, or rows are missing.
+    Raises InputError if lengths or layers differ, or rows are missing.
     """
     model, trace, requests = model_of(run.info.model), run.trace, run.requests
     fit_trace(trace, model)

@@ -20,26 +20,16 @@ from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.validation.live.drift import DriftModel
 from eldr_sim.validation.live.live_run import LiveRun
 
-__all__ = ["Composition", "Prediction", "StepUnions", "compositions", "durations", "predict"]
-
 
 @dataclass(frozen=True)
 class Composition:
-    """Tokens that a step computed.
+    """Tokens that a step computed."""
 
-    Attributes
-    ----------
-    running
-        (request, context) of each sequence that samples a token; context counts the tokens that
-        this token attends to, itself included.
-    chunks
-        (request, start, stop) of all other tokens.
-    members
-        {(request, first token, tokens)}; equal for equal steps.
-    """
-
+    #: (request, context) of each sequence that samples a token; context counts the tokens that this
+    #: token attends to, itself included.
     running: tuple[tuple[int, int], ...]
-    chunks: tuple[tuple[int, int, int], ...]
+    chunks: tuple[tuple[int, int, int], ...]  #: (request, start, stop) of all other tokens
+    #: {(request, first token, tokens)}; equal for equal steps.
     members: frozenset[tuple[int, int, int]]
 
     @property
@@ -60,14 +50,9 @@ def compositions(
 ) -> list[Composition]:
     """Return the compositions of steps.
 
-    Parameters
-    ----------
-    steps
-        Requests, first tokens and numbers of tokens of each step.
-    prompt_len
-        Prompt tokens of all requests.
-    prefills
-        Whether a prefill engine ran the step: there all tokens count as chunks.
+    ``steps``: requests, first tokens and numbers of tokens of each step; ``prompt_len``: prompt
+    tokens of all requests; ``prefills``: whether a prefill engine ran the step: there all tokens
+    count as chunks.
     """
     found = []
     lengths = prompt_len.tolist()
@@ -88,10 +73,7 @@ def compositions(
 class StepUnions:
     """Counter of distinct experts of steps, from trace rows, by the simulator's own code.
 
-    Parameters
-    ----------
-    trace
-        The run's own routing trace, with prompts.
+    ``trace``: the run's own routing trace, with prompts.
     """
 
     def __init__(self, trace: RoutingTrace) -> None:
@@ -148,12 +130,8 @@ def predict(
 ) -> Prediction:
     """Predict the time of a step from its composition.
 
-    Parameters
-    ----------
-    step_time
-        Step times of the engine, with tables of mixed steps.
-    step, distinct
-        The step, and its distinct experts per MoE layer.
+    ``step_time``: step times of the engine, with tables of mixed steps; ``step``, ``distinct``: the
+    step, and its distinct experts per MoE layer.
     """
     chunks = [(start, stop - start) for _, start, stop in step.chunks]
     batch, sampled = len(step.running), {request for request, _ in step.running}
@@ -173,12 +151,8 @@ def durations(
     new request of the next step was in its queue before the end. The arrival of a KV cache at a
     decode engine is not observed and does not count.
 
-    Parameters
-    ----------
-    run, steps
-        The recording, and the compositions of its steps.
-    queued_s
-        Arrival of each request in the queue of the engine that computes its prompt, s.
+    ``run``, ``steps``: the recording, and the compositions of its steps; ``queued_s``: arrival of
+    each request in the queue of the engine that computes its prompt, s.
     """
     roles = {engine.name: engine.role for engine in run.info.engines}
     prompt_len = run.requests["prompt_len"].to_numpy()

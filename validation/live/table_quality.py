@@ -14,8 +14,6 @@ import numpy as np
 
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
-__all__ = ["doubts", "quality"]
-
 #: A row is out of order if one with as much work or more takes less than this share of its time.
 _LESS = 0.90
 #: Most of the rows that may be out of order; largest median spread (IQR / median) of the rows.
@@ -33,11 +31,9 @@ _DECISIVE = ("moe", "engine_step")
 def quality(tables: Iterable[LatencyTable]) -> dict[str, Any]:
     """Return figures of the tables' quality.
 
-    Returns
-    -------
-    dict
-        By kind: ``rows``; ``spread_median`` and ``spread_p90``, of IQR / median of a row's samples;
-        ``out_of_order``, the share of the rows that take longer than a row with more work.
+    Returns dict: by kind: ``rows``; ``spread_median`` and ``spread_p90``, of IQR / median of a
+    row's samples; ``out_of_order``, the share of the rows that take longer than a row with more
+    work.
     """
     found: dict[str, Any] = {}
     for table in tables:

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from eldr_sim.validation.live.engine_calibration import CalibrationInfo
 from eldr_sim.validation.live.live_run import LiveRun
 
-__all__ = ["COMPONENTS", "RequestTimestamps", "live_timestamps"]
-
 FloatArray = NDArray[np.float64]
 
 COMPONENTS = ("queue", "prefill", "transfer", "decode", "host")
@@ -21,35 +19,22 @@ COMPONENTS = ("queue", "prefill", "transfer", "decode", "host")
 
 @dataclass(frozen=True)
 class RequestTimestamps:
-    """Timestamps of all requests, s: arrays of shape [requests], NaN where one is missing.
+    """Timestamps of all requests, s: arrays of shape [requests], NaN where one is missing."""
 
-    Attributes
-    ----------
-    sent_s
-        Post by the client.
-    queued_s
-        Arrival in the queue of the engine that computes the prompt.
-    prefill_start_s, prefill_end_s
-        Start of the prompt's first step; end of its last step.
-    handed_s
-        Arrival in the decode engine's queue; ``prefill_end_s`` on a co-located engine.
-    decode_start_s
-        Start of the first decode step; ``prefill_end_s`` on a co-located engine.
-    first_step_s, last_step_s
-        End of the step that yields the first and the last token.
-    token_s
-        Arrival of each token at the client: an array per request.
-    """
-
-    sent_s: FloatArray
-    queued_s: FloatArray
+    sent_s: FloatArray  #: post by the client
+    queued_s: FloatArray  #: arrival in the queue of the engine that computes the prompt
+    #: ``prefill_start_s``, ``prefill_end_s``: start of the prompt's first step; end of its last
+    #: step.
     prefill_start_s: FloatArray
     prefill_end_s: FloatArray
+    #: Arrival in the decode engine's queue; ``prefill_end_s`` on a co-located engine.
     handed_s: FloatArray
+    #: Start of the first decode step; ``prefill_end_s`` on a co-located engine.
     decode_start_s: FloatArray
+    #: ``first_step_s``, ``last_step_s``: end of the step that yields the first and the last token.
     first_step_s: FloatArray
     last_step_s: FloatArray
-    token_s: list[FloatArray]
+    token_s: list[FloatArray]  #: arrival of each token at the client: an array per request
 
     @cached_property
     def first_token_s(self) -> FloatArray:

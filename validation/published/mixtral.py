@@ -82,10 +82,7 @@ def mixtral_rows() -> list[PublishedRow[Stage]]:
 def read_requests(folder: Path, load: str) -> Requests:
     """Return when the requests of a load came, s, and their prompt and output tokens.
 
-    Raises
-    ------
-    InputError
-        If the folder holds no such requests.
+    Raises InputError if the folder holds no such requests.
     """
     files = [p for p in sorted(folder.glob(f"*mixtral*-{load}.json")) if "truth" not in p.name]
     if not files:
@@ -138,21 +135,9 @@ def predict_mixtral(
 ) -> pa.Table:
     """Predict published stages; see `predictions.predict`.
 
-    Parameters
-    ----------
-    folder
-        The published requests.
-    rows
-        The stages.
-    form
-        What to take into account; everything when not given, graphs padded as vLLM 0.15 did.
-    progress
-        Called with the share of stages done.
-
-    Raises
-    ------
-    InputError
-        If the folder lacks requests.
+    ``folder``: the published requests; ``rows``: the stages; ``form``: what to take into account;
+    everything when not given, graphs padded as vLLM 0.15 did; ``progress``: called with the share
+    of stages done. Raises InputError if the folder lacks requests.
     """
     form = form or Form(graphs="experts")
 

@@ -31,23 +31,12 @@ Figures: TypeAlias = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class PublishedRow(Generic[C]):
-    """A published run.
+    """A published run."""
 
-    Attributes
-    ----------
-    case
-        Its configuration: all that its prediction sees.
-    labels
-        What names it in a table.
-    measured
-        Figures, ms, by name.
-    others
-        Predictions of others: figures by name of the estimator.
-    """
-
-    case: C
-    labels: Mapping[str, Any]
-    measured: Mapping[str, float]
+    case: C  #: its configuration: all that its prediction sees
+    labels: Mapping[str, Any]  #: what names it in a table
+    measured: Mapping[str, float]  #: figures, ms, by name
+    #: Predictions of others: figures by name of the estimator.
     others: Mapping[str, Mapping[str, float]]
 
 
@@ -58,6 +47,10 @@ def predict(
 ) -> pa.Table:
     """Predict published runs.
 
+    Returns table: a row a run and figure: the labels, ``metric``, ``measured_ms``,
+    ``predicted_ms``, ``error`` in %, the error of each other estimator, and the predicted parts,
+    ms.
+
     Parameters
     ----------
     rows
@@ -67,12 +60,6 @@ def predict(
         parts of another figure begin with ``part_``.
     progress
         Called with the share of configurations done.
-
-    Returns
-    -------
-    table
-        A row a run and figure: the labels, ``metric``, ``measured_ms``, ``predicted_ms``, ``error``
-        in %, the error of each other estimator, and the predicted parts, ms.
     """
     cases, found = list(dict.fromkeys(row.case for row in rows)), {}
     with TemporaryDirectory() as folder:
@@ -126,26 +113,19 @@ def simulate(fields: Mapping[str, Any], trace: Path | None, workload: Workload) 
 
 @dataclass(frozen=True)
 class Errors:
-    """Absolute relative errors of a group of rows, %.
+    """Absolute relative errors of a group of rows, %."""
 
-    Attributes
-    ----------
-    group, metric
-        Name of the group, and of the figure.
-    rows, median, p90, bias, middle
-        Number of unmarked rows, and their errors; ``bias`` is the signed mean, ``middle`` the
-        signed median.
-    all_rows, all_median, all_p90
-        The same of all rows.
-    """
-
+    #: ``group``, ``metric``: name of the group, and of the figure.
     group: str
     metric: str
+    #: ``rows``, ``median``, ``p90``, ``bias``, ``middle``: number of unmarked rows, and their
+    #: errors; ``bias`` is the signed mean, ``middle`` the signed median.
     rows: int
     median: float
     p90: float
     bias: float
     middle: float
+    #: ``all_rows``, ``all_median``, ``all_p90``: the same of all rows.
     all_rows: int
     all_median: float
     all_p90: float

@@ -85,32 +85,18 @@ _GPT_OSS = MEASURED_MODELS["gpt-oss-120b"]
 
 @dataclass(frozen=True)
 class Form:
-    """What predictions take into account; none of it is chosen by the measurements.
+    """What predictions take into account; none of it is chosen by the measurements."""
 
-    Attributes
-    ----------
-    routing
-        ``uniform``, or ``drawn`` for the model.
-    frontend
-        CPU of the API server, see `kernel_profiles.kernels.front_end`; None for no front
-        end.
-    cpu_slowdown
-        Its times are so much longer than the table's.
-    padding
-        Whether Marlin computes the zeros that vLLM pads MXFP4 weights with.
-    norms
-        Whether norms and the like take `parts.NORMS_S` a layer, which was
-        chosen with five of the rows in view; else what their bytes take.
-    graphs
-        What the padding rows of CUDA graphs compute, see
-        :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`.
-    """
-
-    routing: Routing = "drawn"
+    routing: Routing = "drawn"  #: ``uniform``, or ``drawn`` for the model
+    #: CPU of the API server, see `kernel_profiles.kernels.front_end`; None for no front end.
     frontend: str | None = "xeon-emerald-rapids"
-    cpu_slowdown: float = 1.0
-    padding: bool = True
+    cpu_slowdown: float = 1.0  #: its times are so much longer than the table's
+    padding: bool = True  #: whether Marlin computes the zeros that vLLM pads MXFP4 weights with
+    #: Whether norms and the like take `parts.NORMS_S` a layer, which was chosen with five of the
+    #: rows in view; else what their bytes take.
     norms: bool = True
+    #: What the padding rows of CUDA graphs compute, see
+    #: :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`.
     graphs: Padding = "none"
 
 
@@ -239,10 +225,7 @@ def case_tables(
 ) -> Path | None:
     """Write the tables that cases need beyond the shipped ones; return None if there are none.
 
-    Raises
-    ------
-    InputError
-        If the package lacks a MoE, attention or GEMM table of a case.
+    Raises InputError if the package lacks a MoE, attention or GEMM table of a case.
     """
     model, form = target.dims(), form or Form()
     found: list[LatencyTable] = []
@@ -290,6 +273,10 @@ def predict_rows(
 ) -> pa.Table:
     """Predict every run, and return measured and predicted values.
 
+    Returns table: from `predictions.predict`, ``tpot`` and ``ttft`` of each run; its labels are the
+    fields of :class:`Case` and :class:`MeasuredRun`. Raises InputError if the model has no such MoE
+    kernel.
+
     Parameters
     ----------
     rows
@@ -305,17 +292,6 @@ def predict_rows(
         What predictions take into account; everything when not given.
     progress
         Called with the share of configurations done.
-
-    Returns
-    -------
-    table
-        From `predictions.predict`, ``tpot`` and ``ttft`` of each run; its labels are the fields of
-        :class:`Case` and :class:`MeasuredRun`.
-
-    Raises
-    ------
-    InputError
-        If the model has no such MoE kernel.
     """
     moe_kernel = moe_kernel or target.moe_kernels[0]
     if moe_kernel not in target.moe_kernels:
@@ -396,11 +372,9 @@ def forms_table(
 ) -> pa.Table:
     """Predict all rows in every form.
 
-    Returns
-    -------
-    table
-        A row a form, group (all, each GPU, each GPU and tensor-parallel size) and metric: the
-        number of unmarked rows, and the median, 90th percentile and signed median of their errors.
+    Returns table: a row a form, group (all, each GPU, each GPU and tensor-parallel size) and
+    metric: the number of unmarked rows, and the median, 90th percentile and signed median of their
+    errors.
     """
     records = []
     for done, (name, form) in enumerate(FORMS.items()):

@@ -73,38 +73,21 @@ _GPT_OSS_WORKERS = (
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model whose measured runs can be predicted.
+    """A model whose measured runs can be predicted."""
 
-    Attributes
-    ----------
-    model_path
-        Name in the file.
-    shipped
-        Name among the shipped models; None takes the dimensions from the package's copy of the
-        Hugging Face configuration.
-    moe_kernels
-        Choices of the MoE kernel, the closest to that of the runs first, see
-        :func:`~eldr_sim.validation.published.silicon.predict_rows`.
-    precision
-        The file's word for the weights of the runs.
-    checkpoint
-        Hugging Face name of what was served, if it is not ``model_path``.
-    backend
-        Engine of the runs.
-    kv_cache_dtype
-        Of the runs.
-    inferencex
-        Whether the runs are InferenceX's; those that NVIDIA made for the package say of their load
-        no more than two lengths, which are taken to be exact, beside vLLM's defaults.
-    """
-
-    model_path: str
+    model_path: str  #: name in the file
+    #: Name among the shipped models; None takes the dimensions from the package's copy of the
+    #: Hugging Face configuration.
     shipped: str | None
+    #: Choices of the MoE kernel, the closest to that of the runs first, see
+    #: :func:`~eldr_sim.validation.published.silicon.predict_rows`.
     moe_kernels: tuple[str, ...]
-    precision: str = "fp8"
-    checkpoint: str = ""
-    backend: str = "vllm"
-    kv_cache_dtype: KVDtype = "bfloat16"
+    precision: str = "fp8"  #: the file's word for the weights of the runs
+    checkpoint: str = ""  #: Hugging Face name of what was served, if it is not ``model_path``
+    backend: str = "vllm"  #: engine of the runs
+    kv_cache_dtype: KVDtype = "bfloat16"  #: of the runs
+    #: Whether the runs are InferenceX's; those that NVIDIA made for the package say of their load
+    #: no more than two lengths, which are taken to be exact, beside vLLM's defaults.
     inferencex: bool = True
 
     @property
@@ -215,36 +198,25 @@ class Case:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A measured run.
+    """A measured run."""
 
-    Attributes
-    ----------
-    case
-        Its configuration.
-    ttft_ms, tpot_ms
-        Means over its requests.
-    version, date
-        Version of the engine and date of the measurement, empty where the file has none.
-    excluded
-        Why the row is left out of the filtered errors, or empty. The reasons use measurements only,
-        never a prediction.
-    """
-
-    case: Case
+    case: Case  #: its configuration
+    #: ``ttft_ms``, ``tpot_ms``: means over its requests.
     ttft_ms: float
     tpot_ms: float
+    #: ``version``, ``date``: version of the engine and date of the measurement, empty where the
+    #: file has none.
     version: str
     date: str
+    #: Why the row is left out of the filtered errors, or empty. The reasons use measurements only,
+    #: never a prediction.
     excluded: str = ""
 
 
 def package_folder() -> Path:
     """Return the folder of the installed package ``aiconfigurator-core``.
 
-    Raises
-    ------
-    InputError
-        If the package is not installed.
+    Raises InputError if the package is not installed.
     """
     try:
         return Path(str(resources.files("aiconfigurator_core")))
@@ -261,17 +233,9 @@ def read_rows(
 ) -> list[MeasuredRun]:
     """Read the measured runs without duplicates, and mark the doubtful ones.
 
-    Parameters
-    ----------
-    path
-        The CSV; None takes that of the installed package ``aiconfigurator-core``.
-    target
-        The model.
+    ``path``: the CSV; None takes that of the installed package ``aiconfigurator-core``.
 
-    Raises
-    ------
-    InputError
-        If the package is not installed, or the file has no such rows.
+    Raises InputError if the package is not installed, or the file has no such rows.
     """
     found = {row for _, row in _records(path, target) if isinstance(row, MeasuredRun)}
     dated = {(row.case, row.ttft_ms, row.tpot_ms) for row in found if row.date}

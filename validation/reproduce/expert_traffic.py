@@ -39,29 +39,22 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """What happens in each layer of each step; arrays [steps, layers] unless said otherwise.
+    """What happens in each layer of each step; arrays [steps, layers] unless said otherwise."""
 
-    Attributes
-    ----------
-    tokens
-        Shape [steps]: tokens of all ranks.
-    between, inside
-        Copies sent between nodes, and between GPUs of a node: once a node, then once a GPU.
-    between_pairs, inside_pairs
-        Copies if one were sent for each expert.
-    busiest_between, busiest_inside
-        Those of the GPU that sends or receives the most, once a node.
-    pairs, activated
-        Shape [steps, layers, ranks]: token-expert pairs and activated experts of each GPU.
-    """
-
-    tokens: Ints
+    tokens: Ints  #: shape [steps]: tokens of all ranks
+    #: ``between``, ``inside``: copies sent between nodes, and between GPUs of a node: once a node,
+    #: then once a GPU.
     between: Ints
     inside: Ints
+    #: ``between_pairs``, ``inside_pairs``: copies if one were sent for each expert.
     between_pairs: Ints
     inside_pairs: Ints
+    #: ``busiest_between``, ``busiest_inside``: those of the GPU that sends or receives the most,
+    #: once a node.
     busiest_between: Floats
     busiest_inside: Floats
+    #: ``pairs``, ``activated``: shape [steps, layers, ranks]: token-expert pairs and activated
+    #: experts of each GPU.
     pairs: Ints
     activated: Ints
 
@@ -103,16 +96,9 @@ def measure(
 ) -> Traffic:
     """Count what a placement and a choice of instances make of steps.
 
-    Parameters
-    ----------
-    batches
-        The steps' tokens.
-    placement
-        Where the experts of the batches' layers lie.
-    choice
-        Which instance computes a token.
-    node_of_rank
-        Shape [ranks]: the node of each rank; nodes are equal runs of neighbours.
+    ``batches``: the steps' tokens; ``placement``: where the experts of the batches' layers lie;
+    ``choice``: which instance computes a token; ``node_of_rank``: shape [ranks]: the node of each
+    rank; nodes are equal runs of neighbours.
     """
     n_ranks = placement.n_ranks
     node = np.asarray(node_of_rank)
@@ -163,16 +149,9 @@ def layer_times(
 ) -> LayerTimes:
     """Price the layers of steps with a GPU's MoE table and an all-to-all.
 
-    Parameters
-    ----------
-    traffic
-        From `measure`.
-    moe
-        Of one rank.
-    all_to_all
-        Between the ranks, ``deepep_ht`` or whatever sends one copy a node, then a GPU.
-    prompts
-        Whether the steps compute prompts.
+    ``traffic``: from `measure`; ``moe``: of one rank; ``all_to_all``: between the ranks,
+    ``deepep_ht`` or whatever sends one copy a node, then a GPU; ``prompts``: whether the steps
+    compute prompts.
     """
     slowest, moving, idle = [], [], []
     for step, layer in np.ndindex(*traffic.between.shape):

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
 from eldr_sim.errors import InputError
 from eldr_sim.pictures import write_picture
+from eldr_sim.planning.intervals import Interval, paired_percent
 from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary
 from eldr_sim.simulator.setup.config import make_config
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 #: The value of a unit that means no effect; in others a value has no direction of its own.
 _NEUTRAL = {"%": 0.0, "points": 0.0, "x": 1.0}
@@ -23,41 +26,23 @@ _NEUTRAL = {"%": 0.0, "points": 0.0, "x": 1.0}
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of a paper, and the simulator's value.
+    """One claim of a paper, and the simulator's value."""
 
-    Parameters
-    ----------
-    statement
-        The claim, in the paper's terms.
-    low, high
-        Ends of the paper's range; equal for a single figure.
-    ours
-        Our value; None if not available.
-    unit
-        Unit of all three.
-    tolerance
-        Largest distance of ``ours`` from the range at which the sizes agree.
-    reason
-        Measured reason for a difference or a missing value; may be empty.
-    stated
-        Whether the paper states the range; False if we read it from a picture or from words.
-    neutral
-        The value of no effect, on either side of which a direction lies: by default 0 of a change
-        (%, points) and 1 of a ratio (x). None: the claim has no direction (a count, a time, a
-        share, or a figure that lies on one side by construction).
-    given
-        Whether the figure went into the simulator: an input is no claim, and has no verdict.
-    """
-
-    statement: str
+    statement: str  #: the claim, in the paper's terms
+    #: ``low``, ``high``: ends of the paper's range; equal for a single figure.
     low: float
     high: float
-    ours: float | None
-    unit: str = "%"
-    tolerance: float = 1.0
-    reason: str = ""
+    ours: float | None  #: our value; None if not available
+    unit: str = "%"  #: unit of all three
+    tolerance: float = 1.0  #: largest distance of ``ours`` from the range at which the sizes agree
+    reason: str = ""  #: measured reason for a difference or a missing value; may be empty
+    #: Whether the paper states the range; False if we read it from a picture or from words.
     stated: bool = True
+    #: The value of no effect, on either side of which a direction lies: by default 0 of a change
+    #: (%, points) and 1 of a ratio (x). None: the claim has no direction (a count, a time, a share,
+    #: or a figure that lies on one side by construction).
     neutral: float | Literal["by unit"] | None = "by unit"
+    #: Whether the figure went into the simulator: an input is no claim, and has no verdict.
     given: bool = False
 
     @property
@@ -114,14 +99,9 @@ class Reproduction:
 class Runner:
     """Runner of configurations: each runs once, several in parallel; summaries are kept.
 
-    Parameters
-    ----------
-    base
-        Fields common to all runs.
-    jobs
-        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
-    progress
-        Called with the share of the requested runs that have ended.
+    ``base``: fields common to all runs; ``jobs``: processes, see
+    :func:`~eldr_sim.planning.runs.runner.run_points`; ``progress``: called with the share of the
+    requested runs that have ended.
     """
 
     def __init__(
@@ -137,6 +117,11 @@ class Runner:
         """Return the summary of each case (fields that override the base), in order."""
         return self._runs.summaries([make_config(self.base | case) for case in cases])
 
+    def groups(self, cases: Mapping[K, Sequence[dict[str, Any]]]) -> dict[K, list[Summary]]:
+        """Run groups of cases side by side; returns their summaries, in order."""
+        found = iter(self.run([case for group in cases.values() for case in group]))
+        return {name: [next(found) for _ in group] for name, group in cases.items()}
+
     def search(self, search: Search[T]) -> T:
         """Run a search to its end; its configurations are whole, without the base."""
         return self._runs.together([search])[0]
@@ -147,13 +132,32 @@ def percent(value: float, reference: float) -> float:
     return 100.0 * (value / reference - 1.0)
 
 
+def figure_of(run: Summary, name: str) -> float:
+    """Return a figure of a run; ``group.steps`` is one of a part of its summary. None counts 0."""
+    for part in name.split("."):
+        run = run[part]
+    return float(run or 0.0)  # type: ignore[arg-type]
+
+
+def mean(runs: Sequence[Summary], name: str) -> float:
+    """Return the mean of a figure over seeds."""
+    return float(np.mean([figure_of(run, name) for run in runs]))
+
+
+def change(ours: Sequence[Summary], theirs: Sequence[Summary], name: str) -> Interval:
+    """Return the paired change of a figure, %, with its 95% interval over seeds."""
+    return paired_percent([run[name] for run in ours], [run[name] for run in theirs])
+
+
+def spread(name: str, found: Interval) -> dict[str, float]:
+    """Return a mean and its interval as columns."""
+    return dict(zip((name, f"{name}_low", f"{name}_high"), found, strict=True))
+
+
 def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]]) -> list[str]:
     """Return the names of the chosen figures, or all; ``11`` means ``figure_11``.
 
-    Raises
-    ------
-    InputError
-        The paper has no such figure here.
+    Raises InputError: the paper has no such figure here.
     """
     chosen = []
     for name in names:

@@ -171,20 +171,10 @@ def _add_four(a: Any, b: Any, c: Any, d: Any, union: Any) -> None:
 def count_experts(union: Any, masks: Any, activated: Any) -> tuple[int, int]:
     """Count the activated experts of each layer on its busiest rank, into ``activated``.
 
-    Parameters
-    ----------
-    union
-        uint64 ``[layers * words]``.
-    masks
-        uint64 ``[ranks, layers * words]``, the experts that each rank holds; with one rank it
-        holds them all and the mask is not read.
-    activated
-        int64 ``[layers]``.
-
-    Returns
-    -------
-    active, busiest
-        Sums over the layers: all activated experts, and those of the busiest ranks.
+    ``union``: uint64 ``[layers * words]``; ``masks``: uint64 ``[ranks, layers * words]``, the
+    experts that each rank holds; with one rank it holds them all and the mask is not read;
+    ``activated``: int64 ``[layers]``. Returns ``active``, ``busiest``: sums over the layers: all
+    activated experts, and those of the busiest ranks.
     """
     layers, ranks = activated.shape[0], masks.shape[0]
     words = union.shape[0] // layers

@@ -20,56 +20,26 @@ from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import GateScores
 from eldr_sim.traces.routing.writer import write_trace
 
-__all__ = [
-    "CapturedRouting",
-    "calibration_split",
-    "check_options",
-    "describe_generation",
-    "describe_prompts",
-    "write_captured",
-]
-
 
 @dataclass
 class CapturedRouting:
-    """Experts that a model chose for a list of requests, request by request.
+    """Experts that a model chose for a list of requests, request by request."""
 
-    Attributes
-    ----------
-    experts
-        One array a request, integers ``[prompt_len + output_len, n_layers, top_k]``: the rows of
-        the prompt, then those of the generated tokens.
-    prompt_len
-        Prompt tokens of each request.
-    layers
-        The decoder layers that have a gate, ascending.
-    n_decoder_layers
-        Decoder layers of the model.
-    n_experts
-        Routed experts per layer.
-    captured_by
-        How the experts were captured, for the manifest.
-    tool_versions
-        Versions of the engine and its libraries.
-    ranked
-        Whether the ids of a row are ranked, the highest gate weight first.
-    prob, logit
-        float32 ``[requests, n_layers, n_experts]``: gate scores summed over prompts, or None.
-    notes
-        What a reader of the trace should know.
-    """
-
+    #: One array a request, integers ``[prompt_len + output_len, n_layers, top_k]``: the rows of the
+    #: prompt, then those of the generated tokens.
     experts: list[NDArray[Any]]
-    prompt_len: list[int]
-    layers: list[int]
-    n_decoder_layers: int
-    n_experts: int
-    captured_by: str
-    tool_versions: dict[str, str]
-    ranked: bool = True
+    prompt_len: list[int]  #: prompt tokens of each request
+    layers: list[int]  #: the decoder layers that have a gate, ascending
+    n_decoder_layers: int  #: decoder layers of the model
+    n_experts: int  #: routed experts per layer
+    captured_by: str  #: how the experts were captured, for the manifest
+    tool_versions: dict[str, str]  #: versions of the engine and its libraries
+    ranked: bool = True  #: whether the ids of a row are ranked, the highest gate weight first
+    #: ``prob``, ``logit``: float32 ``[requests, n_layers, n_experts]``: gate scores summed over
+    #: prompts, or None.
     prob: NDArray[np.float32] | None = None
     logit: NDArray[np.float32] | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  #: what a reader of the trace should know
 
     def layer_note(self) -> str:
         """Say which decoder layers the trace's layers are."""
@@ -89,6 +59,9 @@ def write_captured(
 ) -> RoutingTrace:
     """Write captured routing as a routing trace.
 
+    Raises InputError if ``out`` exists and ``force`` is false, the fraction is not within (0, 1),
+    or the trace would not be valid.
+
     Parameters
     ----------
     out
@@ -103,12 +76,6 @@ def write_captured(
         Within (0, 1); see `calibration_split`.
     force
         Replace ``out`` if it is there.
-
-    Raises
-    ------
-    InputError
-        If ``out`` exists and ``force`` is false, the fraction is not within (0, 1), or the trace
-        would not be valid.
     """
     check_options(out, force, calibration_fraction)
     rows = np.array([len(request) for request in captured.experts])
@@ -156,10 +123,8 @@ def calibration_split(prompts: Sequence[Prompt], fraction: float) -> NDArray[np.
 def check_options(out: str | os.PathLike[str], force: bool, calibration_fraction: float) -> None:
     """Check before a long capture what `write_captured` would refuse after it.
 
-    Raises
-    ------
-    InputError
-        If ``out`` exists and ``force`` is false, or the fraction is not within (0, 1).
+    Raises InputError if ``out`` exists and ``force`` is false, or the fraction is not within (0,
+    1).
     """
     if Path(out).exists() and not force:
         raise InputError("out", f"{out} exists", "a new folder, or --force")
@@ -177,10 +142,7 @@ def describe_generation(
 ) -> str:
     """Return how the tokens were generated, for a trace's notes.
 
-    Raises
-    ------
-    InputError
-        If ``max_new_tokens`` is below 1 or the temperature negative.
+    Raises InputError if ``max_new_tokens`` is below 1 or the temperature negative.
     """
     if max_new_tokens < 1:
         raise InputError("max_new_tokens", f"got {max_new_tokens}", "at least 1")

@@ -11,35 +11,17 @@ from eldr_sim.traces.routing.capture.captured import CapturedRouting
 from eldr_sim.traces.routing.capture.prompts import Prompt
 from eldr_sim.traces.routing.capture.step_log import Header, LoggedRequest, external_ids, read_log
 
-__all__ = ["Collected", "collect"]
-
 
 @dataclass(frozen=True)
 class Collected:
-    """Requests that `collect` found in the log, and those that it did not.
+    """Requests that `collect` found in the log, and those that it did not."""
 
-    Attributes
-    ----------
-    captured
-        Their routing, one entry for each of ``prompts``.
-    prompts
-        The requests that were found whole, in the order of the file.
-    absent
-        Names of requests that the log does not have.
-    unfinished
-        Names of requests without a generated token in the log.
-    unlabelled
-        Requests of the log that are not among those sent, such as a warm-up.
-    model
-        Folder or hub name that the engine served.
-    """
-
-    captured: CapturedRouting
-    prompts: list[Prompt]
-    absent: list[str]
-    unfinished: list[str]
-    unlabelled: int
-    model: str
+    captured: CapturedRouting  #: their routing, one entry for each of ``prompts``
+    prompts: list[Prompt]  #: the requests that were found whole, in the order of the file
+    absent: list[str]  #: names of requests that the log does not have
+    unfinished: list[str]  #: names of requests without a generated token in the log
+    unlabelled: int  #: requests of the log that are not among those sent, such as a warm-up
+    model: str  #: folder or hub name that the engine served
 
 
 def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Collected:
@@ -48,18 +30,10 @@ def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Colle
     A request is matched by its ``request_id`` (what the client sent as ``X-Request-Id``), or else
     by its prompt where that is a list of token ids.
 
-    Parameters
-    ----------
-    folder
-        What ``ELDR_SIM_CAPTURE`` named.
-    requests
-        The requests with their domains.
+    ``folder``: what ``ELDR_SIM_CAPTURE`` named; ``requests``: the requests with their domains.
 
-    Raises
-    ------
-    InputError
-        If the log is broken, none of the requests is in it, or prompt tokens of one were never
-        computed (prefix caching was on, or a worker's log is missing).
+    Raises InputError if the log is broken, none of the requests is in it, or prompt tokens of one
+    were never computed (prefix caching was on, or a worker's log is missing).
     """
     header, logged = read_log(folder)
     by_name: dict[str, LoggedRequest] = {}

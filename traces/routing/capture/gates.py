@@ -14,12 +14,11 @@ from typing import Any, Literal
 
 from eldr_sim.errors import InputError
 
-__all__ = ["GATES", "Gate", "find_gates", "probabilities", "read_gate"]
-
+#: How a gate's scores become probabilities: by a softmax over all experts, by a sigmoid each, or
+#: they are probabilities already (then there is no raw score).
 Scores = Literal["softmax", "sigmoid", "probability"]
-"""How a gate's scores become probabilities: by a softmax over all experts, by a sigmoid each, or
-they are probabilities already (then there is no raw score)."""
 
+#: Kind of the scores, by the gate's class name in ``transformers.models``.
 GATES: dict[str, Scores] = {
     "DeepseekV2TopkRouter": "softmax",
     "DeepseekV3TopkRouter": "sigmoid",
@@ -33,7 +32,6 @@ GATES: dict[str, Scores] = {
     "Qwen3MoeTopKRouter": "softmax",
     "Qwen3NextTopKRouter": "softmax",
 }
-"""Kind of the scores, by the gate's class name in ``transformers.models``."""
 
 _SUPPORTED = "models with " + ", ".join(GATES)
 
@@ -42,12 +40,9 @@ _SUPPORTED = "models with " + ", ".join(GATES)
 class Gate:
     """Gate of a model."""
 
-    layer: int
-    """Decoder layer, counted from 0."""
-    module: Any
-    """The ``torch.nn.Module``."""
-    scores: Scores
-    """Kind of its scores."""
+    layer: int  #: decoder layer, counted from 0
+    module: Any  #: the ``torch.nn.Module``
+    scores: Scores  #: kind of its scores
 
 
 def decoder_layer(name: str) -> int | None:
@@ -59,15 +54,9 @@ def decoder_layer(name: str) -> int | None:
 def find_gates(model: Any) -> list[Gate]:
     """Return the gates of a transformers model, in the order of their layers.
 
-    Parameters
-    ----------
-    model
-        A ``torch.nn.Module`` of transformers.
+    ``model``: a ``torch.nn.Module`` of transformers.
 
-    Raises
-    ------
-    InputError
-        If it has no gate, or one of a class that `GATES` does not list.
+    Raises InputError if it has no gate, or one of a class that `GATES` does not list.
     """
     gates = []
     modules = dict(model.named_modules())
@@ -96,6 +85,9 @@ def _has_experts(modules: dict[str, Any], parent: str) -> bool:
 def read_gate(output: Any, module: Any) -> tuple[Any, Any]:
     """Return the chosen experts of a gate's output, the highest weight first, and all scores.
 
+    Returns ``ids``, ``scores``: integers ``[tokens, top_k]``, equal weights in the gate's order,
+    and floats ``[tokens, experts]``. Raises InputError if the gate returned something else.
+
     Parameters
     ----------
     output
@@ -103,17 +95,6 @@ def read_gate(output: Any, module: Any) -> tuple[Any, Any]:
         types and shapes tell which is which.
     module
         The gate, for messages.
-
-    Returns
-    -------
-    ids, scores
-        Integers ``[tokens, top_k]``, equal weights in the gate's order, and floats
-        ``[tokens, experts]``.
-
-    Raises
-    ------
-    InputError
-        If the gate returned something else.
     """
     tensors = output if isinstance(output, tuple) and len(output) == 3 else ()
     ids = [t for t in tensors if not t.is_floating_point()]

@@ -16,27 +16,17 @@ from eldr_sim.traces.routing.capture.captured import CapturedRouting, describe_g
 from eldr_sim.traces.routing.capture.gates import Gate, find_gates, probabilities, read_gate
 from eldr_sim.traces.routing.capture.prompts import first_line
 
-__all__ = ["capture_transformers", "load_model"]
-
 _INSTALL = "pip install 'eldr-sim[capture]'"
 
 
 def load_model(model: str, *, device: str = "cpu", dtype: str = "auto") -> Any:
     """Load a causal language model for `capture_transformers`.
 
-    Parameters
-    ----------
-    model
-        Local folder or hub name.
-    device
-        ``cpu`` or ``cuda``.
-    dtype
-        ``auto`` (as the checkpoint says), ``float32``, ``bfloat16`` or ``float16``.
+    ``model``: local folder or hub name; ``device``: ``cpu`` or ``cuda``; ``dtype``: ``auto`` (as
+    the checkpoint says), ``float32``, ``bfloat16`` or ``float16``.
 
-    Raises
-    ------
-    InputError
-        If torch, transformers or the device is missing, or the model cannot be loaded.
+    Raises InputError if torch, transformers or the device is missing, or the model cannot be
+    loaded.
     """
     try:
         import torch
@@ -73,6 +63,9 @@ def capture_transformers(
     token at which a request stops (end of sequence, or the one after ``max_new_tokens``) has no
     forward pass in an engine and no row here. A request never stops before its first token.
 
+    Returns CapturedRouting: experts ranked by the weight that the gate gave them. Raises InputError
+    if a gate is not known, layers differ in their experts, or a prompt does not fit the model.
+
     Parameters
     ----------
     model
@@ -93,16 +86,6 @@ def capture_transformers(
         Also sum the gate's probabilities and raw scores over each prompt.
     progress
         Called with the share done after every batch.
-
-    Returns
-    -------
-    CapturedRouting
-        Experts ranked by the weight that the gate gave them.
-
-    Raises
-    ------
-    InputError
-        If a gate is not known, layers differ in their experts, or a prompt does not fit the model.
     """
     import torch
     import transformers

@@ -13,30 +13,28 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import ARRAY_LIMIT, parse_json, read_text
 from eldr_sim.traces.routing.format import SPLITS
 
-__all__ = ["Prompt", "read_prompts", "tokenize"]
-
-Content = str | list[int] | list[dict[str, Any]]
-"""Text, token ids, or the messages of a chat."""
+Content = str | list[int] | list[dict[str, Any]]  #: text, token ids, or the messages of a chat
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One request to capture."""
 
-    request_id: str
-    """Unique name; ``<domain>-<number>`` where the file names none."""
-    domain: str
-    """Domain label."""
+    request_id: str  #: unique name; ``<domain>-<number>`` where the file names none
+    domain: str  #: domain label
+    #: Text, token ids or chat messages; None where the file has no prompt (see `read_prompts`).
     content: Content | None
-    """Text, token ids or chat messages; None where the file has no prompt (see `read_prompts`)."""
+    #: Split of the trace that it belongs to; None leaves the choice to the writer.
     split: Literal["calibration", "serving"] | None = None
-    """Split of the trace that it belongs to; None leaves the choice to the writer."""
 
 
 def read_prompts(
     path: str | os.PathLike[str], *, domain_field: str = "domain", need_prompt: bool = True
 ) -> list[Prompt]:
     """Read prompts from a JSONL file.
+
+    Raises InputError if the file cannot be read, a line is not of this form, or a ``request_id``
+    comes twice.
 
     Parameters
     ----------
@@ -49,11 +47,6 @@ def read_prompts(
     need_prompt
         False for requests that another client has sent: then ``prompt`` may be left out where
         ``request_id`` is there.
-
-    Raises
-    ------
-    InputError
-        If the file cannot be read, a line is not of this form, or a ``request_id`` comes twice.
     """
     file = Path(path)
     lines = read_text(file, str(file), ARRAY_LIMIT).splitlines()
@@ -112,24 +105,11 @@ def tokenize(
     The tokenizer is loaded only where a prompt is text or chat messages, which go through the
     chat template.
 
-    Parameters
-    ----------
-    model
-        Folder or hub name that the tokenizer comes from.
-    prompts
-        Prompts from `read_prompts`.
-    max_prompt_tokens
-        Most tokens to keep of each prompt, from its start.
+    ``model``: folder or hub name that the tokenizer comes from; ``prompts``: prompts from
+    `read_prompts`; ``max_prompt_tokens``: most tokens to keep of each prompt, from its start.
 
-    Returns
-    -------
-    token_ids
-        One list a prompt, at least one token each.
-
-    Raises
-    ------
-    InputError
-        If there is no tokenizer, or a prompt has no token.
+    Returns token_ids: one list a prompt, at least one token each. Raises InputError if there is no
+    tokenizer, or a prompt has no token.
     """
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
         raise InputError("max_prompt_tokens", f"got {max_prompt_tokens}", "at least 1")

@@ -31,17 +31,6 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 
-__all__ = [
-    "Gathered",
-    "Header",
-    "LogReader",
-    "LoggedRequest",
-    "StepLog",
-    "external_ids",
-    "logged_rows",
-    "read_log",
-]
-
 _VERSION = 1
 
 
@@ -49,20 +38,13 @@ _VERSION = 1
 class Header:
     """Header of a step log: what all steps have in common."""
 
-    model: str
-    """Folder or hub name that the engine serves."""
-    layers: list[int]
-    """Decoder layers with a gate."""
-    n_decoder_layers: int
-    """Decoder layers of the model."""
-    n_experts: int
-    """Routed experts per layer."""
-    top_k: int
-    """Experts chosen per token and layer."""
-    engine: str
-    """Engine, version, dtype and platform."""
-    tool_versions: dict[str, str]
-    """Versions for a trace's manifest."""
+    model: str  #: folder or hub name that the engine serves
+    layers: list[int]  #: decoder layers with a gate
+    n_decoder_layers: int  #: decoder layers of the model
+    n_experts: int  #: routed experts per layer
+    top_k: int  #: experts chosen per token and layer
+    engine: str  #: engine, version, dtype and platform
+    tool_versions: dict[str, str]  #: versions for a trace's manifest
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -73,12 +55,7 @@ class Header:
 class StepLog:
     """Writer of one worker process's log.
 
-    Parameters
-    ----------
-    folder
-        Log folder, created if absent.
-    header
-        What all steps have in common.
+    ``folder``: log folder, created if absent; ``header``: what all steps have in common.
     """
 
     def __init__(self, folder: str | os.PathLike[str], header: Header) -> None:
@@ -98,14 +75,9 @@ class StepLog:
     ) -> None:
         """Append a step.
 
-        Parameters
-        ----------
-        rows
-            Request, position of its first token, tokens; in the order of the rows.
-        experts
-            Integers ``[tokens, layers, top_k]``.
-        prompts
-            Prompt's token ids of the requests that are new.
+        ``rows``: request, position of its first token, tokens; in the order of the rows;
+        ``experts``: integers ``[tokens, layers, top_k]``; ``prompts``: prompt's token ids of the
+        requests that are new.
         """
         self._ids.write(np.ascontiguousarray(experts, dtype=self.header.dtype).tobytes())
         self._write({"rows": rows, "prompts": prompts})
@@ -134,24 +106,12 @@ def logged_rows(folder: str | os.PathLike[str]) -> int:
 
 @dataclass
 class LoggedRequest:
-    """One request of a log.
+    """One request of a log."""
 
-    Attributes
-    ----------
-    request_id
-        Its name in the engine.
-    prompt
-        Its prompt's token ids.
-    experts
-        Integers ``[tokens, layers, top_k]`` from its first token on.
-    missing
-        Tokens before the last one that no step computed.
-    """
-
-    request_id: str
-    prompt: list[int]
-    experts: NDArray[Any]
-    missing: int
+    request_id: str  #: its name in the engine
+    prompt: list[int]  #: its prompt's token ids
+    experts: NDArray[Any]  #: integers ``[tokens, layers, top_k]`` from its first token on
+    missing: int  #: tokens before the last one that no step computed
 
 
 def external_ids(request_id: str) -> list[str]:
@@ -172,20 +132,9 @@ def external_ids(request_id: str) -> list[str]:
 def read_log(folder: str | os.PathLike[str]) -> tuple[Header, list[LoggedRequest]]:
     """Read the logs of all workers in a folder and join the parts of each request.
 
-    Parameters
-    ----------
-    folder
-        The log folder.
-
-    Returns
-    -------
-    header, requests
-        What the logs have in common, and the requests in the order of their first step.
-
-    Raises
-    ------
-    InputError
-        If there is no log, one is broken, or they are of different models.
+    Returns ``header``, ``requests``: what the logs have in common, and the requests in the order of
+    their first step. Raises InputError if there is no log, one is broken, or they are of different
+    models.
     """
     base = Path(folder)
     files = sorted(base.glob("steps-*.jsonl"), key=lambda file: (file.stat().st_mtime_ns, file))
@@ -201,17 +150,14 @@ def read_log(folder: str | os.PathLike[str]) -> tuple[Header, list[LoggedRequest
     return gathered.header, [gathered.request(name) for name in gathered.names]
 
 
+#: ``rows`` and ``prompts`` as `StepLog.step` takes them, and the experts of the rows.
 Step = tuple[list[tuple[str, int, int]], dict[str, list[int]], NDArray[Any]]
-"""``rows`` and ``prompts`` as `StepLog.step` takes them, and the experts of the rows."""
 
 
 class LogReader:
     """Reader of one worker's log, also while the worker writes it.
 
-    Parameters
-    ----------
-    file
-        ``<name>.jsonl``.
+    ``file``: ``<name>.jsonl``.
 
     Attributes
     ----------
@@ -232,10 +178,7 @@ class LogReader:
         A line without an end is left for the next call: the worker is writing it, or died while it
         did.
 
-        Raises
-        ------
-        InputError
-            If a file cannot be read or is no log of this version.
+        Raises InputError if a file cannot be read or is no log of this version.
         """
         rows = self.file.with_suffix(".ids")
         try:
@@ -282,10 +225,7 @@ class LogReader:
 class Gathered:
     """Requests gathered so far from the logs of one model's workers.
 
-    Attributes
-    ----------
-    header
-        What the logs have in common; None while there is none.
+    ``header``: what the logs have in common; None while there is none.
     """
 
     def __init__(self) -> None:
@@ -301,10 +241,7 @@ class Gathered:
     def read(self, worker: LogReader) -> None:
         """Add what a worker has logged since the last call.
 
-        Raises
-        ------
-        InputError
-            If the log is broken or of another model than the others.
+        Raises InputError if the log is broken or of another model than the others.
         """
         for rows, new, experts in worker.steps():
             for name, ids in new.items():

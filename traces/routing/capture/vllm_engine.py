@@ -25,8 +25,6 @@ from eldr_sim.traces.routing.capture.prompts import Prompt
 from eldr_sim.traces.routing.capture.step_log import logged_rows
 from eldr_sim.traces.routing.capture.vllm_plugin import ENVIRONMENT_VARIABLE
 
-__all__ = ["capture_vllm", "from_routed_experts"]
-
 Method = Literal["plugin", "engine"]
 """``plugin`` is `vllm_plugin`; ``engine`` is vLLM's own ``enable_return_routed_experts``."""
 
@@ -66,6 +64,8 @@ def capture_vllm(
     computed. The token at which a request stops has no forward pass and no row, and a request
     never stops before its first token, as in `capture_transformers`.
 
+    Raises InputError if vLLM is missing, fails (its reason in one line), or returns no experts.
+
     Parameters
     ----------
     model
@@ -86,11 +86,6 @@ def capture_vllm(
         ``engine`` needs the model runner V2 of vLLM, and so a GPU.
     progress
         Called with the share of the tokens done (with ``plugin``).
-
-    Raises
-    ------
-    InputError
-        If vLLM is missing, fails (its reason in one line), or returns no experts.
     """
     generation = describe_generation(max_new_tokens, temperature, seed, ignore_eos)
     if importlib.util.find_spec("vllm") is None:
@@ -210,24 +205,11 @@ def from_routed_experts(
 ) -> CapturedRouting:
     """Return the routing that vLLM returned as ``routed_experts``.
 
-    Parameters
-    ----------
-    arrays
-        One a request, integers ``[tokens, decoder layers, top_k]``: every token that was computed,
-        that is all but the last one generated.
-    prompt_len, generated
-        Tokens of each request.
-
-    Returns
-    -------
-    CapturedRouting
-        The experts in the order of the engine's kernel; the caller fills in ``n_experts``,
-        ``captured_by`` and ``tool_versions``.
-
-    Raises
-    ------
-    InputError
-        If a request has more or fewer rows than tokens computed.
+    ``arrays``: one a request, integers ``[tokens, decoder layers, top_k]``: every token that was
+    computed, that is all but the last one generated; ``prompt_len``, ``generated``: tokens of each
+    request. Returns CapturedRouting: the experts in the order of the engine's kernel; the caller
+    fills in ``n_experts``, ``captured_by`` and ``tool_versions``. Raises InputError if a request
+    has more or fewer rows than tokens computed.
     """
     for array, prompt, output in zip(arrays, prompt_len, generated, strict=True):
         if len(array) != prompt + output - 1:

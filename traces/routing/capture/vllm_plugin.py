@@ -19,8 +19,6 @@ from typing import Any
 ENVIRONMENT_VARIABLE = "ELDR_SIM_CAPTURE"
 """Environment variable that names the folder of the log; without it, capture is off."""
 
-__all__ = ["ENVIRONMENT_VARIABLE", "register"]
-
 
 def register() -> None:
     """Start capturing in this process, if the environment asks for it."""

@@ -32,15 +32,12 @@ from eldr_sim.inputs import regular_file
 from eldr_sim.traces.routing.imports.imported import ImportedRouting, Phase
 from eldr_sim.traces.routing.imports.torch_file import load_tensors
 
-__all__ = ["csv_format", "read_moe_beyond", "read_moe_trace", "read_sglang"]
-
 _MOE_BEYOND = ("Layer ID", "Batch Number", "Token", "Activated Expert IDs")
 _MOE_TRACE = ("phase", "token", "layer", "rank", "expert")
-_EXTEND, _DECODE = 1, 2
-"""Values of SGLang's ForwardMode."""
+_EXTEND, _DECODE = 1, 2  #: values of SGLang's ForwardMode
 
+#: Expert ids ``[tokens, layers, top_k]`` and how many of the tokens are of the prompt.
 Request = tuple[NDArray[Any], int]
-"""Expert ids ``[tokens, layers, top_k]`` and how many of the tokens are of the prompt."""
 
 
 def _gathered(

@@ -67,8 +67,6 @@ from eldr_sim.traces.routing.imports.dumps import (
 from eldr_sim.traces.routing.imports.imported import ImportedRouting
 from eldr_sim.traces.routing.imports.torch_file import is_torch_file
 
-__all__ = ["READERS", "detect_format"]
-
 _NPZ_KEYS = (
     "topk",
     "request_id",
@@ -86,10 +84,7 @@ _FINGERPRINT = ("req_id", "domain", "prompt_tokens", "routed_tokens", "token_off
 def detect_format(path: Path) -> str:
     """Return the format of a file or folder, by its content.
 
-    Raises
-    ------
-    InputError
-        If it is in none of them or cannot be read.
+    Raises InputError if it is in none of them or cannot be read.
     """
     if path.is_dir():
         if (path / "requests.csv").exists():

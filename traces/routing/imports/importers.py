@@ -19,8 +19,6 @@ from eldr_sim.traces.routing.imports.imported import ImportedRouting
 from eldr_sim.traces.routing.manifest import Provenance
 from eldr_sim.traces.routing.writer import write_trace
 
-__all__ = ["DECODE_ONLY", "import_trace"]
-
 DECODE_ONLY = (
     "Decode-only: the experts of prompt tokens are missing. Policies without signatures replay its "
     "decodes; the policies eldr and marginal_cost, eldr-sim fit, prefix signatures and the "
@@ -50,6 +48,10 @@ def import_trace(
 ) -> RoutingTrace:
     """Import a file of chosen experts as a routing trace.
 
+    Raises InputError if the file is not of its format, a fraction or share is not within (0, 1),
+    the number of experts is unknown, the file has no generated tokens and ``prompt_share`` is None,
+    it has both and ``prompt_share`` is given, or ``out`` exists and ``force`` is false.
+
     Parameters
     ----------
     path
@@ -75,13 +77,6 @@ def import_trace(
         See `split_calibration`.
     force
         Replace ``out`` if it is there.
-
-    Raises
-    ------
-    InputError
-        If the file is not of its format, a fraction or share is not within (0, 1), the number of
-        experts is unknown, the file has no generated tokens and ``prompt_share`` is None, it has
-        both and ``prompt_share`` is given, or ``out`` exists and ``force`` is false.
     """
     check_fraction(calibration_fraction)
     source = Path(path)

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 
-__all__ = ["is_torch_file", "load_tensors"]
-
 _STORAGES = {
     "ByteStorage": np.uint8,
     "CharStorage": np.int8,
@@ -44,11 +42,8 @@ def is_torch_file(path: Path) -> bool:
 def load_tensors(path: Path) -> Any:
     """Return what ``torch.save`` wrote, tensors as arrays.
 
-    Raises
-    ------
-    InputError
-        If it cannot be read, is no such file, or holds other than tensors, numbers, strings and
-        plain containers.
+    Raises InputError if it cannot be read, is no such file, or holds other than tensors, numbers,
+    strings and plain containers.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -25,8 +25,6 @@ from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.presets import PRESETS, Band, fitted_path, preset_model
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 
-__all__ = ["Shape", "drawn_trace", "nearest_preset"]
-
 Split = Literal["both", "calibration", "serving"]
 #: Modules that say what is drawn: when they change, it is drawn anew.
 _SOURCES = (

@@ -12,17 +12,11 @@ from numpy.typing import NDArray
 
 from eldr_sim.traces.routing.synthetic.token_kinds import count_groups
 
-__all__ = ["drift_factors"]
-
-FACTORS = 8
-"""Most directions: 16 and 32 change no statistic."""
-WINDOW = 16
-"""Tokens of a window."""
-_WINDOWS = 4096
-"""Most windows to take, evenly."""
+FACTORS = 8  #: most directions: 16 and 32 change no statistic
+WINDOW = 16  #: tokens of a window
+_WINDOWS = 4096  #: most windows to take, evenly
 _TURNS = 8
-_USUAL = 0.4
-"""Loading of a direction that is told from the noise of a rare expert's counts."""
+_USUAL = 0.4  #: loading of a direction that is told from the noise of a rare expert's counts
 
 Floats = NDArray[np.float64]
 
@@ -31,6 +25,10 @@ def drift_factors(
     ids: NDArray[np.uint16], kind: NDArray[np.int64], kind_share: Floats, length: NDArray[np.int64]
 ) -> Floats:
     """Find the directions of the drift of some requests.
+
+    Returns loadings: ``[factors, layers, experts]``: change of an expert's log weight at a score of
+    one standard deviation; zero without two windows of one request. The root of the mean square of
+    an expert's norm, weighted by load, is 1.
 
     Parameters
     ----------
@@ -42,13 +40,6 @@ def drift_factors(
         ``[kinds, layers, experts]``: share of a kind's tokens that chose an expert.
     length
         ``[requests]``, tokens of each.
-
-    Returns
-    -------
-    loadings
-        ``[factors, layers, experts]``: change of an expert's log weight at a score of one standard
-        deviation; zero without two windows of one request. The root of the mean square of an
-        expert's norm, weighted by load, is 1.
     """
     layers, experts = kind_share.shape[1:]
     windows = length // WINDOW

@@ -14,29 +14,20 @@ from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
 
-__all__ = ["BLOCK", "LAGS", "Moments", "Requests", "information", "measure"]
-
-BLOCK = 16
-"""Tokens of a block."""
+BLOCK = 16  #: tokens of a block
+#: Distances, in blocks of `BLOCK` tokens, at which a request is compared with itself.
 LAGS = (1, 2, 4, 8)
-"""Distances, in blocks of `BLOCK` tokens, at which a request is compared with itself."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """Rows of the tokens of some requests.
+    """Rows of the tokens of some requests."""
 
-    Attributes
-    ----------
-    domain
-        ``[n]``, index of the domain.
-    first_row, prompt_len, output_len
-        ``[n]``: row of the first prompt token; tokens.
-    """
-
-    domain: NDArray[np.int64]
+    domain: NDArray[np.int64]  #: ``[n]``, index of the domain
+    #: ``first_row``, ``prompt_len``, ``output_len``: ``[n]``: row of the first prompt token;
+    #: tokens.
     first_row: NDArray[np.int64]
     prompt_len: NDArray[np.int64]
     output_len: NDArray[np.int64]
@@ -44,35 +35,23 @@ class Requests:
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Moments of some requests, from `measure`; D domains, L layers, E experts.
+    """Moments of some requests, from `measure`; D domains, L layers, E experts."""
 
-    Attributes
-    ----------
-    chosen
-        ``[2, D, L, E]``: prompt and generated tokens that chose an expert.
-    tokens
-        ``[2, D]``: prompt and generated tokens.
-    reuse
-        ``[L]``: share of a token's experts that the token before it chose too.
-    coupling_bits
-        ``[2, L]``: information of a token's expert about its experts one and two layers on, beyond
-        what follows from its request: the mutual information of two experts drawn at random
-        from the token's two sets, less that of two drawn from the sets of two tokens of the
-        request. NaN where there is no such layer.
-    self_overlap
-        ``[len(LAGS), D, L]``: how much more two blocks of one request at that distance overlap
-        than blocks of two requests of the domain. With ``x`` the deviation of a block's shares
-        of tokens from the domain's ``m`` (of the phase, or both where it mixes them), it is the
-        mean of ``sum_e x x'`` over ``sum_e m m``; NaN where no request is long enough.
-    prompt_share, decode_share
-        float32 ``[n, L, E]``: share of a request's prompt or generated tokens that chose it.
-    """
-
-    chosen: Floats
-    tokens: Floats
-    reuse: Floats
+    chosen: Floats  #: ``[2, D, L, E]``: prompt and generated tokens that chose an expert
+    tokens: Floats  #: ``[2, D]``: prompt and generated tokens
+    reuse: Floats  #: ``[L]``: share of a token's experts that the token before it chose too
+    #: ``[2, L]``: information of a token's expert about its experts one and two layers on, beyond
+    #: what follows from its request: the mutual information of two experts drawn at random from the
+    #: token's two sets, less that of two drawn from the sets of two tokens of the request. NaN
+    #: where there is no such layer.
     coupling_bits: Floats
+    #: ``[len(LAGS), D, L]``: how much more two blocks of one request at that distance overlap than
+    #: blocks of two requests of the domain. With ``x`` the deviation of a block's shares of tokens
+    #: from the domain's ``m`` (of the phase, or both where it mixes them), it is the mean of
+    #: ``sum_e x x'`` over ``sum_e m m``; NaN where no request is long enough.
     self_overlap: Floats
+    #: ``prompt_share``, ``decode_share``: float32 ``[n, L, E]``: share of a request's prompt or
+    #: generated tokens that chose it.
     prompt_share: NDArray[np.float32]
     decode_share: NDArray[np.float32]
 
@@ -86,14 +65,8 @@ class Moments:
 def measure(experts: NDArray[Any], requests: Requests, n_domains: int, n_experts: int) -> Moments:
     """Measure some requests of a trace.
 
-    Parameters
-    ----------
-    experts
-        ``[tokens, layers, top_k]``.
-    requests
-        Where the requests lie in it.
-    n_domains, n_experts
-        Domains, experts a layer.
+    ``experts``: ``[tokens, layers, top_k]``; ``requests``: where the requests lie in it;
+    ``n_domains``, ``n_experts``: domains, experts a layer.
     """
     n, (_, layers, top_k) = len(requests.domain), experts.shape
     prompt = np.empty((n, layers, n_experts), np.float32)

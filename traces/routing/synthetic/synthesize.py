@@ -22,8 +22,6 @@ from eldr_sim.traces.routing.synthetic.sampler import sample_experts
 from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.traces.streams import stream
 
-__all__ = ["synthesize", "synthesize_like"]
-
 _MOST_REQUESTS = 1_000_000
 _LONGEST = 2**31 - 1
 Lengths = tuple[int, int]
@@ -46,6 +44,9 @@ def synthesize(
     progress: Progress = lambda share: None,
 ) -> RoutingTrace:
     """Write a trace of requests that take turns between the model's domains.
+
+    Raises InputError if a number is out of range, a domain has no data set whose prompts to follow,
+    or ``out`` exists and may not be replaced.
 
     Parameters
     ----------
@@ -70,12 +71,6 @@ def synthesize(
         Replace ``out`` if it is a trace.
     progress
         Called with the share done.
-
-    Raises
-    ------
-    InputError
-        If a number is out of range, a domain has no data set whose prompts to follow, or ``out``
-        exists and may not be replaced.
     """
     if requests < 0 or calibration < 0 or requests + calibration < 1:
         raise InputError("requests", f"got {requests} and {calibration}", "at least 1 in all")
@@ -122,19 +117,9 @@ def synthesize_like(
 ) -> RoutingTrace:
     """Write a trace of requests with the domains, lengths and split of another trace's.
 
-    Parameters
-    ----------
-    model
-        Model to draw from; it must have the trace's domains.
-    trace
-        Trace whose requests to follow.
-    out, seed, force, progress
-        As for `synthesize`.
-
-    Raises
-    ------
-    InputError
-        If the model lacks a domain, or ``out`` exists and may not be replaced.
+    ``model``: model to draw from; it must have the trace's domains; ``trace``: trace whose requests
+    to follow; ``out``, ``seed``, ``force``, ``progress``: as for `synthesize`. Raises InputError if
+    the model lacks a domain, or ``out`` exists and may not be replaced.
     """
     missing = [name for name in trace.domains if name not in model.domains]
     if missing:

@@ -9,14 +9,10 @@ from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
 
-__all__ = ["count_groups", "token_kinds"]
-
 Floats = NDArray[np.float64]
 
-_COMPONENTS = 48
-"""Principal components of the tokens' choices in which distances are measured."""
-_SUBSET = 16_384
-"""Tokens from which clusters are made; the others join the nearest."""
+_COMPONENTS = 48  #: principal components of the tokens' choices in which distances are measured
+_SUBSET = 16_384  #: tokens from which clusters are made; the others join the nearest
 _TURNS = 12
 
 
@@ -27,19 +23,9 @@ def token_kinds(experts: NDArray[Any], n_experts: int, n_kinds: int, seed: int) 
     choices, which are found by subspace iteration (Halko, Martinsson and Tropp 2011, SIAM Review
     53:217).
 
-    Parameters
-    ----------
-    experts
-        ``[tokens, layers, top_k]``.
-    n_experts, n_kinds
-        Experts a layer; most clusters to make.
-    seed
-        Of the starting points.
-
-    Returns
-    -------
-    kind
-        int64 ``[tokens]``, 0 up; every number up to the greatest occurs.
+    ``experts``: ``[tokens, layers, top_k]``; ``n_experts``, ``n_kinds``: experts a layer; most
+    clusters to make; ``seed``: of the starting points. Returns kind: int64 ``[tokens]``, 0 up;
+    every number up to the greatest occurs.
     """
     rng = np.random.default_rng(seed)
     tokens, layers, _ = experts.shape

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from eldr_sim.charts import lines
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
@@ -31,44 +32,17 @@ def figure_2(model: str, gpu: str) -> Reproduction:
     ratio = float(step_time.cost.moe_s[64, 128] / step_time.cost.moe_s[64, 16])
     by_batch = float(step_time.cost.moe_s[128, 64] / step_time.cost.moe_s[16, 64])
     moe = step_time.provenance["moe"]
+    derived = moe["label"] == "derived"
+    text = "16 to 128 active experts at batch 64 raise the latency of a layer"
+    if derived:
+        text += " (the table is derived from this very figure)"
     claims = [
-        Claim(
-            "16 to 128 active experts at batch 64 raise the latency of a layer"
-            + (
-                " (the table is derived from this very figure)" if moe["label"] == "derived" else ""
-            ),
-            4.7,
-            4.7,
-            ratio,
-            "x",
-            0.1,
-            f"{moe['label']} table ({moe['origin']})",
-            given=moe["label"] == "derived",
-        ),
-        Claim(
-            "batch 16 to 128 at 64 active experts barely moves it",
-            1.0,
-            1.0,
-            by_batch,
-            "x",
-            0.15,
-            stated=False,
-            neutral=None,
-        ),
-    ]
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for b in _BATCHES:
-            own = [row for row in rows if row["batch"] == b]
-            axes.plot(
-                [r["active_experts"] for r in own],
-                [r["latency_us"] for r in own],
-                marker=".",
-                label=f"batch {b}",
-            )
-        axes.set(xlabel="active experts", ylabel="MoE layer, us", title=f"{model} on {gpu}")
-
+        Claim(text, 4.7, 4.7, ratio, "x", 0.1, f"{moe['label']} table ({moe['origin']})",
+              given=derived),
+        Claim("batch 16 to 128 at 64 active experts barely moves it", 1.0, 1.0, by_batch, "x",
+              0.15, stated=False, neutral=None),
+    ]  # fmt: skip
+    draw = lines(rows, "active_experts", "latency_us", "batch", title=f"{model} on {gpu}")
     return Reproduction("figure_2", "MoE latency by active experts", rows, claims, draw)
 
 
@@ -89,18 +63,11 @@ def figure_3(trace: RoutingTrace) -> Reproduction:
         )[0, 1]
     )
     claims = [
-        Claim(
-            "prefill and decode activation of an expert correlate (Pearson)",
-            0.70,
-            0.92,
-            everyone,
-            "",
-            0.02,
-            "a drawn topic is the same in prompt and generation, a real one turns; an untrained "
-            "model reaches .88 to .95: the figure does not prove domains",
-            neutral=0.0,
-        )
-    ]
+        Claim("prefill and decode activation of an expert correlate (Pearson)", 0.70, 0.92,
+              everyone, "", 0.02, "a drawn topic is the same in prompt and generation, a real one "
+              "turns; an untrained model reaches .88 to .95: the figure does not prove domains",
+              neutral=0.0)
+    ]  # fmt: skip
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -116,14 +83,9 @@ def figure_4(trace: RoutingTrace) -> Reproduction:
     """Distinct experts in same-domain and mixed batches (section 3.4)."""
     entries = distinct_experts(trace, (8, 16, 32, 64, 128))
     rows: list[dict[str, Any]] = [
-        {
-            "group": e.group,
-            "batch": e.batch,
-            "uniform": e.uniform,
-            "mixed": e.mixed,
-            "same_domain": float(np.mean(list(e.same_domain.values()))),
-            "reduction_percent": 100.0 * e.reduction,
-        }
+        {"group": e.group, "batch": e.batch, "uniform": e.uniform, "mixed": e.mixed}
+        | {"same_domain": float(np.mean(list(e.same_domain.values())))}
+        | {"reduction_percent": 100.0 * e.reduction}
         for e in entries
     ]
     claims = []
@@ -131,25 +93,16 @@ def figure_4(trace: RoutingTrace) -> Reproduction:
         own = [r["reduction_percent"] for r in rows if r["group"] == group and r["batch"] >= 32]
         span = f"{min(own):.1f} to {max(own):.1f}% over batch 32 to 128" if own else "none"
         claims.append(
-            Claim(
-                f"fewer distinct experts in same-domain batches, {group}, batch 32 to 128",
-                low,
-                high,
-                float(np.mean(own)) if own else None,
-                reason=f"{span}; the presets' domains are tuned to this very figure",
-                given=True,
-            )
-        )
+            Claim(f"fewer distinct experts in same-domain batches, {group}, batch 32 to 128", low,
+                  high, float(np.mean(own)) if own else None, given=True,
+                  reason=f"{span}; the presets' domains are tuned to this very figure")
+        )  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        groups = sorted({row["group"] for row in rows})
-        for axes, group in zip(
-            np.atleast_1d(figure.subplots(1, len(groups), sharey=True)), groups, strict=True
-        ):
-            own = [row for row in rows if row["group"] == group]
-            for column in ("uniform", "mixed", "same_domain"):
-                axes.plot([r["batch"] for r in own], [r[column] for r in own], ".-", label=column)
-            axes.set(xlabel="batch", title=group)
-        figure.axes[0].set_ylabel("distinct experts a layer")
-
+    kinds = ("uniform", "mixed", "same_domain")
+    means = [
+        {"group": r["group"], "batch": r["batch"], "kind": kind, "experts": r[kind]}
+        for r in rows
+        for kind in kinds
+    ]
+    draw = lines(means, "batch", "experts", "kind", "group")
     return Reproduction("figure_4", "Same-domain against mixed batches", rows, claims, draw)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from eldr_sim.charts import bars, lines
 from eldr_sim.planning.compare.policies import LOAD_BALANCERS
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
@@ -50,24 +51,6 @@ def _table(runs: SummaryGrid, **constant: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _draw_lines(figure: Any, rows: list[dict[str, Any]], metrics: Sequence[str]) -> None:
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    grid = figure.subplots(len(models), len(metrics), squeeze=False, sharex=True)
-    for line, model in zip(grid, models, strict=True):
-        for axes, metric in zip(line, metrics, strict=True):
-            for policy in POLICIES:
-                own = [row for row in rows if (row["policy"], row["model"]) == (policy, model)]
-                axes.plot(
-                    [row["request_rate"] for row in own],
-                    [row[metric] for row in own],
-                    ".-",
-                    label=policy,
-                )
-            name = metric.removesuffix("_ms").replace("_", " ")
-            axes.set(title=f"{model}: {name}, ms")
-            axes.title.set_fontsize(7)
-
-
 #: Policy, what it is compared with, metric, and the paper's range over its models, by workload.
 _STATED = {
     "task": (
@@ -106,7 +89,7 @@ def main_results(
         f"TPOT and TTFT, {workload} workload",
         rows,
         claims,
-        lambda figure: _draw_lines(figure, rows, (P50, P99, TTFT)),
+        lines(rows, "request_rate", (P50, P99, TTFT), "policy", "model"),
     )
 
 
@@ -114,14 +97,9 @@ def _main_claim(
     runs: SummaryGrid, model: str, policy: str, reference: str, metric: str, low: float, high: float
 ) -> Claim:
     against = "the best load balancer" if reference == "best" else reference
-    name = {P50: "median", P99: "p99"}[metric]
-    return Claim(
-        f"{model}: {name} TPOT, {policy} against {against}",
-        low,
-        high,
-        mean_difference(runs, policy, reference, metric),
-        reason=_separability(runs),
-    )
+    text = f"{model}: {'median' if metric == P50 else 'p99'} TPOT, {policy} against {against}"
+    ours = mean_difference(runs, policy, reference, metric)
+    return Claim(text, low, high, ours, reason=_separability(runs))
 
 
 def _separability(runs: SummaryGrid) -> str:
@@ -145,27 +123,19 @@ def figure_13(runner: Runner, rates: Sequence[float]) -> Reproduction:
         each = [
             percent(runs["eldr", rate][metric], runs["round_robin", rate][metric]) for rate in rates
         ]
-        return Claim(
-            f"distinct experts per decode step, {mean}, eldr against round_robin",
-            -22.0,
-            -22.0,
-            mean_difference(runs, "eldr", "round_robin", metric),
-            tolerance=2.0,
-            reason=f"{min(each):+.1f} to {max(each):+.1f}% over the rates: batches near all "
-            "experts save least",
-        )
+        text = f"distinct experts per decode step, {mean}, eldr against round_robin"
+        ours = mean_difference(runs, "eldr", "round_robin", metric)
+        span = f"{min(each):+.1f} to {max(each):+.1f}% over the rates"
+        reason = f"{span}: batches near all experts save least"
+        return Claim(text, -22.0, -22.0, ours, tolerance=2.0, reason=reason)
 
     claims = [claim(ACTIVE, "mean over steps"), claim(ACTIVE_BY_TOKEN, "mean over tokens")]
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for policy in ("round_robin", "eldr"):
-            own = [runs[policy, rate] for rate in rates]
-            axes.plot(
-                [s["mean_decode_batch"] for s in own], [s[ACTIVE] for s in own], ".-", label=policy
-            )
-        axes.set(xlabel="mean batch", ylabel="distinct experts a layer")
-
+    batch = "mean_decode_batch"
+    shown = [
+        {"policy": key[0], batch: run[batch], ACTIVE: run[ACTIVE]} for key, run in runs.items()
+    ]
+    draw = lines(shown, batch, ACTIVE, "policy")
     return Reproduction("figure_13", "Active experts", rows, claims, draw)
 
 
@@ -213,27 +183,9 @@ def _of_variants(
     name: str, title: str, rows: list[dict[str, Any]], claims: list[Claim]
 ) -> Reproduction:
     """Return a figure of ELDR's variants."""
-    return Reproduction(name, title, rows, claims, lambda figure: draw_variants(figure, rows))
-
-
-def draw_variants(figure: Any, rows: list[dict[str, Any]]) -> None:
-    """Draw the differences in median and p99 TPOT, a group of bars per variant."""
-    names = list(dict.fromkeys(row["variant"] for row in rows))
-    cells = list(dict.fromkeys((row["model"], row["workload"]) for row in rows))
-    width = 0.8 / len(cells)
-    for axes, metric in zip(figure.subplots(1, 2, sharey=True), (P50, P99), strict=True):
-        for at, (model, workload) in enumerate(cells):
-            own = [r for r in rows if (r["model"], r["workload"]) == (model, workload)]
-            axes.bar(
-                [i + (at + 0.5) * width - 0.4 for i in range(len(own))],
-                [row[f"{metric}_percent"] for row in own],
-                width,
-                label=f"{model}, {workload}",
-            )
-        axes.set_xticks(range(len(names)), names)
-        axes.set(title=f"{metric.removesuffix('_tpot_ms')} TPOT")
-        axes.axhline(0.0, color="black", linewidth=0.8)
-    figure.axes[0].set_ylabel("% against round_robin")
+    shown = (f"{P50}_percent", f"{P99}_percent")
+    draw = bars(rows, "variant", shown, ("model", "workload"), label="% against round_robin")
+    return Reproduction(name, title, rows, claims, draw)
 
 
 def figure_14(
@@ -256,18 +208,14 @@ def figure_14(
         return [idf - other for idf, other in both]
 
     ours = beyond("gate-prob")
+    reason = (
+        f"by cell: {_each(ours)} points; drawn scores are those by which the experts were chosen, "
+        f"a gate's may be on another scale; against plain count: {_each(beyond('count'))}"
+    )
     claims = [
-        Claim(
-            "count-idf over gate-prob, median TPOT, mean of the cells",
-            -3.0,
-            -3.0,
-            math.fsum(ours) / len(ours),
-            "points",
-            reason=f"by cell: {_each(ours)} points; drawn scores are those by which the experts "
-            f"were chosen, a gate's may be on another scale; against plain count: "
-            f"{_each(beyond('count'))}",
-        )
-    ]
+        Claim("count-idf over gate-prob, median TPOT, mean of the cells", -3.0, -3.0,
+              math.fsum(ours) / len(ours), "points", reason=reason)
+    ]  # fmt: skip
     return _of_variants("figure_14", "Signature choice", rows, claims)
 
 
@@ -299,51 +247,23 @@ def figure_16(runner: Runner, rates: Sequence[float], models: Sequence[str]) -> 
     worse = [tight - own for tight, own in zip(cells["tau 0.0", P99], tail, strict=True)]
     back = [wide - own for wide, own in zip(cells["tau 0.3", P50], median, strict=True)]
     claims = [
-        Claim(
-            f"tau 0.1, {name} median TPOT gain of the cells",
-            paper,
-            paper,
-            most(median),
-            reason=f"by cell: {_each(median)}%",
-        )
+        Claim(f"tau 0.1, {name} median TPOT gain of the cells", paper, paper, most(median),
+              reason=f"by cell: {_each(median)}%")
         for name, paper, most in (("least", -5.2, max), ("greatest", -12.7, min))
-    ]
+    ]  # fmt: skip
     claims += [
-        Claim(
-            "tau 0 lengthens the tail, worst cell: p99 TPOT against round_robin",
-            7.9,
-            7.9,
-            max(cells["tau 0.0", P99]),
-            reason=f"by cell: {_each(cells['tau 0.0', P99])}%",
-        ),
-        Claim(
-            "tau 0.1 removes the regression on every cell: greatest p99 TPOT",
-            -100.0,
-            0.0,
-            max(tail),
-            tolerance=0.0,
-            reason=f"by cell: {_each(tail)}%; tau 0.2: {_each(cells['tau 0.2', P99])}%; "
-            "docs/evaluation.md says why",
-        ),
-        Claim(
-            "tau 0 has a worse tail than tau 0.1, mean of the cells",
-            0.0,
-            10.0,
-            math.fsum(worse) / len(worse),
-            "points",
-            reason=f"by cell: {_each(worse)}",
-            stated=False,
-        ),
-        Claim(
-            "tau 0.3 gives part of the median back, difference to tau 0.1, mean of the cells",
-            0.0,
-            10.0,
-            math.fsum(back) / len(back),
-            "points",
-            reason=f"by cell: {_each(back)}",
-            stated=False,
-        ),
-    ]
+        Claim("tau 0 lengthens the tail, worst cell: p99 TPOT against round_robin", 7.9, 7.9,
+              max(cells["tau 0.0", P99]), reason=f"by cell: {_each(cells['tau 0.0', P99])}%"),
+        Claim("tau 0.1 removes the regression on every cell: greatest p99 TPOT", -100.0, 0.0,
+              max(tail), tolerance=0.0, reason=f"by cell: {_each(tail)}%; tau 0.2: "
+              f"{_each(cells['tau 0.2', P99])}%; docs/evaluation.md says why"),
+        Claim("tau 0 has a worse tail than tau 0.1, mean of the cells", 0.0, 10.0,
+              math.fsum(worse) / len(worse), "points", reason=f"by cell: {_each(worse)}",
+              stated=False),
+        Claim("tau 0.3 gives part of the median back, difference to tau 0.1, mean of the cells",
+              0.0, 10.0, math.fsum(back) / len(back), "points", reason=f"by cell: {_each(back)}",
+              stated=False),
+    ]  # fmt: skip
     return _of_variants("figure_16", "Locality band width", rows, claims)
 
 
@@ -360,27 +280,13 @@ def table_2(runner: Runner, rates: Sequence[float]) -> Reproduction:
         rows.append({"topology": topology, "p50_percent": p50, "p99_percent": p99})
         reason = f"distinct experts {mean_difference(runs, 'eldr', 'round_robin', ACTIVE):+.1f}%"
         claims += [
-            Claim(
-                f"{topology}, median TPOT against round_robin", median, median, p50, reason=reason
-            ),
-            Claim(f"{topology}, p99 TPOT against round_robin", tail, tail, p99, reason=reason),
+            Claim(f"{topology}, {name} TPOT against round_robin", said, said, ours, reason=reason)
+            for name, said, ours in (("median", median, p50), ("p99", tail, p99))
         ]
     claims.append(
-        Claim(
-            "the median gain grows with the pool: 8P24D against 8P8D",
-            -2.2,
-            -2.2,
-            medians[-1] - medians[0],
-            "points",
-            reason="clusters of 125 calibration requests at 8 decoders, of 42 at 24",
-        )
-    )
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for column in ("p50_percent", "p99_percent"):
-            axes.plot(range(len(rows)), [r[column] for r in rows], "o-", label=column)
-        axes.set_xticks(range(len(rows)), [r["topology"] for r in rows])
-        axes.set(ylabel="% against round_robin")
-
+        Claim("the median gain grows with the pool: 8P24D against 8P8D", -2.2, -2.2,
+              medians[-1] - medians[0], "points",
+              reason="clusters of 125 calibration requests at 8 decoders, of 42 at 24")
+    )  # fmt: skip
+    draw = bars(rows, "topology", ("p50_percent", "p99_percent"), label="% against round_robin")
     return Reproduction("table_2", "Topology generalisation", rows, claims, draw)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -10,14 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.charts import bars, lines
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.policies.eldr.router import EldrPolicy
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.validation.reproduce.eldr.results import P50, P99, TTFT, mean_difference, run_grid
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
+from eldr_sim.validation.reproduce.reproduction import (
+    Claim,
+    Reproduction,
+    Runner,
+    change,
+    percent,
+)
 
 _FREE = {"policy": "eldr:capture_overhead_ms=0,routing_overhead_ms=0"}
 
@@ -39,48 +44,16 @@ def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:
         {"component": "median TTFT without the costs", "ms": without[TTFT]},
     ]
     claims = [
-        Claim(
-            "added to the median TTFT (the costs charged are the paper's)",
-            0.86,
-            0.86,
-            added,
-            "ms",
-            0.4,
-            given=True,
-        ),
-        Claim(
-            "share of the median TTFT (the costs charged are the paper's)",
-            1.2,
-            1.2,
-            percent(with_costs[TTFT], without[TTFT]),
-            tolerance=0.8,
-            given=True,
-        ),
-        Claim(
-            "median TTFT at 60 requests/s",
-            69.0,
-            69.0,
-            with_costs[TTFT],
-            "ms",
-            7.0,
-            "prompts as long as the data sets', without chat templates",
-        ),
-        Claim(
-            "routing decision (tau-JSQ at the proxy)",
-            0.15,
-            0.15,
-            decision_ms,
-            "ms",
-            0.1,
-            "the decision alone; the paper's is timed in its proxy",
-        ),
-    ]
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.barh([row["component"] for row in rows], [row["ms"] for row in rows])
-        axes.set(xlabel="ms", xscale="log")
-
+        Claim("added to the median TTFT (the costs charged are the paper's)", 0.86, 0.86, added,
+              "ms", 0.4, given=True),
+        Claim("share of the median TTFT (the costs charged are the paper's)", 1.2, 1.2,
+              percent(with_costs[TTFT], without[TTFT]), tolerance=0.8, given=True),
+        Claim("median TTFT at 60 requests/s", 69.0, 69.0, with_costs[TTFT], "ms", 7.0,
+              "prompts as long as the data sets', without chat templates"),
+        Claim("routing decision (tau-JSQ at the proxy)", 0.15, 0.15, decision_ms, "ms", 0.1,
+              "the decision alone; the paper's is timed in its proxy"),
+    ]  # fmt: skip
+    draw = bars(rows, "component", "ms", scale="log")
     return Reproduction("table_1", "Overheads", rows, claims, draw)
 
 
@@ -102,14 +75,9 @@ def _decision_ms(trace: RoutingTrace) -> float:
 
 def figure_17(runner: Runner) -> Reproduction:
     """Prefix cache on and off at 100 requests/s with shared prompts (section 6.3)."""
+    base = {"model": "GPT-OSS-120B", "request_rate": 100.0, "prompts": "shared"}
     cases = [
-        {
-            "policy": policy,
-            "model": "GPT-OSS-120B",
-            "request_rate": 100.0,
-            "prompts": "shared",
-            "enable_prefix_caching": cache,
-        }
+        base | {"policy": policy, "enable_prefix_caching": cache}
         for cache in (False, True)
         for policy in ("round_robin", "eldr")
     ]
@@ -129,41 +97,19 @@ def figure_17(runner: Runner) -> Reproduction:
         "step for the uncached tokens still reads all experts, so TTFT does not collapse"
     )
     claims = [
-        Claim(
-            "the cache does not change round_robin's median TPOT",
-            0.0,
-            0.0,
-            percent(rr_on[P50], rr_off[P50]),
-        ),
+        Claim("the cache does not change round_robin's median TPOT", 0.0, 0.0,
+              percent(rr_on[P50], rr_off[P50])),
         *(
-            Claim(
-                f"eldr's {name} TPOT gain, cache {state}",
-                gain,
-                gain,
-                percent(eldr[metric], rr[metric]),
-                tolerance=2.0,
-                reason="drawn requests of a task are alike to a degree that recordings are not",
-            )
+            Claim(f"eldr's {name} TPOT gain, cache {state}", gain, gain,
+                  percent(eldr[metric], rr[metric]), tolerance=2.0,
+                  reason="drawn requests of a task are alike to a degree that recordings are not")
             for name, metric, gain in (("median", P50, -13.0), ("p99", P99, -5.0))
             for state, eldr, rr in (("off", eldr_off, rr_off), ("on", eldr_on, rr_on))
         ),
-        Claim(
-            "the cache collapses TTFT",
-            -100.0,
-            -50.0,
-            percent(rr_on[TTFT], rr_off[TTFT]),
-            reason=reason,
-            stated=False,
-        ),
-    ]
-
-    def draw(figure: Any) -> None:
-        names = [f"{r['policy']}\ncache {'on' if r['prefix_cache'] else 'off'}" for r in rows]
-        for axes, metric in zip(figure.subplots(1, 3), (TTFT, P50, P99), strict=True):
-            axes.bar(range(len(rows)), [row[metric] for row in rows])
-            axes.set_xticks(range(len(rows)), names, fontsize=7)
-            axes.set(ylabel=metric.removesuffix("_ms").replace("_", " ") + ", ms")
-
+        Claim("the cache collapses TTFT", -100.0, -50.0, percent(rr_on[TTFT], rr_off[TTFT]),
+              reason=reason, stated=False),
+    ]  # fmt: skip
+    draw = bars(rows, ("policy", "prefix_cache"), (TTFT, P50, P99))
     return Reproduction("figure_17", "Prefix cache, GPT-OSS-120B", rows, claims, draw)
 
 
@@ -177,22 +123,18 @@ def figure_18(runner: Runner, rates: Sequence[float]) -> Reproduction:
         "workload": "language",
     }
     reference = run_grid(runner, ("round_robin",), rates, **fields)
-    rows, claims = [], []
+    rows: list[dict[str, Any]] = []
+    claims = []
     for placement in ("eldr", "linear"):
         runs = reference | run_grid(runner, ("eldr",), rates, expert_placement=placement, **fields)
         ours = {m: mean_difference(runs, "eldr", "round_robin", m) for m in (P50, P99)}
-        rows += [
-            {
-                "placement": placement,
-                "request_rate": rate,
-                **{
-                    f"{m}_percent": percent(runs["eldr", rate][m], runs["round_robin", rate][m])
-                    for m in (P50, P99)
-                },
-                "busiest_rank_experts": runs["eldr", rate]["mean_busiest_rank_experts_per_step"],
-            }
-            for rate in rates
-        ]
+        for rate in rates:
+            eldr, other = runs["eldr", rate], runs["round_robin", rate]
+            rows.append(
+                {"placement": placement, "request_rate": rate}
+                | {f"{m}_percent": percent(eldr[m], other[m]) for m in (P50, P99)}
+                | {"busiest_rank_experts": eldr["mean_busiest_rank_experts_per_step"]}
+            )
         reason = "routing of a preset that stretches Qwen3-30B-A3B's 48 layers"
         if placement == "eldr":
             claims += [
@@ -200,82 +142,41 @@ def figure_18(runner: Runner, rates: Sequence[float]) -> Reproduction:
                 Claim("p99 TPOT against round_robin", -2.0, -0.6, ours[P99], reason=reason),
             ]
         else:
+            own = sum(r[f"{P50}_percent"] for r in rows if r["placement"] == "eldr") / len(rates)
             claims.append(
-                Claim(
-                    "the placement by cluster helps: median TPOT against the linear one's",
-                    -100.0,
-                    0.0,
-                    sum(r[f"{P50}_percent"] for r in rows if r["placement"] == "eldr") / len(rates)
-                    - ours[P50],
-                    "points",
-                    0.0,
-                    stated=False,
-                )
-            )
+                Claim("the placement by cluster helps: median TPOT against the linear one's",
+                      -100.0, 0.0, own - ours[P50], "points", 0.0, stated=False)
+            )  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        for axes, metric in zip(figure.subplots(1, 2), (P50, P99), strict=True):
-            for placement in ("eldr", "linear"):
-                own = [row for row in rows if row["placement"] == placement]
-                axes.plot(
-                    [r["request_rate"] for r in own],
-                    [r[f"{metric}_percent"] for r in own],
-                    "o-",
-                    label=f"{placement} placement",
-                )
-            axes.set(xlabel="requests/s", ylabel=f"{metric.removesuffix('_ms')}, % of round_robin")
-
+    draw = lines(rows, "request_rate", (f"{P50}_percent", f"{P99}_percent"), "placement")
     return Reproduction("figure_18", "235B under expert parallelism", rows, claims, draw)
 
 
 def beyond(runner: Runner, rates: Sequence[float], seeds: Sequence[int]) -> Reproduction:
     """Policies beyond the paper: marginal_cost and the oracle, paired with eldr by seed."""
+    runs = runner.groups(
+        {
+            (workload, rate, policy): [
+                {"policy": policy, "workload": workload, "request_rate": rate, "seed": seed}
+                for seed in seeds
+            ]
+            for workload in ("task", "language")
+            for rate in rates
+            for policy in ("eldr", "marginal_cost", "oracle")
+        }
+    )
     rows = []
-    for workload in ("task", "language"):
-        for rate in rates:
-            runs = {
-                policy: runner.run(
-                    [
-                        {"policy": policy, "workload": workload, "request_rate": rate, "seed": seed}
-                        for seed in seeds
-                    ]
-                )
-                for policy in ("eldr", "marginal_cost", "oracle")
-            }
-            for policy in ("marginal_cost", "oracle"):
-                row: dict[str, Any] = {"policy": policy, "workload": workload, "request_rate": rate}
-                for metric in (P50, P99):
-                    mean, low, high = paired_percent(
-                        [s[metric] for s in runs[policy]], [s[metric] for s in runs["eldr"]]
-                    )
-                    row |= {f"{metric}_percent": mean, f"{metric}_low": low, f"{metric}_high": high}
-                rows.append(row)
-
-    def draw(figure: Any) -> None:
-        for axes, workload in zip(
-            figure.subplots(1, 2, sharey=True), ("task", "language"), strict=True
-        ):
-            for policy in ("marginal_cost", "oracle"):
-                own = [r for r in rows if r["policy"] == policy and r["workload"] == workload]
-                error = [
-                    [
-                        0.0
-                        if math.isnan(r[f"{P50}_low"])
-                        else abs(r[f"{P50}_{end}"] - r[f"{P50}_percent"])
-                        for r in own
-                    ]
-                    for end in ("low", "high")
-                ]
-                axes.errorbar(
-                    [r["request_rate"] for r in own],
-                    [r[f"{P50}_percent"] for r in own],
-                    error,
-                    fmt="o-",
-                    capsize=3,
-                    label=policy,
-                )
-            axes.set(xlabel="requests/s", title=workload)
-            axes.axhline(0.0, color="black", linewidth=0.8)
-        figure.axes[0].set_ylabel("median TPOT, % of eldr")
-
+    for (workload, rate, policy), own in runs.items():
+        if policy == "eldr":
+            continue
+        row: dict[str, Any] = {"policy": policy, "workload": workload, "request_rate": rate}
+        for metric in (P50, P99):
+            names = (f"{metric}_percent", f"{metric}_low", f"{metric}_high")
+            found = change(own, runs[workload, rate, "eldr"], metric)
+            row |= zip(names, found, strict=True)
+        rows.append(row)
+    draw = bars(
+        rows, "request_rate", f"{P50}_percent", "policy", "workload",
+        ends=(f"{P50}_low", f"{P50}_high"), label="median TPOT, % of eldr",
+    )  # fmt: skip
     return Reproduction("beyond", "marginal_cost and the oracle against eldr", rows, [], draw)

@@ -37,45 +37,23 @@ def figure_7(fits: Fits) -> Reproduction:
     count = {name: quality.rho_by_transform["count"] for name, quality in fits.items()}
     each = ", ".join(f"{name} {100 * (idf[name] - count[name]):+.2f}" for name in fits)
     requests = " and ".join(str(len(quality.compared.requests)) for quality in fits.values())
+    led = ", ".join(f"{name} {_lead([fits[name]]):+.2f}" for name in fits)
     claims = [
-        Claim(
-            "count-idf raises mean rho over count",
-            1.5,
-            1.5,
-            100 * float(np.mean([idf[name] - count[name] for name in fits])),
-            "points",
-            0.5,
-            f"by workload: {each}; the reference model's load is even (busiest expert 1.8 to 2.9 x "
-            "the mean), so there are few generalists to weigh down",
-        ),
-        Claim(
-            "count-idf raises the worst rho over count",
-            4.9,
-            4.9,
-            100 * (min(idf.values()) - min(count.values())),
-            "points",
-            0.5,
-            f"by workload: {each}",
-        ),
-        Claim(
-            "count variants beat gate scores in mean rho by more than",
-            3.5,
-            100.0,
-            _lead(list(fits.values())),
-            "points",
-            0.5,
-            f"the weakest of {', '.join(_COUNTS)} over the stronger of {' and '.join(_GATES)}; by "
-            f"workload: {', '.join(f'{name} {_lead([fits[name]]):+.2f}' for name in fits)}; on "
-            f"{requests} requests, the calibration requests with gate scores",
-        ),
-    ]
-    return Reproduction(
-        "figure_7",
-        "Signature quality by transform",
-        transform_rows(fits),
-        claims,
-        lambda figure: draw_transforms(figure, fits),
-    )
+        Claim("count-idf raises mean rho over count", 1.5, 1.5,
+              100 * float(np.mean([idf[name] - count[name] for name in fits])), "points", 0.5,
+              f"by workload: {each}; the reference model's load is even (busiest expert 1.8 to 2.9 "
+              "x the mean), so there are few generalists to weigh down"),
+        Claim("count-idf raises the worst rho over count", 4.9, 4.9,
+              100 * (min(idf.values()) - min(count.values())), "points", 0.5,
+              f"by workload: {each}"),
+        Claim("count variants beat gate scores in mean rho by more than", 3.5, 100.0,
+              _lead(list(fits.values())), "points", 0.5,
+              f"the weakest of {', '.join(_COUNTS)} over the stronger of {' and '.join(_GATES)}; "
+              f"by workload: {led}; on {requests} requests, the calibration requests with gate "
+              "scores"),
+    ]  # fmt: skip
+    title, rows = "Signature quality by transform", transform_rows(fits)
+    return Reproduction("figure_7", title, rows, claims, lambda f: draw_transforms(f, fits))
 
 
 def _lead(fits: list[SignatureQuality]) -> float:
@@ -93,26 +71,13 @@ def figure_8(fits: Fits) -> Reproduction:
     for name, quality in fits.items():
         rho, kept = quality.greedy.rho, quality.greedy.n_kept
         claims.append(
-            Claim(
-                f"the peak lies before the last layer and above rho of all layers, {name} "
-                f"({kept} of {len(rho)} layers)",
-                0.005,
-                0.032,
-                float(rho[kept - 1] - rho[-1]),
-                "",
-                0.005,
-                f"rho peaks at {rho[kept - 1]:.2f}: a drawn topic is the same in prompt and "
-                "generation",
-                neutral=0.0,
-            )
-        )
-    return Reproduction(
-        "figure_8",
-        "Cumulative rho over layers",
-        layer_rows(fits),
-        claims,
-        lambda figure: draw_layers(figure, fits),
-    )
+            Claim(f"the peak lies before the last layer and above rho of all layers, {name} "
+                  f"({kept} of {len(rho)} layers)", 0.005, 0.032, float(rho[kept - 1] - rho[-1]),
+                  "", 0.005, f"rho peaks at {rho[kept - 1]:.2f}: a drawn topic is the same in "
+                  "prompt and generation", neutral=0.0)
+        )  # fmt: skip
+    title, rows = "Cumulative rho over layers", layer_rows(fits)
+    return Reproduction("figure_8", title, rows, claims, lambda f: draw_layers(f, fits))
 
 
 def figure_9(fits: Fits) -> Reproduction:
@@ -122,20 +87,8 @@ def figure_9(fits: Fits) -> Reproduction:
         clusters = quality.artifact.cluster_domains
         purity = 100.0 * float(clusters.max(axis=1).sum() / clusters.sum())
         claims.append(
-            Claim(
-                f"domains occupy distinct regions: calibration requests in a cluster of their own "
-                f"domain's majority, {name}",
-                50.0,
-                100.0,
-                purity,
-                stated=False,
-                neutral=None,
-            )
-        )
-    return Reproduction(
-        "figure_9",
-        "Signatures and centroids",
-        pca_rows(fits),
-        claims,
-        lambda figure: draw_pca(figure, fits),
-    )
+            Claim("domains occupy distinct regions: calibration requests in a cluster of their own "
+                  f"domain's majority, {name}", 50.0, 100.0, purity, stated=False, neutral=None)
+        )  # fmt: skip
+    title, rows = "Signatures and centroids", pca_rows(fits)
+    return Reproduction("figure_9", title, rows, claims, lambda f: draw_pca(f, fits))

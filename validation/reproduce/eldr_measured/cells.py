@@ -72,26 +72,18 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []  # of this process
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured run.
+    """One measured run."""
 
-    Attributes
-    ----------
-    figure, dataset, model, policy, variant, rate
-        Which; ``figure`` as the authors number it.
-    measured
-        Milliseconds by the names of :data:`METRICS`.
-    fields
-        The run of ours that stands beside it.
-    """
-
+    #: ``figure``, ``dataset``, ``model``, ``policy``, ``variant``, ``rate``: which; ``figure`` as
+    #: the authors number it.
     figure: str
     dataset: str
     model: str
     policy: str
     variant: str
     rate: float
-    measured: dict[str, float]
-    fields: dict[str, Any]
+    measured: dict[str, float]  #: milliseconds by the names of :data:`METRICS`
+    fields: dict[str, Any]  #: the run of ours that stands beside it
 
     @property
     def n_decode(self) -> int:

@@ -31,8 +31,7 @@ from eldr_sim.validation.reproduce.eldr_measured.cells import Cell, cells_of
 
 FloatArray = NDArray[np.float64]
 
-CONTEXT = {"task": 450.0, "language": 400.0}
-"""Mean tokens that a decoding sequence attends to."""
+CONTEXT = {"task": 450.0, "language": 400.0}  #: mean tokens that a decoding sequence attends to
 _OUTPUT_TOKENS, _LARGEST, _DRAWS, _REQUESTS = 512, 256, 400, 400
 
 

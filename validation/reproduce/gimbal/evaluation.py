@@ -7,6 +7,7 @@ from functools import cache
 
 from eldr_sim.traces.routing.format import REFERENCE_TRACE
 from eldr_sim.validation.reproduce.gimbal import experts, latency, studies
+from eldr_sim.validation.reproduce.gimbal.latency import paired_figure
 from eldr_sim.validation.reproduce.gimbal.prefix import figure_11, figure_12
 from eldr_sim.validation.reproduce.gimbal.settings import FULL, QUICK, TPOT, TTFT, Experiment
 from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
@@ -21,14 +22,10 @@ def figures(
     return {
         "figure_3": experts.figure_3,
         "figure_4": experts.figure_4,
-        "figure_6": lambda: latency.figure_6(made, rows()),
-        "figure_7": lambda: latency.paired_figure(
-            "figure_7", "TTFT at the knee", made, runs(), TTFT, latency.TTFT_CUT
-        ),
-        "figure_8": lambda: latency.figure_8(made, rows()),
-        "figure_9": lambda: latency.paired_figure(
-            "figure_9", "TPOT at the knee", made, runs(), TPOT, latency.TPOT_CUT
-        ),
+        "figure_6": lambda: latency.by_rate("figure_6", made, rows(), TTFT),
+        "figure_7": lambda: paired_figure("figure_7", made, runs(), TTFT, latency.TTFT_CUT),
+        "figure_8": lambda: latency.by_rate("figure_8", made, rows(), TPOT),
+        "figure_9": lambda: paired_figure("figure_9", made, runs(), TPOT, latency.TPOT_CUT),
         "figure_10": lambda: latency.figure_10(made, runs()),
         "figure_11": lambda: figure_11(made),
         "figure_12": lambda: figure_12(made),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from eldr_sim.charts import bars, lines
 from eldr_sim.policies.placement.gimbal import anchored, linked_experts
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.structure import transitions
@@ -73,24 +73,9 @@ def figure_3() -> Reproduction:
               reason=", ".join(f"{n} {100 * g:.1f}%" for n, g in zip(TRACES, gain, strict=True))),
     ]  # fmt: skip
 
-    draw = _by_trace(rows, ("layer", "layer"), ("cv", "variation of the experts' load"))
+    draw = lines(rows, "layer", "cv", "trace", ylabel="variation of the experts' load")
     title = "Expert activation by layer"
     return Reproduction("figure_3", title, rows, claims, draw)
-
-
-def _by_trace(
-    rows: Sequence[dict[str, Any]], x: tuple[str, str], y: tuple[str, str]
-) -> Callable[[Any], None]:
-    """Return what draws a line a trace; ``x`` and ``y`` are column and label."""
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for name in TRACES:
-            own = [row for row in rows if row["trace"] == name]
-            axes.plot([r[x[0]] for r in own], [r[y[0]] for r in own], ".-", label=name)
-        axes.set(xlabel=x[1], ylabel=y[1])
-
-    return draw
 
 
 def figure_4() -> Reproduction:
@@ -130,8 +115,7 @@ def figure_4() -> Reproduction:
               stated=False, neutral=None),
     ]  # fmt: skip
 
-    load_of = "busier_gpu", "load of the busier GPU over the mean"
-    draw = _by_trace(rows, ("pairs", "pairs of M a layer"), load_of)
+    draw = lines(rows, "pairs", "busier_gpu", "trace", xlabel="pairs of M a layer")
     title = "Inter-layer affinity"
     return Reproduction("figure_4", title, rows, claims, draw)
 
@@ -172,14 +156,7 @@ def crossings(quick: bool) -> Reproduction:
               reason="pairs within a layer alone could change it", stated=False),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for gpus in (2, 4):
-            mine = [row for row in rows if row["gpus"] == gpus]
-            axes.plot([r["a_copy_an_expert"] / r["expected"] for r in mine], ".", label=f"{gpus}")
-        axes.axhline(1.0, color="black", linewidth=0.6)
-        axes.set(xlabel="trace and placement", ylabel="crossings over k (G - 1) / G")
-        axes.legend(title="GPUs")
-
+    over = [r | {"over_expected": r["a_copy_an_expert"] / r["expected"]} for r in rows]
+    draw = bars(over, ("trace", "placement"), "over_expected", "gpus")
     title = "Crossings of token-expert pairs"
     return Reproduction("crossings", title, rows, claims, draw)

@@ -9,18 +9,23 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.charts import bars
 from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.gimbal.settings import (
     FIELDS,
     OUTPUTS,
     Experiment,
-    change,
     lognormal,
-    mean,
     spelled,
 )
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent
+from eldr_sim.validation.reproduce.reproduction import (
+    Claim,
+    Reproduction,
+    change,
+    mean,
+    percent,
+)
 
 #: Figure 11: vLLM's hits in five runs, and Gimbal's, the same in all.
 VLLM_HITS, GIMBAL_HITS = (19888, 17056, 18800, 16096, 20416), 18992
@@ -78,12 +83,11 @@ def _measured(experiment: Experiment) -> tuple[dict[str, list[Summary]], list[di
                 FIELDS | {"workload": str(path), "num_requests": n, "policy": policy, "seed": seed}
                 | {"enable_prefix_caching": True}
             )  # fmt: skip
-    runs = experiment.run(groups)
+    runs = experiment.runner.groups(groups)
     rows = [
         {"policy": policy, "hit_rate_%": 100 * mean(own, "prefix_cache_hit_rate")}
         | {"hit_blocks": mean(own, "prefix_cache_hits") / _BLOCK}
-        | {"mean_ttft_ms": mean(own, "mean_ttft_ms"), "p99_ttft_ms": mean(own, "p99_ttft_ms")}
-        | {"mean_tpot_ms": mean(own, "mean_tpot_ms")}
+        | {name: mean(own, name) for name in ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms")}
         for policy, own in runs.items()
     ]
     return runs, rows
@@ -107,7 +111,8 @@ def figure_11(experiment: Experiment) -> Reproduction:
         Claim("mean TTFT of the same runs", -100.0, 0.0, ttft.mean, tolerance=0.0,
               reason=spelled(ttft), stated=False),
     ]  # fmt: skip
-    return _figure("figure_11", "Prefix-cache hits of returning users", "hit_blocks", rows, claims)
+    draw = bars(rows, "policy", ("hit_blocks", "mean_ttft_ms"))
+    return Reproduction("figure_11", "Prefix-cache hits of returning users", rows, claims, draw)
 
 
 def figure_12(experiment: Experiment) -> Reproduction:
@@ -122,16 +127,5 @@ def figure_12(experiment: Experiment) -> Reproduction:
         Claim("hit rate, Gimbal less round robin", paper, paper, t_interval(rates).mean, "points",
               0.1, f"{spelled(t_interval(rates))}; {_WHO}"),
     ]  # fmt: skip
-    return _figure("figure_12", "Hit rates of returning users", "hit_rate_%", rows, claims)
-
-
-def _figure(
-    name: str, title: str, key: str, rows: list[dict[str, Any]], claims: list[Claim]
-) -> Reproduction:
-    def draw(figure: Any) -> None:
-        for axes, column in zip(figure.subplots(1, 2), (key, "mean_ttft_ms"), strict=True):
-            axes.bar([row["policy"] for row in rows], [row[column] for row in rows])
-            axes.set_ylabel(column)
-            axes.tick_params(axis="x", labelrotation=20, labelsize=7)
-
-    return Reproduction(name, title, rows, claims, draw)
+    draw = bars(rows, "policy", ("hit_rate_%", "mean_ttft_ms"))
+    return Reproduction("figure_12", "Hit rates of returning users", rows, claims, draw)

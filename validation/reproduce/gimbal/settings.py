@@ -16,15 +16,13 @@ tenth of the paper's 5 s. Thresholds in tokens and steps are the paper's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.planning.intervals import Interval, paired_percent
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.intervals import Interval
 from eldr_sim.planning.search.search import highest_rate
 from eldr_sim.policies.eldr.signature import Ints
 from eldr_sim.simulator.setup.config import RunConfig, make_config
@@ -98,14 +96,8 @@ FULL, QUICK = Scale(120, 25, 3, 3000), Scale(60, 2, 2, 100, ("random", "two_end"
 class Experiment:
     """Runs of the paper's set-up on logs of their own.
 
-    Parameters
-    ----------
-    runner
-        Runs configurations.
-    scale
-        How much is run.
-    log
-        A request log whose lengths are taken; None draws them.
+    ``runner``: runs configurations; ``scale``: how much is run; ``log``: a request log whose
+    lengths are taken; None draws them.
     """
 
     def __init__(self, runner: Runner, scale: Scale, log: str | None = None) -> None:
@@ -154,21 +146,6 @@ class Experiment:
             found = self.runner.search(search)
             self._knees[key] = found.good if found else 0.25
         return self._knees[key]
-
-    def run(self, groups: Mapping[Any, Sequence[dict[str, Any]]]) -> dict[Any, list[Summary]]:
-        """Run groups of cases side by side; summaries by group."""
-        found = iter(self.runner.run([case for cases in groups.values() for case in cases]))
-        return {name: [next(found) for _ in cases] for name, cases in groups.items()}
-
-
-def change(ours: Sequence[Summary], theirs: Sequence[Summary], metric: str) -> Interval:
-    """Return the paired change of a metric, %, with its 95% interval over seeds."""
-    return paired_percent([one[metric] for one in ours], [one[metric] for one in theirs])
-
-
-def mean(runs: Sequence[Summary], metric: str) -> float:
-    """Return the mean of a metric over seeds."""
-    return float(np.mean([run[metric] for run in runs]))
 
 
 def spelled(interval: Interval) -> str:

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.planning.intervals import Interval, t_interval
-from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.charts import bars, field, lines
+from eldr_sim.planning.intervals import t_interval
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.traces.requests.length_shapes import LengthShape
 from eldr_sim.validation.reproduce.gimbal.settings import (
     OUTPUTS,
     P99,
@@ -19,11 +20,9 @@ from eldr_sim.validation.reproduce.gimbal.settings import (
     VLLM,
     Experiment,
     System,
-    change,
-    mean,
     write_log,
 )
-from eldr_sim.validation.reproduce.reproduction import Reproduction
+from eldr_sim.validation.reproduce.reproduction import Reproduction, change, mean, spread
 
 ORDERS = ("fcfs", "sjf", "sjf_aging:age=0.5", "sjf_residence", "oracle")
 _LOAD = 0.9
@@ -82,17 +81,7 @@ def sjf_sign(experiment: Experiment) -> Reproduction:
                     | {"longest_prompts_ttft": found[3].mean}
                 )
 
-    def draw(figure: Any) -> None:
-        for axes, order in zip(figure.subplots(1, len(ORDERS) - 1), ORDERS[1:], strict=True):
-            values = np.array([row["wait"] for row in rows if row["order"] == order])
-            grid = values.reshape(len(_BOUNDS), -1)
-            axes.imshow(grid, cmap="coolwarm", vmin=0.4, vmax=1.6)
-            for (i, j), value in np.ndenumerate(grid):
-                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7)
-            axes.set_xticks(range(len(_CORRELATIONS)), [f"{r:g}" for r in _CORRELATIONS])
-            axes.set_yticks(range(len(_BOUNDS)), list(_BOUNDS), fontsize=7)
-            axes.set_title(f"{order}: wait / fcfs", fontsize=8)
-
+    draw = field(rows, "correlation", "bound", "wait", "order")
     title = "Mean wait by queue order, by what binds and correlation of prompt and output"
     return Reproduction("sjf_sign", title, rows, [], draw)
 
@@ -141,26 +130,18 @@ def old_signals(experiment: Experiment) -> Reproduction:
         for policy in BALANCERS
         for age in _AGES_MS
     }  # fmt: skip
-    runs = experiment.run(groups)
+    runs = experiment.runner.groups(groups)
     rows = []
     for (policy, age), own in runs.items():
-        fresh = change(own, runs[policy, 0.0], TPOT)
-        plain = change(own, runs["round_robin", age], TPOT)
         rows.append(
             {"policy": policy, "age_ms": age, TPOT: mean(own, TPOT)}
-            | {"p99_tpot_ms": mean(own, "p99_tpot_ms"), "idle_ms": _group(own, "mean_idle_ms")}
-            | {"step_ms": _group(own, "mean_step_ms")}
-            | _spread("against_fresh", fresh)
-            | _spread("against_round_robin", plain)
+            | {"p99_tpot_ms": mean(own, "p99_tpot_ms"), "idle_ms": mean(own, "group.mean_idle_ms")}
+            | {"step_ms": mean(own, "group.mean_step_ms")}
+            | spread("against_fresh", change(own, runs[policy, 0.0], TPOT))
+            | spread("against_round_robin", change(own, runs["round_robin", age], TPOT))
         )
 
-    def draw(figure: Any) -> None:
-        for axes, key in zip(figure.subplots(1, 2), (TPOT, "idle_ms"), strict=True):
-            for policy in BALANCERS:
-                own = [row for row in rows if row["policy"] == policy]
-                axes.plot([r["age_ms"] for r in own], [r[key] for r in own], ".-", label=policy)
-            axes.set(xlabel="age of signals and completions, ms", ylabel=key, xscale="symlog")
-
+    draw = lines(rows, "age_ms", (TPOT, "idle_ms"), "policy", xscale="symlog")
     title = "Old signals and the lock-step tax by balancer, 4 decode engines"
     return Reproduction("old_signals", title, rows, [], draw)
 
@@ -173,7 +154,8 @@ def colocated(experiment: Experiment) -> Reproduction:
 
     At the knee of two engines under `round_robin`, for four at twice its rate.
     """
-    scale, groups = experiment.scale, dict[tuple[str, int, float, str], list[dict[str, Any]]]()
+    scale = experiment.scale
+    groups = dict[tuple[LengthShape, int, float, str], list[dict[str, Any]]]()
     for shape in (scale.shapes[0], scale.shapes[-1]):
         for engines in (2, 4):
             for age in _AGES_MS:
@@ -184,24 +166,18 @@ def colocated(experiment: Experiment) -> Reproduction:
                         | {"request_rate": case["request_rate"] * engines / 2}
                         for case in cases
                     ]  # fmt: skip
-    runs = experiment.run(groups)
+    runs = experiment.runner.groups(groups)
     rows = []
     for (shape, engines, age, policy), own in runs.items():
         plain = runs[shape, engines, age, "round_robin"]
         row: dict[str, Any] = {"shape": shape, "engines": engines, "age_ms": age, "policy": policy}
         for name, metric in (("ttft", TTFT), ("p99_ttft", P99), ("tpot", TPOT)):
             row |= {f"{name}_ms": mean(own, metric)}
-            row |= _spread(f"{name}_%", change(own, plain, metric))
-        rows.append(row | {"idle_ms": _group(own, "mean_idle_ms")})
+            row |= spread(f"{name}_%", change(own, plain, metric))
+        rows.append(row | {"idle_ms": mean(own, "group.mean_idle_ms")})
 
-    def draw(figure: Any) -> None:
-        own = [row for row in rows if row["age_ms"] == _AGES_MS[1]]
-        labels = [f"{r['shape']}, {r['engines']}, {r['policy']}" for r in own]
-        for axes, key in zip(figure.subplots(1, 2), ("ttft_%", "tpot_%"), strict=True):
-            axes.barh(labels, [row[key] for row in own])
-            axes.set_xlabel(f"{key} against round robin")
-            axes.tick_params(labelsize=5)
-
+    shown = [row for row in rows if row["age_ms"] == _AGES_MS[1]]
+    draw = bars(shown, ("shape", "engines", "policy"), ("ttft_%", "tpot_%"))
     title = "Balancers of co-located engines that step together"
     return Reproduction("colocated", title, rows, [], draw)
 
@@ -234,39 +210,24 @@ def placements(experiment: Experiment) -> Reproduction:
             | {"num_requests": scale.requests}
             for seed in range(scale.few)
         ]  # fmt: skip
-    runs = experiment.run(groups)
+    runs = experiment.runner.groups(groups)
     rows = []
     for (where, word, moves), own in runs.items():
         found = change(own, runs[where, "linear", False], TPOT)
         rows.append(
             {"trace": where, "placement": word, "tau": scale.interval if moves else None}
             | {TPOT: mean(own, TPOT), TTFT: mean(own, TTFT)}
-            | _spread("tpot_%", found)
-            | {"moe_ms": _group(own, "mean_moe_ms"), "dispatch_ms": _group(own, "mean_dispatch_ms")}
-            | {"busiest_pairs": _group(own, "busiest_rank_pairs_over_mean")}
+            | spread("tpot_%", found)
+            | {
+                "moe_ms": mean(own, "group.mean_moe_ms"),
+                "dispatch_ms": mean(own, "group.mean_dispatch_ms"),
+            }
+            | {"busiest_pairs": mean(own, "group.busiest_rank_pairs_over_mean")}
             | {"relocations": mean(own, "relocations")}
             | {"moved_gb": mean(own, "relocated_bytes") / 1e9}
             | {"stall_ms": 1e3 * mean(own, "relocation_stall_s")}
         )
 
-    def draw(figure: Any) -> None:
-        traces = list(dict.fromkeys(row["trace"] for row in rows))
-        for axes, trace in zip(figure.subplots(1, len(traces)), traces, strict=True):
-            own = [row for row in rows if row["trace"] == trace]
-            labels = [row["placement"] + (" (tau)" if row["tau"] else "") for row in own]
-            axes.barh(labels, [row["tpot_%"] for row in own])
-            axes.set_title(f"{trace}: TPOT against linear, %", fontsize=7)
-            axes.tick_params(labelsize=6)
-
+    draw = bars(rows, ("placement", "tau"), "tpot_%", panel="trace")
     title = "Placements at equal slots, and what relocation costs"
     return Reproduction("placements", title, rows, [], draw)
-
-
-def _group(runs: list[Summary], key: str) -> float:
-    """Return the mean of a figure of groups over seeds."""
-    return float(np.mean([run["group"][key] for run in runs]))
-
-
-def _spread(name: str, found: Interval) -> dict[str, float]:
-    """Return a mean and its interval as columns."""
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.charts import bars, lines
 from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.placement.grace import RATIOS, Replication, hot_copies
@@ -73,18 +74,14 @@ def figure_1a(evaluation: Evaluation) -> Reproduction:
         for scheme in (VANILLA, *ratios, AFFINITY):
             runs = evaluation.measured(source, scheme, TWO_BY_TWO, "prefill")
             rows.append(
-                {
-                    "trace": source.label,
-                    "grouping": scheme.label,
-                    "between": mean_of(runs, between),
-                    "inside": mean_of(runs, inside),
-                    "load_max": mean_of(runs, lambda run: run.load_max),
-                }
+                {"trace": source.label, "grouping": scheme.label}
+                | {"between": mean_of(runs, between), "inside": mean_of(runs, inside)}
+                | {"load_max": mean_of(runs, lambda run: run.load_max)}
             )
 
     def total(source: Source, label: str) -> float:
         (row,) = (r for r in rows if r["trace"] == source.label and r["grouping"] == label)
-        return float(row["between"]) + float(row["inside"])  # type: ignore[arg-type]
+        return float(row["between"]) + float(row["inside"])
 
     claims = []
     for source in SOURCES:
@@ -92,24 +89,13 @@ def figure_1a(evaluation: Evaluation) -> Reproduction:
         equal = percent(total(source, AFFINITY.label), total(source, "Vanilla"))
         grace = percent(total(source, ratios[-1].label), total(source, "Vanilla"))
         claims.append(
-            Claim(
-                f"looser group sizes (r 0 to 1) reduce copies, {source.label}",
-                -100.0,
-                -0.1,
-                loose,
-                tolerance=0.0,
-                stated=False,
-                reason=f"against Vanilla r = 1 sends {grace:+.1f}%; equal groups refined by swaps "
-                f"(affinity) {equal:+.1f}%",
-            )
-        )
-    return Reproduction(
-        "figure_1a",
-        "Strictness of groups and traffic",
-        rows,
-        claims,
-        lambda figure: _draw_bars(figure, rows, "grouping", ("between", "inside", "load_max")),
-    )
+            Claim(f"looser group sizes (r 0 to 1) reduce copies, {source.label}", -100.0, -0.1,
+                  loose, tolerance=0.0, stated=False,
+                  reason=f"against Vanilla r = 1 sends {grace:+.1f}%; equal groups refined by "
+                  f"swaps (affinity) {equal:+.1f}%")
+        )  # fmt: skip
+    draw = bars(rows, "trace", ("between", "inside", "load_max"), "grouping")
+    return Reproduction("figure_1a", "Strictness of groups and traffic", rows, claims, draw)
 
 
 def figure_1b(evaluation: Evaluation) -> Reproduction:
@@ -134,26 +120,15 @@ def figure_1b(evaluation: Evaluation) -> Reproduction:
                     {"trace": source.label, "copied": name, "experts": n, "std_change": change}
                 )
                 found[name] = min(found.get(name, np.inf), change)
+        ours, best = found["active"] - found["collaborative"], "best number of each"
         claims.append(
-            Claim(
-                f"copies of active experts even the load more than of collaborative ones, "
-                f"best number of each, {source.label}",
-                -100.0,
-                0.0,
-                found["active"] - found["collaborative"],
-                "points",
-                0.0,
-                f"active {found['active']:+.1f}%, collaborative {found['collaborative']:+.1f}%",
-                stated=False,
-            )
-        )
-    return Reproduction(
-        "figure_1b",
-        "Which experts to copy to every GPU",
-        rows,
-        claims,
-        lambda figure: _draw_copied(figure, rows),
-    )
+            Claim("copies of active experts even the load more than of collaborative ones, "
+                  f"{best}, {source.label}", -100.0, 0.0, ours, "points", 0.0,
+                  f"active {found['active']:+.1f}%, collaborative {found['collaborative']:+.1f}%",
+                  stated=False)
+        )  # fmt: skip
+    draw = lines(rows, "experts", "std_change", "copied", "trace", xlabel="experts copied")
+    return Reproduction("figure_1b", "Which experts to copy to every GPU", rows, claims, draw)
 
 
 def breadth(affinity: Floats) -> Floats:
@@ -193,14 +168,9 @@ def figure_3(evaluation: Evaluation) -> Reproduction:
             quarter.append(float(inner[: max(1, len(inner) // 4)].sum() / inner.sum()))
             skews.append(float(total.max() / total.mean()))
             rows.append(
-                {
-                    "trace": source.label,
-                    "layer": layer,
-                    **{
-                        f"group_{i}": float(w / total.sum()) for i, w in enumerate(-np.sort(-total))
-                    },
-                    "top_quarter_of_heaviest": quarter[-1],
-                }
+                {"trace": source.label, "layer": layer}
+                | {f"group_{i}": float(w / total.sum()) for i, w in enumerate(-np.sort(-total))}
+                | {"top_quarter_of_heaviest": quarter[-1]}
             )
         copies = [n_copies(o, g, n_ranks) > 1 for o, g in zip(load, groups, strict=True)]
         claims += [
@@ -214,13 +184,14 @@ def figure_3(evaluation: Evaluation) -> Reproduction:
                  f"rho {min(skews):.2f} to {max(skews):.2f}"),
             )
         ]  # fmt: skip
-    return Reproduction(
-        "figure_3",
-        "Load of groups after hierarchical grouping",
-        rows,
-        claims,
-        lambda figure: _draw_groups(figure, rows),
-    )
+    shares = [
+        {"trace": row["trace"], "layer": row["layer"], "group": i, "share": row[f"group_{i}"]}
+        for row in rows
+        for i in range(TWO_BY_TWO.n_ranks)
+    ]
+    draw = lines(shares, "layer", "share", "group", "trace", ylabel="share of the load")
+    title = "Load of groups after hierarchical grouping"
+    return Reproduction("figure_3", title, rows, claims, draw)
 
 
 def loads_of_groups(evaluation: Evaluation, source: Source) -> tuple[Floats, Ints]:
@@ -271,52 +242,41 @@ def figure_5(evaluation: Evaluation) -> Reproduction:
     for key, (what, new, old, stated) in _STATED.items():
         each = [change(source, "prefill", key, new, old) for source in QWEN]
         in_decode = np.mean([change(source, "decode", key, new, old) for source in QWEN])
+        label = f"{what}, {new.label} against {old.label}"
         claims.append(
-            Claim(
-                f"{what}, {new.label} against {old.label}, Qwen3-30B-A3B",
-                stated[2],
-                stated[2],
-                float(np.mean(each)),
-                tolerance=3.0,
-                reason=f"prefill steps; fitted on either file and judged on the other: "
-                f"{each[0]:+.1f} and {each[1]:+.1f}; decode steps {in_decode:+.1f}",
-            )
-        )
+            Claim(f"{label}, Qwen3-30B-A3B", stated[2], stated[2], float(np.mean(each)),
+                  tolerance=3.0, reason="prefill steps; fitted on either file and judged on the "
+                  f"other: {each[0]:+.1f} and {each[1]:+.1f}; decode steps {in_decode:+.1f}")
+        )  # fmt: skip
         for source in SOURCES[3:]:
+            decode = change(source, "decode", key, new, old)
             claims.append(
-                Claim(
-                    f"{what}, {new.label} against {old.label}, {source.label}",
-                    min(stated),
-                    max(stated),
-                    change(source, "prefill", key, new, old),
-                    reason=f"decode steps {change(source, 'decode', key, new, old):+.1f}; "
-                    + _NO_TRACE,
-                )
-            )
+                Claim(f"{label}, {source.label}", min(stated), max(stated),
+                      change(source, "prefill", key, new, old),
+                      reason=f"decode steps {decode:+.1f}; {_NO_TRACE}")
+            )  # fmt: skip
     for key, (what, new, old, mean) in _MEANS.items():
         each = [change(source, "prefill", key, new, old) for source in (*QWEN, *SOURCES[3:])]
         claims.append(
-            Claim(
-                f"{what}, {new.label} against {old.label}, mean of models",
-                mean,
-                mean,
-                float(np.mean(each)),
-                tolerance=3.0,
-                reason="by trace: " + ", ".join(f"{value:+.1f}" for value in each),
-            )
-        )
-    return Reproduction(
-        "figure_5",
-        "Components at 2 nodes x 2 GPUs",
-        rows,
-        claims,
-        lambda figure: _draw_bars(
-            figure,
-            [row for row in rows if row["phase"] == "prefill"],
-            "scheme",
-            ("between", "inside", "load_std", "idle_ms"),
-        ),
-    )
+            Claim(f"{what}, {new.label} against {old.label}, mean of models", mean, mean,
+                  float(np.mean(each)), tolerance=3.0,
+                  reason="by trace: " + ", ".join(f"{value:+.1f}" for value in each))
+        )  # fmt: skip
+    shown = [row for row in rows if row["phase"] == "prefill"]
+    draw = bars(shown, "trace", ("between", "inside", "load_std", "idle_ms"), "scheme")
+    return Reproduction("figure_5", "Components at 2 nodes x 2 GPUs", rows, claims, draw)
+
+
+#: What is counted of a scheme.
+_COUNTED: dict[str, Callable[[Traffic], float]] = {
+    "between": between,
+    "inside": inside,
+    "between_per_expert": lambda run: run.per_token(run.between_pairs),
+    "inside_per_expert": lambda run: run.per_token(run.inside_pairs),
+    "load_std": lambda run: run.load_std,
+    "load_max": lambda run: run.load_max,
+    "busiest_experts": lambda run: run.busiest_experts,
+}
 
 
 def component_rows(evaluation: Evaluation, cluster: Cluster) -> list[dict[str, Any]]:
@@ -329,26 +289,10 @@ def component_rows(evaluation: Evaluation, cluster: Cluster) -> list[dict[str, A
                 runs = evaluation.measured(source, scheme, cluster, phase)
                 times = evaluation.timed(source, scheme, cluster, phase)
                 rows.append(
-                    {
-                        "trace": source.label,
-                        "phase": phase,
-                        "scheme": scheme.label,
-                        "between": mean_of(runs, between),
-                        "inside": mean_of(runs, inside),
-                        "between_per_expert": mean_of(
-                            runs, lambda run: run.per_token(run.between_pairs)
-                        ),
-                        "inside_per_expert": mean_of(
-                            runs, lambda run: run.per_token(run.inside_pairs)
-                        ),
-                        "load_std": mean_of(runs, lambda run: run.load_std),
-                        "load_max": mean_of(runs, lambda run: run.load_max),
-                        "busiest_experts": mean_of(runs, lambda run: run.busiest_experts),
-                        "moe_ms": 1e3 * times.moe_s,
-                        "all_to_all_ms": 1e3 * times.all_to_all_s,
-                        "idle_ms": 1e3 * times.idle_s,
-                        "layer_ms": 1e3 * times.total_s,
-                    }
+                    {"trace": source.label, "phase": phase, "scheme": scheme.label}
+                    | {name: mean_of(runs, figure) for name, figure in _COUNTED.items()}
+                    | {"moe_ms": 1e3 * times.moe_s, "all_to_all_ms": 1e3 * times.all_to_all_s}
+                    | {"idle_ms": 1e3 * times.idle_s, "layer_ms": 1e3 * times.total_s}
                 )
     return rows
 
@@ -370,99 +314,21 @@ def figure_6(evaluation: Evaluation) -> Reproduction:
                 runs = evaluation.measured(source, scheme, TWO_BY_TWO, "prefill")
                 found[fitted] = mean_of(runs, copies)
                 rows.append(
-                    {
-                        "trace": trace,
-                        "judged_on": judged,
-                        "fitted_on": fitted,
-                        "copies": found[fitted],
-                        "against_vanilla": percent(found[fitted], found["Vanilla"]),
-                    }
+                    {"trace": trace, "judged_on": judged, "fitted_on": fitted}
+                    | {"copies": found[fitted]}
+                    | {"against_vanilla": percent(found[fitted], found["Vanilla"])}
                 )
             cross = [found[fitted] for fitted in domains if fitted != judged]
             worst.append(percent(max(cross), found[judged]))
             least.append(percent(max(cross), found["Vanilla"]))
             mixture.append(percent(found["mixture"], min(cross)))
         claims += [
-            Claim(
-                f"another data set's placement adds copies, at most, {trace}",
-                0.0,
-                57.1,
-                max(worst),
-                reason="of the paper's three models: 14.2, 20.1 and 57.1",
-            ),
-            Claim(
-                f"and stays below Vanilla, at least, {trace}",
-                -100.0,
-                -14.6,
-                max(least),
-                reason="of the paper's three models: -17.5, -18.1 and -14.6",
-            ),
-            Claim(
-                f"the mixture beats the best placement of another data set, {trace}",
-                -100.0,
-                0.0,
-                max(mixture),
-                stated=False,
-                tolerance=0.0,
-            ),
-        ]
-    return Reproduction(
-        "figure_6",
-        "Placements on other data sets",
-        rows,
-        claims,
-        lambda figure: _draw_cross(figure, rows),
-    )
-
-
-def _draw_bars(figure: Any, rows: list[dict[str, Any]], by: str, metrics: tuple[str, ...]) -> None:
-    """Draw a panel for each metric, a group of bars for each trace."""
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    names = list(dict.fromkeys(row[by] for row in rows))
-    for axes, metric in zip(figure.subplots(1, len(metrics)), metrics, strict=True):
-        for i, name in enumerate(names):
-            own = [row[metric] for row in rows if row[by] == name]
-            axes.bar(np.arange(len(traces)) + i / (len(names) + 1), own, 0.9 / len(names),
-                     label=name)  # fmt: skip
-        short = [trace.replace("Qwen3-30B-A3B, ", "Qwen3\n") for trace in traces]
-        axes.set_xticks(np.arange(len(traces)) + 0.4, short, rotation=90, fontsize=6)
-        axes.set_title(metric, fontsize=8)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncol=len(labels), fontsize=7)
-
-
-def _draw_copied(figure: Any, rows: list[dict[str, Any]]) -> None:
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    for axes, trace in zip(figure.subplots(1, len(traces), sharey=True), traces, strict=True):
-        for name in ("active", "collaborative"):
-            own = [row for row in rows if row["trace"] == trace and row["copied"] == name]
-            axes.plot([r["experts"] for r in own], [r["std_change"] for r in own], ".-", label=name)
-        axes.set(xlabel="experts copied")
-        axes.set_title(trace, fontsize=7)
-    figure.axes[0].set_ylabel("std of load against HG, %")
-
-
-def _draw_groups(figure: Any, rows: list[dict[str, Any]]) -> None:
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    for axes, trace in zip(figure.subplots(1, len(traces), sharey=True), traces, strict=True):
-        own = [row for row in rows if row["trace"] == trace]
-        base = np.zeros(len(own))
-        for group in range(TWO_BY_TWO.n_ranks):
-            share = np.array([row[f"group_{group}"] for row in own])
-            axes.bar(np.arange(len(own)), share, bottom=base)
-            base += share
-        axes.set(xlabel="layer")
-        axes.set_title(trace, fontsize=7)
-    figure.axes[0].set_ylabel("share of the load, heaviest group below")
-
-
-def _draw_cross(figure: Any, rows: list[dict[str, Any]]) -> None:
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    for axes, trace in zip(figure.subplots(1, len(traces)), traces, strict=True):
-        own = [row for row in rows if row["trace"] == trace]
-        judged = list(dict.fromkeys(row["judged_on"] for row in own))
-        for i, fitted in enumerate(dict.fromkeys(row["fitted_on"] for row in own)):
-            bars = [row["copies"] for row in own if row["fitted_on"] == fitted]
-            axes.bar(np.arange(len(judged)) + i / 6, bars, 0.15, label=fitted)
-        axes.set_xticks(np.arange(len(judged)), judged, fontsize=7)
-        axes.set_title(f"{trace}: copies a token and layer", fontsize=7)
+            Claim(f"another data set's placement adds copies, at most, {trace}", 0.0, 57.1,
+                  max(worst), reason="of the paper's three models: 14.2, 20.1 and 57.1"),
+            Claim(f"and stays below Vanilla, at least, {trace}", -100.0, -14.6, max(least),
+                  reason="of the paper's three models: -17.5, -18.1 and -14.6"),
+            Claim(f"the mixture beats the best placement of another data set, {trace}", -100.0,
+                  0.0, max(mixture), stated=False, tolerance=0.0),
+        ]  # fmt: skip
+    draw = bars(rows, "judged_on", "copies", "fitted_on", "trace", label="copies a token, layer")
+    return Reproduction("figure_6", "Placements on other data sets", rows, claims, draw)

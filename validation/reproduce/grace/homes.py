@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
+from eldr_sim.charts import bars
+from eldr_sim.planning.intervals import paired_percent, t_interval
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.run import build_cluster, offered_load
@@ -44,6 +45,18 @@ CASES = {
 }
 #: All-to-all, which sends a copy for each node and GPU, or for each expert.
 BACKENDS = ("deepep_ht", "deepep_ll")
+_FIELDS: dict[str, Any] = {
+    "model": "Qwen3-30B-A3B",
+    "trace": "reference-moe",
+    "gpu": "H100",
+    "topology": "4P1D",
+    "decode": {"data_parallel_size": 4, "enable_expert_parallel": True},
+    "gpus_per_node": TWO_BY_TWO.gpus_per_node,
+    "request_rate": 120.0,
+    "num_requests": 600,
+    "warmup": 1.5,
+    "output_len": 128,
+}
 _TOKENS, _STEPS = 32, 16  # of each GPU, that copies are counted on
 
 
@@ -63,12 +76,7 @@ class Served(NamedTuple):
 def homes(seeds: Sequence[int], quick: bool = False) -> Reproduction:
     """Requests and experts placed together, on 2 nodes x 2 H100, paired by seed.
 
-    Parameters
-    ----------
-    seeds
-        Of requests, clusters and steps.
-    quick
-        One workload and all-to-all in place of two.
+    ``quick`` has one workload and all-to-all in place of two.
     """
     rows = []
     for workload in ("task",) if quick else ("task", "language"):
@@ -82,44 +90,16 @@ def homes(seeds: Sequence[int], quick: bool = False) -> Reproduction:
                 {"workload": workload, "all_to_all": backend, "case": case, **_row(own, reference)}
                 for case, own in runs.items()
             ]
-    return Reproduction(
-        "homes",
-        "Experts placed by the home of their requests, 2x2 H100",
-        rows,
-        [],
-        lambda figure: _draw(figure, rows),
-    )
+    shown = ("remote_pairs", "copies", "load_max", "tpot_ms")
+    draw = bars(rows, ("workload", "all_to_all"), shown, "case")
+    title = "Experts placed by the home of their requests, 2x2 H100"
+    return Reproduction("homes", title, rows, [], draw)
 
 
 def serve(policy: str, placement: str, workload: str, backend: str, seed: int) -> Served:
-    """Run a decode group of four engines and count its copies.
-
-    Parameters
-    ----------
-    policy, placement, workload, backend
-        As `RunConfig` has them.
-    seed
-        Of the run.
-    """
-    config = make_config(
-        {
-            "model": "Qwen3-30B-A3B",
-            "trace": "reference-moe",
-            "gpu": "H100",
-            "topology": "4P1D",
-            "decode": {"data_parallel_size": 4, "enable_expert_parallel": True},
-            "gpus_per_node": TWO_BY_TWO.gpus_per_node,
-            "all2all_backend": backend,
-            "workload": workload,
-            "request_rate": 120.0,
-            "num_requests": 600,
-            "warmup": 1.5,
-            "output_len": 128,
-            "policy": policy,
-            "expert_placement": placement,
-            "seed": seed,
-        }
-    )
+    """Run a decode group of four engines and count its copies; all as `RunConfig` has them."""
+    own = {"policy": policy, "expert_placement": placement, "seed": seed}
+    config = make_config(_FIELDS | own | {"workload": workload, "all2all_backend": backend})
     prepared = prepare(config)
     requests, window = offered_load(config, prepared.trace)
     cluster = build_cluster(config, prepared, requests, window)
@@ -185,28 +165,11 @@ def reached(batches: Sequence[Batch], placement: Placement) -> float:
 
 def _row(own: Sequence[Served], reference: Sequence[Served]) -> dict[str, float]:
     """Return means, and the paired differences of what has an interval, %."""
-    found: dict[str, float] = {}
-    for name in Served._fields:
-        values = [float(getattr(run, name)) for run in own]
-        found[name] = t_interval(values).mean
+    mine, theirs = (
+        dict(zip(Served._fields, zip(*r, strict=True), strict=True)) for r in (own, reference)
+    )
+    found = {name: t_interval(values).mean for name, values in mine.items()}
     for name in ("copies", "node_copies", "tpot_ms", "p99_tpot_ms"):
-        span: Interval = paired_percent(
-            [getattr(run, name) for run in own], [getattr(run, name) for run in reference]
-        )
-        found |= {f"{name}_change": span.mean, f"{name}_low": span.low, f"{name}_high": span.high}
+        names = (f"{name}_change", f"{name}_low", f"{name}_high")
+        found |= zip(names, paired_percent(mine[name], theirs[name]), strict=True)
     return found
-
-
-def _draw(figure: Any, rows: list[dict[str, Any]]) -> None:
-    groups = list(dict.fromkeys((row["workload"], row["all_to_all"]) for row in rows))
-    metrics = ("remote_pairs", "copies", "load_max", "tpot_ms")
-    for axes, metric in zip(figure.subplots(1, len(metrics)), metrics, strict=True):
-        for i, case in enumerate(CASES):
-            own = [row[metric] for row in rows if row["case"] == case]
-            place = np.arange(len(groups)) + i / (len(CASES) + 1)
-            axes.bar(place, own, 0.9 / (len(CASES) + 1), label=case)
-        labels = ["\n".join(group) for group in groups]
-        axes.set_xticks(np.arange(len(groups)) + 0.4, labels, fontsize=6)
-        axes.set_title(metric, fontsize=8)
-    handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncol=4, fontsize=7)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eldr_sim.charts import field
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll, build_all_to_all
 from eldr_sim.kernel_profiles.models import load_model
@@ -68,38 +69,33 @@ class _Hardware(NamedTuple):
 
 def placement_map(evaluation: Evaluation) -> Reproduction:
     """Return the fastest placement by tokens a GPU and network."""
-    rows = [
-        row
-        for source in SOURCES[3:]
-        for tokens in MAP_TOKENS
-        for row in _cells(evaluation, source, tokens, _hardware(source, MAP_NETWORK), fit=False)
-    ]
-    return Reproduction(
-        "map",
-        "Fastest placement by tokens a GPU and network, 2x2 H100",
-        rows,
-        [],
-        lambda figure: _draw_map(figure, rows),
-    )
+    title = "Fastest placement by tokens a GPU and network, 2x2 H100"
+    return _map("map", title, evaluation, MAP_TOKENS, MAP_NETWORK, fit=False)
 
 
 def bottleneck(evaluation: Evaluation) -> Reproduction:
     """Return what placements gain that are fitted on the time of just such steps."""
+    title = "Experts placed by the time of a layer, 2x2 H100"
+    return _map("bottleneck", title, evaluation, BOTTLENECK_TOKENS, BOTTLENECK_NETWORK, fit=True)
+
+
+def _map(
+    name: str,
+    title: str,
+    evaluation: Evaluation,
+    tokens: Sequence[int],
+    rates: Sequence[float],
+    *,
+    fit: bool,
+) -> Reproduction:
     rows = [
         row
         for source in SOURCES[3:]
-        for tokens in BOTTLENECK_TOKENS
-        for row in _cells(
-            evaluation, source, tokens, _hardware(source, BOTTLENECK_NETWORK), fit=True
-        )
+        for n in tokens
+        for row in _cells(evaluation, source, n, _hardware(source, rates), fit=fit)
     ]
-    return Reproduction(
-        "bottleneck",
-        "Experts placed by the time of a layer, 2x2 H100",
-        rows,
-        [],
-        lambda figure: _draw_map(figure, rows),
-    )
+    draw = field(rows, "network_gb_s", "tokens_per_gpu", "fastest", "trace", "{}")
+    return Reproduction(name, title, rows, [], draw)
 
 
 def _hardware(source: Source, rates: Sequence[float]) -> _Hardware:
@@ -147,17 +143,12 @@ def _cells(
             if label != best and not paired_percent(times, own[best]).low > 0
         ]
         rows.append(
-            {
-                "trace": source.label,
-                "tokens_per_gpu": tokens,
-                "network_gb_s": rate,
-                "fastest": best,
-                "not_told_apart": ", ".join(level),
-                **{f"{label}_against_vanilla": span.mean for label, span in change.items()},
-                **{f"{label}_low": span.low for label, span in change.items()},
-                **{f"{label}_high": span.high for label, span in change.items()},
-                "vanilla_us": 1e6 * float(np.mean(own[VANILLA.label])),
-            }
+            {"trace": source.label, "tokens_per_gpu": tokens, "network_gb_s": rate}
+            | {"fastest": best, "not_told_apart": ", ".join(level)}
+            | {f"{label}_against_vanilla": span.mean for label, span in change.items()}
+            | {f"{label}_low": span.low for label, span in change.items()}
+            | {f"{label}_high": span.high for label, span in change.items()}
+            | {"vanilla_us": 1e6 * float(np.mean(own[VANILLA.label]))}
         )
     return rows
 
@@ -192,22 +183,3 @@ def _times(
             placement = place(trace, calibration, word, cluster, seed, hardware.moe, network)
             (found[_TIME_AWARE, rate],) = priced(placement, "source", [rate])
     return found
-
-
-def _draw_map(figure: Any, rows: list[dict[str, Any]]) -> None:
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    tokens = list(dict.fromkeys(row["tokens_per_gpu"] for row in rows))
-    rates = list(dict.fromkeys(row["network_gb_s"] for row in rows))
-    labels = [key.removesuffix("_against_vanilla") for key in rows[0] if key.endswith("vanilla")]
-    for axes, trace in zip(figure.subplots(1, len(traces)), traces, strict=True):
-        own = [row for row in rows if row["trace"] == trace]
-        values = np.array([labels.index(row["fastest"]) for row in own])
-        axes.imshow(values.reshape(len(tokens), -1), cmap="tab10", vmin=0, vmax=9, aspect="auto")
-        for i, row in enumerate(own):
-            y, x = divmod(i, len(rates))
-            gain = row[f"{row['fastest']}_against_vanilla"]
-            axes.text(x, y, f"{row['fastest']}\n{gain:+.1f}%", ha="center", va="center", fontsize=5)
-        axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
-        axes.set_yticks(range(len(tokens)), tokens)
-        axes.set(xlabel="NIC of a GPU, GB/s", ylabel="tokens a GPU")
-        axes.set_title(trace, fontsize=8)

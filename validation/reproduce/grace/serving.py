@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.charts import bars, lines
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.run import build_cluster, offered_load
@@ -22,7 +23,7 @@ from eldr_sim.simulator.setup.prepare import PreparedRun, prepare
 from eldr_sim.simulator.setup.transfer import PRESETS
 from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO
 from eldr_sim.validation.reproduce.grace.settings import gpu_of
-from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner, change, mean
 
 _GROUP: dict[str, Any] = {
     "data_parallel_size": TWO_BY_TWO.n_ranks,
@@ -56,56 +57,40 @@ def _log(folder: str, n: int, prompt: int, output: int, seed: int) -> str:
 def replicas(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Reproduction:
     """Goodput by redundant experts where the KV cache binds: 2x2 A100-40GB, co-located."""
     n = 250 if quick else 500
-    rows = []
+    base = _GROUP | {
+        "gpu": "A100-40GB",
+        "topology": "1C",
+        "num_requests": n,
+        "request_rate": _RATE,
+        "warmup": n / 4 / _RATE,
+        "policy": "jsq",
+        "expert_placement": "eplb",
+        "goodput": _SLO,
+    }
     with TemporaryDirectory() as folder:
-        base = _GROUP | {
-            "gpu": "A100-40GB",
-            "topology": "1C",
-            "num_requests": n,
-            "request_rate": _RATE,
-            "warmup": n / 4 / _RATE,
-            "policy": "jsq",
-            "expert_placement": "eplb",
-            "goodput": _SLO,
-        }
-        found = iter(
-            runner.run(
-                [
-                    base
-                    | {"num_redundant_experts": k, "replica_choice": choice, "seed": seed}
+        runs = runner.groups(
+            {
+                (k, choice): [
+                    base | {"num_redundant_experts": k, "replica_choice": choice, "seed": seed}
                     | {"workload": _log(folder, n, _PROMPT, _OUTPUT, seed)}
-                    for k, choice in REPLICAS
                     for seed in seeds
                 ]
-            )
-        )
-        runs = {key: [next(found) for _ in seeds] for key in REPLICAS}
-    reference = [run["request_goodput"] for run in runs[REPLICAS[0]]]
-    for (k, choice), own in runs.items():
-        goodput = [run["request_goodput"] for run in own]
-        span = paired_percent(goodput, reference)
-        rows.append(
-            {
-                "redundant": k,
-                "choice": choice,
-                "kv_blocks": own[0]["kv_blocks_per_worker"],
-                "goodput": float(np.mean(goodput)),
-                "change": span.mean,
-                "low": span.low,
-                "high": span.high,
-                **{
-                    key: float(np.mean([run[key] for run in own]))
-                    for key in ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "preemptions")
-                },
+                for k, choice in REPLICAS
             }
+        )  # fmt: skip
+    shown = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "preemptions")
+    rows = []
+    for (k, choice), own in runs.items():
+        found = change(own, runs[REPLICAS[0]], "request_goodput")
+        rows.append(
+            {"redundant": k, "choice": choice, "kv_blocks": own[0]["kv_blocks_per_worker"]}
+            | {"goodput": mean(own, "request_goodput")}
+            | dict(zip(("change", "low", "high"), found, strict=True))
+            | {key: mean(own, key) for key in shown}
         )
-    return Reproduction(
-        "replicas",
-        "Redundant experts against KV blocks, 2x2 A100-40GB",
-        rows,
-        [],
-        lambda figure: _draw_lines(figure, rows, "redundant", "goodput", ("choice",)),
-    )
+    title = "Redundant experts against KV blocks, 2x2 A100-40GB"
+    draw = lines(rows, "redundant", "goodput", "choice")
+    return Reproduction("replicas", title, rows, [], draw)
 
 
 def shared_nic(seeds: Sequence[int]) -> Reproduction:
@@ -132,13 +117,9 @@ def shared_nic(seeds: Sequence[int]) -> Reproduction:
             span = paired_percent([r[f"shared_{key}"] for r in own], [r[key] for r in own])
             line |= {f"{key}_change": span.mean, f"{key}_low": span.low, f"{key}_high": span.high}
         table.append(line)
-    return Reproduction(
-        "shared_nic",
-        "KV transfers and expert traffic on one NIC, 2x2 + 2x2 RTX 4090",
-        table,
-        [],
-        lambda figure: _draw_bars(figure, table, "node_gbit_s"),
-    )
+    title = "KV transfers and expert traffic on one NIC, 2x2 + 2x2 RTX 4090"
+    draw = bars(table, "node_gbit_s", ("ttft_ms_change", "tpot_ms_change"))
+    return Reproduction("shared_nic", title, table, [], draw)
 
 
 def _share(log: str, gbits: float, seed: int) -> dict[str, float]:
@@ -239,41 +220,29 @@ def relocation(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Rep
             "domain_mix": {"code": 1.0},
             "domain_mix_end": {"multilingual": 1.0},
         }
-        fields = []
+        fields: dict[tuple[float, str], list[dict[str, Any]]] = {}
         for gbits, steps in cases:
             nic = gbits * 1e9 / 8 / TWO_BY_TWO.gpus_per_node
             path = Path(folder) / f"{gbits:g}.json"
             gpu = gpu_of(TWO_BY_TWO).model_copy(update={"nic_bandwidth": nic})
             path.write_text(gpu.model_dump_json())
-            moves = {} if steps is None else {"eplb_interval": steps, "eplb_window": steps}
-            fields += [base | moves | {"gpu": str(path), "seed": seed} for seed in seeds]
-            if steps is None:
-                fields += [
-                    base | {"gpu": str(path), "seed": seed, "expert_placement": "linear"}
-                    for seed in seeds
-                ]
-        found = iter(runner.run(fields))
-    rows = []
-    for gbits, steps in cases:
-        own = [next(found) for _ in seeds]
-        if steps is None:
-            stale, linear = own, [next(found) for _ in seeds]
-            rows.append(_moved(gbits, "linear", linear, stale))
-        rows.append(_moved(gbits, "stale" if steps is None else f"every {steps}", own, stale))
-    return Reproduction(
-        "relocation",
-        "Experts moved after a drift of domains, 2x2 RTX 4090",
-        rows,
-        [],
-        lambda figure: _draw_lines(figure, rows, "placement", "time_change", ("node_gbit_s",)),
-    )
+            ways: dict[str, dict[str, Any]] = (
+                {"linear": {"expert_placement": "linear"}, "stale": {}}
+                if steps is None
+                else {f"every {steps}": {"eplb_interval": steps, "eplb_window": steps}}
+            )
+            for name, more in ways.items():
+                each = base | more | {"gpu": str(path)}
+                fields[gbits, name] = [each | {"seed": seed} for seed in seeds]
+        runs = runner.groups(fields)
+    rows = [_moved(gbits, name, own, runs[gbits, "stale"]) for (gbits, name), own in runs.items()]
+    title = "Experts moved after a drift of domains, 2x2 RTX 4090"
+    draw = lines(rows, "placement", "time_change", "node_gbit_s")
+    return Reproduction("relocation", title, rows, [], draw)
 
 
 def _moved(gbits: float, name: str, own: Sequence[Any], stale: Sequence[Any]) -> dict[str, Any]:
     """Return what moving gave against the stale placement, in time of the whole run."""
-
-    def mean(key: str) -> float:
-        return float(np.mean([run.get(key) or 0.0 for run in own]))
 
     # All requests come at once: a run lasts as long as its tokens take.
     span = paired_percent(
@@ -287,8 +256,8 @@ def _moved(gbits: float, name: str, own: Sequence[Any], stale: Sequence[Any]) ->
         steps = [r["group"]["mean_step_ms"] for r in runs]
         return float(np.mean(np.subtract(steps, waits)))
 
-    gain, n = step_ms(stale) - step_ms(own), mean("relocations")
-    wait = 1e3 * mean("relocation_stall_s") / n if n else 0.0
+    gain, n = step_ms(stale) - step_ms(own), mean(own, "relocations")
+    wait = 1e3 * mean(own, "relocation_stall_s") / n if n else 0.0
     return {
         "node_gbit_s": gbits,
         "placement": name,
@@ -296,27 +265,10 @@ def _moved(gbits: float, name: str, own: Sequence[Any], stale: Sequence[Any]) ->
         "time_low": span.low,
         "time_high": span.high,
         "step_ms": step_ms(own),
-        "load_max": float(np.mean([run["group"]["busiest_rank_pairs_over_mean"] for run in own])),
+        "load_max": mean(own, "group.busiest_rank_pairs_over_mean"),
         "relocations": n,
-        "moved_gb": mean("relocated_bytes") / 1e9,
-        "stall_s": mean("relocation_stall_s"),
-        "steps": float(np.mean([run["group"]["steps"] for run in own])),
+        "moved_gb": mean(own, "relocated_bytes") / 1e9,
+        "stall_s": mean(own, "relocation_stall_s"),
+        "steps": mean(own, "group.steps"),
         "repaid_after_steps": wait / gain if n and gain > 0 else None,
     }
-
-
-def _draw_lines(
-    figure: Any, rows: list[dict[str, Any]], x: str, y: str, by: tuple[str, ...]
-) -> None:
-    axes = figure.subplots()
-    for key in dict.fromkeys(tuple(row[name] for name in by) for row in rows):
-        own = [row for row in rows if tuple(row[name] for name in by) == key]
-        axes.plot([row[x] for row in own], [row[y] for row in own], ".-",
-                  label=", ".join(map(str, key)))  # fmt: skip
-    axes.set(xlabel=x, ylabel=y)
-
-
-def _draw_bars(figure: Any, rows: list[dict[str, Any]], x: str) -> None:
-    for axes, y in zip(figure.subplots(1, 2), ("ttft_ms_change", "tpot_ms_change"), strict=True):
-        axes.bar([f"{row[x]:g}" for row in rows], [row[y] for row in rows])
-        axes.set(xlabel="Gb/s of a node", ylabel=f"{y}, %")

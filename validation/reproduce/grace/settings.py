@@ -156,10 +156,7 @@ SOURCES = (
 class Evaluation:
     """Placements fitted on some requests of a trace and counted on others, each once.
 
-    Parameters
-    ----------
-    seeds
-        Seeds of the clustering; figures are means over them.
+    ``seeds``: seeds of the clustering; figures are means over them.
     """
 
     def __init__(self, seeds: range) -> None:

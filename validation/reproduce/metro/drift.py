@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.charts import bars
 from eldr_sim.traces.routing.format import REFERENCE_TRACE
 from eldr_sim.validation.reproduce.metro.results import BUSIEST, CHARGED, REAL, TPOT
-from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner, change, mean
 
 _METRO = {"replica_choice": "metro:overhead_us=0", "all2all_backend": "allgather_alltoall"}
 _MOVED = {"eplb_interval": 200, "eplb_window": 200}
@@ -38,32 +38,19 @@ def drift(runner: Runner, seeds: Sequence[int], waves: int) -> Reproduction:
         "num_requests": waves * REAL.in_flight, "output_len": 256,
         "domain_mix": {"code": 1.0}, "domain_mix_end": {"zh": 1.0},
     }  # fmt: skip
-    keys = [(name, seed) for name in VARIANTS for seed in seeds]
-    runs = runner.run([base | VARIANTS[name] | {"seed": seed} for name, seed in keys])
-    by = dict(zip(keys, runs, strict=True))
-    stale = [by["EPLB, stale", seed] for seed in seeds]
-    rows = []
-    for name in VARIANTS:
-        own = [by[name, seed] for seed in seeds]
-        change = paired_percent([s[TPOT] for s in own], [s[TPOT] for s in stale])
-        rows.append(
-            {
-                "variant": name,
-                **{m: sum(s[m] for s in own) / len(own) for m in (TPOT, P99_ITL, BUSIEST)},
-                "tpot_vs_stale_%": change.mean,
-                "tpot_vs_stale_low_%": change.low,
-                "tpot_vs_stale_high_%": change.high,
-                "relocations": sum(s.get("relocations") or 0 for s in own) / len(own),
-                "stall_s": sum(s.get("relocation_stall_s") or 0.0 for s in own) / len(own),
-                "seeds": len(own),
-            }
-        )
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        values = [row["tpot_vs_stale_%"] for row in rows]
-        error = [row["tpot_vs_stale_high_%"] - row["tpot_vs_stale_%"] for row in rows]
-        axes.barh([row["variant"] for row in rows], values, xerr=error)
-        axes.set_xlabel("mean TPOT against EPLB's stale placement, %")
-
+    runs = runner.groups(
+        {
+            name: [base | fields | {"seed": seed} for seed in seeds]
+            for name, fields in VARIANTS.items()
+        }
+    )
+    ends = ("tpot_vs_stale_%", "tpot_vs_stale_low_%", "tpot_vs_stale_high_%")
+    rows = [
+        {"variant": name, **{m: mean(own, m) for m in (TPOT, P99_ITL, BUSIEST)}}
+        | dict(zip(ends, change(own, runs["EPLB, stale"], TPOT), strict=True))
+        | {"relocations": mean(own, "relocations")}
+        | {"stall_s": mean(own, "relocation_stall_s"), "seeds": len(own)}
+        for name, own in runs.items()
+    ]
+    draw = bars(rows, "variant", ends[0], ends=ends[1:])
     return Reproduction("drift", "a placement gone stale (not in the paper)", rows, [], draw)

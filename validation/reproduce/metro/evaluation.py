@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.charts import bars, lines
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.intensity import (
     activation_share,
@@ -183,19 +184,12 @@ def figure_3() -> Reproduction:
               "%", 0.02, "a token's hidden state is read and written once in BF16", neutral=None),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for model in models:
-            own = [row for row in rows if row["model"] == model.name]
-            axes.loglog(batches, [row["flops_a_byte"] for row in own], ".-", label=model.name)
-        for name, gpu in gpus.items():
-            axes.axhline(gpu_intensity(gpu), ls="--", label=name)
-        axes.set(xlabel="tokens of a step", ylabel="FLOPs a byte")
-
-    return Reproduction(
-        "figure_3", "operational intensity of decode steps", rows, claims,
-        draw,
-    )  # fmt: skip
+    said = ", ".join(f"{name} {gpu_intensity(gpu):.0f}" for name, gpu in gpus.items())
+    draw = lines(
+        rows, "batch", "flops_a_byte", "model", xscale="log", yscale="log", title=f"GPUs: {said}"
+    )
+    title = "operational intensity of decode steps"
+    return Reproduction("figure_3", title, rows, claims, draw)
 
 
 def figure_6(routings: list[Routing], n_batches: int) -> Reproduction:
@@ -232,14 +226,7 @@ def figure_6(routings: list[Routing], n_batches: int) -> Reproduction:
               f"{max(greedy):.1f}: what is prohibitive is maximum flow, not the optimum"),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for choice in ("metro", "metro_sorted", "optimal"):
-            own = [row for row in rows if row["choice"] == choice]
-            axes.plot([row["this_machine_us"] for row in own], ".-", label=choice)
-        axes.axhline(116.3, ls="--", color="k", label="maximum flow, CPU (paper)")
-        axes.set(xlabel="routing and ratio", ylabel="us a layer", yscale="log")
-
+    draw = bars(rows, ("routing", "ratio"), "this_machine_us", "choice", scale="log")
     return Reproduction("figure_6", "what an optimal choice takes", rows, claims, draw)
 
 

@@ -8,13 +8,20 @@ let the union be spread evenly. Neither alone does what both do: an even spread 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
-from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
+from eldr_sim.charts import bars
+from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
-from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.reproduction import (
+    Reproduction,
+    Runner,
+    change,
+    mean,
+    spread,
+)
 
 #: Engines of a decode group, a GPU each, and groups.
 _ENGINES, _GROUPS = 8, 4
@@ -79,27 +86,17 @@ def locality(runner: Runner, quick: bool = False) -> Reproduction:
     without redundant experts on the same requests. ``interaction`` is the difference of a pair of
     policy and redundancy less the sum of the two alone, in points: below 0 each helps the other.
 
-    Parameters
-    ----------
-    runner
-        Runs the simulations; what its base says of the cluster is overridden.
-    quick
-        One load and two seeds, in place of five loads and five.
     """
     seeds = range(2 if quick else 5)
-    cells = list(_cells(quick))
-    summaries = iter(
-        runner.run([_case(*cell) | {"seed": seed} for cell in cells for seed in seeds])
+    made = runner.groups(
+        {cell: [_case(*cell) | {"seed": seed} for seed in seeds] for cell in _cells(quick)}
     )
-    runs = {cell: [_figures(next(summaries)) for _ in seeds] for cell in cells}
-    rows = [_row(cell, runs) for cell in cells]
-    return Reproduction(
-        "beyond_locality",
-        "ELDR between groups, METRO inside them (Qwen3-30B-A3B, 4 groups of 8 H100)",
-        rows,
-        [],
-        lambda figure: _draw(figure, rows),
-    )
+    runs = {cell: [_figures(run) for run in own] for cell, own in made.items()}
+    rows = [_row(cell, runs) for cell in runs]
+    panel, ends = Setting._fields, (f"{BUSIEST}_percent_low", f"{BUSIEST}_percent_high")
+    draw = bars(rows, "redundancy", f"{BUSIEST}_percent", "policy", panel, ends=ends)
+    title = "ELDR between groups, METRO inside them (Qwen3-30B-A3B, 4 groups of 8 H100)"
+    return Reproduction("beyond_locality", title, rows, [], draw)
 
 
 _Cell = tuple[Setting, str, Variant]
@@ -153,69 +150,20 @@ def _row(cell: _Cell, runs: dict[_Cell, list[dict[str, float]]]) -> dict[str, An
     """Return the means of a cell, and how far it is from jsq without redundant experts."""
     setting, policy, variant = cell
     plain = runs[setting, "jsq", _NONE]
-    apart = runs[setting, policy, _NONE], runs.get((setting, "jsq", variant))
-    row: dict[str, Any] = {
-        **setting._asdict(),
-        "policy": policy,
-        "redundancy": variant.name,
-        "simulated_batch": _mean(runs[cell], "batch"),
-        "activated_experts": _mean(runs[cell], "experts"),
-    }
+    apart = runs[setting, policy, _NONE], runs.get((setting, "jsq", variant), [])
+    row: dict[str, Any] = {**setting._asdict(), "policy": policy, "redundancy": variant.name}
+    row |= {"simulated_batch": mean(runs[cell], "batch")}
+    row |= {"activated_experts": mean(runs[cell], "experts")}
     for metric in _METRICS:
-        ours, theirs = _column(runs[cell], metric), _column(plain, metric)
-        row[metric] = _mean(runs[cell], metric)
-        row |= _ends(f"{metric}_percent", paired_percent(ours, theirs))
+        row[metric] = mean(runs[cell], metric)
+        row |= spread(f"{metric}_percent", change(runs[cell], plain, metric))
         if metric in (BUSIEST, MOE) and policy != "jsq" and variant != _NONE and apart[1]:
-            alone = [_column(own, metric) for own in apart if own is not None]
+            four = ([run[metric] for run in own] for own in (runs[cell], *apart, plain))
             points = [
-                100.0 * (both - routed - spread + none) / none
-                for both, routed, spread, none in zip(ours, *alone, theirs, strict=True)
+                100.0 * (both - routed - even + none) / none
+                for both, routed, even, none in zip(*four, strict=True)
             ]
-            row |= _ends(f"{metric}_interaction", t_interval(points))
+            row |= spread(f"{metric}_interaction", t_interval(points))
         elif metric in (BUSIEST, MOE):
-            row |= dict.fromkeys(_names(f"{metric}_interaction"), None)
+            row |= dict.fromkeys(f"{metric}_interaction{end}" for end in ("", "_low", "_high"))
     return row
-
-
-def _mean(runs: Sequence[dict[str, float]], name: str) -> float:
-    return sum(run[name] for run in runs) / len(runs)
-
-
-def _column(runs: Sequence[dict[str, float]], name: str) -> list[float]:
-    return [run[name] for run in runs]
-
-
-def _names(name: str) -> tuple[str, str, str]:
-    return name, f"{name}_low", f"{name}_high"
-
-
-def _ends(name: str, interval: Interval) -> dict[str, float]:
-    return dict(zip(_names(name), interval, strict=True))
-
-
-def _draw(figure: Any, rows: list[dict[str, Any]]) -> None:
-    """Draw the busiest GPU's activated experts, a panel a load."""
-    from matplotlib.patches import Patch  # takes long to import
-
-    settings = list(dict.fromkeys(Setting(*(r[f] for f in Setting._fields)) for r in rows))
-    panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
-    names = list(dict.fromkeys(row["redundancy"] for row in rows))
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    for axes, setting in zip(panels, settings, strict=True):
-        own = [r for r in rows if Setting(*(r[f] for f in Setting._fields)) == setting]
-        for row in own:
-            mean, low, high = (row[name] for name in _names(f"{BUSIEST}_percent"))
-            at = names.index(row["redundancy"]) + 0.25 * policies.index(row["policy"])
-            axes.barh(
-                at,
-                mean,
-                0.22,
-                xerr=[[mean - low], [high - mean]] if low == low else None,
-                color=f"C{policies.index(row['policy'])}",
-            )
-        axes.set_yticks(range(len(names)), names, fontsize=6)
-        axes.set_title(f"{setting.workload}, {setting.trace_replay}, {setting.batch}", fontsize=7)
-        axes.axvline(0.0, color="black", linewidth=0.8)
-    figure.supxlabel("busiest GPU's activated experts, % of jsq without redundancy", fontsize=7)
-    colors = [Patch(color=f"C{i}") for i in range(len(policies))]
-    panels[0].legend(colors, policies, fontsize=6)

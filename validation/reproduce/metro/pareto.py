@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eldr_sim.charts import Draw, lines
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all, uniform_copies
 from eldr_sim.kernel_profiles.models import load_model
@@ -183,13 +184,7 @@ def figure_12(cases: Sequence[tuple[Setup, Routing]], n_batches: int) -> Reprodu
         )  # fmt: skip
     rows = [point._asdict() for found in by_case.values() for point in found]
 
-    def draw(figure: Any) -> None:
-        for ax, (case, found) in zip(
-            figure.subplots(1, len(by_case), squeeze=False)[0], by_case.items(), strict=True
-        ):
-            _lines(ax, found)
-            ax.set_title(case, fontsize=8)
-
+    draw = _frontiers(list(by_case.values()))
     return Reproduction("figure_12", "decode throughput against latency", rows, claims, draw)
 
 
@@ -205,17 +200,14 @@ def _against_none(
     return (min(gains), max(gains)) if gains else (float("nan"), float("nan"))
 
 
-def _lines(ax: Any, found: Sequence[Point]) -> None:
-    for ratio in RATIOS:
-        for choice, style in (("none", "k-"), ("EPLB", "o--"), ("METRO", "s-"), (CHARGED, "s:")):
-            own = [p for p in found if p.ratio == ratio and p.choice == choice]
-            if own:
-                line = frontier(own)
-                ax.plot(
-                    [1e3 / p.tpot_ms for p in line], [p.tokens_s_gpu for p in line], style,
-                    ms=3, label=choice if ratio == 1.0 else f"{choice} {ratio}x",
-                )  # fmt: skip
-    ax.set(xlabel="1 / TPOT, tokens/s", ylabel="tokens/s a GPU")
+def _frontiers(cases: Sequence[Sequence[Point]]) -> Draw:
+    """Draw the frontier of each choice and ratio, tokens/s a GPU by tokens/s of a user."""
+    rows: list[dict[str, Any]] = []
+    for found in cases:
+        for key in dict.fromkeys((p.choice, p.ratio) for p in found):
+            line = frontier([p for p in found if (p.choice, p.ratio) == key])
+            rows += [p._asdict() | {"tokens_s_user": 1e3 / p.tpot_ms} for p in line]
+    return lines(rows, "tokens_s_user", "tokens_s_gpu", ("choice", "ratio"), "case")
 
 
 def figure_13(setup: Setup, routing: Routing, n_batches: int) -> Reproduction:
@@ -234,13 +226,7 @@ def figure_13(setup: Setup, routing: Routing, n_batches: int) -> Reproduction:
               0.5, "; ".join(f"{p.layout} at batch {p.batch}: {p.tpot_ms:.2f} ms" for p in fast)),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        ax = figure.subplots()
-        _lines(ax, found)
-        for p in line:
-            ax.annotate(f"{p.layout}, {p.batch}", (1e3 / p.tpot_ms, p.tokens_s_gpu), fontsize=6)
-
     return Reproduction(
         "figure_13", f"layouts along the frontier: {setup.model}",
-        [p._asdict() for p in line], claims, draw,
+        [p._asdict() for p in line], claims, _frontiers([found]),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eldr_sim.charts import Draw, bars
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.metro.routing import Routing
@@ -21,7 +22,8 @@ from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runn
 RATIOS = (1.0, 1.125, 1.25, 1.5)
 TPOT, TTFT, THROUGHPUT = "mean_tpot_ms", "mean_ttft_ms", "total_token_throughput"
 BUSIEST = "mean_busiest_rank_experts_per_step"
-_SHORT = {TPOT: "TPOT, ms", THROUGHPUT: "tokens/s"}
+_PARTS = ("moe", "dispatch", "combine", "replica_choice")  # of a layer
+_SHORT = {TPOT: "TPOT", THROUGHPUT: "tokens/s"}
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,6 @@ def _rows(
 
 def _row(case: Case, ratio: float, choice: str, summary: Summary) -> dict[str, Any]:
     group, layers = summary["group"], load_model(case.setup.model).n_moe_layers
-    parts = ("moe", "dispatch", "combine", "replica_choice")
     return {
         "case": case.name,
         "model": case.setup.model,
@@ -156,7 +157,7 @@ def _row(case: Case, ratio: float, choice: str, summary: Summary) -> dict[str, A
         "ratio": ratio,
         "choice": choice,
         **{name: summary[name] for name in (TPOT, TTFT, THROUGHPUT, BUSIEST)},
-        **{f"{part}_us_a_layer": 1e3 * group[f"mean_{part}_ms"] / layers for part in parts},
+        **{f"{part}_us_a_layer": 1e3 * group[f"mean_{part}_ms"] / layers for part in _PARTS},
         "busiest_pairs_over_mean": group["busiest_rank_pairs_over_mean"],
         "kv_blocks": summary["kv_blocks_per_worker"],
         "weakest_provenance": summary["weakest_provenance"],
@@ -189,26 +190,14 @@ def _span(gains: dict[str, float], largest: bool) -> str:
     return f"{min(gains.values()):.1f} to {max(gains.values()):.1f}%; the most: {where}"
 
 
-def _draw_bars(rows: Sequence[dict[str, Any]]) -> Any:
-    def draw(figure: Any) -> None:
-        cases = list(dict.fromkeys(row["case"] for row in rows))
-        axes = figure.subplots(2, 1, sharex=True)
-        for ax, metric in zip(axes, (TPOT, THROUGHPUT), strict=True):
-            for case_number, case in enumerate(cases):
-                base = _of(rows, case=case, choice="none")[metric]
-                mine = [row for row in rows if row["case"] == case]
-                for i, row in enumerate(mine):
-                    at = case_number + (i - len(mine) / 2) * 0.8 / len(mine)
-                    color = {"none": "gray", "EPLB": "tab:orange", "METRO": "tab:blue"}
-                    own = color.get(row["choice"], "tab:cyan")
-                    ax.bar(at, row[metric] / base, 0.75 / len(mine), color=own)
-            ax.set_ylabel(f"{_SHORT[metric]}, vs none")
-        axes[0].set_title(
-            "gray: no replicas; orange EPLB; blue METRO; cyan METRO, 26 us; by ratio", fontsize=8
-        )
-        axes[1].set_xticks(range(len(cases)), cases, rotation=15, fontsize=6, ha="right")
-
-    return draw
+def _against_none(rows: Sequence[dict[str, Any]]) -> Draw:
+    """Draw TPOT and throughput of each choice over those without replicas."""
+    shown = []
+    for row in rows:
+        base = _of(rows, case=row["case"], choice="none")
+        shown.append(row | {f"{name} over none's": row[m] / base[m] for m, name in _SHORT.items()})
+    columns = tuple(f"{name} over none's" for name in _SHORT.values())
+    return bars(shown, "case", columns, ("choice", "ratio"))
 
 
 def figure_5(runner: Runner, case: Case, bursts: Sequence[int]) -> Reproduction:
@@ -244,16 +233,8 @@ def figure_5(runner: Runner, case: Case, bursts: Sequence[int]) -> Reproduction:
     ]  # fmt: skip
     table = [{"prompts_a_gpu": b, "ratio": r, TTFT: value} for (b, r), value in ttft.items()]
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, 4)
-        for ratio in (RATIOS[0], RATIOS[-1]):
-            axes[0].plot(bursts, [ttft[b, ratio] for b in bursts], ".-", label=f"{ratio}x")
-        axes[0].set(xlabel="prompts a GPU", ylabel="TTFT, ms")
-        for ax, metric in zip(axes[1:], (TPOT, THROUGHPUT, BUSIEST), strict=True):
-            ax.bar([f"{r['ratio']}x" for r in rows], [r[metric] for r in rows])
-            ax.set_title(metric.replace("_", " "), fontsize=7)
-
     every = [{"prompts_a_gpu": None, **row} for row in rows]
+    draw = bars(rows, "ratio", (TPOT, THROUGHPUT, BUSIEST))
     return Reproduction("figure_5", f"EPLB's split: {case.name}", every + table, claims, draw)
 
 
@@ -272,10 +253,8 @@ def figure_9(runner: Runner, cases: Sequence[Case], ratios: Sequence[float]) -> 
         Claim("throughput rises by up to", 15.9, 15.9, max(throughput.values()), "%", 2.0,
               f"{_span(throughput, True)}; {why}"),
     ]  # fmt: skip
-    return Reproduction(
-        "figure_9", "Qwen3-30B on 8 A100-40GB (derived tables), 256 in flight",
-        rows, claims, _draw_bars(rows),
-    )  # fmt: skip
+    title = "Qwen3-30B on 8 A100-40GB (derived tables), 256 in flight"
+    return Reproduction("figure_9", title, rows, claims, _against_none(rows))
 
 
 def figure_10(runner: Runner, cases: Sequence[Case], ratios: Sequence[float]) -> Reproduction:
@@ -300,10 +279,8 @@ def figure_10(runner: Runner, cases: Sequence[Case], ratios: Sequence[float]) ->
         Claim("EPLB's split raises TPOT against no replicas by up to", 20, 20, max(worse.values()),
               "%", 3.0, _span(worse, True)),
     ]  # fmt: skip
-    return Reproduction(
-        "figure_10", "Qwen3-235B and DeepSeek-V3 on B200, 1,024 in flight",
-        rows, claims, _draw_bars(rows),
-    )  # fmt: skip
+    title = "Qwen3-235B and DeepSeek-V3 on B200, 1,024 in flight"
+    return Reproduction("figure_10", title, rows, claims, _against_none(rows))
 
 
 def figure_1(shown: Sequence[Reproduction]) -> Reproduction:
@@ -320,10 +297,8 @@ def figure_1(shown: Sequence[Reproduction]) -> Reproduction:
         Claim("abstract: TPOT falls by 11 to 22% (at 1.5x; Sec. VI-B says 1.9 to 21.8% over all "
               "ratios)", -22, -11, max(tpot.values()), "%", 2.0, _span(tpot, True)),
     ]  # fmt: skip
-    return Reproduction(
-        "figure_1", "METRO against EPLB's split at 1.5x", rows, claims,
-        _draw_bars(rows),
-    )  # fmt: skip
+    title = "METRO against EPLB's split at 1.5x"
+    return Reproduction("figure_1", title, rows, claims, _against_none(rows))
 
 
 def figure_11(runner: Runner, case: Case, ratios: Sequence[float]) -> Reproduction:
@@ -345,14 +320,6 @@ def figure_11(runner: Runner, case: Case, ratios: Sequence[float]) -> Reproducti
               "as Figure 9"),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        names = [f"{row['choice']} {row['ratio']}x" for row in rows]
-        below = [0.0] * len(rows)
-        for part in ("dispatch", "replica_choice", "moe", "combine"):
-            values = [row[f"{part}_us_a_layer"] for row in rows]
-            axes.bar(names, values, bottom=below, label=part)
-            below = [b + v for b, v in zip(below, values, strict=True)]
-        axes.set_ylabel("us a layer")
-
+    parts = tuple(f"{part}_us_a_layer" for part in _PARTS)
+    draw = bars(rows, ("choice", "ratio"), parts)
     return Reproduction("figure_11", f"parts of a MoE layer: {case.name}", rows, claims, draw)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.charts import bars, lines
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
 from eldr_sim.kernel_profiles.models import load_model
@@ -179,21 +180,10 @@ def figure_8(routings: Sequence[Routing], n_batches: int) -> Reproduction:
         ),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, 2, sharey=True)
-        for ax, ratio in zip(axes, (RATIOS[0], RATIOS[-1]), strict=True):
-            mine = {key: cell for key, cell in small.items() if key[2] == ratio}
-            for i, choice in enumerate(("even", "optimal", "metro")):
-                at = np.arange(len(mine)) + 0.27 * (i - 1)
-                ax.bar(at, [cell[choice] for cell in mine.values()], 0.25, label=CHOICES[choice])
-            ax.set_xticks(range(len(mine)), [key[0] for key in mine], rotation=60, fontsize=6)
-            ax.set_title(f"{ratio}x instances")
-        axes[0].set_ylabel("activated experts, busiest GPU")
-
-    return Reproduction(
-        "figure_8", "activated experts of the busiest GPU, 32 tokens", rows,
-        claims, draw,
-    )  # fmt: skip
+    shown = [row for row in rows if row["tokens"] == 32]
+    draw = bars(shown, "routing", "busiest_experts", "choice", "ratio")
+    title = "activated experts of the busiest GPU, 32 tokens"
+    return Reproduction("figure_8", title, rows, claims, draw)
 
 
 def _cells(rows: Sequence[dict[str, Any]], figure: str) -> dict[tuple[Any, ...], dict[str, float]]:
@@ -230,18 +220,11 @@ def against_none(
                 for choice in CHOICES if ratio > 1 else ("even",):
                     steps = route(routing, placement, choice, batches, moe)
                     rows.append(
-                        {
-                            "routing": routing.name,
-                            "model": model.name,
-                            "gpus": routing.n_ranks,
-                            "tokens": batch,
-                            "ratio": ratio,
-                            "choice": choice if ratio > 1 else "none",
-                            "busiest_experts": steps.busiest,
-                            "active_experts": steps.active,
-                            "busiest_pairs_over_mean": steps.pairs,
-                            "moe_us": steps.moe_us,
-                        }
+                        {"routing": routing.name, "model": model.name, "gpus": routing.n_ranks}
+                        | {"tokens": batch, "ratio": ratio}
+                        | {"choice": choice if ratio > 1 else "none"}
+                        | {"busiest_experts": steps.busiest, "active_experts": steps.active}
+                        | {"busiest_pairs_over_mean": steps.pairs, "moe_us": steps.moe_us}
                     )
     none = {(r["routing"], r["tokens"]): r for r in rows if r["choice"] == "none"}
     for row in rows:
@@ -255,24 +238,18 @@ def against_none(
         for choice in CHOICES
     ]
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, 2, sharey=True)
-        for ax, ratio in zip(axes, (RATIOS[0], RATIOS[-1]), strict=True):
-            for choice, label in CHOICES.items():
-                mine = [r for r in rows if r["ratio"] == ratio and r["choice"] == choice]
-                at = sorted({r["tokens"] for r in mine})
-                values = [[r["moe_vs_none_%"] for r in mine if r["tokens"] == t] for t in at]
-                ax.plot(at, [np.median(v) for v in values], ".-", label=label)
-                low, high = [min(v) for v in values], [max(v) for v in values]
-                ax.fill_between(at, low, high, alpha=0.12)
-            ax.set(xscale="log", xlabel="tokens of the step", title=f"{ratio}x instances")
-            ax.axhline(0, color="k", lw=0.5)
-        axes[0].set_ylabel("MoE time against one instance an expert, %")
-
-    return Reproduction(
-        name, "every choice against no replication (not in the paper)",
-        rows, claims, draw,
-    )  # fmt: skip
+    own: dict[tuple[str, float, int], list[float]] = {}
+    for row in rows:
+        key = row["choice"], row["ratio"], row["tokens"]
+        own.setdefault(key, []).append(row["moe_vs_none_%"])
+    medians = [
+        {"choice": choice, "ratio": ratio, "tokens": tokens, "MoE time, %": float(np.median(each))}
+        for (choice, ratio, tokens), each in own.items()
+        if choice != "none"
+    ]
+    draw = lines(medians, "tokens", "MoE time, %", "choice", "ratio", xscale="log")
+    title = "every choice against no replication (not in the paper)"
+    return Reproduction(name, title, rows, claims, draw)
 
 
 def _no_worse_than_none(rows: Sequence[dict[str, Any]], choice: str, tokens: int) -> Claim:

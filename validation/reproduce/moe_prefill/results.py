@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.charts import bars, lines
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.planning.search.prefill import BUDGETS
 from eldr_sim.validation.reproduce.moe_prefill.settings import (
@@ -140,22 +141,21 @@ def figure_9(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     paper = dict(zip((cell.name for cell in CELLS), (1.37, 1.36, 1.35, 1.37), strict=True))
     claims = [_over_best(rows, cell.name, paper[cell.name]) for cell in CELLS]
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, len(CELLS))
-        for ax, cell in zip(axes, CELLS, strict=True):
-            rates = _rates(rows, cell=cell.name)
-            labels = list(rates)
-            ax.barh(labels, [float(np.mean(rates[label])) for label in labels])
-            ax.set_title(cell.name, fontsize=8)
-            ax.tick_params(labelsize=6)
-            if ax is not axes[0]:
-                ax.set_yticklabels([])
-        axes[0].set_xlabel("tokens/s")
+    draw = bars(_means(rows), "system", "tokens_per_s", panel="cell")
+    title = "throughput of Table 2's requests (synthetic prefixes), 8 GPUs"
+    return Reproduction("figure_9", title, rows, claims, draw)
 
-    return Reproduction(
-        "figure_9", "throughput of Table 2's requests (synthetic prefixes), 8 GPUs",
-        rows, claims, draw,
-    )  # fmt: skip
+
+def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the mean tokens a second of each cell, system and sharing."""
+    own: dict[tuple[str, str, float], list[float]] = {}
+    for row in rows:
+        key = row["cell"], row["system"], row["sharing"]
+        own.setdefault(key, []).append(row["tokens_per_s"])
+    return [
+        {"cell": cell, "system": system, "sharing": share, "tokens_per_s": float(np.mean(each))}
+        for (cell, system, share), each in own.items()
+    ]
 
 
 def _dispatched(runner: Runner, cell: Cell, logs: Workloads, sizes: Sizes) -> list[dict[str, Any]]:
@@ -235,18 +235,8 @@ def figure_10(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
                   100 * (own["saturation"][0] - 1), "%", 3.0, f"assumed prefixes; {each}")
         )  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        ax = figure.subplots()
-        labels = list(_rates(rows, cell=H100_FP8.name))
-        for i, label in enumerate(labels):
-            means = [
-                float(np.mean(_rates(rows, cell=H100_FP8.name, sharing=s)[label]))
-                for s in (0.0, 0.5, 1.0)
-            ]
-            ax.bar(np.arange(3) + i / (len(labels) + 1), means, 1 / (len(labels) + 2), label=label)
-        ax.set_xticks(range(3), ["sharing 0", "0.5", "1"])
-        ax.set(ylabel="tokens/s", title=H100_FP8.name)
-
+    shown = [row for row in _means(rows) if row["cell"] == H100_FP8.name]
+    draw = bars(shown, "sharing", "tokens_per_s", "system", title=H100_FP8.name)
     return Reproduction("figure_10", "routers on AsyncEP, 8 GPUs", rows, claims, draw)
 
 
@@ -327,19 +317,10 @@ def figure_11(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
                   f"{DEFAULT_BUDGET}: {said}")
         )  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, len(REGIMES))
-        for ax, regime in zip(axes, REGIMES, strict=True):
-            best = _of(rows, regime, 8)
-            ax.bar(list(best), [row["tokens_per_s"] for row in best.values()])
-            ax.set_title(regime, fontsize=8)
-            ax.tick_params(axis="x", labelsize=5, rotation=60)
-        axes[0].set_ylabel("tokens/s")
-
-    return Reproduction(
-        "figure_11", "prompts without shared prefixes, 8 H100 FP8", rows,
-        claims, draw,
-    )  # fmt: skip
+    shown = [row for regime in REGIMES for row in _of(rows, regime, 8).values()]
+    draw = bars(shown, "system", "tokens_per_s", panel="regime")
+    title = "prompts without shared prefixes, 8 H100 FP8"
+    return Reproduction("figure_11", title, rows, claims, draw)
 
 
 def figure_12(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
@@ -384,18 +365,12 @@ def figure_12(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
               "own 20.09%", neutral=None),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, len(REGIMES), sharey=True)
-        for ax, regime in zip(axes, REGIMES, strict=True):
-            labels = list(dict.fromkeys(s for n in gpus for s in _of(rows, regime, n)))
-            for label in labels:
-                own = [(n, _of(rows, regime, n).get(label)) for n in gpus]
-                ax.plot([n for n, row in own if row], [row["mfu_%"] for _, row in own if row],
-                        ".-", label=label)  # fmt: skip
-            ax.set(title=regime, xlabel="GPUs")
-        axes[0].set_ylabel("MFU, %")
-
-    return Reproduction(
-        "figure_12", "MFU by GPUs, H100 FP8 (no row: refused)", rows, claims,
-        draw,
-    )  # fmt: skip
+    shown = [
+        row | {"system": system}
+        for regime in REGIMES
+        for n in gpus
+        for system, row in _of(rows, regime, n).items()
+    ]
+    draw = lines(shown, "gpus", "mfu_%", "system", "regime", xlabel="GPUs")
+    title = "MFU by GPUs, H100 FP8 (no row: refused)"
+    return Reproduction("figure_12", title, rows, claims, draw)

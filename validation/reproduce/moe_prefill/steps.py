@@ -68,10 +68,7 @@ def step_s(
     ``async_ep`` and ``dp_ep`` have an engine on each GPU, the others one in all. In a pipeline the
     slowest stage counts, the others being busy with other steps.
 
-    Raises
-    ------
-    InputError
-        If the GPUs cannot share the model so.
+    Raises InputError if the GPUs cannot share the model so.
     """
     dims, part = load_model(model), gpu if isinstance(gpu, GPU) else load_gpu(gpu)
     tokens = sum(count for _, count in chunks)
@@ -128,19 +125,11 @@ def _dispatched_s(
 
 @dataclass(frozen=True)
 class Rate:
-    """Prompts of one length, as fast as a strategy computes them.
-
-    Attributes
-    ----------
-    tokens_per_s
-        Of all GPUs.
-    mfu
-        Share of their peak.
-    """
+    """Prompts of one length, as fast as a strategy computes them."""
 
     budget: int
-    tokens_per_s: float
-    mfu: float
+    tokens_per_s: float  #: of all GPUs
+    mfu: float  #: share of their peak
 
 
 def rate(
@@ -148,10 +137,7 @@ def rate(
 ) -> Rate:
     """Return how fast prompts of one length are computed with a token budget.
 
-    Raises
-    ------
-    InputError
-        As :func:`step_s`.
+    Raises InputError as :func:`step_s`.
     """
     dims, part = load_model(model), gpu if isinstance(gpu, GPU) else load_gpu(gpu)
     steps = chunks_of(budget, context)
@@ -166,10 +152,7 @@ def rate(
 def best(strategy: Strategy, model: str, gpu: str | GPU, n_gpus: int, context: int) -> Rate:
     """Return the rate at the budget of :data:`BUDGETS` that is fastest.
 
-    Raises
-    ------
-    InputError
-        As :func:`step_s`.
+    Raises InputError as :func:`step_s`.
     """
     rates = [rate(strategy, model, gpu, n_gpus, budget, context) for budget in BUDGETS]
     return max(rates, key=lambda one: one.tokens_per_s)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 
+from eldr_sim.charts import bars, field, lines
 from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.traces.routing.bitsets import count_rows
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.reproduce.moe_prefill.results import Sizes, mean_and_interval
@@ -19,26 +22,9 @@ from eldr_sim.validation.reproduce.moe_prefill.settings import (
     Workloads,
 )
 from eldr_sim.validation.reproduce.moe_prefill.steps import Strategy, each_rate
-from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner, mean, percent
 
 _ASYNC = Strategy("async_ep").fields(8)
-
-
-def _plain(name: str, title: str, rows: Sequence[dict[str, Any]], draw: Callable[[Any], None]
-           ) -> Reproduction:  # fmt: skip
-    """Return a study: a table without claims."""
-    return Reproduction(name, title, list(rows), [], draw)
-
-
-def _bars(rows: Sequence[dict[str, Any]], label: Callable[[dict[str, Any]], str], value: str
-          ) -> Callable[[Any], None]:  # fmt: skip
-    def draw(figure: Any) -> None:
-        ax = figure.subplots()
-        ax.barh([label(row) for row in rows], [row[value] for row in rows])
-        ax.tick_params(labelsize=5)
-        ax.set_xlabel(value)
-
-    return draw
 
 
 def thresholds(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
@@ -53,34 +39,37 @@ def thresholds(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     names = [f"saturation:threshold={e},margin={m:g},unit={u}" for _, e, m, u in keys]
     others = [(b, name) for b in (8192, 65_536) for name in ("prefix_hash", "least_loaded")]
     every = [(key[0], name) for key, name in zip(keys, names, strict=True)] + others
-    cases = [
-        COMMON | H100_FP8.fields | _ASYNC | logs.real(sizes.tuning_scale, 1.0, seed)
-        | {"max_num_batched_tokens": budget, "prefill_policy": name}
-        for budget, name in every for seed in sizes.seeds
-    ]  # fmt: skip
-    made = runner.run(cases)
-    n = len(sizes.seeds)
-    rows = []
-    for i, (budget, name) in enumerate(every):
-        mine = made[i * n : (i + 1) * n]
-        mean, half = mean_and_interval([s[THROUGHPUT] for s in mine])
-        rows.append(
-            {
-                "budget": budget,
-                "router": name.replace("saturation:threshold=", ""),
-                "tokens_per_s": mean,
-                "interval": half,
-                "mfu_%": 100 * float(np.mean([s[MFU] for s in mine])),
-                "cached_share_%": 100 * float(np.mean(
-                    [s["prefix_cache_hits"] / s["total_input_tokens"] for s in mine])),
-                "wait_share_%": 100 * float(np.mean(
-                    [s["weight_streaming"]["wait_share"] for s in mine])),
-            }
-        )  # fmt: skip
-    return _plain(
-        "thresholds", "saturation by Eq. 1 or 3, margin and unit; 8 H100 FP8", rows,
-        _bars(rows, lambda r: f"{r['budget']} {r['router']}", "tokens_per_s"),
-    )  # fmt: skip
+    runs = runner.groups({
+        (budget, name): [
+            COMMON | H100_FP8.fields | _ASYNC | logs.real(sizes.tuning_scale, 1.0, seed)
+            | {"max_num_batched_tokens": budget, "prefill_policy": name}
+            for seed in sizes.seeds
+        ]
+        for budget, name in every
+    })  # fmt: skip
+    rows = [
+        {"budget": budget, "router": name.replace("saturation:threshold=", "")}
+        | _rate(own)
+        | {"mfu_%": 100 * mean(own, MFU)}
+        | _shares(own)
+        for (budget, name), own in runs.items()
+    ]
+    title = "saturation by Eq. 1 or 3, margin and unit; 8 H100 FP8"
+    draw = bars(rows, ("budget", "router"), "tokens_per_s")
+    return Reproduction("thresholds", title, rows, [], draw)
+
+
+def _rate(own: Sequence[Summary]) -> dict[str, float]:
+    """Return tokens a second, mean over seeds, and half its interval."""
+    rate, half = mean_and_interval([run[THROUGHPUT] for run in own])
+    return {"tokens_per_s": rate, "interval": half}
+
+
+def _shares(own: Sequence[Summary]) -> dict[str, float]:
+    """Return the shares of cached prompt tokens and of waits for weights, %."""
+    cached = [run["prefix_cache_hits"] / run["total_input_tokens"] for run in own]
+    waits = 100 * mean(own, "weight_streaming.wait_share")
+    return {"cached_share_%": 100 * float(np.mean(cached)), "wait_share_%": waits}
 
 
 _ROUTERS = {
@@ -104,46 +93,28 @@ def routers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
         (sharing, label, age) for sharing in (0.0, 0.5, 1.0) for label in _ROUTERS
         for age in _AGES_MS if age == 0 or label.startswith("saturation")
     ]  # fmt: skip
-    made = iter(runner.run([
-        COMMON | H100_FP8.fields | _ASYNC | logs.real(sizes.tuning_scale, sharing, seed)
-        | {"max_num_batched_tokens": 65_536, "prefill_policy": _ROUTERS[label],
-           "signal_interval_ms": age, "load_report_delay_ms": age}
-        for sharing, label, age in keys for seed in sizes.seeds
-    ]))  # fmt: skip
-    runs = {key: [next(made) for _ in sizes.seeds] for key in keys}
+    runs = runner.groups({
+        (sharing, label, age): [
+            COMMON | H100_FP8.fields | _ASYNC | logs.real(sizes.tuning_scale, sharing, seed)
+            | {"max_num_batched_tokens": 65_536, "prefill_policy": _ROUTERS[label],
+               "signal_interval_ms": age, "load_report_delay_ms": age}
+            for seed in sizes.seeds
+        ]
+        for sharing, label, age in keys
+    })  # fmt: skip
     rows = []
     for (sharing, label, age), own in runs.items():
-        rates = [run[THROUGHPUT] for run in own]
-        fresh = [run[THROUGHPUT] for run in runs[sharing, label, 0.0]]
-        mean, half = mean_and_interval(rates)
-        ratio, spread = mean_and_interval([a / b for a, b in zip(rates, fresh, strict=True)])
-        cached = [run["prefix_cache_hits"] / run["total_input_tokens"] for run in own]
-        waits = [run["weight_streaming"]["wait_share"] for run in own]
+        both = zip(own, runs[sharing, label, 0.0], strict=True)
+        ratio, half = mean_and_interval([a[THROUGHPUT] / b[THROUGHPUT] for a, b in both])
         rows.append(
-            {
-                "sharing": sharing,
-                "router": label,
-                "age_ms": age,
-                "tokens_per_s": mean,
-                "interval": half,
-                "against_fresh_%": 100 * (ratio - 1),
-                "against_fresh_interval": 100 * spread,
-                "cached_share_%": 100 * float(np.mean(cached)),
-                "wait_share_%": 100 * float(np.mean(waits)),
-            }
+            {"sharing": sharing, "router": label, "age_ms": age}
+            | _rate(own)
+            | {"against_fresh_%": 100 * (ratio - 1), "against_fresh_interval": 100 * half}
+            | _shares(own)
         )
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, 3, sharey=True)
-        for ax, sharing in zip(axes, (0.0, 0.5, 1.0), strict=True):
-            for label in _ROUTERS:
-                own = [r for r in rows if (r["sharing"], r["router"]) == (sharing, label)]
-                ax.errorbar([r["age_ms"] for r in own], [r["tokens_per_s"] for r in own],
-                            [r["interval"] for r in own], label=label)  # fmt: skip
-            ax.set(title=f"sharing {sharing:g}", xlabel="age of signals, ms", xscale="symlog")
-        axes[0].set_ylabel("tokens/s")
-
-    return _plain("routers", "routers by unit, sharing and age of signals; 8 H100 FP8", rows, draw)
+    title = "routers by unit, sharing and age of signals; 8 H100 FP8"
+    draw = lines(rows, "age_ms", "tokens_per_s", "router", "sharing", xscale="symlog")
+    return Reproduction("routers", title, rows, [], draw)
 
 
 def gathers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
@@ -172,24 +143,16 @@ def gathers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
            "gather_interference": interference}
         for what, budget, gather, interference in keys
     ])  # fmt: skip
+    names = ("requests", "budget", "gather", "interference")
     rows = [
-        {
-            "requests": what,
-            "budget": budget,
-            "gather": gather,
-            "interference": interference,
-            "tokens_per_s": summary[THROUGHPUT],
-            "mean_ttft_ms": summary["mean_ttft_ms"],
-            "p99_ttft_ms": summary["p99_ttft_ms"],
-            "wait_share_%": 100 * summary["weight_streaming"]["wait_share"],
-        }
-        for (what, budget, gather, interference), summary in zip(keys, made, strict=True)
+        dict(zip(names, key, strict=True))
+        | {"tokens_per_s": summary[THROUGHPUT]}
+        | {name: summary[name] for name in ("mean_ttft_ms", "p99_ttft_ms")}
+        | {"wait_share_%": 100 * summary["weight_streaming"]["wait_share"]}
+        for key, summary in zip(keys, made, strict=True)
     ]
-    return _plain(
-        "gathers", "collective against one-sided gathers, interference; 8 H100 FP8", rows,
-        _bars(rows, lambda r: f"{r['requests']} {r['budget']} {r['gather']} {r['interference']}",
-              "tokens_per_s"),
-    )  # fmt: skip
+    title = "collective against one-sided gathers, interference; 8 H100 FP8"
+    return Reproduction("gathers", title, rows, [], bars(rows, names, "tokens_per_s"))
 
 
 _MAP_TOKENS = (512, 2048, 8192, 16_384, 32_768)
@@ -199,50 +162,21 @@ _MAP_LINKS = (0.25, 0.5, 1.0, 2.0, 4.0)
 def strategy_map() -> Reproduction:
     """Return the fastest strategy by tokens a step, links, GPUs and precision, in closed form."""
     rows: list[dict[str, Any]] = []
-    for model in ("Qwen3-235B-A22B", "Qwen3-235B-A22B-FP8"):
-        for gpu in ("A100", "H100") if model == "Qwen3-235B-A22B" else ("H100", "H200"):
-            for n_gpus in (4, 8):
-                for links in _MAP_LINKS:
-                    for tokens in _MAP_TOKENS:
-                        rates = each_rate(model, gpu, n_gpus, tokens, links)
-                        ranked = sorted(rates, key=lambda kind: -rates[kind])
-                        rows.append(
-                            {
-                                "model": model,
-                                "gpu": gpu,
-                                "gpus": n_gpus,
-                                "links": links,
-                                "tokens": tokens,
-                                "fastest": ranked[0],
-                                "over_second_%": 100 * (rates[ranked[0]] / rates[ranked[1]] - 1),
-                                "second": ranked[1],
-                                **{kind: rates.get(kind) for kind in
-                                   ("async_ep", "dp_ep", "tp_ep", "tp", "pp")},
-                            }
-                        )  # fmt: skip
-
-    def draw(figure: Any) -> None:
-        kinds = ["async_ep", "dp_ep", "tp_ep", "tp", "pp"]
-        axes = figure.subplots(1, 4, sharey=True)
-        mine = [r for r in rows if r["gpus"] == 8]
-        for ax, (model, gpu) in zip(
-            axes, dict.fromkeys((r["model"], r["gpu"]) for r in mine), strict=True
-        ):
-            grid = [
-                [next(kinds.index(r["fastest"]) for r in mine if (r["model"], r["gpu"], r["links"],
-                 r["tokens"]) == (model, gpu, links, tokens)) for tokens in _MAP_TOKENS]
-                for links in _MAP_LINKS
-            ]  # fmt: skip
-            ax.imshow(grid, vmin=0, vmax=4, cmap="tab10", aspect="auto")
-            for y, line in enumerate(grid):
-                for x, kind in enumerate(line):
-                    ax.text(x, y, kinds[kind], ha="center", fontsize=5)
-            ax.set_xticks(range(len(_MAP_TOKENS)), _MAP_TOKENS, fontsize=5)
-            ax.set_yticks(range(len(_MAP_LINKS)), _MAP_LINKS)
-            ax.set_title(f"{gpu} {model[10:]}", fontsize=6)
-        axes[0].set_ylabel("links over NVLink's")
-
-    return _plain("map", "fastest strategy by tokens a step and links, closed form", rows, draw)
+    bf16, fp8 = "Qwen3-235B-A22B", "Qwen3-235B-A22B-FP8"
+    parts = ((bf16, "A100"), (bf16, "H100"), (fp8, "H100"), (fp8, "H200"))
+    for (model, gpu), n_gpus, links, tokens in product(parts, (4, 8), _MAP_LINKS, _MAP_TOKENS):
+        rates = each_rate(model, gpu, n_gpus, tokens, links)
+        first, second = sorted(rates, key=lambda kind: -rates[kind])[:2]
+        rows.append(
+            {"model": model, "gpu": gpu, "gpus": n_gpus, "links": links, "tokens": tokens}
+            | {"fastest": first, "over_second_%": percent(rates[first], rates[second])}
+            | {"second": second}
+            | {kind: rates.get(kind) for kind in ("async_ep", "dp_ep", "tp_ep", "tp", "pp")}
+        )
+    shown = [row for row in rows if row["gpus"] == 8]
+    title = "fastest strategy by tokens a step and links, closed form"
+    draw = field(shown, "tokens", "links", "fastest", ("gpu", "model"), "{}")
+    return Reproduction("map", title, rows, [], draw)
 
 
 def needed() -> Reproduction:
@@ -285,10 +219,9 @@ def needed() -> Reproduction:
                  "GB_a_GPU": (dims.n_moe_layers - 1) * dims.bytes_per_expert * hot / 1e9}
             )  # fmt: skip
     table = [{"tokens": None, "load_share_%": None, "GB_a_GPU": None} | row for row in rows]
-    return _plain(
-        "needed", "experts a small step needs, experts kept resident (analysis)", table,
-        _bars(table, lambda r: f"{r['trace']} {r['what']} {r['tokens']}", "bytes_saved_%"),
-    )  # fmt: skip
+    title = "experts a small step needs, experts kept resident (analysis)"
+    draw = bars(table, ("trace", "what", "tokens"), "bytes_saved_%")
+    return Reproduction("needed", title, table, [], draw)
 
 
 #: Decode pools of 2 x 8 GPUs: by load, by experts, and with METRO's choice among 16 more instances.
@@ -324,22 +257,22 @@ def pools(runner: Runner, logs: Workloads, quick: bool) -> Reproduction:
         (name, decode, r) for name in prefill for decode in _DECODE for r in rates
         if name != "DP+EP" or "METRO" not in decode  # one backend serves both pools
     ]  # fmt: skip
-    made = iter(runner.run([
-        H100_FP8.fields | shape | prefill[name] | _DECODE[decode]
-        | logs.regime("short", tokens, r, seed)
-        | {"topology": "1P2D", "output_len": 16, "trace": COMMON["trace"], "seed": seed,
-           "max_num_batched_tokens": 8192, "max_num_seqs": 256, "goodput": {"ttft": _TTFT_MS}}
-        for name, decode, r in keys for seed in seeds
-    ]))  # fmt: skip
+    runs = runner.groups({
+        (name, decode, r): [
+            H100_FP8.fields | shape | prefill[name] | _DECODE[decode]
+            | logs.regime("short", tokens, r, seed)
+            | {"topology": "1P2D", "output_len": 16, "trace": COMMON["trace"], "seed": seed,
+               "max_num_batched_tokens": 8192, "max_num_seqs": 256, "goodput": {"ttft": _TTFT_MS}}
+            for seed in seeds
+        ]
+        for name, decode, r in keys
+    })  # fmt: skip
     rows = []
-    for name, decode, r in keys:
-        own = [next(made) for _ in seeds]
+    for (name, decode, r), own in runs.items():
         row: dict[str, Any] = {"prefill": name, "decode": decode, "requests_per_s": r}
         for tag in ("mean_ttft_ms", "p99_ttft_ms", "slo_attainment", "mean_tpot_ms"):
             row[tag], row[f"{tag}_interval"] = mean_and_interval([run[tag] for run in own])
         rows.append(row)
-    return _plain(
-        "pools", "prefill pools of 8 H100 FP8 before 2 decode workers of 8, 1K prompts", rows,
-        _bars(rows, lambda r: f"{r['prefill']} {r['decode']} {r['requests_per_s']:g}/s",
-              "p99_ttft_ms"),
-    )  # fmt: skip
+    title = "prefill pools of 8 H100 FP8 before 2 decode workers of 8, 1K prompts"
+    draw = bars(rows, ("prefill", "decode", "requests_per_s"), "p99_ttft_ms")
+    return Reproduction("pools", title, rows, [], draw)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from eldr_sim.charts import lines
 from eldr_sim.kernel_profiles.kernels.communication import (
     STRATEGIES,
     break_even_tokens,
@@ -74,21 +73,11 @@ def table_1() -> Reproduction:
               sent("pp_pp", 8192) / dispatch, "x", 0.0, stated=False),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, 2, sharey=True)
-        for ax, precision in zip(axes, _MODELS, strict=True):
-            for strategy in STRATEGIES[1:]:
-                own = [r for r in rows if r["strategy"] == strategy
-                       and r["precision"] == precision and r["gpus"] == 8]  # fmt: skip
-                ax.plot([r["tokens_a_gpu"] for r in own], [r["MB"] for r in own], ".-",
-                        label=strategy)  # fmt: skip
-            ax.set(xscale="log", yscale="log", xlabel="tokens a GPU", title=precision)
-        axes[0].set_ylabel("MB a GPU and layer")
-
-    return Reproduction(
-        "table_1", "bytes that a GPU sends for a layer, Qwen3-235B-A22B",
-        rows, claims, draw,
-    )  # fmt: skip
+    shown = [row for row in rows if row["gpus"] == 8 and row["strategy"] != STRATEGIES[0]]
+    log = {"xscale": "log", "yscale": "log"}
+    draw = lines(shown, "tokens_a_gpu", "MB", "strategy", "precision", **log)
+    title = "bytes that a GPU sends for a layer, Qwen3-235B-A22B"
+    return Reproduction("table_1", title, rows, claims, draw)
 
 
 def figure_3() -> Reproduction:
@@ -131,19 +120,10 @@ def figure_3() -> Reproduction:
               min(longer), "x", 0.0, ", ".join(f"{v:.2f}" for v in longer), stated=False)
     )  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, len(CELLS), sharey=True)
-        for ax, cell in zip(axes, CELLS, strict=True):
-            for strategy in strategies:
-                values = [share(cell.name, strategy.label, 512, b) for b in BUDGETS]
-                ax.plot(BUDGETS, values, ".-", label=strategy.label)
-            ax.set(xscale="log", xlabel="tokens of a step", title=cell.name)
-        axes[0].set_ylabel("MFU, %")
-
-    return Reproduction(
-        "figure_3", "MFU by tokens of a step, 8 GPUs in closed form", rows,
-        claims, draw,
-    )  # fmt: skip
+    shown = [row for row in rows if row["context"] == 512]
+    draw = lines(shown, "budget", "mfu_%", "strategy", "cell", xscale="log")
+    title = "MFU by tokens of a step, 8 GPUs in closed form"
+    return Reproduction("figure_3", title, rows, claims, draw)
 
 
 def figure_4() -> Reproduction:
@@ -176,14 +156,5 @@ def figure_4() -> Reproduction:
               stated=False, neutral=None),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, 2)
-        axes[0].bar(range(len(total)), np.sort(total)[::-1])
-        axes[0].set(xlabel="expert, by load", ylabel="tokens, all layers")
-        axes[1].plot(over_mean, ".-")
-        axes[1].set(xlabel="layer", ylabel="most over mean")
-
-    return Reproduction(
-        "figure_4", "load of Qwen3-30B-A3B's experts, recorded", rows,
-        claims, draw,
-    )  # fmt: skip
+    draw = lines(rows, "layer", "max_over_mean")
+    return Reproduction("figure_4", "load of Qwen3-30B-A3B's experts, recorded", rows, claims, draw)

@@ -32,8 +32,7 @@ from scipy.optimize import brentq
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 
-BLOCK_TOKENS = 16
-"""Tokens of a hashed block, vLLM's KV block."""
+BLOCK_TOKENS = 16  #: tokens of a hashed block, vLLM's KV block
 
 
 class Dataset(NamedTuple):
@@ -50,6 +49,7 @@ class Dataset(NamedTuple):
     siblings: int  #: requests to a document
 
 
+#: Table 2: 73,800 requests, 37.9 million tokens.
 DATASETS = (
     Dataset("MoralStories", 24_000, 3_300_000, 100, 200, "high", 80, 0.0, 1),
     Dataset("MMLU", 24_000, 5_800_000, 50, 500, "low", 32, 0.0, 1),
@@ -58,12 +58,10 @@ DATASETS = (
     Dataset("QuALITY", 1_200, 10_500_000, 4_000, 12_000, "high", 32, 0.95, 10),
     Dataset("ArXiv", 600, 10_100_000, 6_000, 131_072, "medium", 32, 0.95, 2),
 )
-"""Table 2: 73,800 requests, 37.9 million tokens."""
 
+#: Tokens of a prompt; only the last is the paper's.
 REGIMES = {"short": 1024, "medium": 8192, "long": 32_768, "ultra-long": 131_072}
-"""Tokens of a prompt; only the last is the paper's."""
-REGIME_TOKENS = 10_000_000
-"""Tokens of a regime."""
+REGIME_TOKENS = 10_000_000  #: tokens of a regime
 
 
 class Prompt(NamedTuple):
@@ -96,19 +94,10 @@ def lengths(dataset: Dataset, n: int) -> NDArray[np.int64]:
 def real_world(sharing: float = 1.0, scale: float = 1.0, seed: int = 0) -> list[Prompt]:
     """Return the aggregated workload of Table 2, in the order in which it is queued.
 
-    Parameters
-    ----------
-    sharing
-        Of the assumed prefixes, 0 to 1.
-    scale
-        Of each dataset's requests, above 0; whole documents, one at least.
-    seed
-        Of the order.
+    ``sharing``: of the assumed prefixes, 0 to 1; ``scale``: of each dataset's requests, above 0;
+    whole documents, one at least.
 
-    Raises
-    ------
-    InputError
-        If ``sharing`` or ``scale`` is out of range.
+    Raises InputError if ``sharing`` or ``scale`` is out of range.
     """
     if not 0 <= sharing <= 1:
         raise InputError("sharing", f"{sharing!r}", "0 to 1")
@@ -140,10 +129,7 @@ def real_world(sharing: float = 1.0, scale: float = 1.0, seed: int = 0) -> list[
 def regime(name: str, tokens: int = REGIME_TOKENS) -> list[Prompt]:
     """Return the prompts of one length of :data:`REGIMES`, of ``tokens`` tokens together, one each.
 
-    Raises
-    ------
-    InputError
-        If there is no such regime.
+    Raises InputError if there is no such regime.
     """
     if name not in REGIMES:
         raise InputError("regime", f"{name!r}", ", ".join(REGIMES))

@@ -1,0 +1,125 @@
+"""Pictures of rows: lines, bars and maps, in panels, as the rows' columns say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
+Draw: TypeAlias = Callable[[Any], None]
+#: A column, or several whose values together tell rows apart.
+Key: TypeAlias = str | tuple[str, ...]
+_LONG = 80  # letters of all names under the bars of a panel
+
+
+def lines(
+    rows: Rows, x: str, y: Key, by: Key = (), panel: Key = (), mark: str = ".-", **settings: Any
+) -> Draw:
+    """Return what draws a line over ``x`` for each value of ``by``.
+
+    A panel for each value of ``panel`` and each of the columns ``y``; ``settings`` are those of a
+    panel's axes.
+    """
+
+    def draw(figure: Any) -> None:
+        for axes, column, mine in _panels(figure, rows, y, panel):
+            for name in _names(rows, by):
+                own = [row for row in mine if _name(row, by) == name]
+                axes.plot([r[x] for r in own], [r[column] for r in own], mark, label=name or None)
+            axes.set(**{"xlabel": x} | settings)
+
+    return draw
+
+
+def bars(
+    rows: Rows,
+    x: Key,
+    y: Key,
+    by: Key = (),
+    panel: Key = (),
+    ends: tuple[str, str] | None = None,
+    **settings: Any,
+) -> Draw:
+    """Return what draws a bar for each value of ``x``, beside each other for each of ``by``.
+
+    Panels as in `lines`. Bars lie across where their names are long; of ``settings``, ``label`` and
+    ``scale`` are of the values' axis. ``ends`` are the columns of an interval around ``y``.
+    """
+
+    def draw(figure: Any) -> None:
+        names, parts = _names(rows, x), _names(rows, by)
+        across, width = sum(map(len, names)) > _LONG, 0.8 / len(parts)
+        for axes, column, mine in _panels(figure, rows, y, panel, across):
+            for i, part in enumerate(parts):
+                own = [row for row in mine if _name(row, by) == part]
+                at = np.array([names.index(_name(row, x)) for row in own]) + (i + 0.5) * width - 0.4
+                look: dict[str, Any] = {"label": part} if part else {}
+                if ends is not None and own:
+                    error = np.abs([[row[end] - row[column] for row in own] for end in ends])
+                    look["xerr" if across else "yerr"] = error
+                (axes.barh if across else axes.bar)(at, [row[column] for row in own], width, **look)
+            axis = axes.yaxis if across else axes.xaxis
+            axis.set_ticks(range(len(names)), names, fontsize=6 if across else 7)
+            side, more = "x" if across else "y", {"label": column} | settings
+            if across:
+                axes.set_ylabel("")
+            axes.set(**{f"{side}{k}" if k in ("label", "scale") else k: v for k, v in more.items()})
+
+    return draw
+
+
+def field(rows: Rows, x: str, y: str, value: str, panel: Key = (), spell: str = "{:.2f}") -> Draw:
+    """Return what draws a map, ``x`` by ``y``, whose cells are coloured and spelled.
+
+    A value may be a word, one colour each.
+    """
+
+    def draw(figure: Any) -> None:
+        words = list(dict.fromkeys(r[value] for r in rows if isinstance(r[value], str)))
+        for axes, _, mine in _panels(figure, rows, (value,), panel):
+            columns, lines = (list(dict.fromkeys(row[key] for row in mine)) for key in (x, y))
+            grid = np.full((len(lines), len(columns)), np.nan)
+            for row in mine:
+                at = lines.index(row[y]), columns.index(row[x])
+                grid[at] = words.index(row[value]) if words else row[value]
+                said = spell.format(row[value])
+                axes.text(at[1], at[0], said, ha="center", va="center", fontsize=5)
+            ends = {"cmap": "tab10", "vmin": 0, "vmax": 9} if words else {"cmap": "coolwarm"}
+            axes.imshow(grid, aspect="auto", **ends)
+            axes.set_xticks(range(len(columns)), columns, fontsize=6)
+            axes.set_yticks(range(len(lines)), lines, fontsize=6)
+            axes.set(xlabel=x, ylabel=y)
+
+    return draw
+
+
+def _name(row: Mapping[str, Any], key: Key) -> str:
+    """Return the value of a column, or of several, in words."""
+    values = [row[k] for k in ((key,) if isinstance(key, str) else key)]
+    known = [v for v in values if v is not None]
+    return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in known)
+
+
+def _names(rows: Rows, key: Key) -> list[str]:
+    """Return the values of a column, in order of appearance; one empty name where there is none."""
+    return list(dict.fromkeys(_name(row, key) for row in rows))
+
+
+def _panels(
+    figure: Any, rows: Rows, y: Key, panel: Key, across: bool = False
+) -> Iterator[tuple[Any, str, Rows]]:
+    """Yield the axes of each value of ``panel`` and column of ``y``, the column and the rows."""
+    columns, names = (y,) if isinstance(y, str) else y, _names(rows, panel)
+    shape = (1, len(columns)) if len(names) == 1 else (len(columns), len(names))
+    share = "row" if across or len(names) > 1 else "none"
+    grid = figure.subplots(*shape, squeeze=False, sharey=share).reshape(len(columns), len(names))
+    for line, column in zip(grid, columns, strict=True):
+        for axes, name in zip(line, names, strict=True):
+            axes.set_title(name if len(columns) == 1 else f"{name}: {column}".strip(": "))
+            axes.title.set_fontsize(8)
+            if axes is line[0]:
+                axes.set_ylabel(column, fontsize=8)
+            axes.tick_params(labelsize=7)
+            yield axes, column, [row for row in rows if _name(row, panel) == name]

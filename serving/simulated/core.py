@@ -1,0 +1,222 @@
+"""A simulated cluster in the wall clock's time.
+
+Simulated time is ``(wall - start) * speed``. When a request comes the cluster advances to now, and
+the request arrives there; between requests it advances when its next event is due. A step's end is
+known when it begins, so tokens are handed out at their own time, and what they are late is the
+event loop's doing alone: `Core.lag` hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_json, read_text
+from eldr_sim.simulator.plane.state import COMPLETED, OUTCOMES
+from eldr_sim.simulator.run import Result
+from eldr_sim.simulator.setup.config import RunConfig, make_config
+from eldr_sim.simulator.simulation import Simulation
+
+#: The cluster advances no more often than this, s of the wall clock.
+_TICK_S = 0.0005
+#: Tokens of the request that is run beforehand, so that everything is compiled.
+_WARM = {"prompt_len": 100, "output_len": 3}
+
+
+class Stream:
+    """A request in flight: how many tokens it has got and when, and how it has ended.
+
+    Attributes
+    ----------
+    number, prompt_len, output_len
+        Of the request.
+    tokens
+        Numbers of tokens as they are due, and at last a text: one of `state.OUTCOMES`.
+    times_s
+        The simulated time of each number.
+    """
+
+    def __init__(self, number: int, prompt_len: int, output_len: int) -> None:
+        self.number, self.prompt_len, self.output_len = number, prompt_len, output_len
+        self.tokens: asyncio.Queue[int | str] = asyncio.Queue()
+        self.times_s: list[tuple[int, float]] = []
+        self.known = self.given = 0
+
+    def give(self, total: int, at_s: float) -> None:
+        """Hand out the tokens up to so many."""
+        if total > self.given:
+            self.tokens.put_nowait(total - self.given)
+            self.times_s.append((total - self.given, at_s))
+            self.given = total
+
+
+class Core:
+    """A cluster that serves.
+
+    Raises InputError if the cluster cannot serve requests of any length.
+
+    Parameters
+    ----------
+    config
+        The cluster, and the workload that lengths of answers and routing are taken from.
+    speed
+        Simulated seconds a second.
+    log
+        A file for what arrives and when, see `replay`.
+    lag
+        Called with what tokens are late, s of the wall clock.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        speed: float = 1.0,
+        log: IO[str] | None = None,
+        lag: Callable[[float], None] = lambda _s: None,
+    ) -> None:
+        if config.prefill_only:
+            raise InputError("topology", f"{config.topology} generates nothing", "xPyD or xC")
+        warm = Simulation(config, arrivals=False)
+        warm.cluster.request(**_WARM)  # what cannot be sent so is refused here
+        warm.run(until=60.0)
+        self.config, self.speed, self.lag = config, speed, lag
+        self.simulation = Simulation(config, arrivals=False)
+        self.cluster = self.simulation.cluster
+        self.open: dict[int, Stream] = {}
+        self.ended: Callable[[Stream, str], None] = lambda _stream, _outcome: None
+        self.failure: asyncio.Future[None] | None = None
+        self._log, self._start = log, math.nan
+        self._timer: asyncio.TimerHandle | None = None
+        self._write(config=config.model_dump(mode="json"), speed=speed)
+
+    def start(self) -> None:
+        """Let time begin, in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self.failure, self._start = self._loop.create_future(), self._loop.time()
+        self._tick()
+
+    @property
+    def now_s(self) -> float:
+        """Simulated time, s."""
+        return (self._loop.time() - self._start) * self.speed
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no engine has begun to compute."""
+        numbers = np.fromiter(self.open, np.int64)
+        return int((self.cluster.requests["prefill_start_s"][numbers] < 0.0).sum())
+
+    def submit(self, prompt_len: int, least: int = 1, most: int | None = None) -> Stream:
+        """Let a request arrive now.
+
+        Its answer is as long as the workload's next request says, within ``least`` and ``most``.
+        """
+        self._advance()
+        output_len = max(least, min(self.cluster.coming()[1], most or 1 << 30))
+        number = self.cluster.submit(prompt_len, output_len)
+        stream = self.open[number] = Stream(number, prompt_len, output_len)
+        self._write(t=self.simulation.env.now, prompt_len=prompt_len, output_len=output_len)
+        self._soon()
+        return stream
+
+    def cancel(self, stream: Stream) -> None:
+        """Let a client give up, unless its request has ended."""
+        if self.open.pop(stream.number, None) is not None:
+            self._advance()
+            self.cluster.cancel(stream.number)
+            self._write(t=self.simulation.env.now, cancel=stream.number)
+            self.ended(stream, "cancelled")
+            self._soon()
+
+    def _soon(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        """Advance to now, and come again when the next thing is due."""
+        try:
+            self._advance()
+        except BaseException as error:
+            assert self.failure is not None
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            return
+        due = self.simulation.next_s
+        self._timer = None
+        if due < math.inf:
+            wait = max(_TICK_S, (due - self.now_s) / self.speed)
+            self._timer = self._loop.call_later(wait, self._tick)
+
+    def _advance(self) -> None:
+        if self.now_s > self.simulation.env.now:
+            self.simulation.advance(self.now_s)
+        for due, numbers, totals in self.cluster.generating():
+            new = []
+            for number, total in zip(numbers.tolist(), totals.tolist(), strict=True):
+                stream = self.open.get(number)
+                if stream is not None and total > stream.known:
+                    stream.known = total
+                    new.append((stream, total))
+            if new:
+                self._loop.call_at(self._wall(due), self._hand_out, new, due)
+        if self.open:
+            numbers = np.fromiter(self.open, np.int64)
+            outcomes = self.cluster.requests["outcome"][numbers]
+            for number in numbers[outcomes > 0].tolist():
+                record = self.cluster.requests[number]
+                stream, at = self.open.pop(number), float(record["finish_s"])
+                at = at if at >= 0.0 else float(self.simulation.env.now)
+                self._loop.call_at(self._wall(at), self._end, stream, int(record["outcome"]), at)
+
+    def _wall(self, at_s: float) -> float:
+        return self._start + at_s / self.speed
+
+    def _hand_out(self, new: list[tuple[Stream, int]], at_s: float) -> None:
+        self.lag(self._loop.time() - self._wall(at_s))
+        for stream, total in new:
+            stream.give(total, at_s)
+
+    def _end(self, stream: Stream, outcome: int, at_s: float) -> None:
+        if outcome == COMPLETED:
+            stream.give(stream.output_len, at_s)
+        stream.tokens.put_nowait(OUTCOMES[outcome])
+        self.ended(stream, OUTCOMES[outcome])
+
+    def _write(self, **entry: Any) -> None:
+        if self._log is not None:
+            self._log.write(json.dumps(entry) + "\n")
+            self._log.flush()
+
+
+def replay(path: str | Path) -> Result:
+    """Run what a server has logged again, without waiting: the same times, and a whole result.
+
+    Raises InputError if the file is no such log.
+    """
+    lines = read_text(path, "replay", limit=1 << 32).splitlines()
+    entries = [parse_json(line, "replay", f"{path}, line {n}") for n, line in enumerate(lines, 1)]
+    if not entries or not isinstance(entries[0], dict) or "config" not in entries[0]:
+        raise InputError("replay", f"{path} is no log of eldr-sim serve")
+    simulation = Simulation(make_config(entries[0]["config"]), arrivals=False)
+    cluster = simulation.cluster
+    for line, entry in enumerate(entries[1:], 2):
+        try:
+            at = float(entry["t"])
+            if at > simulation.env.now:
+                simulation.advance(at)
+            if "cancel" in entry:
+                cluster.cancel(int(entry["cancel"]))
+            else:
+                cluster.submit(int(entry["prompt_len"]), int(entry["output_len"]))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise InputError("replay", f"{path}, line {line}: {error}") from None
+    return simulation.run()

@@ -1,0 +1,134 @@
+"""What vLLM's ``/metrics`` says, of simulated engines, under its names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.serving.simulated.core import Core, Stream
+
+#: Buckets of vLLM's histograms (vllm/v1/metrics/loggers.py).
+_TTFT_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_ITL_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+_E2E_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+
+class Metrics:
+    """Counters and histograms of what a core has served, and gauges of its engines as they are.
+
+    Times are simulated; ``eldr_sim_lag_seconds`` is what tokens left late, of the wall clock.
+
+    Raises InputError if prometheus-client is not installed.
+    """
+
+    def __init__(self, model: str) -> None:
+        try:
+            import prometheus_client
+        except ModuleNotFoundError:
+            allowed = "pip install 'eldr-sim[live]'"
+            raise InputError("serve", "prometheus-client is not installed", allowed) from None
+        self._library: Any = prometheus_client
+        self._registry = prometheus_client.CollectorRegistry()
+        self._model = model
+        self._core: Core | None = None
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+            made = prometheus_client.Histogram(
+                f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets
+            )
+            return made.labels(model).observe
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return prometheus_client.Counter(
+                f"vllm:{name}", text, ["model_name", *labels], registry=self._registry
+            )
+
+        self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_S)
+        self._tpot = histogram(
+            "request_time_per_output_token_seconds", "Time an output token of a request.", _ITL_S
+        )
+        self._itl = histogram("inter_token_latency_seconds", "Between tokens.", _ITL_S)
+        self._e2e = histogram("e2e_request_latency_seconds", "Of whole requests.", _E2E_S)
+        self._prompt = histogram("request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
+        self._output = histogram("request_generation_tokens", "Output tokens.", _TOKENS)
+        self._prompts = counter("prompt_tokens", "Prompt tokens.").labels(model)
+        self._outputs = counter("generation_tokens", "Output tokens.").labels(model)
+        self._success = counter("request_success", "Requests by their end.", "finished_reason")
+        self.lag = prometheus_client.Histogram(
+            "eldr_sim_lag_seconds", "What tokens left late.", registry=self._registry,
+            buckets=_LAG_S,
+        ).observe  # fmt: skip
+
+    def watch(self, core: Core) -> None:
+        """Count what a core serves, and look at its engines whenever somebody asks."""
+        self._core = core
+        core.ended = self._ended
+        self._registry.register(self)
+
+    def _ended(self, stream: Stream, outcome: str) -> None:
+        assert self._core is not None
+        record = self._core.cluster.requests[stream.number]
+        self._outputs.inc(stream.given)
+        if outcome != "completed":
+            self._success.labels(self._model, "abort").inc()
+            return
+        self._success.labels(self._model, "length").inc()
+        self._prompts.inc(stream.prompt_len)
+        self._prompt(stream.prompt_len)
+        self._output(stream.output_len)
+        arrival, first, last = (
+            float(record[name]) for name in ("arrival_s", "first_token_s", "finish_s")
+        )
+        self._ttft(first - arrival)
+        self._e2e(last - arrival)
+        if stream.output_len > 1:
+            self._tpot((last - first) / (stream.output_len - 1))
+        before = first
+        for index, (tokens, at) in enumerate(stream.times_s):
+            gaps = tokens - (index == 0)  # before the first token there is none
+            for _ in range(gaps):
+                self._itl((at - before) / gaps)
+            before = at
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the gauges, for the registry."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        assert self._core is not None
+        labels = ["model_name", "engine"]
+        gauges = [
+            GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
+            for name, text in (
+                ("num_requests_running", "Requests that run."),
+                ("num_requests_waiting", "Requests that wait."),
+                ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all."),
+            )
+        ]
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info", "Of the KV cache.",
+            labels=["engine", "block_size", "num_gpu_blocks"],
+        )  # fmt: skip
+        size = str(self._core.config.block_size)
+        told = zip(self._core.cluster.engines(), self._core.cluster.kv_blocks(), strict=True)
+        for number, (figures, blocks) in enumerate(told):
+            for gauge, figure in zip(gauges, figures, strict=True):
+                gauge.add_metric([self._model, str(number)], figure)
+            cache.add_metric([str(number), size, str(blocks)], 1.0)
+        yield from (*gauges, cache)
+
+    def text(self) -> bytes:
+        """Return all of it, in Prometheus' text format."""
+        found: bytes = self._library.generate_latest(self._registry)
+        return found

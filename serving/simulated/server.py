@@ -1,0 +1,325 @@
+"""HTTP: OpenAI's completions and chat, of tokens that a simulated cluster generates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.serving.http import (
+    allow_files,
+    error_answer,
+    error_body,
+    import_aiohttp,
+    in_json,
+    is_our_error,
+    listen,
+)
+from eldr_sim.serving.router.bodies import Ask, parse_body
+from eldr_sim.serving.simulated.core import Core, Stream
+from eldr_sim.serving.simulated.metrics import Metrics
+from eldr_sim.simulator.setup.config import RunConfig
+
+_MAX_BODY = 64 << 20
+_WORD = " token"
+#: Seconds that requests in flight have after SIGTERM.
+_DRAIN_S = 30.0
+
+
+class Service:
+    """One port: a cluster behind OpenAI's paths.
+
+    Parameters
+    ----------
+    config
+        The cluster.
+    speed
+        Simulated seconds a second.
+    max_queue
+        Requests that may wait for an engine; beyond them the answer is 429. None: any number.
+    start_up_s
+        How long it is not healthy, s of the wall clock.
+    tokenizer
+        A ``tokenizer.json``; without one four characters of a prompt are a token.
+    log
+        A file for what arrives, see `core.replay`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        speed: float = 1.0,
+        max_queue: int | None = None,
+        start_up_s: float = 0.0,
+        tokenizer: Path | None = None,
+        log: Path | None = None,
+    ) -> None:
+        import_aiohttp()
+        self.model = str(config.model)
+        self.metrics = Metrics(self.model)
+        self._files = ExitStack()
+        file = None
+        if log is not None:
+            try:
+                file = self._files.enter_context(log.open("w", encoding="utf-8"))
+            except OSError as error:
+                raise InputError("log", f"{log}: {error.strerror}") from None
+        self.core = Core(config, speed=speed, log=file, lag=self.metrics.lag)
+        self.metrics.watch(self.core)
+        self._max_queue, self._start_up_s = max_queue, start_up_s
+        self._tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
+        self._begun, self.draining = math.inf, False
+
+    def app(self) -> Any:
+        """Return the ``aiohttp.web.Application``; its runner needs ``handler_cancellation``."""
+        from aiohttp import web
+
+        logging.getLogger("aiohttp.server").addFilter(is_our_error)
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[web.middleware(in_json)])
+        app.cleanup_ctx.append(self._run)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    async def _run(self, _app: Any) -> AsyncIterator[None]:
+        self._begun = time.monotonic()
+        self.core.start()
+        with self._files:
+            yield
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it has started up and is not told to stop."""
+        return not self.draining and time.monotonic() >= self._begun + self._start_up_s
+
+    async def _health(self, _request: Any) -> Any:
+        from aiohttp import web
+
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _metrics(self, _request: Any) -> Any:
+        from aiohttp import web
+
+        headers = {"Content-Type": "text/plain; version=0.0.4"}
+        return web.Response(body=self.metrics.text(), headers=headers)
+
+    async def _models(self, _request: Any) -> Any:
+        from aiohttp import web
+
+        longest = self.core.simulation.max_model_len
+        one = {"id": self.model, "object": "model", "created": int(time.time())}
+        one |= {"owned_by": "eldr-sim", "root": self.model, "max_model_len": longest}
+        return web.json_response({"object": "list", "data": [one]})
+
+    async def _complete(self, request: Any) -> Any:
+        from aiohttp import web
+
+        if not self.healthy:
+            return error_answer(503, "starts up or stops", {"Retry-After": "1"})
+        try:
+            asked = parse_body(await request.read(), handed_over=True)
+            prompt_len, least, most = self._lengths(asked)
+        except (ValueError, web.RequestPayloadError) as error:
+            return error_answer(400, str(error))
+        if self._max_queue is not None and self.core.waiting >= self._max_queue:
+            return error_answer(429, f"{self.core.waiting} requests wait", {"Retry-After": "1"})
+        stream = self.core.submit(prompt_len, least, most)
+        answer = _Answer(request.path.endswith("chat/completions"), self.model, asked, stream, most)
+        try:
+            if asked.streamed:
+                return await answer.stream(request)
+            return await answer.whole()
+        finally:
+            self.core.cancel(stream)
+
+    def _lengths(self, asked: Ask) -> tuple[int, int, int]:
+        """Return the tokens of a prompt, and the fewest and most of its answer."""
+        body, longest = asked.body, self.core.simulation.max_model_len
+        if body.get("model") not in (None, self.model):
+            raise ValueError(f"model: {body['model']!r} is not served (allowed: {self.model})")
+        prompt_len = asked.prompt_len
+        if not prompt_len:
+            text = body.get("prompt")
+            if text is None:
+                text = "".join(map(_text_of, body["messages"]))
+            n_tokens = math.ceil(len(text) / 4)
+            if self._tokenizer is not None:
+                n_tokens = len(self._tokenizer.encode(text).ids)
+            prompt_len = max(1, n_tokens)
+        most = longest - prompt_len if asked.max_tokens is None else asked.max_tokens
+        if most < 1 or prompt_len + most > longest:
+            wanted = "" if asked.max_tokens is None else f" and {most} output tokens"
+            raise ValueError(f"context length {longest}: {prompt_len} prompt tokens{wanted}")
+        least = most if body.get("ignore_eos") and asked.max_tokens else body.get("min_tokens") or 1
+        return prompt_len, least, most
+
+
+class _Answer:
+    """The words of one answer."""
+
+    def __init__(self, chat: bool, model: str, asked: Ask, stream: Stream, most: int) -> None:
+        self._chat, self._asked, self._stream = chat, asked, stream
+        self._kind = "chat.completion" if chat else "text_completion"
+        prefix = "chatcmpl" if chat else "cmpl"
+        self._head = {"id": f"{prefix}-{stream.number}", "created": int(time.time())}
+        self._head |= {"model": model}
+        self._reason = "length" if stream.output_len == most else "stop"
+
+    async def whole(self) -> Any:
+        """Wait for the end, and answer with everything."""
+        from aiohttp import web
+
+        while not isinstance(outcome := await self._stream.tokens.get(), str):
+            pass
+        if outcome != "completed":
+            return error_answer(*_failed(outcome))
+        text = _WORD * self._stream.output_len
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason, "logprobs": None}
+        choice |= (
+            {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        )
+        body = self._head | {"object": self._kind, "choices": [choice], "usage": self._usage()}
+        return web.json_response(body)
+
+    async def stream(self, request: Any) -> Any:
+        """Answer token by token."""
+        from aiohttp import web
+
+        options = self._asked.body.get("stream_options") or {}
+        each = bool(options.get("continuous_usage_stats"))
+        first = await self._stream.tokens.get()
+        if isinstance(first, str):
+            return error_answer(*_failed(first))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        part: int | str = first
+        n = 0
+        role = {"role": "assistant"} if self._chat else {}
+        usual = _event(self._piece(_WORD))
+        while not isinstance(part, str):
+            n += part
+            last = n == self._stream.output_len
+            if last or each or role or part > 1:
+                piece = self._piece(_WORD * part, self._reason if last else None, role)
+                if each:
+                    piece["usage"] = self._usage(n)
+                await response.write(_event(piece))
+            else:
+                await response.write(usual)
+            role, part = {}, await self._stream.tokens.get()
+        if part != "completed":
+            await response.write(_event(error_body(*_failed(part))))
+        elif options.get("include_usage"):
+            usage = self._piece() | {"choices": [], "usage": self._usage()}
+            await response.write(_event(usage))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _piece(
+        self, text: str = "", reason: str | None = None, role: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
+        choice |= {"delta": {**(role or {}), "content": text}} if self._chat else {"text": text}
+        kind = f"{self._kind}.chunk" if self._chat else self._kind
+        return self._head | {"object": kind, "choices": [choice]}
+
+    def _usage(self, n: int | None = None) -> dict[str, int]:
+        prompt, output = self._stream.prompt_len, self._stream.output_len if n is None else n
+        tokens = {"prompt_tokens": prompt, "completion_tokens": output}
+        return tokens | {"total_tokens": prompt + output}
+
+
+def _event(piece: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(piece).encode() + b"\n\n"
+
+
+def _failed(outcome: str) -> tuple[int, str]:
+    """Return status and message of a request that has not completed."""
+    return 400 if outcome.startswith("exceeds") else 503, outcome.replace("_", " ")
+
+
+def _text_of(message: Any) -> str:
+    """Return the text of a chat message; ValueError where it is none."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if content is not None and not isinstance(content, str):
+        raise ValueError("messages: content is no text")
+    if not isinstance(message, dict) or "role" not in message:
+        raise ValueError("messages: each is an object with role and content")
+    return content or ""
+
+
+def _tokenizer(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        allowed = "pip install tokenizers, or no tokenizer"
+        raise InputError("tokenizer", "the package tokenizers is not installed", allowed) from None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # of its own, from Rust
+        raise InputError("tokenizer", f"{path}: {error}") from None
+
+
+def serve(
+    services: Sequence[Service], host: str, ports: Sequence[int], announce: Callable[[str], None]
+) -> None:
+    """Serve until the process is told to stop; requests in flight may end then.
+
+    Raises InputError if an address is taken.
+    """
+    allow_files()
+    sockets = [listen(host, port) for port in ports]
+    asyncio.run(_serve(services, sockets, announce))
+
+
+async def _serve(
+    services: Sequence[Service], sockets: Sequence[Any], announce: Callable[[str], None]
+) -> None:
+    import signal
+
+    from aiohttp import web
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    runners = []
+    for service, listening in zip(services, sockets, strict=True):
+        runner = web.AppRunner(
+            service.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        )
+        runners.append(runner)
+        await runner.setup()
+        await web.SockSite(runner, listening).start()
+        address, port = listening.getsockname()[:2]
+        place = f"[{address}]" if ":" in address else address
+        announce(
+            f"Serving {service.model}, {service.core.config.topology}, at http://{place}:{port}"
+        )
+    failures = [service.core.failure for service in services]
+    waits: list[Any] = [*failures, asyncio.ensure_future(stop.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for service in services:
+        service.draining = True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while stop.is_set() and any(service.core.open for service in services):
+                await asyncio.sleep(0.02)
+    for runner in runners:
+        await runner.cleanup()
+    for failure in failures:
+        if failure is not None and failure.done():
+            failure.result()
