@@ -107,6 +107,7 @@ LINKED = (
     "simulator.plane.steps.replica_choice",
     "simulator.plane.steps.streamed",
     "simulator.plane.steps.token_choices",
+    "simulator.plane.steps.verify",
     "simulator.setup.replay",
 )
 

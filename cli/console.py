@@ -339,6 +339,20 @@ def print_summary(summary: dict[str, Any]) -> None:
         if summary["mean_active_experts_per_step"] is not None:  # a dense model has none
             figures("mean_active_experts_per_step", "mean_active_experts_per_token")
             figures("p99_active_experts_per_step")
+    if drafts := summary.get("speculative_decoding"):
+        click.echo("Speculative Decoding".center(_WIDTH, "-"))
+        n, accepted = (drafts[f"spec_decode_num_{of}"] for of in ("drafts", "accepted_tokens"))
+        tokens = drafts["spec_decode_num_draft_tokens"]
+        _line("Acceptance rate (%)", 100.0 * accepted / tokens if tokens else None)
+        figures("acceptance_length")
+        _line("Drafts", n)
+        _line("Draft tokens", tokens)
+        _line("Accepted tokens", accepted)
+        by_position = drafts["spec_decode_num_accepted_tokens_per_pos"]
+        for position, passed in enumerate(by_position if n else ()):
+            _line(f"  Position {position} (%)", 100.0 * passed / n)
+        figures("tokens_per_step", "verify_experts_over_plain", "draft_time_share")
+        _text(f"acceptance: {drafts['acceptance_source']}", "  ")
     if summary["expert_parallel_size"] > 1 and not alone:
         _line("Expert placement", summary["expert_placement"])
         figures("mean_busiest_rank_experts_per_step")

@@ -28,13 +28,17 @@ if TYPE_CHECKING:
 _LARGEST = 512
 
 
-def padded_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> NDArray[np.int64]:
+def padded_sizes(
+    max_num_seqs: int, max_num_batched_tokens: int, tokens_per_sequence: int = 1
+) -> NDArray[np.int64]:
     """Return the tokens of the graph that steps of 0, 1, 2, ... tokens replay.
 
-    As many as vLLM captures graphs for; larger steps run without, as they are.
+    As many as vLLM captures graphs for; larger steps run without, as they are. Where sequences
+    verify drafts, graphs are of so many sequences with all their tokens.
     """
-    most = min(2 * max_num_seqs, _LARGEST, max_num_batched_tokens)
+    most = min(2 * max_num_seqs * tokens_per_sequence, _LARGEST, max_num_batched_tokens)
     captured = np.array([1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST + 1, 16)])
+    captured = captured * tokens_per_sequence
     captured = captured[captured <= most]
     tokens = np.arange(captured[-1] + 1)
     found: NDArray[np.int64] = captured[np.searchsorted(captured, tokens)]

@@ -462,11 +462,11 @@ class Parts:
             tokens = tokens * columns["new_tokens"]
         linears = np.zeros_like(tokens)
         for n, k in self.model.attention_linears():
-            linears += self._linear_s(n, k, tokens)
+            linears += self.linear_s(n, k, tokens)
         left = np.maximum(columns["latency_s"] - linears, 0.1 * columns["latency_s"])
         return LatencyTable(table.metadata, dict(columns) | {"latency_s": left})
 
-    def _linear_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
+    def linear_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
         """One matrix stored like the model's linear layers."""
         if self.linear is None:
             width = {"bfloat16": 2.0, "nvfp4": 0.5625}.get(self.model.linear_dtype, 1.0)
@@ -502,7 +502,7 @@ class Parts:
         for sliding, layers in ((True, model.n_sliding_layers), (False, model.n_full_layers)):
             if layers:
                 for n, k in model.attention_linears(sliding):
-                    total += layers * self._linear_s(n, k, rows)
+                    total += layers * self.linear_s(n, k, rows)
         hidden = model.hidden_size
         total += model.n_moe_layers * self._plain_s(model.n_experts, hidden, rows)
         for width, layers in (
@@ -510,8 +510,8 @@ class Parts:
             (model.dense_intermediate_size, model.n_dense_layers),
         ):
             if width and layers:
-                total += layers * self._linear_s(2 * width, hidden, rows)
-                total += layers * self._linear_s(hidden, width, rows)
+                total += layers * self.linear_s(2 * width, hidden, rows)
+                total += layers * self.linear_s(hidden, width, rows)
         return total + self._elementwise_s(rows)
 
     def _elementwise_s(self, rows: FloatArray) -> FloatArray:

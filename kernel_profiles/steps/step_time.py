@@ -214,6 +214,8 @@ def build_step_time_model(
     enforce_eager: bool = False,
     moe_backend: MoEBackend = "auto",
     tables: Sequence[LatencyTable] = (),
+    linears: Sequence[tuple[int, int]] = (),
+    tokens_per_sequence: int = 1,
 ) -> StepTimeModel:
     """Tabulate the step times of one worker that serves one model.
 
@@ -244,6 +246,11 @@ def build_step_time_model(
     tables
         Tables of the user's own; they take precedence over the shipped ones. One of kind
         ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host gap together.
+    linears
+        (out, in features) of matrices that a step's tokens go through beside the model's.
+    tokens_per_sequence
+        Most tokens that a step computes for a sequence that decodes: more than one where it
+        verifies drafts.
 
     Raises
     ------
@@ -267,12 +274,21 @@ def build_step_time_model(
     if cudagraph_padding != "none" and parts.engine_step is not None:
         problem = "an engine_step table contains what its engine padded"
         raise InputError("cudagraph_padding", problem, "none")
-    cost = _tabulate(parts, gap, max_num_seqs, max_model_len, max_num_batched_tokens)
+    rows = max_num_seqs * tokens_per_sequence
+    cost = _tabulate(parts, gap, rows, max_model_len, max_num_batched_tokens)
+    if linears:
+        tokens = np.arange(len(cost.dense_s), dtype=np.float64)
+        more = sum(parts.linear_s(n, k, tokens) for n, k in linears)
+        cost = cost._replace(dense_s=cost.dense_s + more)
     if enforce_eager:
         cost, cudagraph_padding = cost._replace(launch_s=parts.launches_s()), "none"
     measured = [decode for _, decode, _ in parts.attention]
     return StepTimeModel(
-        cost=pad(cost, cudagraph_padding, padded_sizes(max_num_seqs, max_num_batched_tokens)),
+        cost=pad(
+            cost,
+            cudagraph_padding,
+            padded_sizes(max_num_seqs, max_num_batched_tokens, tokens_per_sequence),
+        ),
         model=dims,
         gpu=device,
         parallelism=parallelism,

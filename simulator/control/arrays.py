@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.plane import state
+from eldr_sim.simulator.plane.steps.verify import Drafts, no_drafts
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.traces.workload import Workload
@@ -39,7 +40,7 @@ def check_tables(engine: EngineSpec, longest: int) -> None:
 
     Compiled code reads whatever lies beyond the end of an array.
     """
-    cost, places = engine.step_time.cost, engine.max_num_seqs
+    cost, places = engine.step_time.cost, engine.most_decoded
     budget = engine.max_num_batched_tokens
     needed = dict.fromkeys(("moe_s", "head_s", "attention_s"), places)
     needed |= dict.fromkeys(("mixed_moe_s", "uniform_moe_s"), budget)
@@ -77,7 +78,18 @@ def make_pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDAr
         for e in (spec.prefill, spec.decode)
     ]
     pools["group_size"] = [e.group_size for e in (spec.prefill, spec.decode)]
+    if (speculation := spec.decode.speculation) is not None:
+        pools["drafts"][1] = speculation.k
+        pools["lookahead"][1] = speculation.lookahead
     return pools
+
+
+def make_drafts(engine: EngineSpec) -> Drafts:
+    """Return what the engines of a pool draft."""
+    cost = engine.step_time.cost
+    if engine.speculation is None:
+        return no_drafts(cost)
+    return engine.speculation.drafts(engine.max_num_seqs, cost)
 
 
 def link_rates(spec: ClusterSpec) -> NDArray[np.float64]:

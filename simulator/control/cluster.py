@@ -22,6 +22,7 @@ from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.arrays import (
     check_tables,
     link_rates,
+    make_drafts,
     make_pools,
     make_requests,
 )
@@ -230,14 +231,18 @@ class Cluster:
             masks=masks,
             prompts=no_prompts() if prompts is None else prompts,
             costs=(spec.prefill.step_time.cost, spec.decode.step_time.cost),
+            drafts=(make_drafts(spec.prefill), make_drafts(spec.decode)),
             scratch=Scratch(
-                rows=np.zeros(most_seqs, np.int64),
+                rows=np.zeros(max(e.most_decoded for e in (spec.prefill, spec.decode)), np.int64),
                 cached=np.zeros(most_seqs, np.int64),
                 new=np.zeros(most_seqs, np.int64),
                 union=np.zeros(width, np.uint64),
                 activated=np.zeros(n_layers or 1, np.int64),
                 active=np.zeros(n_workers, np.int64),
                 busiest=np.zeros(n_workers, np.int64),
+                plain=np.zeros(n_workers, np.int64),
+                later=np.zeros(1, np.int64),
+                draft_s=np.zeros(n_workers),
             ),
         )
 
@@ -285,6 +290,9 @@ class Cluster:
         settings["routing_token_s"] = spec.routing_token_s
         settings["kv_bytes_per_token"] = model.kv_bytes_per_token
         settings["n_kv_tensors"] = model.n_kv_tensors
+        if spec.decode.speculation is not None:
+            settings["kv_bytes_per_token"] += spec.decode.speculation.draft.kv_bytes_per_token
+            settings["n_kv_tensors"] += spec.decode.speculation.draft.n_kv_tensors
         settings["setup_s"] = spec.transfer.setup_s
         settings["descriptor_s"] = spec.transfer.descriptor_s
         settings["prefix_block_tokens"] = workload.prefix_block_tokens
@@ -414,6 +422,7 @@ class Cluster:
             end_s=end_s,
             streamed_s=float(pools["streamed_s"][0]),
             stall_s=float(pools["stall_s"][0]),
+            drafted=None if self.spec.decode.speculation is None else self.arrays.drafts[1].counts,
         )
 
     # --- decisions ---

@@ -46,6 +46,9 @@ class RunRecord:
         ``relocation.RELOCATION``: whenever experts moved.
     streamed_s, stall_s
         Seconds that steps took which streamed weights, and of which they waited for these.
+    drafted
+        ``[k + 2]``: verify steps of sequences by the drafts accepted, and all drafts verified; None
+        where nothing was drafted.
     retries, faults
         How often each request was sent again, None where nothing went wrong; what did.
     window
@@ -65,6 +68,7 @@ class RunRecord:
     end_s: float
     streamed_s: float = 0.0
     stall_s: float = 0.0
+    drafted: NDArray[np.int64] | None = None
     retries: NDArray[np.int32] | None = None
     faults: tuple[Fault, ...] = ()
 

@@ -41,7 +41,7 @@ LATENCIES = {latency.tag: latency for latency in (
         "`(e - f) / (n - 1)`, per request; a request of one token has none"),
     Metric("itl", "Inter-token Latency", "ms", "lower",
         "every gap between two tokens of a request, pooled over requests and the steps of the "
-        "window"),
+        "window; 0 between tokens that one step yields"),
     Metric("e2el", "End-to-end Latency", "ms", "lower", "`e - s`"),
 )}
 
@@ -109,6 +109,17 @@ _STEPS = (
     Metric("mean_decode_batch", "Mean batch", "requests", None,
         "requests of a decode step, mean over steps"),
     Metric("decode_steps", "Decode steps", "", None, "decode steps that began in the window"),
+    Metric("tokens_per_step", "Tokens per step", "", "higher",
+        "tokens that a decode step yields for each of its requests; 1 without "
+        "`--speculative-config`"),
+    Metric("acceptance_length", "Acceptance length", "", "higher",
+        "tokens of a verify step, the sampled one included: 1 + accepted drafts / verify steps of "
+        "requests, over the whole run, whether a request wanted them all or not"),
+    Metric("verify_experts_over_plain", "Experts of a verify step over a plain one", "", "lower",
+        "activated experts of verify steps / those of their sampled tokens alone; none where "
+        "engines share experts"),
+    Metric("draft_time_share", "Share of time in drafts", "", "lower",
+        "share of the decode steps' time that drafting takes, its host time included"),
     Metric("prefix_cache_queries", "Prefix cache queries", "tokens", None,
         "prompt tokens of the window's requests that were looked up in the prefix caches of the "
         "workers that compute prompts, once each; 0 with `--no-enable-prefix-caching`"),

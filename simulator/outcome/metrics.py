@@ -7,7 +7,8 @@ window and complete; ITL is that of the window's steps, whoever's tokens they ar
 - TTFT = ``f - s``. Under disaggregation the first token is the decode worker's.
 - TPOT = ``(e - f) / (n - 1)``; requests of one token have none.
 - ITL: every gap between two tokens of a request, pooled over requests. The requests of a batch
-  share a step's gap, so the pool is the steps of the window weighted by their batch.
+  share a step's gap, so the pool is the steps of the window weighted by their batch. Tokens that
+  one step yields come at one instant: between them the gap is 0.
 - E2EL = ``e - s``.
 """
 
@@ -146,8 +147,9 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     gaps = (steps["end"] - steps["start"])[inside]
     resumed = record.gaps["resumed_s"]
     preempted = (resumed - record.gaps["last_token_s"])[(start <= resumed) & (resumed <= end)]
-    itl = np.concatenate([gaps, preempted])
-    itl_weights = np.concatenate([carried, np.ones(len(preempted), np.int64)])
+    itl = np.concatenate([gaps, preempted, np.zeros(1)])
+    together = np.array([tokens - int(batch.sum())])  # a step's tokens beyond one a sequence
+    itl_weights = np.concatenate([carried, np.ones(len(preempted), np.int64), together])
     hours, price = seconds / 3600.0, config.price_per_hour
     gpu_hours = config.n_gpus * hours
     per_million = gpu_hours / tokens * 1e6 if tokens else None
@@ -195,6 +197,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         **_activated_experts(steps[inside][decoding], n_moe_layers),
         "mean_decode_batch": _mean(batch[decoding].astype(float)),
         "decode_steps": int(decoding.sum()),
+        **_drafts(record, steps[inside][decoding]),
         **_prefix_cache(record, "", config),
         **_prefix_cache(record, "decode_", config),
         "preemptions": int(requests["preemptions"].sum()),
@@ -211,7 +214,7 @@ def _activated_experts(steps: NDArray[np.void], n_moe_layers: int) -> dict[str, 
     """Return the activated experts of decode steps, means over MoE layers."""
     steps = steps if n_moe_layers else steps[:0]  # a dense model's: no figure
     active, busiest = (steps[field] / (n_moe_layers or 1) for field in ("active", "busiest"))
-    tokens = steps["tokens"].astype(float)
+    tokens = steps["outputs"].astype(float)
     return {
         "mean_active_experts_per_step": _mean(active),
         "mean_active_experts_per_token": (
@@ -220,6 +223,38 @@ def _activated_experts(steps: NDArray[np.void], n_moe_layers: int) -> dict[str, 
         "median_active_experts_per_step": _percentile(active, 50),
         "p99_active_experts_per_step": _percentile(active, 99),
         "mean_busiest_rank_experts_per_step": _mean(busiest),
+    }
+
+
+def _drafts(record: RunRecord, steps: NDArray[np.void]) -> dict[str, float | None]:
+    """Return what decode steps yield, and what of it is drafts'."""
+    sequences, counts = int(steps["sequences"].sum()), record.drafted
+    verified, plain = steps[steps["plain"] > 0], int(steps["plain"].sum())
+    length = None
+    if counts is not None and counts[:-1].any():
+        length = 1.0 + float((np.arange(len(counts) - 1) * counts[:-1]).sum() / counts[:-1].sum())
+    seconds = math.fsum((steps["end"] - steps["start"]).tolist())
+    return {
+        "tokens_per_step": int(steps["outputs"].sum()) / sequences if sequences else None,
+        "acceptance_length": length,
+        "verify_experts_over_plain": int(verified["active"].sum()) / plain if plain else None,
+        "draft_time_share": math.fsum(steps["draft_s"].tolist()) / seconds
+        if counts is not None and seconds
+        else None,
+    }
+
+
+def draft_counters(record: RunRecord) -> dict[str, Any]:
+    """Return vLLM's ``spec_decode`` counters of a whole run; nothing where none was drafted."""
+    if record.drafted is None:
+        return {}
+    *by_accepted, tokens = record.drafted.tolist()
+    at_least = np.cumsum(by_accepted[::-1])[::-1].tolist()
+    return {
+        "spec_decode_num_drafts": at_least[0],
+        "spec_decode_num_draft_tokens": tokens,
+        "spec_decode_num_accepted_tokens": sum(at_least[1:]),
+        "spec_decode_num_accepted_tokens_per_pos": at_least[1:],
     }
 
 

@@ -16,7 +16,7 @@ from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import BYTES_ALONE, PROVENANCE
 from eldr_sim.simulator.outcome.bottleneck import limits_of
 from eldr_sim.simulator.outcome.fault_metrics import fault_figures
-from eldr_sim.simulator.outcome.metrics import describe, summarise
+from eldr_sim.simulator.outcome.metrics import describe, draft_counters, summarise
 from eldr_sim.simulator.outcome.trace_use import copies_met, trace_warnings
 from eldr_sim.simulator.outcome.without_effect import without_effect
 from eldr_sim.simulator.setup import transfer
@@ -184,6 +184,7 @@ def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
         | ({} if engine.all_to_all is None else engine.all_to_all.provenance)
         | engine.choice_provenance
         | ({} if engine.layout is None else engine.layout.provenance)
+        | ({} if engine.speculation is None else engine.speculation.draft.provenance)
         for role, engine in (("prefill", prepared.spec.prefill), ("decode", prepared.spec.decode))
     }
     if pools["prefill"] == pools["decode"]:
@@ -294,7 +295,12 @@ def summary_of(
     warnings = [
         warning
         for engine in (spec.decode, spec.prefill)
-        for source in (engine.step_time, engine.all_to_all, engine.layout)
+        for source in (
+            engine.step_time,
+            engine.all_to_all,
+            engine.layout,
+            None if engine.speculation is None else engine.speculation.draft,
+        )
         if source is not None
         for warning in source.warnings
     ]
@@ -323,6 +329,11 @@ def summary_of(
         "kv_cache_dtype": model.kv_cache_dtype,
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
+        **(
+            {}
+            if (drafting := spec.decode.speculation) is None
+            else {"speculative_decoding": drafting.describe() | draft_counters(record)}
+        ),
         "limits": limits_of(record, spec),
         "prefill_mfu": _prefill_mfu(config, prepared, record),
         **_workers(spec.decode),

@@ -159,8 +159,9 @@ def side_of(engines: Engines, w: int) -> Any:
 @compiled()
 def _fits(engines: Engines, w: int, blocks: int) -> Any:
     """Whether ``blocks`` are free beside those that the batch needs for its next tokens."""
-    spare = n_free(engines.workers, w) - blocks
-    if spare >= engines.workers[w].tokens:  # a token needs one at most
+    spare, worker = n_free(engines.workers, w) - blocks, engines.workers[w]
+    lookahead = engines.pools[engines.pool_of[w]].lookahead
+    if spare >= worker.tokens + worker.batch * lookahead:  # a token needs one at most
         return True
     if spare < 0:
         return False
@@ -171,24 +172,37 @@ def _fits(engines: Engines, w: int, blocks: int) -> Any:
 def blocks_needed(engines: Engines, w: int) -> Any:
     """Return the KV blocks that the batch needs beside its own for the next step's tokens."""
     sequences, size, needed = engines.sequences[w], engines.settings[0].block_size, _NONE
+    lookahead = engines.pools[engines.pool_of[w]].lookahead
     for i in range(engines.workers[w].batch):
-        if sequences[i].free_slots < sequences[i].tokens:
-            needed += blocks_of(sequences[i].tokens - sequences[i].free_slots, size)
+        slots = slots_of(sequences[i], lookahead)
+        if sequences[i].free_slots < slots:
+            needed += blocks_of(slots - sequences[i].free_slots, size)
     return needed
 
 
 @compiled()
-def _allocate(engines: Engines, w: int, request: int, tokens: int) -> Any:
+def slots_of(sequence: Any, lookahead: int) -> Any:
+    """Return the KV slots that a sequence needs for its next step (vLLM's ``allocate_slots``)."""
+    return min(sequence.tokens + lookahead, sequence.room)
+
+
+@compiled()
+def _allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool) -> Any:
     """Take the KV blocks of a context of ``tokens`` tokens; return how many of them are cached.
 
-    Returns -1, and changes nothing, if too few are free.
+    Who does not fetch them takes those of its first drafts, too. Returns -1, and changes nothing,
+    if too few are free.
     """
     pool, side = engines.pool_of[w], side_of(engines, w)
     found, idle, size = _NONE, _NONE, engines.settings[0].block_size
+    slots = tokens
+    if not fetches:
+        slots += 2 * engines.pools[pool].lookahead
+        slots = min(slots, engines.settings[0].max_model_len)
     if engines.pools[pool].prefix_caching:
         prefix = engines.settings[0].prefix_block_tokens
         found, idle = find(engines.kv, w, side, request, tokens, size, prefix)
-    new = blocks_of(tokens, size) - found + engines.requests[request].window_blocks
+    new = blocks_of(slots, size) - found + engines.requests[request].window_blocks
     if not _fits(engines, w, new + idle):
         return -1
     engines.tables[request, side].found = found
@@ -206,11 +220,11 @@ def publish_tokens(engines: Engines, w: int, request: int, tokens: int) -> None:
 
 
 @compiled()
-def _release_context(engines: Engines, w: int, request: int, context: int) -> None:
-    """Give the blocks of a sequence back that has grown to ``context`` tokens."""
+def _release_context(engines: Engines, w: int, request: int, slots: int) -> None:
+    """Give the blocks of a sequence back that have room for ``slots`` tokens."""
     side = side_of(engines, w)
     table = engines.tables[request, side]
-    held = blocks_of(context, engines.settings[0].block_size)
+    held = blocks_of(slots, engines.settings[0].block_size)
     table.private = held + engines.requests[request].window_blocks - table.listed
     release(engines.kv, engines.tables, engines.workers, w, side, request)
 
@@ -353,7 +367,7 @@ def _finish(clock: Any, engines: Engines, w: int) -> None:
             context = record.prompt_len - 1 + record.output_len
             worker.context -= context
             worker.tokens -= sequences[w, i].tokens
-            _release_context(engines, w, request, context)
+            _release_context(engines, w, request, context + sequences[w, i].free_slots)
             leave(clock, engines, PENDING_END, request)
             continue
         if kept != i:
@@ -372,6 +386,7 @@ def _preempt(clock: Any, engines: Engines, w: int) -> None:
     while not _fits(engines, w, _NONE):
         victim = _victim(engines, w)
         request = sequences[w, victim].request
+        worker.chunk_tokens -= sequences[w, victim].chunk
         record = engines.requests[request]
         if victim >= worker.batch:
             worker.prefilling -= 1
@@ -380,10 +395,13 @@ def _preempt(clock: Any, engines: Engines, w: int) -> None:
             worker.batch -= 1
             worker.tokens -= sequences[w, victim].tokens
             record.generated = record.output_len - sequences[w, victim].tokens_left
-            record.last_token_s = clock[0].now
+            if victim > worker.batch - worker.joined:  # without a step since it joined
+                worker.joined -= 1
+            else:
+                record.last_token_s = clock[0].now
             context = record.prompt_len - 1 + record.generated
             worker.context -= context
-            _release_context(engines, w, request, context)
+            _release_context(engines, w, request, context + sequences[w, victim].free_slots)
         for i in range(victim, worker.batch + worker.prefilling):
             sequences[w, i] = sequences[w, i + 1]
         record.preemptions += 1
@@ -430,22 +448,25 @@ def _append_preempted(engines: Engines, w: int, request: int) -> None:
 
 
 @compiled()
-def _is_open(engines: Engines, w: int) -> Any:
-    """Whether the next step has a place and a token of its budget left."""
+def _is_open(engines: Engines, w: int, drafts: int) -> Any:
+    """Whether the next step has a place and tokens of its budget left: one, and ``drafts``."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     places = pool.max_num_seqs - worker.batch - worker.prefilling - worker.leaving
     budget = pool.max_num_batched_tokens - worker.tokens - worker.chunk_tokens
-    return bool(places > 0 and budget > 0)
+    return bool(places > 0 and budget > drafts)
 
 
 @compiled()
 def _admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> None:
     """Fill the batch: who holds blocks already, then who lost them, then who is new."""
     worker, requests, now = engines.workers[w], engines.requests, clock[0].now
+    pool = engines.pools[engines.pool_of[w]]
     if not defers:
         _fill(engines, w)
-    while worker.arrived_head >= 0 and _is_open(engines, w):
+    while worker.arrived_head >= 0 and _is_open(engines, w, pool.lookahead):
         request = worker.arrived_head
+        if worker.batch + worker.prefilling > 0 and not _can_join(engines, w, request):
+            return
         worker.arrived_head = requests[request].next
         requests[request].decode_start_s = now
         first = worker.batch
@@ -455,9 +476,8 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> N
         _begin(engines, w, first, request, context, context)
         worker.prefilling += 1
         _join(engines, w)
-    pool = engines.pools[engines.pool_of[w]]
     by_key = pool.preempt_by_key
-    while _is_open(engines, w):
+    while _is_open(engines, w, _NONE):
         lost, new = worker.preempted_head, worker.new_head
         if new >= 0 and now - requests[worker.oldest].queued_s >= pool.aging_s:
             new = worker.oldest
@@ -472,11 +492,24 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> N
 
 
 @compiled()
+def _can_join(engines: Engines, w: int, request: int) -> Any:
+    """Whether there are blocks for the drafts of a request whose KV cache has arrived."""
+    lookahead, record = engines.pools[engines.pool_of[w]].lookahead, engines.requests[request]
+    if lookahead == 0:
+        return True
+    size, context = engines.settings[0].block_size, record.prompt_len + record.generated - 1
+    slots = min(context + 1 + 2 * lookahead, engines.settings[0].max_model_len)
+    table = engines.tables[request, side_of(engines, w)]
+    held = table.listed + table.private - record.window_blocks
+    return _fits(engines, w, max(blocks_of(slots, size) - held, _NONE))
+
+
+@compiled()
 def _admit_preempted(engines: Engines, w: int, request: int) -> Any:
     """Let a preempted request recompute its context; False if its blocks are not free."""
     worker, record = engines.workers[w], engines.requests[request]
     context = record.prompt_len - 1 + record.generated
-    cached = _allocate(engines, w, request, context + 1)
+    cached = _allocate(engines, w, request, context + 1, False)
     if cached < 0:
         return False
     worker.preempted_head = record.next
@@ -495,7 +528,7 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
         budget = engines.pools[engines.pool_of[w]].max_num_batched_tokens
         if prompt > budget - worker.chunk_tokens:
             return False
-    cached = _allocate(engines, w, request, prompt)
+    cached = _allocate(engines, w, request, prompt, bool(requests[request].source >= 0))
     if cached < 0:
         return False
     worker.new_head = queue_remove(requests, worker.new_head, request)
@@ -529,6 +562,10 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
     sequence.row_end = record.window_row + record.window_len
     sequence.row_span = record.window_len
     sequence.tokens = 1
+    if computed == context:  # padded to the size of the others (vLLM's placeholder drafts)
+        sequence.tokens += engines.pools[engines.pool_of[w]].lookahead
+    sequence.drafts = 0
+    sequence.room = engines.settings[0].max_model_len - context
     sequence.tokens_left = record.output_len - record.generated
     table = engines.tables[request, side_of(engines, w)]
     held = table.listed + table.private - record.window_blocks

@@ -93,6 +93,7 @@ from eldr_sim.simulator.plane.state import (
 from eldr_sim.simulator.plane.steps.executor import Scratch, run_step
 from eldr_sim.simulator.plane.steps.group_state import Groups
 from eldr_sim.simulator.plane.steps.streamed import PromptLayers
+from eldr_sim.simulator.plane.steps.verify import Drafts
 
 #: What the loop asks for besides decisions of routers and of `expert_loads`: that the control plane
 #: does the next thing it has to, and hears of the end of a request that it watches.
@@ -117,7 +118,8 @@ class Run(NamedTuple):
     bits: NDArray[np.uint64]  #: replay windows
     masks: NDArray[np.uint64]  #: ``[workers, ranks, layers * words]``
     prompts: Any  #: `expert_union.PromptRows`
-    costs: tuple[Any, ...]  #: `StepCost` of each pool
+    costs: tuple[Any, ...]  #: `StepCost` of each pool,
+    drafts: tuple[Drafts, ...]  #: and what it drafts
     scratch: Scratch
 
 
@@ -146,7 +148,9 @@ def _refusal(engines: Engines, request: int) -> Any:
         if pool.n_workers > 0:
             if pool.whole_prompts and record.prompt_len > pool.max_num_batched_tokens:
                 return OVER_BUDGET
-            needed = record.prompt_len if pool.then >= 0 else tokens
+            needed = record.prompt_len
+            if pool.then < 0:
+                needed = min(tokens + pool.drafts + pool.lookahead, settings.max_model_len)
             if needed > (pool.n_blocks - record.window_blocks) * settings.block_size:
                 reason = NO_KV_ROOM
     return reason

@@ -42,7 +42,8 @@ def remove(clock: Any, events: Any, engines: Engines, w: int, request: int) -> N
             worker.tokens -= engines.sequences[w, place].tokens
             worker.context -= context
             table = engines.tables[request, side_of(engines, w)]
-            held = blocks_of(context, engines.settings[0].block_size)
+            slots = context + engines.sequences[w, place].free_slots
+            held = blocks_of(slots, engines.settings[0].block_size)
             table.private = held + record.window_blocks - table.listed
         else:
             worker.prefilling -= 1

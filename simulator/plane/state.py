@@ -138,6 +138,10 @@ POOL = np.dtype(
         ("whole_prompts", np.bool_),  # no chunks: nothing is kept from step to step
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these
+        ("drafts", np.int64),  # most of a sequence and step
+        # KV slots that a sequence holds beyond the tokens of its step; who joins with its KV cache
+        # has as many placeholder drafts.
+        ("lookahead", np.int64),
         ("executor", np.int64),  # the address of what its steps do, see `steps.executor`
     ],
     align=True,
@@ -210,7 +214,10 @@ SEQUENCE = np.dtype(
         ("row", np.int64),  # bit-set row of the token that the next step feeds
         ("row_end", np.int64),  # one past the last row of the replay window
         ("row_span", np.int64),  # length of the window: at row_end, go back by it
-        ("tokens", np.int64),  # from there on that a step computes when the sequence decodes: one
+        ("tokens", np.int64),  # from there on that the next step computes when it decodes: one,
+        ("drafts", np.int64),  # and the drafts that it verifies, or placeholders, not counted here
+        ("got", np.int64),  # output tokens of its last step
+        ("room", np.int64),  # tokens up to the longest context
         ("tokens_left", np.int64),  # output tokens still to generate
         ("free_slots", np.int64),  # tokens that fit into the blocks already held
         ("computed", np.int64),  # tokens of its context that are in the KV cache
@@ -225,6 +232,8 @@ STEP = np.dtype(
         ("start", np.float64),  # s
         ("end", np.float64),  # s
         ("context", np.int64),  # KV tokens that decode attention read, summed over the batch
+        ("draft_s", np.float64),  # of the step that went into drafts
+        ("plain", np.int32),  # `active` of the sampled tokens alone, where drafts are verified
         ("worker", np.int32),  # of its pool
         ("sequences", np.int32),  # that decoded,
         ("tokens", np.int32),  # tokens that it computed for them,

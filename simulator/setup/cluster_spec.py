@@ -12,6 +12,7 @@ from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.steps.group_state import GroupCost
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks
+from eldr_sim.simulator.setup.speculation import Speculation
 from eldr_sim.simulator.setup.streaming import PromptLayout
 from eldr_sim.simulator.setup.transfer import TransferModel
 
@@ -33,6 +34,14 @@ class EngineSpec:
     choice_provenance: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
     #: Where the layers of a prefill worker are; None where each GPU has its own.
     layout: PromptLayout | None = None
+    #: What they draft; None where every step yields one token a sequence.
+    speculation: Speculation | None = field(default=None, compare=False)
+
+    @property
+    def most_decoded(self) -> int:
+        """Most tokens that a step computes for sequences that decode."""
+        drafts = 0 if self.speculation is None else self.speculation.k
+        return self.max_num_seqs * (1 + drafts)
 
     @property
     def n_expert_ranks(self) -> int:

@@ -13,6 +13,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import seconds
 from eldr_sim.kernel_profiles.models import LONGEST
 from eldr_sim.kernel_profiles.parallel import Backend, MoEBackend, Padding, Parallelism
+from eldr_sim.simulator.setup.speculative_config import Speculative
 from eldr_sim.traces.requests.length_shapes import LengthShape
 
 #: The named workloads; any other is a file.
@@ -393,6 +394,9 @@ class EngineConfig(_Fields):
     async_scheduling: bool = True
     """Whether decoding workers schedule a step ahead (vLLM since 0.14): who comes during one joins
     the one after the next."""
+    speculative_config: Speculative = None
+    """Drafts that decoding workers verify, in vLLM's names: ``{"method": "mtp",
+    "num_speculative_tokens": 3}`` (docs/speculative.md)."""
     prefill_schedule_interval: int = Field(default=1, ge=1)
     """Engines that share experts compute prompts in every so-manieth step, where they decode
     (vLLM's option)."""

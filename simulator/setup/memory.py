@@ -80,12 +80,14 @@ def kv_blocks(
     instances: int | None = None,
     activation_bytes: int = 0,
     windows: WindowBlocks = NO_WINDOWS,
+    draft_kv_bytes: int = 0,
 ) -> int:
     """Return the KV blocks of ``block_size`` tokens that fit beside the weights of a worker.
 
     Every GPU of the worker holds its heads' part of every block, so one GPU decides. ``instances``
     are the expert instances of all MoE layers on it, an equal share of the experts when not given;
-    ``activation_bytes`` come on top of what the engine reserves.
+    ``activation_bytes`` come on top of what the engine reserves, ``draft_kv_bytes`` on top of each
+    token's.
 
     As vLLM sizes its cache at start-up (``vllm/v1/worker/gpu_worker.py``,
     ``determine_available_memory``). With ``windows`` blocks are those of the layers with full
@@ -102,6 +104,7 @@ def kv_blocks(
     token_bytes = parallelism.kv_bytes_per_token(model)
     if windows.most:
         token_bytes = math.ceil(token_bytes / (1.0 + windows.share))
+    token_bytes += draft_kv_bytes
     blocks = free // (block_size * token_bytes)
     if blocks < 1:
         raise InputError(

@@ -47,6 +47,8 @@ from eldr_sim.simulator.setup.config_groups import FrontEndConfig
 from eldr_sim.simulator.setup.log_part import check_window
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks, kv_blocks, window_blocks
 from eldr_sim.simulator.setup.replay import fit_trace
+from eldr_sim.simulator.setup.speculation import Speculation, speculation_of
+from eldr_sim.simulator.setup.speculative_config import LOOKING_UP
 from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_layout
 from eldr_sim.simulator.setup.transfer import HAND_OVERS, PRESETS, pull_between
 from eldr_sim.traces.requests.domains import wanted_domains
@@ -103,7 +105,7 @@ def prepare(config: RunConfig) -> PreparedRun:
     places = config.n_prefill * prefill.parallelism.data_parallel_size * prefill.max_num_seqs
     places += config.n_decode * decode.parallelism.data_parallel_size * decode.max_num_seqs
     within("topology", places, _MOST_PLACES, " running requests of all engines")
-    output_len = config.effective_output_len
+    output_len, drafts = config.effective_output_len, config.speculative_config
     spec = ClusterSpec(
         n_prefill=config.n_prefill * prefill.parallelism.data_parallel_size,
         n_decode=config.n_decode * decode.parallelism.data_parallel_size,
@@ -123,7 +125,8 @@ def prepare(config: RunConfig) -> PreparedRun:
         if isinstance(output_len, int) and not config.random_range_ratio
         else None,
         enable_prefix_caching=config.enable_prefix_caching,
-        async_scheduling=config.async_scheduling,
+        async_scheduling=config.async_scheduling
+        and (drafts is None or drafts.method not in LOOKING_UP),
         prefill_schedule_interval=config.prefill_schedule_interval,
         windows=_windows(config, model),
         handover_s=HAND_OVERS[config.handover].seconds,
@@ -206,12 +209,15 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
     assert pool.gpu is not None
     gpu, parallelism = load_gpu(pool.gpu), pool.parallelism
     budget = pool.max_num_batched_tokens or gpu.max_num_batched_tokens
-    max_num_seqs = pool.max_num_seqs or min(gpu.max_num_seqs, budget)
-    if max_num_seqs > budget:
+    drafts = config.speculative_config
+    each = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
+    max_num_seqs = pool.max_num_seqs or max(1, min(gpu.max_num_seqs, budget // each))
+    if max_num_seqs * each > budget:
+        tokens = "" if each == 1 else f" of {each} tokens each"
         raise InputError(
             "max_num_batched_tokens",
-            f"{budget} is below max_num_seqs {max_num_seqs}",
-            f"{max_num_seqs} or more",
+            f"{budget} is below max_num_seqs {max_num_seqs}{tokens}",
+            f"{max_num_seqs * each} or more",
         )
     parallelism.check(model)
     ranks = parallelism.n_expert_ranks
@@ -220,29 +226,41 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
     layout = prompt_layout(config, role, model, gpu, parallelism, budget)
     experts = None if layout is None else layout.experts
     slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
+
+    def build(
+        dims: ModelDims,
+        of: Parallelism,
+        host_s: float | None,
+        linears: Sequence[tuple[int, int]] = (),
+    ) -> StepTimeModel:
+        host_gap_ms = config.host_gap_ms if host_s is None else 1e3 * host_s
+        built, used = _step_time(
+            dims, gpu, of, max_num_seqs, budget, _max_model_len(config, model), host_gap_ms,
+            config.cudagraph_padding, bool(pool.enforce_eager), config.moe_backend, config.tables,
+            tuple(linears), each,
+        )  # fmt: skip
+        note_use(used)
+        return built
+
+    speculation = speculation_of(config, model, parallelism, build)
+    if speculation is not None and layout is not None and layout.has_steps_of_its_own:
+        problem = "drafts beside layers that stream or lie in stages are not simulated"
+        raise InputError("speculative_config", problem, "not given")
     if experts is None:
-        n_blocks = _kv_blocks(config, model, gpu, parallelism, slots * model.n_moe_layers)
+        n_blocks = _kv_blocks(
+            config, model, gpu, parallelism, slots * model.n_moe_layers, speculation=speculation
+        )
     else:
         n_blocks = _kv_blocks(config, model, gpu, SINGLE_GPU, *experts)
     if layout is not None and layout.whole_prompts:
         stages = parallelism.pipeline_parallel_size
         n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.block_size, stages)
-    step_time, used = _step_time(
-        model,
-        gpu,
-        SINGLE_GPU if experts is not None else parallelism,
-        max_num_seqs,
-        budget,
-        _max_model_len(config, model),
-        config.host_gap_ms,
-        config.cudagraph_padding,
-        bool(pool.enforce_eager),
-        config.moe_backend,
-        config.tables,
-    )
-    note_use(used)
+    step_time = build(model, SINGLE_GPU if experts is not None else parallelism, None)
     if parallelism.data_parallel_size == 1 or experts is not None:
-        return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout)
+        return EngineSpec(
+            step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout,
+            speculation=speculation,
+        )  # fmt: skip
     if pool.enforce_eager:
         problem = "steps of engines that share experts are simulated under graphs alone"
         raise InputError("enforce_eager", problem, "not given")
@@ -280,6 +298,7 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         redundant,
         choice.provenance,
         layout,
+        speculation,
     )
 
 
@@ -320,7 +339,9 @@ def hold_instances(
         )
     if (most, total) == (share, share * model.n_moe_layers):
         return engine
-    n_blocks = _kv_blocks(config, model, engine.step_time.gpu, layout, total)
+    n_blocks = _kv_blocks(
+        config, model, engine.step_time.gpu, layout, total, speculation=engine.speculation
+    )
     group = engine.group
     if group is not None:
         pairs = _most_pairs(model, layout, engine.max_num_seqs, engine.max_num_batched_tokens)
@@ -347,6 +368,7 @@ def _kv_blocks(
     parallelism: Parallelism,
     instances: int,
     activation_bytes: int = 0,
+    speculation: Speculation | None = None,
 ) -> int:
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
@@ -357,8 +379,9 @@ def _kv_blocks(
         config.block_size,
         parallelism,
         instances,
-        activation_bytes,
+        activation_bytes + (0 if speculation is None else speculation.draft.weight_bytes),
         _windows(config, model),
+        0 if speculation is None else speculation.draft.kv_bytes_per_token,
     )
 
 
@@ -447,6 +470,8 @@ def _step_time(
     enforce_eager: bool,
     moe_backend: MoEBackend,
     tables: str | None,
+    linears: tuple[tuple[int, int], ...],
+    tokens_per_sequence: int,
 ) -> tuple[StepTimeModel, frozenset[str]]:
     """Return the step times, and the names of the user's tables that they come from."""
     with noting_use() as used:
@@ -462,6 +487,8 @@ def _step_time(
             enforce_eager=enforce_eager,
             moe_backend=moe_backend,
             tables=load_tables(tables),
+            linears=linears,
+            tokens_per_sequence=tokens_per_sequence,
         )
     return built, frozenset(used)
 

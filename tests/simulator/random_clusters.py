@@ -12,8 +12,10 @@ from typing import get_args
 import numpy as np
 from hypothesis import strategies as st
 
+from eldr_sim.kernel_profiles.acceptance import Acceptance
 from eldr_sim.kernel_profiles.kernels.front_end import PARTS, FrontEndLatency
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
+from eldr_sim.kernel_profiles.steps.drafts import Draft
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import Needs, PolicyContext, RouterPolicy
 from eldr_sim.policies.placement.base import Placement
@@ -21,6 +23,8 @@ from eldr_sim.simulator.plane.front_end import FrontEndSpec, Mode
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.memory import WindowBlocks
 from eldr_sim.simulator.setup.replay import Replay, rank_masks
+from eldr_sim.simulator.setup.speculation import Speculation
+from eldr_sim.simulator.setup.speculative_config import SpeculativeConfig
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.requests.prefixes import assign_blocks
 from eldr_sim.traces.requests.request_logs import chain_blocks
@@ -185,6 +189,23 @@ def random_front_end(rng, mode, unit):
     )
 
 
+def random_speculation(rng, k, cost, method):
+    """Return drafts whose passes take what ``cost`` says, and acceptances from none to all."""
+    rates = np.sort(rng.choice([0.0, 0.3, 0.8, 1.0], k))[::-1]
+    steps = None if method == "ngram" else SimpleNamespace(cost=cost)
+    by_batch = None
+    if rng.random() < 0.3:
+        by_batch = ((1, 2, k), (3, 4, int(rng.integers(k + 1))), (5, 9, 0))
+    config = SpeculativeConfig(
+        method=method,
+        num_speculative_tokens=k,
+        num_speculative_tokens_per_batch_size=by_batch,
+    )
+    draft = Draft(steps, float(cost.host_s), kv_bytes_per_token=2, n_kv_tensors=1)
+    by_row, key = bool(rng.random() < 0.3), int(rng.integers(2**63))
+    return Speculation(config, Acceptance(tuple(rates), "test"), draft, by_row, key)
+
+
 RANDOM_CLUSTER = {
     "seed": st.integers(0, 2**32),
     "topology": st.sampled_from(
@@ -202,6 +223,7 @@ RANDOM_CLUSTER = {
     "aging": st.sampled_from([None, None, 0, 3, 30, 300]),
     "windows": st.sampled_from([None, None, WindowBlocks(1.0, 2), WindowBlocks(2.5, 3)]),
     "front_end": st.sampled_from([None, None, *get_args(Mode)]),
+    "drafts": st.sampled_from([0, 0, 1, 2, 3, 5]),
 }
 
 
@@ -220,6 +242,7 @@ def random_cluster(
     aging=None,
     windows=None,
     front_end=None,
+    drafts=0,
 ):
     """Return the arguments of a random cluster, but for its policies.
 
@@ -227,6 +250,7 @@ def random_cluster(
     than they are served.
     """
     rng = np.random.default_rng(seed)
+    drafts = drafts if topology[1] else 0  # who only computes prompts drafts nothing
 
     def some(*values):
         return values[rng.integers(len(values))]
@@ -245,9 +269,18 @@ def random_cluster(
     n_blocks = beside - (-need // block_size) + some(-1, 0, 0, 0, 1, 2, 3, 30)
     engines = []
     for budget in (some(1, 2, 3, 5, 8, 13, 30, 60), some(2, 7, 30)):
-        cost = random_cost(rng, seqs, budget, n_experts, n_layers, grid)
+        if drafts:
+            budget, n_blocks = max(budget, seqs * (1 + drafts)), n_blocks + some(0, 2 * drafts)
+        cost = random_cost(rng, seqs * (1 + drafts), budget, n_experts, n_layers, grid)
         step_time = SimpleNamespace(cost=cost, n_moe_layers=n_layers)
-        engines.append(EngineSpec(step_time, seqs, budget, max(1, n_blocks)))
+        speculation = None
+        if drafts:
+            pass_cost = random_cost(
+                rng, seqs * (1 + drafts), budget, n_experts, some(0, 1), grid
+            )  # fmt: skip
+            speculation = random_speculation(rng, drafts, pass_cost, some("mtp", "mtp", "ngram"))
+        engine = EngineSpec(step_time, seqs, budget, max(1, n_blocks), speculation=speculation)
+        engines.append(engine)
         seqs = int(rng.integers(1, 7))
     decode, prefill = engines if topology[1] else (engines[1], engines[1])
     unit = 1 / grid if grid else 7.7e-4

@@ -54,7 +54,7 @@ NUMBERS = (
 )  # fmt: skip
 COUNTS = (
     "worker", "sequences", "tokens", "outputs", "joined", "chunks", "chunk_tokens", "active",
-    "busiest", "context",
+    "busiest", "context", "plain",
 )  # fmt: skip
 
 
@@ -72,6 +72,9 @@ def assert_same(record, twin):
         assert got == [{name: step[name] for name in COUNTS} for step in twins]
         for name in ("start", "end"):
             np.testing.assert_allclose(steps[name], [step[name] for step in twins], **close)
+    if record.drafted is not None and not twin.faults:
+        accepted = [twin.accepted[n] for n in range(len(record.drafted) - 1)]
+        assert record.drafted[:-1].tolist() == accepted
     requests = twin.requests[: twin.arrived]
     assert record.outcomes() == [r.outcome for r in requests]
     for name in NUMBERS:

@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.plane.compiled import compiled, execute
-from eldr_sim.simulator.plane.engine import Engines, blocks_needed, wake
+from eldr_sim.simulator.plane.engine import Engines, blocks_needed, slots_of, wake
 from eldr_sim.simulator.plane.events import schedule_step
 from eldr_sim.simulator.plane.kv_cache import blocks_of, n_free, take_blank
 from eldr_sim.simulator.plane.state import HERE
+from eldr_sim.simulator.plane.steps.verify import Drafts, accepted
 
 _NONE = np.int64(0)
 
@@ -36,7 +37,10 @@ class Scratch(NamedTuple):
     union: NDArray[np.uint64]  #: ``[layers * words]``
     activated: NDArray[np.int64]  #: ``[layers]``
     active: NDArray[np.int64]  #: ``[workers]``: activated experts, summed over the layers,
-    busiest: NDArray[np.int64]  #: ``[workers]``: and those of each layer's busiest rank
+    busiest: NDArray[np.int64]  #: ``[workers]``: those of each layer's busiest rank,
+    plain: NDArray[np.int64]  #: ``[workers]``: and ``active`` without drafts
+    later: NDArray[np.int64]  #: ``[1]``: experts of a draft pass
+    draft_s: NDArray[np.float64]  #: ``[workers]``: what drafting takes
 
 
 @compiled()
@@ -77,7 +81,8 @@ def run_step(world: Any, leader: int) -> Any:
         return False
     for w in engines_of:
         if workers[w].batch > 0 or workers[w].chunk_tokens > 0:
-            _finish(clock, events, engines, w, end, scratch, world.logs, world.gaps)
+            drafts = run.drafts[engines.pool_of[w]]
+            _finish(clock, events, engines, w, end, scratch, drafts, world.logs, world.gaps)
         else:
             workers[w].next_start = end
     return True
@@ -85,16 +90,18 @@ def run_step(world: Any, leader: int) -> Any:
 
 @compiled()
 def list_rows(engines: Engines, w: int, scratch: Scratch) -> Any:
-    """List the bit-set rows of the batch's tokens; return how many there are."""
-    sequences, n = engines.sequences[w], _NONE
-    for i in range(engines.workers[w].batch):
+    """List the bit-set rows of the batch's tokens, drafts last; return how many there are."""
+    sequences, batch = engines.sequences[w], engines.workers[w].batch
+    n = batch
+    for i in range(batch):
         row = sequences[i].row
-        for _ in range(sequences[i].tokens):
-            scratch.rows[n] = row
-            n += 1
+        scratch.rows[i] = row
+        for _ in range(sequences[i].tokens - 1):
             row += 1
             if row == sequences[i].row_end:
                 row -= sequences[i].row_span
+            scratch.rows[n] = row
+            n += 1
     return n
 
 
@@ -120,29 +127,39 @@ def list_chunks(engines: Engines, w: int, scratch: Scratch) -> tuple[Any, Any]:
 
 @compiled()
 def _finish(
-    clock: Any, events: Any, engines: Engines, w: int, end: float, scratch: Scratch, logs: Any,
-    gaps: Any,
+    clock: Any, events: Any, engines: Engines, w: int, end: float, scratch: Scratch,
+    drafts: Drafts, logs: Any, gaps: Any,
 ) -> None:  # fmt: skip
     """Move worker ``w`` to the end of its step: tokens, contexts, log, and what comes next."""
     worker, sequences = engines.workers[w], engines.sequences[w]
     pool = engines.pools[engines.pool_of[w]]
     batch, outputs, ended = worker.batch, _NONE, False
     n_chunks, _ = list_chunks(engines, w, scratch)
-    size = engines.settings[0].block_size
+    size, n_rates, next_drafts = engines.settings[0].block_size, drafts.rates.shape[0], _NONE
+    if n_rates > 0:
+        next_drafts = drafts.k_of[batch]
     for i in range(batch):
-        sequence = sequences[i]
-        got = min(sequence.tokens, sequence.tokens_left)
+        sequence, got = sequences[i], np.int64(1)
+        slots = slots_of(sequence, pool.lookahead)
+        if sequence.free_slots < slots:
+            sequence.free_slots += blocks_of(slots - sequence.free_slots, size) * size
+        if sequence.drafts > 0:
+            position = engines.requests[sequence.request].output_len - sequence.tokens_left
+            found = accepted(drafts, sequence.request, position, sequence.drafts)
+            drafts.counts[found] += 1
+            drafts.counts[n_rates + 1] += sequence.drafts
+            got = min(found + 1, sequence.tokens_left)
         outputs += got
-        if sequence.free_slots < sequence.tokens:
-            more = blocks_of(sequence.tokens - sequence.free_slots, size)
-            sequence.free_slots += more * size
+        sequence.got = got
         sequence.free_slots -= got
+        sequence.room -= got
         sequence.tokens_left -= got
         if sequence.tokens_left == 0:
             ended = True
         sequence.row += got
-        if sequence.row >= sequence.row_end:
+        while sequence.row >= sequence.row_end:
             sequence.row -= sequence.row_span
+        sequence.drafts, sequence.tokens = next_drafts, 1 + next_drafts
     worker.context += outputs
     for i in range(batch - worker.joined, batch):
         record = engines.requests[sequences[i].request]
@@ -167,6 +184,8 @@ def _finish(
     row.joined = worker.joined
     row.active, row.busiest = scratch.active[w], scratch.busiest[w]
     row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
+    row.plain, row.draft_s = scratch.plain[w], scratch.draft_s[w]
+    worker.tokens = batch * (1 + next_drafts)
     worker.begun_tokens += worker.chunk_tokens
 
     planned_ahead = worker.one_step or worker.blocked or n_chunks > 0
@@ -219,7 +238,8 @@ def move_end(
                 record.last_token_s = was
             continue
         if cut:
-            sequences[i].tokens_left += sequences[i].tokens
+            sequences[i].tokens_left += sequences[i].got
+            sequences[i].free_slots += sequences[i].got
         if i >= first_joined:
             if record.first_token_s == was:
                 record.first_token_s = -1.0 if cut else end

@@ -43,6 +43,9 @@ from eldr_sim.simulator.plane.steps.group_state import (
     GroupCost,
     GroupScratch,
 )
+from eldr_sim.simulator.plane.steps.verify import Drafts, attended
+
+_NONE = np.int64(0)
 
 
 @njit(_nrt=False)
@@ -61,6 +64,7 @@ def execute(world: Any, leader: int) -> float:
     ranks = size * group.ranks_per_engine
     tokens_max, rows_max, attention_max, n_busy = np.int64(0), np.int64(0), 0.0, 0
     wait, computes, slowdown = 0.0, False, 1.0
+    drafts, passes_s, k = run.drafts[number], 0.0, _NONE
     for w in range(leader, leader + size):
         worker = workers[w]
         n_chunks, rows = list_chunks(engines, w, scratch)
@@ -70,14 +74,13 @@ def execute(world: Any, leader: int) -> float:
             continue
         n_busy += 1
         computes = computes or n_chunks > 0
+        sequences, context = attended(drafts, worker.batch, worker.tokens, worker.context)
         attention = attention_s(
-            cost,
-            worker.batch,
-            worker.context + worker.tokens,
-            scratch.cached,
-            scratch.new,
-            n_chunks,
-        )
+            cost, sequences, context, scratch.cached, scratch.new, n_chunks
+        )  # fmt: skip
+        if drafts.rates.shape[0] > 0:
+            k = max(k, drafts.k_of[worker.batch])
+            passes_s = max(passes_s, _passes_s(drafts, worker, scratch, n_chunks))
         wait -= attention + cost.dense_s[tokens] + cost.head_s[rows] + cost.collectives_s[tokens]
         attention_max = max(attention_max, attention)
         tokens_max, rows_max = max(tokens_max, tokens), max(rows_max, rows)
@@ -98,7 +101,10 @@ def execute(world: Any, leader: int) -> float:
         shared.moe_s, attention_max, cost.dense_s[tokens_max], cost.head_s[rows_max],
         cost.collectives_s[tokens_max], cost.host_s, shared.dispatch_s, shared.combine_s, choice_s,
     )  # fmt: skip
-    end = start + (total_s(parts) + pool.capture_s) * slowdown
+    drafting = 0.0
+    if k > 0:
+        drafting = passes_s + _draft_layers_s(drafts, k, group, shared, work.pairs.shape[0])
+    end = start + (total_s(parts) + pool.capture_s + drafting) * slowdown
     workers[leader].n_group_steps += 1
     stall = end_step(loads, leader, workers[leader].n_group_steps, end, decide)
     if stall < 0.0:
@@ -115,7 +121,42 @@ def execute(world: Any, leader: int) -> float:
     row.busiest_pairs, row.pairs = np.int64(shared.busiest_pairs), np.int64(shared.pairs)
     for w in range(leader, leader + size):
         scratch.active[w], scratch.busiest[w] = shared.active, shared.busiest
+        scratch.draft_s[w] = drafting
     return float(end)
+
+
+@compiled()
+def _passes_s(drafts: Drafts, worker: Any, scratch: Any, n_chunks: int) -> Any:
+    """Return what an engine's draft passes take but for their shared experts, s."""
+    n, k, cost = worker.batch, drafts.k_of[worker.batch], drafts.cost
+    if drafts.lookup_s >= 0.0:
+        return drafts.lookup_s if min(k, n) > 0 else 0.0
+    seconds, tokens, context = 0.0, worker.tokens + worker.chunk_tokens, worker.context
+    chunks: Any = n_chunks
+    for i in range(k if n > 0 else min(k, np.int64(1))):
+        context += worker.tokens if i == 0 else n
+        seconds += attention_s(cost, n, context, scratch.cached, scratch.new, chunks)
+        seconds += cost.dense_s[tokens] + cost.collectives_s[tokens] + cost.head_s[n] + cost.host_s
+        tokens, chunks = n, _NONE
+    return seconds
+
+
+@compiled()
+def _draft_layers_s(
+    drafts: Drafts, k: int, group: GroupCost, shared: SharedLayers, layers: int
+) -> Any:
+    """Return what the MoE layer of an MTP draft takes in its passes, s.
+
+    The first is like the mean layer of the step; later ones have the pairs of one token a sequence,
+    and dispatch like the first, which is more than they do.
+    """
+    if drafts.cost.n_moe_layers == 0 or drafts.lookup_s >= 0.0:
+        return 0.0
+    sent = (shared.dispatch_s + shared.combine_s) / layers
+    pairs = shared.busiest_pairs / layers / (1 + k)
+    experts = min(shared.busiest / layers, pairs)
+    later = rank_moe_s(group.moe, pairs, experts, False)
+    return shared.moe_s / layers + sent + (k - 1) * (later + sent)
 
 
 class SharedLayers(NamedTuple):

@@ -10,6 +10,7 @@ from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.engine import Engines
 from eldr_sim.simulator.plane.steps import expert_union
 from eldr_sim.simulator.plane.steps.executor import list_chunks, list_rows
+from eldr_sim.simulator.plane.steps.verify import attended, draft_s, last_layer
 
 
 @njit(_nrt=False)
@@ -18,21 +19,35 @@ def execute(world: Any, w: int) -> float:
     run, engines, scratch = world.run, world.run.engines, world.run.scratch
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     tokens, cost = worker.tokens, run.costs[engines.pool_of[w]]
+    drafts = run.drafts[engines.pool_of[w]]
     n_chunks, rows = list_chunks(engines, w, scratch)
-    scratch.active[w] = scratch.busiest[w] = 0
+    scratch.active[w] = scratch.busiest[w] = scratch.plain[w] = 0
     if tokens > 0 or pool.own_experts:
         list_rows(engines, w, scratch)
+        if tokens > worker.batch:
+            expert_union.union_rows(run.bits, scratch.rows, worker.batch, scratch.union)
+            scratch.plain[w], _ = expert_union.count_experts(
+                scratch.union, run.masks[w], scratch.activated
+            )
         expert_union.union_rows(run.bits, scratch.rows, tokens, scratch.union)
         if n_chunks > 0 and pool.own_experts:
             add_chunks(engines, w, run.bits, run.prompts, scratch.union)
         scratch.active[w], scratch.busiest[w] = expert_union.count_experts(
             scratch.union, run.masks[w], scratch.activated
         )
+    sequences, context = attended(drafts, worker.batch, tokens, worker.context)
     parts = step_parts(
-        cost, worker.batch, tokens, worker.context + tokens, scratch.cached, scratch.new, n_chunks,
-        rows, scratch.activated, not pool.own_experts,
+        cost, sequences, tokens, context, scratch.cached, scratch.new, n_chunks, rows,
+        scratch.activated, not pool.own_experts,
     )  # fmt: skip
-    return float(worker.next_start + (total_s(parts) + pool.capture_s) * worker.slowdown)
+    seconds = total_s(parts) + pool.capture_s
+    if drafts.rates.shape[0] > 0:
+        last_layer(run.bits, scratch.rows, worker.batch, run.masks[w], scratch)
+        scratch.draft_s[w] = draft_s(
+            drafts, worker.batch, tokens, worker.context, scratch, n_chunks, not pool.own_experts
+        )
+        seconds += scratch.draft_s[w]
+    return float(worker.next_start + seconds * worker.slowdown)
 
 
 @compiled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -32,6 +33,7 @@ class Twin:
         self.relocations = relocations
         self.n_layers = spec.decode.step_time.n_moe_layers
         self.now, self.order, self.events, self.todo = 0.0, 0, [], []
+        self.accepted = Counter()  # verify steps of sequences by the drafts accepted
         self.steps, self.group_steps, self.gaps, self.reservations = [], [], [], 0
         self.arrived = self.sent = self.in_flight = 0
         self.requests = self.make_requests(workload, replay, window, prompts)
@@ -216,9 +218,12 @@ class Twin:
         whole = self.spec.n_prefill and layout is not None and layout.whole_prompts
         if whole and request.prompt > self.spec.prefill.max_num_batched_tokens:
             return "exceeds_token_budget"
+        slots, drafting = tokens, self.spec.decode.speculation
+        if drafting is not None:
+            slots = min(tokens + drafting.k + drafting.lookahead, self.spec.max_model_len)
         if (
             request.prompt > self.spec.prefill.n_blocks * size - windows
-            or tokens > self.spec.decode.n_blocks * size - windows
+            or slots > self.spec.decode.n_blocks * size - windows
         ):
             return "exceeds_kv_cache"
         return ""
@@ -316,8 +321,13 @@ class Twin:
         self.reservations += 1
         request.reserved = self.reservations
         transfer, blocks = self.spec.transfer, self.transfer_blocks(request)
-        latency = transfer.setup_s + blocks * self.model.n_kv_tensors * transfer.descriptor_s
-        n_bytes = blocks * self.spec.block_size * self.model.kv_bytes_per_token
+        drafting = self.spec.decode.speculation
+        own = (
+            (drafting.draft.n_kv_tensors, drafting.draft.kv_bytes_per_token) if drafting else (0, 0)
+        )
+        tensors = self.model.n_kv_tensors + own[0]
+        latency = transfer.setup_s + blocks * tensors * transfer.descriptor_s
+        n_bytes = blocks * self.spec.block_size * (self.model.kv_bytes_per_token + own[1])
         self.schedule(self.now + latency, partial(self.links.begin, request, n_bytes))
 
     def transferred(self, request):

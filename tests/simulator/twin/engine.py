@@ -11,7 +11,7 @@ from .group import group_step
 from .kv_blocks import KVBlocks
 from .prompt_layers import prompt_step
 from .requests import Sequence
-from .step_seconds import step_seconds
+from .step_seconds import draft_seconds, step_seconds
 
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 PREFILL_ONLY = "prefill only"
@@ -65,6 +65,11 @@ class Worker:
         self.leaving = []  # requests that later stages still have
         layout = pool.spec.layout
         self.whole_prompts = layout is not None and layout.whole_prompts
+        self.lookahead, self.drafts = 0, None
+        if pool.spec.speculation is not None:
+            self.drafts = pool.spec.speculation.drafts(pool.spec.max_num_seqs, self.cost)
+            if self.role in (DECODE, COLOCATED):
+                self.lookahead = pool.spec.speculation.lookahead
 
     # --- who waits ---
 
@@ -201,7 +206,10 @@ class Worker:
                 self.prefilling.remove(victim)
             else:
                 self.decoding.remove(victim)
-                request.last_token_s = self.twin.now
+                if victim in self.joined:  # there has been no step since
+                    self.joined.remove(victim)
+                else:
+                    request.last_token_s = self.twin.now
             self.release(request)
             request.preemptions += 1
             self.preempted.insert(0, request)
@@ -224,8 +232,10 @@ class Worker:
         """
         if not defers:
             self.fill()
-        while self.arrived and self.is_open():
-            self.admit_arrived(self.arrived.pop(0))
+        while self.arrived and self.is_open(1 + self.lookahead):
+            if not self.admit_arrived(self.arrived[0]):
+                return
+            self.arrived.pop(0)
         while (self.preempted or self.new) and self.is_open():
             self.sort_new()
             queue, rule = self.preempted, self.admit_preempted
@@ -248,26 +258,35 @@ class Worker:
 
     def admit_arrived(self, request):
         """Its KV cache is here but for the last prompt token, which is decoded."""
-        request.decode_start_s = self.twin.now
         context = request.prompt + request.generated - 1
-        self.join(Sequence(request, context, context))
+        sequence = self.sequence(request, context, context)
+        if self.lookahead and self.running() and not self.fits(self.needs_blocks(sequence)):
+            return False  # its drafts have no room
+        request.decode_start_s = self.twin.now
+        self.join(sequence)
+        return True
 
     def admit_preempted(self, request):
         """It recomputes its context but for the last token, which is decoded."""
         context = request.prompt - 1 + request.generated
-        cached = self.allocate(request, context + 1)
+        cached = self.allocate(request, context + 1, 2 * self.lookahead)
         if cached is None:
             return False
-        self.prefilling.append(Sequence(request, cached, context))
+        self.prefilling.append(self.sequence(request, cached, context))
         self.fill()
         return True
+
+    def sequence(self, request, cached, context):
+        """Who computes no context is padded with placeholders to the size of a verify step."""
+        placeholders = self.lookahead if cached == context else 0
+        return Sequence(request, cached, context, tokens=1 + placeholders)
 
     def admit_new(self, request):
         """It computes its prompt, or fetches it into the blocks reserved for it."""
         tokens = request.prompt + request.generated  # those that it had where it has been before
         if self.whole_prompts and tokens > self.budget():
             return False
-        cached = self.allocate(request, tokens)
+        cached = self.allocate(request, tokens, 0 if self.role == DECODE else 2 * self.lookahead)
         if cached is None:
             return False
         if self.role == DECODE:
@@ -279,18 +298,18 @@ class Worker:
         if self.role == COLOCATED:
             request.prefill_worker = request.decode_worker
         context = tokens if self.role in ONLY_PROMPTS else tokens - 1
-        self.prefilling.append(Sequence(request, cached, context))
+        self.prefilling.append(self.sequence(request, cached, context))
         self.fill()
         return True
 
-    def is_open(self):
-        """Whether the next step has a place and a token of its budget left."""
+    def is_open(self, tokens=1):
+        """Whether the next step has a place and tokens of its budget left."""
         seats = self.pool.spec.max_num_seqs - len(self.leaving)
-        return len(self.running()) < seats and self.budget() > 0
+        return len(self.running()) < seats and self.budget() >= tokens
 
     def budget(self):
-        chunks = sum(s.chunk for s in self.running())
-        return self.pool.spec.max_num_batched_tokens - len(self.decoding) - chunks
+        tokens = sum(s.chunk for s in self.running()) + sum(s.tokens for s in self.decoding)
+        return self.pool.spec.max_num_batched_tokens - tokens
 
     def fill(self):
         """Fill the token budget with contexts to compute, the one begun first."""
@@ -301,8 +320,8 @@ class Worker:
             if sequence.cached + sequence.chunk < sequence.context:
                 return
             if self.role not in ONLY_PROMPTS:
-                if self.budget() == 0:
-                    return  # none left for the token to decode
+                if self.budget() < sequence.tokens:
+                    return  # too little left for what it decodes
                 self.prefilling.remove(sequence)
                 self.join(sequence)
 
@@ -316,25 +335,31 @@ class Worker:
 
     # --- KV blocks ---
 
-    def needs_block(self, sequence):
-        table = sequence.request.tables[self]
-        return sequence.context == len(table) * self.twin.spec.block_size
+    def needs_blocks(self, sequence):
+        """Room for what it computes and for as many drafts again, up to the longest context."""
+        spec, table = self.twin.spec, sequence.request.tables[self]
+        slots = sequence.context + sequence.tokens + self.lookahead
+        return max(0, -(-min(slots, spec.max_model_len) // spec.block_size) - len(table))
 
     def fits(self, n):
         """Whether ``n`` blocks are free beside those that the next tokens need."""
-        needed = sum(self.needs_block(s) for s in self.decoding)
+        needed = sum(self.needs_blocks(s) for s in self.decoding)
         return len(self.blocks.free) - n >= needed
 
-    def allocate(self, request, tokens):
-        """Take the blocks of a context; return its cached tokens, or None if too few are free."""
+    def allocate(self, request, tokens, ahead):
+        """Take the blocks of a context and of ``ahead`` tokens more; return its cached tokens.
+
+        None if too few are free.
+        """
         size, found = self.twin.spec.block_size, []
+        slots = min(tokens + ahead, self.twin.spec.max_model_len)
         if self.pool.prefix_caching:
             for key in request.block_keys[: (tokens - 1) // size]:  # one token must be computed
                 block = self.blocks.find(key)
                 if block is None:
                     break
                 found.append(block)
-        new, windows = -(-tokens // size) - len(found), request.window_blocks
+        new, windows = -(-slots // size) - len(found), request.window_blocks
         if not self.fits(new + windows + sum(block.holders == 0 for block in found)):
             return None
         for block in found:
@@ -368,6 +393,8 @@ class Worker:
             # Nothing was known to happen. (An engine that has nothing to do waits for its peers.)
             if not worker.decided and (len(self.group) == 1 or worker.running()):
                 worker.boundary()
+            while not worker.fits(0):  # who has just joined has more to hold than was reserved
+                worker.boundary()
         self.due = False
         layers = self.twin.layers.get(self.number) if self.role in ONLY_PROMPTS else None
         if layers is not None:
@@ -383,7 +410,7 @@ class Worker:
         """Take the blocks of the next tokens; return who decodes and who computes a context."""
         batch = list(self.decoding)
         for sequence in batch:
-            if self.needs_block(sequence):
+            for _ in range(self.needs_blocks(sequence)):
                 sequence.request.tables[self].append(self.blocks.take())
         return batch, [s for s in self.running() if s.chunk]
 
@@ -391,22 +418,56 @@ class Worker:
         """Run the step that is planned, which starts now."""
         batch, chunked = self.reserve()
         chunks = [(s.cached, s.chunk) for s in chunked]
-        context = sum(s.context + 1 for s in batch)
         active, activated = self.count(set().union(*self.token_experts(batch, chunked)))
-        rows = len(batch) + sum(s not in batch for s in chunked)
+        tokens = sum(s.tokens for s in batch)
+        rows = tokens + sum(s not in batch for s in chunked)
         seconds = step_seconds(
-            self.cost, self.pool.own_experts, len(batch), context, chunks, rows, activated
+            self.cost, self.pool.own_experts, *self.read(batch), tokens, chunks, rows, activated
         )
-        end = self.twin.now + (seconds + self.pool.capture_s) * self.slowdown
-        self.move(batch, chunked, end, active, sum(activated))
+        plain, drafting = 0, 0.0
+        if self.drafts is not None:
+            firsts = [s.request.decode_experts(s.request.generated) for s in batch]
+            n, by_layer = self.count(set().union(*firsts))
+            plain = n if tokens > len(batch) else 0
+            context = sum(s.context for s in batch)
+            drafting = draft_seconds(
+                self.drafts, self.pool.own_experts, len(batch), tokens, context, chunks,
+                activated[-1:], by_layer[-1:],
+            )  # fmt: skip
+        end = self.twin.now + (seconds + drafting + self.pool.capture_s) * self.slowdown
+        self.move(batch, chunked, end, active, sum(activated), plain)
 
-    def move(self, batch, chunked, end, active, busiest):
+    def read(self, batch):
+        """Return the sequences that attention is priced for, and the tokens that these read."""
+        tokens = sum(s.tokens for s in batch)
+        context = sum(s.context for s in batch)
+        if self.drafts is not None and self.drafts.reads_by_row and tokens > len(batch):
+            each = tokens // len(batch)
+            return tokens, context * tokens // len(batch) + tokens * (each + 1) // 2
+        return len(batch), context + tokens
+
+    def outputs(self, sequence):
+        """Return what a sequence gets: one token, and those drafts that are accepted in turn."""
+        request, found = sequence.request, 0
+        if sequence.drafts:
+            x = int(self.drafts.key[0]) + request.number * 0x9E3779B97F4A7C15
+            x = (x + request.generated * 0xD1B54A32D192ED03) % 2**64
+            x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+            x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+            share = ((x ^ x >> 31) >> 11) / 2**53
+            found = sum(share < rate for rate in self.drafts.rates[: sequence.drafts].tolist())
+            self.twin.accepted[found] += 1
+        return min(1 + found, request.output - request.generated)
+
+    def move(self, batch, chunked, end, active, busiest, plain=0):
         """Go to the end of the step."""
-        twin = self.twin
+        twin, tokens = self.twin, sum(s.tokens for s in batch)
+        for sequence in batch:
+            sequence.got = self.outputs(sequence)
         twin.steps.append(
-            {"start": twin.now, "end": end, "context": sum(s.context + 1 for s in batch)}
+            {"start": twin.now, "end": end, "context": sum(s.context + s.got for s in batch)}
             | {"worker": self.number, "joined": len(self.joined), "sequences": len(batch)}
-            | {"tokens": len(batch), "outputs": len(batch)}
+            | {"tokens": tokens, "outputs": sum(s.got for s in batch), "plain": plain}
             | {"active": active, "busiest": busiest, "chunks": len(chunked)}
             | {"chunk_tokens": sum(s.chunk for s in chunked)}
         )
@@ -416,9 +477,11 @@ class Worker:
             sequence.cached += sequence.chunk
             sequence.chunk = 0
         for sequence in batch:
-            sequence.cached = sequence.context = sequence.context + 1
-            sequence.request.generated += 1
-            sequence.request.token_s.append(end)
+            sequence.cached = sequence.context = sequence.context + sequence.got
+            sequence.request.generated += sequence.got
+            sequence.request.token_s += [end] * sequence.got
+            sequence.drafts = 0 if self.drafts is None else int(self.drafts.k_of[len(batch)])
+            sequence.tokens = 1 + sequence.drafts
         for sequence in self.joined:
             request = sequence.request
             if request.first_token_s < 0:
@@ -440,7 +503,11 @@ class Worker:
 
     def token_experts(self, batch, chunked):
         """Return the (layer, expert) pairs of each token of a step."""
-        tokens = [s.request.decode_experts(s.request.generated) for s in batch]
+        tokens = [
+            s.request.decode_experts(s.request.generated + i)
+            for s in batch
+            for i in range(s.tokens)
+        ]
         if self.pool.own_experts:
             tokens += [
                 sequence.request.experts(position)

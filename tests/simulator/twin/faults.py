@@ -110,7 +110,7 @@ class TwinFaults:
         step, batch, joined = worker.last
         for sequence in batch:
             request = sequence.request
-            request.token_s[-1] = end
+            request.token_s[-sequence.got :] = [end] * sequence.got
             if sequence in joined and request.first_token_s == step["end"]:
                 request.first_token_s = end
                 if worker.role == COLOCATED:
@@ -154,8 +154,8 @@ class TwinFaults:
         self.twin.steps[:] = [other for other in self.twin.steps if other is not step]
         for sequence in batch:
             request = sequence.request
-            request.generated -= 1
-            request.token_s.pop()
+            request.generated -= sequence.got
+            del request.token_s[-sequence.got :]
             if sequence in joined and not request.token_s:
                 request.first_token_s = -1.0
             elif sequence in joined:

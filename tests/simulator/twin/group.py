@@ -172,10 +172,10 @@ def group_step(twin, group):
         if not batch and not chunked:
             continue
         chunks = [(s.cached, s.chunk) for s in chunked]
-        tokens = len(batch) + sum(n for _, n in chunks)
-        rows = len(batch) + sum(s not in batch for s in chunked)
-        context = sum(s.context + 1 for s in batch)
-        own.append(own_seconds(cost, len(batch), context, chunks, tokens, rows))
+        decoded = sum(s.tokens for s in batch)
+        tokens = decoded + sum(n for _, n in chunks)
+        rows = decoded + sum(s not in batch for s in chunked)
+        own.append(own_seconds(cost, *worker.read(batch), chunks, tokens, rows))
         busy.append((worker, batch, chunked))
         run = -(-tokens // per_engine)
         for position, experts in enumerate(worker.token_experts(batch, chunked)):

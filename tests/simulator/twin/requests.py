@@ -66,3 +66,6 @@ class Sequence:
     cached: int
     context: int
     chunk: int = 0  #: tokens that the next step computes
+    tokens: int = 1  #: that a decode step computes, drafts and placeholders among them
+    drafts: int = 0  #: that it verifies
+    got: int = 0  #: output tokens of its last step

@@ -27,17 +27,36 @@ def chunk_attention_seconds(cost, chunks):
     return max(together, *alone)
 
 
-def step_seconds(cost, own_experts, batch, context, chunks, rows, activated):
+def draft_seconds(drafts, own_experts, batch, decoded, context, chunks, first, later):
+    """Seconds of the passes behind a step, or of one look-up.
+
+    The first is over all that the step computes, the others over a token a sequence; ``first`` and
+    ``later`` are what they activate.
+    """
+    k, seconds = int(drafts.k_of[batch]), 0.0
+    if drafts.lookup_s >= 0:
+        return drafts.lookup_s if k and batch else 0.0
+    for i in range(k if batch else min(k, 1)):
+        tokens, of, context = (batch, later, context + batch) if i else (
+            decoded, first, context + decoded
+        )  # fmt: skip
+        own = own_experts or i > 0
+        part = chunks if i == 0 else []
+        seconds += step_seconds(drafts.cost, own, batch, context, tokens, part, batch, of)
+    return seconds
+
+
+def step_seconds(cost, own_experts, batch, context, decoded, chunks, rows, activated):
     """Seconds of a step: ``batch`` decodes and ``chunks``, pairs (cached tokens, new tokens).
 
-    lm_head is computed for ``rows`` sequences.
+    ``decoded`` tokens are those of the decodes; lm_head is computed for ``rows`` sequences.
     """
-    tokens = batch + sum(new for _, new in chunks)
+    tokens = decoded + sum(new for _, new in chunks)
     seconds = cost.dense_s[tokens] + cost.collectives_s[tokens] + cost.host_s + cost.head_s[rows]
     if not chunks:
-        seconds += moe_seconds(cost.moe_s[batch], activated)
+        seconds += moe_seconds(cost.moe_s[decoded], activated) * bool(cost.n_moe_layers)
     elif own_experts:
-        seconds += moe_seconds(cost.mixed_moe_s[tokens], activated)
+        seconds += moe_seconds(cost.mixed_moe_s[tokens], activated) * bool(cost.n_moe_layers)
     else:
         seconds += cost.n_moe_layers * cost.uniform_moe_s[tokens]
     if batch:

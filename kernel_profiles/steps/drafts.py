@@ -1,0 +1,158 @@
+"""What drafting costs: the layers that draft, their passes, and the host between them.
+
+A verify step of ``k`` drafts a sequence is followed by ``k`` passes of what drafts, one after the
+other (``vllm/v1/spec_decode/llm_base_proposer.py``): the first over all tokens of the step, prompt
+chunks and rejected drafts among them, the others over one token a sequence. Each pass samples, and
+is launched by the host. Drafts that are looked up (n-gram, suffix) take no pass but one look-up.
+
+- ``mtp``: one layer of the served model with its own MoE layer, the projection of the embedding
+  beside the hidden state, and the model's lm_head. Its gate's choices are not recorded; they count
+  as those of the last recorded layer.
+- ``eagle``, ``eagle3``: one dense layer with the served model's attention, unless its config.json
+  is given. EAGLE-3 has 32,000 tokens of its own and reads three hidden states. Its MLP is taken to
+  be four times as wide as the hidden state, which the published heads vary about.
+- ``draft_model``: a dense model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
+
+DRAFT_HOST_S = 0.66e-3
+"""Host, launches and sampling of a draft pass.
+
+Derived from gpt-oss-120b with an EAGLE-3 head of 3 passes on one H100 under SGLang (SpecDrift's
+model card): 2.41 tokens a step at 285 tokens/s make a step of 8.46 ms, 5.85 ms of it the verify
+step (1.24 plain ones, each 1 / 212 s), and 0.20 ms a pass are the head's own kernels."""
+
+_EAGLE3_TOKENS = 32000
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What drafts for one worker; nothing of it computes where drafts are looked up.
+
+    Attributes
+    ----------
+    step_time
+        Step times of a pass, host included; None where drafts are looked up.
+    host_s
+        Of each pass, or of the look-up.
+    weight_bytes, kv_bytes_per_token, n_kv_tensors
+        On one GPU of the worker, beside the served model's.
+    provenance, warnings
+        As of a `StepTimeModel`.
+    """
+
+    step_time: StepTimeModel | None
+    host_s: float
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    n_kv_tensors: int = 0
+    provenance: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
+    warnings: tuple[str, ...] = ()
+
+
+def build_draft(
+    method: str,
+    target: ModelDims,
+    parallelism: Parallelism,
+    build: Callable[..., StepTimeModel],
+    *,
+    model: str | None = None,
+    host_s: float | None = None,
+) -> Draft:
+    """Return what drafts for a worker.
+
+    Parameters
+    ----------
+    method, model
+        vLLM's ``method`` and ``model`` of ``--speculative-config``.
+    target, parallelism
+        The served model, and the GPUs of an engine, over which the draft is spread too.
+    build
+        Makes the step times of a pass: of ``(dims, parallelism, host_gap_s, linears)``.
+    host_s
+        Of each pass; :data:`DRAFT_HOST_S` when not given.
+
+    Raises
+    ------
+    InputError
+        If the served model has no layer to draft with, or the draft cannot be spread so.
+    """
+    host = DRAFT_HOST_S if host_s is None else host_s
+    origin = (
+        "given" if host_s is not None else "gpt-oss-120b, EAGLE-3, one H100 (step less kernels)"
+    )
+    label = "derived" if host_s is None else "measured"
+    provenance = {"draft_host": {"label": label, "origin": origin, "kernel_source": ""}}
+    if method in ("ngram", "suffix"):
+        note = (
+            f"speculative_config: a look-up of {method} is taken to cost a draft pass's host time"
+        )
+        return Draft(None, host, provenance=provenance, warnings=(note,) if host_s is None else ())
+    dims, linears, shared = _dims(method, target, model)
+    own = Parallelism(parallelism.tensor_parallel_size)
+    if dims.n_experts:
+        own = parallelism
+    steps = build(dims, own, host, linears)
+    weights = own.weight_bytes(dims) + sum(2 * n * k for n, k in linears)
+    weights -= 2 * shared // own.tensor_parallel_size
+    shard = own.shard(dims)
+    origin = {"mtp": "a layer of the model", "draft_model": dims.name}.get(method, "a dense layer")
+    provenance["draft"] = {"label": steps.label, "origin": origin, "kernel_source": ""}
+    if method != "draft_model" and model is None:
+        provenance["draft"]["label"] = "roofline" if steps.label == "roofline" else "derived"
+    return Draft(
+        steps, host, weights, own.kv_bytes_per_token(dims), shard.n_kv_tensors, provenance,
+        tuple(f"draft: {warning}" for warning in steps.warnings),
+    )  # fmt: skip
+
+
+def _dims(
+    method: str, target: ModelDims, model: str | None
+) -> tuple[ModelDims, list[tuple[int, int]], int]:
+    """Return the layers of what drafts, its matrices beside them, and parameters it shares."""
+    hidden = target.hidden_size
+    if method == "draft_model" or model is not None:
+        assert model is not None
+        dims = load_model(model)
+        if not dims.is_dense:
+            problem = f"{dims.name}: nobody has recorded the experts that its drafts choose"
+            raise InputError("speculative_config.model", problem, "a dense model")
+        if method == "draft_model":
+            return dims, [], 0
+        return dims, [(hidden, (3 if method == "eagle3" else 2) * hidden)], dims.embedding_params
+    one = {"n_layers": 1, "n_sliding_layers": 0, "sliding_window": 0}
+    if method == "mtp":
+        if target.is_dense:
+            problem = f"{target.name} has no multi-token-prediction layer"
+            raise InputError("speculative_config.method", problem, "eagle3, draft_model, ngram")
+        dims = _changed(target, one | {"name": f"{target.name} MTP", "n_dense_layers": 0})
+        return dims, [(hidden, 2 * hidden)], 2 * target.embedding_params
+    none = dict.fromkeys(("n_experts", "top_k", "expert_intermediate_size"), 0)
+    head = one | none | {
+        "name": f"{target.name} {method} head",
+        "n_dense_layers": 1,
+        "dense_intermediate_size": 4 * hidden,
+        "shared_intermediate_size": 0,
+        "shared_expert_gate": False,
+        "expert_bias": False,
+        "expert_dtype": "bfloat16",
+        "linear_dtype": "bfloat16",
+    }  # fmt: skip
+    if method == "eagle3":
+        head["vocab_size"] = _EAGLE3_TOKENS
+        return _changed(target, head), [(hidden, 3 * hidden)], _EAGLE3_TOKENS * hidden
+    return _changed(target, head), [(hidden, 2 * hidden)], 2 * target.embedding_params
+
+
+def _changed(model: ModelDims, values: dict[str, Any]) -> ModelDims:
+    return ModelDims(**model.model_dump() | values | {"hf_id": ""})

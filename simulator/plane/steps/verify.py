@@ -1,0 +1,126 @@
+"""Drafts: how many of them a verify step accepts, and what drafting the next ones takes.
+
+A sequence that decodes computes its sampled token and ``k`` drafts in one step, and gets one token
+more than were accepted, in the order of their positions. The rows of the step are those of its
+next ``k + 1`` recorded tokens: accepted drafts are these tokens, and a rejected one takes the row
+of its place as if it had been the true one. A wrong token's experts are not recorded; with its
+neighbours and the batch it overlaps as much as the true one (docs/speculative.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.jit import popcount
+from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
+from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
+from eldr_sim.simulator.plane.compiled import compiled
+
+
+class Drafts(NamedTuple):
+    """What the engines of a pool draft; see `no_drafts`."""
+
+    k_of: NDArray[np.int64]  #: ``[sequences + 1]``: drafts of each, by the sequences of a step
+    rates: NDArray[np.float64]  #: ``[k]``: of accepting at least so many; none: nothing is drafted
+    #: ``[k + 2]``: verify steps of sequences by the drafts accepted, and all drafts verified.
+    counts: NDArray[np.int64]
+    key: NDArray[np.uint64]  #: ``[1]``: of the random stream
+    reads_by_row: bool  #: attention reads a context once for each token of a step
+    cost: StepCost  #: of a draft pass
+    lookup_s: float  #: of a step in the place of passes; negative where there are passes
+
+
+def no_drafts(cost: StepCost) -> Drafts:
+    """Return what stands for engines that draft nothing."""
+    none = np.zeros(0)
+    return Drafts(np.zeros(1, np.int64), none, np.zeros(0, np.int64), np.zeros(1, np.uint64),
+                  False, cost, 0.0)  # fmt: skip
+
+
+@compiled()
+def accepted(drafts: Drafts, request: int, position: int, n: int) -> Any:
+    """Return how many of ``n`` drafts behind an output position of a request are accepted.
+
+    A draw depends on seed, request and position alone (Steele, Lea, Flood 2014, SplitMix64), so
+    every policy meets the same acceptances.
+    """
+    x = drafts.key[0] + np.uint64(request) * np.uint64(0x9E3779B97F4A7C15)
+    x += np.uint64(position) * np.uint64(0xD1B54A32D192ED03)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    u, got = float(x >> np.uint64(11)) / 9007199254740992.0, np.int64(0)
+    while got < n and u < drafts.rates[got]:
+        got += 1
+    return got
+
+
+@compiled()
+def attended(drafts: Drafts, sequences: int, tokens: int, context: int) -> tuple[Any, Any]:
+    """Return the sequences that decode attention is priced for, and the tokens that these read.
+
+    ``context`` tokens lie in the KV cache of ``sequences``, which compute ``tokens`` in this step.
+    """
+    if drafts.reads_by_row and tokens > sequences:
+        each = tokens // sequences
+        return tokens, context * tokens // sequences + tokens * (each + 1) // 2
+    return sequences, context + tokens
+
+
+@compiled()
+def draft_s(
+    drafts: Drafts, sequences: int, tokens: int, context: int, scratch: Any, n_chunks: int,
+    uniform: bool,
+) -> Any:  # fmt: skip
+    """Return what drafting takes behind a step, s.
+
+    Parameters
+    ----------
+    drafts
+        Of the pool.
+    sequences, tokens, context, n_chunks, uniform
+        As of `step_cost.step_parts`, of the step.
+    scratch
+        Of the step, whose last layer's experts count as those of the first pass; ``later`` are
+        those of the others.
+    """
+    k = drafts.k_of[sequences]
+    if drafts.lookup_s >= 0.0:
+        return drafts.lookup_s if min(k, sequences) > 0 else 0.0
+    if k == 0:
+        return 0.0
+    last = scratch.activated[scratch.activated.shape[0] - 1 :]
+    seconds = total_s(
+        step_parts(
+            drafts.cost, sequences, tokens, context + tokens, scratch.cached, scratch.new,
+            n_chunks, sequences, last, uniform,
+        )
+    )  # fmt: skip
+    for i in range(1, k if sequences > 0 else 1):
+        seconds += total_s(
+            step_parts(
+                drafts.cost, sequences, sequences, context + tokens + i * sequences,
+                scratch.cached, scratch.new, np.int64(0), sequences, scratch.later, False,
+            )
+        )  # fmt: skip
+    return seconds
+
+
+@compiled()
+def last_layer(bits: Any, rows: Any, n: int, masks: Any, scratch: Any) -> None:
+    """Count the last layer's experts of ``rows[:n]`` on its busiest rank, into `Scratch.later`."""
+    width, ranks, most = bits.shape[1], masks.shape[0], 0
+    for r in range(ranks):
+        count = 0
+        for k in range(width - width // scratch.activated.shape[0], width):
+            union = np.uint64(0)
+            for i in range(n):
+                union |= bits[rows[i], k]
+            count += popcount(  # type: ignore[call-arg]
+                union if ranks == 1 else union & masks[r, k]
+            )
+        most = max(most, count)
+    scratch.later[0] = most

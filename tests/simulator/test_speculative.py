@@ -1,0 +1,248 @@
+"""Drafts that decode steps verify: acceptance, tokens, costs and memory by closed forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.acceptance import rates_of_length, shipped
+from eldr_sim.simulator.run import simulate, simulate_summary
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.prepare import prepare
+
+RUN = {
+    "trace": "reference-moe", "topology": "2C", "num_requests": 60, "request_rate": "inf",
+    "output_len": 60, "input_len": 100,
+}  # fmt: skip
+
+
+def drafts(k=3, method="mtp", **more):
+    """Return the fields of a configuration that drafts."""
+    return {"method": method, "num_speculative_tokens": k} | more
+
+
+def run(config, **fields):
+    return simulate(make_config(RUN | fields | {"speculative_config": config}))
+
+
+# -- acceptance ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "k"), [(1.0, 3), (1.86, 3), (2.41, 3), (3.999, 3), (4.06, 8)])
+def test_rates_make_their_length(length, k):
+    rates = rates_of_length(length, k)
+    assert 1 + sum(rates) == pytest.approx(length, abs=1e-9)
+    given = np.array(rates[1:]) / np.maximum(rates[:-1], 1e-300)
+    if length > 1:
+        assert given == pytest.approx(rates[0], rel=1e-9)
+
+
+def test_shipped_acceptances_are_those_of_their_sources():
+    assert shipped(None, "GPT-OSS-20B", "eagle3", 3).rates == (0.717, 0.512, 0.334)
+    assert shipped("glm-5.2", "", "mtp", 8).length == pytest.approx(4.06)
+    longer = shipped(None, "GPT-OSS-20B", "eagle3", 4)
+    assert longer.rates[3] == pytest.approx(0.334**2 / 0.512)
+    assert "drafts after the 3th" in longer.source
+    taken = shipped("qwen3-30b-a3b-eagle3", "", "eagle3", 2)
+    assert taken.rates == shipped("qwen3-30b-a3b-eagle3", "", "eagle3", 3).rates[:2]
+
+
+def test_counters_are_those_of_the_rates():
+    """Dynamo's mocker: 0.85, then 0.3 of these, then none: 2.105 tokens a step."""
+    rates = [0.85, 0.255, 0.0, 0.0, 0.0]
+    result = run(drafts(5, synthetic_acceptance_rates=rates), output_len=400, num_requests=100)
+    told = result.summary["speculative_decoding"]
+    n = told["spec_decode_num_drafts"]
+    for rate, accepted in zip(rates, told["spec_decode_num_accepted_tokens_per_pos"], strict=True):
+        assert abs(accepted / n - rate) <= 3 * np.sqrt(rate * (1 - rate) / n)
+    assert told["spec_decode_num_draft_tokens"] == 5 * n
+    sigma = np.sqrt(0.15 * 0 + 0.595 * 1 + 0.255 * 4 - 1.105**2) / np.sqrt(n)
+    assert abs(result.summary["acceptance_length"] - 2.105) <= 3 * sigma
+
+
+def test_every_policy_meets_the_same_acceptances():
+    config = drafts(synthetic_acceptance_rates=[0.7, 0.5, 0.2])
+    by_policy = [run(config, policy=name).record.drafted for name in ("jsq", "round_robin")]
+    assert by_policy[0].tolist() == by_policy[1].tolist()
+    other = run(config, policy="jsq", seed=1).record.drafted
+    assert by_policy[0].tolist() != other.tolist()
+
+
+# -- tokens and steps ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "steps"), [(4.0, 1 + -(-59 // 4)), (1.0, 60)])
+def test_all_or_none_accepted(length, steps):
+    """The first step has no drafts; then all are accepted, or none, which computes as many."""
+    result = run(drafts(synthetic_acceptance_length=length), num_requests=1, topology="1C")
+    log = result.record.decode_steps
+    log = log[log["sequences"] > 0]
+    assert len(log) == steps
+    assert log["tokens"].tolist() == [1] + [4] * (steps - 1)
+    assert log["outputs"].sum() == 60
+    assert result.summary["tokens_per_step"] == pytest.approx(60 / steps)
+    gaps = (log["end"] - log["start"])[1:]
+    assert result.summary["mean_itl_ms"] == pytest.approx(1e3 * gaps.sum() / 59)
+    assert result.summary["mean_tpot_ms"] == pytest.approx(1e3 * gaps.sum() / 59)
+    if length == 4.0:
+        assert result.summary["median_itl_ms"] == 0.0  # three of four tokens come with another
+
+
+def test_a_joining_request_is_padded_on_a_decode_worker():
+    result = run(drafts(synthetic_acceptance_length=4.0), topology="1P1D", num_requests=1)
+    log = result.record.decode_steps
+    assert log["tokens"].tolist() == [4] * len(log)
+    assert log["outputs"].tolist() == [1] + [4] * 14 + [3]
+    looked_up = run(drafts(method="ngram", synthetic_acceptance_length=4.0), topology="1P1D",
+                    num_requests=1)  # fmt: skip
+    assert looked_up.record.decode_steps["tokens"][0] == 1
+
+
+def test_tokens_and_blocks_are_conserved_when_blocks_are_short():
+    """Preemption, rejected drafts and lookahead slots lose no token and no block."""
+    config = drafts(synthetic_acceptance_rates=[0.7, 0.5, 0.2])
+    result = run(config, num_gpu_blocks_override=60, block_size=8, max_num_seqs=16)
+    requests = result.record.requests
+    assert result.record.completed.all()
+    assert requests["preemptions"].sum() > 0
+    assert result.record.decode_steps["outputs"].sum() == requests["output_len"].sum()
+
+
+def test_no_drafts_are_a_plain_run():
+    plain = run(None)
+    none = run(drafts(0))
+    by_batch = run(drafts(2, acceptance="glm-5.2",
+                          num_speculative_tokens_per_batch_size=[[1, 9999, 0]]))  # fmt: skip
+    for other in (none, by_batch):
+        for name in ("start", "end", "tokens", "outputs", "active"):
+            ours, theirs = (r.record.decode_steps[name] for r in (other, plain))
+            assert ours.tolist() == theirs.tolist()
+    assert "speculative_decoding" not in none.summary
+
+
+def test_drafts_by_batch():
+    ranges = [[1, 4, 3], [5, 8, 1], [9, 64, 0]]
+    config = drafts(acceptance="glm-5.2", num_speculative_tokens_per_batch_size=ranges)
+    result = run(config, topology="1C", max_num_seqs=12, random_range_ratio=0.5)
+    log = result.record.decode_steps
+    before, now = log[:-1], log[1:]
+    steady = (now["joined"] == 0) & (now["sequences"] > 0)
+    for first, last, k in ranges:
+        at = steady & (before["sequences"] >= first) & (before["sequences"] <= last)
+        assert at.any()
+        assert (now["tokens"][at] == now["sequences"][at] * (1 + k)).all()
+
+
+# -- costs, memory, groups ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle", "eagle3", "draft_model", "ngram"])
+def test_drafts_are_never_free(method):
+    model = {"model": "Llama-3.1-8B"} if method == "draft_model" else {}
+    config = drafts(method=method, synthetic_acceptance_length=2.0, **model)
+    result = run(config, num_requests=8, tensor_parallel_size=2 if model else 1)
+    assert 0.02 < result.summary["draft_time_share"] < 0.8
+    provenance = result.summary["provenance"]
+    assert provenance["draft_host"]["label"] == "derived"
+    assert ("draft" in provenance) == (method != "ngram")
+    assert any("look-up" in line for line in result.summary["latency_warnings"]) == (
+        method == "ngram"
+    )
+
+
+def test_a_draft_pass_is_what_its_layers_take():
+    """One sequence, one draft: the step less the plain parts is one pass of one layer."""
+    fields = {"topology": "1C", "num_requests": 1}
+    slow, fast = (
+        run(drafts(1, synthetic_acceptance_length=1.0, draft_host_ms=ms), **fields)
+        for ms in (1.0, 0.25)
+    )
+    difference = slow.record.decode_steps["draft_s"] - fast.record.decode_steps["draft_s"]
+    assert difference == pytest.approx(0.75e-3)
+
+
+def test_drafts_take_memory():
+    config = RUN | {"topology": "1P1D"}
+    plain = prepare(make_config(config)).spec.decode
+    drafting = prepare(
+        make_config(config | {"speculative_config": drafts(acceptance="glm-5.2")})
+    ).spec.decode
+    draft, model = drafting.speculation.draft, drafting.step_time.model
+    assert draft.kv_bytes_per_token * model.n_layers == model.kv_bytes_per_token
+    left = plain.n_blocks * 16 * model.kv_bytes_per_token - draft.weight_bytes
+    per_block = 16 * (model.kv_bytes_per_token + draft.kv_bytes_per_token)
+    assert abs(drafting.n_blocks - left / per_block) <= 2
+
+
+def test_attention_by_row_takes_longer():
+    fields = {"topology": "1C", "num_requests": 8, "input_len": 2000}
+    by_row, by_batch = (
+        run(drafts(synthetic_acceptance_length=2.0, verify_attention=way), **fields).summary
+        for way in ("rows", "batch")
+    )
+    assert by_row["mean_tpot_ms"] > by_batch["mean_tpot_ms"]
+    assert by_row["speculative_decoding"]["verify_attention"] == "rows"
+
+
+def test_groups_dispatch_all_tokens_of_a_verify_step():
+    group = {"data_parallel_size": 4, "enable_expert_parallel": True, "topology": "1P1D"}
+    result = run(drafts(synthetic_acceptance_rates=[0.7, 0.5, 0.2]), **group)
+    log, groups = result.record.decode_steps, result.record.decode_group_steps
+    model = prepare(make_config(RUN | group)).model
+    first = np.cumsum(groups["n_busy"]) - groups["n_busy"]
+    tokens = np.add.reduceat(log["tokens"] + log["chunk_tokens"], first)
+    assert groups["pairs"].tolist() == (tokens * model.top_k * model.n_moe_layers).tolist()
+    assert (log["draft_s"][log["sequences"] > 0] > 3e-3 * 0.66).all()
+    assert result.record.completed.all()
+    assert log["outputs"].sum() == result.record.requests["output_len"].sum()
+
+
+def test_a_dense_model_drafts():
+    fields = {"trace": None, "model": "Llama-3.1-8B", "topology": "1C", "num_requests": 4}
+    plain = simulate_summary(make_config(RUN | fields))
+    summary = run(drafts(method="eagle3"), **fields).summary
+    assert summary["verify_experts_over_plain"] is None
+    assert summary["acceptance_length"] == pytest.approx(2.606, abs=0.4)
+    assert summary["mean_tpot_ms"] < plain["mean_tpot_ms"]
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (drafts(), "nobody has published that of mtp for Qwen3-30B-A3B"),
+        (drafts(acceptance="best"), "unknown acceptance 'best'"),
+        (drafts(synthetic_acceptance_rates=[0.5]), r"\[0.5\] for 3 drafts"),
+        (drafts(synthetic_acceptance_rates=[0.5, 0.6, 0.1]), "that do not rise"),
+        (drafts(synthetic_acceptance_length=4.5), "1 to 4"),
+        (drafts(synthetic_acceptance_length=2, acceptance="glm-5.2"), "given twice"),
+        (drafts(num_speculative_tokens_per_batch_size=[[2, 9, 1]]), "sequences 1 and more"),
+        (drafts(method="draft_model"), "a draft_model's, or a head"),
+        (drafts(method="draft_model", model="Mixtral-8x7B", acceptance="glm-5.2"), "dense model"),
+        (drafts(method="medusa"), "speculative_config.method"),
+        (drafts(33), "num_speculative_tokens"),
+        ("{", "not valid JSON"),
+        ("3", "'3'"),
+    ],
+)
+def test_bad_input(fields, message):
+    if message == "'3'":
+        message = "speculative_config: 3"
+    with pytest.raises(InputError, match=message):
+        run(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 128}, "64 of 4 tokens each"),
+        ({"topology": "1P", "output_len": None}, "there is nothing to draft"),
+        ({"trace": None, "model": "Llama-3.1-8B"}, "no multi-token-prediction layer"),
+    ],
+)
+def test_runs_that_cannot_draft(fields, message):
+    with pytest.raises(InputError, match=message):
+        run(drafts(acceptance="glm-5.2"), **fields)
