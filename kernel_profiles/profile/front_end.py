@@ -272,10 +272,7 @@ def measure_front_end(
         {
             "part": np.array([part for part, _, _ in rows], object),
             "tokens": np.array([n for _, n, _ in rows], np.int64),
-            "latency_s": np.array([timing.median_s for _, _, timing in rows]),
-            "latency_q1_s": np.array([timing.q1_s for _, _, timing in rows]),
-            "latency_q3_s": np.array([timing.q3_s for _, _, timing in rows]),
-            "repeats": np.array([timing.repeats for _, _, timing in rows], np.int64),
+            **Timing.columns([timing for _, _, timing in rows]),
         },
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out
-from eldr_sim.kernel_profiles.profile.table_fit import even_rows, expert_bytes
+from eldr_sim.kernel_profiles.profile.table_fit import FloatArray, even_rows, expert_bytes
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, load_table
 from eldr_sim.pictures import write_picture
 
@@ -49,13 +49,18 @@ def _draw(figure: Any, table: LatencyTable, summary: Mapping[str, Any]) -> None:
     _skew(axes[2, 1], table)
 
 
+def _curves(axes: Any, x: FloatArray, y: FloatArray, batch: FloatArray) -> None:
+    """Draw a curve for each batch."""
+    for tokens in _BATCHES:
+        at = np.flatnonzero(batch == tokens)
+        if len(at) > 1:
+            order = at[np.argsort(x[at])]
+            axes.plot(x[order], y[order], ".-", label=f"batch {tokens}")
+
+
 def _by_experts(axes: Any, table: LatencyTable) -> None:
     batch, distinct, latency = even_rows(table)
-    for tokens in _BATCHES:
-        at = batch == tokens
-        if at.sum() > 1:
-            order = np.argsort(distinct[at])
-            axes.plot(distinct[at][order], latency[at][order] * 1e6, ".-", label=f"batch {tokens}")
+    _curves(axes, distinct, latency * 1e6, batch)
     axes.set(xlabel="Distinct experts", ylabel="MoE layer, µs", title="Latency and experts")
 
 
@@ -72,12 +77,7 @@ def _by_batch(axes: Any, table: LatencyTable) -> None:
 
 def _bandwidth(axes: Any, table: LatencyTable, roof: float) -> None:
     batch, distinct, latency = even_rows(table)
-    rate = distinct * expert_bytes(table) / latency
-    for tokens in _BATCHES:
-        at = batch == tokens
-        if at.sum() > 1:
-            order = np.argsort(distinct[at])
-            axes.plot(distinct[at][order], rate[at][order] / 1e9, ".-", label=f"batch {tokens}")
+    _curves(axes, distinct, distinct * expert_bytes(table) / latency / 1e9, batch)
     axes.axhline(roof / 1e9, color="black", linewidth=0.8, label="copy bandwidth")
     axes.axhline(0.85 * roof / 1e9, color="black", linewidth=0.8, linestyle=":", label="85% of it")
     axes.set(xlabel="Distinct experts", ylabel="Weights read, GB/s", title="Achieved bandwidth")
@@ -128,9 +128,7 @@ def _coverage(axes: Any, table: LatencyTable) -> None:
 
 
 def _skew(axes: Any, table: LatencyTable) -> None:
-    columns = table.columns
-    names = ("batch", "distinct_experts", "routing", "latency_s")
-    rows = list(zip(*(columns[name].tolist() for name in names), strict=True))
+    rows = table.rows("batch", "distinct_experts", "routing", "latency_s")
     even = {(b, d): t for b, d, routing, t in rows if routing == FORCED}
     for routing in sorted({r for _, _, r, _ in rows if r != FORCED}):
         found = [(b, t / even[b, d]) for b, d, r, t in rows if r == routing and (b, d) in even]

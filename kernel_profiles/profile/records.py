@@ -102,11 +102,7 @@ def _table(rows: Sequence[Record], gpu: str, facts: Mapping[str, str]) -> Latenc
             columns[name] = np.array(values, dtype=np.int64 if "bytes" in name else np.int32)
         if name == "distinct_experts":
             columns[name] = columns[name].astype(np.float64)
-    timings = [record.timing for record in rows]
-    columns["latency_s"] = np.array([t.median_s for t in timings])
-    columns["latency_q1_s"] = np.array([t.q1_s for t in timings])
-    columns["latency_q3_s"] = np.array([t.q3_s for t in timings])
-    columns["repeats"] = np.array([t.repeats for t in timings], dtype=np.int32)
+    columns |= Timing.columns([record.timing for record in rows])
     versions = {name: facts[name] for name in ("torch", "triton", "runtime") if name in facts}
     known = {"device", "driver_version", *versions}
     settings = "; ".join(f"{name} {value}" for name, value in facts.items() if name not in known)

@@ -62,7 +62,7 @@ def _same(one: TableMetadata, other: TableMetadata) -> bool:
 
 
 def _points(table: LatencyTable, other: LatencyTable, cache_bytes: int) -> Iterator[Difference]:
-    kind, theirs, ours = table.metadata.kind, other.columns, table.columns
+    kind, ours = table.metadata.kind, table.columns
 
     def made(point: str, measured_s: float, other_s: float, likely: str = "") -> Difference:
         meta = other.metadata
@@ -72,11 +72,8 @@ def _points(table: LatencyTable, other: LatencyTable, cache_bytes: int) -> Itera
     if kind == "moe":
         latency = fit_moe_latency(table)
         low, high = ours["distinct_experts"].min(), ours["distinct_experts"].max()
-        rows = zip(
-            *(theirs[n].tolist() for n in ("batch", "distinct_experts", "routing", "latency_s")),
-            strict=True,
-        )
-        for batch, distinct, routing, seconds in rows:
+        names = ("batch", "distinct_experts", "routing", "latency_s")
+        for batch, distinct, routing, seconds in other.rows(*names):
             inside = batch <= latency.batch_max and low <= distinct <= high
             if not inside or str(routing).startswith("power_law"):
                 continue
@@ -93,8 +90,7 @@ def _points(table: LatencyTable, other: LatencyTable, cache_bytes: int) -> Itera
             )
     elif kind == "attention_decode":
         decode = DecodeAttention.from_table(table)
-        names = ("batch", "context", "latency_s")
-        for batch, context, seconds in zip(*(theirs[n].tolist() for n in names), strict=True):
+        for batch, context, seconds in other.rows("batch", "context", "latency_s"):
             if (
                 ours["batch"].min() <= batch <= ours["batch"].max()
                 and ours["context"].min() <= context <= ours["context"].max()
@@ -110,9 +106,7 @@ def _points(table: LatencyTable, other: LatencyTable, cache_bytes: int) -> Itera
     elif kind == "gemm":
         gemm = GemmLatency.from_table(table)
         pairs = set(zip(ours["n"].tolist(), ours["k"].tolist(), strict=True))
-        for m, n, k, seconds in zip(
-            *(theirs[name].tolist() for name in ("m", "n", "k", "latency_s")), strict=True
-        ):
+        for m, n, k, seconds in other.rows("m", "n", "k", "latency_s"):
             if (n, k) in pairs and m <= gemm.m[-1]:
                 cached = 2 * n * k <= cache_bytes
                 yield made(

@@ -97,9 +97,7 @@ def moe_report(table: LatencyTable) -> dict[str, Any]:
 
 
 def _by_point(table: LatencyTable) -> dict[tuple[int, int, str], float]:
-    columns = table.columns
-    names = ("batch", "distinct_experts", "routing", "latency_s")
-    rows = zip(*(columns[name].tolist() for name in names), strict=True)
+    rows = table.rows("batch", "distinct_experts", "routing", "latency_s")
     return {(int(b), int(d), str(r)): float(t) for b, d, r, t in rows}
 
 
@@ -114,11 +112,9 @@ def effects(tables: Mapping[str, Sequence[LatencyTable]]) -> dict[str, Any]:
         if table.metadata.kind != "moe":
             continue
         base = _by_point(table)
-        name = (
-            " ".join([table.metadata.kernel_source, table.metadata.dtype])
-            + " "
-            + ",".join(f"{key}={value}" for key, value in table.metadata.shape.items())
-        )
+        meta = table.metadata
+        shape = ",".join(f"{key}={value}" for key, value in meta.shape.items())
+        name = f"{meta.kernel_source} {meta.dtype} {shape}"
         skew: dict[str, list[float]] = {}
         for (batch, count, routing), seconds in base.items():
             even = base.get((batch, count, FORCED))
@@ -129,12 +125,8 @@ def effects(tables: Mapping[str, Sequence[LatencyTable]]) -> dict[str, Any]:
         }
         for folder in ("warm_cache", "eager"):
             for other in tables.get(folder, []):
-                same = (other.metadata.kind, other.metadata.shape, other.metadata.dtype) == (
-                    table.metadata.kind,
-                    table.metadata.shape,
-                    table.metadata.dtype,
-                )
-                if same and other.metadata.kernel_source == table.metadata.kernel_source:
+                keys = ("kind", "shape", "dtype", "kernel_source")
+                if all(getattr(other.metadata, key) == getattr(meta, key) for key in keys):
                     ratios = {
                         f"{point[0]}x{point[1]}": seconds / base[point]
                         for point, seconds in _by_point(other).items()
@@ -211,19 +203,10 @@ def chunk_report(tables: Sequence[LatencyTable]) -> list[dict[str, float]]:
                 continue
             last = int(chunk.columns["context"].max())
             curve = PrefillAttention.from_table(whole, last, 0.0)
-            for new, context, seconds in zip(
-                *(chunk.columns[name].tolist() for name in ("new_tokens", "context", "latency_s")),
-                strict=True,
-            ):
+            for new, context, seconds in chunk.rows("new_tokens", "context", "latency_s"):
                 told = curve.floor_s + curve.alone_s[context] - curve.alone_s[context - new]
-                rows.append(
-                    {
-                        "new_tokens": new,
-                        "context": context,
-                        "measured_us": seconds * 1e6,
-                        "by_difference_us": float(told) * 1e6,
-                    }
-                )
+                row = {"new_tokens": new, "context": context, "measured_us": seconds * 1e6}
+                rows.append(row | {"by_difference_us": float(told) * 1e6})
     return rows
 
 
@@ -231,9 +214,7 @@ def transfer_report(tables: Sequence[LatencyTable]) -> dict[str, float]:
     """Set-up, descriptor and bandwidth terms of KV transfers, with the fit's errors."""
     for table in tables:
         if table.metadata.kind == "kv_transfer":
-            columns = table.columns
-            names = ("message_bytes", "descriptors", "latency_s")
-            rows = zip(*(columns[name].tolist() for name in names), strict=True)
+            rows = table.rows("message_bytes", "descriptors", "latency_s")
             fitted = fit_transfer({(size, count): seconds for size, count, seconds in rows})
             return {
                 "setup_us": fitted.setup_s * 1e6,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 
@@ -49,6 +50,16 @@ class Timing:
         """Summarise samples, seconds."""
         q1, median, q3 = np.quantile(samples, (0.25, 0.5, 0.75))
         return cls(float(median), float(q1), float(q3), len(samples))
+
+    @staticmethod
+    def columns(timings: Sequence[Timing]) -> dict[str, NDArray[Any]]:
+        """Return the columns of a latency table that hold them."""
+        return {
+            "latency_s": np.array([t.median_s for t in timings]),
+            "latency_q1_s": np.array([t.q1_s for t in timings]),
+            "latency_q3_s": np.array([t.q3_s for t in timings]),
+            "repeats": np.array([t.repeats for t in timings], dtype=np.int32),
+        }
 
 
 class Timer(Protocol):

@@ -178,6 +178,10 @@ class LatencyTable:
     def __len__(self) -> int:
         return len(self.columns["latency_s"])
 
+    def rows(self, *names: str) -> list[tuple[Any, ...]]:
+        """Return the values of some columns, row by row, as Python's own."""
+        return list(zip(*(self.columns[name].tolist() for name in names), strict=True))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as Parquet; the file appears whole or not at all."""
         arrays = {name: pa.array(values) for name, values in self.columns.items()}
@@ -270,8 +274,7 @@ def _validate(table: LatencyTable) -> None:
         elif not np.isfinite(values).all() or (values <= 0).any():
             bad = int(np.flatnonzero(~(np.isfinite(values) & (values > 0)))[0])
             raise InputError(name, f"row {bad} is {values[bad]}", "finite and positive")
-    points = [table.columns[name].tolist() for name in required if name != "latency_s"]
-    keys = list(zip(*points, strict=True))
+    keys = table.rows(*(name for name in required if name != "latency_s"))
     if len(set(keys)) != len(keys):
         raise InputError("columns", "two rows measure the same point")
 

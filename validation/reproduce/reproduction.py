@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -125,6 +126,16 @@ class Runner:
     def search(self, search: Search[T]) -> T:
         """Run a search to its end; its configurations are whole, without the base."""
         return self._runs.together([search])[0]
+
+
+def write_requests(
+    path: Path, at_ms: Iterable[int], prompts: Iterable[int], outputs: Iterable[int]
+) -> str:
+    """Write a request log, a line a request; returns its path."""
+    names = ("timestamp", "input_length", "output_length")
+    rows = (dict(zip(names, row, strict=True)) for row in zip(at_ms, prompts, outputs, strict=True))
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
 
 
 def percent(value: float, reference: float) -> float:

@@ -28,7 +28,7 @@ from eldr_sim.policies.eldr.signature import Ints
 from eldr_sim.simulator.setup.config import RunConfig, make_config
 from eldr_sim.traces.requests.length_shapes import LENGTH_SHAPES, LengthShape, draw_by_length
 from eldr_sim.traces.requests.request_logs import read_request_log
-from eldr_sim.validation.reproduce.reproduction import Claim, Runner
+from eldr_sim.validation.reproduce.reproduction import Claim, Runner, write_requests
 
 #: Median and mean of prompts (97.6% within 3,000 tokens) and of outputs.
 PROMPTS, OUTPUTS = (495.0, 750.0), (129.0, 211.0)
@@ -171,11 +171,7 @@ def lognormal(rng: np.random.Generator, median: float, mean_: float, n: int) -> 
 def write_log(path: Path, prompts: Ints, outputs: Ints, rng: np.random.Generator) -> None:
     """Write requests that arrive at random, one a second on average."""
     times = np.rint(1e3 * np.cumsum(rng.exponential(1.0, len(prompts)))).astype(int)
-    lines = [
-        json.dumps({"timestamp": t, "input_length": p, "output_length": o})
-        for t, p, o in zip(times.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
-    ]
-    path.write_text("\n".join(lines))
+    write_requests(path, times.tolist(), prompts.tolist(), outputs.tolist())
 
 
 def _lengths(log: str | None) -> tuple[tuple[Ints, Ints], str]:

@@ -5,7 +5,6 @@ None of it is in the paper.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,13 @@ from eldr_sim.simulator.setup.prepare import PreparedRun, prepare
 from eldr_sim.simulator.setup.transfer import PRESETS
 from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO
 from eldr_sim.validation.reproduce.grace.settings import gpu_of
-from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner, change, mean
+from eldr_sim.validation.reproduce.reproduction import (
+    Reproduction,
+    Runner,
+    change,
+    mean,
+    write_requests,
+)
 
 _GROUP: dict[str, Any] = {
     "data_parallel_size": TWO_BY_TWO.n_ranks,
@@ -47,11 +52,8 @@ DRIFT_GBITS = (25.0, 100.0, 400.0)
 
 def _log(folder: str, n: int, prompt: int, output: int, seed: int) -> str:
     """Write a log of equal requests at random moments, whose prompts share no prefix."""
-    path = Path(folder) / f"{seed}.jsonl"
     at = np.cumsum(np.random.default_rng(seed).exponential(1e3, n)).astype(int).tolist()
-    lines = [{"timestamp": t, "input_length": prompt, "output_length": output} for t in at]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return str(path)
+    return write_requests(Path(folder) / f"{seed}.jsonl", at, [prompt] * n, [output] * n)
 
 
 def replicas(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Reproduction:

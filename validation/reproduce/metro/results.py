@@ -7,7 +7,6 @@ charged what its kernel took. Lengths are assumed where the paper gives none.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,13 @@ from eldr_sim.charts import Draw, bars
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.metro.routing import Routing
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
+from eldr_sim.validation.reproduce.reproduction import (
+    Claim,
+    Reproduction,
+    Runner,
+    percent,
+    write_requests,
+)
 
 RATIOS = (1.0, 1.125, 1.25, 1.5)
 TPOT, TTFT, THROUGHPUT = "mean_tpot_ms", "mean_ttft_ms", "total_token_throughput"
@@ -118,12 +123,8 @@ class Case:
 def write_log(dataset: Dataset, n: int, shrink: int, folder: Path) -> Path:
     """Write a log of equal requests, ``shrink`` times shorter; returns its path."""
     path = folder / f"{dataset.name}.jsonl"
-    line = {
-        "timestamp": 0,
-        "input_length": max(1, dataset.prompt_len // shrink),
-        "output_length": max(2, dataset.output_len // shrink),
-    }
-    path.write_text(f"{json.dumps(line)}\n" * n)
+    prompt, output = max(1, dataset.prompt_len // shrink), max(2, dataset.output_len // shrink)
+    write_requests(path, [0] * n, [prompt] * n, [output] * n)
     return path
 
 
