@@ -1,10 +1,8 @@
-"""Servers of this process, and recordings that simulations made."""
+"""Recordings that simulations made."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import threading
 
 import numpy as np
 import pyarrow as pa
@@ -17,36 +15,7 @@ from eldr_sim.validation.live.engine_calibration import CalibrationInfo, EngineC
 from eldr_sim.validation.live.live_run import REQUESTS, STEPS, LiveRun, RunInfo
 from eldr_sim.validation.live.simulated_run import simulate_run
 
-
-@pytest.fixture
-def serve_app():
-    """Serve aiohttp applications on an event loop of its own thread; gives their URLs."""
-    pytest.importorskip("aiohttp", reason="pip install 'eldr-sim[live]'")
-    from aiohttp.test_utils import TestServer
-
-    loop, servers = asyncio.new_event_loop(), []
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    def run(coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=30)
-
-    async def start(app):
-        server = TestServer(app)
-        await server.start_server()
-        return server
-
-    def serve(app):
-        servers.append(run(start(app)))
-        return str(servers[-1].make_url("/")).rstrip("/")
-
-    yield serve
-    for server in reversed(servers):
-        run(server.close())
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-
+from ...app_server import serve_app  # noqa: F401 - a fixture
 
 LIVE_MODEL = {
     "model_type": "qwen3_moe",

@@ -22,7 +22,7 @@ from eldr_sim.validation.live.live_run import LoadInfo
 from eldr_sim.validation.live.load import make_load
 from eldr_sim.validation.live.proxy_log import join_proxy_log
 
-from ...random_artifact import random_artifact
+from ..random_artifact import random_artifact
 
 LAYERS, E, K = 2, 8, 2
 

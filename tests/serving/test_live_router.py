@@ -1,6 +1,6 @@
 """The router before a real vLLM on a CPU: engines killed, frozen and restarted mid-stream.
 
-Run with ``pytest -m live tests/validation/live/test_live_router.py``. About three minutes on two
+Run with ``pytest -m live tests/serving/test_live_router.py``. About three minutes on two
 cores.
 """
 
