@@ -435,11 +435,10 @@ def _nixl_tasks(device: Device) -> Iterator[Task]:
         times, first_contact = measure_transfers(device.torch_device)
         memory = "dram" if device.is_cpu else "vram"
         source, version = f"nixl_ucx_{memory}_two_local_agents", f"nixl {nixl_version()}"
-        about = (MAIN, "kv_transfer", {}, "uint8", source, version)
-        records = [
-            Record(*about, {"message_bytes": size, "descriptors": count}, timing)
-            for (size, count), timing in times.items()
-        ]
+        records = []
+        for (size, count), timing in times.items():
+            row = {"message_bytes": size, "descriptors": count}
+            records.append(Record(MAIN, "kv_transfer", {}, "uint8", source, version, row, timing))
         return Outcome(records, {"first_contact_s": first_contact})
 
     yield Task("nixl", "nixl", "nixl", 0, run)
