@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import choice
+from eldr_sim.policies.rule import Kept, Rule, RuleBy
 
 if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll
@@ -193,6 +194,11 @@ class RouterPolicy(Policy):
 
     artifact: RoutingArtifact | None = None
     """The fit that the policy uses; a placement of the same run may rest on it."""
+    rule_by: RuleBy | None = None
+    """What decides on the rule of a request, if ``rules`` tells one; None: ``select`` is asked for
+    each request."""
+    prefix_blocks: int = 0
+    """Blocks of a prompt's start that make its key, where ``rule_by`` is ``prefix``."""
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the index of the worker; None to hold the request.
@@ -207,6 +213,14 @@ class RouterPolicy(Policy):
         workers
             The workers; ``loads`` are requests in flight, from dispatch to completion, as counted
             at the router (ELDR Sec. 4.3.2).
+        """
+        return self.rules([request])[0].pick(workers)
+
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule | Kept]:
+        """Return the rule of each request; the same object for equal requests.
+
+        Unless ``rule_by`` is None, the simulator asks once for all requests that the policy treats
+        alike, of many kinds in one call where it can, and applies the rules itself, compiled.
         """
         raise NotImplementedError
 
@@ -240,6 +254,17 @@ class RouterPolicy(Policy):
     def on_tokens(self, worker: int, tokens: int) -> None:
         """Take note that a worker has computed this many prompt tokens."""
         raise NotImplementedError
+
+
+def gives_rules(policy: RouterPolicy | None) -> bool:
+    """Whether a policy tells rules, and no subclass has given it another ``select``."""
+    if policy is None or policy.rule_by is None:
+        return False
+    for owner in (policy, *type(policy).__mro__):
+        own = vars(owner)
+        if "select" in own or "rules" in own:
+            return "rules" in own
+    return False
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "gimbal": "routing.engine_balance:GimbalPolicy",
         "vllm_dp": "routing.engine_balance:VllmDpPolicy",
         "vllm_dp_kv": "routing.engine_balance:VllmDpKvPolicy",
+        "weighted": "routing.decode:WeightedPolicy",
     },
     "prefill": {
         "round_robin": "routing.prefill:PrefillRoundRobinPolicy",
@@ -49,6 +50,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "gimbal": "routing.engine_balance:PrefillGimbalPolicy",
         "vllm_dp": "routing.engine_balance:PrefillVllmDpPolicy",
         "vllm_dp_kv": "routing.engine_balance:PrefillVllmDpKvPolicy",
+        "weighted": "routing.prefill:PrefillWeightedPolicy",
     },
     "queue": {
         "fcfs": "queue.orders:FirstComeFirstServed",

@@ -35,18 +35,18 @@ def guarded(policy: type[Policy], origin: str, field: str) -> type[Policy]:
 
     Notes
     -----
-    What the class inherits from ours stays as it is: which of ``select`` and ``shortlists`` it
-    defines itself decides how it is asked (`shortlist.picks_from_shortlists`).
+    What the class inherits from ours stays as it is: which of ``select`` and ``rules`` it
+    defines itself decides how it is asked (`base.gives_rules`).
     """
     whose = f"{policy.name!r} of {origin}"
     asked = next(
-        (set(vars(c)) for c in policy.__mro__ if {"select", "shortlists"} & set(vars(c))), set()
+        (set(vars(c)) for c in policy.__mro__ if {"select", "rules"} & set(vars(c))), set()
     )
     methods: dict[str, Any] = {"__module__": policy.__module__, "__doc__": policy.__doc__}
     for name, answer in _ANSWERS.items():
         owner = next((c for c in policy.__mro__ if name in vars(c)), object)
         foreign = owner is not object and owner.__module__.partition(".")[0] != _OURS
-        if foreign and (name not in ("select", "shortlists") or name in asked):
+        if foreign and (name not in ("select", "rules") or name in asked):
             methods[name] = _guard(vars(owner)[name], name, answer, whose, field)
     return type(policy.__name__, (policy,), methods)
 
@@ -149,7 +149,7 @@ def _moved(arguments: Any, found: Any) -> str:
 _ANSWERS: dict[str, Callable[[Any, Any], str] | None] = {
     "__init__": None,
     "select": _worker,
-    "shortlists": None,
+    "rules": None,
     "on_complete": None,
     "on_blocks": None,
     "on_tokens": None,

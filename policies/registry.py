@@ -236,7 +236,7 @@ def _flaw(policy: object) -> str:
     kind, method = _KINDS[decision]
     if not issubclass(policy, kind):  # but of another decision's
         return f"makes decision {decision!r} and is no {kind.__name__}"
-    if not _has(policy, kind, method.partition("(")[0]):
+    if not any(_has(policy, kind, each) for each in (method.partition("(")[0], "rules")):
         return f"has no method {method}"
     if not isinstance(own, Needs):
         return f"has needs={own!r}, not Needs(...)"

@@ -30,7 +30,7 @@ from eldr_sim.policies.eldr.signature import (
     parse_layer_mask,
     score_of,
 )
-from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
+from eldr_sim.policies.rule import Rule
 
 
 def _layer_mask(value: Any) -> Any:
@@ -92,7 +92,7 @@ class EldrPolicy(RouterPolicy):
     one with the fewest in-flight requests is chosen, the first of them (``ties``); engines of a
     group that has the band to itself take turns. Centroids follow the requests that are served
     (``refit_s``, see `online`), so the policy is asked about each; without refits it works from
-    shortlists.
+    rules.
 
     Under ``gate-logit`` similarities may be negative, and a tau of 1 need not reach every worker.
 
@@ -122,13 +122,13 @@ class EldrPolicy(RouterPolicy):
             self._online = OnlineCentroids(
                 artifact.centroids, own.refit_s, own.window_s, artifact.clustering, artifact.rounds
             )
-        self.shortlist_by: ShortlistBy | None = None if own.refit_s else "signature"
+        self.rule_by = None if own.refit_s else "signature"
         self._tau = own.tau
         self._members = context.members
-        self._groups = [Shortlist(context.members([group])) for group in range(context.n_groups)]
-        everyone = Shortlist(range(context.n_workers))
+        self._groups = [Rule(context.members([group])) for group in range(context.n_groups)]
+        everyone = Rule(range(context.n_workers))
         self._everyone = everyone if context.n_groups > 1 else self._groups[0]
-        self._shortlists: dict[int | None, Shortlist] = {}
+        self._rules: dict[int | None, Rule] = {}
 
     def similarities(self, signatures: NDArray[Any]) -> Floats:
         """Return the cosine similarity, shape [n, K], of signatures to each centroid of the fit.
@@ -158,36 +158,36 @@ class EldrPolicy(RouterPolicy):
         size = sum(one >= edge for one in similar)
         return order[: max(size, self.parameters.min_band if self._tau > 0 else 1)]
 
-    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
         """Return the workers of each request's locality band, or all where there is none.
 
         Remembered for every ``signature_id`` while the policy lives.
         """
-        asked = [r for r in requests if self._shortlists.get(r.signature_id) is None]
+        asked = [r for r in requests if self._rules.get(r.signature_id) is None]
         signatures = [r.signature for r in asked if r.signature is not None]
         bands = iter(self.bands(np.stack(signatures)) if signatures else [])
-        new: dict[int, Shortlist] = {}
+        new: dict[int, Rule] = {}
         for request in asked:
             band = [] if request.signature is None else next(bands)
-            found = self._shortlist(band)
+            found = self._rule(band)
             new[request.request_id] = found
             if request.signature_id is not None:
-                self._shortlists[request.signature_id] = found
-        return [new.get(r.request_id) or self._shortlists[r.signature_id] for r in requests]
+                self._rules[request.signature_id] = found
+        return [new.get(r.request_id) or self._rules[r.signature_id] for r in requests]
 
-    def _shortlist(self, band: list[int]) -> Shortlist:
+    def _rule(self, band: list[int]) -> Rule:
         if not band:
             return self._everyone
         if len(band) == 1:
             return self._groups[band[0]]
         if self.parameters.ties == "lowest":
             band = sorted(band)
-        return Shortlist(self._members(band), in_turn=False)
+        return Rule(self._members(band), in_turn=False)
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the least loaded worker of the locality band."""
         if self._online is None:
-            return self.shortlists([request])[0].pick(workers)
+            return self.rules([request])[0].pick(workers)
         band: list[int] = []
         online, counts = self._online, request.signature
         online.advance(workers.now_s)
@@ -199,7 +199,7 @@ class EldrPolicy(RouterPolicy):
             band = self._band(similar.tolist())
             if band:
                 online.note(row, similar, workers.now_s)
-        return self._shortlist(band).pick(workers)
+        return self._rule(band).pick(workers)
 
 
 def _similarities(units: Floats, centroids: Floats) -> Floats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from eldr_sim.policies.base import (
     Workers,
 )
 from eldr_sim.policies.choice import Parameters
-from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
+from eldr_sim.policies.rule import Rule
 
 
 class TieParameters(Parameters):
@@ -52,18 +52,14 @@ class RoundRobinPolicy(RouterPolicy):
     name = "round_robin"
     decision = "decode"
     needs = Needs(columns=NOTHING)
-    shortlist_by: ClassVar[ShortlistBy] = "nothing"
+    rule_by = "nothing"
 
     def __init__(self, context: PolicyContext) -> None:
-        self._everyone = Shortlist(range(context.n_workers), by_load=False)
+        self._everyone = Rule(range(context.n_workers), {})
 
-    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
         """Return all workers, in turn."""
         return [self._everyone] * len(requests)
-
-    def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the next worker in turn."""
-        return self.shortlists([request])[0].pick(workers)
 
 
 class JoinShortestQueuePolicy(RouterPolicy):
@@ -76,16 +72,51 @@ class JoinShortestQueuePolicy(RouterPolicy):
 
     def __init__(self, context: PolicyContext, parameters: TieParameters | None = None) -> None:
         drawn = parameters is not None and parameters.ties == "random"
-        self.shortlist_by: ShortlistBy | None = None if drawn else "nothing"
-        self._everyone = Shortlist(range(context.n_workers), rng=context.rng if drawn else None)
+        self.rule_by = None if drawn else "nothing"
+        self._everyone = Rule(range(context.n_workers), rng=context.rng if drawn else None)
 
-    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
         """Return all workers, the least loaded first."""
         return [self._everyone] * len(requests)
 
-    def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the least loaded worker."""
-        return self.shortlists([request])[0].pick(workers)
+
+class WeightedParameters(Parameters):
+    """Parameters of `WeightedPolicy`: the weights of what it adds up."""
+
+    loads: float = 0.0
+    """Of requests in flight, as the router counts them."""
+    sent: float = 0.0
+    """Of requests sent since the engine published."""
+    waiting: float = 0.0
+    """Of waiting requests, as the engine says, like all that follows."""
+    running: float = 0.0
+    """Of running requests."""
+    waiting_tokens: float = 0.0
+    """Of tokens of prompts that wait."""
+    running_tokens: float = 0.0
+    """Of tokens of the contexts of running requests."""
+    kv_usage: float = 0.0
+    """Of the share of KV blocks in use."""
+
+
+class WeightedPolicy(RouterPolicy):
+    """The worker of the smallest weighted sum of loads and published signals; ties in turn."""
+
+    name = "weighted"
+    decision = "decode"
+    rule_by = "nothing"
+    Parameters = WeightedParameters
+
+    def __init__(self, context: PolicyContext, parameters: WeightedParameters) -> None:
+        weights = {name: weight for name, weight in parameters if weight}
+        # What is sent counts until the engines publish.
+        columns = {"waiting" if name == "sent" else name for name in weights}
+        self.needs = Needs(columns=frozenset(columns))
+        self._everyone = Rule(range(context.n_workers), weights)
+
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
+        """Return all workers, weighed."""
+        return [self._everyone] * len(requests)
 
 
 class PowerOfTwoChoicesPolicy(RouterPolicy):
@@ -127,27 +158,23 @@ class DomainPolicy(RouterPolicy):
 
     def __init__(self, context: PolicyContext, parameters: TieParameters | None = None) -> None:
         drawn = parameters is not None and parameters.ties == "random"
-        self.shortlist_by: ShortlistBy | None = None if drawn else "domain"
+        self.rule_by = None if drawn else "domain"
         calibration = context.require_calibration(self)
         counts = np.bincount(calibration.domain, minlength=len(calibration.domains))
         groups = split_workers(counts, context.n_groups)
         lists = {
-            own: Shortlist(context.members(own), rng=context.rng if drawn else None)
+            own: Rule(context.members(own), rng=context.rng if drawn else None)
             for own in map(tuple, groups)
         }
         self._pools = [lists[tuple(own)] for own in groups]
 
-    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
         """Return the workers of each request's domain."""
         for request in requests:
             if not 0 <= request.domain < len(self._pools):
                 allowed = f"0 to {len(self._pools) - 1}"
                 raise InputError("domain", f"no domain has the index {request.domain}", allowed)
         return [self._pools[request.domain] for request in requests]
-
-    def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the least loaded worker of the request's domain."""
-        return self.shortlists([request])[0].pick(workers)
 
 
 def split_workers(counts: NDArray[np.int64], n_workers: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ prefill worker, a decode worker or a co-located engine alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -13,8 +14,8 @@ from pydantic import Field
 
 from eldr_sim.policies.base import Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import Parameters
-from eldr_sim.policies.eldr.signature import Floats, Ints
-from eldr_sim.policies.shortlist import Shortlist
+from eldr_sim.policies.eldr.signature import Ints
+from eldr_sim.policies.rule import Rule
 
 
 class GimbalParameters(Parameters):
@@ -48,7 +49,7 @@ class GimbalPolicy(RouterPolicy):
 
     def __init__(self, context: PolicyContext, parameters: GimbalParameters | None = None) -> None:
         self.parameters = parameters or GimbalParameters()
-        self._in_turn = Shortlist(range(context.n_workers), by_load=False)
+        self._in_turn = Rule(range(context.n_workers), {})
         self._user_engine: dict[int | str, tuple[int, float]] = {}
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
@@ -99,6 +100,29 @@ class VllmDpPolicy(RouterPolicy):
     decision = "decode"
     needs = Needs(columns=frozenset({"waiting", "running"}))
 
+    rule_by = "nothing"
+
+    def __init__(self, context: PolicyContext) -> None:
+        weights = {"waiting": 4.0, "sent": 4.0, "running": 1.0}
+        self._everyone = Rule(range(context.n_workers), weights, in_turn=False)
+
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
+        """Return all engines, weighed."""
+        return [self._everyone] * len(requests)
+
+
+class VllmDpKvPolicy(RouterPolicy):
+    """vLLM's internal balancer since July 2026: KV usage makes waiting requests weigh more.
+
+    As `VllmDpPolicy`, with the score of pull request 49204 of vLLM: the larger of the router's own
+    requests in flight and the engine's waiting and running ones, and for each waiting one up to 3
+    more, from none at a KV usage of 0.5. Ties go to the engines in turn.
+    """
+
+    name = "vllm_dp_kv"
+    decision = "decode"
+    needs = Needs(columns=frozenset({"loads", "waiting", "running", "kv_usage"}))
+
     def __init__(self, context: PolicyContext) -> None:
         self._waiting = np.zeros(context.n_workers, np.int64)
         self._running = np.zeros(context.n_workers, np.int64)
@@ -110,39 +134,16 @@ class VllmDpPolicy(RouterPolicy):
         if workers.signals_s != self._reported_s:
             self._waiting[:], self._running[:] = workers.waiting, workers.running
             self._reported_s = workers.signals_s
-        score = np.where(workers.healthy, self._score(workers), np.inf)
+        known = np.maximum(workers.loads, self._waiting + self._running)
+        pressure = np.maximum(0.0, workers.kv_usage - 0.5)
+        score = np.where(workers.healthy, known + 6.0 * self._waiting * pressure, np.inf)
         order = np.roll(np.arange(len(score)), -self._first)
+        self._first = (self._first + 1) % len(score)
         engine = int(order[np.argmin(score[order])])
         if not workers.healthy[engine]:
             return None
         self._waiting[engine] += 1
         return engine
-
-    def _score(self, workers: Workers) -> Floats:
-        return np.asarray(4.0 * self._waiting + self._running, np.float64)
-
-
-class VllmDpKvPolicy(VllmDpPolicy):
-    """vLLM's internal balancer since July 2026: KV usage makes waiting requests weigh more.
-
-    As `VllmDpPolicy`, with the score of pull request 49204 of vLLM: the larger of the router's own
-    requests in flight and the engine's waiting and running ones, and for each waiting one up to 3
-    more, from none at a KV usage of 0.5. Ties go to the engines in turn.
-    """
-
-    name = "vllm_dp_kv"
-    needs = Needs(columns=frozenset({"loads", "waiting", "running", "kv_usage"}))
-
-    def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the engine of the lowest score."""
-        engine = super().select(request, workers)
-        self._first = (self._first + 1) % len(self._waiting)
-        return engine
-
-    def _score(self, workers: Workers) -> Floats:
-        known = np.maximum(workers.loads, self._waiting + self._running)
-        pressure = np.maximum(0.0, workers.kv_usage - 0.5)
-        return np.asarray(known + 6.0 * self._waiting * pressure, np.float64)
 
 
 class PrefillGimbalPolicy(GimbalPolicy):

@@ -8,16 +8,26 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
+from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy
 from eldr_sim.policies.choice import Parameters
-from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy, RoundRobinPolicy
-from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
+from eldr_sim.policies.routing.decode import (
+    JoinShortestQueuePolicy,
+    RoundRobinPolicy,
+    WeightedPolicy,
+)
+from eldr_sim.policies.rule import Kept, Rule
 
 _MASK64 = (1 << 64) - 1
 
 
 class PrefillRoundRobinPolicy(RoundRobinPolicy):
     """The prefill workers in turn, from worker 0."""
+
+    decision = "prefill"
+
+
+class PrefillWeightedPolicy(WeightedPolicy):
+    """The prefill worker of the smallest weighted sum, as `WeightedPolicy`."""
 
     decision = "prefill"
 
@@ -43,14 +53,13 @@ class PrefixHashPolicy(RouterPolicy):
     name = "prefix_hash"
     decision = "prefill"
     needs = Needs(columns=LOADS)
-    shortlist_by: ClassVar[ShortlistBy] = "prefix"
+    rule_by = "prefix"
     prefix_tokens: ClassVar[int] = 256
     load_factor: ClassVar[float] = 1.25
 
     def __init__(self, context: PolicyContext) -> None:
-        self._n = context.n_workers
-        self._key_blocks = -(-self.prefix_tokens // context.prefix_block_tokens)
-        self._everyone = Shortlist(range(context.n_workers))
+        self.prefix_blocks = -(-self.prefix_tokens // context.prefix_block_tokens)
+        self._everyone = Rule(range(context.n_workers))
         self._salts = [_mix64(worker + 1) for worker in range(context.n_workers)]
 
     def home(self, key: int) -> int:
@@ -58,21 +67,21 @@ class PrefixHashPolicy(RouterPolicy):
         weights = [_mix64((key ^ salt) & _MASK64) for salt in self._salts]
         return weights.index(max(weights))
 
-    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
-        """Return all workers, the least loaded first: for prompts without hashes."""
-        return [self._everyone] * len(requests)
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule | Kept]:
+        """Return the prefix's worker, unless overloaded; else, and without hashes, all workers."""
+        return [
+            Kept(self.home(key), self._everyone, self.load_factor)
+            if (key := prefix_key(request, self.prefix_blocks)) is not None
+            else self._everyone
+            for request in requests
+        ]
 
-    def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the prefix's worker, or the least loaded one if that is overloaded."""
-        hashes = request.prefix_hash
-        if len(hashes) == 0:
-            return self._everyone.pick(workers)
-        # Block hashes are chained, so the last of the key's blocks stands for all of them.
-        worker = self.home(int(hashes[min(len(hashes), self._key_blocks) - 1]))
-        average = (int(workers.loads.sum()) + 1) / self._n
-        if workers.healthy[worker] and workers.loads[worker] <= self.load_factor * average:
-            return worker
-        return self._everyone.pick(workers)
+
+def prefix_key(request: RequestInfo, blocks: int) -> int | None:
+    """Return the key that a prompt's first blocks make; None where it has no hashes."""
+    # Block hashes are chained, so the last of the key's blocks stands for all of them.
+    hashes = request.prefix_hash
+    return int(hashes[min(len(hashes), blocks) - 1]) if len(hashes) else None
 
 
 class HashRingParameters(Parameters):
@@ -105,8 +114,9 @@ class HashRingPolicy(RouterPolicy):
         self, context: PolicyContext, parameters: HashRingParameters | None = None
     ) -> None:
         own = parameters or HashRingParameters()
-        self._n, self._load_factor = context.n_workers, own.load_factor
-        self._key_blocks = -(-own.prefix_tokens // context.prefix_block_tokens)
+        self._load_factor = own.load_factor
+        self.prefix_blocks = -(-own.prefix_tokens // context.prefix_block_tokens)
+        self._everyone = Rule(range(context.n_workers), in_turn=False)
         ring = sorted(
             (_mix64(worker << 32 | point), worker)
             for worker in range(context.n_workers)
@@ -120,16 +130,13 @@ class HashRingPolicy(RouterPolicy):
         # Keys may be small numbers, as the points' are before they are scrambled.
         return self._workers[bisect(self._positions, _mix64(~key & _MASK64)) % len(self._workers)]
 
-    def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the key's worker, or the least loaded one if that is overloaded."""
-        hashes, loads = request.prefix_hash, workers.loads
-        # Block hashes are chained, so the last of the key's blocks stands for all of them.
-        last = min(len(hashes), self._key_blocks) - 1
-        worker = self.home(int(hashes[last]) if last >= 0 else request.request_id)
-        most = self._load_factor * (int(loads.sum()) + 1) / self._n
-        if workers.healthy[worker] and loads[worker] <= most:
-            return worker
-        return min(workers.usable(), key=lambda other: (int(loads[other]), other), default=None)
+    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Kept]:
+        """Return the key's worker, unless it is overloaded."""
+        keys = [prefix_key(request, self.prefix_blocks) for request in requests]
+        return [
+            Kept(self.home(r.request_id if key is None else key), self._everyone, self._load_factor)
+            for r, key in zip(requests, keys, strict=True)
+        ]
 
 
 def _mix64(value: int) -> int:

@@ -284,7 +284,9 @@ class Cluster:
         settings["max_model_len"] = spec.max_model_len
         settings["max_concurrency"] = -1 if spec.max_concurrency is None else spec.max_concurrency
         settings["report_delay_s"] = spec.load_report_delay_s
-        asked = any(r.policy is not None and not r.shortlisting for r in self.routers)
+        asked = any(
+            r.policy is not None and (r.needs.signals or not r.tells_rules) for r in self.routers
+        )
         settings["signal_interval_s"] = spec.signal_interval_s if asked else -1.0
         settings["routing_s"] = spec.routing_s + spec.handover_s
         settings["routing_token_s"] = spec.routing_token_s
@@ -546,13 +548,13 @@ class Cluster:
                 times[request] = one[0]
 
     def _ask(self, number: int, request: int) -> int:
-        """Ask a router for a worker, or for the shortlist of requests like this one."""
+        """Ask a router for a worker, or for the rule of requests like this one."""
         router = self.routers[number]
         self._tell_listeners()
         self._tell_prefill()
-        if router.shortlisting:
+        if router.tells_rules:
             members = router.unknown(request)
-            rules = router.policy.shortlists([self._info(number, member) for member in members])
+            rules = router.policy.rules([self._info(number, member) for member in members])
             known = router.arrays
             for member, rule in zip(members, rules, strict=True):
                 router.learn(member, rule)

@@ -1,7 +1,7 @@
 """What the compiled loop does with routers: asks them, or applies their rules, and holds requests.
 
-A router whose rule is a `policies.shortlist.Shortlist` is asked once for each class of requests
-that it treats alike and then applied here; any other is asked each time.
+A router that tells rules, `policies.rule.Rule`, is asked once for each class of requests that it
+treats alike, and its rule is then applied here; any other is asked each time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from eldr_sim.simulator.plane.compiled import ask, compiled
 from eldr_sim.simulator.plane.engine import Engines, publish_signals
 
-#: What a router answers besides a worker's number: look at its shortlists again; the same, but
+#: What a router answers besides a worker's number: look at its rules again; the same, but
 #: their arrays are others now, so return; it has failed, so return; hold the request.
 LOOK, RETURN, FAIL, HOLD = np.int64(-1), np.int64(-2), np.int64(-3), np.int64(-4)
 
@@ -26,13 +26,14 @@ class Router(NamedTuple):
     signals: NDArray[np.void]  #: ``SIGNALS [workers]``, as old as ``CLOCK.signals_s``
     healthy: NDArray[np.bool_]  #: ``[workers]``: may be chosen, as routers know
     record: NDArray[np.void]  #: ``ROUTER [1]``
-    class_of: NDArray[np.int32]  #: ``[requests]``: requests of a class have one shortlist; -1: ask
-    list_of: NDArray[np.int32]  #: ``[classes]``: shortlist of a class, -1 while unknown
-    members: NDArray[np.int32]  #: ``[shortlists, its workers]``
-    size: NDArray[np.int32]  #: ``[shortlists]``
-    by_load: NDArray[np.bool_]  #: ``[shortlists]``: the least loaded member, else the next one
-    in_turn: NDArray[np.bool_]  #: ``[shortlists]``: begin behind the member picked last
-    turn: NDArray[np.int32]  #: ``[shortlists]``: where to begin
+    class_of: NDArray[np.int32]  #: ``[requests]``: requests of a class have one rule; -1: ask
+    rule_of: NDArray[np.int32]  #: ``[classes]``: -1 while unknown
+    home_of: NDArray[np.int32]  #: ``[classes]``: the worker that keeps them, or -1,
+    factor_of: NDArray[np.float64]  #: ``[classes]``: up to so many times the mean load
+    rules: NDArray[np.void]  #: ``RULE [rules]``
+    members: NDArray[np.int32]  #: ``[rules, its workers]``
+    weights: NDArray[np.float64]  #: ``[rules, COLUMNS]``
+    sent: NDArray[np.int64]  #: ``[rules, workers]``: requests since its signals were published
 
 
 @compiled()
@@ -48,8 +49,13 @@ def choose(clock: Any, engines: Engines, routers: Any, r: int, request: int) -> 
     router = routers[r]
     while True:
         kind = router.class_of[request]
-        rule = router.list_of[kind] if kind >= 0 else np.int32(-1)
+        rule = router.rule_of[kind] if kind >= 0 else np.int32(-1)
         if rule >= 0:
+            home = router.home_of[kind]
+            if home >= 0 and _keeps(router, home, router.factor_of[kind]):
+                return int(home)
+            if router.rules[rule].signals:
+                _refresh(clock, engines, router, rule)
             return _pick(router, rule)
         if engines.settings[0].signal_interval_s == 0.0:
             publish(engines, router)
@@ -60,26 +66,64 @@ def choose(clock: Any, engines: Engines, routers: Any, r: int, request: int) -> 
 
 
 @compiled()
+def _keeps(router: Router, home: int, factor: float) -> Any:
+    """Whether a worker keeps a request, as `Kept.pick` has it."""
+    if not router.healthy[home]:
+        return False
+    own, total = router.record[0], np.int64(1)
+    for worker in range(own.first_worker, own.first_worker + own.n_workers):
+        total += router.loads[worker]
+    return router.loads[home] <= factor * total / own.n_workers
+
+
+@compiled()
+def _refresh(clock: Any, engines: Engines, router: Router, rule: int) -> None:
+    """Let a rule see what engines publish, and count anew what it has sent since."""
+    record = router.rules[rule]
+    if engines.settings[0].signal_interval_s == 0.0 and record.seen_s != clock[0].now:
+        publish(engines, router)
+        clock[0].signals_s = clock[0].now
+    if record.seen_s != clock[0].signals_s:
+        record.seen_s = clock[0].signals_s
+        router.sent[rule] = 0
+
+
+@compiled()
+def _score(router: Router, rule: int, worker: int) -> Any:
+    """Return a worker's weighted sum; additions as in `Rule.pick`, for the same last bit."""
+    weight = router.weights[rule]
+    total = weight[0] * router.loads[worker]
+    if router.rules[rule].signals:
+        signals = router.signals[worker]
+        known = weight[2] * signals.waiting + weight[3] * signals.running
+        known += weight[4] * signals.waiting_tokens
+        known += weight[5] * signals.running_tokens
+        known += weight[6] * signals.kv_usage
+        total = total + weight[1] * router.sent[rule, worker] + known
+    return total
+
+
+@compiled()
 def _pick(router: Router, rule: int) -> Any:
-    """Return the worker that a shortlist chooses, as `Shortlist.pick` does."""
-    size = router.size[rule]
-    best, place, least = -1, router.turn[rule], np.int64(0)
-    for _ in range(size):
+    """Return the worker that a rule chooses, as `Rule.pick` does."""
+    record = router.rules[rule]
+    best, place, least = -1, record.turn, 0.0
+    for _ in range(record.size):
         worker = router.members[rule, place]
         if router.healthy[worker]:
-            load = router.loads[worker]
-            if best < 0 or load < least:
-                best, least = place, load
-            if not router.by_load[rule]:
-                break
+            score = _score(router, rule, worker)
+            if best < 0 or score < least:
+                best, least = place, score
         place += 1
-        if place == size:
+        if place == record.size:
             place = 0
     if best < 0:
         return _stand_in(router)
-    if router.in_turn[rule]:
-        router.turn[rule] = best + 1 if best + 1 < size else 0
-    return int(router.members[rule, best])
+    if record.in_turn:
+        record.turn = best + 1 if best + 1 < record.size else 0
+    chosen = int(router.members[rule, best])
+    router.sent[rule, chosen] += 1
+    return chosen
 
 
 @compiled()

@@ -1,4 +1,4 @@
-"""The routers of a run: policies, and the shortlists that the compiled loop knows of them."""
+"""The routers of a run: policies, and the rules that the compiled loop knows of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.policies.base import Needs, RequestInfo, RouterPolicy, Workers
-from eldr_sim.policies.shortlist import Shortlist, picks_from_shortlists
+from eldr_sim.policies.base import Needs, RequestInfo, RouterPolicy, Workers, gives_rules
+from eldr_sim.policies.rule import COLUMNS, Kept, Rule
 from eldr_sim.simulator.plane import choose, state
 from eldr_sim.traces.workload import Workload
 
 _NOBODY = np.zeros(0, np.int64)
-#: Classes of requests whose shortlists a policy is asked for in one call.
+#: Classes of requests whose rules a policy is asked for in one call.
 _ASKED_AT_ONCE = 512
 
 
@@ -48,19 +48,18 @@ class PolicyRouter:
         self.policy: Any = policy
         self.needs = Needs() if policy is None else policy.needs
         self.own = workers
-        shares = workload.prefix_block_tokens > 0
-        self.shortlisting = picks_from_shortlists(policy) and not (
-            shares and policy.shortlist_by == "prefix"
-        )
+        self.tells_rules = gives_rules(policy)
         kind, self._first = np.full(len(workload), -1, np.int32), _NOBODY
-        if self.shortlisting:
+        if self.tells_rules:
             kind, self._first = _classes(policy, workload)
         self._kind = kind.copy()
+        if policy is not None and policy.rule_by == "prefix" and workload.prefix_block_tokens:
+            self._kind[:] = -1  # requests that come to be have prefixes of their own
         self._upcoming = np.sort(self._first)  # the first requests of classes, as they arrive
         self._position = 0
         self._known: dict[Any, int] = {}
-        self._class_of_list: dict[int, int] = {}
-        self._kept: list[Shortlist] = []  # an id is good for as long as its object lives
+        self._class_of: dict[tuple[int, int, float], int] = {}
+        self._kept: list[Rule] = []  # an id is good for as long as its object lives
         mine = slice(workers.start, workers.stop)
         columns = [fleet.signals[name][mine] for name in state.SIGNALS.names or ()]
         record = np.zeros(1, state.ROUTER)
@@ -73,12 +72,13 @@ class PolicyRouter:
             healthy=fleet.healthy,
             record=record,
             class_of=kind,
-            list_of=np.full(len(self._first), -1, np.int32),
+            rule_of=np.full(len(self._first), -1, np.int32),
+            home_of=np.full(len(self._first), -1, np.int32),
+            factor_of=np.zeros(len(self._first)),
+            rules=np.zeros(4, state.RULE),
             members=np.zeros((4, len(workers)), np.int32),
-            size=np.zeros(4, np.int32),
-            by_load=np.zeros(4, np.bool_),
-            in_turn=np.zeros(4, np.bool_),
-            turn=np.zeros(4, np.int32),
+            weights=np.zeros((4, len(COLUMNS))),
+            sent=np.zeros((4, len(fleet.loads)), np.int64),
         )
 
     def workers(self, now_s: float, signals_s: float) -> Workers:
@@ -115,48 +115,57 @@ class PolicyRouter:
         self.arrays = self.arrays._replace(class_of=np.concatenate([known, more]))
 
     def unknown(self, request: int) -> list[int]:
-        """Return a request, and one of each of the next classes whose shortlist is not known."""
+        """Return a request, and one of each of the next classes whose rule is not known."""
         own = self.arrays.class_of[request]
         if own < 0:
             return [request]
         begin, self._position = self._position, self._position + _ASKED_AT_ONCE
         ahead = self._upcoming[begin : self._position]
-        unknown = self.arrays.list_of[self.arrays.class_of[ahead]] < 0
+        unknown = self.arrays.rule_of[self.arrays.class_of[ahead]] < 0
         return [request, *ahead[unknown & (ahead != self._first[own])].tolist()]
 
-    def learn(self, request: int, rule: Shortlist) -> None:
-        """Note the shortlist of a request's class."""
-        number = self._number(rule)
-        arrays = self.arrays
-        if arrays.class_of[request] >= 0:
-            arrays.list_of[arrays.class_of[request]] = number
+    def learn(self, request: int, rule: Rule | Kept) -> None:
+        """Note the rule of a request's class."""
+        home, factor = -1, 0.0
+        if isinstance(rule, Kept):
+            self.check(rule.worker)
+            home, factor, rule = self.own[rule.worker], rule.factor, rule.rule
+        number, arrays = self._number(rule), self.arrays
+        kind = int(arrays.class_of[request])
+        if kind < 0:
+            key = number, home, factor
+            if key not in self._class_of:
+                self._class_of[key] = len(arrays.rule_of)
+                self.arrays = arrays = arrays._replace(
+                    rule_of=np.append(arrays.rule_of, np.int32(number)),
+                    home_of=np.append(arrays.home_of, np.int32(home)),
+                    factor_of=np.append(arrays.factor_of, factor),
+                )
+            arrays.class_of[request] = self._class_of[key]
             return
-        if number not in self._class_of_list:
-            self._class_of_list[number] = len(arrays.list_of)
-            grown = np.append(arrays.list_of, np.int32(number))
-            self.arrays = arrays = arrays._replace(list_of=grown)
-        arrays.class_of[request] = self._class_of_list[number]
+        arrays.home_of[kind], arrays.factor_of[kind] = home, factor
+        arrays.rule_of[kind] = number
 
-    def _number(self, rule: Shortlist) -> int:
-        """Return the number of a shortlist; those that remember nothing are equal by contents."""
-        key = id(rule) if rule.in_turn else (rule.workers, rule.by_load)
+    def _number(self, rule: Rule) -> int:
+        """Return the number of a rule; those that remember nothing are equal by contents."""
+        remembers = rule.in_turn or rule.signals
+        key = id(rule) if remembers else (rule.workers, rule.weights)
         if key in self._known:
             return self._known[key]
-        number = len(self._known)
-        if number == len(self.arrays.size):
-            self.arrays = self.arrays._replace(
-                **{
-                    name: grown(getattr(self.arrays, name))
-                    for name in ("members", "size", "by_load", "in_turn", "turn")
-                }
+        number, arrays = len(self._known), self.arrays
+        if number == len(arrays.rules):
+            self.arrays = arrays = arrays._replace(
+                rules=grown(arrays.rules),
+                members=grown(arrays.members),
+                weights=grown(arrays.weights),
+                sent=grown(arrays.sent),
             )
-        arrays = self.arrays
         for worker in rule.workers:
             self.check(worker)
         arrays.members[number, : len(rule.workers)] = np.add(rule.workers, self.own.start)
-        arrays.size[number] = len(rule.workers)
-        arrays.by_load[number], arrays.in_turn[number] = rule.by_load, rule.in_turn
-        arrays.turn[number] = rule.turn
+        size = len(rule.workers)
+        arrays.rules[number] = size, rule.in_turn, rule.turn, rule.signals, -np.inf
+        arrays.weights[number] = rule.weights
         self._known[key] = number
         self._kept.append(rule)
         return number
@@ -167,12 +176,18 @@ def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], NDArra
 
     -1 where the class is not known beforehand.
     """
-    if policy.shortlist_by == "domain":
+    if policy.rule_by == "domain":
         alike = workload.domain.astype(np.int64)
-    elif policy.shortlist_by == "signature":
+    elif policy.rule_by == "signature":
         if workload.prefix_block_tokens:  # what the prefix cache holds decides, too
             return np.full(len(workload), -1, np.int32), _NOBODY
         alike = workload.text.astype(np.int64) << 32 | workload.prompt_len
+    elif policy.rule_by == "prefix" and workload.prefix_block_tokens:
+        begin, n = workload.prefix_indptr[:-1], np.diff(workload.prefix_indptr)
+        keyed = np.flatnonzero(n)
+        keys = workload.prefix_hash[(begin + np.minimum(n, policy.prefix_blocks) - 1)[keyed]]
+        alike = np.zeros(len(workload), np.int64)
+        alike[keyed] = np.unique(keys, return_inverse=True)[1] + 1
     else:
         alike = np.zeros(len(workload), np.int64)
     _, first, kind = np.unique(alike, return_index=True, return_inverse=True)

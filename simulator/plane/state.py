@@ -280,6 +280,17 @@ ROUTER = np.dtype(
     ]
 )
 
+#: A rule of a router, see `policies.rule`.
+RULE = np.dtype(
+    [
+        ("size", np.int64),  # its workers
+        ("in_turn", np.bool_),  # begin behind the one picked last
+        ("turn", np.int64),  # where to begin
+        ("signals", np.bool_),  # it weighs what engines publish,
+        ("seen_s", np.float64),  # then, as it has seen it last
+    ]
+)
+
 #: The gap between a request's last token before a preemption and the first one after it, s.
 GAP = np.dtype([("last_token_s", np.float64), ("resumed_s", np.float64)])
 

@@ -11,10 +11,9 @@ from scipy.stats import chisquare
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.kernels.flops import PrefillWork
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
+from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers, gives_rules
 from eldr_sim.policies.routing.decode import split_workers
 from eldr_sim.policies.routing.prefill import HashRingPolicy, PrefixHashPolicy
-from eldr_sim.policies.shortlist import picks_from_shortlists
 from eldr_sim.traces.routing.calibration import CalibrationSet
 
 REQUEST = RequestInfo(request_id=0, prompt_len=10, domain=0)
@@ -193,12 +192,12 @@ def test_domain_policy_joins_the_shortest_queue_of_its_domain():
 def test_ties_may_be_drawn(name):
     made = calibration([0] * 10, n_domains=1)
     policy = registry.decode_policy(f"{name}:ties=random", context(5, calibration=made))
-    assert not picks_from_shortlists(policy)
+    assert not gives_rules(policy)
     loads = Workers.idle([2, 1, 1, 3, 1])
     picks = np.bincount([policy.select(REQUEST, loads) for _ in range(3000)], minlength=5)
     assert picks[[0, 3]].tolist() == [0, 0]
     assert chisquare(picks[[1, 2, 4]]).pvalue > 0.001
-    assert picks_from_shortlists(registry.decode_policy(name, context(5, calibration=made)))
+    assert gives_rules(registry.decode_policy(name, context(5, calibration=made)))
 
 
 # -- hash ring ---------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
+from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers, gives_rules
 from eldr_sim.policies.choice import FIELDS
-from eldr_sim.policies.shortlist import picks_from_shortlists
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config, read_config
@@ -300,7 +299,7 @@ def test_a_mistake_in_a_policy_is_one_line_that_names_it(
 
 
 def test_what_a_policy_inherits_decides_how_it_is_asked(tmp_path, monkeypatch):
-    """A subclass of a policy of ours is asked for shortlists, unless it selects itself."""
+    """A subclass of a policy of ours is asked for rules, unless it selects itself."""
     source = "from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy as J\n"
     source += (
         "class A(J):\n name = 'a'\nclass B(J):\n name = 'b'\n def select(self, r, w): return 0\n"
@@ -308,9 +307,9 @@ def test_what_a_policy_inherits_decides_how_it_is_asked(tmp_path, monkeypatch):
     package(tmp_path, "eldr_heirs", source, {"a": "eldr_heirs:A", "b": "eldr_heirs:B"})
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    assert picks_from_shortlists(registry.decode_policy("jsq", context()))
-    assert picks_from_shortlists(registry.decode_policy("a", context()))
-    assert not picks_from_shortlists(registry.decode_policy("b", context()))
+    assert gives_rules(registry.decode_policy("jsq", context()))
+    assert gives_rules(registry.decode_policy("a", context()))
+    assert not gives_rules(registry.decode_policy("b", context()))
 
 
 def test_a_policy_gets_what_it_declares_and_no_more(tmp_path, monkeypatch):

@@ -1,0 +1,129 @@
+"""The rule that most routers end in: of some workers the one of the smallest weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from eldr_sim.policies.base import Workers
+
+#: What a rule may weigh: columns of `base.Workers`, and the requests ``sent`` to a worker since its
+#: engine published, which ``waiting`` and ``running`` do not count yet.
+COLUMNS = (
+    "loads", "sent", "waiting", "running", "waiting_tokens", "running_tokens", "kv_usage",
+)  # fmt: skip
+#: What of a request decides on its rule. With ``prefix`` that is the key that its first
+#: ``prefix_blocks`` blocks make.
+RuleBy = Literal["nothing", "domain", "prefix", "signature"]
+
+
+class Rule:
+    """Picks the one of ``workers`` with the smallest sum of weighted columns.
+
+    Ties go to the first tied worker behind the one picked last, as nginx's ``least_conn`` tries
+    equal servers in turn. Taking the lowest index instead would pile an idle cluster's requests
+    on worker 0.
+
+    Parameters
+    ----------
+    workers
+        Indices to choose from, at least one.
+    weights
+        Weights of `COLUMNS`; without any, all workers are equal.
+    in_turn
+        Begin behind the worker picked last; else with the first of ``workers``, so that they are
+        in order of preference among equals.
+    rng
+        Draws among equals, if given; the policy's ``rule_by`` must then be None.
+    """
+
+    __slots__ = ("_known", "_seen_s", "_sent", "in_turn", "rng", "turn", "weights", "workers")
+
+    def __init__(
+        self,
+        workers: Sequence[int],
+        weights: Mapping[str, float] | None = None,
+        *,
+        in_turn: bool = True,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        self.workers: tuple[int, ...] = tuple(workers)
+        if not self.workers:
+            raise ValueError("a rule without workers")
+        given = {"loads": 1.0} if weights is None else weights
+        if unknown := given.keys() - set(COLUMNS):
+            raise ValueError(f"no columns {', '.join(sorted(unknown))}: of {', '.join(COLUMNS)}")
+        self.weights = tuple(float(given.get(name, 0.0)) for name in COLUMNS)
+        self.in_turn, self.rng = in_turn, rng
+        self.turn: int = 0
+        self._seen_s = -np.inf
+        self._known: NDArray[np.float64] = np.zeros(0)
+        self._sent: NDArray[np.float64] = np.zeros(0)
+
+    @property
+    def signals(self) -> bool:
+        """Whether it weighs what engines publish, or what they do not know yet."""
+        return any(self.weights[1:])
+
+    def pick(self, workers: Workers) -> int | None:
+        """Return the chosen worker's index; None where no worker of the pool is healthy.
+
+        Where none of the rule's is, the least loaded healthy worker of the pool stands in.
+
+        Parameters
+        ----------
+        workers
+            `base.Workers`, whose signals are read when they are others than at the last call.
+        """
+        usable = set(workers.usable())
+        order: list[int] = [*range(self.turn, len(self.workers)), *range(self.turn)]
+        order = [place for place in order if self.workers[place] in usable]
+        if not order:
+            loads: list[int] = workers.loads.tolist()
+            return min(usable, key=lambda worker: (loads[worker], worker), default=None)
+        score = self._scores(workers)
+        place = min(order, key=lambda i: score[self.workers[i]])
+        if self.rng is not None:
+            least = score[self.workers[place]]
+            tied = [i for i in order if score[self.workers[i]] == least]
+            place = tied[int(self.rng.integers(len(tied)))]
+        if self.in_turn:
+            self.turn = (place + 1) % len(self.workers)
+        if self.signals:
+            self._sent[self.workers[place]] += 1.0
+        return self.workers[place]
+
+    def _scores(self, workers: Workers) -> list[float]:
+        """Return the sum of each worker of the pool."""
+        score = self.weights[0] * workers.loads
+        if self.signals:
+            if workers.signals_s != self._seen_s:
+                self._seen_s, self._sent = workers.signals_s, np.zeros(len(workers.loads))
+                parts = zip(self.weights[2:], COLUMNS[2:], strict=True)
+                columns = workers._asdict()
+                self._known = sum(
+                    (weight * columns[name] for weight, name in parts), np.zeros(len(self._sent))
+                )
+            score = score + self.weights[1] * self._sent + self._known
+        found: list[float] = score.tolist()
+        return found
+
+
+class Kept(NamedTuple):
+    """A worker that keeps a request while it is not overloaded, and the rule for when it is."""
+
+    worker: int
+    rule: Rule
+    factor: float
+    """Its most load, times the mean of all workers with the request at hand."""
+
+    def pick(self, workers: Workers) -> int | None:
+        """Return the chosen worker's index; see `Rule.pick`."""
+        most = self.factor * (int(workers.loads.sum()) + 1) / len(workers.loads)
+        if workers.healthy[self.worker] and workers.loads[self.worker] <= most:
+            return self.worker
+        return self.rule.pick(workers)
