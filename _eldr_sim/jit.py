@@ -22,8 +22,6 @@ import eldr_sim
 from eldr_sim.cache import NUMBA, stamp, writable_folder
 from eldr_sim.inlined import InlinedCache, InlinedCompiler, RestrictedCompiler
 
-__all__ = ["is_cold", "njit", "popcount"]
-
 _config: Any = numba.config  # its settings are made when it is imported, which mypy cannot see
 
 

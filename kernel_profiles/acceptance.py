@@ -46,6 +46,8 @@ def rates_of_length(length: float, n: int) -> tuple[float, ...]:
 def shipped(name: str | None, model: str, method: str, n: int) -> Acceptance:
     """Return a published acceptance of ``n`` drafts.
 
+    Raises InputError if there is no such acceptance.
+
     Parameters
     ----------
     name
@@ -54,11 +56,6 @@ def shipped(name: str | None, model: str, method: str, n: int) -> Acceptance:
         What drafts for what, and how many tokens a step. Positions beyond the published rates are
         accepted like the last one, given the one before; a length is taken at its own number of
         drafts, or else the acceptance of each draft at the next number that was published.
-
-    Raises
-    ------
-    InputError
-        If there is no such acceptance.
     """
     field = "speculative_config.acceptance"
     if name is None:

@@ -59,20 +59,9 @@ def grown(activated: NDArray[np.float64], n_experts: int, growth: float) -> NDAr
 def pad(cost: StepCost, padding: Padding, sizes: NDArray[np.int64]) -> StepCost:
     """Return a worker's step times as its graphs run.
 
-    Parameters
-    ----------
-    cost
-        Step times without padding.
-    padding
-        ``dense``: the padding rows choose no experts; ``experts``: they choose as those of the
-        batch do.
-    sizes
-        From :func:`padded_sizes`.
-
-    Raises
-    ------
-    InputError
-        If there is no such padding.
+    ``cost``: step times without padding; ``padding``: ``dense``: the padding rows choose no
+    experts; ``experts``: they choose as those of the batch do; ``sizes``: from
+    :func:`padded_sizes`. Raises InputError if there is no such padding.
     """
     if padding not in get_args(Padding):
         raise InputError("cudagraph_padding", repr(padding), ", ".join(get_args(Padding)))

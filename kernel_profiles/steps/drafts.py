@@ -37,25 +37,17 @@ _EAGLE3_TOKENS = 32000
 
 @dataclass(frozen=True)
 class Draft:
-    """What drafts for one worker; nothing of it computes where drafts are looked up.
+    """What drafts for one worker; nothing of it computes where drafts are looked up."""
 
-    Attributes
-    ----------
-    step_time
-        Step times of a pass, host included; None where drafts are looked up.
-    host_s
-        Of each pass, or of the look-up.
-    weight_bytes, kv_bytes_per_token, n_kv_tensors
-        On one GPU of the worker, beside the served model's.
-    provenance, warnings
-        As of a `StepTimeModel`.
-    """
-
+    #: Step times of a pass, host included; None where drafts are looked up.
     step_time: StepTimeModel | None
-    host_s: float
+    host_s: float  #: of each pass, or of the look-up
+    #: ``weight_bytes``, ``kv_bytes_per_token``, ``n_kv_tensors``: on one GPU of the worker, beside
+    #: the served model's.
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     n_kv_tensors: int = 0
+    #: ``provenance``, ``warnings``: as of a `StepTimeModel`.
     provenance: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
     warnings: tuple[str, ...] = ()
 
@@ -71,6 +63,9 @@ def build_draft(
 ) -> Draft:
     """Return what drafts for a worker.
 
+    Raises InputError if the served model has no layer to draft with, or the draft cannot be spread
+    so.
+
     Parameters
     ----------
     method, model
@@ -81,11 +76,6 @@ def build_draft(
         Makes the step times of a pass: of ``(dims, parallelism, host_gap_s, linears)``.
     host_s
         Of each pass; :data:`DRAFT_HOST_S` when not given.
-
-    Raises
-    ------
-    InputError
-        If the served model has no layer to draft with, or the draft cannot be spread so.
     """
     host = DRAFT_HOST_S if host_s is None else host_s
     origin = (

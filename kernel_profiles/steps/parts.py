@@ -247,10 +247,7 @@ class Parts:
     def launches_s(self) -> float:
         """Host time in which a step without graphs launches its kernels.
 
-        Raises
-        ------
-        InputError
-            Nobody has said how long that takes on this GPU.
+        Raises InputError: nobody has said how long that takes on this GPU.
         """
         model, efficiency = self.whole, roofline.efficiency_of(self.gpu)
         if efficiency.launch_s is None:

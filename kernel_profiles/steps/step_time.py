@@ -41,50 +41,33 @@ _DENSE_ROWS = 1024  # of a rank's MoE table; beyond, each is 2% more than the on
 
 @dataclass(frozen=True, eq=False)
 class StepTimeModel:
-    """Step times of one worker serving one model.
+    """Step times of one worker serving one model."""
 
-    Attributes
-    ----------
-    model, gpu, parallelism
-        What serves where, and on how many GPUs.
-    max_num_seqs, max_model_len
-        Extent of the tables: sequences in a decode step, tokens of one sequence.
-    cost
-        The tables of its step times.
-    layer
-        The MoE layer that was measured, for :meth:`rank_moe`.
-    n_moe_layers, n_experts
-        Of the model, 0 where it is dense.
-    moe_batch_max, attention_batch_max, context_max
-        Largest measured points; beyond them the tables extrapolate.
-    attention_tokens_max
-        Largest measured batch * context of attention.
-    host_gap_s
-        Engine time per step.
-    provenance
-        By component (moe, attention, gemm, norms, host_gap, and collectives between several
-        GPUs; engine_step in the place of the last four): label, origin, kernel_source, and the
-        fit errors of the MoE layer and of engine steps.
-    warnings
-        What a reader of results must know, one line each.
-    """
-
+    #: ``model``, ``gpu``, ``parallelism``: what serves where, and on how many GPUs.
     model: ModelDims
     gpu: GPU
     parallelism: Parallelism
+    #: ``max_num_seqs``, ``max_model_len``: extent of the tables: sequences in a decode step, tokens
+    #: of one sequence.
     max_num_seqs: int
     max_model_len: int
+    #: ``n_moe_layers``, ``n_experts``: of the model, 0 where it is dense.
     n_moe_layers: int
     n_experts: int
+    #: ``moe_batch_max``, ``attention_batch_max``, ``context_max``: largest measured points; beyond
+    #: them the tables extrapolate.
     moe_batch_max: int
     attention_batch_max: int
     context_max: int
-    attention_tokens_max: int
-    host_gap_s: float
+    attention_tokens_max: int  #: largest measured batch * context of attention
+    host_gap_s: float  #: engine time per step
+    #: By component (moe, attention, gemm, norms, host_gap, and collectives between several GPUs;
+    #: engine_step in the place of the last four): label, origin, kernel_source, and the fit errors
+    #: of the MoE layer and of engine steps.
     provenance: dict[str, dict[str, Any]]
-    warnings: tuple[str, ...]
-    cost: StepCost = field(repr=False)
-    layer: MoELayer = field(repr=False)
+    warnings: tuple[str, ...]  #: what a reader of results must know, one line each
+    cost: StepCost = field(repr=False)  #: the tables of its step times
+    layer: MoELayer = field(repr=False)  #: the MoE layer that was measured, for :meth:`rank_moe`
 
     @property
     def label(self) -> Provenance:
@@ -101,6 +84,8 @@ class StepTimeModel:
     ) -> StepParts:
         """Return the time of one step by component, see :mod:`.step_cost`.
 
+        Raises InputError if the step does not fit into the tables.
+
         Parameters
         ----------
         batch, context
@@ -115,11 +100,6 @@ class StepTimeModel:
         rows
             Sequences that lm_head is computed for; one for each in the batch and each chunk when
             not given.
-
-        Raises
-        ------
-        InputError
-            If the step does not fit into the tables.
         """
         from eldr_sim.kernel_profiles.steps.step_cost import step_parts  # the compiler loads slowly
 
@@ -155,17 +135,9 @@ class StepTimeModel:
         For the ranks of a group whose tokens are dispatched to their experts: such a rank is one
         GPU that computes ``pairs / top_k`` tokens on the experts that it activates.
 
-        Parameters
-        ----------
-        slots
-            Expert instances of the fullest rank.
-        max_pairs
-            Most token-expert pairs of a rank in a step; more go on with the last slope.
-
-        Raises
-        ------
-        InputError
-            If the sizes are out of range.
+        ``slots``: expert instances of the fullest rank; ``max_pairs``: most token-expert pairs of a
+        rank in a step; more go on with the last slope. Raises InputError if the sizes are out of
+        range.
         """
         if not 1 <= slots <= self.n_experts:
             raise InputError("slots", f"{slots} a rank", f"1 to the {self.n_experts} experts")
@@ -219,6 +191,8 @@ def build_step_time_model(
 ) -> StepTimeModel:
     """Tabulate the step times of one worker that serves one model.
 
+    Raises InputError: unknown names, sizes out of range, or a model that cannot be spread so.
+
     Parameters
     ----------
     model, gpu
@@ -251,11 +225,6 @@ def build_step_time_model(
     tokens_per_sequence
         Most tokens that a step computes for a sequence that decodes: more than one where it
         verifies drafts.
-
-    Raises
-    ------
-    InputError
-        Unknown names, sizes out of range, or a model that cannot be spread so.
     """
     dims = load_model(model) if isinstance(model, str) else model
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu

@@ -94,10 +94,7 @@ def kv_blocks(
     attention, and requests take more of them for their windows; without, layers with a sliding
     window are charged for their whole context.
 
-    Raises
-    ------
-    InputError
-        If the weights leave no room for a single block.
+    Raises InputError if the weights leave no room for a single block.
     """
     weights = parallelism.weight_bytes(model, instances)
     free = gpu.kv_cache_bytes(weights + activation_bytes, utilization)

@@ -48,16 +48,9 @@ class Replay:
     ) -> NDArray[np.float64]:
         """Share of decode steps in which each expert is active, ``[moe_layers, n_experts]``.
 
-        Parameters
-        ----------
-        trace_request
-            Whose window is replayed.
-        offset
-            Row of the window that the first step feeds.
-        steps
-            Decode steps, at least 1; the window is read round and round.
-        n_experts
-            Experts of a layer.
+        ``trace_request``: whose window is replayed; ``offset``: row of the window that the first
+        step feeds; ``steps``: decode steps, at least 1; the window is read round and round;
+        ``n_experts``: experts of a layer.
         """
         words = (n_experts + 63) // 64
         count = np.zeros((self.bits.shape[1] // words, words * 64), np.int64)
@@ -138,11 +131,8 @@ def make_replicas(
 def fit_trace(trace: RoutingTrace, model: ModelDims) -> RoutingTrace:
     """Return the trace as the model replays it: with the model's top-k of the experts recorded.
 
-    Raises
-    ------
-    InputError
-        If the trace's experts cannot stand for the model's: their number differs, a token chose
-        fewer than the model's top-k, or the trace does not say which of them came first.
+    Raises InputError if the trace's experts cannot stand for the model's: their number differs, a
+    token chose fewer than the model's top-k, or the trace does not say which of them came first.
     """
     manifest = trace.manifest
     have = (manifest.n_experts, manifest.top_k)
@@ -186,10 +176,7 @@ def prompt_rows(trace: RoutingTrace, workload: Workload | None = None) -> Prompt
 
     Without a workload no prompt shares blocks with another.
 
-    Raises
-    ------
-    InputError
-        If the trace is decode-only.
+    Raises InputError if the trace is decode-only.
     """
     trace.require_prompts("the experts of prompts")
     bits = trace.bits.reshape(len(trace.bits), -1)

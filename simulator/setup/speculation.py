@@ -26,23 +26,15 @@ REJECTED = "those of the recorded token at its place"
 
 @dataclass(frozen=True, eq=False)
 class Speculation:
-    """The drafts of a pool's engines.
+    """The drafts of a pool's engines."""
 
-    Attributes
-    ----------
-    config, acceptance, draft
-        What was asked for, how many drafts are accepted, and what drafts.
-    by_row
-        Whether attention reads a sequence's context once for each of its tokens.
-    key
-        Of the acceptances' random stream.
-    """
-
+    #: ``config``, ``acceptance``, ``draft``: what was asked for, how many drafts are accepted, and
+    #: what drafts.
     config: SpeculativeConfig
     acceptance: Acceptance
     draft: Draft
-    by_row: bool
-    key: int
+    by_row: bool  #: whether attention reads a sequence's context once for each of its tokens
+    key: int  #: of the acceptances' random stream
 
     @property
     def k(self) -> int:
@@ -89,10 +81,8 @@ def speculation_of(
 
     ``build`` is as of `build_draft`.
 
-    Raises
-    ------
-    InputError
-        If nobody knows how many drafts are accepted, or the model cannot be drafted for so.
+    Raises InputError if nobody knows how many drafts are accepted, or the model cannot be drafted
+    for so.
     """
     given = config.speculative_config
     if given is None or given.num_speculative_tokens == 0:

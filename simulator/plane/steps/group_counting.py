@@ -63,16 +63,9 @@ def count_step(
 ) -> None:
     """Count what the engines of a group compute in their step, into ``c.work``.
 
-    Parameters
-    ----------
-    engines, bits, prompts
-        As of `group_step.group_step`.
-    size
-        Engines of the group.
-    c
-        What counting needs.
-    loads
-        Where the tokens of each expert are added up if the step counts for a relocation.
+    ``engines``, ``bits``, ``prompts``: as of `group_step.group_step`; ``size``: engines of the
+    group; ``c``: what counting needs; ``loads``: where the tokens of each expert are added up if
+    the step counts for a relocation.
     """
     work, per = c.work, c.group.copy_per
     tokens = np.int64(0)
@@ -111,14 +104,9 @@ def count_step(
 def count_rows(bits: Any, rows: Any, c: Counting) -> None:
     """Count a step of tokens that all go to every rank, into ``c.work``.
 
-    Parameters
-    ----------
-    bits
-        uint64 ``[rows, layers * words]``: the experts of tokens.
-    rows
-        int64: those of the step, which lie on the ranks in turn.
-    c
-        What counting needs; of choices by count, where experts have several instances.
+    ``bits``: uint64 ``[rows, layers * words]``: the experts of tokens; ``rows``: int64: those of
+    the step, which lie on the ranks in turn; ``c``: what counting needs; of choices by count, where
+    experts have several instances.
     """
     work, n = c.work, rows.shape[0]
     for r in range(c.ranks):
