@@ -253,7 +253,7 @@ class Cluster:
         shared = replicas or no_replicas()
         if self.replica_policy is not None:
             most = max(
-                -(-max(e.max_num_seqs, e.max_num_batched_tokens) // e.group.ranks_per_engine)
+                -(-max(e.most_decoded, e.max_num_batched_tokens) // e.group.ranks_per_engine)
                 for e in (self.spec.prefill, self.spec.decode)
                 if e.group is not None
             )

@@ -34,7 +34,7 @@ def test_gpus_say_what_they_rest_on(run_cli):
 
 
 def test_help_of_run_lists_every_flag_of_the_readme(run_cli):
-    code, out, _ = run_cli("run", "--help")
+    code, out, _ = run_cli("run", "--help-all")
     assert code == 0
     flags = (
         "policy prefill-policy topology model gpu workload trace request-rate burstiness duration "

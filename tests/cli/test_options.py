@@ -8,7 +8,7 @@ import click
 import pyarrow.parquet as pq
 import pytest
 
-from eldr_sim.cli.groups import GROUPS
+from eldr_sim.cli.groups import _ALL, GROUPS
 from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import config_from_options, run_options
 from eldr_sim.policies.choice import BUILT_IN
@@ -84,13 +84,22 @@ def test_every_field_is_in_one_group():
 @pytest.mark.parametrize("command", ["run", "compare", "plan"])
 def test_the_help_is_in_groups_of_a_screen(command):
     found = cli.get_command(click.Context(cli), command)
-    text = found.get_help(click.Context(found, info_name=command, terminal_width=80))
+    context = click.Context(found, info_name=command, terminal_width=80)
+    short = found.get_help(context)
+    context.meta[_ALL] = True
+    text = found.get_help(context)
     parts = re.split(r"\n\n(?=\S)", text)
     titles = [part.splitlines()[0].rstrip(":") for part in parts[1:]]
     assert [title for title in titles if title != "Options"] == list(GROUPS)
     assert ("Options" in titles) == (command != "run")  # of the command's own
     assert max(part.count("\n") for part in parts) <= 40
-    assert all(f"  {option}" in text for option in ("--config", "--out", "--force"))
+    for each in (short, text):
+        assert all(f"  {option}" in each for option in ("--config", "--out", "--force"))
+    options = [set(re.findall(r"^  .*?--([\w-]+)", each, re.MULTILINE)) for each in (short, text)]
+    assert options[0] < options[1]
+    fields = {name.replace("_", "-") for name in RunConfig.model_fields}
+    assert len(fields & options[0]) <= 20 < 60 < len(fields & options[1])
+    assert command != "run" or len(options[0]) <= 25
 
 
 def test_the_help_names_the_policies(run_cli):
@@ -99,7 +108,7 @@ def test_the_help_names_the_policies(run_cli):
 
 
 def test_words_of_a_field_are_its_metavar(run_cli):
-    _, out, _ = run_cli("run", "--help")
+    _, out, _ = run_cli("run", "--help-all")
     words = get_args(RunConfig.model_fields["kv_transfer"].annotation)
     assert f"--kv-transfer {'|'.join(words)}" in out
 
