@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,11 +18,26 @@ import numba
 from numba import types
 from numba.core import event
 from numba.extending import intrinsic
+from numba.np import linalg as blas
 
 import eldr_sim
 from eldr_sim.cache import NUMBA, stamp, writable_folder
 from eldr_sim.inlined import InlinedCache, InlinedCompiler, RestrictedCompiler
 
+
+def _skip_blas() -> None:
+    """Import numba's array functions without the BLAS of SciPy, a fifth of a second of each run.
+
+    Who compiles a product of matrices gets it then: numba looks once more.
+    """
+    asked, blas.ensure_blas = blas.ensure_blas, lambda: None
+    try:
+        importlib.import_module("numba.np.arraymath")
+    finally:
+        blas.ensure_blas = asked
+
+
+_skip_blas()
 _config: Any = numba.config  # its settings are made when it is imported, which mypy cannot see
 
 

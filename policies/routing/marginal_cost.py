@@ -33,7 +33,7 @@ from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.eldr.signature import Floats
-from eldr_sim.policies.routing.activation import fit_activation
+from eldr_sim.policies.routing.activation import cached_activation
 from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks
 from eldr_sim.policies.routing.unions import ExpertUnions, growth, log_idle, on_grid, shift
 
@@ -138,7 +138,7 @@ class MarginalCostPolicy(RouterPolicy):
             allowed = "--data-parallel-size 2 or more, or a topology such as 8P16D"
             raise InputError("policy", f"{problem}; co-located workers have neither", allowed)
         step_times = context.require_step_times(self)
-        self._model = fit_activation(context.require_calibration(self))
+        self._model = cached_activation(context.require_calibration(self))
         n_layers, n_experts = self._model.mean_share.shape
         if n_experts != step_times.n_experts:
             problem = f"{n_experts} experts, but the model has {step_times.n_experts}"

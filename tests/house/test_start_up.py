@@ -41,6 +41,17 @@ def test_a_command_imports_no_more_than_it_needs(command, unwanted):
     subprocess.run([sys.executable, "-c", code, *command.split()], check=True, capture_output=True)
 
 
+def test_the_compiler_imports_blas_for_who_needs_it():
+    code = (
+        "import eldr_sim.simulator.run, sys, numba, numpy as np\n"
+        "numba.njit(lambda a: a.sum() + a[0])(np.ones(3))\n"
+        "assert 'scipy.linalg' not in sys.modules\n"
+        "product = numba.njit(lambda a, b: np.dot(a, b))\n"
+        "assert product(np.eye(3), np.full((3, 3), 2.0)).sum() == 18.0"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
 def test_an_interrupt_while_importing_is_one_line():
     code = (
         "import sys\n"

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from eldr_sim import cache
 from eldr_sim.errors import InputError
-from eldr_sim.policies.routing.activation import RIDGES, fit_activation
+from eldr_sim.policies.routing import activation
+from eldr_sim.policies.routing.activation import RIDGES, cached_activation, fit_activation
 from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import open_trace
 
@@ -122,3 +124,28 @@ def test_refuses_what_it_cannot_use():
         fit_activation(empty)
     with pytest.raises(InputError, match="2 layers x 7 experts"):
         fit_activation(noisy()).predict(np.ones((2, 8)))
+
+
+def test_a_fit_is_made_once_on_a_machine(tmp_path, monkeypatch):
+    """Of other calibration requests it is another; a file that is damaged is made anew."""
+    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path))
+    calibration, made = noisy(), []
+
+    def counted(calibration):
+        made.append(fit_activation(calibration))
+        return made[-1]
+
+    monkeypatch.setattr(activation, "fit_activation", counted)
+    for fits in (1, 1):
+        model = cached_activation(calibration)
+        assert len(made) == fits
+        for name, value in vars(made[0]).items():
+            np.testing.assert_array_equal(getattr(model, name), value)
+    cached_activation(noisy(seed=2))
+    assert len(made) == 2
+    for file in (tmp_path / cache.FITS).glob("*.npz"):
+        file.write_bytes(file.read_bytes()[:100])
+    cached_activation(calibration)
+    assert len(made) == 3
+    cached_activation(calibration)
+    assert len(made) == 3
