@@ -86,7 +86,8 @@ def test_ten_kills_lose_nothing_and_repeat_nothing(tmp_path):
 
 def test_a_kill_loses_nothing_and_repeats_nothing(tmp_path):
     path, out = tmp_path / "sweep.yaml", tmp_path / "out"
-    spec = SPEC | {"multiRun": {"numRuns": 2}}
+    few = {"policy": ["jsq", "eldr:artifact=no_such"], "request_rate": [5, 10, 20, 40]}
+    spec = SPEC | {"multiRun": {"numRuns": 3}, "sweep": {"type": "grid", "parameters": few}}
     path.write_text(yaml.safe_dump(spec))
     process = start(path, out, "--jobs", "1")
     while process.poll() is None and len(left_behind(out)[0]) < 5:
