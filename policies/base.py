@@ -33,32 +33,22 @@ class Workers(NamedTuple):
     The router counts ``loads`` itself. The other columns are what the engines publish, as of
     ``signals_s``: vLLM's metrics ``num_requests_waiting``, ``num_requests_running`` and
     ``kv_cache_usage_perc``, and tokens, which vLLM's data-parallel balancer counts in requests.
-
-    Attributes
-    ----------
-    loads
-        int64: requests in flight, from the router's decision until it hears of their end.
-    waiting, running
-        int64: requests in the waiting queue, those whose KV cache is on its way among them, and
-        requests that compute or decode.
-    waiting_tokens, running_tokens
-        int64: tokens of the prompts (after preemption: contexts) that wait, and of the contexts of
-        running requests.
-    kv_usage
-        float64: share of the KV blocks that requests hold, 0 to 1.
-    healthy
-        bool: whether the worker answers.
-    now_s, signals_s
-        The router's clock, and when the engines published what the columns say, s.
     """
 
+    #: int64: requests in flight, from the router's decision until it hears of their end.
     loads: NDArray[np.int64]
+    #: ``waiting``, ``running``: int64: requests in the waiting queue, those whose KV cache is on
+    #: its way among them, and requests that compute or decode.
     waiting: NDArray[np.int64]
     running: NDArray[np.int64]
+    #: ``waiting_tokens``, ``running_tokens``: int64: tokens of the prompts (after preemption:
+    #: contexts) that wait, and of the contexts of running requests.
     waiting_tokens: NDArray[np.int64]
     running_tokens: NDArray[np.int64]
-    kv_usage: NDArray[np.float64]
-    healthy: NDArray[np.bool_]
+    kv_usage: NDArray[np.float64]  #: float64: share of the KV blocks that requests hold, 0 to 1
+    healthy: NDArray[np.bool_]  #: bool: whether the worker answers
+    #: ``now_s``, ``signals_s``: the router's clock, and when the engines published what the columns
+    #: say, s.
     now_s: float = 0.0
     signals_s: float = 0.0
 
@@ -82,40 +72,26 @@ LOADS, NOTHING = frozenset({"loads"}), frozenset[str]()
 
 
 class RequestInfo(NamedTuple):
-    """A request as the router sees it at the moment of a decision.
+    """A request as the router sees it at the moment of a decision."""
 
-    Attributes
-    ----------
-    request_id
-        Number of the request within the run.
-    prompt_len
-        Prompt length in tokens.
-    domain
-        Oracle domain label, an index into ``CalibrationSet.domains``. No real router has it: only
-        ``DomainPolicy`` reads it.
-    prefix_hash
-        Hashes of the prompt's blocks in order, each over its own tokens and all before them (as
-        vLLM chains its block hashes); the last block may be partial. Empty where none is known.
-    signature
-        Prefill counts, shape [L, E]: prompt tokens that chose expert ``e`` at layer ``l``; or the
-        summed gate scores, as the policy's ``needs.signature`` says. ``None`` before prefill has
-        ended, and where the routing trace is decode-only.
-    signature_id
-        Names the content of ``signature``: two requests with the same id have equal counts, so
-        that a policy may reuse what it computed. ``None``: nothing is promised.
-    session
-        Names the conversation or the user that the request belongs to; ``None`` where unknown.
-    max_tokens
-        Output tokens that the client has asked for; ``None`` where it has set no limit.
-    """
-
-    request_id: int
-    prompt_len: int
+    request_id: int  #: number of the request within the run
+    prompt_len: int  #: prompt length in tokens
+    #: Oracle domain label, an index into ``CalibrationSet.domains``. No real router has it: only
+    #: ``DomainPolicy`` reads it.
     domain: int
+    #: Hashes of the prompt's blocks in order, each over its own tokens and all before them (as vLLM
+    #: chains its block hashes); the last block may be partial. Empty where none is known.
     prefix_hash: Sequence[int] = ()
+    #: Prefill counts, shape [L, E]: prompt tokens that chose expert ``e`` at layer ``l``; or the
+    #: summed gate scores, as the policy's ``needs.signature`` says. ``None`` before prefill has
+    #: ended, and where the routing trace is decode-only.
     signature: NDArray[Any] | None = None
+    #: Names the content of ``signature``: two requests with the same id have equal counts, so that
+    #: a policy may reuse what it computed. ``None``: nothing is promised.
     signature_id: int | None = None
+    #: Names the conversation or the user that the request belongs to; ``None`` where unknown.
     session: int | str | None = None
+    #: Output tokens that the client has asked for; ``None`` where it has set no limit.
     max_tokens: int | None = None
 
 
@@ -162,24 +138,13 @@ class Needs(NamedTuple):
 
 
 class Policy:
-    """What makes a decision: the base of all policies, those of other packages too.
+    """What makes a decision: the base of all policies, those of other packages too."""
 
-    Attributes
-    ----------
-    name
-        What users type.
-    decision
-        Which decision it makes, one of ``choice.FIELDS``.
-    needs
-        What it needs.
-    Parameters
-        What it may be told; the constructor gets one, after the context, where this is a class of
-        the policy's own.
-    """
-
-    name: ClassVar[str]
-    decision: ClassVar[str]
-    needs: Needs = Needs()
+    name: ClassVar[str]  #: what users type
+    decision: ClassVar[str]  #: which decision it makes, one of ``choice.FIELDS``
+    needs: Needs = Needs()  #: what it needs
+    #: What it may be told; the constructor gets one, after the context, where this is a class of
+    #: the policy's own.
     Parameters: ClassVar[type[choice.Parameters]] = choice.Parameters
 
     def __init__(self, context: PolicyContext, parameters: choice.Parameters | None = None) -> None:
@@ -271,60 +236,37 @@ def gives_rules(policy: RouterPolicy | None) -> bool:
 class PolicyContext:
     """All that a policy may be built from; a policy takes what it needs.
 
-    Attributes
-    ----------
-    n_workers
-        Workers to choose from, at least 1.
-    group_size
-        Neighbouring workers that share experts, and so one union of them: a divisor of
-        ``n_workers``. Locality is between such groups.
-    rng
-        Random stream of the policy; a deterministic policy leaves it alone.
-    calibration
-        The calibration requests or a function that returns them, called only by policies that
-        need them.
-    artifact
-        ELDR's offline fit, or a function that makes it with these options and so many clusters;
-        called only by policies that need it.
-    prefix_block_tokens
-        Tokens covered by one entry of ``RequestInfo.prefix_hash``; vLLM's KV block by default.
-    step_times
-        Step times of the model on a decode worker.
-    rank_moe
-        Times of a MoE layer on a GPU that shares experts with others.
-    prefill_work
-        Function that returns what prompts cost a prefill worker and the work that it needs at
-        once, called only by policies that need it.
-    all_to_all
-        Times of dispatch and combine between such GPUs.
-    placements
-        Function that returns where the experts of each group of decode workers lie, called only by
-        policies that need it; None where every GPU holds all.
-    future
-        The future, which no real router has, for oracles only: a function of ``request_id`` that
-        returns the share of the request's decode steps to come in which it will select each
-        expert, float64 [MoE layers of the model, E].
-    computes_prompts
-        Whether the workers compute prompts beside their decode batches (co-located ones).
-
-    Raises
-    ------
-    InputError
-        If ``n_workers``, ``group_size`` or ``prefix_block_tokens`` is out of range.
+    Raises InputError if ``n_workers``, ``group_size`` or ``prefix_block_tokens`` is out of range.
     """
 
-    n_workers: int
-    rng: np.random.Generator
+    n_workers: int  #: workers to choose from, at least 1
+    rng: np.random.Generator  #: random stream of the policy; a deterministic policy leaves it alone
+    #: The calibration requests or a function that returns them, called only by policies that need
+    #: them.
     calibration: CalibrationSet | Callable[[], CalibrationSet] | None = None
+    #: ELDR's offline fit, or a function that makes it with these options and so many clusters;
+    #: called only by policies that need it.
     artifact: RoutingArtifact | Callable[[FitOptions, int], RoutingArtifact] | None = None
+    #: Tokens covered by one entry of ``RequestInfo.prefix_hash``; vLLM's KV block by default.
     prefix_block_tokens: int = 16
-    step_times: StepCost | None = None
+    step_times: StepCost | None = None  #: step times of the model on a decode worker
+    #: Times of a MoE layer on a GPU that shares experts with others.
     rank_moe: RankMoE | None = None
+    #: Function that returns what prompts cost a prefill worker and the work that it needs at once,
+    #: called only by policies that need it.
     prefill_work: Callable[[], PrefillWork] | None = None
-    all_to_all: AllToAll | None = None
+    all_to_all: AllToAll | None = None  #: times of dispatch and combine between such GPUs
+    #: Function that returns where the experts of each group of decode workers lie, called only by
+    #: policies that need it; None where every GPU holds all.
     placements: Callable[[], Sequence[Placement]] | None = None
+    #: The future, which no real router has, for oracles only: a function of ``request_id`` that
+    #: returns the share of the request's decode steps to come in which it will select each expert,
+    #: float64 [MoE layers of the model, E].
     future: Callable[[int], NDArray[np.float64]] | None = None
+    #: Neighbouring workers that share experts, and so one union of them: a divisor of
+    #: ``n_workers``. Locality is between such groups.
     group_size: int = 1
+    #: Whether the workers compute prompts beside their decode batches (co-located ones).
     computes_prompts: bool = False
 
     def __post_init__(self) -> None:

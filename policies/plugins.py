@@ -16,22 +16,14 @@ from eldr_sim.policies.base import Policy, RequestInfo
 from eldr_sim.policies.placement.base import ExpertGroup, Placement
 from eldr_sim.policies.queue.orders import Waiting
 
-__all__ = ["guarded"]
-
 _OURS = "eldr_sim"
 
 
 def guarded(policy: type[Policy], origin: str, field: str) -> type[Policy]:
     """Return a subclass whose errors, and answers that are none, raise InputError.
 
-    Parameters
-    ----------
-    policy
-        A policy's class, not of ours.
-    origin
-        Its package or file.
-    field
-        The field of a run's configuration that chooses it.
+    ``policy``: a policy's class, not of ours; ``origin``: its package or file; ``field``: the field
+    of a run's configuration that chooses it.
 
     Notes
     -----

@@ -74,10 +74,8 @@ class Rule:
 
         Where none of the rule's is, the least loaded healthy worker of the pool stands in.
 
-        Parameters
-        ----------
-        workers
-            `base.Workers`, whose signals are read when they are others than at the last call.
+        ``workers``: `base.Workers`, whose signals are read when they are others than at the last
+        call.
         """
         usable = set(workers.usable())
         order: list[int] = [*range(self.turn, len(self.workers)), *range(self.turn)]

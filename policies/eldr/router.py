@@ -133,11 +133,8 @@ class EldrPolicy(RouterPolicy):
     def similarities(self, signatures: NDArray[Any]) -> Floats:
         """Return the cosine similarity, shape [n, K], of signatures to each centroid of the fit.
 
-        Parameters
-        ----------
-        signatures
-            Shape [n, L, E]: prefill counts or summed gate scores, as ``needs.signature`` says; the
-            artifact's transform and layer mask are applied here.
+        ``signatures``: shape [n, L, E]: prefill counts or summed gate scores, as
+        ``needs.signature`` says; the artifact's transform and layer mask are applied here.
         """
         return _similarities(self.artifact.signatures(signatures), self.artifact.centroids)
 
