@@ -11,6 +11,7 @@ _COMMANDS = {
     "cache": ("cache:cache", "Show or clear the cache folder."),
     "compare": ("compare:compare", "Compare policies on the same requests."),
     "explain": ("explain:explain", "Say where time went in a run, or why two runs differ."),
+    "explore": ("explore:explore", "Explore clusters on a page in the browser."),
     "fit": ("fit:fit", "Fit ELDR's routing artifact."),
     "gpus": ("listing:gpus", "List the known GPUs."),
     "models": ("listing:models", "List the known models."),

@@ -218,6 +218,12 @@ def _tpot_difference(first: Folder, second: Folder) -> Explanation:
     return Explanation(lines, ["part of mean TPOT", "A", "B", "B - A"], rows)
 
 
+def step_parts(run: Folder) -> dict[str, float]:
+    """Return the parts of a run's mean TPOT by name, ms; they sum to it."""
+    parts = _StepMeans.of(run).parts
+    return {name: parts[key] for key, name in _STEP_PARTS.items()}
+
+
 #: Parts of a step's time, and of a TPOT beside it.
 _STEP_PARTS = {
     "moe": "MoE",

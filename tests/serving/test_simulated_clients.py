@@ -1,8 +1,4 @@
-"""Real clients against the simulated server; `-m live`, each where it is installed."""
-
-import json
-import shutil
-import subprocess
+"""OpenAI's SDK against the simulated server; `-m live`, where it is installed."""
 
 import pytest
 
@@ -50,15 +46,3 @@ def test_openai_s_sdk():
         next(iter(stream))
         stream.close()
         assert client.completions.create(model=model.id, prompt="x", max_tokens=2).choices
-
-
-def test_guidellm(tmp_path):
-    guidellm = shutil.which("guidellm") or pytest.skip("guidellm is not installed")
-    with in_background(Service(CONFIG, speed=1.0)) as (url,):
-        command = [
-            guidellm, "benchmark", "run", "--target", url, "--profile", "constant", "--rate", "10",
-            "--max-requests", "50", "--data", "prompt_tokens=64,output_tokens=16",
-            "--output-path", str(tmp_path / "out.json"),
-        ]  # fmt: skip
-        subprocess.run(command, check=True, timeout=300)
-    assert json.loads((tmp_path / "out.json").read_text())

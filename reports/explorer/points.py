@@ -1,0 +1,192 @@
+"""A state of the page: its configuration, the command that gives it, and its figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.planning.compare.what_if import change_fields
+from eldr_sim.planning.slo import parse_slo
+from eldr_sim.simulator.setup.config import RunConfig, make_config
+
+__all__ = ["FIELDS", "around", "command_of", "config_of", "plane", "run_point"]
+
+#: Fields that the page has controls for; ``more`` takes all others, as ``what-if --set`` does.
+FIELDS = (
+    "model", "gpu", "topology", "tensor_parallel_size", "policy", "workload", "input_len",
+    "output_len", "request_rate", "goodput", "price_per_gpu_hour",
+)  # fmt: skip
+#: Requests that a point measures, and the least of its warm-up and window, s.
+_REQUESTS, _WARMUP_S, _WINDOW_S = 240, 6.0, 4.0
+#: Rates of the curve, of the state's own.
+_RATES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
+_SHOWN = (
+    "p50_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms",
+    "median_ttft_ms", "median_tpot_ms", "request_goodput", "slo_attainment", "output_throughput",
+    "gpus", "cost_per_million_output_tokens", "completed", "failed", "mean_decode_batch",
+    "mean_active_experts_per_step", "weakest_provenance", "label",
+)  # fmt: skip
+_PICTURES = ("Activated experts against batch", "Components of TTFT", "TPOT over time")
+
+
+def config_of(state: Mapping[str, Any], base: RunConfig) -> RunConfig:
+    """Return the run of a state; what it leaves out is the base's.
+
+    Its window is short, unless ``more`` says otherwise: a point takes a fraction of a second.
+
+    Raises
+    ------
+    InputError
+        Names the field that is wrong; paths are allowed where the base has the same.
+    """
+    values = json.loads(base.model_dump_json())
+    # Before anything is read: a policy of a file would run it.
+    _check_paths((str(value) for value in state.values()), base)
+    for name in FIELDS:
+        text = str(state.get(name) or "").strip()
+        if name == "goodput" and text:
+            values[name] = parse_slo([text], "goodput").model_dump(exclude_none=True)
+        elif text:
+            values[name] = text
+    rate = make_config(values).request_rate
+    if rate is None or not 0.0 < rate < 1e6:
+        raise InputError("request_rate", f"{rate}", "requests/s, such as 12")
+    values["warmup"], values["duration"] = _WARMUP_S, max(_WINDOW_S, round(_REQUESTS / rate, 2))
+    if more := str(state.get("more") or "").strip():
+        values = change_fields(values, more)
+    return make_config(values)
+
+
+def _check_paths(texts: Iterable[str], base: RunConfig) -> None:
+    """Raise InputError for what may be a path and is none of the base's."""
+    known = set(_texts(base.model_dump(mode="json")))
+    for text in texts:
+        for word in re.split(r"[\s=,]+", text):
+            if word in known or not word:
+                continue
+            if "/" in word or "\\" in word or ".py" in word or Path(word).exists():
+                allowed = "names, and paths that it was started with"
+                raise InputError("explore", f"{word!r} is a path", allowed)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def around(config: RunConfig) -> list[RunConfig]:
+    """Return the points of the curve over the rate, the nearest to the state's own first."""
+    rate = config.request_rate or 1.0
+    rates = [float(f"{factor * rate:.3g}") for factor in _RATES]
+    return [_at(config, own) for own in sorted(rates, key=lambda own: abs(own - rate))]
+
+
+def _at(config: RunConfig, rate: float) -> RunConfig:
+    if rate == config.request_rate:
+        return config
+    window = max(_WINDOW_S, round(_REQUESTS / rate, 2))
+    return config.replace(request_rate=rate, duration=window)
+
+
+def plane(config: RunConfig) -> list[RunConfig]:
+    """Return the clusters of the plane of P and D around the state's own; none where co-located."""
+    if config.colocated or config.prefill_only:
+        return []
+    p, d = config.n_prefill, config.n_decode
+    sides = [sorted({max(1, n - 1), n, n + 1, n + 2}) for n in (p, d)]
+    return [config.replace(topology=f"{x}P{y}D") for x in sides[0] for y in sides[1]]
+
+
+def command_of(config: RunConfig) -> str:
+    """Return the command that gives a run, with the options that are not the defaults."""
+    words = ["eldr-sim", "run"]
+    plain = RunConfig()
+    for name in RunConfig.model_fields:
+        value, usual = getattr(config, name), getattr(plain, name)
+        flag = "--" + name.replace("_", "-")
+        if value == usual:
+            continue
+        if name in ("prefill", "decode"):
+            for inner, own in value.model_dump(exclude_none=True).items():
+                words += _option(f"{flag}-{inner.replace('_', '-')}", own)
+        elif name == "goodput":
+            level = value.model_dump(exclude_none=True).items()
+            words += [flag, ",".join(f"{key}:{bound:g}" for key, bound in level)]
+        elif name == "fail":
+            words += [word for text in value for word in (flag, str(text))]
+        else:
+            words += _option(flag, value)
+    return shlex.join(words)
+
+
+def _option(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    if isinstance(value, dict):
+        return [flag, ",".join(f"{key}={inner:g}" for key, inner in value.items())]
+    return [flag, f"{value:.12g}" if isinstance(value, float) else str(value)]
+
+
+def run_point(values: str, pictures: bool) -> dict[str, Any]:
+    """Run a configuration, as JSON; return its figures, in a process of the explorer.
+
+    With ``pictures`` also what limits it, warnings, and pictures, the parts of a step among them.
+    What goes wrong is ``error``, one line.
+    """
+    from eldr_sim.simulator.outcome.metrics import warnings_of
+    from eldr_sim.simulator.run import simulate
+
+    try:
+        config = make_config(json.loads(values))
+        result = simulate(config)
+    except InputError as error:
+        return {"error": str(error)}
+    except Exception as error:  # of any kind: the page goes on
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    summary = result.summary
+    found = {name: summary[name] for name in _SHOWN if name in summary}
+    found["rate"] = config.request_rate
+    for metric in ("ttft_ms", "tpot_ms"):
+        times = result.requests.column(metric).filter(result.requests["measured"]).drop_null()
+        found |= _percentiles(metric, times.to_numpy())
+    if pictures:
+        found |= {"limits": summary.get("limits"), "warnings": warnings_of(summary)}
+        found["pictures"] = _pictures(result)
+    return found
+
+
+def _percentiles(metric: str, times: Any) -> dict[str, float | None]:
+    import numpy as np
+
+    known = len(times) > 0
+    return {f"p{q}_{metric}": float(np.percentile(times, q)) if known else None
+            for q in (50, 90, 99)}  # fmt: skip
+
+
+def _pictures(result: Any) -> list[dict[str, Any]]:
+    """Return the pictures of a run that the page shows."""
+    from eldr_sim.reports.explanation import step_parts
+    from eldr_sim.reports.figures import pictures_of
+    from eldr_sim.reports.folders import open_folders
+    from eldr_sim.reports.pictures import stacked_bars
+    from eldr_sim.simulator.results import write_result
+
+    with TemporaryDirectory() as parent:
+        folder = Path(parent) / "run"
+        write_result(result, folder)
+        drawn = [p for p in pictures_of(folder, "this run") if p.title in _PICTURES]
+        if result.summary["mean_tpot_ms"] is not None:
+            found = step_parts(open_folders([folder])[0]).items()
+            some = [(re.split("[:,]", name)[0], ms) for name, ms in found if ms > 0.0]
+            parts = [(name, [ms], n) for n, (name, ms) in enumerate(some)]
+            drawn.insert(0, stacked_bars("Parts of TPOT", "run", "ms a token", ["this run"], parts))
+    return [{"title": p.title, **p.spec} for p in drawn]
