@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.plane.steps.verify import Drafts, no_drafts
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
@@ -60,8 +64,9 @@ def make_pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDAr
     pools["router"] = 0, 1
     pools["first_worker"] = 0, spec.n_prefill
     pools["n_workers"] = spec.n_prefill, spec.n_decode
-    for name in ("max_num_seqs", "max_num_batched_tokens", "n_blocks"):
-        pools[name] = getattr(spec.prefill, name), getattr(spec.decode, name)
+    _fill(pools, spec)
+    for pool, engine in enumerate((spec.prefill, spec.decode)):
+        _fill(pools[pool : pool + 1], engine)
     caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
     whole = [e.layout is not None and e.layout.whole_prompts for e in (spec.prefill, spec.decode)]
     pools["whole_prompts"] = whole
@@ -69,19 +74,36 @@ def make_pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDAr
     pools["by_layers"][0] = spec.n_prefill and layout is not None and layout.has_steps_of_its_own
     pools["prefix_caching"] = caching & ~np.array(whole)
     pools["own_experts"] = own_experts
-    pools["async_scheduling"] = spec.async_scheduling
-    pools["preempt_by_key"] = spec.preempt_by_key
-    pools["aging_s"] = spec.aging_s
-    pools["capture_s"] = spec.capture_s, 0.0
-    pools["prefill_interval"] = [
-        1 if e.group is None else spec.prefill_schedule_interval
-        for e in (spec.prefill, spec.decode)
-    ]
+    pools["capture_s"][1] = 0.0
+    alone = np.array([engine.group is None for engine in (spec.prefill, spec.decode)])
+    pools["prefill_schedule_interval"][alone] = 1
     pools["group_size"] = [e.group_size for e in (spec.prefill, spec.decode)]
     if (speculation := spec.decode.speculation) is not None:
         pools["drafts"][1] = speculation.k
         pools["lookahead"][1] = speculation.lookahead
     return pools
+
+
+def make_settings(spec: ClusterSpec, model: ModelDims, workload: Workload) -> NDArray[np.void]:
+    """Return the constants of a run: ``SETTINGS [1]``; ``decide`` is still to be set."""
+    settings, speculation = np.zeros(1, state.SETTINGS), spec.decode.speculation
+    _fill(settings, spec)
+    _fill(settings, spec.transfer)
+    settings["routing_s"] += spec.handover_s
+    settings["front_end"] = spec.front_end is not None
+    for part in (model,) if speculation is None else (model, speculation.draft):
+        settings["kv_bytes_per_token"] += part.kv_bytes_per_token
+        settings["n_kv_tensors"] += part.n_kv_tensors
+    settings["prefix_block_tokens"] = workload.prefix_block_tokens
+    settings["entry"] = 0 if spec.n_prefill else 1
+    return settings
+
+
+def _fill(records: NDArray[np.void], spec: Any) -> None:
+    """Fill the fields that a specification has by the same name; what is None is negative."""
+    for name in {own.name for own in fields(spec)}.intersection(records.dtype.names or ()):
+        value = vars(spec)[name]
+        records[name] = -1 if value is None else value
 
 
 def make_drafts(engine: EngineSpec) -> Drafts:

@@ -25,6 +25,7 @@ from eldr_sim.simulator.control.arrays import (
     make_drafts,
     make_pools,
     make_requests,
+    make_settings,
 )
 from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.fault_processes import start_faults
@@ -279,28 +280,12 @@ class Cluster:
         )
 
     def _settings(self, model: ModelDims) -> NDArray[np.void]:
-        spec, workload, settings = self.spec, self.workload, np.zeros(1, state.SETTINGS)
-        settings["block_size"] = spec.block_size
-        settings["max_model_len"] = spec.max_model_len
-        settings["max_concurrency"] = -1 if spec.max_concurrency is None else spec.max_concurrency
-        settings["report_delay_s"] = spec.load_report_delay_s
-        asked = any(
+        settings = make_settings(self.spec, model, self.workload)
+        if not any(
             r.policy is not None and (r.needs.signals or not r.tells_rules) for r in self.routers
-        )
-        settings["signal_interval_s"] = spec.signal_interval_s if asked else -1.0
-        settings["routing_s"] = spec.routing_s + spec.handover_s
-        settings["routing_token_s"] = spec.routing_token_s
-        settings["kv_bytes_per_token"] = model.kv_bytes_per_token
-        settings["n_kv_tensors"] = model.n_kv_tensors
-        if spec.decode.speculation is not None:
-            settings["kv_bytes_per_token"] += spec.decode.speculation.draft.kv_bytes_per_token
-            settings["n_kv_tensors"] += spec.decode.speculation.draft.n_kv_tensors
-        settings["setup_s"] = spec.transfer.setup_s
-        settings["descriptor_s"] = spec.transfer.descriptor_s
-        settings["prefix_block_tokens"] = workload.prefix_block_tokens
+        ):
+            settings["signal_interval_s"] = -1.0
         settings["n_routers"] = len(self.routers)
-        settings["entry"] = 0 if spec.n_prefill else 1
-        settings["front_end"] = spec.front_end is not None
         settings["decide"] = self._callback.address
         return settings
 

@@ -273,9 +273,9 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
 def _defers_prompts(engines: Engines, w: int) -> Any:
     """Whether a group's engine leaves prompts alone in this step: others decode meanwhile."""
     pool, worker = engines.pools[engines.pool_of[w]], engines.workers[w]
-    if pool.prefill_interval == 1 or worker.batch == 0:
+    if pool.prefill_schedule_interval == 1 or worker.batch == 0:
         return False
-    return engines.workers[worker.leader].n_group_steps % pool.prefill_interval != 0
+    return engines.workers[worker.leader].n_group_steps % pool.prefill_schedule_interval != 0
 
 
 @compiled()

@@ -183,7 +183,7 @@ def _report(
     clock: Any, events: Any, engines: Engines, routers: Any, reported: Any, request: int
 ) -> None:
     """Let the router of a request's worker know, as late as the configuration says."""
-    delay, w = engines.settings[0].report_delay_s, engines.requests[request].worker
+    delay, w = engines.settings[0].load_report_delay_s, engines.requests[request].worker
     if delay == 0.0:
         _hear(clock, engines, routers, reported, request, w)
     else:

@@ -132,7 +132,7 @@ POOL = np.dtype(
         ("capture_s", np.float64),  # what recording signatures adds to a step
         ("n_steps", np.int64),  # records of STEP filled
         ("group_size", np.int64),  # engines that share experts and step together
-        ("prefill_interval", np.int64),  # prompts are computed in every so-manieth of their steps
+        ("prefill_schedule_interval", np.int64),  # prompts are in every so-manieth of its steps
         ("n_group_steps", np.int64),  # records of GROUP_STEP filled
         ("by_layers", np.bool_),  # steps of `steps.streamed`
         ("whole_prompts", np.bool_),  # no chunks: nothing is kept from step to step
@@ -349,7 +349,7 @@ SETTINGS = np.dtype(
         ("block_size", np.int64),
         ("max_model_len", np.int64),
         ("max_concurrency", np.int64),  # negative: no limit
-        ("report_delay_s", np.float64),
+        ("load_report_delay_s", np.float64),
         ("signal_interval_s", np.float64),  # 0: at each decision; negative: nobody reads them
         ("routing_s", np.float64),
         ("routing_token_s", np.float64),

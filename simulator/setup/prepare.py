@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,13 +106,14 @@ def prepare(config: RunConfig) -> PreparedRun:
     places += config.n_decode * decode.parallelism.data_parallel_size * decode.max_num_seqs
     within("topology", places, _MOST_PLACES, " running requests of all engines")
     output_len, drafts = config.effective_output_len, config.speculative_config
+    same = {field.name for field in fields(ClusterSpec)} & RunConfig.model_fields.keys()
+    same -= {"prefill", "decode", "max_model_len", "async_scheduling"}
     spec = ClusterSpec(
         n_prefill=config.n_prefill * prefill.parallelism.data_parallel_size,
         n_decode=config.n_decode * decode.parallelism.data_parallel_size,
         prefill=prefill,
         decode=decode,
         max_model_len=_max_model_len(config, model),
-        block_size=config.block_size,
         transfer=PRESETS[config.kv_transfer].over(
             prefill.step_time.gpu.nic_bandwidth,
             decode.step_time.gpu.nic_bandwidth,
@@ -120,17 +121,15 @@ def prepare(config: RunConfig) -> PreparedRun:
         ),
         load_report_delay_s=config.load_report_delay_ms / 1e3,
         signal_interval_s=config.signal_interval_ms / 1e3,
-        max_concurrency=config.max_concurrency,
         max_tokens=output_len
         if isinstance(output_len, int) and not config.random_range_ratio
         else None,
-        enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=config.async_scheduling
         and (drafts is None or drafts.method not in LOOKING_UP),
-        prefill_schedule_interval=config.prefill_schedule_interval,
         windows=_windows(config, model),
         handover_s=HAND_OVERS[config.handover].seconds,
         front_end=_front_end(config),
+        **{name: getattr(config, name) for name in same},
     )
     return PreparedRun(model, trace, spec, frozenset(used))
 
