@@ -25,6 +25,7 @@ from eldr_sim.cli.options import (
     run_options,
     served,
 )
+from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 
@@ -50,6 +51,16 @@ _OF_EXPERTS = ("domain", "eldr")
 )
 @click.option("--seeds", type=int, default=5, show_default=True, help="Seeds, from --seed on.")
 @click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
+@click.option(
+    "--drafts",
+    metavar="N,N,...",
+    help="Compare numbers of drafts of --speculative-config with none, under the first policy.",
+)
+@click.option(
+    "--concurrencies",
+    metavar="N,N,...",
+    help="Requests in flight of --drafts.  [default: 1,4,16,64]",
+)
 @run_options(without=("policy",))
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the figures.")
 @click.option("--force", is_flag=True, help="Replace the comparison in --out.")
@@ -58,18 +69,28 @@ def compare(
     policies: tuple[str, ...],
     seeds: int,
     jobs: int | None,
+    drafts: str | None,
+    concurrencies: str | None,
     out: Path | None,
     force: bool,
     plot: bool,
     **options: Any,
 ) -> None:
-    """Run policies over the same requests; print differences with 95% confidence intervals."""
+    """Run policies over the same requests; print differences with 95% confidence intervals.
+
+    With --drafts, run numbers of drafts instead, at several requests in flight.
+    """
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.compare.policies import MARKER
     from eldr_sim.simulator.outcome.metrics import warnings_of
 
     check_out(out, force, MARKER)
     extras = plot_extras(plot, out)
+    if drafts is not None:
+        _compare_drafts(policies, seeds, jobs, drafts, concurrencies, out, force, options)
+        return
+    if concurrencies is not None:
+        raise InputError("concurrencies", "without drafts to compare", "--drafts beside it")
     comparison = compared(policies, seeds, jobs, **options)
     _print(comparison)
     if out is not None:
@@ -96,6 +117,41 @@ def compared(
     names = served(config, names)
     with progress("comparing policies") as update:
         return compare_policies(config, names, seeds, jobs=jobs, progress=update)
+
+
+def _numbers(text: str, field: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(field, repr(text), "whole numbers with commas between them") from None
+
+
+def _compare_drafts(
+    policies: tuple[str, ...],
+    seeds: int,
+    jobs: int | None,
+    drafts: str,
+    concurrencies: str | None,
+    out: Path | None,
+    force: bool,
+    options: dict[str, Any],
+) -> None:
+    from eldr_sim.planning.compare.drafts import compare_drafts
+
+    if names := [name for text in policies for name in split(text)]:
+        options["policy"] = names[0]
+    config = config_from_options(options)
+    wanted = _numbers(drafts, "drafts"), _numbers(concurrencies or "1,4,16,64", "concurrencies")
+    with progress_bar("comparing drafts") as update:
+        found = compare_drafts(config, *wanted, seeds, jobs=jobs, progress=update)
+    title, columns, rows, _ = found.headline()
+    print_table(title, list(columns), [list(row) for row in rows])
+    click.echo(f"acceptance: {found.acceptance_source}; *: the fastest")
+    ranges = [list(drafts) for drafts in found.by_batch]
+    click.echo(f"by batch: num_speculative_tokens_per_batch_size {ranges}")
+    if out is not None:
+        found.write(out, force=force)
+        click.echo(f"Wrote {out}")
 
 
 def _print(comparison: Comparison) -> None:

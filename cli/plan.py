@@ -181,6 +181,9 @@ def planned(
             raise InputError("num_redundant_experts", f"{redundant} for one cluster", "one number")
         options["num_redundant_experts"] = counts[0]
     config = config_from_options(options)
+    if config.speculative_config is not None:
+        problem = "what a plan rules out, it rules out for steps of one token a request"
+        raise InputError("speculative_config", problem, "compare --drafts on the planned cluster")
     if options.get("config_file") is None and objective is not None:
         config = _with_window(config, objective, options)
     _note_long_log(config)

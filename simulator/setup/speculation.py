@@ -71,6 +71,16 @@ class Speculation:
         }
 
 
+def acceptance_of(given: SpeculativeConfig, model: str, k: int) -> Acceptance:
+    """Return the acceptance of ``k`` drafts; raises InputError where nobody knows it."""
+    if given.synthetic_acceptance_rates is not None:
+        return Acceptance(given.synthetic_acceptance_rates, "given")
+    if given.synthetic_acceptance_length is not None:
+        rates = rates_of_length(given.synthetic_acceptance_length, k)
+        return Acceptance(rates, "given as a length")
+    return shipped(given.acceptance, model, given.method, k)
+
+
 def speculation_of(
     config: RunConfig,
     model: ModelDims,
@@ -87,14 +97,7 @@ def speculation_of(
     given = config.speculative_config
     if given is None or given.num_speculative_tokens == 0:
         return None
-    k = given.num_speculative_tokens
-    if given.synthetic_acceptance_rates is not None:
-        acceptance = Acceptance(given.synthetic_acceptance_rates, "given")
-    elif given.synthetic_acceptance_length is not None:
-        rates = rates_of_length(given.synthetic_acceptance_length, k)
-        acceptance = Acceptance(rates, "given as a length")
-    else:
-        acceptance = shipped(given.acceptance, model.name, given.method, k)
+    acceptance = acceptance_of(given, model.name, given.num_speculative_tokens)
     if config.prefill_only:
         problem = "requests end with their prompts: there is nothing to draft"
         raise InputError("speculative_config", problem, "not given")

@@ -1,0 +1,205 @@
+"""Does speculative decoding pay, by concurrency and number of drafts?
+
+Each number of drafts runs the same closed loops as a plain engine, paired over seeds. It pays where
+its TPOT is below the plain one, so from the acceptance length on at which a verify step with its
+drafts takes no longer than as many plain steps: the acceptance length over the speed-up.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.planning.compare.paired import run_paired
+from eldr_sim.planning.compare.policies import MARKER
+from eldr_sim.planning.intervals import mean_known, paired_percent
+from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.simulator.outcome.headline import Headline, Shown, number
+from eldr_sim.simulator.results import result_folder, write_json, write_table
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.paths import portable
+from eldr_sim.simulator.setup.speculation import acceptance_of
+
+#: Requests of a closed loop for each that is in flight.
+_REQUESTS = 6
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """A number of drafts at a concurrency, means over seeds.
+
+    ``speed_up`` is the plain TPOT over this one, ``low`` to ``high`` its 95% interval (NaN for one
+    seed); below ``break_even_length`` tokens a step drafts would not pay.
+    """
+
+    concurrency: int
+    drafts: int
+    batch: float
+    plain_tpot_ms: float
+    tpot_ms: float
+    speed_up: float
+    low: float
+    high: float
+    acceptance_length: float
+    break_even_length: float
+    experts_over_plain: float | None
+    draft_time_share: float
+
+
+@dataclass(frozen=True, repr=False)
+class DraftComparison(Shown):
+    """Speed-ups by concurrency and drafts, concurrency first."""
+
+    config: RunConfig
+    n_seeds: int
+    acceptance_source: str
+    rows: tuple[DraftRow, ...]
+
+    @property
+    def best(self) -> list[DraftRow]:
+        """Return the fastest number of drafts of each concurrency, one that pays or not."""
+        found: dict[int, DraftRow] = {}
+        for row in self.rows:
+            if row.concurrency not in found or row.speed_up > found[row.concurrency].speed_up:
+                found[row.concurrency] = row
+        return list(found.values())
+
+    @property
+    def by_batch(self) -> list[tuple[int, int, int]]:
+        """Return the drafts that are fastest by the sequences of a step.
+
+        As vLLM's ``num_speculative_tokens_per_batch_size``: between the batches of two
+        concurrencies the rule changes at their geometric mean.
+        """
+        ranges: list[tuple[int, int, int]] = []
+        best = self.best
+        for row, following in zip(best, [*best[1:], None], strict=True):
+            first = ranges[-1][1] + 1 if ranges else 1
+            last = 65536
+            if following is not None:
+                last = max(first, round(math.sqrt(row.batch * following.batch)))
+            drafts = row.drafts if row.speed_up > 1.0 else 0
+            if ranges and ranges[-1][2] == drafts:
+                first = ranges.pop()[0]
+            ranges.append((first, last, drafts))
+        return ranges
+
+    def headline(self) -> Headline:
+        """Return the rows, the fastest of each concurrency marked."""
+        best = self.best
+        rows = [
+            (
+                str(row.concurrency),
+                f"{row.drafts}{' *' if row in best else ''}",
+                *map(number, (row.plain_tpot_ms, row.tpot_ms)),
+                f"{row.speed_up:.2f}"
+                + ("" if math.isnan(row.low) else f" [{row.low:.2f}, {row.high:.2f}]"),
+                *map(number, (row.acceptance_length, row.break_even_length)),
+                *map(number, (row.experts_over_plain, row.draft_time_share)),
+            )
+            for row in self.rows
+        ]
+        columns = (
+            "in flight", "drafts", "plain TPOT (ms)", "TPOT (ms)", "speed-up", "acceptance length",
+            "pays from", "experts / plain", "time in drafts",
+        )  # fmt: skip
+        title = f"{self.config.model} on {self.config.gpu}, {self.config.topology}"
+        return Headline(f"{title}, mean over seeds ({self.n_seeds})", columns, rows)
+
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write ``summary.json`` and ``drafts.parquet`` into a folder, as `Comparison.write`."""
+        rows = [asdict(row) for row in self.rows]
+        record: dict[str, Any] = {
+            "config": self.config.model_dump(mode="json"),
+            "seeds": self.n_seeds,
+            "acceptance_source": self.acceptance_source,
+            "num_speculative_tokens_per_batch_size": self.by_batch,
+            "drafts": [
+                {k: None if v != v else v for k, v in row.items()} for row in rows
+            ],
+        }  # fmt: skip
+        with result_folder(Path(out), force, MARKER) as folder:
+            write_table(folder / "drafts.parquet", pa.Table.from_pylist(rows))
+            write_json(folder / MARKER, portable(record, out))
+
+
+def compare_drafts(
+    config: RunConfig,
+    drafts: Sequence[int],
+    concurrencies: Sequence[int],
+    n_seeds: int,
+    *,
+    jobs: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> DraftComparison:
+    """Run numbers of drafts, and none, at concurrencies; raises InputError as `simulate` does.
+
+    Acceptance is that of ``config.speculative_config``, whose first positions fewer drafts have.
+    """
+    given = config.speculative_config
+    if given is None:
+        raise InputError("drafts", "nobody says what drafts", "--speculative-config beside it")
+    model = load_model(config.model).name
+    for name, values, most in (
+        ("drafts", drafts, given.num_speculative_tokens),
+        ("concurrencies", concurrencies, 65536),
+    ):
+        if not values or any(not 1 <= value <= most for value in values):
+            raise InputError(name, f"{list(values)}", f"numbers of 1 to {most}")
+    acceptance = acceptance_of(given, model, given.num_speculative_tokens)
+
+    def drafting(k: int) -> dict[str, Any]:
+        own = {"num_speculative_tokens": k, "synthetic_acceptance_rates": acceptance.rates[:k]}
+        own |= dict.fromkeys(("acceptance", "synthetic_acceptance_length"))
+        return {"speculative_config": given.model_dump() | own | {
+            "num_speculative_tokens_per_batch_size": None
+        }}  # fmt: skip
+
+    configs: dict[tuple[int, int], RunConfig] = {}
+    for concurrency in sorted(set(concurrencies)):
+        requests = config.num_requests or max(24, _REQUESTS * concurrency)
+        loop = config.replace(
+            max_concurrency=concurrency, num_requests=requests, request_rate="inf", duration=None
+        )
+        configs[concurrency, 0] = loop.replace(speculative_config=None)
+        for k in sorted(set(drafts)):
+            configs[concurrency, k] = loop.replace(**drafting(k))
+    names = {f"{n} in flight, {k} drafts": key for key in configs for n, k in (key,)}
+    runs = run_paired({name: configs[key] for name, key in names.items()}, n_seeds, jobs, progress)
+    found = {key: runs.summaries[name] for name, key in names.items()}
+    rows = tuple(_row(n, k, found[n, 0], summaries) for (n, k), summaries in found.items() if k > 0)
+    return DraftComparison(config, n_seeds, acceptance.source, rows)
+
+
+def _row(
+    concurrency: int, drafts: int, plain: Sequence[Summary], ours: Sequence[Summary]
+) -> DraftRow:
+    def mean(tag: str, of: Sequence[Summary] = ours) -> float | None:
+        return mean_known([summary[tag] for summary in of])
+
+    tpot, before = mean("mean_tpot_ms") or math.nan, mean("mean_tpot_ms", plain) or math.nan
+    by_seed = [[summary["mean_tpot_ms"] for summary in of] for of in (plain, ours)]
+    interval = paired_percent(by_seed[0], by_seed[1])
+    length = mean("acceptance_length") or 1.0
+    return DraftRow(
+        concurrency,
+        drafts,
+        mean("mean_decode_batch") or 0.0,
+        before,
+        tpot,
+        before / tpot,
+        1.0 + interval.low / 100.0,
+        1.0 + interval.high / 100.0,
+        length,
+        length * tpot / before,
+        mean("verify_experts_over_plain"),
+        mean("draft_time_share") or 0.0,
+    )

@@ -1,0 +1,99 @@
+"""Numbers of drafts against none: speed-ups, where they pay, and the rule by batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from click.testing import CliRunner
+
+from eldr_sim.cli.main import cli
+from eldr_sim.errors import InputError
+from eldr_sim.planning.compare.drafts import DraftComparison, DraftRow, compare_drafts
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.speculative_config import SpeculativeConfig
+
+RUN = {
+    "trace": "reference-moe", "topology": "1C", "policy": "round_robin", "output_len": 80,
+    "input_len": 100, "num_requests": 24,
+}  # fmt: skip
+
+
+def compared(length, drafts=(2,), concurrencies=(4,), seeds=1):
+    config = {
+        "method": "mtp",
+        "num_speculative_tokens": 3,
+        "synthetic_acceptance_length": length,
+    }
+    run = make_config(RUN | {"speculative_config": config})
+    return compare_drafts(run, drafts, concurrencies, seeds, jobs=1)
+
+
+def test_drafts_break_even_where_they_are_said_to():
+    (row,) = compared(2.5).rows
+    assert row.speed_up == pytest.approx(row.plain_tpot_ms / row.tpot_ms)
+    assert row.break_even_length == pytest.approx(row.acceptance_length / row.speed_up)
+    assert row.acceptance_length < 2.5  # of the first two of three drafts
+    config = {
+        "method": "mtp",
+        "num_speculative_tokens": 2,
+        "synthetic_acceptance_length": row.break_even_length,
+    }
+    run = make_config(RUN | {"speculative_config": config})
+    (even,) = compare_drafts(run, [2], [4], 1, jobs=1).rows
+    assert even.speed_up == pytest.approx(1.0, abs=0.06)
+
+
+def test_drafts_that_are_all_rejected_do_not_pay():
+    found = compared(1.0, drafts=(1, 3), concurrencies=(1, 8))
+    assert [(row.concurrency, row.drafts) for row in found.rows] == [(1, 1), (1, 3), (8, 1), (8, 3)]
+    assert all(row.speed_up < 1.0 for row in found.rows)
+    assert found.by_batch == [(1, 65536, 0)]
+
+
+def row(concurrency, drafts, speed_up):
+    nan = math.nan
+    batch, tpot = float(concurrency), 1.0 / speed_up
+    return DraftRow(concurrency, drafts, batch, 1.0, tpot, speed_up, nan, nan, 2.0, 2 * tpot, 1.5,
+                    0.1)  # fmt: skip
+
+
+def test_the_rule_by_batch_is_the_fastest_of_each_and_vllm_takes_it():
+    rows = [row(1, 1, 1.2), row(1, 3, 1.4), row(4, 1, 1.3), row(4, 3, 1.1), row(16, 1, 1.2),
+            row(16, 3, 1.1), row(64, 1, 0.9), row(64, 3, 0.8)]  # fmt: skip
+    found = DraftComparison(make_config(RUN), 1, "", tuple(rows))
+    assert found.by_batch == [(1, 2, 3), (3, 32, 1), (33, 65536, 0)]
+    taken = SpeculativeConfig(
+        method="mtp",
+        num_speculative_tokens=3,
+        num_speculative_tokens_per_batch_size=tuple(found.by_batch),
+    )
+    assert [taken.drafts_of(n) for n in (1, 2, 3, 32, 33, 1000)] == [3, 3, 1, 1, 0, 0]
+
+
+def test_the_command_prints_and_writes(tmp_path):
+    out = tmp_path / "drafts"
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in RUN.items()]
+    result = CliRunner().invoke(cli, [
+        "compare", *arguments, "--drafts", "1,2", "--concurrencies", "2", "--seeds", "2",
+        "--jobs", "1", "--out", str(out), "--speculative-config",
+        '{"method": "ngram", "num_speculative_tokens": 2, "synthetic_acceptance_length": 2}',
+    ])  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "num_speculative_tokens_per_batch_size [[1, 65536, " in result.output
+    assert {path.name for path in out.iterdir()} == {"summary.json", "drafts.parquet"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "drafts", "concurrencies", "message"),
+    [
+        ({}, [1], [4], "drafts: nobody says what drafts"),
+        ({"num_speculative_tokens": 2}, [3], [4], r"drafts: \[3\]"),
+        ({"num_speculative_tokens": 2}, [1], [0], r"concurrencies: \[0\]"),
+    ],
+)
+def test_bad_input(fields, drafts, concurrencies, message):
+    config = fields and {"method": "mtp", "synthetic_acceptance_length": 2.0} | fields
+    run = make_config(RUN | {"speculative_config": config or None})
+    with pytest.raises(InputError, match=message):
+        compare_drafts(run, drafts, concurrencies, 1)
