@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.jit import is_cold
+from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.news import heard, tell
 from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.choice import SignatureParameters
@@ -239,22 +240,11 @@ def build_cluster(
     if config.colocated:
         _check_colocated(config, decode)
     else:
-        prefill = prefill_policy(
-            config.prefill_policy,
-            PolicyContext(
-                n_workers=spec.n_prefill,
-                rng=stream(config.seed, "prefill policy"),
-                prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
-                prefill_work=lambda: work_of(model, prepared.spec.prefill),
-            ),
-        )
+        prefill = _prefill_policy(config, prepared, workload)
+    rng = stream(config.seed, "queue order")
     order = queue_order(
         config.queue_order,
-        PolicyContext(
-            spec.n_decode or spec.n_prefill,
-            stream(config.seed, "queue order"),
-            step_times=prepared.step_time.cost,
-        ),
+        PolicyContext(spec.n_decode or spec.n_prefill, rng, step_times=prepared.step_time.cost),
     )
     score = None if decode is None else decode.needs.signature
     if score == "count":
@@ -275,14 +265,7 @@ def build_cluster(
         config, prepared, None if decode is None else decode.artifact, calibration
     )
     if placements is not None:
-        held = [
-            hold_instances(config, model, engine, placements[first : first + n])
-            for engine, first, n in (
-                (spec.prefill, 0, spec.n_prefill),
-                (spec.decode, spec.n_prefill, spec.n_decode),
-            )
-        ]
-        spec = replace(spec, prefill=held[1] if config.colocated else held[0], decode=held[1])
+        spec = _holding(config, model, spec, placements)
     relocations = _relocations(config, prepared, movable)
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
@@ -314,6 +297,31 @@ def build_cluster(
         faults=_faults(config, spec, workload),
         replica_policy=_replica_policy(config, prepared, placements, relocations),
     )
+
+
+def _prefill_policy(config: RunConfig, prepared: PreparedRun, workload: Workload) -> RouterPolicy:
+    """Build the prefill policy."""
+    context = PolicyContext(
+        n_workers=prepared.spec.n_prefill,
+        rng=stream(config.seed, "prefill policy"),
+        prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
+        prefill_work=lambda: work_of(prepared.model, prepared.spec.prefill),
+    )
+    return prefill_policy(config.prefill_policy, context)
+
+
+def _holding(
+    config: RunConfig, model: ModelDims, spec: ClusterSpec, placements: list[Placement]
+) -> ClusterSpec:
+    """Return the cluster with engines that hold what the placements say, prefill workers first."""
+    prefill, decode = (
+        hold_instances(config, model, engine, own)
+        for engine, own in (
+            (spec.prefill, placements[: spec.n_prefill]),
+            (spec.decode, placements[spec.n_prefill :]),
+        )
+    )
+    return replace(spec, prefill=decode if config.colocated else prefill, decode=decode)
 
 
 def _replica_policy(

@@ -22,7 +22,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all import (
 )
 from eldr_sim.kernel_profiles.kernels.front_end import load_front_end
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
-from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.kernel_profiles.tables.library import note_use, noting_use
@@ -232,11 +232,14 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         host_s: float | None,
         linears: Sequence[tuple[int, int]] = (),
     ) -> StepTimeModel:
-        host_gap_ms = config.host_gap_ms if host_s is None else 1e3 * host_s
+        if host_s is None and config.host_gap_ms is not None:
+            host_s = config.host_gap_ms / 1e3
         built, used = _step_time(
-            dims, gpu, of, max_num_seqs, budget, _max_model_len(config, model), host_gap_ms,
-            config.cudagraph_padding, bool(pool.enforce_eager), config.moe_backend, config.tables,
-            tuple(linears), each,
+            config.tables, model=dims, gpu=gpu, max_num_seqs=max_num_seqs,
+            max_model_len=_max_model_len(config, model), max_num_batched_tokens=budget,
+            parallelism=of, host_gap_s=host_s, cudagraph_padding=config.cudagraph_padding,
+            enforce_eager=bool(pool.enforce_eager), moe_backend=config.moe_backend,
+            linears=tuple(linears), tokens_per_sequence=each,
         )  # fmt: skip
         note_use(used)
         return built
@@ -255,26 +258,36 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         stages = parallelism.pipeline_parallel_size
         n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.block_size, stages)
     step_time = build(model, SINGLE_GPU if experts is not None else parallelism, None)
+    engine = EngineSpec(
+        step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout,
+        speculation=speculation,
+    )  # fmt: skip
     if parallelism.data_parallel_size == 1 or experts is not None:
-        return EngineSpec(
-            step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout,
-            speculation=speculation,
-        )  # fmt: skip
+        return engine
+    return _sharing(config, pool, model, engine, slots)
+
+
+def _sharing(
+    config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec, slots: int
+) -> EngineSpec:
+    """Return engines that share experts, of which each rank holds so many instances a layer."""
     if pool.enforce_eager:
         problem = "steps of engines that share experts are simulated under graphs alone"
         raise InputError("enforce_eager", problem, "not given")
     if config.cudagraph_padding != "none":
         problem = "engines that share experts pad to the widest of them, which is not simulated"
         raise InputError("cudagraph_padding", problem, "none")
+    parallelism, redundant = engine.parallelism, pool.num_redundant_experts or 0
     all_to_all = build_all_to_all(
         model,
-        gpu,
+        engine.step_time.gpu,
         config.all2all_backend,
         parallelism.n_gpus,
         gpus_per_node=config.gpus_per_node,
         tables=load_tables(config.tables),
     )
     choice = _replica_choice(config.replica_choice, all_to_all, redundant > 0)
+    pairs = _most_pairs(model, parallelism, engine.max_num_seqs, engine.max_num_batched_tokens)
     group = GroupCost(
         {"all": ALL, "expert": EXPERT, "rank": RANK, "node": NODE}[COPY_PER[all_to_all.backend]],
         all_to_all.gathered is not all_to_all.cost,
@@ -282,22 +295,16 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         choice.seconds,
         parallelism.tensor_parallel_size,
         config.gpus_per_node,
-        step_time.rank_moe(slots, _most_pairs(model, parallelism, max_num_seqs, budget)),
+        engine.step_time.rank_moe(slots, pairs),
         all_to_all.cost,
         all_to_all.gathered,
     )
-    return EngineSpec(
-        step_time,
-        max_num_seqs,
-        budget,
-        n_blocks,
-        parallelism,
-        group,
-        all_to_all,
-        redundant,
-        choice.provenance,
-        layout,
-        speculation,
+    return replace(
+        engine,
+        group=group,
+        all_to_all=all_to_all,
+        n_redundant=redundant,
+        choice_provenance=choice.provenance,
     )
 
 
@@ -457,38 +464,13 @@ def _max_model_len(config: RunConfig, model: ModelDims) -> int:
 
 
 @lru_cache(maxsize=8)
-def _step_time(
-    model: ModelDims,
-    gpu: GPU,
-    parallelism: Parallelism,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    host_gap_ms: float | None,
-    cudagraph_padding: Padding,
-    enforce_eager: bool,
-    moe_backend: MoEBackend,
-    tables: str | None,
-    linears: tuple[tuple[int, int], ...],
-    tokens_per_sequence: int,
-) -> tuple[StepTimeModel, frozenset[str]]:
-    """Return the step times, and the names of the user's tables that they come from."""
+def _step_time(tables: str | None, **about: Any) -> tuple[StepTimeModel, frozenset[str]]:
+    """Return the step times, and the names of the user's tables that they come from.
+
+    ``about`` is what `build_step_time_model` takes but for the tables.
+    """
     with noting_use() as used:
-        built = build_step_time_model(
-            model,
-            gpu,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            parallelism=parallelism,
-            host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
-            cudagraph_padding=cudagraph_padding,
-            enforce_eager=enforce_eager,
-            moe_backend=moe_backend,
-            tables=load_tables(tables),
-            linears=linears,
-            tokens_per_sequence=tokens_per_sequence,
-        )
+        built = build_step_time_model(tables=load_tables(tables), **about)
     return built, frozenset(used)
 
 
