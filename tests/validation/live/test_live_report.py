@@ -14,6 +14,7 @@ from PIL import Image
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
+from eldr_sim.validation.live import report
 from eldr_sim.validation.live.engine_calibration import write_calibration
 from eldr_sim.validation.live.live_run import write_live_run
 from eldr_sim.validation.live.report import write_report
@@ -46,6 +47,12 @@ def write_campaign(folder, runs, calibrated):
         (folder / "calibration" / setup).mkdir(parents=True)
         write_calibration(folder / "calibration" / setup, calibrated.info, calibrated.tables)
     return folder
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Most of a report's time goes into its pictures, which `written` has."""
+    monkeypatch.setattr(report, "draw_pictures", lambda *_: [])
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +272,7 @@ def test_a_missed_goal_is_named_with_its_component(written):
     assert verdicts["colocated", "decode step p90"] == "met"
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_slower_tables_miss_the_steps(live_runs, live_calibration, tmp_path):
     slow = [
         LatencyTable(t.metadata, {**t.columns, "latency_s": 1.5 * t.columns["latency_s"]})
@@ -289,6 +297,7 @@ def test_slower_tables_miss_the_steps(live_runs, live_calibration, tmp_path):
     assert one(document["headline"], figure="tpot p50")["noise_percent"] is None
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_queue_orders_stand_beside_each_other(make_live_run, live_calibration, tmp_path):
     runs = [
         make_live_run("colocated", rate=300.0, n=40, seed=4, load=load, repeat=repeat,
@@ -314,6 +323,7 @@ def test_queue_orders_stand_beside_each_other(make_live_run, live_calibration, t
     assert "## Queue orders" in (tmp_path / "report" / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_tables_that_are_not_to_be_trusted_are_said_first(live_runs, live_calibration, tmp_path):
     info = live_calibration.info.model_copy(update={"doubts": ["moe: a doubt"]})
     campaign = write_campaign(
@@ -324,6 +334,7 @@ def test_tables_that_are_not_to_be_trusted_are_said_first(live_runs, live_calibr
     assert "**The tables of colocated are not to be trusted**: moe: a doubt." in text
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_repeats_that_differ_as_much_excuse_an_error(live_runs, live_calibration, tmp_path):
     runs = [live_runs[0], stretched(live_runs[1], 1.3)]
     campaign = write_campaign(tmp_path / "campaign", runs, live_calibration)
@@ -337,6 +348,7 @@ def test_repeats_that_differ_as_much_excuse_an_error(live_runs, live_calibration
     assert "| within the noise floor |" in text
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_worst_tenth_of_the_steps_may_have_another_cause(live_runs, live_calibration, tmp_path):
     """MoE layers are predicted 1.6 times as slow; the steps of one batch lost 30 ms elsewhere."""
     run, moe = live_runs[0], "moe_s"
@@ -486,6 +498,7 @@ def test_a_broken_campaign_is_refused_in_one_line(
     assert {path.name for path in tmp_path.iterdir()} == {"campaign"}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_only_a_report_is_replaced(written, live_runs, live_calibration, tmp_path):
     campaign = write_campaign(tmp_path / "campaign", live_runs[:1], live_calibration)
     out = tmp_path / "report"
