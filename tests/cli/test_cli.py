@@ -15,7 +15,10 @@ SHORT = ["--topology", "1P2D", "--request-rate", "10", "--duration", "3", "--war
 SHORT += ["--output-len", "20"]
 
 
-@pytest.mark.parametrize("command", ["models", "trace list", "trace inspect", "--help"])
+INSPECT = pytest.param("trace inspect", marks=pytest.mark.slow)  # a tiny trace's is not
+
+
+@pytest.mark.parametrize("command", ["models", "trace list", INSPECT, "--help"])
 def test_listing_is_golden(run_cli, command):
     code, out, err = run_cli(*command.split())
     assert (code, err) == (0, "")
