@@ -99,9 +99,8 @@ def train(
 ) -> Qwen3Moe:
     """Train a model and leave its checkpoint, its state and a log in a folder.
 
-    An interrupted training leaves what it saved last; ``resume`` continues from there.
-
-    Raises InputError if a setting or the text does not allow training.
+    An interrupted training leaves what it saved last; ``resume`` continues from there. Raises
+    InputError if a setting or the text does not allow training.
 
     Parameters
     ----------

@@ -143,14 +143,11 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     prefilled = requests["prompt_len"][(start <= computed) & (computed <= end)]
     good = good_requests(times, config.goodput) & measured
 
-    carried = batch - steps["joined"][inside]
-    gaps = (steps["end"] - steps["start"])[inside]
-    resumed = record.gaps["resumed_s"]
-    preempted = (resumed - record.gaps["last_token_s"])[(start <= resumed) & (resumed <= end)]
-    itl = np.concatenate([gaps, preempted, np.zeros(1)])
-    together = np.array([tokens - int(batch.sum())])  # a step's tokens beyond one a sequence
-    itl_weights = np.concatenate([carried, np.ones(len(preempted), np.int64), together])
-    hours, price = seconds / 3600.0, config.price_per_hour
+    both, hours, price = (
+        config.n_prefill and config.n_decode,
+        seconds / 3600.0,
+        config.price_per_hour,
+    )
     gpu_hours = config.n_gpus * hours
     per_million = gpu_hours / tokens * 1e6 if tokens else None
     return {
@@ -167,11 +164,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "request_throughput": finished / seconds,
         "request_goodput": float(good.sum()) / seconds,
         "slo_attainment": float(good.sum()) / max(1, int(measured.sum())),
-        "slo_attainment_by_metric": {
-            name: float((good_requests(times, ServiceLevel(**{name: bound})) & measured).sum())
-            / max(1, int(measured.sum()))
-            for name, bound in config.goodput.model_dump(exclude_none=True).items()
-        },
+        "slo_attainment_by_metric": _attained(times, config.goodput, measured),
         "output_throughput": tokens / seconds,
         "total_token_throughput": (tokens + prompt_tokens) / seconds,
         "prefill_throughput": int(prefilled.sum()) / seconds,
@@ -187,13 +180,9 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         ),
         **describe("ttft", times["ttft"][done]),
         **describe("tpot", times["tpot"][done & ~np.isnan(times["tpot"])]),
-        **describe("itl", itl, itl_weights),
+        **describe("itl", *_token_gaps(record, steps[inside], start, end)),
         **describe("e2el", times["e2el"][done]),
-        **(
-            {"streamed_by_prefill": streamed_by_prefill(record)}
-            if config.n_prefill and config.n_decode
-            else {}
-        ),
+        **({"streamed_by_prefill": streamed_by_prefill(record)} if both else {}),
         **_activated_experts(steps[inside][decoding], n_moe_layers),
         "mean_decode_batch": _mean(batch[decoding].astype(float)),
         "decode_steps": int(decoding.sum()),
@@ -208,6 +197,30 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
             None if price is None or not tokens else price * hours / tokens * 1e6
         ),
     }
+
+
+def _attained(
+    times: dict[str, NDArray[np.float64]], level: ServiceLevel, measured: NDArray[np.bool_]
+) -> dict[str, float]:
+    """Return the share of the measured requests within each bound alone."""
+    n = max(1, int(measured.sum()))
+    return {
+        name: float((good_requests(times, ServiceLevel(**{name: bound})) & measured).sum()) / n
+        for name, bound in level.model_dump(exclude_none=True).items()
+    }
+
+
+def _token_gaps(
+    record: RunRecord, steps: NDArray[np.void], start: float, end: float
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the gaps between tokens of the window's steps, s, and how many there are of each."""
+    batch = steps["sequences"].astype(np.int64)
+    resumed = record.gaps["resumed_s"]
+    preempted = (resumed - record.gaps["last_token_s"])[(start <= resumed) & (resumed <= end)]
+    gaps = np.concatenate([steps["end"] - steps["start"], preempted, np.zeros(1)])
+    together = np.array([int(steps["outputs"].sum()) - int(batch.sum())])  # yielded by one step
+    carried = batch - steps["joined"]
+    return gaps, np.concatenate([carried, np.ones(len(preempted), np.int64), together])
 
 
 def _activated_experts(steps: NDArray[np.void], n_moe_layers: int) -> dict[str, float | None]:

@@ -184,16 +184,7 @@ def engine_tables(
         rest.normalise(model.rest)
     _add_whole_prompts(prefill, chunked, 0.0 if model is None else model.attention)
     moe_samples = _well_covered(moe.seconds, dims.n_experts, dims.top_k)
-    head = {
-        "gpu": device,
-        "kernel_source": "the engine's own",
-        "framework": framework,
-        "provenance": "measured",
-        "origin": "eldr-sim validate vllm: medians over steps of a forced calibration load",
-        "device": device,
-        "versions": dict(versions),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
+    head = _head(device, framework, versions)
     attention = attention_shape(dims.n_heads, dims.n_kv_heads, dims.head_dim, 0)
     forced = {"routing": "forced"}
     experts = moe_shape(dims.hidden_size, dims.expert_intermediate_size, dims.n_experts, dims.top_k)
@@ -209,6 +200,20 @@ def engine_tables(
         _table(head, "engine_step", whole, ("tokens", "sequences"), rest.seconds),
     ]
     return tables, model
+
+
+def _head(device: str, framework: str, versions: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the tables have in common."""
+    return {
+        "gpu": device,
+        "kernel_source": "the engine's own",
+        "framework": framework,
+        "provenance": "measured",
+        "origin": "eldr-sim validate vllm: medians over steps of a forced calibration load",
+        "device": device,
+        "versions": dict(versions),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
 
 
 class _Samples:

@@ -111,12 +111,7 @@ def make_load(
         prompt = np.clip(prompt, *prompt_range)
         output = np.clip(output, *output_range)
     names = list(domains)
-    draws = stream(seed, "live domains")
-    if domain_mix:
-        weights = np.array([float(domain_mix.get(name, 0.0)) for name in names])
-        domain = draws.choice(len(names), size=n, p=weights / weights.sum())
-    else:
-        domain = draws.integers(len(names), size=n)
+    domain = _draw_domains(names, domain_mix or {}, n, seed)
     requests = []
     for i in range(n):
         name = names[int(domain[i])]
@@ -132,6 +127,15 @@ def make_load(
             )
         )
     return Load(info, tuple(requests))
+
+
+def _draw_domains(names: list[str], mix: Mapping[str, float], n: int, seed: int) -> NDArray[Any]:
+    """Return the number of each request's domain."""
+    draws = stream(seed, "live domains")
+    if not mix:
+        return draws.integers(len(names), size=n)
+    weights = np.array([float(mix.get(name, 0.0)) for name in names])
+    return draws.choice(len(names), size=n, p=weights / weights.sum())
 
 
 def _check(
