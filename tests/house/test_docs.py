@@ -169,7 +169,7 @@ FILES = {
 LONG = {"plan", "trace synthesize", "fit", "reproduce eldr"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/explain.md", "docs/faults.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/questions.md", "docs/explain.md", "docs/faults.md"])
 def test_examples_run(page, run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("docs").mkdir()
@@ -185,7 +185,7 @@ def test_examples_run(page, run_cli, tmp_path, monkeypatch):
                 more = []
             code, out, err = run_cli(*words, *more)
             assert code == 0, (words, out, err)
-        elif page == "README.md":
+        elif page in ("README.md", "docs/questions.md"):
             assert command in LONG or words in [line.words for line in README if line.needs], words
 
 
@@ -209,7 +209,7 @@ def named_needs(page):
     return found
 
 
-README = named_needs(ROOT / "README.md")
+README = named_needs(ROOT / "README.md") + named_needs(DOCS / "questions.md")
 #: What each extra that is named there installs.
 EXTRAS = {
     "[aiconfigurator]": ["aiconfigurator_core"],
