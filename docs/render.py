@@ -206,7 +206,7 @@ def python(*_: object) -> str:
     return markdown([["name", "what it is"], ["---", "---"], *lines])
 
 
-#: What was checked, of which the README names `SHORT`: words, page, where, and the claim with {m} the metric.
+#: What was checked, `SHORT` in the README: words, page, where, and the claim with {m} the metric.
 CHECKED = [
     ("101 published runs of GPT-OSS-120B on vLLM, 1 to 8 GPUs, H100 and H200", "validity",
      "all (101 rows)", "mean {m}, {q} of the error"),

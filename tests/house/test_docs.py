@@ -169,7 +169,9 @@ FILES = {
 LONG = {"plan", "trace synthesize", "fit", "reproduce eldr"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/questions.md", "docs/explain.md", "docs/faults.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/questions.md", "docs/explain.md", "docs/faults.md"]
+)
 def test_examples_run(page, run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("docs").mkdir()
