@@ -236,5 +236,6 @@ def _help(name: str) -> str:
     field = RunConfig.model_fields[name]
     text = (field.description or "").replace("``", "")
     if name in DECISION_OF:
-        text += f" Built in: {', '.join(BUILT_IN[DECISION_OF[name]])}."
+        own = ", or ./FILE.py:Class" if name == "policy" else ""
+        text += f" Built in: {', '.join(BUILT_IN[DECISION_OF[name]])}{own}."
     return text if field.default in (None, ()) else f"{text}  [default: {field.default}]"
