@@ -48,14 +48,9 @@ def njit(
 
     That is in ``NUMBA_CACHE_DIR`` if the user has set it, else in `eldr_sim.cache`.
 
-    Parameters
-    ----------
-    inlined
-        Whether only compiled code calls the function: it then takes less time (`inlined`).
-    restrict
-        Of these: whether what it writes overlaps no other array that it gets.
-    options
-        Of ``numba.njit``, but for ``cache``.
+    ``inlined``: whether only compiled code calls the function: it then takes less time (`inlined`);
+    ``restrict``: of these: whether what it writes overlaps no other array that it gets;
+    ``options``: of ``numba.njit``, but for ``cache``.
     """
     if inlined:
         only_code = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}

@@ -83,20 +83,9 @@ def curves(
 ) -> Picture:
     """Draw curves or points over two numeric axes.
 
-    Parameters
-    ----------
-    title
-        Title of the picture.
-    x_label, y_label
-        Axis titles with units.
-    series
-        Curves; points that are not finite are left out.
-    interval
-        Name of the interval from ``low`` to ``high``.
-    warmups_s
-        Ends of warm-up periods to shade, s, if ``x`` is simulated time.
-    note
-        Line under the picture.
+    ``x_label``, ``y_label``: axis titles with units; ``series``: curves; points that are not finite
+    are left out; ``interval``: name of the interval from ``low`` to ``high``; ``warmups_s``: ends
+    of warm-up periods to shade, s, if ``x`` is simulated time; ``note``: line under the picture.
     """
     drawn = [_finite(s) for s in series]
     # Values that are never negative get no axis below 0, even if an interval reaches there.

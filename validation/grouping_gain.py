@@ -80,15 +80,9 @@ def grouping_gain(
 
     Returns gain: None where the trace has too few requests.
 
-    Parameters
-    ----------
-    trace
-        The routing trace; requests of both splits are taken.
-    size
-        Workers and requests of each; by default the greatest square of `SIZES` that there are
-        requests for.
-    draws
-        Sets of concurrent requests, each drawn without replacement.
+    ``trace``: the routing trace; requests of both splits are taken; ``size``: workers and requests
+    of each; by default the greatest square of `SIZES` that there are requests for; ``draws``: sets
+    of concurrent requests, each drawn without replacement.
     """
     fits = [(w, w) for w in SIZES if w * w <= trace.n_requests]
     workers, batch = size or (fits[0] if fits else (0, 0))

@@ -56,14 +56,10 @@ def gpu_table(
 ) -> LatencyTable | None:
     """The GPU's own table, or else one derived from its sibling's, or None.
 
-    Parameters
-    ----------
-    kind, shape, dtype, library, kernel, extra
-        As :func:`~eldr_sim.kernel_profiles.tables.library.find_table` takes them.
-    gpu
-        Where the kernel runs.
-    model
-        Dimensions of the part of a model that a GPU computes; MoE layers and attention need them.
+    ``kind``, ``shape``, ``dtype``, ``library``, ``kernel``, ``extra``: as
+    :func:`~eldr_sim.kernel_profiles.tables.library.find_table` takes them; ``gpu``: where the
+    kernel runs; ``model``: dimensions of the part of a model that a GPU computes; MoE layers and
+    attention need them.
     """
 
     def find(name: str) -> LatencyTable | None:

@@ -31,17 +31,9 @@ def measure_collectives(
 
     Returns dict: by (operation, bytes).
 
-    Parameters
-    ----------
-    backend
-        ``nccl``, or ``gloo`` for CPUs.
-    n_ranks
-        Processes, one a GPU.
-    sizes
-        Bytes: of the sum (all-reduce), of all ranks' parts together (all-gather), that every rank
-        sends in all (all-to-all).
-    operations
-        Some of :data:`OPERATIONS`.
+    ``backend``: ``nccl``, or ``gloo`` for CPUs; ``n_ranks``: processes, one a GPU; ``sizes``:
+    bytes: of the sum (all-reduce), of all ranks' parts together (all-gather), that every rank sends
+    in all (all-to-all); ``operations``: some of :data:`OPERATIONS`.
     """
     torch = require_torch()
     with socket.socket() as free:

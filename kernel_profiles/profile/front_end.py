@@ -227,18 +227,9 @@ def measure_front_end(
 
     Raises InputError: a package is missing, or a file cannot be read.
 
-    Parameters
-    ----------
-    tokenizer_file
-        A ``tokenizer.json``.
-    text
-        Text that prompts are parts of; ids in a row, decoded, when not given.
-    name
-        The table's name for the CPU; its own when not given.
-    tokens
-        Prompt tokens to measure.
-    progress
-        Called with the share done.
+    ``tokenizer_file``: a ``tokenizer.json``; ``text``: text that prompts are parts of; ids in a
+    row, decoded, when not given; ``name``: the table's name for the CPU; its own when not given;
+    ``tokens``: prompt tokens to measure; ``progress``: called with the share done.
     """
     tokenizer = open_tokenizer(tokenizer_file)
     try:

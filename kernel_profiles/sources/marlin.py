@@ -62,16 +62,9 @@ def derive_marlin_table(
 
     Raises InputError: no Marlin rows for this GPU or number of GPUs, or another dtype.
 
-    Parameters
-    ----------
-    gpu
-        ``H100`` or ``H200``: the package has Marlin rows of these.
-    model
-        A model with MXFP4 experts.
-    parallelism
-        GPUs of a worker; the experts are cut, not spread.
-    padding
-        Whether the kernel computes the zeros of vLLM's padding, too.
+    ``gpu``: ``H100`` or ``H200``: the package has Marlin rows of these; ``model``: a model with
+    MXFP4 experts; ``parallelism``: GPUs of a worker; the experts are cut, not spread; ``padding``:
+    whether the kernel computes the zeros of vLLM's padding, too.
     """
     if MOE_DTYPES[model.expert_dtype] != _DTYPE:
         raise InputError("model", f"{model.name} has {model.expert_dtype} experts", "mxfp4")

@@ -229,17 +229,9 @@ def with_saturation(
     ``max_l T_l / T_0 FLOPs(b_max)``. They differ by the share of the peak that the GPU reaches, and
     where transfers hide behind the reference batch Eq. 3 is that batch.
 
-    Parameters
-    ----------
-    work, stream
-        What prompts cost, and one layer's transfers.
-    n_layers
-        L.
-    peak_flops
-        Of one GPU, FLOP/s.
-    layer_s, batch_flops
-        What one layer of the reference batch, the largest step, computes, s, and that batch's
-        FLOPs.
+    ``work``, ``stream``: what prompts cost, and one layer's transfers; ``n_layers``: L;
+    ``peak_flops``: of one GPU, FLOP/s; ``layer_s``, ``batch_flops``: what one layer of the
+    reference batch, the largest step, computes, s, and that batch's FLOPs.
     """
     transfer_s = max(stream.gather_s, stream.host_s)
     return work._replace(

@@ -82,16 +82,10 @@ def run_paired(
 
     Raises InputError if a run fails or ``n_seeds`` is below 1.
 
-    Parameters
-    ----------
-    configs
-        Configurations by name; the seed of each is its first seed.
-    n_seeds
-        Number of seeds, at least 1; intervals need two.
-    jobs
-        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
-    progress
-        Called with the share of the runs that are done.
+    ``configs``: configurations by name; the seed of each is its first seed; ``n_seeds``: number of
+    seeds, at least 1; intervals need two; ``jobs``: processes, see
+    :func:`~eldr_sim.planning.runs.runner.run_points`; ``progress``: called with the share of the
+    runs that are done.
     """
     if n_seeds < 1:
         raise InputError("seeds", str(n_seeds), "1 or more")

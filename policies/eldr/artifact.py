@@ -289,16 +289,9 @@ def fit(
     expert that distinguishes the requests, for an unknown option or a layer that is not there, or
     where the transform needs gate scores that the trace does not carry.
 
-    Parameters
-    ----------
-    calibration
-        Calibration requests with prefill counts and decode activation.
-    n_decoders
-        K, the decode workers to route among.
-    seed
-        Seed of the sampled pairs and of the clustering's starts, 0 or more.
-    options
-        How; the defaults are ELDR's.
+    ``calibration``: calibration requests with prefill counts and decode activation; ``n_decoders``:
+    K, the decode workers to route among; ``seed``: seed of the sampled pairs and of the
+    clustering's starts, 0 or more; ``options``: how; the defaults are ELDR's.
     """
     counts = calibration.scores("count")
     n = len(counts)

@@ -35,14 +35,9 @@ def cached_fit(
 ) -> RoutingArtifact:
     """Return `fit` of the calibration requests of a trace, from the cache if it is there.
 
-    Parameters
-    ----------
-    trace, workload, domain_mix
-        What ``calibration`` picks its requests by.
-    calibration
-        Gives the calibration requests; called only where the fit is not in the cache.
-    n_decoders, seed, options
-        As for `fit`, which says what it raises.
+    ``trace``, ``workload``, ``domain_mix``: what ``calibration`` picks its requests by;
+    ``calibration``: gives the calibration requests; called only where the fit is not in the cache;
+    ``n_decoders``, ``seed``, ``options``: as for `fit`, which says what it raises.
     """
     manifest = trace.for_calibration.manifest
     files = [manifest.checksum, manifest.requests_checksum, manifest.gate_scores_checksum]

@@ -123,14 +123,10 @@ def linked_experts(transitions: NDArray[np.int64], pairs: int) -> NDArray[np.int
 def anchored(load: NDArray[Any], linked: NDArray[np.int64], n_ranks: int, anchor: int) -> Placement:
     """Return Algorithm 3's placement: linked experts on the anchor, the others greedily by load.
 
-    Parameters
-    ----------
-    load
-        Shape [layers, E]: tokens that choose each expert, in any unit.
-    linked
-        From `linked_experts`; the anchor takes the most strongly linked ones that it has room for.
-    n_ranks, anchor
-        GPUs, which hold equally many experts, and the one that holds the linked ones.
+    ``load``: shape [layers, E]: tokens that choose each expert, in any unit; ``linked``: from
+    `linked_experts`; the anchor takes the most strongly linked ones that it has room for;
+    ``n_ranks``, ``anchor``: GPUs, which hold equally many experts, and the one that holds the
+    linked ones.
     """
     room = load.shape[1] // n_ranks
     order = np.argsort(-linked, axis=1, kind="stable")[:, :room]

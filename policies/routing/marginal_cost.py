@@ -225,16 +225,9 @@ def expected_step_s(step_times: StepCost, load: int, context: int, activated: An
     an equal share of the union. Requests beyond the places of a batch take turns: their step counts
     ``load / places`` times.
 
-    Parameters
-    ----------
-    step_times
-        Step times of the worker.
-    load, context
-        Requests on the worker, and their tokens of context, summed; without requests no time
-        passes.
-    activated
-        Shape [L]: expected activated experts; the layers stand for all MoE layers of the model in
-        equal parts.
+    ``step_times``: step times of the worker; ``load``, ``context``: requests on the worker, and
+    their tokens of context, summed; without requests no time passes; ``activated``: shape [L]:
+    expected activated experts; the layers stand for all MoE layers of the model in equal parts.
     """
     if load <= 0:
         return 0.0

@@ -166,16 +166,9 @@ def group_step_s(
     Its parts other than the MoE layers are those of the slowest engine. Requests beyond the places
     of a batch take turns, as in `marginal_cost.expected_step_s`.
 
-    Parameters
-    ----------
-    step_times
-        Step times of an engine.
-    loads, prompt_tokens
-        Shape [engines]: requests on each, and their tokens of context, summed.
-    moe_s
-        Time of the MoE layers.
-    worker, prompt_len
-        One more request: its engine, -1 for none, and tokens of its context.
+    ``step_times``: step times of an engine; ``loads``, ``prompt_tokens``: shape [engines]: requests
+    on each, and their tokens of context, summed; ``moe_s``: time of the MoE layers; ``worker``,
+    ``prompt_len``: one more request: its engine, -1 for none, and tokens of its context.
     """
     places = step_times.head_s.shape[0] - 1
     attention, most = 0.0, 0

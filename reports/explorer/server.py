@@ -46,14 +46,8 @@ _POLICY = (
 class Explorer:
     """The page of one base configuration.
 
-    Parameters
-    ----------
-    base
-        What states leave out.
-    read_only
-        Whether it shows the base alone.
-    jobs
-        Processes.
+    ``base``: what states leave out; ``read_only``: whether it shows the base alone; ``jobs``:
+    processes.
     """
 
     def __init__(self, base: RunConfig, *, read_only: bool = False, jobs: int = 2) -> None:
@@ -256,10 +250,7 @@ def explore(
 ) -> None:
     """Serve the page until the process is told to stop.
 
-    Raises
-    ------
-    InputError
-        If aiohttp is not installed, the address is taken, or the base is wrong.
+    Raises InputError if aiohttp is not installed, the address is taken, or the base is wrong.
     """
     try:
         from aiohttp import web

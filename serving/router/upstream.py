@@ -18,16 +18,9 @@ ERROR_EVENT = b'data: {"error":'
 class EngineFailure(Exception):
     """An engine has not answered a request as a living one does.
 
-    Parameters
-    ----------
-    problem
-        What happened, with the name of the engine.
-    status
-        What to tell the client, if nobody else answers.
-    reached
-        Whether the engine may have seen the request.
-    body
-        The engine's own words, JSON; None where it said nothing.
+    ``problem``: what happened, with the name of the engine; ``status``: what to tell the client, if
+    nobody else answers; ``reached``: whether the engine may have seen the request; ``body``: the
+    engine's own words, JSON; None where it said nothing.
     """
 
     def __init__(

@@ -138,18 +138,10 @@ def describe_part(
 ) -> dict[str, Any]:
     """Return what of a log is measured, for the result: counts, seconds of the log, its rates.
 
-    Parameters
-    ----------
-    log
-        The whole log.
-    arrival_s
-        Of the requests that are replayed, seconds of the run.
-    window
-        The measured one, seconds of the run.
-    part
-        What is replayed; from the log's first request on where None.
-    rate
-        To which the log, its part or its first requests are stretched.
+    ``log``: the whole log; ``arrival_s``: of the requests that are replayed, seconds of the run;
+    ``window``: the measured one, seconds of the run; ``part``: what is replayed; from the log's
+    first request on where None; ``rate``: to which the log, its part or its first requests are
+    stretched.
     """
     times, end = log.arrival_s, float(log.arrival_s[-1])
     last = end

@@ -92,15 +92,9 @@ def calibration_set(
     Raises InputError if the mix is not valid, a domain in it has no calibration request (with the
     score), or the trace carries no such score at all.
 
-    Parameters
-    ----------
-    trace
-        The routing trace.
-    workload, domain_mix
-        As for `Load`: ``task``, ``language``, ``trace`` or the path of a request log.
-    score
-        With ``prob`` or ``logit``, only requests that have this gate score are picked: a trace
-        may carry it for a part of its calibration split.
+    ``workload``, ``domain_mix``: as for `Load`: ``task``, ``language``, ``trace`` or the path of a
+    request log; ``score``: with ``prob`` or ``logit``, only requests that have this gate score are
+    picked: a trace may carry it for a part of its calibration split.
     """
     shares, _ = resolve_domain_mix(trace.texts, workload, domain_mix)
     trace = trace.for_calibration

@@ -124,16 +124,9 @@ def record_campaign(
     Returns list of Path: the folders of the recorded runs. Raises InputError if the folder holds
     another campaign, or an engine, the proxy or a request fails.
 
-    Parameters
-    ----------
-    campaign
-        The plan.
-    setups
-        Names in :data:`~.setups.SETUPS` to start.
-    progress
-        Called with the current task and the share of it that is done.
-    prefill, decode
-        URL and log folder of running engines; they are then the only set-up.
+    ``campaign``: the plan; ``setups``: names in :data:`~.setups.SETUPS` to start; ``progress``:
+    called with the current task and the share of it that is done; ``prefill``, ``decode``: URL and
+    log folder of running engines; they are then the only set-up.
     """
     import_aiohttp()
     unknown = sorted(set(campaign.domain_mix) - set(DOMAINS))

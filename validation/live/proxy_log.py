@@ -19,14 +19,10 @@ def join_proxy_log(requests: pa.Table, path: str | os.PathLike[str]) -> pa.Table
     Raises InputError if the file is no log of a proxy, or one of the requests is not in it exactly
     once.
 
-    Parameters
-    ----------
-    requests
-        `live_run.REQUESTS` as `client.send_load` returns it.
-    path
-        ``ProxyConfig.log``: ``request_id``, ``prefilled_s`` and ``routed_s`` (s of
-        `time.monotonic`; no ``prefilled_s`` without prefill engines) and ``engine`` of each
-        request, in the order of routing.
+    ``requests``: `live_run.REQUESTS` as `client.send_load` returns it; ``path``:
+    ``ProxyConfig.log``: ``request_id``, ``prefilled_s`` and ``routed_s`` (s of `time.monotonic`; no
+    ``prefilled_s`` without prefill engines) and ``engine`` of each request, in the order of
+    routing.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     try:

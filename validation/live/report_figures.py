@@ -40,16 +40,9 @@ def report_document(
 ) -> Row:
     """Return the content of ``comparison.json``, without pictures.
 
-    Parameters
-    ----------
-    runs
-        The recorded runs, in the order of the report.
-    calibrated
-        Calibration of each set-up.
-    compared
-        Result of :func:`~.comparison.compare_runs` on the runs of each set-up.
-    plain
-        The same without the drift of the machine's speed.
+    ``runs``: the recorded runs, in the order of the report; ``calibrated``: calibration of each
+    set-up; ``compared``: result of :func:`~.comparison.compare_runs` on the runs of each set-up;
+    ``plain``: the same without the drift of the machine's speed.
     """
     summary = compared.summary
     infos = [run.info for run in runs]

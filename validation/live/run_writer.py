@@ -39,20 +39,10 @@ def assemble_run(
 
     Raises InputError if the logs lack tokens of a request.
 
-    Parameters
-    ----------
-    out
-        Folder to make; must not exist.
-    info
-        Set-up and load.
-    requests
-        ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``.
-    logs
-        Log of each engine by its name.
-    endpoints
-        The engines; their capture logs hold the routing.
-    model
-        Model that the engines serve.
+    ``out``: folder to make; must not exist; ``info``: set-up and load; ``requests``:
+    ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``; ``logs``: log of each engine by its
+    name; ``endpoints``: the engines; their capture logs hold the routing; ``model``: model that the
+    engines serve.
     """
     start = float(np.min(requests["sent_s"].to_numpy()))
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}

@@ -136,15 +136,9 @@ def errors_of(
 ) -> list[Errors]:
     """Return the errors of groups of rows.
 
-    Parameters
-    ----------
-    table
-        From :func:`predict`; rows that its column ``excluded``, if any, names a reason for are
-        marked.
-    groups
-        Sets of columns; each combination of their values is a group.
-    column
-        The errors: ``error``, or another estimator's.
+    ``table``: from :func:`predict`; rows that its column ``excluded``, if any, names a reason for
+    are marked; ``groups``: sets of columns; each combination of their values is a group;
+    ``column``: the errors: ``error``, or another estimator's.
     """
     frame = table.to_pandas()
     kept = frame["excluded"] == "" if "excluded" in frame else frame["metric"] != ""

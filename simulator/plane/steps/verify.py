@@ -77,15 +77,9 @@ def draft_s(
 ) -> Any:  # fmt: skip
     """Return what drafting takes behind a step, s.
 
-    Parameters
-    ----------
-    drafts
-        Of the pool.
-    sequences, tokens, context, n_chunks, uniform
-        As of `step_cost.step_parts`, of the step.
-    scratch
-        Of the step, whose last layer's experts count as those of the first pass; ``later`` are
-        those of the others.
+    ``drafts``: of the pool; ``sequences``, ``tokens``, ``context``, ``n_chunks``, ``uniform``: as
+    of `step_cost.step_parts`, of the step; ``scratch``: of the step, whose last layer's experts
+    count as those of the first pass; ``later`` are those of the others.
     """
     k = drafts.k_of[sequences]
     if drafts.lookup_s >= 0.0:

@@ -62,20 +62,9 @@ def write_captured(
     Raises InputError if ``out`` exists and ``force`` is false, the fraction is not within (0, 1),
     or the trace would not be valid.
 
-    Parameters
-    ----------
-    out
-        Trace folder to make.
-    captured
-        One entry a prompt.
-    prompts
-        The requests, in the order of ``captured``.
-    model, source_data, notes
-        See `Manifest`.
-    calibration_fraction
-        Within (0, 1); see `calibration_split`.
-    force
-        Replace ``out`` if it is there.
+    ``out``: trace folder to make; ``captured``: one entry a prompt; ``prompts``: the requests, in
+    the order of ``captured``; ``model``, ``source_data``, ``notes``: see `Manifest`;
+    ``calibration_fraction``: within (0, 1); see `calibration_split`.
     """
     check_options(out, force, calibration_fraction)
     rows = np.array([len(request) for request in captured.experts])

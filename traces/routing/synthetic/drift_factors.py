@@ -30,16 +30,9 @@ def drift_factors(
     one standard deviation; zero without two windows of one request. The root of the mean square of
     an expert's norm, weighted by load, is 1.
 
-    Parameters
-    ----------
-    ids
-        ``[tokens, layers, top_k]``, requests one after the other.
-    kind
-        ``[tokens]``, kind of each.
-    kind_share
-        ``[kinds, layers, experts]``: share of a kind's tokens that chose an expert.
-    length
-        ``[requests]``, tokens of each.
+    ``ids``: ``[tokens, layers, top_k]``, requests one after the other; ``kind``: ``[tokens]``, kind
+    of each; ``kind_share``: ``[kinds, layers, experts]``: share of a kind's tokens that chose an
+    expert; ``length``: ``[requests]``, tokens of each.
     """
     layers, experts = kind_share.shape[1:]
     windows = length // WINDOW
