@@ -53,7 +53,6 @@ def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--domain-field",
             default="domain",
-            show_default=True,
             metavar="KEY",
             help="Key of the domain label in the JSONL file.",
         ),
@@ -61,14 +60,15 @@ def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "--calibration-fraction",
             type=float,
             default=0.5,
-            show_default=True,
             help="Share of each domain for fitting policies, where a prompt names no split.",
         ),
         click.option("--model-name", help="Name in the trace; that of MODEL by default."),
         click.option(
             "--source-data", help="Where the prompts come from; the file's name by default."
         ),
-        click.option("--notes", default="", help="Notes for readers of results."),
+        click.option(
+            "--notes", default="", show_default=False, help="Notes for readers of results."
+        ),
         click.option("--force", is_flag=True, help="Replace DIR."),
     )
 
@@ -86,26 +86,23 @@ def _generation_options(function: Callable[..., Any]) -> Callable[..., Any]:
             metavar="FILE",
             help="JSONL: prompt (text, token ids or chat messages) and domain.",
         ),
-        click.option("--max-new-tokens", type=int, default=128, show_default=True),
+        click.option("--max-new-tokens", type=int, default=128),
         click.option("--max-prompt-tokens", type=int, help="Cut longer prompts to this."),
-        click.option(
-            "--temperature", type=float, default=1.0, show_default=True, help="0 is greedy."
-        ),
-        click.option("--seed", type=int, default=0, show_default=True),
+        click.option("--temperature", type=float, default=1.0, help="0 is greedy."),
+        click.option("--seed", type=int, default=0),
         click.option("--ignore-eos", is_flag=True, help="Never stop before --max-new-tokens."),
         click.option(
             "--dtype",
             type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
             default="auto",
-            show_default=True,
         ),
     )
 
 
 @capture.command()
 @_generation_options
-@click.option("--batch-size", type=int, default=8, show_default=True)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--batch-size", type=int, default=8)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
 @click.option(
     "--gate-scores", is_flag=True, help="Also sum the gate's scores over each prompt (ELDR 4.2.3)."
 )
@@ -131,13 +128,12 @@ def transformers(
 
 @capture.command()
 @_generation_options
-@click.option(*TENSOR_PARALLEL_SIZE, type=int, default=1, show_default=True)
+@click.option(*TENSOR_PARALLEL_SIZE, type=int, default=1)
 @click.option("--max-model-len", type=int, help="Longest sequence; the model's own by default.")
 @click.option(
     "--method",
     type=click.Choice(["plugin", "engine"]),
     default="plugin",
-    show_default=True,
     help="Plug-in on the routers, eager mode; or enable_return_routed_experts (needs a GPU).",
 )
 @_trace_options

@@ -49,7 +49,7 @@ _OF_EXPERTS = ("domain", "eldr")
     help="Decode policies, with parameters as in eldr:tau=0.2; once with a list, or repeated. "
     "round_robin is added as the reference where it is missing.",
 )
-@click.option("--seeds", type=int, default=5, show_default=True, help="Seeds, from --seed on.")
+@click.option("--seeds", type=int, default=5, help="Seeds, from --seed on.")
 @click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
 @click.option(
     "--drafts",

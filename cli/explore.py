@@ -18,7 +18,7 @@ _START = {"topology": "2P4D", "request_rate": "12", "goodput": ("ttft:500,tpot:3
     "--port", type=click.IntRange(1, 65535), default=8050, show_default=True, metavar="N",
     help="Port to listen on.",
 )  # fmt: skip
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS")
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS")
 @click.option("--read-only", is_flag=True, help="Show what the options say, and nothing else.")
 @run_options()
 def explore(port: int, host: str, read_only: bool, **options: Any) -> None:

@@ -30,7 +30,6 @@ from eldr_sim.policies.eldr.signature import (
 @click.option(
     "--model",
     default="Qwen3-30B-A3B",
-    show_default=True,
     metavar="NAME|PATH",
     shell_complete=complete(models, "file"),
     help="Model whose routing is drawn.",
@@ -38,7 +37,6 @@ from eldr_sim.policies.eldr.signature import (
 @click.option(
     "--workload",
     default="task",
-    show_default=True,
     metavar="task|language|trace|FILE",
     shell_complete=complete(workloads, "file"),
     help="Workload whose domain mix the calibration requests have.",
@@ -47,7 +45,6 @@ from eldr_sim.policies.eldr.signature import (
 @click.option(
     "--signature",
     default="count-idf",
-    show_default=True,
     metavar="NAME",
     help=f"Transform of a prompt's experts: {', '.join(TRANSFORMS)}. The last two "
     "are fitted on the calibration requests that have gate scores.",
@@ -55,14 +52,12 @@ from eldr_sim.policies.eldr.signature import (
 @click.option(
     "--layer-mask",
     default="greedy",
-    show_default=True,
     metavar="greedy|all|N,N,...",
     help="Layers of the signature: chosen greedily by rho, all, or the ones given.",
 )
 @click.option(
     "--clustering",
     default="balanced",
-    show_default=True,
     metavar="|".join(METHODS),
     help="Hungarian-balanced or vanilla K-means.",
 )
@@ -70,24 +65,21 @@ from eldr_sim.policies.eldr.signature import (
     "--seedings",
     type=click.IntRange(1, 1000),
     default=FitOptions().seedings,
-    show_default=True,
     help="Starts of the clustering, of which the best is kept.",
 )
 @click.option(
     "--rounds",
     type=click.IntRange(1, 10_000),
     default=FitOptions().rounds,
-    show_default=True,
     help="Most rounds of the clustering.",
 )
 @click.option(
     "--mask-pairs",
     type=click.IntRange(3, 10_000_000),
     default=FitOptions().mask_pairs,
-    show_default=True,
     help="Pairs of requests, drawn with replacement, that rho is measured on.",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0)
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.npz", help="Artifact."
 )

@@ -22,7 +22,6 @@ from eldr_sim.errors import InputError
 @click.option(
     "--model",
     default="Qwen3-30B-A3B",
-    show_default=True,
     metavar="NAME|PATH",
     shell_complete=complete(model_names, "file"),
 )
@@ -234,7 +233,6 @@ def list_tables() -> None:
     *TENSOR_PARALLEL_SIZE,
     type=int,
     default=1,
-    show_default=True,
     metavar="N",
     help="GPUs of a worker: tables of one GPU's part of the model.",
 )
@@ -244,12 +242,7 @@ def list_tables() -> None:
     help="Whole experts spread over those GPUs.",
 )
 @click.option(
-    "--data-parallel-size",
-    type=int,
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Engines that share experts.",
+    "--data-parallel-size", type=int, default=1, metavar="N", help="Engines that share experts."
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
 def import_(

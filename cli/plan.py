@@ -54,9 +54,7 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
     help="Decode policies to choose from; once with a list, or repeated.",
     shell_complete=complete(policy_names("decode"), listed=True),
 )  # fmt: skip
-@click.option(
-    "--max-gpus", type=int, default=_MAX_GPUS, show_default=True, help="Most GPUs of a cluster."
-)
+@click.option("--max-gpus", type=int, default=_MAX_GPUS, help="Most GPUs of a cluster.")
 @click.option("--price", metavar="GPU=PRICE,...", help="Price of a GPU-hour by GPU, $.")
 @click.option(
     *TENSOR_PARALLEL_SIZE, "sizes", metavar="N,...",

@@ -35,13 +35,12 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> fl
     "--model",
     "models",
     default="Qwen3-30B-A3B",
-    show_default=True,
     metavar="NAME|PATH,...",
     help="Models whose kernels to measure.",
     shell_complete=complete(model_names, "file", listed=True),
 )
-@click.option("--device", default="cuda", show_default=True, metavar="cuda|cpu")
-@click.option("--budget", callback=_seconds, default="5m", show_default=True, metavar="TIME")
+@click.option("--device", default="cuda", metavar="cuda|cpu")
+@click.option("--budget", callback=_seconds, default="5m", metavar="TIME")
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
 @click.option("--resume", is_flag=True, help="Go on with the profile in --out.")
 @click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
@@ -54,7 +53,6 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> fl
     *TENSOR_PARALLEL_SIZE,
     type=int,
     default=1,
-    show_default=True,
     metavar="N",
     help="GPUs of a worker: kernels of one GPU's part of the model.",
 )
@@ -63,9 +61,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> fl
     default=False,
     help="Whole experts spread over those GPUs.",
 )
-@click.option(
-    "--threads", type=int, default=1, show_default=True, metavar="N", help="Threads, on the CPU."
-)
+@click.option("--threads", type=int, default=1, metavar="N", help="Threads, on the CPU.")
 @click.option(
     "--frontend",
     type=click.Path(path_type=Path),

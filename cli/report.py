@@ -17,7 +17,6 @@ from eldr_sim.reports.page import write_report
     "--out",
     type=click.Path(path_type=Path),
     default=Path("report.html"),
-    show_default=True,
     metavar="FILE",
     help="Page to write.",
 )

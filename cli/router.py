@@ -14,9 +14,7 @@ _SECONDS = click.FloatRange(0.0, min_open=True)
 
 
 def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Command]:
-    return click.option(
-        f"--{name}", type=_SECONDS, default=default, show_default=True, metavar="S", help=text
-    )
+    return click.option(f"--{name}", type=_SECONDS, default=default, metavar="S", help=text)
 
 
 @click.command(short_help="Route requests to real engines by a policy.")
@@ -38,7 +36,6 @@ def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Comman
 @click.option(
     "--policy",
     default="jsq",
-    show_default=True,
     metavar="NAME[:P=V,...]",
     shell_complete=complete(policies("decode")),
     help="Chooses the decode engine.",
@@ -46,7 +43,6 @@ def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Comman
 @click.option(
     "--prefill-policy",
     default="least_loaded",
-    show_default=True,
     metavar="NAME[:P=V,...]",
     shell_complete=complete(policies("prefill")),
     help="Chooses the prefill engine.",
@@ -57,26 +53,18 @@ def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Comman
     metavar="DIR",
     help="ELDR_SIM_CAPTURE of a prefill engine, for policies that read expert signatures.",
 )
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    metavar="ADDRESS",
-    help="Address to listen on.",
-)
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=8080,
     metavar="N",
-    show_default=True,
     help="Port to listen on; 0 takes a free one.",
 )
 @click.option(
     "--retries",
     type=click.IntRange(0),
     default=1,
-    show_default=True,
     metavar="N",
     help="Other engines that a request may go to before its first token.",
 )
@@ -91,7 +79,6 @@ def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Comman
     "--signal-interval-ms",
     type=_SECONDS,
     default=100.0,
-    show_default=True,
     metavar="MS",
     help="Between two looks at the engines' metrics, where the policy reads them.",
 )

@@ -15,7 +15,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command(cls=GroupedCommand, short_help="Serve OpenAI's API from a simulated cluster.")
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS")
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS")
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, metavar="N",
     help="Port of the whole cluster; 0 takes a free one.",

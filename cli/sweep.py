@@ -37,7 +37,6 @@ _MOST_ROWS, _MOST_FAILURES = 60, 10
     "--backend",
     type=click.Choice(get_args(Backend)),
     default="joblib",
-    show_default=True,
     help="Processes of this machine, or a Ray cluster.",
 )
 @click.option(

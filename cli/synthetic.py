@@ -41,7 +41,7 @@ from eldr_sim.validation.synthetic_twin import TwinStatistic, compare_with_twin,
     metavar="DIR",
     help="Draw a twin of the trace, print what was fitted and what was not, and write both.",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0)
 @click.option("--force", is_flag=True, help="Replace the file and the report.")
 def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: bool) -> None:
     """Fit a generative model of routing to a trace."""
@@ -102,7 +102,7 @@ def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: b
 @click.option(
     "--like", metavar="NAME|DIR", help="Requests as in this trace: domains, lengths, splits."
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0)
 @click.option("--force", is_flag=True, help="Replace DIR.")
 def synthesize(
     preset: str | None,

@@ -76,10 +76,7 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 
 @trace.command()
 @click.argument(
-    "name",
-    default=REFERENCE_TRACE,
-    metavar="[NAME|DIR]",
-    shell_complete=complete(traces, "dir"),
+    "name", default=REFERENCE_TRACE, metavar="[NAME|DIR]", shell_complete=complete(traces, "dir")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 @click.option(
@@ -154,9 +151,7 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
 @click.option(
-    "--format",
-    type=click.Choice([*READERS]),
-    help="Detected from the content when not given.",
+    "--format", type=click.Choice([*READERS]), help="Detected from the content when not given."
 )
 @click.option("--model", required=True, help="Model whose gates chose the experts.")
 @click.option(
@@ -165,12 +160,7 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
 @click.option(
     "--ranked", is_flag=True, help="The ids of a token are in the gate's order, highest first."
 )
-@click.option(
-    "--domain",
-    default="all",
-    show_default=True,
-    help="Domain of the requests, where the file knows none.",
-)
+@click.option("--domain", default="all", help="Domain of the requests, where the file knows none.")
 @click.option(
     "--prompt-share",
     type=float,
@@ -179,22 +169,17 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     "each request that is to stand for its prompt, e.g. 0.25.",
 )
 @click.option(
-    "--encoding",
-    type=click.Choice([*FILE_NAMES]),
-    default="npy",
-    show_default=True,
-    help="Plain, or compressed.",
+    "--encoding", type=click.Choice([*FILE_NAMES]), default="npy", help="Plain, or compressed."
 )
 @click.option("--captured-by", required=True, help="How the choices were recorded.")
 @click.option("--source-data", required=True, help="Text that the model read, with its licence.")
-@click.option("--notes", default="", help="Notes for readers of results.")
+@click.option("--notes", default="", show_default=False, help="Notes for readers of results.")
 @click.option(
     "--provenance",
     type=click.Choice(["recorded", "synthetic", "imported"]),
     default="imported",
-    show_default=True,
 )
-@click.option("--calibration-fraction", type=float, default=0.5, show_default=True)
+@click.option("--calibration-fraction", type=float, default=0.5)
 @click.option("--force", is_flag=True, help="Replace DIR.")
 def import_(file: Path, out: Path, **options: Any) -> None:
     """Import chosen experts that another tool recorded.

@@ -60,7 +60,6 @@ def validate() -> None:
     "--model",
     type=click.Choice(list(MEASURED_MODELS)),
     default="gpt-oss-120b",
-    show_default=True,
     help="Model whose runs are predicted.",
 )
 @click.option(
@@ -292,15 +291,13 @@ def _cell(value: object) -> str:
     "policies",
     multiple=True,
     default=("round_robin", "jsq", "eldr"),
-    show_default=True,
     help="Decode policies of the proxy where there are several decode engines.",
 )
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=3)
 @click.option(
     "--duration",
     type=click.FloatRange(1.0),
     default=45.0,
-    show_default=True,
     help="Seconds that the arrivals of a load take.",
 )
 @click.option(
@@ -308,23 +305,21 @@ def _cell(value: object) -> str:
     metavar="DIR",
     help="Model with a config.json; by default a small random one is made in --out.",
 )
-@click.option("--dtype", default="bfloat16", show_default=True)
-@click.option(*TENSOR_PARALLEL_SIZE, type=click.IntRange(1), default=1, show_default=True)
-@click.option("--max-model-len", type=click.IntRange(64), default=2048, show_default=True)
-@click.option("--max-num-seqs", type=click.IntRange(1), default=32, show_default=True)
-@click.option("--max-num-batched-tokens", type=click.IntRange(64), default=512, show_default=True)
+@click.option("--dtype", default="bfloat16")
+@click.option(*TENSOR_PARALLEL_SIZE, type=click.IntRange(1), default=1)
+@click.option("--max-model-len", type=click.IntRange(64), default=2048)
+@click.option("--max-num-seqs", type=click.IntRange(1), default=32)
+@click.option("--max-num-batched-tokens", type=click.IntRange(64), default=512)
 @click.option(
     "--prompt-len",
     type=click.IntRange(4),
     default=64,
-    show_default=True,
     help="Prompt tokens where lengths are fixed; else their mean.",
 )
 @click.option(
     "--output-len",
     type=click.IntRange(2),
     default=96,
-    show_default=True,
     help="Output tokens where lengths are fixed; else their mean.",
 )
 @click.option(
@@ -341,7 +336,7 @@ def _cell(value: object) -> str:
     metavar="URL=DIR",
     help="A decode engine that runs; a co-located one without --prefill-url.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0)
 @click.option(
     "--share",
     "shares",
@@ -360,14 +355,12 @@ def _cell(value: object) -> str:
     "--lengths",
     type=click.Choice(["recorded", "fixed"]),
     default="recorded",
-    show_default=True,
     help="Lengths of loads of your own.",
 )
 @click.option(
     "--burstiness",
     type=click.FloatRange(0, min_open=True),
     default=1.0,
-    show_default=True,
     help="Arrivals of loads of your own: shape of the gamma distribution of gaps, 1 is Poisson.",
 )
 @click.option(

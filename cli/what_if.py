@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     'Fields that belong together are one change: "topology=8P12D policy.tau=0.2".',
 )  # fmt: skip
 @click.option("--together", is_flag=True, help="Also make all changes at once.")
-@click.option("--seeds", type=int, default=5, show_default=True, help="Seeds, from the base's on.")
+@click.option("--seeds", type=int, default=5, help="Seeds, from the base's on.")
 @click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the figures.")
 @click.option("--force", is_flag=True, help="Replace the result in --out.")
