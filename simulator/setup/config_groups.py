@@ -275,8 +275,8 @@ class RoutingConfig(_Fields):
     """Name of an embedded routing trace or a trace folder; drawn for the model and the workload's
     domains when not given (docs/synthetic.md)."""
     routing_band: Literal["low", "middle", "high"] = "middle"
-    """Where in its preset's band routing is drawn: the domains' part in it as recorded, as measured
-    (``middle``) or as published, ``high`` (docs/synthetic.md)."""
+    """Where in its preset's band routing is drawn: the domains' part in it as recorded of
+    all labels, of those of the task workload (``middle``), or as published (docs/synthetic.md)."""
     trace_replay: Literal["own", "same_domain"] = "own"
     """Whose generated tokens a request replays: its own, or those of another request of its domain
     (then no two requests with equal signatures replay equal tokens)."""

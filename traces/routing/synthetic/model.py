@@ -7,13 +7,18 @@ gate. The logarithm of an expert's weight is a sum of terms::
 
     log w(l, e) = kinds[l, kind(t), e]          what kind of token this is, in all layers at once
                 + phase[p, l, e]                whether it is of the prompt or generated
-                + topic(l, e)                   what the request is about
+                + topic(t, l, e)                what the request is about, part by part
+                + own(l, e)                     what it has for itself
                 + drift(t, l, e)                what the text is about at the moment
                 + reuse[l]                      if the token before chose e in layer l
 
-A request's topic is one of ``topics``, drawn from its domain's, not a point of a normal
-distribution: real requests come in clusters, and what two requests of a topic do not share is the
-drift.
+A request's topic is one of ``topics``, drawn with its domain's chances from those of requests of
+about its length (what is asked for shortly and at length differs), not a point of a normal
+distribution: real requests come in clusters, and those of a cluster turn alike on the way. So a
+topic is a path: what it adds in each of some equal parts of a request, holding from one part's
+middle to the next with weights that change block by block. What two requests of a topic do not
+share is the drift and ``own``: independent by expert, it stands for the many small directions in
+which requests differ.
 
 The kind of a token is drawn from its topic's ``topic_kinds``, times ``succession[before, kind]``:
 how much likelier a kind is after another than it would be by chance. A kind holds in all layers:
@@ -48,15 +53,15 @@ __all__ = ["DRIFT_BLOCK", "RoutingModel"]
 DRIFT_BLOCK = 4
 """Tokens over which the drift is constant."""
 
-_FORMAT = "eldr-sim routing model 3"
+_FORMAT = "eldr-sim routing model 4"
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingModel:
-    """Parameters of the generative model, see the module; L layers, E experts, K kinds, C topics, R
-    factors of the drift.
+    """Parameters of the generative model, see the module; L layers, E experts, K kinds, C topics of
+    P parts, R factors of the drift.
 
     Attributes
     ----------
@@ -71,11 +76,13 @@ class RoutingModel:
     phase
         ``[2, L, E]``: what being of the prompt, or generated, adds.
     topics
-        ``[C, L, E]``: what a topic adds.
+        ``[C, P, L, E]``: what a topic adds in each part of a request.
     topic_kinds
         ``[C, K]``: share of a topic's tokens that are of each kind; rows sum to 1.
-    topic_domain
-        ``[C]``: domain of a topic; each domain has one or more.
+    topic_tokens
+        ``[C]``: tokens of the request in which a topic was found.
+    domain_topics
+        ``[D, C]``: chance of a topic in a domain's requests; rows sum to 1.
     loadings
         ``[R, L, E]``: directions of the drift.
     drift_sd, drift_tokens
@@ -83,6 +90,8 @@ class RoutingModel:
         which its autocorrelation has fallen to 1/e.
     reuse
         ``[L]``: added for an expert that the token before chose.
+    own
+        ``[]``: standard deviation of what a request adds of its own.
     facts
         Description and origin of the model: ``model``, ``source``, and mean lengths
         ``prompt_len`` and ``output_len`` for traces that name none.
@@ -95,11 +104,13 @@ class RoutingModel:
     phase: Floats
     topics: Floats
     topic_kinds: Floats
-    topic_domain: NDArray[np.int64]
+    topic_tokens: NDArray[np.int64]
+    domain_topics: Floats
     loadings: Floats
     drift_sd: Floats
     drift_tokens: Floats
     reuse: Floats
+    own: Floats
     facts: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -109,31 +120,34 @@ class RoutingModel:
         for name, shape in (
             ("succession", (n_kinds, n_kinds)),
             ("phase", (2, n_layers, n_experts)),
-            ("topics", (n_topics, n_layers, n_experts)),
+            ("topics", (n_topics, *self.topics.shape[1:2], n_layers, n_experts)),
             ("topic_kinds", (n_topics, n_kinds)),
-            ("topic_domain", (n_topics,)),
+            ("topic_tokens", (n_topics,)),
+            ("domain_topics", (len(self.domains), n_topics)),
             ("loadings", (len(self.loadings), n_layers, n_experts)),
             ("drift_sd", (2,)),
             ("drift_tokens", (2,)),
             ("reuse", (n_layers,)),
+            ("own", ()),
         ):
             value = getattr(self, name)
             if value.shape != shape:
                 raise InputError(name, f"has shape {list(value.shape)}", str(list(shape)))
         finite = ("kinds", "succession", "phase", "topics", "topic_kinds", "loadings", "drift_sd")
-        for name in (*finite, "reuse"):
+        for name in (*finite, "reuse", "own"):
             if not np.isfinite(getattr(self, name)).all():
                 raise InputError(name, "holds a number that is not finite")
         if not 1 <= self.top_k <= n_experts:
             raise InputError("top_k", f"got {self.top_k}", f"1 to {n_experts}, the experts")
-        if sorted(set(self.topic_domain.tolist())) != list(range(len(self.domains))):
-            raise InputError("topic_domain", "not every domain has a topic")
-        for name in ("succession", "topic_kinds", "drift_sd"):
+        if not np.allclose(self.domain_topics.sum(axis=1), 1.0):
+            raise InputError("domain_topics", "chances of a domain do not sum to 1")
+        for name in ("succession", "topic_kinds", "domain_topics", "drift_sd", "own"):
             if getattr(self, name).min() < 0:
                 raise InputError(name, "holds a number below 0")
-        for tokens in self.drift_tokens.tolist():
-            if not (tokens > 0 and math.isfinite(tokens)):
-                raise InputError("drift_tokens", f"got {tokens}", "a number above 0")
+        for name in ("drift_tokens", "topic_tokens"):
+            for tokens in getattr(self, name).tolist():
+                if not (tokens > 0 and math.isfinite(tokens)):
+                    raise InputError(name, f"got {tokens}", "a number above 0")
 
     @property
     def n_layers(self) -> int:
@@ -204,7 +218,7 @@ class RoutingModel:
             | {
                 "top_k": int(arrays["top_k"]),
                 "domains": [str(name) for name in arrays["domains"]],
-                "topic_domain": arrays["topic_domain"].astype(np.int64),
+                "topic_tokens": arrays["topic_tokens"].astype(np.int64),
                 "facts": facts,
             }
         )

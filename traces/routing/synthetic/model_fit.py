@@ -10,17 +10,19 @@ in its own statistic, and repeat.
 parameter      statistic
 ============== ==================================================================
 kinds          share of a kind's tokens that chose an expert
-topics         the same of a request's tokens, as far as it lasts (`_Between`)
+topics         the same of each part of a request, as far as it lasts (`_Between`)
 phase          the same of prompts and of generated tokens
 reuse          share of a token's experts that the token before chose, by layer
 drift_sd       how that share falls from 2 to 16 tokens apart, and from 16 to 64
 ============== ==================================================================
 
-The directions of the drift are found beforehand (`drift_factors`).
+The directions of the drift are found beforehand (`drift_factors`); what a
+request adds of its own is fitted last, to the share of the variance beyond 16 components.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -48,6 +50,14 @@ KINDS = 64
 """Most kinds of tokens."""
 TOKENS = 1 << 17
 """Tokens to fit; of longer requests those next to the prompt's end are taken."""
+PARTS = 4
+"""Parts of a topic: requests of a cluster turn alike on the way."""
+OWN = 0.33
+"""Standard deviation of what a request adds of its own to log weights, as of six halves of
+gpt-oss-20b's recording: for recordings of fewer long requests than `MANY`, which cannot say."""
+MANY = 64
+LONG = 64
+"""Fewest tokens of a request whose parts are compared, as in `request_spectrum`."""
 ROUNDS = 10
 """Twins to draw. Later corrections are smaller, so that the noise of the twins averages out."""
 
@@ -107,11 +117,18 @@ class _Real:
         return np.repeat(np.arange(len(self.domain)), self.prompt_len + self.output_len)
 
     @property
-    def late(self) -> NDArray[np.int64]:
-        """Whether a token is of its request's second half."""
+    def part(self) -> NDArray[np.int64]:
+        """Which part of its request a token is of."""
         length = self.prompt_len + self.output_len
         place = np.arange(len(self.ids)) - np.repeat(np.cumsum(length) - length, length)
-        return np.asarray(place >= (length // 2).repeat(length), dtype=np.int64)
+        return np.asarray(place * PARTS // length.repeat(length), dtype=np.int64)
+
+    @property
+    def long(self) -> NDArray[np.int64]:
+        """Requests of whose parts something is known; all where those are too few."""
+        length = self.prompt_len + self.output_len
+        found = np.flatnonzero(length >= LONG)
+        return found if len(found) >= 8 else np.arange(len(length))
 
     @property
     def phase(self) -> NDArray[np.int64]:
@@ -168,7 +185,7 @@ def fit_routing_model(
         aim = replace(aims, topics=between.aim(aims.topics, lasting))
         model = _corrected(model, aim, drawn, step, two_phases)
     progress(1.0)
-    return model
+    return replace(model, own=_own(model, real, aims, seed + 1 + rounds))
 
 
 def _real(trace: RoutingTrace, seed: int) -> _Real:
@@ -186,6 +203,27 @@ def _real(trace: RoutingTrace, seed: int) -> _Real:
     ids = np.ascontiguousarray(trace.experts[rows], dtype=np.uint16)
     kind = token_kinds(ids, trace.n_experts, KINDS, seed)
     return _Real(ids, prompt, output, requests.domain, kind, trace.n_experts)
+
+
+def _own(model: RoutingModel, real: _Real, aims: _Statistics, seed: int) -> Floats:
+    """Return ``own``: from what two twins, without and with `OWN`, have in few components."""
+    if len(real.long) < MANY:
+        return np.array(OWN)
+    tried = [replace(model, own=np.array(own)) for own in (0.0, OWN)]
+    twins = [
+        _Statistics.of(real, twin[1], twin[0]) for m in tried for twin in [_twin(m, real, seed)]
+    ]
+    want, without, with_own = (_in_few(each.pairs) for each in (aims, *twins))
+    # What it adds to the variance grows with its square.
+    share = (without - want) / max(without - with_own, 1e-3)
+    return np.array(OWN * math.sqrt(min(max(share, 0.0), 2.0)))
+
+
+def _in_few(pairs: Floats) -> float:
+    """Return the share of 16 components in what neighbouring parts of requests have in common."""
+    about = pairs - pairs.mean(axis=2, keepdims=True)
+    values, _ = principal_components(about.reshape(2, -1, *pairs.shape[3:]))
+    return float(values[:16].sum() / values.sum())
 
 
 def _twin(model: RoutingModel, real: _Real, seed: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
@@ -208,12 +246,13 @@ def _slope(share: Floats) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class _Statistics:
-    """What corrections compare: shares ``[groups, layers, experts]``, the same of each request's
-    ``halves [2, requests, layers, experts]``, and reuse by distance."""
+    """What corrections compare: shares ``[groups, layers, experts]``, those of ``topics`` part by
+    part, the same of long requests' neighbouring parts, ``pairs [2, PARTS - 1, requests, layers,
+    experts]``, and reuse by distance."""
 
     kinds: Floats
     topics: Floats
-    halves: Floats
+    pairs: Floats
     phase: Floats
     reuse: Floats
 
@@ -237,13 +276,14 @@ class _Statistics:
             pairs = _shared(ids, real.request, lag, reuse[i])
             reuse[i] = reuse[i] / (pairs * ids.shape[2]) if pairs else np.nan
         request, n_requests = real.request, len(real.domain)
-        half = 2 * request + real.late
-        size = np.maximum(np.bincount(half, minlength=2 * n_requests), 1)
-        halves = real.counts(ids, half, 2 * n_requests) / size[:, None, None]
+        part, parts = PARTS * request + real.part, PARTS * n_requests
+        shape = (n_requests, PARTS, ids.shape[1], real.n_experts)
+        size = np.maximum(np.bincount(part, minlength=parts), 1)[:, None, None]
+        plain = (real.counts(ids, part, parts) / size).reshape(shape)[real.long].swapaxes(0, 1)
         return cls(
-            halves=np.stack([halves[::2], halves[1::2]]),
+            pairs=np.stack([plain[:-1], plain[1:]]),
             kinds=shares(kind, real.kind, n_kinds, _PRIOR_TOKENS),
-            topics=shares(request, request, n_requests, _TOPIC_PRIOR_TOKENS),
+            topics=shares(part, part, parts, _TOPIC_PRIOR_TOKENS).reshape(shape),
             phase=shares(real.phase, real.phase, 2, _PRIOR_TOKENS),
             reuse=reuse,
         )
@@ -263,6 +303,7 @@ def _first_guess(trace: RoutingTrace, real: _Real) -> RoutingModel:
     by_chance = np.einsum("ra,rb->ab", topic_kinds * (size - 1), topic_kinds)
     expected = np.tensordot(in_request / size, statistics.kinds, 1)
     kinds = _log_weight(statistics.kinds).transpose(1, 0, 2)
+    of_domain = np.eye(len(trace.domains))[real.domain].T
     about = trace.manifest
     return RoutingModel(
         top_k=trace.top_k,
@@ -270,13 +311,15 @@ def _first_guess(trace: RoutingTrace, real: _Real) -> RoutingModel:
         kinds=kinds,
         succession=(succeeded + 2) / (by_chance + 2),
         phase=np.zeros((2, trace.n_layers, trace.n_experts)),
-        topics=_log_weight(statistics.topics) - _log_weight(expected),
+        topics=_log_weight(statistics.topics) - _log_weight(expected)[:, None],
         topic_kinds=topic_kinds,
-        topic_domain=real.domain,
+        topic_tokens=real.prompt_len + real.output_len,
+        domain_topics=of_domain / of_domain.sum(axis=1, keepdims=True),
         loadings=drift_factors(real.ids, kind, statistics.kinds, real.prompt_len + real.output_len),
         drift_sd=np.array([0.9, 0.6]),
         drift_tokens=np.array([6.0, 64.0]),
         reuse=np.full(trace.n_layers, 0.5),
+        own=np.zeros(()),
         facts={
             "model": about.model,
             "source": f"fitted to {len(real.ids):,} recorded tokens of {about.model} "
@@ -321,14 +364,14 @@ def _corrected(
 class _Between:
     """What requests differ by, and how much of it lasts for a whole request.
 
-    The counts of a request hold chance and drift, too, which its halves do not share. So the
-    directions are principal components of the covariance of the halves (`request_spectrum`), and a
-    factor on each is corrected until twins vary as much along it.
+    The counts of a request hold chance and drift, too, which its parts do not share. So the
+    directions are principal components of the covariance of neighbouring parts (as in
+    `request_spectrum`), and a factor on each is corrected until twins vary as much along it.
 
     Attributes
     ----------
     mean
-        ``[layers, experts]``: mean share over requests.
+        ``[PARTS, layers, experts]``: mean share over requests.
     directions
         ``[components, layers, experts]``, unit vectors.
     variance
@@ -343,20 +386,21 @@ class _Between:
     def of(cls, statistics: _Statistics) -> _Between:
         """Find the directions of the real requests, as far as they stand out of the noise."""
         mean = statistics.topics.mean(axis=0)
-        values, vectors = principal_components(statistics.halves)
+        pairs = statistics.pairs - statistics.pairs.mean(axis=2, keepdims=True)
+        values, vectors = principal_components(pairs.reshape(2, -1, *mean.shape[1:]))
         # Chance is as often below zero as above it.
         edge = max(_EDGE * -float(values.min(initial=0.0)), 1e-9 * float(values.max(initial=0.0)))
         kept = np.flatnonzero(values > edge)[:_COMPONENTS]
-        directions = vectors[kept].reshape(-1, *mean.shape)
-        return cls(mean, directions, _variances(statistics.halves, directions))
+        directions = vectors[kept].reshape(-1, *mean.shape[1:])
+        return cls(mean, directions, _variances(statistics.pairs, directions))
 
     def corrected(self, lasting: Floats, drawn: _Statistics, step: float) -> Floats:
         """Correct the factors by the variances of a twin.
 
-        In short requests both halves drift alike, in directions of their own: what twins vary
+        In short requests both parts drift alike, in directions of their own: what twins vary
         beyond the real directions is taken from those, so that all in all they vary as much.
         """
-        have = _variances(drawn.halves, self.directions)
+        have = _variances(drawn.pairs, self.directions)
         want = self.variance.copy()
         if len(want) > 1:
             want[1:] *= np.clip((want.sum() - have[0]) / want[1:].sum(), 0.25, 1.5)
@@ -366,22 +410,22 @@ class _Between:
     def aim(self, topics: Floats, lasting: Floats) -> Floats:
         """Return the shares that last; an expert that a request leaves out, it leaves out."""
         about = topics - self.mean
-        score = np.tensordot(about, self.directions, ((1, 2), (1, 2)))
+        score = np.tensordot(about, self.directions, ((2, 3), (1, 2)))
         beyond = about - np.tensordot(score, self.directions, 1)
         share = self.mean + np.tensordot(score * lasting[1:], self.directions, 1)
         share = np.maximum(share + lasting[0] * beyond, 0.02 * self.mean)
         share = np.where(topics < _LEFT_OUT * self.mean, np.minimum(share, topics), share)
-        total = topics.sum(axis=2, keepdims=True)
-        return np.asarray(share * total / share.sum(axis=2, keepdims=True))
+        total = topics.sum(axis=-1, keepdims=True)
+        return np.asarray(share * total / share.sum(axis=-1, keepdims=True))
 
 
-def _variances(halves: Floats, directions: Floats) -> Floats:
+def _variances(pairs: Floats, directions: Floats) -> Floats:
     """Return the variance between requests beyond the directions, and along each."""
-    about = halves - halves.mean(axis=1, keepdims=True)
-    freedom = max(halves.shape[1] - 1, 1)
-    total = np.einsum("rle,rle->", about[0], about[1]) / freedom
-    score = np.tensordot(about, directions, ((2, 3), (1, 2)))
-    along = np.einsum("rd,rd->d", score[0], score[1]) / freedom
+    about = pairs - pairs.mean(axis=2, keepdims=True)
+    freedom = pairs.shape[1] * max(pairs.shape[2] - 1, 1)
+    total = np.einsum("prle,prle->", about[0], about[1]) / freedom
+    score = np.tensordot(about, directions, ((3, 4), (1, 2)))
+    along = np.einsum("prd,prd->d", score[0], score[1]) / freedom
     return np.concatenate([[total - along.sum()], along])
 
 

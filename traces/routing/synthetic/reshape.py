@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import combinations
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
@@ -16,8 +17,13 @@ from eldr_sim.traces.streams import stream
 
 __all__ = ["scaled", "with_domains", "with_experts", "with_layers"]
 
-TOPICS_PER_DOMAIN = 128
-"""Topics that `with_domains` gives a domain: requests that share one are nearly alike."""
+LONG, MANY = 96, 64
+"""Tokens of a request that tell a topic's four parts, and topics that are many."""
+BLENDS, BLEND = 256, 0.8
+"""Topics made of few, and the weight of the first of two: six fits to 22 of gpt-oss-20b's requests,
+so blended, have the families of its whole recording and save as much as that, by an oracle and by
+signatures (docs/synthetic.md)."""
+_CENTRES, _LAYERS = 32, 6
 _BALANCING_TURNS, _BALANCING_TOPICS = 6, 24
 
 
@@ -51,7 +57,7 @@ def with_layers(model: RoutingModel, n_layers: int, seed: int = 0) -> RoutingMod
             [model.kinds[l][:, e] for l, e in zip(origin, renamed, strict=True)]  # noqa: E741
         ),
         phase=model.phase[:, origin[:, None], renamed],
-        topics=model.topics[:, origin[:, None], renamed],
+        topics=model.topics[..., origin[:, None], renamed],
         loadings=model.loadings[:, origin[:, None], renamed],
         reuse=model.reuse[origin],
         facts=_told(model, f"{model.n_layers} layers stretched to {n_layers}"),
@@ -63,7 +69,8 @@ def with_experts(model: RoutingModel, n_experts: int, top_k: int, seed: int = 0)
 
     Wider layers hold the experts of several present layers side by side: each has its own
     preferences, and a token of one kind and topic favours experts in all of them, as it did. Each
-    present layer brings the same total weight. Surplus experts are left out at random.
+    present layer brings the same total weight. Surplus experts are left out at random. Topics are
+    scaled until requests differ as much as they did, in shares of a token's experts.
 
     Parameters
     ----------
@@ -100,7 +107,7 @@ def with_experts(model: RoutingModel, n_experts: int, top_k: int, seed: int = 0)
             joined, np.broadcast_to(kept, (*joined.shape[:-1], n_experts)), -1
         )
 
-    return replace(
+    wide = replace(
         model,
         top_k=top_k,
         kinds=widened(even.transpose(1, 0, 2)).transpose(1, 0, 2).copy(),
@@ -109,6 +116,7 @@ def with_experts(model: RoutingModel, n_experts: int, top_k: int, seed: int = 0)
         loadings=widened(model.loadings),
         facts=_told(model, f"{width} experts, top-{model.top_k}, made {n_experts}, top-{top_k}"),
     )
+    return _as_different(wide, model)
 
 
 def scaled(
@@ -130,7 +138,7 @@ def scaled(
     kinds
         Factor on what a kind of tokens adds to the log weights, and on the drift.
     topics
-        Factor on what a topic adds.
+        Factor on what a topic and the request itself add.
     reuse
         Factor on what is added for an expert that the token before chose.
     """
@@ -142,6 +150,7 @@ def scaled(
         model,
         kinds=mean + kinds * (model.kinds - mean),
         topics=topics * model.topics,
+        own=topics * model.own,
         drift_sd=kinds * model.drift_sd,
         reuse=reuse * model.reuse,
     )
@@ -157,60 +166,157 @@ def _first_chance(model: RoutingModel) -> Floats:
     some = np.linspace(0, len(model.topics) - 1, min(len(model.topics), _BALANCING_TOPICS))
     chance = np.zeros((model.n_layers, model.n_experts))
     for c in some.astype(int).tolist():
-        weight = np.exp(np.clip(model.kinds + model.topics[c][:, None], -20, 20))
+        weight = np.exp(np.clip(model.kinds + model.topics[c].mean(axis=0)[:, None], -20, 20))
         weight /= weight.sum(axis=2, keepdims=True)
         chance += np.einsum("k,lke->le", model.topic_kinds[c], weight) / len(some)
     return np.maximum(chance, 1e-9)
 
 
-def with_domains(model: RoutingModel, alike: Mapping[str, float], seed: int = 0) -> RoutingModel:
-    """Return a model with other domains, whose requests are alike to a given degree.
+def with_domains(model: RoutingModel, parts: Mapping[str, float], seed: int = 0) -> RoutingModel:
+    """Return a model with other domains, which explain given parts of what requests differ by.
 
-    A domain gets a topic ``b`` of the model that its requests have in common; its topics are
-    ``a b + sqrt(1 - a^2) c`` with topics ``c`` of the model and ``a`` the domain's likeness, so
-    that topics vary as they did. Where the model has fewer than `TOPICS_PER_DOMAIN`, further ``c``
-    are the sum of two over the root of 2. The kinds of tokens are mixed likewise, by logarithms of
-    shares.
+    A domain prefers topics that are like one of them, its centre: chances are proportional to
+    ``exp(k cos)`` with the cosine of what the topic's and the centre's requests choose, about the
+    mean. ``k`` is such that within domains of the same part the rest of the variance between topics
+    remains, and of some centres those are taken with which all of it remains over these domains.
+
+    Topics of requests of fewer than `LONG` tokens are left out where there are `MANY` others. Where
+    there are few, they are blended two and two, ``a b + sqrt(1 - a^2) c`` with ``a`` `BLEND`, and
+    the kinds of their tokens likewise, by logarithms of shares.
 
     Parameters
     ----------
     model
         The model.
-    alike
-        Likeness by name of the domain, 0 (as requests of any domain) to 1 (all of one topic).
+    parts
+        Part by name of the domain, 0 (its requests are as any) to 1 (all of one topic).
     seed
-        Seed of which topics.
+        Seed of centres and blends.
     """
-    for name, value in alike.items():
+    for name, value in parts.items():
         if not 0 <= value <= 1:
             raise InputError(name, f"got {value}", "0 to 1")
-    n_topics = len(model.topics)
     rng = stream(seed, "synthetic-domains")
-    common: list[int] = []
-    while len(common) < len(alike):
-        common += rng.permutation(n_topics).tolist()
-    base = model.kind_share
-    share = np.log(np.maximum(model.topic_kinds, 1e-6) / np.maximum(base, 1e-6))
-    topics, kinds, domain = [], [], []
-    for d, (a, b) in enumerate(zip(alike.values(), common, strict=False)):
-        others = np.setdiff1d(np.arange(n_topics), [b]) if n_topics > 1 else np.arange(1)
-        single = np.eye(n_topics)[rng.permutation(others)[:TOPICS_PER_DOMAIN]]
-        pairs = rng.permutation(list(combinations(others.tolist(), 2)))
-        pairs = pairs[: TOPICS_PER_DOMAIN - len(single)].reshape(-1, 2).astype(int)
-        double = (np.eye(n_topics)[pairs] / math.sqrt(2)).sum(axis=1)
-        part = math.sqrt(1 - a * a) * np.concatenate([single, double])
-        part[:, b] += a
-        topics.append(np.tensordot(part, model.topics, 1))
-        mixed = base * np.exp(part @ share)
-        kinds.append(mixed / mixed.sum(axis=1, keepdims=True))
-        domain.append(np.full(len(part), d))
+    model = _varied(model, rng)
+    profile = _profiles(model, np.arange(len(model.topics)))
+    about = profile - profile.mean(axis=0)
+    product = about @ about.T
+    own = product.diagonal()
+    cosine = product / np.sqrt(np.maximum(np.outer(own, own), 1e-12))
+    chances = np.empty((len(parts), len(model.topics)))
+    wanted = np.array(list(parts.values()))
+    for part in np.unique(wanted).tolist():
+        mine = np.flatnonzero(wanted == part)
+        chances[mine] = _preferences(product, cosine, part, len(mine), rng)
     return replace(
         model,
-        domains=list(alike),
-        topics=np.concatenate(topics),
-        topic_kinds=np.concatenate(kinds),
-        topic_domain=np.concatenate(domain),
+        domains=list(parts),
+        domain_topics=chances,
+        topic_tokens=np.ones(len(model.topics), np.int64),  # any length
     )
+
+
+def _varied(model: RoutingModel, rng: np.random.Generator) -> RoutingModel:
+    """Return a model of its long requests' topics, or of blends where those are few."""
+    topics, kinds = model.topics, model.topic_kinds
+    long = model.topic_tokens >= LONG
+    if long.sum() >= MANY:
+        return replace(
+            model, topics=topics[long], topic_kinds=kinds[long], **_of_no_domain(int(long.sum()))
+        )
+    if 1 < len(topics) < MANY:
+        first = np.arange(BLENDS) % len(topics)
+        second = (first + rng.integers(1, len(topics), BLENDS)) % len(topics)
+        other, base = math.sqrt(1 - BLEND**2), model.kind_share
+        share = np.log(np.maximum(kinds, 1e-6) / np.maximum(base, 1e-6))
+        mixed = base * np.exp(BLEND * share[first] + other * share[second])
+        return replace(
+            model,
+            topics=BLEND * topics[first] + other * topics[second],
+            topic_kinds=mixed / mixed.sum(axis=1, keepdims=True),
+            **_of_no_domain(BLENDS),
+        )
+    return replace(model, **_of_no_domain(len(topics)))
+
+
+def _of_no_domain(n: int) -> dict[str, Any]:
+    return {
+        "domains": ["any"],
+        "domain_topics": np.full((1, n), 1 / n),
+        "topic_tokens": np.ones(n, np.int64),
+    }
+
+
+def _preferences(
+    product: Floats, cosine: Floats, part: float, domains: int, rng: np.random.Generator
+) -> Floats:
+    """Return the chances of topics in domains that are to explain a part, ``[domains, C]``."""
+    n = len(product)
+    if n == 1 or part == 0:
+        return np.full((domains, n), 1 / n)
+    own, whole = product.diagonal(), float(product.trace()) / n
+
+    def variance(chance: Floats) -> Floats:
+        return np.asarray(chance @ own - np.einsum("dc,dc->d", chance @ product, chance))
+
+    best, least = np.empty(0), math.inf
+    for _ in range(_CENTRES):
+        centre = rng.choice(n, domains, replace=domains > n)
+        low, high = -3.0, 7.0
+        while high - low > 1e-3:
+            strength = 10 ** ((low + high) / 2)
+            chance = np.exp(strength * (cosine[centre] - 1))
+            chance /= chance.sum(axis=1, keepdims=True)
+            if variance(chance).mean() > (1 - part) * whole:
+                low = math.log10(strength)
+            else:
+                high = math.log10(strength)
+        off = abs(float(variance(chance.mean(axis=0, keepdims=True))[0]) / whole - 1)
+        if off < least:
+            best, least = chance, off
+    return best
+
+
+def _profiles(model: RoutingModel, topics: NDArray[np.int64]) -> Floats:
+    """Return what requests of topics choose, without drift: ``[topics, some layers * experts]``.
+
+    Experts chosen without replacement are those of an exponential race that lasts until as many as
+    a token chooses have come in on average.
+    """
+    some = np.unique(np.linspace(0, model.n_layers - 1, _LAYERS).astype(np.int64))
+    kinds = model.kinds[some]
+    out = np.empty((len(topics), len(some), model.n_experts))
+    for i, c in enumerate(topics.tolist()):
+        about = model.topics[c].mean(axis=0)[some, None]
+        weight = np.exp(np.clip(kinds + about, -20, 20))
+        weight /= weight.sum(axis=2, keepdims=True)
+        time = np.full((*weight.shape[:2], 1), float(model.top_k))
+        for _ in range(6):  # Newton's steps from below: the sum is concave in the time
+            left = np.exp(-time * weight)
+            slope = np.maximum((weight * left).sum(axis=2, keepdims=True), 1e-9)
+            lacking = model.top_k - (1 - left).sum(axis=2, keepdims=True)
+            time = np.minimum(time + lacking / slope, 1e5)
+        out[i] = np.einsum("k,lke->le", model.topic_kinds[c], 1 - np.exp(-time * weight))
+    return out.reshape(len(topics), -1)
+
+
+def _as_different(model: RoutingModel, as_in: RoutingModel) -> RoutingModel:
+    """Return the model with topics scaled until its requests differ as much as those of another."""
+
+    def variance(of: RoutingModel) -> float:
+        some = np.linspace(0, len(of.topics) - 1, min(len(of.topics), 32)).astype(np.int64)
+        return float(_profiles(of, some).var(axis=0).sum()) / of.top_k
+
+    wanted, low, high = variance(as_in), 0.5, 4.0
+    if not wanted:
+        return model
+    while high / low > 1.01:
+        factor = math.sqrt(low * high)
+        if variance(replace(model, topics=factor * model.topics)) < wanted:
+            low = factor
+        else:
+            high = factor
+    return replace(model, topics=low * model.topics, own=low * model.own)
 
 
 def _told(model: RoutingModel, change: str) -> dict[str, object]:

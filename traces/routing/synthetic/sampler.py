@@ -73,13 +73,23 @@ def sample_experts(
         uint8 or uint16 ``[tokens, layers, top_k]``, in the order in which they were chosen;
         requests one after the other, prompt before generation.
     """
-    topics = [np.flatnonzero(model.topic_domain == d) for d in range(len(model.domains))]
-    choice = [
-        int(stream(seed, f"synthetic-topic-{i}").choice(topics[int(d)]))
-        for i, d in enumerate(np.asarray(domain).tolist(), first)
-    ]
-    lengths = prompt_len, output_len
+    lengths = np.asarray(prompt_len, np.int64), np.asarray(output_len, np.int64)
+    choice = []
+    for i, (d, tokens) in enumerate(
+        zip(np.asarray(domain).tolist(), (lengths[0] + lengths[1]).tolist(), strict=True), first
+    ):
+        chance = _of_like_length(model, model.domain_topics[int(d)], tokens)
+        choice.append(int(stream(seed, f"synthetic-topic-{i}").choice(len(chance), p=chance)))
     return sample_kinds_and_experts(model, choice, *lengths, seed, progress, gate, first)[1]
+
+
+def _of_like_length(model: RoutingModel, chance: Floats, tokens: int) -> Floats:
+    """Return a domain's chances of topics, of requests between half and twice as long if any."""
+    longest = int(model.topic_tokens[chance > 0].max())
+    size = model.topic_tokens / min(tokens, longest)
+    alike = np.where((size >= 0.5) & (size <= 2), chance, 0.0)
+    total = alike.sum()
+    return np.asarray(alike / total if total > 0 else chance)
 
 
 def sample_kinds_and_experts(
@@ -104,24 +114,29 @@ def sample_kinds_and_experts(
     weights = [_transposed(np.exp(_clipped(part))) for part in terms]
     reuse = np.exp(_clipped(model.reuse)).astype(np.float32)
     topic_terms = _transposed(model.topics)
+    parts, cells = topic_terms.shape[1], topic_terms.shape[2:]
     decay = np.exp(-DRIFT_BLOCK / model.drift_tokens)
     drift = np.stack([model.drift_sd, decay, np.sqrt(1 - decay**2)]).astype(np.float32)
     loadings = _transposed(model.loadings).reshape(len(model.loadings), -1)
 
     def draw(begin: int) -> int:
         last = min(begin + _CHUNK, n)
-        room = _room(*topic_terms.shape[1:])
+        room = _room(*cells)
         for request in range(begin, last):
             rng = stream(seed, f"synthetic-request-{first + request}")
             c, rows = topics[request], slice(end[request] - length[request], end[request])
             # One type for the compiler; ids become narrow afterwards.
             chosen = np.empty((int(length[request]), model.n_layers, model.top_k), np.uint16)
-            summed = None if gate is None else np.zeros(topic_terms[c].shape)
+            summed = None if gate is None else np.zeros(cells)
+            first_bits = rng.integers(1 << 64, dtype=np.uint64)
+            drifted = _walk(rng, int(length[request]), len(loadings), drift)
+            turns = topic_terms[c].reshape(parts, -1)
+            own = np.float32(model.own) * rng.standard_normal(turns.shape[1], dtype=np.float32)
             _sample_request(
-                rng.integers(1 << 64, dtype=np.uint64),
-                topic_terms[c].ravel(),
-                loadings,
-                _walk(rng, int(length[request]), len(loadings), drift),
+                first_bits,
+                turns[0] + own * (turns[0] != 0),
+                np.concatenate([loadings, np.diff(turns, axis=0)]),
+                np.concatenate([drifted, _turned(len(drifted), parts)], axis=1),
                 *weights,
                 reuse,
                 model.topic_kinds[c],
@@ -150,6 +165,12 @@ def _walk(rng: np.random.Generator, tokens: int, factors: int, drift: Floats) ->
     path = np.empty((blocks, factors), np.float32)
     _autoregress(noise, drift, path)
     return path
+
+
+def _turned(blocks: int, parts: int) -> Floats:
+    """Return how far a topic has turned to each of its later parts, ``[blocks, parts - 1]``."""
+    place = (np.arange(blocks) + 0.5) / blocks * parts - 0.5
+    return np.clip(place[:, None] - np.arange(parts - 1), 0, 1).astype(np.float32)
 
 
 @njit(nogil=True)
@@ -231,8 +252,8 @@ def _sample_request(
     """Fill ``out [tokens, layers, top_k]`` with the experts of one request, ``kind_of`` with kinds.
 
     ``base`` and each of the ``loadings`` are tables ``[E, L]`` that lie flat, ``path`` holds the
-    drift's scores by block; ``bits`` to ``state`` are room to work in, of `_room`. ``gate [E, L]``
-    takes the probabilities of prompt tokens, if given.
+    scores of drift and topic by block; ``bits`` to ``state`` are room to work in, of `_room`.
+    ``gate [E, L]`` takes the probabilities of prompt tokens, if given.
     """
     tokens, layers, top_k = out.shape
     state[0] = seed

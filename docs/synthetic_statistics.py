@@ -1,12 +1,14 @@
-"""Write the tables of statistics of synthetic.md: recordings, what is fitted to them, presets.
+"""Write docs/data/synthetic_*.csv: statistics of recordings, of what is fitted to them, of presets.
 
-``python docs/synthetic_tables.py [TABLE ...]`` from the root of a checkout; TABLE is
-``statistics`` or ``held-out``, whose fits to halves take minutes. Numbers of twins are means over
-four seeds.
+``python docs/synthetic_statistics.py [TABLE ...] && python docs/render.py`` from the root of a
+checkout; TABLE is ``statistics`` or ``held_out``, whose fits to halves take minutes. Numbers of
+twins are means over four seeds.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -32,7 +34,7 @@ from eldr_sim.validation.synthetic_twin import (
     step_spread,
 )
 
-PAGE = Path(__file__).with_name("synthetic.md")
+DATA = Path(__file__).with_name("data")
 SEEDS = (0, 1, 2, 3)
 LAGS = (1, 4, 16, 64)
 
@@ -130,8 +132,8 @@ def mean(traces: Sequence[RoutingTrace]) -> Figures:
 
 
 def table(columns: dict[str, Figures]) -> str:
-    """Write columns of figures as a table."""
-    lines = ["| statistic | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    """Write columns of figures as CSV."""
+    lines = [["statistic", *columns]]
     for name in next(iter(columns.values())):
         digits: Callable[[float], str] = "{:.1f}".format
         if not name.startswith(("distinct", "of ", "load")):
@@ -140,8 +142,10 @@ def table(columns: dict[str, Figures]) -> str:
             " / ".join("-" if np.isnan(x) else digits(x) for x in own[name])
             for own in columns.values()
         )
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([name, *cells])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue()
 
 
 def whole(room: Room) -> str:
@@ -179,18 +183,13 @@ def held_out(room: Room) -> str:
 
 
 def main() -> None:
-    """Replace what stands between the markers of the page."""
-    page = PAGE.read_text(encoding="utf-8")
+    """Write the tables that are named, or both."""
     with tempfile.TemporaryDirectory() as folder:
-        made = {"statistics": whole, "held-out": held_out}
+        made = {"statistics": whole, "held_out": held_out}
         for name in sys.argv[1:] or made:
-            start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-            before, rest = page.split(start)
-            after = rest[rest.index(end.lstrip("\n")) :]
             text = made[name](Room(Path(folder) / name))
-            page = before + start + text + "\n" + after
+            (DATA / f"synthetic_{name}.csv").write_text(text, encoding="utf-8")
             print(f"{name}\n{text}", flush=True)
-    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
