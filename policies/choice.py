@@ -25,7 +25,8 @@ FIELDS: dict[str, str] = {
 }
 #: The same the other way round.
 DECISION_OF = {field: decision for decision, field in FIELDS.items()}
-#: The built-in policies of each decision: their names, and where their classes are.
+#: The built-in policies of each decision: their names, and where their classes are. Routers that
+#: choose prefill and decode workers alike are one class.
 BUILT_IN: dict[str, dict[str, str]] = {
     "decode": {
         "random": "routing.decode:RandomPolicy",
@@ -42,15 +43,15 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "weighted": "routing.decode:WeightedPolicy",
     },
     "prefill": {
-        "round_robin": "routing.prefill:PrefillRoundRobinPolicy",
+        "round_robin": "routing.decode:RoundRobinPolicy",
         "least_loaded": "routing.prefill:LeastLoadedPolicy",
         "prefix_hash": "routing.prefill:PrefixHashPolicy",
         "hash_ring": "routing.prefill:HashRingPolicy",
         "saturation": "routing.saturation:SaturationPolicy",
-        "gimbal": "routing.engine_balance:PrefillGimbalPolicy",
-        "vllm_dp": "routing.engine_balance:PrefillVllmDpPolicy",
-        "vllm_dp_kv": "routing.engine_balance:PrefillVllmDpKvPolicy",
-        "weighted": "routing.prefill:PrefillWeightedPolicy",
+        "gimbal": "routing.engine_balance:GimbalPolicy",
+        "vllm_dp": "routing.engine_balance:VllmDpPolicy",
+        "vllm_dp_kv": "routing.engine_balance:VllmDpKvPolicy",
+        "weighted": "routing.decode:WeightedPolicy",
     },
     "queue": {
         "fcfs": "queue.orders:FirstComeFirstServed",

@@ -148,7 +148,7 @@ def find(decision: str, name: str) -> type[Policy]:
     built_in = BUILT_IN[decision]
     for known in (name, name.lower()):
         if known in built_in:
-            return _load(built_in[known])
+            return _load(built_in[known], decision)
     external = _external(decision)
     for known in (name, name.lower()):
         if known in external:
@@ -158,10 +158,14 @@ def find(decision: str, name: str) -> type[Policy]:
 
 
 @cache
-def _load(place: str) -> type[Policy]:
-    """Return a class of ours; modules are imported when their policies are."""
+def _load(place: str, decision: str) -> type[Policy]:
+    """Return a class of ours for a decision; modules are imported when their policies are."""
     module, _, name = place.partition(":")
-    return cast("type[Policy]", vars(import_module(f"eldr_sim.policies.{module}"))[name])
+    found: type[Policy] = vars(import_module(f"eldr_sim.policies.{module}"))[name]
+    if found.decision == decision:
+        return found
+    about = {"decision": decision, "__doc__": found.__doc__, "__module__": found.__module__}
+    return type(name, (found,), about)
 
 
 def _external(decision: str) -> dict[str, type[Policy]]:

@@ -144,21 +144,3 @@ class VllmDpKvPolicy(RouterPolicy):
             return None
         self._waiting[engine] += 1
         return engine
-
-
-class PrefillGimbalPolicy(GimbalPolicy):
-    """Gimbal's Algorithm 1, for prefill workers: as `GimbalPolicy`."""
-
-    decision = "prefill"
-
-
-class PrefillVllmDpPolicy(VllmDpPolicy):
-    """The least ``4 x waiting + running``, for prefill workers: as `VllmDpPolicy`."""
-
-    decision = "prefill"
-
-
-class PrefillVllmDpKvPolicy(VllmDpKvPolicy):
-    """Waiting requests weigh more by KV usage, for prefill workers: as `VllmDpKvPolicy`."""
-
-    decision = "prefill"

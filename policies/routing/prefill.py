@@ -10,26 +10,10 @@ from pydantic import Field
 
 from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy
 from eldr_sim.policies.choice import Parameters
-from eldr_sim.policies.routing.decode import (
-    JoinShortestQueuePolicy,
-    RoundRobinPolicy,
-    WeightedPolicy,
-)
+from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy
 from eldr_sim.policies.rule import Kept, Rule
 
 _MASK64 = (1 << 64) - 1
-
-
-class PrefillRoundRobinPolicy(RoundRobinPolicy):
-    """The prefill workers in turn, from worker 0."""
-
-    decision = "prefill"
-
-
-class PrefillWeightedPolicy(WeightedPolicy):
-    """The prefill worker of the smallest weighted sum, as `WeightedPolicy`."""
-
-    decision = "prefill"
 
 
 class LeastLoadedPolicy(JoinShortestQueuePolicy):
