@@ -151,15 +151,8 @@ class Control:
         It is the next one of the configuration's workload, which begins again when it ends, with
         prefixes of its own.
 
-        Parameters
-        ----------
-        prompt_len, output_len
-            Tokens, in place of the workload's.
-
-        Raises
-        ------
-        InputError
-            If a length is given where the workload's prefixes or the queue order hang on it.
+        ``prompt_len``, ``output_len``: tokens, in place of the workload's. Raises InputError if a
+        length is given where the workload's prefixes or the queue order hang on it.
         """
         number = self.submit(prompt_len, output_len)
         self._cluster.requests["watched"][number] = True
@@ -284,17 +277,9 @@ class Control:
         KV caches have been fetched, which is looked at every 10 ms. It takes the first place of
         the other pool where nobody is, and leaves its own; its KV cache is empty then.
 
-        Returns
-        -------
-        simpy.Event
-            Its value is the `Worker` that it is in the other pool, which serves; None if it has
-            died on the way.
-
-        Raises
-        ------
-        InputError
-            If it does not serve, the other pool has no place or workers of other GPUs, or a worker
-            that leaves is not simulated (as in `fail`).
+        Returns simpy.Event: its value is the `Worker` that it is in the other pool, which serves;
+        None if it has died on the way. Raises InputError if it does not serve, the other pool has
+        no place or workers of other GPUs, or a worker that leaves is not simulated (as in `fail`).
         """
         engines, other = self._engines(worker), self.pool(pool)
         if not 0.0 <= seconds < math.inf:

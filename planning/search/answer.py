@@ -74,100 +74,61 @@ Kind = Literal["cluster", "rate", "split", "fastest"]
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan asks.
+    """What a plan asks."""
 
-    Attributes
-    ----------
-    kind
-        ``cluster``: the cheapest cluster for a load; ``rate``: the highest rate of a cluster;
-        ``split``: of any cluster of so many GPUs; ``fastest``: the cheapest way to compute prompts
-        that come at once.
-    config
-        The configuration as given.
-    objective
-        Service level and attainment; None for ``fastest``.
-    max_gpus
-        Most GPUs of a cluster; None for ``rate``.
-    rate
-        The load of ``cluster``, requests per second.
-    """
-
+    #: ``cluster``: the cheapest cluster for a load; ``rate``: the highest rate of a cluster;
+    #: ``split``: of any cluster of so many GPUs; ``fastest``: the cheapest way to compute prompts
+    #: that come at once.
     kind: Kind
-    config: RunConfig
-    objective: Objective | None = None
-    max_gpus: int | None = None
-    rate: float | None = None
+    config: RunConfig  #: the configuration as given
+    objective: Objective | None = None  #: service level and attainment; None for ``fastest``
+    max_gpus: int | None = None  #: most GPUs of a cluster; None for ``rate``
+    rate: float | None = None  #: the load of ``cluster``, requests per second
 
 
 @dataclass(frozen=True)
 class ShapeResult:
-    """What became of a shape of a candidate's clusters.
+    """What became of a shape of a candidate's clusters."""
 
-    Attributes
-    ----------
-    shape
-        Sizes of its workers, and whether prefill is apart.
-    least_cost, estimated_cost
-        By arithmetic and by the estimate: price per hour, or GPUs.
-    cost
-        Of its cheapest cluster that meets the objective and is cheaper than those of the shapes
-        before it, or None.
-    topology
-        That cluster; empty where there is none.
-    reason
-        Why there is none; where the shape was not simulated, why not.
-    is_searched
-        Whether it was simulated, or ruled out by arithmetic.
-    """
-
-    shape: str
+    shape: str  #: sizes of its workers, and whether prefill is apart
+    #: ``least_cost``, ``estimated_cost``: by arithmetic and by the estimate: price per hour, or
+    #: GPUs.
     least_cost: float
     estimated_cost: float
+    #: Of its cheapest cluster that meets the objective and is cheaper than those of the shapes
+    #: before it, or None.
     cost: float | None
-    topology: str
-    reason: str
-    is_searched: bool
+    topology: str  #: that cluster; empty where there is none
+    reason: str  #: why there is none; where the shape was not simulated, why not
+    is_searched: bool  #: whether it was simulated, or ruled out by arithmetic
 
 
 @dataclass
 class Row:
-    """The best cluster of a candidate, or why it has none.
+    """The best cluster of a candidate, or why it has none."""
 
-    Attributes
-    ----------
-    gpu, policy
-        The candidate; of prefill workers alone, how they share the model.
-    trial
-        Its cluster with the runs that show it best; None if there is none.
-    figure
-        What ``rate`` and ``split`` (requests per second) and ``fastest`` (prompt tokens per second,
-        cached ones counted) ask for: mean over seeds with its 95% interval; None unless every seed
-        has one.
-    by_seed
-        The same under each seed; None where a seed has none.
-    without
-        ``none``, ``refused`` for lack of memory, or ``beaten`` by clusters that carry more; empty
-        where there is a cluster.
-    reasons
-        Why there is no cluster, or none of some size.
-    given
-        The cluster, where the question names one that carries nothing.
-    trials, shapes
-        Every cluster tried, of all sizes of workers, and what became of every shape.
-    notes
-        Verdicts that contradict monotonicity, and cheaper clusters that stayed undecided.
-    """
-
+    #: ``gpu``, ``policy``: the candidate; of prefill workers alone, how they share the model.
     gpu: str
     policy: str
+    #: Its cluster with the runs that show it best; None if there is none.
     trial: Trial | None = None
+    #: What ``rate`` and ``split`` (requests per second) and ``fastest`` (prompt tokens per second,
+    #: cached ones counted) ask for: mean over seeds with its 95% interval; None unless every seed
+    #: has one.
     figure: Interval | None = None
-    by_seed: tuple[float | None, ...] = ()
+    by_seed: tuple[float | None, ...] = ()  #: the same under each seed; None where a seed has none
+    #: ``none``, ``refused`` for lack of memory, or ``beaten`` by clusters that carry more; empty
+    #: where there is a cluster.
     without: str = ""
+    #: Why there is no cluster, or none of some size.
     reasons: list[str] = dataclasses.field(default_factory=list)
+    #: The cluster, where the question names one that carries nothing.
     given: RunConfig | None = None
+    #: ``trials``, ``shapes``: every cluster tried, of all sizes of workers, and what became of
+    #: every shape.
     trials: list[Trial] = dataclasses.field(default_factory=list)
     shapes: list[ShapeResult] = dataclasses.field(default_factory=list)
+    #: Verdicts that contradict monotonicity, and cheaper clusters that stayed undecided.
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -215,24 +176,16 @@ class Gain:
 
 @dataclass(frozen=True)
 class Margin:
-    """Extra load and lost workers that the best cluster tolerates.
+    """Extra load and lost workers that the best cluster tolerates."""
 
-    Attributes
-    ----------
-    rate
-        Highest rate within the objective, requests per second, mean over seeds with its 95%
-        interval.
-    percent
-        The same rate relative to the planned load, less 1, in percent.
-    is_bounded
-        Whether a seed met the objective at the highest rate tried: the true rate is then higher.
-    lost_decode, lost_prefill
-        The cluster with one worker less; None if the pool has a single worker.
-    """
-
+    #: Highest rate within the objective, requests per second, mean over seeds with its 95%
+    #: interval.
     rate: Interval
-    percent: Interval
+    percent: Interval  #: the same rate relative to the planned load, less 1, in percent
+    #: Whether a seed met the objective at the highest rate tried: the true rate is then higher.
     is_bounded: bool
+    #: ``lost_decode``, ``lost_prefill``: the cluster with one worker less; None if the pool has a
+    #: single worker.
     lost_decode: Trial | None
     lost_prefill: Trial | None
 

@@ -35,26 +35,14 @@ SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size", "num_redundant_exper
 
 @dataclass(frozen=True)
 class ClusterTemplate:
-    """Clusters of equal workers under one policy; only the numbers of workers are open.
+    """Clusters of equal workers under one policy; only the numbers of workers are open."""
 
-    Attributes
-    ----------
-    config
-        The configuration, apart from its topology.
-    bounds
-        Lower bounds on the numbers of workers.
-    max_gpus
-        Most GPUs of the cluster.
-    estimate
-        Prefill and decode (or co-located) workers that it likely takes, see `shapes.estimate`.
-    capacity
-        Requests per second that a worker of either kind likely serves, see `shapes.capacity`.
-    """
-
-    config: RunConfig
-    bounds: Bounds
-    max_gpus: int
+    config: RunConfig  #: the configuration, apart from its topology
+    bounds: Bounds  #: lower bounds on the numbers of workers
+    max_gpus: int  #: most GPUs of the cluster
+    #: Prefill and decode (or co-located) workers that it likely takes, see `shapes.estimate`.
     estimate: tuple[int, int] = (1, 1)
+    #: Requests per second that a worker of either kind likely serves, see `shapes.capacity`.
     capacity: tuple[float, float] = (math.inf, math.inf)
 
     @property

@@ -57,16 +57,9 @@ def plan_split(
 
     Raises InputError if an argument is not valid, or no shape fits.
 
-    Parameters
-    ----------
-    config
-        The workload and the engines; its rate and topology are ignored.
-    objective
-        Service level and attainment.
-    n_gpus
-        Most GPUs of the cluster.
-    policies, gpus, prices, tensor_parallel_sizes, jobs, progress
-        As `plan`.
+    ``config``: the workload and the engines; its rate and topology are ignored; ``objective``:
+    service level and attainment; ``n_gpus``: most GPUs of the cluster; ``policies``, ``gpus``,
+    ``prices``, ``tensor_parallel_sizes``, ``jobs``, ``progress``: as `plan`.
     """
     if n_gpus < 1:
         raise InputError("gpus", str(n_gpus), "1 or more")

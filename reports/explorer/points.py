@@ -15,8 +15,6 @@ from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.planning.slo import parse_slo
 from eldr_sim.simulator.setup.config import RunConfig, make_config
 
-__all__ = ["FIELDS", "around", "command_of", "config_of", "plane", "run_point"]
-
 #: Fields that the page has controls for; ``more`` takes all others, as ``what-if --set`` does.
 FIELDS = (
     "model", "gpu", "topology", "tensor_parallel_size", "policy", "workload", "input_len",
@@ -40,10 +38,7 @@ def config_of(state: Mapping[str, Any], base: RunConfig) -> RunConfig:
 
     Its window is short, unless ``more`` says otherwise: a point takes a fraction of a second.
 
-    Raises
-    ------
-    InputError
-        Names the field that is wrong; paths are allowed where the base has the same.
+    Raises InputError: names the field that is wrong; paths are allowed where the base has the same.
     """
     values = json.loads(base.model_dump_json())
     # Before anything is read: a policy of a file would run it.

@@ -62,16 +62,9 @@ class Core:
 
     Raises InputError if the cluster cannot serve requests of any length.
 
-    Parameters
-    ----------
-    config
-        The cluster, and the workload that lengths of answers and routing are taken from.
-    speed
-        Simulated seconds a second.
-    log
-        A file for what arrives and when, see `replay`.
-    lag
-        Called with what tokens are late, s of the wall clock.
+    ``config``: the cluster, and the workload that lengths of answers and routing are taken from;
+    ``speed``: simulated seconds a second; ``log``: a file for what arrives and when, see `replay`;
+    ``lag``: called with what tokens are late, s of the wall clock.
     """
 
     def __init__(

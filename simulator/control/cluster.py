@@ -503,10 +503,8 @@ class Cluster:
     def set_lengths(self, request: int, prompt_len: int | None, output_len: int | None) -> None:
         """Give a request that has not arrived other lengths than the workload's.
 
-        Raises
-        ------
-        InputError
-            If a length is below 1, or the workload's prefixes or the queue order hang on it.
+        Raises InputError if a length is below 1, or the workload's prefixes or the queue order hang
+        on it.
         """
         lengths = {"prompt_len": prompt_len, "output_len": output_len}
         for name, tokens in lengths.items():

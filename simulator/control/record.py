@@ -28,47 +28,31 @@ REQUEST = np.dtype(
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What happened.
+    """What happened."""
 
-    Attributes
-    ----------
-    requests
-        `REQUEST`, every request that arrived, in order of arrival.
-    prefill_steps, decode_steps
-        ``state.STEP``, in the order in which they began: the steps of prefill workers that ended,
-        and those of decode (or co-located) workers.
-    prefill_group_steps, decode_group_steps
-        ``state.GROUP_STEP``: the steps of engines that share experts. ``n_busy`` records of
-        ``prefill_steps`` or ``decode_steps`` belong to each, in order.
-    gaps
-        ``state.GAP``, where preemption came between two tokens.
-    relocations
-        ``relocation.RELOCATION``: whenever experts moved.
-    streamed_s, stall_s
-        Seconds that steps took which streamed weights, and of which they waited for these.
-    drafted
-        ``[k + 2]``: verify steps of sequences by the drafts accepted, and all drafts verified; None
-        where nothing was drafted.
-    retries, faults
-        How often each request was sent again, None where nothing went wrong; what did.
-    window
-        The measured window, s.
-    end_s
-        When the run ended.
-    """
-
-    requests: NDArray[np.void]
+    requests: NDArray[np.void]  #: `REQUEST`, every request that arrived, in order of arrival
+    #: ``prefill_steps``, ``decode_steps``: ``state.STEP``, in the order in which they began: the
+    #: steps of prefill workers that ended, and those of decode (or co-located) workers.
     prefill_steps: NDArray[np.void]
     decode_steps: NDArray[np.void]
+    #: ``prefill_group_steps``, ``decode_group_steps``: ``state.GROUP_STEP``: the steps of engines
+    #: that share experts. ``n_busy`` records of ``prefill_steps`` or ``decode_steps`` belong to
+    #: each, in order.
     prefill_group_steps: NDArray[np.void]
     decode_group_steps: NDArray[np.void]
-    gaps: NDArray[np.void]
-    relocations: NDArray[np.void]
-    window: tuple[float, float]
-    end_s: float
+    gaps: NDArray[np.void]  #: ``state.GAP``, where preemption came between two tokens
+    relocations: NDArray[np.void]  #: ``relocation.RELOCATION``: whenever experts moved
+    window: tuple[float, float]  #: the measured window, s
+    end_s: float  #: when the run ended
+    #: ``streamed_s``, ``stall_s``: seconds that steps took which streamed weights, and of which
+    #: they waited for these.
     streamed_s: float = 0.0
     stall_s: float = 0.0
+    #: ``[k + 2]``: verify steps of sequences by the drafts accepted, and all drafts verified; None
+    #: where nothing was drafted.
     drafted: NDArray[np.int64] | None = None
+    #: ``retries``, ``faults``: how often each request was sent again, None where nothing went
+    #: wrong; what did.
     retries: NDArray[np.int32] | None = None
     faults: tuple[Fault, ...] = ()
 

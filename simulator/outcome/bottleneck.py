@@ -87,12 +87,8 @@ def load_growth(
     Until then a cluster fills, whatever it can serve. A life is the 90th percentile of those that
     ended. None where nobody ended, or the window is over before.
 
-    Parameters
-    ----------
-    arrival_s, finish_s
-        Shape [N]; negative or NaN where a request has not ended.
-    window
-        Start and end, s.
+    ``arrival_s``, ``finish_s``: shape [N]; negative or NaN where a request has not ended;
+    ``window``: start and end, s.
     """
     ended = np.nan_to_num(finish_s, nan=-1.0) >= 0.0
     if not ended.any():

@@ -22,8 +22,6 @@ from eldr_sim.simulator.setup.memory import NO_WINDOWS, window_blocks
 from eldr_sim.simulator.setup.prepare import PreparedRun
 from eldr_sim.traces.workload import Workload
 
-__all__ = ["NO_TOKEN", "without_effect"]
-
 _Found = Iterator[tuple[str, str]]
 #: Placements that make no copies of experts but the redundant ones.
 _WITHOUT_COPIES = {"linear", "eplb", "affinity", "home"}

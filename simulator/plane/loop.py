@@ -393,20 +393,9 @@ def _is_full(world: World, event: Any) -> Any:
 def advance(world: World, until: float, n_events: int) -> Any:
     """Let happen what happens before ``until`` seconds.
 
-    Parameters
-    ----------
-    world
-        The run.
-    until
-        Time limit, s.
-    n_events
-        Return PAUSED after so many events, that the caller may look around.
-
-    Returns
-    -------
-    int
-        Why it returned. After FULL grow the logs and ``gaps``, and tell the router that hears of
-        blocks, before the next call.
+    ``world``: the run; ``until``: time limit, s; ``n_events``: return PAUSED after so many events,
+    that the caller may look around. Returns int: why it returned. After FULL grow the logs and
+    ``gaps``, and tell the router that hears of blocks, before the next call.
     """
     run = world.run
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers

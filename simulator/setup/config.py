@@ -133,10 +133,7 @@ class RunConfig(
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return field values without the groups that they may stand in.
 
-    Raises
-    ------
-    InputError
-        If a field is given twice, or a group has no such field.
+    Raises InputError if a field is given twice, or a group has no such field.
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -162,10 +159,7 @@ def _fields_of(path: str) -> list[str]:
 def make_config(values: dict[str, Any]) -> RunConfig:
     """Build a run's configuration from field values.
 
-    Raises
-    ------
-    InputError
-        Names the first field that is unknown or out of range.
+    Raises InputError: names the first field that is unknown or out of range.
     """
     try:
         return RunConfig.model_validate(values)
@@ -192,10 +186,7 @@ _OF_POLICIES = {
 def set_field(values: dict[str, Any], path: str, value: Any) -> None:
     """Set a field by its dot path, such as ``decode.gpu``, in field values; in place.
 
-    Raises
-    ------
-    InputError
-        If the path leads through a field that holds no others.
+    Raises InputError if the path leads through a field that holds no others.
     """
     *above, name = _fields_of(path)
     for part in above:

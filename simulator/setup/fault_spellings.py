@@ -63,10 +63,7 @@ def spelled(value: Any) -> Any:
 def read_events(path: str) -> tuple[list[Fault], list[Cancel]]:
     """Read a file of events, YAML or JSON: a list of mappings, see docs/faults.md.
 
-    Raises
-    ------
-    InputError
-        Names the first event that is none.
+    Raises InputError: names the first event that is none.
     """
     events = parse_yaml(read_text(path, "events"), "events", path)
     if not isinstance(events, list):

@@ -162,10 +162,7 @@ def _check_need(field: str, word: str, model: ModelDims) -> None:
 def servable(config: RunConfig, policies: Sequence[str]) -> list[str]:
     """Return the decode policies without those that need experts, where the model is dense.
 
-    Raises
-    ------
-    InputError
-        If none of several is left, or there is no such policy.
+    Raises InputError if none of several is left, or there is no such policy.
     """
     model = load_model(config.model)
     needy = [word for word in policies if registry.needs("policy", word).routing]
@@ -315,11 +312,8 @@ def hold_instances(
 
     Each engine has the KV blocks that the GPU with the most instances over all layers leaves.
 
-    Raises
-    ------
-    InputError
-        If an expert has copies where engines share none, the weights leave no room, or the choice
-        of replicas reads a load that the placement does not tell.
+    Raises InputError if an expert has copies where engines share none, the weights leave no room,
+    or the choice of replicas reads a load that the placement does not tell.
     """
     if not placements:
         return engine

@@ -72,10 +72,7 @@ def prompt_layout(
 ) -> PromptLayout | None:
     """Return the layout of the workers of a pool; None where each GPU has its layers.
 
-    Raises
-    ------
-    InputError
-        If the configuration asks for what is not simulated.
+    Raises InputError if the configuration asks for what is not simulated.
     """
     stages = parallelism.pipeline_parallel_size
     if stages > 1 and not config.prefill_only:

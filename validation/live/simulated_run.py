@@ -37,8 +37,6 @@ from eldr_sim.validation.live.engine_calibration import EngineCalibration, model
 from eldr_sim.validation.live.live_run import EngineInfo, LiveRun
 from eldr_sim.validation.live.timestamps import RequestTimestamps
 
-__all__ = ["SIMULATED_STEPS", "SimulatedRun", "check_run", "run_clock", "simulate_run"]
-
 SIMULATED_STEPS = pa.schema(
     [
         ("engine", pa.string()),
@@ -57,21 +55,12 @@ step computed again is not recorded."""
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """Simulation of a recorded run.
+    """Simulation of a recorded run."""
 
-    Attributes
-    ----------
-    timestamps
-        Timestamps of its requests, in the rows of ``requests.parquet``.
-    engine
-        int16, shape [requests]: index of the decode or co-located engine.
-    steps
-        :data:`SIMULATED_STEPS`, in order of their start.
-    """
-
+    #: Timestamps of its requests, in the rows of ``requests.parquet``.
     timestamps: RequestTimestamps
-    engine: NDArray[np.int16]
-    steps: pa.Table
+    engine: NDArray[np.int16]  #: int16, shape [requests]: index of the decode or co-located engine
+    steps: pa.Table  #: :data:`SIMULATED_STEPS`, in order of their start
 
 
 def run_clock(run: LiveRun, calibrated: EngineCalibration) -> Clock:

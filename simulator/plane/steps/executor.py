@@ -47,12 +47,7 @@ class Scratch(NamedTuple):
 def run_step(world: Any, leader: int) -> Any:
     """Run the step that an engine, or a group of them, has planned; False if that has failed.
 
-    Parameters
-    ----------
-    world
-        `loop.World`.
-    leader
-        The first engine.
+    ``world``: `loop.World`; ``leader``: the first engine.
     """
     run = world.run
     clock, events, engines, scratch = run.clock, run.events, run.engines, run.scratch

@@ -21,14 +21,9 @@ from eldr_sim.jit import njit
 from eldr_sim.traces.routing.synthetic.model import DRIFT_BLOCK, RoutingModel
 from eldr_sim.traces.streams import stream
 
-__all__ = ["sample_experts", "sample_kinds_and_experts"]
-
-_LIMIT = 20.0
-"""Bound on the terms of a log weight, at both sides."""
-_COLUMNS = 16
-"""Experts are searched in so many columns first."""
-_CHUNK = 16
-"""Requests that a thread draws before it reports."""
+_LIMIT = 20.0  #: bound on the terms of a log weight, at both sides
+_COLUMNS = 16  #: experts are searched in so many columns first
+_CHUNK = 16  #: requests that a thread draws before it reports
 
 Progress = Callable[[float], None]
 Floats = NDArray[np.float32]
@@ -49,6 +44,9 @@ def sample_experts(
 ) -> NDArray[np.uint8] | NDArray[np.uint16]:
     """Draw the experts of every token of some requests.
 
+    Returns experts: uint8 or uint16 ``[tokens, layers, top_k]``, in the order in which they were
+    chosen; requests one after the other, prompt before generation.
+
     Parameters
     ----------
     model
@@ -66,12 +64,6 @@ def sample_experts(
         The experts are the same either way.
     first
         Requests before these, which are not drawn.
-
-    Returns
-    -------
-    experts
-        uint8 or uint16 ``[tokens, layers, top_k]``, in the order in which they were chosen;
-        requests one after the other, prompt before generation.
     """
     lengths = np.asarray(prompt_len, np.int64), np.asarray(output_len, np.int64)
     choice = []
