@@ -128,7 +128,13 @@ def _time_ns(key: str, value: Any) -> int:
         return scaled_ns(float(value), _UNITS_NS[key])
     if isinstance(value, datetime):
         value = value.isoformat(sep=" ")
-    return timestamp_ns(str(value))
+    try:
+        return timestamp_ns(str(value))
+    except ValueError:
+        if str(value).replace(".", "", 1).isdecimal():
+            text = f"time {value} is a number, whose unit time_s, time_ms, ... says"
+            raise ValueError(text) from None
+        raise
 
 
 def _whole(value: Any) -> int:
