@@ -32,8 +32,6 @@ from eldr_sim.reports.explorer.points import (
 )
 from eldr_sim.simulator.setup.config import WORKLOADS, RunConfig
 
-__all__ = ["Explorer", "explore"]
-
 #: Results that are kept.
 _KEPT = 4096
 _MAX_BODY = 64 << 10

@@ -48,10 +48,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import check_arrays
 from eldr_sim.outputs import whole_file
 
-__all__ = ["DRIFT_BLOCK", "RoutingModel"]
-
-DRIFT_BLOCK = 4
-"""Tokens over which the drift is constant."""
+DRIFT_BLOCK = 4  #: tokens over which the drift is constant
 
 _FORMAT = "eldr-sim routing model 4"
 
@@ -62,55 +59,27 @@ Floats = NDArray[np.float64]
 class RoutingModel:
     """Parameters of the generative model, see the module; L layers, E experts, K kinds, C topics of
     P parts, R factors of the drift.
-
-    Attributes
-    ----------
-    top_k
-        Experts that a token chooses in a layer.
-    domains
-        Domain names.
-    kinds
-        ``[L, K, E]``: log weight for a token of a kind.
-    succession
-        ``[K, K]``: likelihood of a kind after another, over that by chance.
-    phase
-        ``[2, L, E]``: what being of the prompt, or generated, adds.
-    topics
-        ``[C, P, L, E]``: what a topic adds in each part of a request.
-    topic_kinds
-        ``[C, K]``: share of a topic's tokens that are of each kind; rows sum to 1.
-    topic_tokens
-        ``[C]``: tokens of the request in which a topic was found.
-    domain_topics
-        ``[D, C]``: chance of a topic in a domain's requests; rows sum to 1.
-    loadings
-        ``[R, L, E]``: directions of the drift.
-    drift_sd, drift_tokens
-        ``[2]`` each: standard deviation of a process of the drift's scores, and the tokens after
-        which its autocorrelation has fallen to 1/e.
-    reuse
-        ``[L]``: added for an expert that the token before chose.
-    own
-        ``[]``: standard deviation of what a request adds of its own.
-    facts
-        Description and origin of the model: ``model``, ``source``, and mean lengths
-        ``prompt_len`` and ``output_len`` for traces that name none.
     """
 
-    top_k: int
-    domains: list[str]
-    kinds: Floats
-    succession: Floats
-    phase: Floats
-    topics: Floats
+    top_k: int  #: experts that a token chooses in a layer
+    domains: list[str]  #: domain names
+    kinds: Floats  #: ``[L, K, E]``: log weight for a token of a kind
+    succession: Floats  #: ``[K, K]``: likelihood of a kind after another, over that by chance
+    phase: Floats  #: ``[2, L, E]``: what being of the prompt, or generated, adds
+    topics: Floats  #: ``[C, P, L, E]``: what a topic adds in each part of a request
+    #: ``[C, K]``: share of a topic's tokens that are of each kind; rows sum to 1.
     topic_kinds: Floats
-    topic_tokens: NDArray[np.int64]
-    domain_topics: Floats
-    loadings: Floats
+    topic_tokens: NDArray[np.int64]  #: ``[C]``: tokens of the request in which a topic was found
+    domain_topics: Floats  #: ``[D, C]``: chance of a topic in a domain's requests; rows sum to 1
+    loadings: Floats  #: ``[R, L, E]``: directions of the drift
+    #: ``drift_sd``, ``drift_tokens``: ``[2]`` each: standard deviation of a process of the drift's
+    #: scores, and the tokens after which its autocorrelation has fallen to 1/e.
     drift_sd: Floats
     drift_tokens: Floats
-    reuse: Floats
-    own: Floats
+    reuse: Floats  #: ``[L]``: added for an expert that the token before chose
+    own: Floats  #: ``[]``: standard deviation of what a request adds of its own
+    #: Description and origin of the model: ``model``, ``source``, and mean lengths ``prompt_len``
+    #: and ``output_len`` for traces that name none.
     facts: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -167,10 +136,7 @@ class RoutingModel:
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write the model as a NumPy archive, whole or not at all; log weights as float16.
 
-        Raises
-        ------
-        InputError
-            If the file exists and ``force`` is false, or cannot be written.
+        Raises InputError if the file exists and ``force`` is false, or cannot be written.
         """
         target = Path(path)
         if target.exists() and not force:
@@ -190,10 +156,7 @@ class RoutingModel:
     def load(cls, path: str | os.PathLike[str]) -> RoutingModel:
         """Read a model that `save` wrote.
 
-        Raises
-        ------
-        InputError
-            If the file cannot be read or is not such a model.
+        Raises InputError if the file cannot be read or is not such a model.
         """
         names = [f.name for f in fields(cls)]
         try:

@@ -40,37 +40,27 @@ from eldr_sim.traces.routing.synthetic.moments import Requests
 from eldr_sim.traces.routing.synthetic.sampler import sample_kinds_and_experts
 from eldr_sim.traces.routing.synthetic.token_kinds import count_groups, token_kinds
 
-__all__ = ["fit_routing_model", "requests_of"]
-
 Floats = NDArray[np.float64]
 
-TOPICS = 256
-"""Most requests to fit, the same share of every domain; each makes a topic."""
-KINDS = 64
-"""Most kinds of tokens."""
-TOKENS = 1 << 17
-"""Tokens to fit; of longer requests those next to the prompt's end are taken."""
-PARTS = 4
-"""Parts of a topic: requests of a cluster turn alike on the way."""
+TOPICS = 256  #: most requests to fit, the same share of every domain; each makes a topic
+KINDS = 64  #: most kinds of tokens
+TOKENS = 1 << 17  #: tokens to fit; of longer requests those next to the prompt's end are taken
+PARTS = 4  #: parts of a topic: requests of a cluster turn alike on the way
+#: Standard deviation of what a request adds of its own to log weights, as of six halves of
+#: gpt-oss-20b's recording: for recordings of fewer long requests than `MANY`, which cannot say.
 OWN = 0.33
-"""Standard deviation of what a request adds of its own to log weights, as of six halves of
-gpt-oss-20b's recording: for recordings of fewer long requests than `MANY`, which cannot say."""
 MANY = 64
-LONG = 64
-"""Fewest tokens of a request whose parts are compared, as in `request_spectrum`."""
+LONG = 64  #: fewest tokens of a request whose parts are compared, as in `request_spectrum`
+#: Twins to draw. Later corrections are smaller, so that the noise of the twins averages out.
 ROUNDS = 10
-"""Twins to draw. Later corrections are smaller, so that the noise of the twins averages out."""
 
+#: Tokens of the whole trace that are added to a group's when its shares are taken.
 _PRIOR_TOKENS = 4.0
-"""Tokens of the whole trace that are added to a group's when its shares are taken."""
+#: The same for a request's: real passages leave many experts wholly unused.
 _TOPIC_PRIOR_TOKENS = 1.0
-"""The same for a request's: real passages leave many experts wholly unused."""
-_EDGE = 0.5
-"""Least eigenvalue of a direction in which requests differ, in those of chance."""
-_COMPONENTS = 48
-"""Most of these directions."""
-_LEFT_OUT = 0.15
-"""Share of the usual tokens below which a request leaves an expert out."""
+_EDGE = 0.5  #: least eigenvalue of a direction in which requests differ, in those of chance
+_COMPONENTS = 48  #: most of these directions
+_LEFT_OUT = 0.15  #: share of the usual tokens below which a request leaves an expert out
 _LAGS = (1, 2, 16, 64)
 
 
@@ -148,21 +138,9 @@ def fit_routing_model(
 ) -> RoutingModel:
     """Fit a generative model to requests of a trace, of both splits.
 
-    Parameters
-    ----------
-    trace
-        The trace.
-    seed
-        Seed of the clusters and of the twins.
-    rounds
-        Twins to draw, `ROUNDS` by default.
-    progress
-        Called with the share done.
-
-    Raises
-    ------
-    InputError
-        If a domain has no request, or the trace no prompt rows.
+    ``seed``: seed of the clusters and of the twins; ``rounds``: twins to draw, `ROUNDS` by default;
+    ``progress``: called with the share done. Raises InputError if a domain has no request, or the
+    trace no prompt rows.
     """
     trace.require_prompts("synthetic models")
     absent = np.setdiff1d(np.arange(len(trace.domains)), trace.domain)
@@ -367,20 +345,11 @@ class _Between:
     The counts of a request hold chance and drift, too, which its parts do not share. So the
     directions are principal components of the covariance of neighbouring parts (as in
     `request_spectrum`), and a factor on each is corrected until twins vary as much along it.
-
-    Attributes
-    ----------
-    mean
-        ``[PARTS, layers, experts]``: mean share over requests.
-    directions
-        ``[components, layers, experts]``, unit vectors.
-    variance
-        ``[1 + components]``: variance beyond the directions, and along each.
     """
 
-    mean: Floats
-    directions: Floats
-    variance: Floats
+    mean: Floats  #: ``[PARTS, layers, experts]``: mean share over requests
+    directions: Floats  #: ``[components, layers, experts]``, unit vectors
+    variance: Floats  #: ``[1 + components]``: variance beyond the directions, and along each
 
     @classmethod
     def of(cls, statistics: _Statistics) -> _Between:

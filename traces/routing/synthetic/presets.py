@@ -41,27 +41,14 @@ from eldr_sim.traces.routing.synthetic.reshape import (
     with_layers,
 )
 
-__all__ = [
-    "BANDS",
-    "FITTED",
-    "PRESETS",
-    "Band",
-    "Parameters",
-    "Preset",
-    "fitted_model",
-    "fitted_path",
-    "preset_model",
-]
-
-Band = Literal["low", "middle", "high"]
-"""Where in its band a preset is drawn; see the module."""
+Band = Literal["low", "middle", "high"]  #: where in its band a preset is drawn; see the module
 
 BANDS: tuple[Band, ...] = get_args(Band)
 
 _DATA = Path(__file__).parent / "data"
 
+#: Names of the fitted models that come with the package, those of the embedded traces.
 FITTED = ("gpt-oss-20b", "qwen3-30b-a3b")
-"""Names of the fitted models that come with the package, those of the embedded traces."""
 
 
 def fitted_model(name: str) -> RoutingModel:
@@ -80,19 +67,14 @@ def fitted_path(name: str) -> Path:
 class Parameters:
     """Changes to a fitted model; see `reshape`."""
 
+    #: Part of what requests differ by that is their domain's, 0 to 1; of all domains but those of
+    #: the language mix.
     task: float
-    """Part of what requests differ by that is their domain's, 0 to 1; of all domains but those of
-    the language mix."""
-    language: float
-    """The same for domains of the language mix."""
-    popularity: float = 1.0
-    """Power to which the experts' shares of the load are raised."""
-    kinds: float = 1.0
-    """Factor on what the kind of a token adds, and on the drift."""
-    topics: float = 1.0
-    """Factor on what a request's topic adds, and the request itself."""
-    reuse: float = 1.0
-    """Factor on what is added for an expert that the token before chose."""
+    language: float  #: the same for domains of the language mix
+    popularity: float = 1.0  #: power to which the experts' shares of the load are raised
+    kinds: float = 1.0  #: factor on what the kind of a token adds, and on the drift
+    topics: float = 1.0  #: factor on what a request's topic adds, and the request itself
+    reuse: float = 1.0  #: factor on what is added for an expert that the token before chose
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -106,10 +88,7 @@ class Parameters:
     def replaced(self, values: Mapping[str, float]) -> Parameters:
         """Return the parameters with some of them replaced.
 
-        Raises
-        ------
-        InputError
-            If there is no such parameter or the value is out of range.
+        Raises InputError if there is no such parameter or the value is out of range.
         """
         names = [own.name for own in fields(self)]
         for name in values:
@@ -120,30 +99,19 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Preset:
-    """Shape of a model, and what it inherits.
+    """Shape of a model, and what it inherits."""
 
-    Attributes
-    ----------
-    n_layers, n_experts, top_k
-        MoE layers, routed experts a layer, experts a token chooses; see kernel_profiles.
-    fitted
-        The fitted model that it inherits from.
-    parameters
-        Changes to it, in the middle of the band.
-    low, high
-        What the ends of the band change of these; nothing where there is no band.
-    tuned_to
-        What else the parameters were tuned to.
-    """
-
+    #: ``n_layers``, ``n_experts``, ``top_k``: MoE layers, routed experts a layer, experts a token
+    #: chooses; see kernel_profiles.
     n_layers: int
     n_experts: int
     top_k: int
-    fitted: str
-    parameters: Parameters
+    fitted: str  #: the fitted model that it inherits from
+    parameters: Parameters  #: changes to it, in the middle of the band
+    #: ``low``, ``high``: what the ends of the band change of these; nothing where there is no band.
     low: Mapping[str, float] = field(default_factory=dict)
     high: Mapping[str, float] = field(default_factory=dict)
-    tuned_to: str = ""
+    tuned_to: str = ""  #: what else the parameters were tuned to
 
     def of(self, band: Band) -> Parameters:
         """Return the parameters at a place of the band."""
@@ -161,23 +129,23 @@ _DOMAINS: dict[Band, str] = {
 
 _LOW = {"task": 0.25, "language": 0.0}
 _MIDDLE = {"task": 0.34, "language": 0.12}
+#: The domains' part on task and language at each place of the band.
 _HIGH = {"task": 0.8, "language": 0.35}
-"""The domains' part on task and language at each place of the band."""
 
+#: Factors on gpt-oss-20b that give the load, the distinct experts and the variance between requests
+#: (.039) measured of DeepSeek-V2-Lite-Chat on 94,165 prompt tokens, see docs/synthetic.md.
 _LITE = {"popularity": 0.0, "kinds": 0.75, "topics": 0.28, "reuse": 0.0}
-"""Factors on gpt-oss-20b that give the load, the distinct experts and the variance between requests
-(.039) measured of DeepSeek-V2-Lite-Chat on 94,165 prompt tokens, see docs/synthetic.md."""
 _LITE_FIGURES = "load and distinct experts measured of DeepSeek-V2-Lite-Chat"
 
+#: Factors on gpt-oss-20b that give the variation of Mixtral-8x7B's load over experts, whose gates
+#: are nearly even: counted tokens of three layers and five domains, see docs/synthetic.md.
 _MIXTRAL = {"popularity": 0.0, "kinds": 0.35, "topics": 0.0, "reuse": 0.0}
-"""Factors on gpt-oss-20b that give the variation of Mixtral-8x7B's load over experts, whose gates
-are nearly even: counted tokens of three layers and five domains, see docs/synthetic.md."""
 _MIXTRAL_COUNTS = "load counted of Mixtral-8x7B by layer and domain (allenai/OLMoE)"
 
+#: Factors on topics at the ends of a band whose fit is to 22 requests: fits to so many of
+#: gpt-oss-20b's scatter by 12% in what requests differ by and in what signatures save, about a mean
+#: that lies 28% above the fit to all, see docs/synthetic.md.
 _FEW = 0.87, 1.07
-"""Factors on topics at the ends of a band whose fit is to 22 requests: fits to so many of
-gpt-oss-20b's scatter by 12% in what requests differ by and in what signatures save, about a mean
-that lies 28% above the fit to all, see docs/synthetic.md."""
 
 
 def _of_qwen(n_layers: int) -> Preset:
@@ -221,6 +189,8 @@ def preset_model(
 ) -> RoutingModel:
     """Make a model of a preset, with changes.
 
+    Raises InputError if there is no such preset or parameter, or the shape is not possible.
+
     Parameters
     ----------
     name
@@ -235,11 +205,6 @@ def preset_model(
         Seed of what is drawn: which topics domains have, and permutations of experts.
     band
         Where in the preset's band; ``settings`` come on top.
-
-    Raises
-    ------
-    InputError
-        If there is no such preset or parameter, or the shape is not possible.
     """
     if name not in PRESETS:
         raise InputError("preset", f"{name!r} is none", ", ".join(PRESETS))

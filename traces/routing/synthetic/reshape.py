@@ -15,14 +15,11 @@ from eldr_sim.inputs import within
 from eldr_sim.traces.routing.synthetic.model import Floats, RoutingModel
 from eldr_sim.traces.streams import stream
 
-__all__ = ["scaled", "with_domains", "with_experts", "with_layers"]
-
-LONG, MANY = 96, 64
-"""Tokens of a request that tell a topic's four parts, and topics that are many."""
+LONG, MANY = 96, 64  #: tokens of a request that tell a topic's four parts, and topics that are many
+#: Topics made of few, and the weight of the first of two: six fits to 22 of gpt-oss-20b's requests,
+#: so blended, have the families of its whole recording and save as much as that, by an oracle and
+#: by signatures (docs/synthetic.md).
 BLENDS, BLEND = 256, 0.8
-"""Topics made of few, and the weight of the first of two: six fits to 22 of gpt-oss-20b's requests,
-so blended, have the families of its whole recording and save as much as that, by an oracle and by
-signatures (docs/synthetic.md)."""
 _CENTRES, _LAYERS = 32, 6
 _BALANCING_TURNS, _BALANCING_TOPICS = 6, 24
 
@@ -34,14 +31,7 @@ def with_layers(model: RoutingModel, n_layers: int, seed: int = 0) -> RoutingMod
     experts are permuted at random, so that layers of one origin have the same statistics but not
     the same experts.
 
-    Parameters
-    ----------
-    model
-        The model.
-    n_layers
-        Layers of the new model.
-    seed
-        Seed of the permutation.
+    ``n_layers``: layers of the new model; ``seed``: seed of the permutation.
     """
     if n_layers < 1:
         raise InputError("layers", f"got {n_layers}", "at least 1")
@@ -72,14 +62,8 @@ def with_experts(model: RoutingModel, n_experts: int, top_k: int, seed: int = 0)
     present layer brings the same total weight. Surplus experts are left out at random. Topics are
     scaled until requests differ as much as they did, in shares of a token's experts.
 
-    Parameters
-    ----------
-    model
-        The model.
-    n_experts, top_k
-        Experts a layer, and those that a token chooses.
-    seed
-        Seed of what is left out.
+    ``n_experts``, ``top_k``: experts a layer, and those that a token chooses; ``seed``: seed of
+    what is left out.
     """
     for name, value in (("experts", n_experts), ("top_k", top_k)):
         if value < 1:
@@ -184,14 +168,8 @@ def with_domains(model: RoutingModel, parts: Mapping[str, float], seed: int = 0)
     there are few, they are blended two and two, ``a b + sqrt(1 - a^2) c`` with ``a`` `BLEND`, and
     the kinds of their tokens likewise, by logarithms of shares.
 
-    Parameters
-    ----------
-    model
-        The model.
-    parts
-        Part by name of the domain, 0 (its requests are as any) to 1 (all of one topic).
-    seed
-        Seed of centres and blends.
+    ``parts``: part by name of the domain, 0 (its requests are as any) to 1 (all of one topic);
+    ``seed``: seed of centres and blends.
     """
     for name, value in parts.items():
         if not 0 <= value <= 1:
