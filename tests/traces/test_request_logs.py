@@ -369,6 +369,6 @@ def test_bad_tables_and_results(tmp_path, text, columns, message):
 def test_a_time_that_is_a_number_needs_its_unit(tmp_path):
     log = tmp_path / "log.csv"
     log.write_text("t,i,o\n0.5,10,2\n1.5,10,2\n")
-    with pytest.raises(InputError, match="time 0.5 is a number, whose unit time_s"):
+    with pytest.raises(InputError, match=r"time 0\.5 is a number, whose unit time_s"):
         read_request_log(log, columns="time=t,input=i,output=o")
     assert len(read_request_log(log, columns="time_s=t,input=i,output=o").arrival_s) == 2
