@@ -20,8 +20,6 @@ from eldr_sim.serving.router.fleet import Fleet, Pool
 from eldr_sim.serving.router.signatures import SignatureReader
 from eldr_sim.serving.router.upstream import ERROR_EVENT, EngineFailure, Reply, ask
 
-_EVENT_STREAM = "text/event-stream"
-
 
 class Passage:
     """A request's way through the router.
