@@ -31,7 +31,8 @@ ALWAYS = {
     for why, names in {
         "what the run is": "workload request_rate num_requests seed trace topology model "
         "input_len output_len prefix_len domain_mix domain_mix_end block_size kv_cache_dtype "
-        "host_gap_ms goodput config_file preset frontend expert_gather out price_per_gpu_hour",
+        "host_gap_ms goodput config_file preset frontend expert_gather out price_per_gpu_hour "
+        "speculative_config",
         "the workers themselves": "tensor_parallel_size prefill_tensor_parallel_size "
         "decode_tensor_parallel_size prefill_gpu decode_gpu moe_backend data_parallel_size "
         "prefill_data_parallel_size decode_data_parallel_size enforce_eager prefill_enforce_eager "
@@ -40,7 +41,8 @@ ALWAYS = {
         "max_num_batched_tokens kv_cache_free prefill_max_num_seqs prefill_max_num_batched_tokens "
         "decode_max_num_seqs decode_max_num_batched_tokens",
         "a rule for what a load brings or not": "queue_order events eplb_interval",
-        "what is planned or compared": "slo gpus sizes seeds jobs",
+        "what is planned or compared": "slo gpus sizes seeds jobs drafts",
+        "what is printed in place of a run": "help_all",
     }.items()
     for name in names.split()
 }
@@ -119,6 +121,7 @@ CASES = {
     "timeline": ("run --timeline", "timeline"),
     # of compare and plan
     "policies": ("plan --prefill-only --num-requests 9 --policy jsq", "policy"),
+    "concurrencies": ("compare --policy jsq --concurrencies 1,4", "concurrencies"),
     "attainment": ("plan --prefill-only --num-requests 9 --attainment 0.5", "attainment"),
     "max_gpus": ("plan --slo ttft:9 --topology 1P1D --max-gpus 4", "max_gpus"),
     "price": ("plan --slo ttft:9 --request-rate 9 --gpu h100 --price h100=1,h200=2", "price"),
@@ -186,7 +189,7 @@ def left_out(text, name):
 @pytest.mark.parametrize("name", CASES)
 def test_an_option_without_effect_is_refused_or_named(name, files, run_cli):
     case, refused = CASES[name] if isinstance(CASES[name], tuple) else (CASES[name], None)
-    if case.startswith(("run ", "plan ")):
+    if case.startswith(("run ", "compare ", "plan ")):
         code, _, err = run_cli(*case.split())
         assert (code, err.splitlines()[-1].startswith(f"Error: {refused}: ")) == (2, True), err
         return
