@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from eldr_sim.simulator.setup.config_groups import GROUPS as CONFIG_GROUPS
-from eldr_sim.simulator.setup.config_groups import Pool
+from eldr_sim.simulator.setup.pools import Pool
 
 #: The fields of a run's configuration by group, in the order of the help.
 GROUPS = {

@@ -85,7 +85,7 @@ def serve(
         config = config.replace(warmup=0)
     configs, ports = [config], [port]
     if engine_ports is not None:
-        if not config.colocated or log is not None:
+        if config.n_prefill or log is not None:
             allowed = "xC without --log: workers that share nothing"
             raise InputError("engine_ports", f"of {config.topology}", allowed)
         ports = [engine_ports + n for n in range(config.n_decode)]

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.jit import is_cold
-from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.news import heard, tell
 from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.choice import SignatureParameters
@@ -52,8 +51,7 @@ from eldr_sim.simulator.outcome.tables import requests_table, steps_table
 from eldr_sim.simulator.plane.steps.group_state import ASKED
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
-from eldr_sim.simulator.setup.fault_spellings import Cancel, check_fits, parse_fail, read_events
+from eldr_sim.simulator.setup.fault_spellings import planned
 from eldr_sim.simulator.setup.log_part import check_window, log_of, part_of
 from eldr_sim.simulator.setup.prepare import PreparedRun, hold_instances, prepare, texts_of
 from eldr_sim.simulator.setup.replay import (
@@ -195,7 +193,7 @@ def offered_load(
         horizon_s=horizon,
         drift_s=None if duration is None else window[1],
         # Requests that end with their prompts have one output token, whatever the range.
-        range_ratios=(ratio, 0.0 if config.prefill_only else ratio),
+        range_ratios=(ratio, ratio if config.generates else 0.0),
         part=part,
     )
     try:
@@ -234,17 +232,19 @@ def build_cluster(
     if trace is not None:
         windows = workload.decode_request.astype(np.int64)
         replay = replay_of(trace, model.top_k, model.n_moe_layers, windows)
-    decode = prefill = None
-    if not config.prefill_only:
-        decode = _decode_policy(config, prepared, workload, replay, calibration)
-    if config.colocated:
+    policies = [
+        _prefill_policy(config, prepared, workload)
+        if number == 0 and config.n_prefill
+        else _decode_policy(config, prepared, workload, replay, calibration, number)
+        for number in range(len(spec.routers))
+    ]
+    decode = policies[-1] if config.generates else None
+    if not config.n_prefill:
         _check_colocated(config, decode)
-    else:
-        prefill = _prefill_policy(config, prepared, workload)
     rng = stream(config.seed, "queue order")
     order = queue_order(
         config.queue_order,
-        PolicyContext(spec.n_decode or spec.n_prefill, rng, step_times=prepared.step_time.cost),
+        PolicyContext(len(spec.routers[-1]), rng, step_times=prepared.step_time.cost),
     )
     score = None if decode is None else decode.needs.signature
     if score == "count":
@@ -265,17 +265,20 @@ def build_cluster(
         config, prepared, None if decode is None else decode.artifact, calibration
     )
     if placements is not None:
-        spec = _holding(config, model, spec, placements)
+        pools = []
+        for pool in spec.pools:
+            own = [placements[w] for w in spec.workers_of(pool.name)]
+            pools.append(pool._replace(engine=hold_instances(config, model, pool.engine, own)))
+        spec = replace(spec, pools=tuple(pools))
     relocations = _relocations(config, prepared, movable)
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         spec,
-        spec.decode.parallelism.shard(model),
+        [pool.engine.parallelism.shard(model) for pool in spec.pools],
         workload,
         replay,
         signatures,
-        prefill,
-        decode,
+        policies,
         window,
         time_limit_s=np.inf
         if config.num_requests
@@ -294,34 +297,21 @@ def build_cluster(
         prompts=prompt_rows(trace, workload) if trace is not None and trace.has_prompts else None,
         queue_keys=_queue_keys(order, workload),
         relocations=relocations,
-        faults=_faults(config, spec, workload),
+        faults=planned(config, spec, workload),
         replica_policy=_replica_policy(config, prepared, placements, relocations),
     )
 
 
 def _prefill_policy(config: RunConfig, prepared: PreparedRun, workload: Workload) -> RouterPolicy:
-    """Build the prefill policy."""
+    """Build the policy of the router that requests come to, where others go on with them."""
+    spec = prepared.spec
     context = PolicyContext(
-        n_workers=prepared.spec.n_prefill,
+        n_workers=len(spec.routers[0]),
         rng=stream(config.seed, "prefill policy"),
         prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
-        prefill_work=lambda: work_of(prepared.model, prepared.spec.prefill),
+        prefill_work=lambda: work_of(prepared.model, spec.prefill),
     )
     return prefill_policy(config.prefill_policy, context)
-
-
-def _holding(
-    config: RunConfig, model: ModelDims, spec: ClusterSpec, placements: list[Placement]
-) -> ClusterSpec:
-    """Return the cluster with engines that hold what the placements say, prefill workers first."""
-    prefill, decode = (
-        hold_instances(config, model, engine, own)
-        for engine, own in (
-            (spec.prefill, placements[: spec.n_prefill]),
-            (spec.decode, placements[spec.n_prefill :]),
-        )
-    )
-    return replace(spec, prefill=decode if config.colocated else prefill, decode=decode)
 
 
 def _replica_policy(
@@ -340,53 +330,24 @@ def _replica_policy(
     return ReplicaPolicy(choice, placements, relocations)
 
 
-def _faults(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPlan | None:
-    """Return what goes wrong; None where nothing does."""
-    if not config.fail and config.events is None:
-        return None
-    faults: list[Fault] = []
-    cancels: list[Cancel] = []
-    if config.events is not None:
-        faults, cancels = read_events(config.events)
-    if cancels and spec.front_end is not None:
-        problem = "clients that give up while API servers have their requests are not simulated"
-        raise InputError("events", f"cancel beside --frontend: {problem}", "one of the two")
-    faults += [parse_fail(text) for text in config.fail]
-    check_fits(faults, (config.n_prefill, config.n_decode))
-    for fault in faults:
-        layout = spec.decode.layout if fault.pool else spec.prefill.layout
-        own = layout is not None and layout.has_steps_of_its_own
-        if own and fault.kind not in ("drain", "link"):
-            problem = "workers that stream weights or have stages are not simulated"
-            raise InputError("events", f"{fault}: faults of {problem}")
-        if config.eplb_interval is not None and fault.kind in ("fail", "join"):
-            problem = "beside experts that move (eplb_interval) are not simulated"
-            raise InputError("events", f"{fault}: dead workers {problem}")
-    rng, cancel_s = stream(config.seed, "cancel"), np.full(len(workload), np.inf)
-    for cancel in cancels:
-        gives_up = rng.random(len(workload)) < cancel.share
-        cancel_s[gives_up] = np.minimum(cancel_s, workload.arrival_s + cancel.after_s)[gives_up]
-    return FaultPlan(
-        tuple(faults),
-        cancel_s if cancels else None,
-        config.health_delay_ms / 1e3,
-        config.retry,
-        config.max_retries,
-    )
-
-
 def _decode_policy(
     config: RunConfig,
     prepared: PreparedRun,
     workload: Workload,
     replay: Replay,
     calibration: Callable[[], CalibrationSet],
+    router: int,
 ) -> RouterPolicy:
-    """Build the decode policy, and fit it if it needs a fit."""
-    step_time, n_engines = prepared.step_time, prepared.spec.n_decode
-    group_size = prepared.spec.decode.parallelism.data_parallel_size
-    shared = prepared.spec.decode.group
-    spread = prepared.spec.decode.parallelism.n_expert_ranks > 1
+    """Build a router's decode policy, and fit it if it needs a fit."""
+    pools = [pool for pool in prepared.spec.pools if pool.router == router]
+    engine, n_engines = pools[0].engine, len(prepared.spec.routers[router])
+    step_time, shared = engine.step_time, engine.group
+    alike = all(pool.engine.step_time is step_time for pool in pools)
+    group_size = engine.parallelism.data_parallel_size
+    if any(pool.engine.parallelism.data_parallel_size != group_size for pool in pools):
+        problem = f"{', '.join(pool.name for pool in pools)} have groups of different sizes"
+        raise InputError("data_parallel_size", problem, "one size behind a router")
+    spread = engine.parallelism.n_expert_ranks > 1
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
     def artifact(options: FitOptions, n_clusters: int) -> RoutingArtifact:
@@ -400,8 +361,8 @@ def _decode_policy(
         return replay.activation(window, offset, steps, step_time.n_experts)
 
     def placements() -> list[Placement]:
-        placed = _place_pool(config, prepared, "decode", None, calibration)
-        return [one.placement for one in placed]
+        placed = [_place_pool(config, prepared, pool.name, None, calibration) for pool in pools]
+        return [one.placement for pool in placed for one in pool]
 
     return decode_policy(
         config.policy,
@@ -410,12 +371,12 @@ def _decode_policy(
             rng=stream(config.seed, "decode policy"),
             calibration=calibration,
             artifact=artifact,
-            step_times=step_time.cost,
+            step_times=step_time.cost if alike else None,
             future=None if prepared.trace is None else future,
             group_size=group_size,
             rank_moe=None if shared is None else shared.moe,
             placements=placements if spread else None,
-            computes_prompts=config.colocated,
+            computes_prompts=router == 0,
         ),
     )
 
@@ -502,28 +463,26 @@ def _placements(
 ) -> tuple[list[Placement] | None, list[MovableGroup]]:
     """Return where the experts of each worker lie, and the groups whose experts can move.
 
-    None where every GPU holds all experts. Prefill workers come first; ELDR's clusters are those of
-    decode workers.
+    None where every GPU holds all experts. ELDR's clusters are those of decode workers.
     """
     spec = prepared.spec
-    pools = (("prefill", spec.prefill, spec.n_prefill), ("decode", spec.decode, spec.n_decode))
-    if all(engine.n_expert_ranks == 1 for _, engine, _ in pools):
+    if all(pool.engine.n_expert_ranks == 1 for pool in spec.pools):
         return None, []
     placements: list[Placement] = []
     movable = []
-    for pool, (role, engine, n_engines) in enumerate(pools):
-        if n_engines == 0:
-            continue
-        artifact = fitted if role == "decode" else None
+    for at, pool in enumerate(spec.pools):
+        engine, artifact = pool.engine, fitted if pool.decodes else None
         size, ranks = engine.parallelism.data_parallel_size, engine.n_expert_ranks
-        for nth, placed in enumerate(_place_pool(config, prepared, role, artifact, calibration)):
+        for nth, placed in enumerate(
+            _place_pool(config, prepared, pool.name, artifact, calibration)
+        ):
             if engine.group is not None and placed.policy.needs.counts:
                 gpu, n_bytes = engine.step_time.gpu, prepared.model.bytes_per_expert
                 movable.append(
                     MovableGroup(
                         len(placements),
                         size,
-                        pool,
+                        at,
                         nth,
                         placed.group,
                         placed.policy,
@@ -547,19 +506,21 @@ class _Placed(NamedTuple):
 def _place_pool(
     config: RunConfig,
     prepared: PreparedRun,
-    role: str,
+    name: str,
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
 ) -> list[_Placed]:
     """Return where the experts of each group of a pool's engines lie."""
-    spec = prepared.spec
-    engine, n_engines = spec.prefill, spec.n_prefill
-    if role == "decode":
-        engine, n_engines = spec.decode, spec.n_decode
+    pool, own = next(
+        (pool, made.own)
+        for pool, made in zip(prepared.spec.pools, config.pools, strict=True)
+        if pool.name == name
+    )
+    engine = pool.engine
     ranks, size = engine.n_expert_ranks, engine.parallelism.data_parallel_size
     rng = stream(config.seed, "placement")
     context = PolicyContext(
-        n_engines,
+        pool.n,
         rng,
         calibration,
         artifact=fitted,
@@ -567,13 +528,13 @@ def _place_pool(
         rank_moe=None if engine.group is None else engine.group.moe,
         all_to_all=engine.all_to_all,
     )
-    policy = placement_policy(config.pool(role).expert_placement, context)
+    policy = placement_policy(own.expert_placement, context)
     assert prepared.trace is not None, "dense models place no experts"
     layers, n_experts = prepared.trace.manifest.n_layers, prepared.model.n_experts
     n_nodes = max(1, ranks // config.gpus_per_node)
     groups = (
         ExpertGroup(members, layers, n_experts, ranks, engine.n_redundant, n_nodes)
-        for members in (range(first, first + size) for first in range(0, n_engines, size))
+        for members in (range(first, first + size) for first in range(0, pool.n, size))
     )
     return [_Placed(policy, group, policy.place(group)) for group in groups]
 
@@ -600,8 +561,7 @@ def _relocations(
         config.eplb_overhead_ms / 1e3,
     )
     spec, model = prepared.spec, prepared.model
-    n_engines = spec.n_prefill + spec.n_decode
-    return Relocations(rule, movable, n_engines, model.n_moe_layers, model.n_experts)
+    return Relocations(rule, movable, spec.n_workers, model.n_moe_layers, model.n_experts)
 
 
 def _run_again(config: RunConfig, trace: RoutingTrace | None) -> dict[str, Any]:

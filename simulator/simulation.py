@@ -38,7 +38,7 @@ from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.plane import loop, state
 from eldr_sim.simulator.run import Result, build_cluster, offered_load, result_of
 from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.fault_plan import POOLS, FaultPlan
+from eldr_sim.simulator.setup.fault_plan import FaultPlan
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.lengths import told_lengths
 
@@ -91,7 +91,7 @@ class Pool:
         self._size = int(pool["group_size"])
         first, n = int(pool["first_worker"]), int(pool["n_workers"])
         self._engines = slice(first, first + n)
-        self.name = POOLS[number]
+        self.name = cluster.spec.names[number]
 
     def __len__(self) -> int:
         return (self._engines.stop - self._engines.start) // self._size
@@ -228,10 +228,11 @@ class Control:
         self._waited.pop(number).succeed(ended)
 
     def pool(self, name: str) -> Pool:
-        """Return the pool ``prefill`` or ``decode`` (the co-located workers are this one)."""
-        if name not in POOLS:
-            raise InputError("pool", repr(name), ", ".join(POOLS))
-        return Pool(self._cluster, POOLS.index(name))
+        """Return a pool: ``prefill``, ``decode`` (the co-located workers too), or a file's."""
+        names = self._cluster.spec.names
+        if name not in names:
+            raise InputError("pool", repr(name), ", ".join(names))
+        return Pool(self._cluster, names.index(name))
 
     def start(self, worker: Worker) -> None:
         """Let a worker serve that does not: a new, empty one, or one that drained.
@@ -286,10 +287,10 @@ class Control:
             raise InputError("switch", f"{seconds:g} s", "0 s or more")
         if worker.pool == pool:
             raise InputError("switch", f"{worker} is in {pool}", "another pool")
-        spec = self._cluster.spec
         sizes = {
-            (engine.step_time.gpu.name, engine.parallelism.n_gpus)
-            for engine in (spec.prefill, spec.decode)
+            (each.engine.step_time.gpu.name, each.engine.parallelism.n_gpus)
+            for each in self._cluster.spec.pools
+            if each.name in (worker.pool, pool)
         }
         if len(sizes) > 1:
             raise InputError("switch", f"workers of {pool} have other GPUs than {worker}")
@@ -336,7 +337,8 @@ class Control:
         cluster, problem = self._cluster, None
         if cluster.relocations is not None:
             problem = "dead workers beside experts that move (eplb_interval) are not simulated"
-        if cluster.layers is not None and worker.pool == "prefill":
+        layout = cluster.spec.pools[cluster.spec.names.index(worker.pool)].engine.layout
+        if layout is not None and layout.has_steps_of_its_own:
             problem = "dead workers that stream weights or have stages are not simulated"
         if problem is not None:
             raise InputError(field, f"{worker}: {problem}")
@@ -347,14 +349,14 @@ class Control:
         self.acts.remove(self._engines(worker))
 
     def _engines(self, worker: Worker) -> range:
-        number = POOLS.index(worker.pool)
-        pool = self._cluster.arrays.engines.pools[number]
-        size = int(pool["group_size"])
-        if not 0 <= worker.number < pool["n_workers"] // size:
+        spec = self._cluster.spec
+        known = worker.pool in spec.names and worker.number >= 0
+        engines = self.acts.engines(worker.pool, worker.number) if known else range(0)
+        own = spec.workers_of(worker.pool) if known else range(0)
+        if not engines or engines.stop > own.stop:
             raise InputError("worker", f"{worker} is not in the topology")
         self.acted = True
-        first = int(pool["first_worker"]) + worker.number * size
-        return range(first, first + size)
+        return engines
 
 
 class Simulation:
@@ -385,8 +387,8 @@ class Simulation:
         if not arrivals:
             window = (window[0], math.inf)
         cluster = build_cluster(config, self._prepared, workload, window)
-        for engine in (cluster.spec.prefill, cluster.spec.decode):
-            check_tables(engine, cluster.spec.max_model_len)
+        for pool in cluster.spec.pools:
+            check_tables(pool.engine, cluster.spec.max_model_len)
         self._cluster, self._stopped = cluster, False
         clock = cluster.arrays.clock
         clock["n_events"] = 0  # arrivals are a process, or none
@@ -397,10 +399,10 @@ class Simulation:
         plan = cluster.faults or FaultPlan((), None, health, config.retry, config.max_retries)
         self.cluster = Control(cluster, plan)
         for text in absent:
-            pool, _, number = text.partition(":")
-            if pool not in POOLS or not number.isdecimal():
+            name, _, number = text.partition(":")
+            if name not in cluster.spec.names or not number.isdecimal():
                 raise InputError("absent", repr(text), "decode:4")
-            self.cluster.absent(Worker(pool, int(number)))
+            self.cluster.absent(Worker(name, int(number)))
         self._open_load = arrivals
         if arrivals:
             self.env.process(self._arrivals(workload.arrival_s.copy()))

@@ -32,7 +32,7 @@ from eldr_sim.simulator.control import cluster as cluster_module
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.plane import loop
 from eldr_sim.simulator.setup import prepare
-from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.routing.format import open_trace
@@ -250,10 +250,12 @@ def make_cluster(make_step_time):
             prompts = None
         engine = EngineSpec(step_time, max_num_seqs, max_num_batched_tokens, n_blocks)
         spec = ClusterSpec(
-            n_prefill=n_prefill,
-            n_decode=n_decode,
-            prefill=replace(engine, **(prefill or {})),
-            decode=replace(engine, **(decode or {})),
+            pools=make_pools(
+                n_prefill,
+                n_decode,
+                replace(engine, **(prefill or {})),
+                replace(engine, **(decode or {})),
+            ),
             max_model_len=max_model_len,
             block_size=block_size,
             transfer=transfer,
@@ -274,14 +276,16 @@ def make_cluster(make_step_time):
                 policy = make_policy(
                     policy, PolicyContext(n, np.random.default_rng([seed, stream]))
                 )
-            routers.append(policy if n > 0 else None)
+            if n > 0:
+                routers.append(policy)
         return Cluster(
             spec,
-            SimpleNamespace(n_kv_tensors=n_kv_tensors, kv_bytes_per_token=kv_bytes_per_token),
+            [SimpleNamespace(n_kv_tensors=n_kv_tensors, kv_bytes_per_token=kv_bytes_per_token)]
+            * len(spec.pools),
             workload,
             Replay(bits, first, length),
             signatures or (lambda ranges: (ranges[0][0], counts[ranges[0][0]])),
-            *routers,
+            routers,
             window,
             time_limit_s,
             expert_masks,

@@ -4,14 +4,12 @@
 def new_steps(cluster, seen):
     """Yield the index of the worker among all, and the step, of steps not yielded before.
 
-    ``seen`` is ``[0, 0]`` at first: the steps seen of each pool; it is brought up to date.
+    ``seen`` is ``[0]`` at first: the steps seen; it is brought up to date.
     """
-    pools = cluster.arrays.engines.pools
-    for pool, log in enumerate(cluster.logs):
-        n_steps = int(pools["n_steps"][pool])
-        for step in log[seen[pool] : n_steps]:
-            yield int(pools["first_worker"][pool] + step["worker"]), step
-        seen[pool] = n_steps
+    n_steps = int(cluster.arrays.clock["n_steps"][0])
+    for step in cluster.log[seen[0] : n_steps]:
+        yield int(step["worker"]), step
+    seen[0] = n_steps
 
 
 def free_blocks(cluster):

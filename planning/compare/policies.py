@@ -150,7 +150,7 @@ def compare(
         If a policy is unknown or listed twice, no worker decodes, ``n_seeds`` is below 1, or a run
         fails.
     """
-    if config.prefill_only:
+    if not config.generates:
         raise InputError(
             "topology",
             f"{config.topology} has no workers that policies could choose for decoding",

@@ -68,7 +68,7 @@ REQUEST_FIELDS = {
 
 def _figures(config: RunConfig) -> tuple[str, ...]:
     """Return the metrics of a what-if."""
-    return PREFILL_FIGURES if config.prefill_only else FIGURES
+    return FIGURES if config.generates else PREFILL_FIGURES
 
 
 @dataclass(frozen=True)

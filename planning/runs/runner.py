@@ -103,7 +103,7 @@ def start_processes(config: RunConfig, jobs: int | None = None) -> Generator[Non
     one = config.model_copy(
         update=NO_PART
         | {
-            "topology": "1P" if config.prefill_only else "1P1D",
+            "topology": "1P1D" if config.generates else "1P",
             "tensor_parallel_size": NODE_GPUS,
             "policy": "jsq",
             "num_requests": 1,

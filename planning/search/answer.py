@@ -277,13 +277,13 @@ class Answer(Shown):
         """Return the best cluster of each candidate."""
         question, rows = self.question, []
         tags = ["slo_attainment", "p99_ttft_ms", "p99_tpot_ms"]
-        if question.config.prefill_only or question.kind == "fastest":
+        if not question.config.generates or question.kind == "fastest":
             tags = [*tags[:2], "prefill_mfu"]
         asked = [FIGURE_NAMES[question.kind]] if question.kind in FIGURE_NAMES else []
         for row in self.rows:
             cells = [(row.reasons or ["none"])[0], *[""] * (1 + len(asked) + len(tags))]
             if row.trial is not None:
-                cells = [row.trial.config.topology, number(row.trial.config.n_gpus)]
+                cells = [str(row.trial.config.topology), number(row.trial.config.n_gpus)]
                 cells += [number(row.figure.mean)] if row.figure is not None else []
                 cells += [number(row.trial.mean(tag)) for tag in tags]
             rows.append((row.policy, row.gpu, *cells))
@@ -430,12 +430,12 @@ def _maybe(trial: Trial | None) -> dict[str, Any] | None:
 
 
 def _cluster_of(config: RunConfig) -> dict[str, Any]:
-    prompts = config.prefill_only
+    prompts = not config.generates
     return {
         "name": cluster_label(config),
         "policy": policy_label(config) if prompts else config.policy,
         "gpu": gpu_label(config),
-        "topology": config.topology,
+        "topology": str(config.topology),
         "tensor_parallel_size": config.tensor_parallel_size,
         "prefill_tensor_parallel_size": config.pool("prefill").tensor_parallel_size,
         "enable_expert_parallel": config.enable_expert_parallel,
@@ -452,7 +452,7 @@ def _cluster_of(config: RunConfig) -> dict[str, Any]:
 
 def _figures(config: RunConfig, of: Callable[[str], float | None]) -> dict[str, float | None]:
     """Return the metrics of a cluster, and the axes of the Pareto front."""
-    prompts, tpot_ms, price = config.prefill_only, of("median_tpot_ms"), config.price_per_hour
+    prompts, tpot_ms, price = not config.generates, of("median_tpot_ms"), config.price_per_hour
     figures = {name: of(name) for name in FIGURES + (PROMPT_FIGURES if prompts else ())}
     tokens = None if prompts else of("output_throughput")
     figures["tokens_per_s_per_gpu"] = None if tokens is None else tokens / config.n_gpus
@@ -476,7 +476,7 @@ def _of_shapes(answer: Answer) -> Iterator[str]:
         f"{dear} estimated too dear (--verbose lists them)"
     )
     config, left = answer.question.config, []
-    if config.prefill_only:
+    if not config.generates:
         left.append("other token budgets (--max-num-batched-tokens)")
     else:
         if config.data_parallel_size == 1:

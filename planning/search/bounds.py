@@ -66,7 +66,7 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     rate = offered_rate(config, workload)
     level, gpu = objective.level, decode.step_time.gpu.name
     cached = workload.prefix_block_tokens > 0 and config.enable_prefix_caching
-    n_decode = 0 if config.prefill_only else 1
+    n_decode = 1 if config.generates else 0
 
     lengths, outputs = workload.prompt_len.astype(np.int64), workload.output_len
     if config.replays_log:  # what is replayed before and behind it may be of another kind
@@ -79,7 +79,7 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
         why = f"{share} are longer than {longest} tokens (max_model_len)"
         return Bounds(1, n_decode, rate, why)
     lengths = lengths[accepted]
-    n_prefill, prompts = 0 if config.colocated else 1, 0.0
+    n_prefill, prompts = min(1, config.n_prefill), 0.0
     if not cached and prefill.group is None:
         mean = max(1, int(lengths.mean()))
         n = max(1, min(prefill.max_num_batched_tokens // mean, prefill.max_num_seqs))
@@ -90,7 +90,7 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
         pool = prefill.parallelism
         each_s /= pool.data_parallel_size * pool.pipeline_parallel_size
         prompts = rate * each_s
-        n_prefill = 0 if config.colocated else _workers(prompts)
+        n_prefill = _workers(prompts) if config.n_prefill else 0
         late = 0.0
         if level.ttft is not None and pool.pipeline_parallel_size == 1:  # stages overlap chunks
             late = _late(prefill.step_time, lengths, level.ttft / 1e3)
@@ -102,7 +102,7 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
                 f"the prefill alone of {100 * late:.1f}% of the prompts takes longer than the TTFT "
                 f"bound of {level.ttft:g} ms on {prefill.step_time.gpu.name}",
             )
-    if config.prefill_only:
+    if not config.generates:
         return Bounds(n_prefill, 0, rate)
     if decode.group is not None:
         return Bounds(n_prefill, 1, rate)
@@ -125,7 +125,7 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     batch = np.arange(1, len(step_s) + 1)
     tokens_per_s = float((batch[within] / step_s[within]).max())
     decodes = rate * float(outputs[accepted].mean()) / tokens_per_s
-    return Bounds(n_prefill, _workers(decodes + (prompts if config.colocated else 0.0)), rate)
+    return Bounds(n_prefill, _workers(decodes + (prompts if config.n_prefill == 0 else 0.0)), rate)
 
 
 def offered_rate(config: RunConfig, workload: Workload) -> float:

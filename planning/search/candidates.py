@@ -66,7 +66,7 @@ class ClusterTemplate:
 
         Without decode workers those of prefill stand alone.
         """
-        if self.config.prefill_only:
+        if not self.config.generates:
             return self.config.model_copy(update={"topology": f"{x}P"})
         return self.config.model_copy(update={"topology": f"{x}P{y}D" if x else f"{y}C"})
 
@@ -127,15 +127,14 @@ def cluster_label(config: RunConfig) -> str:
 
     The GPUs of prefill workers alone are in their `policy_label`.
     """
-    pools = [config.pool(role).parallelism for role in ("prefill", "decode")]
-    sizes = list(dict.fromkeys(pool.n_gpus for pool in pools[1 if config.colocated else 0 :]))
-    text = config.topology
-    if max(sizes) > 1 and not config.prefill_only:
+    sizes = list(dict.fromkeys(pool.own.parallelism.n_gpus for pool in config.pools))
+    text = str(config.topology)
+    if max(sizes) > 1 and config.generates:
         engines = f"{config.data_parallel_size} engines, " if config.data_parallel_size > 1 else ""
         ranks = f", EP {sizes[-1]}" if config.enable_expert_parallel and sizes[-1] > 1 else ""
         text += f" of {engines}{' + '.join(map(str, sizes))} GPUs{ranks}"
     budget = config.max_num_batched_tokens
-    return text + (f", {budget} tokens a step" if config.colocated and budget else "")
+    return text + (f", {budget} tokens a step" if config.n_prefill == 0 and budget else "")
 
 
 def shape_label(config: RunConfig) -> str:
@@ -143,18 +142,15 @@ def shape_label(config: RunConfig) -> str:
 
     Of prefill workers alone, how those share the model, and the tokens of a step.
     """
-    if config.prefill_only:
+    if not config.generates:
         return f"{prefill_label(config)}, {chunk_label(config)} tokens a step"
     kinds = []
-    for role in ("prefill", "decode"):
-        if role == "prefill" and config.colocated:
-            continue
-        own = config.pool(role).parallelism
+    for own in (pool.own.parallelism for pool in config.pools):
         name = f"TP{own.tensor_parallel_size}"
         name += " EP" if own.expert_parallel and own.n_gpus > 1 else ""
         engines = own.data_parallel_size
         kinds.append(name + (f" x {engines} engines" if engines > 1 else ""))
-    if config.colocated:
+    if config.n_prefill == 0:
         budget = config.max_num_batched_tokens
         return f"xC {kinds[0]}" + (f", {budget} tokens a step" if budget else "")
     return "xPyD " + " + ".join(dict.fromkeys(kinds))
@@ -165,16 +161,15 @@ def policy_label(config: RunConfig) -> str:
 
     Of prefill workers alone, how they share the model.
     """
-    if config.prefill_only:
+    if not config.generates:
         return prefill_label(config)
     n = config.num_redundant_experts
     return f"{config.policy}, {n} redundant experts" if n else config.policy
 
 
 def gpu_label(config: RunConfig) -> str:
-    """Return the GPU of both pools, or both GPUs."""
-    prefill, decode = (load_gpu(config.pool(role).gpu or "").name for role in ("prefill", "decode"))
-    return decode if prefill == decode else f"{prefill} + {decode}"
+    """Return the GPUs of the pools."""
+    return " + ".join(dict.fromkeys(load_gpu(pool.own.gpu or "").name for pool in config.pools))
 
 
 def clusters_to_plan(
@@ -203,11 +198,14 @@ def clusters_to_plan(
     redundant_experts
         Numbers of redundant experts; that of the configuration if empty.
     """
+    if not isinstance(config.topology, str):
+        problem = "a file of pools, and plans choose the workers themselves"
+        raise InputError("topology", problem, "xPyD, xC or xP")
     for policy in policies or [config.policy]:
         if "artifact" in parse(policy, "policy").given:
             problem = f"{policy!r}: an artifact is fitted for one number of decode workers"
             raise InputError("policy.artifact", problem, "none")
-    if policies and config.prefill_only:
+    if policies and not config.generates:
         raise InputError("policy", "prefill workers alone decode nothing", "--prefill-policy")
     if config.max_concurrency is not None:
         raise InputError("max_concurrency", "a plan is for an open load", "none")
@@ -252,7 +250,7 @@ def clusters_to_plan(
 
 def _roles(config: RunConfig) -> tuple[Literal["prefill", "decode"], ...]:
     """Return the pools that have a price."""
-    return ("prefill",) if config.prefill_only else ("prefill", "decode")
+    return ("prefill", "decode") if config.generates else ("prefill",)
 
 
 def _check_prices(configs: Iterable[RunConfig]) -> None:
@@ -296,8 +294,8 @@ def make_candidate(
                 raise
             reasons.append(f"{label}: {error.problem}")
             continue
-        likely = estimate(each, found.rate, colocated=shape.colocated)
+        likely = estimate(each, found.rate, colocated=shape.n_prefill == 0)
         likely = max(likely[0], found.n_prefill), max(likely[1], found.n_decode)
         templates.append(ClusterTemplate(shape, found, max_gpus, likely, each))
-    templates.sort(key=lambda t: (t.estimated_cost, t.worker_sizes, t.config.colocated))
+    templates.sort(key=lambda t: (t.estimated_cost, t.worker_sizes, t.config.n_prefill == 0))
     return Candidate(gpu_label(config), policy_label(config), tuple(templates), tuple(reasons))

@@ -120,10 +120,10 @@ def plan(
     InputError
         If an argument is not valid, or the arguments contradict each other.
     """
-    if max_gpus < (1 if config.prefill_only else 2):
+    if max_gpus < (2 if config.generates else 1):
         raise InputError("max_gpus", str(max_gpus), "room for one worker of each kind")
     within("max_gpus", max_gpus, MOST_GPUS)
-    if strategies and not config.prefill_only:
+    if strategies and config.generates:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only beside")
     if config.request_rate == math.inf:
         raise InputError("request_rate", "inf", "a finite rate")
@@ -142,12 +142,12 @@ def plan(
         ranked = sorted(results, key=lambda result: (result.cost, rank(result.trial)))
         further: list[Search[Any]] = [
             _margin(ranked[0], objective, rate),
-            _savings([] if config.prefill_only else results, objective),
+            _savings(results if config.generates else [], objective),
             side_by_side([search for each in results for search in _larger(each, objective)]),
         ]
         margin, savings, larger = runs.together(further)
     trials = [trial for result in results for trial in result.trials] + larger
-    front = () if config.prefill_only else _front(trials, max_gpus)
+    front = () if not config.generates else _front(trials, max_gpus)
     question = Question("cluster", asked, objective, max_gpus, rate)
     return Answer(question, tuple(ranked), runs, margin, savings, front)
 
@@ -160,7 +160,7 @@ def _candidates(
     strategies: Sequence[str],
 ) -> list[Candidate]:
     """Return the shapes of every candidate; of prefill workers alone, its sizes and budgets."""
-    if not configs[0].prefill_only:
+    if configs[0].generates:
         return [make_candidate(each, objective, max_gpus, sizes) for each in configs]
     return [
         candidate
@@ -185,7 +185,7 @@ def _search_sizes(candidate: Candidate, objective: Objective) -> Search[Candidat
     without = "none" if candidate.templates else "refused"
     result = CandidateRow(candidate.gpu, candidate.policy, without=without)
     templates = list(candidate.templates)
-    if templates and templates[0].config.prefill_only:
+    if templates and not templates[0].config.generates:
         templates = yield from by_speed(templates)
     for template in templates:
         yield from _search_shape(result, template, objective)
@@ -223,7 +223,7 @@ def _search_shape(
             template.least_cost,
             template.estimated_cost,
             None if found is None else cost(found.config),
-            "" if found is None else found.config.topology,
+            "" if found is None else str(found.config.topology),
             reason,
             searched,
         )
@@ -240,7 +240,7 @@ def _near(result: CandidateRow) -> float:
 def _other_budgets(result: CandidateRow) -> list[ClusterTemplate]:
     """Return the best co-located workers with other token budgets."""
     template = result.template
-    if template is None or not template.config.colocated:
+    if template is None or template.config.n_prefill > 0:
         return []
     if template.config.pool("decode").max_num_batched_tokens is not None:
         return []
@@ -268,8 +268,8 @@ def _search_size(
     x, y = template.estimate
     near = template.cost(2 * x, 2 * y) + 1e-9
     for limit in (near, below) if near < below else (below,):
-        space, prompts = template.search_space(limit), template.config.prefill_only
-        if template.config.colocated or prompts:
+        space, prompts = template.search_space(limit), not template.config.generates
+        if template.config.n_prefill == 0 or prompts:
             state = yield from fewest(space, judge, x if prompts else y, prefill=prompts)
         else:
             state = yield from cheapest(space, judge, (x, y))
@@ -286,12 +286,12 @@ def _why_none(
     template: ClusterTemplate, state: SearchState, trials: dict[tuple[int, int], Trial]
 ) -> str:
     least = template.bounds
-    if not trials and template.config.prefill_only:
+    if not trials and not template.config.generates:
         return (
             f"the load takes at least {least.n_prefill} workers at full speed, more than "
             f"{template.max_gpus} GPUs"
         )
-    apart = not template.config.colocated
+    apart = template.config.n_prefill > 0
     fewest = f"{least.n_prefill} prefill and {least.n_decode} decode" if apart else least.n_decode
     if not trials:
         return (
@@ -363,7 +363,7 @@ def _margin(result: CandidateRow, objective: Objective, rate: float) -> Search[M
 
 def _larger(result: CandidateRow, objective: Objective) -> list[Search[Trial]]:
     """Return searches that try a result with more decode workers: faster per user, but dearer."""
-    if result.trial is None or result.template is None or result.trial.config.prefill_only:
+    if result.trial is None or result.template is None or not result.trial.config.generates:
         return []
     x, y = result.trial.config.n_prefill, result.trial.config.n_decode
     sizes = {math.ceil(factor * y) for factor in _LARGER}
@@ -420,7 +420,7 @@ def _fewest_gpus(result: CandidateRow, seed: int, objective: Objective) -> Searc
     space = template.search_space(1.5 * result.cost + 2 * template.unit)
     assert result.search.best is not None
     x, y = result.search.best
-    if template.config.colocated:
+    if template.config.n_prefill == 0:
         state = yield from fewest(space, judge, y)
     else:
         state = yield from cheapest(space, judge, (x, y), around=False)

@@ -100,7 +100,7 @@ def _likely(config: RunConfig, objective: Objective, low: float) -> float:
     One a worker where it says nothing.
     """
     some = max(low, float(config.n_decode or config.n_prefill))
-    if config.prefill_only:
+    if not config.generates:
         return some
     config = _at(config, some)
     workload, _ = offered_load(config, routing_of(config, load_model(config.model)))

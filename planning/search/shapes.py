@@ -108,7 +108,7 @@ def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tup
     batch, step_s = _decode_steps(
         decode.step_time, decode.n_expert_ranks, prepared.trace, largest, context
     )
-    if config.colocated:
+    if config.n_prefill == 0:
         served = batch / (output * step_s + batch * prompt_s)
         in_time = np.maximum(1.0 - step_s / bound_s, 0.0) / prompt_s
         best = np.minimum(np.minimum(served, in_time), BUSY / prompt_s).max()

@@ -191,7 +191,7 @@ def _row(split: _Split, by_seed: Sequence[float | None], low: float) -> Search[R
 def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]]:
     """Return the clusters of a shape that leave no room for a decode worker more."""
     of_prefill, of_decode = template.worker_sizes
-    if template.config.colocated:
+    if template.config.n_prefill == 0:
         return [(0, n_gpus // of_decode)]
     splits: list[tuple[int, int]] = []
     for x in count(1):

@@ -94,7 +94,7 @@ def _at(config: RunConfig, rate: float) -> RunConfig:
 
 def plane(config: RunConfig) -> list[RunConfig]:
     """Return the clusters of the plane of P and D around the state's own; none where co-located."""
-    if config.colocated or config.prefill_only:
+    if not config.hands_over:
         return []
     p, d = config.n_prefill, config.n_decode
     sides = [sorted({max(1, n - 1), n, n + 1, n + 2}) for n in (p, d)]

@@ -75,7 +75,7 @@ class Core:
         log: IO[str] | None = None,
         lag: Callable[[float], None] = lambda _s: None,
     ) -> None:
-        if config.prefill_only:
+        if not config.generates:
             raise InputError("topology", f"{config.topology} generates nothing", "xPyD or xC")
         warm = Simulation(config, arrivals=False)
         warm.cluster.request(**_WARM)  # what cannot be sent so is refused here

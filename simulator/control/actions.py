@@ -43,17 +43,17 @@ def _detach(world: Any, request: int) -> None:
 
 
 @njit(_nrt=False)
-def _submit(world: Any, router: int, request: int) -> None:
-    choose.submit(world.run.routers[router], world.run.engines.requests, request)
+def _submit(world: Any, request: int) -> None:
+    choose.submit(world.run.routers[0], world.run.engines.requests, request)
 
 
 @njit(_nrt=False)
 def _move_end(world: Any, first: int, n: int, seconds: float) -> None:
     clock, engines = world.run.clock, world.run.engines
     for w in range(first, first + n):
-        move_end(clock, engines, w, seconds, world.logs, world.gaps)
+        move_end(clock, engines, w, seconds, world.log, world.gaps)
     if n > 1:
-        move_group_end(clock, engines, first, seconds, world.group_logs)
+        move_group_end(clock, first, seconds, world.group_log)
 
 
 @njit(_nrt=False)
@@ -83,6 +83,13 @@ class Actions:
         self.known: set[int] = set()  # of those that the routers know to be dead
         self.troubles = np.zeros(len(self.workers), np.int64)  # why routers avoid an engine
         self._blank = make_workers(self.pools, self.pool_of)
+
+    def engines(self, pool: str, worker: int) -> range:
+        """Return the engines of a pool's worker."""
+        settings = self.pools[self.cluster.spec.names.index(pool)]
+        size = int(settings["group_size"])
+        first = int(settings["first_worker"]) + worker * size
+        return range(first, first + size)
 
     @property
     def requests(self) -> NDArray[np.void]:
@@ -352,7 +359,6 @@ class Actions:
 
     def _send_again(self, first: int) -> None:
         """Send the requests again that a worker has lost, or give them up."""
-        entry = int(self.cluster.arrays.engines.settings["entry"][0])
         for request in sorted(r for r, by in self.lost.items() if by == first):
             del self.lost[request]
             self._hear(request)
@@ -365,7 +371,7 @@ class Actions:
             for name in state.TRY:
                 record[name] = -1
             record["kv_here"] = False
-            _submit(self.cluster.world(), entry, request)
+            _submit(self.cluster.world(), request)
 
     def _keep_first_try(self, request: int) -> None:
         """Note the workers and times of a request that has its first token, once."""
@@ -385,8 +391,8 @@ class Actions:
             return False
         size = self.cluster.arrays.engines.settings[0]["block_size"]
         context = record["prompt_len"] + record["generated"]
-        entry = self.pools["router"] == self.cluster.arrays.engines.settings["entry"][0]
-        return bool(context <= self.pools["n_blocks"][entry].min() * size)
+        blocks = self.pools["n_blocks"][self.pools["router"] == 0]
+        return bool(context <= blocks.min() * size)
 
     # --- the end of the run ---
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.simulator.plane import state
+from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, make_expert_loads
+from eldr_sim.simulator.plane.steps.group_state import (
+    Groups,
+    Replicas,
+    make_group_scratch,
+    no_group,
+    no_replicas,
+)
 from eldr_sim.simulator.plane.steps.verify import Drafts, no_drafts
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.traces.workload import Workload
+
+_T = TypeVar("_T")
 
 
 def make_requests(
@@ -57,45 +68,48 @@ def check_tables(engine: EngineSpec, longest: int) -> None:
             )
 
 
-def make_pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[np.void]:
-    """Return the settings of the pools: ``POOL [2]``."""
-    pools = np.zeros(2, state.POOL)
-    pools["then"] = 1 if spec.n_prefill and spec.n_decode else state.NOBODY, state.HERE
-    pools["router"] = 0, 1
-    pools["first_worker"] = 0, spec.n_prefill
-    pools["n_workers"] = spec.n_prefill, spec.n_decode
+def make_pools(
+    spec: ClusterSpec, shards: Sequence[ModelDims], workload: Workload, own_experts: bool
+) -> NDArray[np.void]:
+    """Return the settings of the pools: ``POOL [pools]``."""
+    pools, engines = np.zeros(len(spec.pools), state.POOL), [pool.engine for pool in spec.pools]
+    pools["first_worker"] = [spec.workers_of(name).start for name in spec.names]
+    pools["n_workers"] = [pool.n for pool in spec.pools]
+    for name in ("then", "router"):
+        pools[name] = [getattr(pool, name) for pool in spec.pools]
     _fill(pools, spec)
-    for pool, engine in enumerate((spec.prefill, spec.decode)):
-        _fill(pools[pool : pool + 1], engine)
+    for number, engine in enumerate(engines):
+        _fill(pools[number : number + 1], engine)
+    pools["group_size"] = [engine.group_size for engine in engines]
     caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
-    whole = [e.layout is not None and e.layout.whole_prompts for e in (spec.prefill, spec.decode)]
+    whole = [engine.layout is not None and engine.layout.whole_prompts for engine in engines]
     pools["whole_prompts"] = whole
-    layout = spec.prefill.layout
-    pools["by_layers"][0] = spec.n_prefill and layout is not None and layout.has_steps_of_its_own
     pools["prefix_caching"] = caching & ~np.array(whole)
     pools["own_experts"] = own_experts
-    pools["capture_s"][1] = 0.0
-    alone = np.array([engine.group is None for engine in (spec.prefill, spec.decode)])
-    pools["prefill_schedule_interval"][alone] = 1
-    pools["group_size"] = [e.group_size for e in (spec.prefill, spec.decode)]
-    if (speculation := spec.decode.speculation) is not None:
-        pools["drafts"][1] = speculation.k
-        pools["lookahead"][1] = speculation.lookahead
+    pools["capture_s"][[pool.decodes for pool in spec.pools]] = 0.0
+    pools["prefill_schedule_interval"][[engine.group is None for engine in engines]] = 1
+    for number, (pool, shard) in enumerate(zip(spec.pools, shards, strict=True)):
+        n_bytes, n_tensors = shard.kv_bytes_per_token, shard.n_kv_tensors
+        speculation = pool.engine.speculation
+        if pool.decodes and speculation is not None:
+            pools["drafts"][number] = speculation.k
+            pools["lookahead"][number] = speculation.lookahead
+            n_bytes += speculation.draft.kv_bytes_per_token
+            n_tensors += speculation.draft.n_kv_tensors
+        pools["kv_bytes_per_token"][number] = n_bytes * pool.kv_weight
+        pools["n_kv_tensors"][number] = n_tensors
+        pools["descriptor_s"][number] = (pool.transfer or spec.transfer).descriptor_s
     return pools
 
 
-def make_settings(spec: ClusterSpec, model: ModelDims, workload: Workload) -> NDArray[np.void]:
+def make_settings(spec: ClusterSpec, workload: Workload) -> NDArray[np.void]:
     """Return the constants of a run: ``SETTINGS [1]``; ``decide`` is still to be set."""
-    settings, speculation = np.zeros(1, state.SETTINGS), spec.decode.speculation
+    settings = np.zeros(1, state.SETTINGS)
     _fill(settings, spec)
     _fill(settings, spec.transfer)
     settings["routing_s"] += spec.handover_s
     settings["front_end"] = spec.front_end is not None
-    for part in (model,) if speculation is None else (model, speculation.draft):
-        settings["kv_bytes_per_token"] += part.kv_bytes_per_token
-        settings["n_kv_tensors"] += part.n_kv_tensors
     settings["prefix_block_tokens"] = workload.prefix_block_tokens
-    settings["entry"] = 0 if spec.n_prefill else 1
     return settings
 
 
@@ -116,5 +130,40 @@ def make_drafts(engine: EngineSpec) -> Drafts:
 
 def link_rates(spec: ClusterSpec) -> NDArray[np.float64]:
     """Return the bytes/s of each link, see `plane.network`."""
-    n_workers = spec.n_prefill + spec.n_decode
-    return np.repeat([spec.transfer.ingress, spec.transfer.bandwidth], n_workers)
+    own = [(pool.transfer or spec.transfer, pool.n) for pool in spec.pools]
+    rates = [transfer.ingress for transfer, _ in own], [transfer.bandwidth for transfer, _ in own]
+    return np.concatenate([np.repeat(each, [n for _, n in own]) for each in rates])
+
+
+def of_all(items: Sequence[_T]) -> tuple[_T, ...]:
+    """Return what each pool or router has, for as many as there may be."""
+    return (*items, *(items[0] for _ in range(state.MAX_POOLS - len(items))))
+
+
+def make_groups(
+    spec: ClusterSpec, masks: NDArray[np.uint64], replicas: Replicas | None,
+    loads: ExpertLoads | None, asks: bool,
+) -> Groups:  # fmt: skip
+    """Return what engines share; ``asks``: whether a policy in Python chooses instances."""
+    n_workers, ranks, width = masks.shape
+    shared = replicas or no_replicas()
+    engines = [pool.engine for pool in spec.pools]
+    if asks:
+        most = max(
+            -(-max(e.most_decoded, e.max_num_batched_tokens) // e.group.ranks_per_engine)
+            for e in engines
+            if e.group is not None
+        )
+        instances = max(shared.rank.shape[3] - 1, 0)
+        shared = shared._replace(asked=np.zeros((instances, ranks, most, width), np.uint64))
+    nodes = [-(-ranks // e.group.gpus_per_node) for e in engines if e.group is not None]
+    step_time, instances = spec.decode.step_time, shared.rank.shape[3]
+    return Groups(
+        of_all([e.group or no_group() for e in engines]),
+        shared,
+        make_group_scratch(
+            step_time.n_moe_layers, width, ranks, step_time.cost.n_experts, instances,
+            max(nodes, default=0),
+        ),
+        make_expert_loads(n_workers, 0) if loads is None else loads,
+    )  # fmt: skip

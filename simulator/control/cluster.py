@@ -23,13 +23,15 @@ from eldr_sim.simulator.control.arrays import (
     check_tables,
     link_rates,
     make_drafts,
+    make_groups,
     make_pools,
     make_requests,
     make_settings,
+    of_all,
 )
 from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.fault_processes import start_faults
-from eldr_sim.simulator.control.record import RunRecord, with_columns
+from eldr_sim.simulator.control.record import RunRecord, by_role, with_columns
 from eldr_sim.simulator.control.relocation import RELOCATION, Relocations
 from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
 from eldr_sim.simulator.plane import choose, loop, state
@@ -42,16 +44,11 @@ from eldr_sim.simulator.plane.prefill_reports import PrefillReports
 from eldr_sim.simulator.plane.router import PolicyRouter, make_fleet, with_more, with_room
 from eldr_sim.simulator.plane.steps import group_step, plain, streamed
 from eldr_sim.simulator.plane.steps.executor import Scratch
-from eldr_sim.simulator.plane.steps.expert_loads import make_expert_loads
 from eldr_sim.simulator.plane.steps.expert_union import PromptRows, no_prompts
 from eldr_sim.simulator.plane.steps.group_state import (
     CHOOSE,
-    Groups,
     Replicas,
-    make_group_scratch,
-    no_group,
     no_groups,
-    no_replicas,
 )
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
@@ -69,16 +66,16 @@ class Cluster:
 
     Parameters
     ----------
-    spec, model
-        The cluster, and the part of its model on one GPU of a decode worker.
+    spec, shards
+        The cluster, and the part of its model on one GPU of each pool's workers.
     workload, replay
         The requests, and the bit sets of the windows they replay.
     signatures
         Gives the prefill counts ``[layers, experts]`` of the trace rows that a prompt replays
         (summed gate scores where the decode policy asks for them), and a number that stands for
         them: the routers' view of a prompt.
-    prefill_policy, decode_policy
-        The two routers; co-located workers need the second only, prefill workers alone the first.
+    policies
+        Those of the routers.
     window
         Requests that arrive in this window, s, are measured.
     time_limit_s
@@ -105,12 +102,11 @@ class Cluster:
     def __init__(
         self,
         spec: ClusterSpec,
-        model: ModelDims,
+        shards: Sequence[ModelDims],
         workload: Workload,
         replay: Replay,
         signatures: Callable[[Ranges], tuple[int, NDArray[Any] | None]],
-        prefill_policy: RouterPolicy | None,
-        decode_policy: RouterPolicy | None,
+        policies: Sequence[RouterPolicy],
         window: tuple[float, float],
         time_limit_s: float,
         expert_masks: NDArray[np.uint64] | None = None,
@@ -129,11 +125,11 @@ class Cluster:
         self.requests = make_requests(spec, workload, replay, window)
         if queue_keys is not None:
             self.requests["queue_key"] = queue_keys
-        n, fleet = spec.n_prefill, make_fleet(spec.n_prefill + spec.n_decode)
-        self.routers = (
-            PolicyRouter(prefill_policy, fleet, range(n), workload),
-            PolicyRouter(decode_policy, fleet, range(n, n + spec.n_decode), workload),
-        )
+        fleet = make_fleet(spec.n_workers)
+        self.routers = [
+            PolicyRouter(policy, fleet, workers, workload)
+            for policy, workers in zip(policies, spec.routers, strict=True)
+        ]
         self._listens = any(router.arrays.record["hears_ends"][0] for router in self.routers)
         self._heard = 0
         self._failure: BaseException | None = None
@@ -143,30 +139,30 @@ class Cluster:
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
         myself = weakref.ref(self)
         self._callback = Callback(lambda asked, request: _decided(myself, asked, request))
-        self.logs: tuple[NDArray[np.void], ...] = (
-            np.zeros(1 << 14, state.STEP),
-            np.zeros(1 << 16, state.STEP),
-        )
-        grouped = [e.group is not None for e in (spec.prefill, spec.decode)]
-        self.group_logs = tuple(np.zeros(1 << (12 if g else 0), state.GROUP_STEP) for g in grouped)
+        grouped = any(pool.engine.group is not None for pool in spec.pools)
+        self.log = np.zeros(1 << 16, state.STEP)
+        self.group_log = np.zeros(1 << (12 if grouped else 0), state.GROUP_STEP)
         self.gaps = np.zeros(1 << 12, state.GAP)
-        self.arrays = self._arrays(model, replay, expert_masks, prompts)
+        self.arrays = self._arrays(shards, replay, expert_masks, prompts)
         self._takes_over = frozenset(self.arrays.engines.pools["then"].tolist())
         self.prefill_reports: PrefillReports | None = None
-        if prefill_policy is not None and prefill_policy.needs.blocks:
-            stale = spec.signal_interval_s > 0
+        if self.arrays.engines.pools["reports"].any():
             self.prefill_reports = PrefillReports(
-                prefill_policy, self.arrays, spec.n_prefill, stale
+                policies[0], self.arrays, len(spec.routers[0]), spec.signal_interval_s > 0
             )
         self.faults, self.replica_policy = faults, replica_policy
         self.relocations = relocations
         if relocations is not None:
             relocations.bind(self.arrays.masks, replicas)
-        self.groups = self._groups(replicas) if any(grouped) else None
+        self.groups = None
+        if grouped:
+            loads = None if relocations is None else relocations.loads
+            asks = replica_policy is not None
+            self.groups = make_groups(spec, self.arrays.masks, replicas, loads, asks)
         layout, steps, self.layers = spec.prefill.layout, spec.prefill.step_time, None
-        if layout is not None and self.arrays.engines.pools["by_layers"].any():
+        if layout is not None and layout.has_steps_of_its_own:
             self.layers = make_prompt_layers(
-                layout, steps.n_moe_layers, spec.n_prefill, steps.cost.n_experts
+                layout, steps.n_moe_layers, len(spec.routers[0]), steps.cost.n_experts
             )
         self.front_end = make_front_end(spec.front_end, self.requests["prompt_len"])
         self._nothing = no_groups(), streamed.no_prompt_layers(), no_front_end()
@@ -178,22 +174,22 @@ class Cluster:
 
     def _arrays(
         self,
-        model: ModelDims,
+        shards: Sequence[ModelDims],
         replay: Replay,
         expert_masks: NDArray[np.uint64] | None,
         prompts: PromptRows | None,
     ) -> loop.Run:
-        spec, n_workers = self.spec, self.spec.n_prefill + self.spec.n_decode
+        spec, n_workers = self.spec, self.spec.n_workers
         longest = int((self.requests["prompt_len"] + self.requests["output_len"]).max(initial=0))
-        for engine in (spec.prefill, spec.decode):
+        engines = [pool.engine for pool in spec.pools]
+        for engine in engines:
             check_tables(engine, min(longest, spec.max_model_len))
         n_requests, width = len(self.requests), replay.bits.shape[1]
-        self._most_seqs = most_seqs = max(spec.prefill.max_num_seqs, spec.decode.max_num_seqs)
-        pools = make_pools(spec, self.workload, prompts is not None)
-        for pool in pools:
-            pool["reports"] = self.routers[pool["router"]].needs.blocks
+        self._most_seqs = most_seqs = max(engine.max_num_seqs for engine in engines)
+        pools = make_pools(spec, shards, self.workload, prompts is not None)
+        pools["reports"] = self.routers[0].needs.blocks & (pools["router"] == 0)
         last = pools["first_worker"] + pools["n_workers"]
-        pool_of = np.repeat([0, 1], [spec.n_prefill, spec.n_decode])
+        pool_of = np.repeat(np.arange(len(pools)), pools["n_workers"])
         clock = np.zeros(1, state.CLOCK)
         clock["open_measured"] = int(self.requests["measured"].sum())
         # At most one event a worker and kind, and what a request and its transfer schedule.
@@ -209,7 +205,7 @@ class Cluster:
             clock=clock,
             events=events,
             engines=Engines(
-                settings=self._settings(model),
+                settings=self._settings(),
                 pools=pools,
                 pool_of=pool_of,
                 workers=make_workers(pools, pool_of),
@@ -219,22 +215,22 @@ class Cluster:
                 kv=make_kv_cache(
                     self.workload,
                     spec.block_size,
-                    max(spec.prefill.n_blocks, spec.decode.n_blocks),
+                    max(engine.n_blocks for engine in engines),
                     n_workers if pools["prefix_caching"].any() else 0,
                     int(last[pools["reports"]].max(initial=0)),
                 ),
                 pending=np.zeros((most_seqs + most_at_once(spec.front_end) + 1, 2), np.int64),
             ),
-            routers=tuple(router.arrays for router in self.routers),
+            routers=of_all([router.arrays for router in self.routers]),
             net=make_network(n_requests, link_rates(spec)),
             reported=np.zeros((n_requests * len(self.routers), 2), np.int32),
             bits=replay.bits,
             masks=masks,
             prompts=no_prompts() if prompts is None else prompts,
-            costs=(spec.prefill.step_time.cost, spec.decode.step_time.cost),
-            drafts=(make_drafts(spec.prefill), make_drafts(spec.decode)),
+            costs=of_all([engine.step_time.cost for engine in engines]),
+            drafts=of_all([make_drafts(engine) for engine in engines]),
             scratch=Scratch(
-                rows=np.zeros(max(e.most_decoded for e in (spec.prefill, spec.decode)), np.int64),
+                rows=np.zeros(max(engine.most_decoded for engine in engines), np.int64),
                 cached=np.zeros(most_seqs, np.int64),
                 new=np.zeros(most_seqs, np.int64),
                 union=np.zeros(width, np.uint64),
@@ -244,43 +240,12 @@ class Cluster:
                 plain=np.zeros(n_workers, np.int64),
                 later=np.zeros(1, np.int64),
                 draft_s=np.zeros(n_workers),
+                needed=np.zeros(n_workers, np.int64),
             ),
         )
 
-    def _groups(self, replicas: Replicas | None) -> Groups:
-        """Return what engines share."""
-        step_time, masks = self.spec.decode.step_time, self.arrays.masks
-        _, ranks, width = masks.shape
-        shared = replicas or no_replicas()
-        if self.replica_policy is not None:
-            most = max(
-                -(-max(e.most_decoded, e.max_num_batched_tokens) // e.group.ranks_per_engine)
-                for e in (self.spec.prefill, self.spec.decode)
-                if e.group is not None
-            )
-            instances = max(shared.rank.shape[3] - 1, 0)
-            asked = np.zeros((instances, ranks, most, width), np.uint64)
-            shared = shared._replace(asked=asked)
-        groups = self.spec.prefill.group, self.spec.decode.group
-        nodes = [-(-ranks // group.gpus_per_node) for group in groups if group is not None]
-        return Groups(
-            (groups[0] or no_group(), groups[1] or no_group()),
-            shared,
-            make_group_scratch(
-                step_time.n_moe_layers,
-                width,
-                ranks,
-                step_time.cost.n_experts,
-                shared.rank.shape[3],
-                max(nodes, default=0),
-            ),
-            make_expert_loads(len(masks), 0)
-            if self.relocations is None
-            else self.relocations.loads,
-        )
-
-    def _settings(self, model: ModelDims) -> NDArray[np.void]:
-        settings = make_settings(self.spec, model, self.workload)
+    def _settings(self) -> NDArray[np.void]:
+        settings = make_settings(self.spec, self.workload)
         if not any(
             r.policy is not None and (r.needs.signals or not r.tells_rules) for r in self.routers
         ):
@@ -348,7 +313,7 @@ class Cluster:
         groups, layers, front = self._nothing
         now = loop.World(
             self.arrays, self.groups or groups, self.layers or layers, self.front_end or front,
-            self.logs, self.group_logs, self.gaps,
+            self.log, self.group_log, self.gaps,
         )  # fmt: skip
         if self._world is None or any(map(operator.is_not, now, self._world.whole)):
             self._world = Reference(now)
@@ -356,12 +321,13 @@ class Cluster:
 
     def _choose_executors(self) -> None:
         """Note what the steps of each pool do."""
-        spec, world, pools = self.spec, self.world(), self.arrays.engines.pools
-        for pool, engine in enumerate((spec.prefill, spec.decode)):
-            executor = plain if engine.group is None else group_step
-            if pool == 0 and self.layers is not None:
+        world, pools = self.world(), self.arrays.engines.pools
+        for number, pool in enumerate(self.spec.pools):
+            layout = pool.engine.layout
+            executor = plain if pool.engine.group is None else group_step
+            if layout is not None and layout.has_steps_of_its_own:
                 executor = streamed
-            pools["executor"][pool] = address_of(executor.execute, world)
+            pools["executor"][number] = address_of(executor.execute, world)
 
     def _check_held(self) -> None:
         """Raise InputError if a router holds requests that nothing will make it ask for again."""
@@ -371,13 +337,11 @@ class Cluster:
                 raise InputError("policy", problem, "a policy that places the last requests, too")
 
     def _grow_logs(self) -> None:
-        """Make room where there is none: for steps of a pool or its groups, or for gaps."""
-        pools = self.arrays.engines.pools
-        steps, group_steps = pools["n_steps"] + pools["group_size"], pools["n_group_steps"] + 1
-        gaps = self.arrays.clock["n_gaps"][0] + pools["group_size"].max() * self._most_seqs
-        self.logs = tuple(map(with_room, self.logs, steps.tolist()))
-        self.group_logs = tuple(map(with_room, self.group_logs, group_steps.tolist()))
-        self.gaps = with_room(self.gaps, int(gaps))
+        """Make room where there is none: for steps of engines or groups, or for gaps."""
+        clock, size = self.arrays.clock[0], int(self.arrays.engines.pools["group_size"].max())
+        self.log = with_room(self.log, int(clock["n_steps"]) + size)
+        self.group_log = with_room(self.group_log, int(clock["n_group_steps"]) + 1)
+        self.gaps = with_room(self.gaps, int(clock["n_gaps"]) + size * self._most_seqs)
 
     def record(self, end_s: float, acts: Actions | None = None) -> RunRecord:
         """Return what has happened up to ``end_s`` seconds; what is open then remains unserved.
@@ -393,10 +357,10 @@ class Cluster:
         reason = state.OVERLOADED if clock["open_measured"] > 0 else state.AFTER_WINDOW
         arrived["outcome"][arrived["outcome"] == state.OPEN] = reason
         pools = self.arrays.engines.pools
-        prefill, decode = (log[:n] for log, n in zip(self.logs, pools["n_steps"], strict=True))
-        groups = [log[:n] for log, n in zip(self.group_logs, pools["n_group_steps"], strict=True)]
+        prefill, decode = by_role(self.spec, self.log[: int(clock["n_steps"])], "worker")
+        groups = by_role(self.spec, self.group_log[: int(clock["n_group_steps"])], "leader")
         return RunRecord(
-            requests=with_columns(arrived, self.arrays.engines, self.arrays.routers),
+            requests=with_columns(arrived, self.spec),
             prefill_steps=prefill[prefill["end"] <= end_s],
             decode_steps=decode,
             prefill_group_steps=groups[0][groups[0]["end"] <= end_s],
@@ -409,8 +373,14 @@ class Cluster:
             end_s=end_s,
             streamed_s=float(pools["streamed_s"][0]),
             stall_s=float(pools["stall_s"][0]),
-            drafted=None if self.spec.decode.speculation is None else self.arrays.drafts[1].counts,
+            drafted=self._drafted(),
         )
+
+    def _drafted(self) -> NDArray[np.int64] | None:
+        """Return what became of drafts, of all pools; None where there are none."""
+        pools = zip(self.spec.pools, self.arrays.drafts, strict=False)
+        counts = [drafts.counts for pool, drafts in pools if pool.engine.speculation is not None]
+        return np.sum(counts, axis=0) if counts else None
 
     # --- decisions ---
 
@@ -486,7 +456,7 @@ class Cluster:
             engines=engines._replace(
                 requests=requests, tables=with_more(engines.tables, new - old), kv=kv
             ),
-            routers=tuple(router.arrays for router in self.routers),
+            routers=of_all([router.arrays for router in self.routers]),
             net=arrays.net._replace(
                 flows=with_more(arrays.net.flows, new - old),
                 done=with_more(arrays.net.done, new - old),
@@ -543,7 +513,7 @@ class Cluster:
                 router.learn(member, rule)
             if router.arrays is known:
                 return int(choose.LOOK)
-            arrays = tuple(router.arrays for router in self.routers)
+            arrays = of_all([router.arrays for router in self.routers])
             self.arrays = self.arrays._replace(routers=arrays)
             return int(choose.RETURN)
         workers = router.workers(float(self._now[0]), float(self._signals_s[0]))

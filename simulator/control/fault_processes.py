@@ -40,9 +40,7 @@ def _begin(acts: Actions, deeds: list[_Deed]) -> None:
 
 
 def _engines(acts: Actions, fault: Fault) -> range:
-    pool = acts.pools[fault.pool]
-    first = int(pool["first_worker"] + fault.worker * pool["group_size"])
-    return range(first, first + int(pool["group_size"]))
+    return acts.engines(fault.pool, fault.worker)
 
 
 def _fail(acts: Actions, fault: Fault, engines: range) -> Iterator[_Deed]:

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.plane import state
-from eldr_sim.simulator.plane.choose import Router
-from eldr_sim.simulator.plane.engine import Engines
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 from eldr_sim.simulator.setup.fault_plan import Fault
 
 #: ``state.REQUEST`` as results have it: `with_columns`.
@@ -66,21 +65,40 @@ class RunRecord:
         return [state.OUTCOMES[code] for code in self.requests["outcome"].tolist()]
 
 
-def with_columns(
-    requests: NDArray[np.void], engines: Engines, routers: tuple[Router, ...]
-) -> NDArray[np.void]:
-    """Return requests, changed in place, as results have them, by their routers' numbers.
+def _places(spec: ClusterSpec) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
+    """Return which workers decode; their numbers there, and those at their routers, else."""
+    decodes = np.repeat([pool.decodes for pool in spec.pools], [pool.n for pool in spec.pools])
+    at_router = np.concatenate([np.arange(len(workers)) for workers in spec.routers])
+    return decodes, np.where(decodes, np.cumsum(decodes) - 1, -1), at_router
 
-    ``prefill_worker`` has computed the prompt, or was to; ``decode_worker`` has decoded it, or was
-    to; -1: none.
+
+def by_role(
+    spec: ClusterSpec, log: NDArray[np.void], field: str
+) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """Return the records of workers that only compute prompts, and of those that decode.
+
+    ``field`` numbers workers as `with_columns` does.
     """
-    first = np.array([int(router.record["first_worker"][0]) for router in routers])
-    pools, pool_of = engines.pools, np.append(engines.pool_of, 0)
-    own = np.append(first[pools["router"]][engines.pool_of], 0)
+    decodes, own, at_router = _places(spec)
+    if decodes.all():
+        return log[:0], log
+    mine = decodes[log[field]]
+    prefill, decode = log[~mine], log[mine]
+    prefill[field], decode[field] = at_router[prefill[field]], own[decode[field]]
+    return prefill, decode
+
+
+def with_columns(requests: NDArray[np.void], spec: ClusterSpec) -> NDArray[np.void]:
+    """Return requests, changed in place, as results have them.
+
+    ``prefill_worker`` has computed the prompt, or was to, and counts its router's workers;
+    ``decode_worker`` has decoded it, or was to, and counts the workers that decode; -1: none.
+    """
+    decodes, own, at_router = (np.append(column, -1) for column in _places(spec))
     worker, source = requests["worker"].copy(), requests["source"].copy()
-    here = (worker >= 0) & (pools["then"][pool_of[worker]] == state.HERE)
+    here = (worker >= 0) & (decodes[worker] == 1)
     computed = np.where(here & (source < 0) & (requests["prefill_start_s"] < 0.0), -1, worker)
     computed = np.where(source >= 0, source, computed)
-    requests["worker"] = np.where(here, worker - own[worker], -1)
-    requests["source"] = np.where(computed >= 0, computed - own[computed], -1)
+    requests["worker"] = np.where(here, own[worker], -1)
+    requests["source"] = at_router[computed]
     return requests.view(REQUEST)

@@ -132,21 +132,21 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
         if values.any()
     }
     use: dict[str, float] = {}
-    for role, steps, n, engine in (
-        ("prefill", record.prefill_steps, spec.n_prefill, spec.prefill),
-        ("decode", record.decode_steps, spec.n_decode, spec.decode),
+    for role, steps, n in (
+        ("prefill", record.prefill_steps, spec.n_prefill),
+        ("decode", record.decode_steps, spec.n_decode),
     ):
         if not n or end <= start:
             continue
         time = np.clip(steps["end"], start, end) - np.clip(steps["start"], start, end)
-        whole = n * (end - start)
-        use[f"{role}_busy"] = _share(time, whole)
+        use[f"{role}_busy"] = _share(time, n * (end - start))
         if role == "decode":
-            use["decode_seats"] = _share(time * steps["sequences"], whole * engine.max_num_seqs)
-            room = engine.n_blocks * spec.block_size
+            seats = spec.of_decoders(lambda engine: engine.max_num_seqs).sum()
+            use["decode_seats"] = _share(time * steps["sequences"], seats * (end - start))
+            room = spec.of_decoders(lambda engine: engine.n_blocks).sum() * spec.block_size
             windows = spec.block_size * float(np.mean(requests["window_blocks"]))
             held = steps["context"] + steps["sequences"] * windows
-            use["decode_kv"] = _share(time * held, whole * room)
+            use["decode_kv"] = _share(time * held, room * (end - start))
     moved = requests[requests["transfer_start_s"] >= 0.0]
     if len(moved) and spec.n_decode and end > start:
         done = np.where(moved["transfer_end_s"] >= 0.0, moved["transfer_end_s"], record.end_s)

@@ -12,7 +12,7 @@ from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import good_requests, request_times
 from eldr_sim.simulator.plane.state import CANCELLED, WORKER_LOST
 from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.fault_plan import POOLS, Fault
+from eldr_sim.simulator.setup.fault_plan import Fault
 
 #: Requests that end in so many s are as good as before the fault if their share of good ones is so
 #: large a part of that share.
@@ -51,7 +51,7 @@ def _event(
     figures: dict[str, Any] = {
         "event": str(fault),
         "kind": fault.kind,
-        "worker": f"{POOLS[fault.pool]}:{fault.worker}",
+        "worker": f"{fault.pool}:{fault.worker}",
         "at_s": fault.at_s,
         "for_s": None if math.isinf(fault.for_s) else fault.for_s,
     }

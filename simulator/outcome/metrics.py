@@ -133,21 +133,15 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     # The last request may end the run, so its end belongs to it.
     finish = requests["finish_s"]
     finished = int((record.completed & (start <= finish) & (finish <= end)).sum())
-    if config.colocated:
-        prompt_tokens = int(steps["chunk_tokens"][inside].sum())
-    else:
-        prefills = record.prefill_steps
-        begun = (prefills["start"] >= start) & (prefills["start"] < end)
-        prompt_tokens = int(prefills["chunk_tokens"][begun].sum())
+    prefills = record.prefill_steps
+    begun = (prefills["start"] >= start) & (prefills["start"] < end)
+    prompt_tokens = int(prefills["chunk_tokens"][begun].sum())
+    prompt_tokens += int(steps["chunk_tokens"][inside & _computes_prompts(config, steps)].sum())
     computed = requests["prefill_end_s"]
     prefilled = requests["prompt_len"][(start <= computed) & (computed <= end)]
     good = good_requests(times, config.goodput) & measured
 
-    both, hours, price = (
-        config.n_prefill and config.n_decode,
-        seconds / 3600.0,
-        config.price_per_hour,
-    )
+    hours, price = seconds / 3600.0, config.price_per_hour
     gpu_hours = config.n_gpus * hours
     per_million = gpu_hours / tokens * 1e6 if tokens else None
     return {
@@ -182,7 +176,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         **describe("tpot", times["tpot"][done & ~np.isnan(times["tpot"])]),
         **describe("itl", *_token_gaps(record, steps[inside], start, end)),
         **describe("e2el", times["e2el"][done]),
-        **({"streamed_by_prefill": streamed_by_prefill(record)} if both else {}),
+        **({"streamed_by_prefill": streamed_by_prefill(record)} if config.hands_over else {}),
         **_activated_experts(steps[inside][decoding], n_moe_layers),
         "mean_decode_batch": _mean(batch[decoding].astype(float)),
         "decode_steps": int(decoding.sum()),
@@ -221,6 +215,15 @@ def _token_gaps(
     together = np.array([int(steps["outputs"].sum()) - int(batch.sum())])  # yielded by one step
     carried = batch - steps["joined"]
     return gaps, np.concatenate([carried, np.ones(len(preempted), np.int64), together])
+
+
+def _computes_prompts(config: RunConfig, steps: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Return which steps are of workers that requests come to, and that decode them, too."""
+    fetching = {name for pool in config.pools for name in pool.takes_over}
+    pools = [pool for pool in config.pools if pool.decodes]
+    n_engines = [pool.workers * pool.own.parallelism.data_parallel_size for pool in pools]
+    computes = np.array([pool.name not in fetching for pool in pools], np.bool_)
+    return np.asarray(np.repeat(computes, n_engines)[steps["worker"]])
 
 
 def _activated_experts(steps: NDArray[np.void], n_moe_layers: int) -> dict[str, float | None]:

@@ -30,20 +30,11 @@ from eldr_sim.traces.workload import Workload
 
 def _topology(config: RunConfig) -> str:
     """State the workers, and the GPUs of each and of all."""
-    pools = [
-        (name, n, role)
-        for name, n, role in (
-            ("prefill", config.n_prefill, "prefill"),
-            ("co-located" if config.colocated else "decode", config.n_decode, "decode"),
-        )
-        if n
-    ]
-    layouts = [config.pool(role).parallelism for *_, role in pools]
-    sizes = [_size(layout) for layout in layouts]
+    sizes = [_size(pool.own.parallelism) for pool in config.pools]
     alike = len(set(sizes)) == 1
     workers = " + ".join(
-        f"{n} {kind}" if alike else f"{n} {kind} of {size}"
-        for (kind, n, _), size in zip(pools, sizes, strict=True)
+        f"{pool.workers} {pool.kind}" if alike else f"{pool.workers} {pool.kind} of {size}"
+        for pool, size in zip(config.pools, sizes, strict=True)
     )
     said = f"{workers} workers of {sizes[0]}" if alike else f"{workers}"
     return said if set(sizes) == {"1 GPU"} else f"{said}: {config.n_gpus} GPUs"
@@ -60,11 +51,12 @@ def _size(layout: Parallelism) -> str:
 
 
 def _gpus(prepared: PreparedRun) -> str:
-    """Name the GPU of the workers, or those of the two pools."""
-    prefill, decode = (
-        engine.step_time.gpu.name for engine in (prepared.spec.prefill, prepared.spec.decode)
-    )
-    return decode if prefill == decode else f"{prefill} (prefill) and {decode} (decode)"
+    """Name the GPU of the workers, or those of the pools."""
+    gpus = {pool.name: pool.engine.step_time.gpu.name for pool in prepared.spec.pools}
+    if len(set(gpus.values())) == 1:
+        return prepared.spec.decode.step_time.gpu.name
+    *others, last = (f"{gpu} ({name})" for name, gpu in gpus.items())
+    return f"{', '.join(others)} and {last}"
 
 
 def _workers(engine: EngineSpec) -> dict[str, int]:
@@ -153,7 +145,7 @@ def _group(engine: EngineSpec, steps: NDArray[np.void]) -> dict[str, Any]:
 
 def _prefill_mfu(config: RunConfig, prepared: PreparedRun, record: RunRecord) -> float | None:
     """Return the share of the prefill GPUs' peak that the window's prompts took."""
-    if config.colocated:
+    if not config.n_prefill:
         return None
     start, end = record.window[0], min(record.window[1], record.end_s)
     ended, requests = record.requests["prefill_end_s"], record.requests
@@ -161,16 +153,21 @@ def _prefill_mfu(config: RunConfig, prepared: PreparedRun, record: RunRecord) ->
     work = prefill_work(prepared.model)
     lengths = (inside["prompt_len"] - inside["cached_tokens"]).tolist()
     flops = math.fsum(map(work.flops, lengths, inside["cached_tokens"].tolist()))
-    gpus = config.n_prefill * config.pool("prefill").parallelism.n_gpus
-    peak = gpus * peak_flops(prepared.model, prepared.spec.prefill.step_time.gpu)
+    peak = math.fsum(
+        made.workers
+        * made.own.parallelism.n_gpus
+        * peak_flops(prepared.model, pool.engine.step_time.gpu)
+        for made, pool in zip(config.pools, prepared.spec.pools, strict=True)
+        if not pool.decodes
+    )
     return mfu(flops, end - start, peak) if end > start else None
 
 
-def _events(record: RunRecord) -> list[dict[str, float | int | str]]:
+def _events(spec: ClusterSpec, record: RunRecord) -> list[dict[str, float | int | str]]:
     """Return what each relocation of the run moved."""
     log = record.relocations
     return [
-        {"pool": ("prefill", "decode")[row["pool"]], "worker": int(row["group"])}
+        {"pool": spec.names[row["pool"]], "worker": int(row["group"])}
         | {"experts": int(row["experts"])}
         | {name: float(row[name]) for name in log.dtype.names or () if row[name].dtype == float}
         for row in log
@@ -180,18 +177,19 @@ def _events(record: RunRecord) -> list[dict[str, float | int | str]]:
 def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
     """Return what each part of a step time rests on, pool by pool where that differs."""
     pools = {
-        role: engine.step_time.provenance
-        | ({} if engine.all_to_all is None else engine.all_to_all.provenance)
-        | engine.choice_provenance
-        | ({} if engine.layout is None else engine.layout.provenance)
-        | ({} if engine.speculation is None else engine.speculation.draft.provenance)
-        for role, engine in (("prefill", prepared.spec.prefill), ("decode", prepared.spec.decode))
+        pool.name: pool.engine.step_time.provenance
+        | ({} if pool.engine.all_to_all is None else pool.engine.all_to_all.provenance)
+        | pool.engine.choice_provenance
+        | ({} if pool.engine.layout is None else pool.engine.layout.provenance)
+        | ({} if pool.engine.speculation is None else pool.engine.speculation.draft.provenance)
+        for pool in prepared.spec.pools
     }
-    if pools["prefill"] == pools["decode"]:
-        return pools["decode"]
+    first, *others = pools.values()
+    if all(first == other for other in others):
+        return first
     return {
-        f"{role}.{part}": entry
-        for role, provenance in pools.items()
+        f"{name}.{part}": entry
+        for name, provenance in pools.items()
         for part, entry in provenance.items()
     }
 
@@ -268,33 +266,34 @@ def summary_of(
     config: RunConfig, prepared: PreparedRun, workload: Workload, record: RunRecord
 ) -> dict[str, Any]:
     """Return what ``summary.json`` holds: the run, its figures, and what they rest on."""
-    model, step_time, trace, spec = (
-        prepared.model,
-        prepared.step_time,
-        prepared.trace,
-        prepared.spec,
-    )
+    model, trace, spec = prepared.model, prepared.trace, prepared.spec
     started, window = record.decode_steps["start"], record.window
     steps = record.decode_steps[(started >= window[0]) & (started < window[1])]
+
+    def most(name: str) -> NDArray[Any]:
+        """Return the largest of a step's figures that was measured, of each step."""
+        measured = spec.of_decoders(lambda engine: getattr(engine.step_time, name))
+        return np.asarray(measured[steps["worker"]])
+
     outside = {
-        "moe_batch": int((steps["tokens"] > step_time.moe_batch_max).sum()),
-        "attention_batch": int((steps["sequences"] > step_time.attention_batch_max).sum()),
+        "moe_batch": int((steps["tokens"] > most("moe_batch_max")).sum()),
+        "attention_batch": int((steps["sequences"] > most("attention_batch_max")).sum()),
         "attention_context": int(
-            (steps["context"] > step_time.context_max * np.maximum(steps["sequences"], 1)).sum()
+            (steps["context"] > most("context_max") * np.maximum(steps["sequences"], 1)).sum()
         ),
-        "attention_tokens": int((steps["context"] > step_time.attention_tokens_max).sum()),
+        "attention_tokens": int((steps["context"] > most("attention_tokens_max")).sum()),
     }
     copies = {} if trace is None else copies_met(trace, workload, record, steps)
     gpu, provenance = _gpus(prepared), _provenance(prepared)
     if config.eplb_interval is not None:
         provenance = provenance | {"relocation": PROVENANCE}
-    if handed_over := not (config.colocated or config.prefill_only):
+    if config.hands_over:
         provenance = provenance | _transfer_provenance(config, spec)
     if spec.front_end is not None:
         provenance = provenance | {"front_end": spec.front_end.latency.provenance}
     warnings = [
         warning
-        for engine in (spec.decode, spec.prefill)
+        for engine in [pool.engine for pool in reversed(spec.pools)]
         for source in (
             engine.step_time,
             engine.all_to_all,
@@ -316,15 +315,15 @@ def summary_of(
         for log in (record.prefill_group_steps, record.decode_group_steps)
     ]
     return {
-        "label": f"{config.prefill_policy if config.prefill_only else config.policy}, "
+        "label": f"{config.policy if config.generates else config.prefill_policy}, "
         f"{config.topology} workers, {model.name} on {gpu}",
         "backend": "eldr-sim",
         "model_id": model.name,
         "gpu": gpu,
         "topology": _topology(config),
         "expert_placement": config.expert_placement,
-        "policy": None if config.prefill_only else config.policy,
-        "prefill_policy": None if config.colocated else config.prefill_policy,
+        "policy": config.policy if config.generates else None,
+        "prefill_policy": config.prefill_policy if config.n_prefill else None,
         "queue_order": config.queue_order,
         "kv_cache_dtype": model.kv_cache_dtype,
         "seed": config.seed,
@@ -342,28 +341,37 @@ def summary_of(
             if config.num_gpu_blocks_override is None
             else {"num_gpu_blocks_override": config.num_gpu_blocks_override}
         ),
-        **_group(spec.decode, groups[0 if config.prefill_only else 1]),
+        **_group(spec.decode, groups[1 if config.generates else 0]),
+        **(
+            {}
+            if isinstance(config.topology, str)
+            else {
+                "pools": {
+                    pool.name: {"workers": made.workers, "gpu": pool.engine.step_time.gpu.name}
+                    | _workers(pool.engine)
+                    for made, pool in zip(config.pools, spec.pools, strict=True)
+                }
+            }
+        ),
         **_streaming(config, spec.prefill, record),
         **_front_end(spec, record),
         **(
             {}
-            if config.colocated
-            or config.prefill_only
-            or (spec.prefill == spec.decode and spec.prefill.group is None)
+            if not config.hands_over or (spec.prefill == spec.decode and spec.prefill.group is None)
             else {"prefill_workers": _workers(spec.prefill) | _group(spec.prefill, groups[0])}
         ),
-        **({} if config.eplb_interval is None else {"relocation_events": _events(record)}),
+        **({} if config.eplb_interval is None else {"relocation_events": _events(spec, record)}),
         **(
             {}
             if record.retries is None
             else {"faults": fault_figures(record, config, record.faults)}
         ),
-        "kv_transfer": f"none: {'co-located' if config.colocated else 'prefill'} workers alone"
-        if not handed_over
-        else f"{config.kv_transfer}: {spec.transfer.source}",
+        "kv_transfer": f"{config.kv_transfer}: {spec.transfer.source}"
+        if config.hands_over
+        else f"none: {config.pools[0].kind} workers alone",
         **(
             {"handover": f"{config.handover}: {HAND_OVERS[config.handover].source}"}
-            if handed_over
+            if config.hands_over
             else {}
         ),
         "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
@@ -371,7 +379,7 @@ def summary_of(
         "lookups_outside_tables": outside,
         "latency_warnings": list(dict.fromkeys(warnings)),
         "window_start_s": record.window[0],
-        "latency_notes": _transfer_notes(prepared, record) if handed_over else [],
+        "latency_notes": _transfer_notes(prepared, record) if config.hands_over else [],
         "prompt_experts": None
         if trace is None
         else ("recorded" if trace.has_prompts else "uniform"),

@@ -39,12 +39,7 @@ def without_effect(
     its cluster.
     """
     given = _given(config)
-    engines = [
-        engine
-        for engine, n in ((prepared.spec.prefill, config.n_prefill),
-                          (prepared.spec.decode, config.n_decode))
-        if n
-    ]  # fmt: skip
+    engines = [pool.engine for pool in prepared.spec.pools]
     lines: dict[str, str] = {}
     for found in (
         _of_routers(config, prepared),
@@ -72,14 +67,14 @@ def _given(config: RunConfig) -> set[str]:
 def _of_routers(config: RunConfig, prepared: PreparedRun) -> _Found:
     spec = prepared.spec
     choices = {
-        "policy": 0 if config.prefill_only else spec.n_decode,
-        "prefill_policy": 0 if config.colocated else spec.n_prefill,
+        "policy": len(spec.routers[-1]) if config.generates else 0,
+        "prefill_policy": len(spec.routers[0]) if config.n_prefill else 0,
     }
     reads_load = reads_signals = False
     for field, n in choices.items():
         needs = registry.needs(field, getattr(config, field))
         if n == 0:
-            ends = "requests end with their prompts" if config.prefill_only else "no worker is one"
+            ends = "no worker is one" if config.generates else "requests end with their prompts"
             yield field, f"nobody makes this choice in {config.topology}: {ends}"
         elif n == 1 and needs.signature is None:
             yield field, "there is one engine to choose"
@@ -100,7 +95,7 @@ def _of_workers(
     record: RunRecord,
 ) -> _Found:
     groups = [engine for engine in engines if engine.group is not None]
-    if config.colocated or config.prefill_only:
+    if not config.hands_over:
         for name in ("kv_transfer", "handover"):
             yield name, f"no KV cache is handed over in {config.topology}"
     if not groups:
@@ -108,13 +103,13 @@ def _of_workers(
             yield name, "no engines share experts and exchange tokens"
     elif all(engine.parallelism.n_gpus <= min(8, config.gpus_per_node) for engine in groups):
         yield "gpus_per_node", "the GPUs that share experts are in one node, as they are by default"
-    placements = {str(config.pool(role).expert_placement) for role in ("prefill", "decode")}
+    placements = {str(pool.own.expert_placement) for pool in config.pools}
     alone = {parse(word, "expert_placement").name for word in placements} <= _WITHOUT_COPIES
     if groups and alone and not any(engine.n_redundant for engine in groups):
         yield "replica_choice", "every expert has one instance"
-    if not (config.colocated or record.requests["preemptions"].any()):
+    if config.n_prefill and not record.requests["preemptions"].any():
         yield "prefill_schedule_interval", "workers that decode compute no prompts"
-    if config.prefill_only:
+    if not config.generates:
         for name in ("async_scheduling", "trace_replay"):
             yield name, "no worker decodes"
     if all(engine.parallelism.n_gpus == 1 for engine in engines):
@@ -134,7 +129,7 @@ def _of_workers(
         yield "num_gpu_blocks_override", "workers keep no KV cache (kv_cache_free)"
     if config.num_gpu_blocks_override is not None:
         yield "gpu_memory_utilization", "num_gpu_blocks_override says how many blocks there are"
-    if all(config.pool(role).enforce_eager for role in ("prefill", "decode")):
+    if all(pool.own.enforce_eager for pool in config.pools):
         yield "cudagraph_padding", "there are no CUDA graphs (enforce_eager)"
     window = config.offload_window
     if window is not None and window >= prepared.model.n_moe_layers - 1:
@@ -145,7 +140,7 @@ def _of_workers(
 
 def _of_pools(config: RunConfig) -> _Found:
     """Name what all pools have of their own, and prices that do not add up."""
-    roles = [role for role, n in (("prefill", config.n_prefill), ("decode", config.n_decode)) if n]
+    roles = list(dict.fromkeys(pool.role for pool in config.pools))
     for name in Pool.model_fields:
         if name != "expert_placement" and all(
             getattr(getattr(config, role), name) is not None for role in roles
@@ -154,7 +149,7 @@ def _of_pools(config: RunConfig) -> _Found:
     if config.price_per_hour is None:
         for role in roles:
             yield f"{role}.price_per_gpu_hour", "the other pool has no price"
-    elif config.prefill_only:
+    elif not config.generates:
         for name in ("price_per_gpu_hour", "prefill.price_per_gpu_hour"):
             yield name, f"costs are told of generated tokens, and {config.topology} {NO_TOKEN}"
 
@@ -170,7 +165,7 @@ def _of_requests(config: RunConfig) -> _Found:
         yield "warmup", "all requests come at once"
     if config.log_to is not None and not config.log_from:
         yield "warmup", "nothing comes before the begin of the log"
-    if not config.enable_prefix_caching and config.colocated:
+    if not config.enable_prefix_caching and not config.n_prefill:
         for name in ("prompts", "num_prefixes"):
             yield name, "no worker keeps a prefix (enable_prefix_caching)"
 

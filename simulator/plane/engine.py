@@ -523,11 +523,10 @@ def _admit_preempted(engines: Engines, w: int, request: int) -> Any:
 def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Any:
     """Let a request compute its prompt, or fetch it; False if its blocks are not free."""
     worker, requests, now = engines.workers[w], engines.requests, clock[0].now
+    pool = engines.pools[engines.pool_of[w]]
     prompt = requests[request].prompt_len + requests[request].generated
-    if engines.pools[engines.pool_of[w]].whole_prompts:
-        budget = engines.pools[engines.pool_of[w]].max_num_batched_tokens
-        if prompt > budget - worker.chunk_tokens:
-            return False
+    if pool.whole_prompts and prompt > pool.max_num_batched_tokens - worker.chunk_tokens:
+        return False
     cached = _allocate(engines, w, request, prompt, bool(requests[request].source >= 0))
     if cached < 0:
         return False
@@ -539,7 +538,7 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
         requests[request].ticket = clock[0].order
         settings = engines.settings[0]
         blocks = blocks_of(prompt - cached, settings.block_size)
-        latency = settings.setup_s + blocks * settings.n_kv_tensors * settings.descriptor_s
+        latency = settings.setup_s + blocks * pool.n_kv_tensors * pool.descriptor_s
         schedule(clock, events, now + latency, TRANSFER_START, request)
         return True
     requests[request].prefill_start_s = now

@@ -130,14 +130,14 @@ class World(NamedTuple):
     groups: Groups  #: what engines share, if any do
     layers: PromptLayers  #: of workers whose layers stream or lie in stages
     front: FrontEnd  #: the API servers that requests go through before a router, if any
-    logs: tuple[NDArray[np.void], ...]  #: ``STEP [capacity]`` of each pool
-    group_logs: tuple[NDArray[np.void], ...]  #: ``GROUP_STEP [capacity]`` likewise
+    log: NDArray[np.void]  #: ``STEP [capacity]``, in the order in which steps began
+    group_log: NDArray[np.void]  #: ``GROUP_STEP [capacity]``, likewise
     gaps: NDArray[np.void]  #: ``GAP [capacity]``
 
 
 @compiled()
 def _refusal(engines: Engines, request: int) -> Any:
-    """Say why a request can never be served; 0 if it can."""
+    """Say why a request can never be served, whatever worker gets it; 0 if it can."""
     settings, record = engines.settings[0], engines.requests[request]
     tokens = record.prompt_len + record.output_len
     if tokens > settings.max_model_len:
@@ -145,14 +145,13 @@ def _refusal(engines: Engines, request: int) -> Any:
     reason = np.int64(0)
     for p in range(engines.pools.shape[0]):
         pool = engines.pools[p]
-        if pool.n_workers > 0:
-            if pool.whole_prompts and record.prompt_len > pool.max_num_batched_tokens:
-                return OVER_BUDGET
-            needed = record.prompt_len
-            if pool.then < 0:
-                needed = min(tokens + pool.drafts + pool.lookahead, settings.max_model_len)
-            if needed > (pool.n_blocks - record.window_blocks) * settings.block_size:
-                reason = NO_KV_ROOM
+        if pool.whole_prompts and record.prompt_len > pool.max_num_batched_tokens:
+            return OVER_BUDGET
+        needed = record.prompt_len
+        if pool.then < 0:
+            needed = min(tokens + pool.drafts + pool.lookahead, settings.max_model_len)
+        if needed > (pool.n_blocks - record.window_blocks) * settings.block_size:
+            reason = NO_KV_ROOM
     return reason
 
 
@@ -305,7 +304,7 @@ def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any
                 clock[0].sent += 1
                 _end(clock, engines, request, reason)
                 continue
-            answer = _route(clock, events, engines, routers, settings.entry, request)
+            answer = _route(clock, events, engines, routers, np.int64(0), request)
             if answer < 0:
                 return answer
             clock[0].sent += 1
@@ -333,10 +332,10 @@ def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any
                 continue
             schedule(clock, events, clock[0].now + delay, DISPATCH, request)
         else:
-            r = settings.entry
+            router: Any = np.int64(0)
             if what != PENDING_ROUTE:
-                r = pools[engines.pool_of[requests[request].worker]].then
-            answer = _route(clock, events, engines, routers, r, request)
+                router = pools[engines.pool_of[requests[request].worker]].then
+            answer = _route(clock, events, engines, routers, router, request)
             if answer < 0:
                 return answer
         clock[0].pending_head += 1
@@ -349,10 +348,10 @@ def _start_transfer(clock: Any, events: Any, engines: Engines, net: Any, request
     NIXL moves whole blocks, one descriptor a block and KV tensor. The GPUs of a worker move their
     parts at the same time, each over its own NIC: one of them stands for all.
     """
-    settings, record = engines.settings[0], engines.requests[request]
+    size, record = engines.settings[0].block_size, engines.requests[request]
     context = record.prompt_len + record.generated
-    blocks = blocks_of(context - record.decode_cached_tokens, settings.block_size)
-    n_bytes = blocks * settings.block_size * settings.kv_bytes_per_token
+    blocks = blocks_of(context - record.decode_cached_tokens, size)
+    n_bytes = blocks * size * engines.pools[engines.pool_of[record.worker]].kv_bytes_per_token
     network.begin(clock, events, net, record.source, record.worker, n_bytes, request)
 
 
@@ -380,12 +379,11 @@ def _is_full(world: World, event: Any) -> Any:
         return True
     if event.kind != STEP_START:
         return False
-    p = engines.pool_of[event.subject]
-    pool = engines.pools[p]
+    size = engines.pools[engines.pool_of[event.subject]].group_size
     return bool(
-        pool.n_steps + pool.group_size > world.logs[p].shape[0]
-        or pool.n_group_steps == world.group_logs[p].shape[0]
-        or clock[0].n_gaps + engines.sequences.shape[1] * pool.group_size > world.gaps.shape[0]
+        clock[0].n_steps + size > world.log.shape[0]
+        or clock[0].n_group_steps == world.group_log.shape[0]
+        or clock[0].n_gaps + engines.sequences.shape[1] * size > world.gaps.shape[0]
     )
 
 

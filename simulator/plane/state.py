@@ -14,6 +14,9 @@ import numpy as np
 HERE = np.int64(-1)
 #: Nobody: the prompt was all that was asked for.
 NOBODY = np.int64(-2)
+#: Most pools of a cluster: tuples of what each has are so long, whatever their number, that the
+#: compiled loop is one.
+MAX_POOLS = 8
 
 # --- how a request ended: ``REQUEST.outcome`` is an index into OUTCOMES ---
 OPEN, COMPLETED, TOO_LONG, NO_KV_ROOM, AFTER_WINDOW, OVERLOADED = map(np.int64, range(6))
@@ -113,7 +116,7 @@ BLOCK = np.dtype(
     ]
 )
 
-#: Settings of all workers of a pool, and how many steps they have made.
+#: Settings of all workers of a pool.
 POOL = np.dtype(
     [
         ("then", np.int64),  # who goes on when a prompt is computed
@@ -121,6 +124,10 @@ POOL = np.dtype(
         ("reports", np.bool_),  # that router hears of computed tokens and blocks
         ("first_worker", np.int64),
         ("n_workers", np.int64),
+        # Of a KV cache that its workers fetch, in what one of their GPUs has of it:
+        ("kv_bytes_per_token", np.float64),
+        ("n_kv_tensors", np.int64),
+        ("descriptor_s", np.float64),
         ("max_num_seqs", np.int64),
         ("max_num_batched_tokens", np.int64),
         ("n_blocks", np.int64),
@@ -130,11 +137,8 @@ POOL = np.dtype(
         ("preempt_by_key", np.bool_),  # else the sequence that joined last
         ("aging_s", np.float64),  # who has waited so long comes first, whatever the keys
         ("capture_s", np.float64),  # what recording signatures adds to a step
-        ("n_steps", np.int64),  # records of STEP filled
         ("group_size", np.int64),  # engines that share experts and step together
         ("prefill_schedule_interval", np.int64),  # prompts are in every so-manieth of its steps
-        ("n_group_steps", np.int64),  # records of GROUP_STEP filled
-        ("by_layers", np.bool_),  # steps of `steps.streamed`
         ("whole_prompts", np.bool_),  # no chunks: nothing is kept from step to step
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these
@@ -234,7 +238,7 @@ STEP = np.dtype(
         ("context", np.int64),  # KV tokens that decode attention read, summed over the batch
         ("draft_s", np.float64),  # of the step that went into drafts
         ("plain", np.int32),  # `active` of the sampled tokens alone, where drafts are verified
-        ("worker", np.int32),  # of its pool
+        ("worker", np.int32),
         ("sequences", np.int32),  # that decoded,
         ("tokens", np.int32),  # tokens that it computed for them,
         ("outputs", np.int32),  # and those that they got
@@ -260,7 +264,7 @@ GROUP_STEP = np.dtype(
         ("between_bytes", np.float64),  # and between nodes
         ("busiest_pairs", np.int64),  # token-expert pairs of the rank that has most
         ("pairs", np.int64),  # of all ranks
-        ("group", np.int32),  # of its pool
+        ("leader", np.int32),  # its first engine
         ("n_busy", np.int32),  # engines with anything to compute: so many records of STEP
     ],
     align=True,
@@ -326,6 +330,8 @@ CLOCK = np.dtype(
         ("updated", np.float64),  # when the bytes in flight were brought up to date, s
         ("order", np.int64),  # events scheduled so far
         ("n_events", np.int64),  # events waiting
+        ("n_steps", np.int64),  # records of STEP filled,
+        ("n_group_steps", np.int64),  # and of GROUP_STEP
         ("n_flows", np.int64),
         ("timer", np.int64),  # only the end of a transfer that carries this number counts
         ("n_gaps", np.int64),
@@ -353,13 +359,9 @@ SETTINGS = np.dtype(
         ("signal_interval_s", np.float64),  # 0: at each decision; negative: nobody reads them
         ("routing_s", np.float64),
         ("routing_token_s", np.float64),
-        ("kv_bytes_per_token", np.float64),
-        ("n_kv_tensors", np.int64),
         ("setup_s", np.float64),
-        ("descriptor_s", np.float64),
         ("prefix_block_tokens", np.int64),
         ("n_routers", np.int64),
-        ("entry", np.int64),  # the router that requests come to
         # The address of a function of a router and a request, which returns the worker that it
         # chooses, or LOOK, RETURN or FAIL of `choose`; or of a question of `expert_loads` and a
         # group's first engine, or of WAKE or TELL and a request: 0, RETURN or FAIL.

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
+from eldr_sim.simulator.plane.state import HERE, NOBODY
 from eldr_sim.simulator.plane.steps.group_state import GroupCost
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks
 from eldr_sim.simulator.setup.speculation import Speculation
@@ -58,22 +65,51 @@ class EngineSpec:
         return self.parallelism.data_parallel_size
 
 
+class PoolSpec(NamedTuple):
+    """Workers that are alike, and what becomes of a request when they have computed its prompt."""
+
+    name: str
+    n: int  #: engines
+    engine: EngineSpec
+    #: Who goes on: the number of a router, ``state.HERE`` or ``state.NOBODY``.
+    then: int = int(HERE)
+    router: int = 0  #: that chooses among the pool's workers
+    #: Of KV caches that its workers send and fetch; None where `ClusterSpec.transfer` says it.
+    transfer: TransferModel | None = None
+    #: How many bytes at the sender's rate stand for one that it fetches, see `prepare.transfers`.
+    kv_weight: float = 1.0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its workers generate, and not only compute prompts."""
+        return self.then == HERE
+
+
+def make_pools(
+    n_prefill: int, n_decode: int, prefill: EngineSpec, decode: EngineSpec
+) -> tuple[PoolSpec, ...]:
+    """Return the pools of an ``xPyD`` cluster; of ``xC`` without prefill, ``xP`` without decode."""
+    pools = []
+    if n_prefill:
+        pools.append(PoolSpec("prefill", n_prefill, prefill, 1 if n_decode else int(NOBODY)))
+    if n_decode:
+        pools.append(PoolSpec("decode", n_decode, decode, router=len(pools)))
+    return tuple(pools)
+
+
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Size and engine settings of a cluster; see `simulator.setup.config.RunConfig`.
+    """Pools and engine settings of a cluster; see `simulator.setup.config.RunConfig`.
 
-    Routers choose among ``n_prefill`` and ``n_decode`` engines, called workers here; those of one
-    group, ``parallelism.data_parallel_size`` in a row, share experts and step together. Without
-    prefill workers the ``n_decode`` workers are co-located: they compute the prompts too. Without
-    decode workers a request ends with its prompt.
+    Routers choose among engines, called workers here; those of one group,
+    ``parallelism.data_parallel_size`` in a row, share experts and step together. Workers are
+    numbered pool by pool, those of a router in a row; requests come to the first router.
     """
 
-    n_prefill: int
-    n_decode: int
-    prefill: EngineSpec
-    decode: EngineSpec
+    pools: tuple[PoolSpec, ...]
     max_model_len: int
     block_size: int
+    #: Of KV caches between workers.
     transfer: TransferModel
     load_report_delay_s: float
     max_concurrency: int | None
@@ -99,3 +135,53 @@ class ClusterSpec:
     routing_token_s: float = 0.0
     #: What requests go through before a router; None where prompts come as token ids.
     front_end: FrontEndSpec | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the pools."""
+        return [pool.name for pool in self.pools]
+
+    @property
+    def n_workers(self) -> int:
+        """Engines of all pools."""
+        return sum(pool.n for pool in self.pools)
+
+    def workers_of(self, name: str) -> range:
+        """Return the workers of a pool."""
+        at = self.names.index(name)
+        first = sum(pool.n for pool in self.pools[:at])
+        return range(first, first + self.pools[at].n)
+
+    @property
+    def routers(self) -> list[range]:
+        """The workers of each router."""
+        sizes = Counter[int]()
+        for pool in self.pools:
+            sizes[pool.router] += pool.n
+        ends = list(accumulate(sizes[number] for number in range(len(sizes))))
+        return [range(end - sizes[number], end) for number, end in enumerate(ends)]
+
+    @property
+    def n_prefill(self) -> int:
+        """Engines that compute prompts alone."""
+        return sum(pool.n for pool in self.pools if not pool.decodes)
+
+    @property
+    def n_decode(self) -> int:
+        """Engines that decode."""
+        return sum(pool.n for pool in self.pools if pool.decodes)
+
+    def of_decoders(self, figure: Callable[[EngineSpec], float]) -> NDArray[Any]:
+        """Return a figure of each worker that decodes, by its number among them."""
+        pools = [pool for pool in self.pools if pool.decodes]
+        return np.repeat([figure(pool.engine) for pool in pools], [pool.n for pool in pools])
+
+    @property
+    def prefill(self) -> EngineSpec:
+        """The engines that compute prompts; the first pool's where several do."""
+        return self.pools[0].engine
+
+    @property
+    def decode(self) -> EngineSpec:
+        """The engines that decode, the first pool's where several do; without any, `prefill`."""
+        return next((pool.engine for pool in self.pools if pool.decodes), self.prefill)

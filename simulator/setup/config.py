@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -22,16 +23,15 @@ from eldr_sim.simulator.setup.config_groups import (
     LengthConfig,
     OutputConfig,
     PolicyConfig,
-    Pool,
     RelocationConfig,
     RoutingConfig,
     ServiceLevel,
     StepConfig,
     StreamingConfig,
     WorkloadConfig,
-    parse_topology,
 )
 from eldr_sim.simulator.setup.paths import resolved
+from eldr_sim.simulator.setup.pools import Pool, WorkerPool, parse_topology, pools_of
 
 __all__ = [
     "WORKLOADS",
@@ -95,7 +95,7 @@ class RunConfig(
     @property
     def effective_output_len(self) -> int | Literal["recorded"]:
         """Output tokens of every request, or ``recorded``; 1 where they end with their prompts."""
-        if self.prefill_only:
+        if not self.generates:
             return 1
         if self.output_len is not None:
             return self.output_len
@@ -104,17 +104,54 @@ class RunConfig(
     @property
     def n_gpus(self) -> int:
         """GPUs of all workers."""
-        workers = {"prefill": self.n_prefill, "decode": self.n_decode}
-        return sum(n * self.pool(role).parallelism.n_gpus for role, n in workers.items())
+        return sum(pool.workers * pool.own.parallelism.n_gpus for pool in self.pools)
 
-    def pool(self, role: str) -> Pool:
-        """Return what holds for the workers of ``prefill`` or ``decode``."""
-        own: Pool = getattr(self, role)
-        values = {
-            name: getattr(self, name) if value is None else value
-            for name, value in own.model_dump().items()
-        }
-        if role == "prefill" and own.expert_placement is None and not self.prefill_only:
+    @cached_property
+    def pools(self) -> tuple[WorkerPool, ...]:
+        """The pools, in the order in which workers are numbered."""
+        named = pools_of(self.topology)
+        return tuple(
+            WorkerPool(
+                name,
+                "co-located" if not self.n_prefill and isinstance(self.topology, str) else name,
+                pool.workers,
+                pool.takes_over,
+                pool.then is None,
+                self.pool("decode" if pool.then is None else "prefill", pool),
+            )
+            for names in named.routers
+            for name in names
+            for pool in [named.root[name]]
+        )
+
+    @property
+    def n_prefill(self) -> int:
+        """Number of workers that compute prompts alone; 0 where all workers are co-located."""
+        pools = pools_of(self.topology).root.values()
+        return sum(pool.workers for pool in pools if pool.then is not None)
+
+    @property
+    def n_decode(self) -> int:
+        """Number of decode or co-located workers; 0 where requests end with their prompts."""
+        return sum(pool.workers for pool in pools_of(self.topology).root.values()) - self.n_prefill
+
+    @property
+    def generates(self) -> bool:
+        """Whether requests go on when their prompts are computed, and do not end."""
+        return self.n_decode > 0
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether others than those that computed their prompts may decode requests."""
+        return self.generates and self.n_prefill > 0
+
+    def pool(self, role: str, named: Pool | None = None) -> Pool:
+        """Return what holds for the workers of ``prefill`` or ``decode``, or of a named pool."""
+        own: dict[str, Any] = getattr(self, role).model_dump(exclude_none=True)
+        if named is not None:
+            own |= named.model_dump(exclude_none=True)
+        values = {name: own.get(name, getattr(self, name)) for name in Pool.model_fields}
+        if role == "prefill" and "expert_placement" not in own and self.generates:
             values["expert_placement"] = "linear"
         return Pool(**values)
 
@@ -122,11 +159,10 @@ class RunConfig(
     def price_per_hour(self) -> float | None:
         """Price of the whole cluster for an hour; None unless every pool has a price."""
         total = 0.0
-        for role, workers in (("prefill", self.n_prefill), ("decode", self.n_decode)):
-            pool = self.pool(role)
-            if workers and pool.price_per_gpu_hour is None:
+        for pool in self.pools:
+            if pool.own.price_per_gpu_hour is None:
                 return None
-            total += workers * pool.parallelism.n_gpus * (pool.price_per_gpu_hour or 0.0)
+            total += pool.workers * pool.own.parallelism.n_gpus * pool.own.price_per_gpu_hour
         return total
 
 

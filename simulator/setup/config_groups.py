@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
@@ -12,13 +10,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import seconds
 from eldr_sim.kernel_profiles.models import LONGEST
-from eldr_sim.kernel_profiles.parallel import Backend, MoEBackend, Padding, Parallelism
+from eldr_sim.kernel_profiles.parallel import Backend, MoEBackend, Padding
+from eldr_sim.simulator.setup.pools import Fields, PathText, Pool, Topology, policy_word
 from eldr_sim.simulator.setup.speculative_config import Speculative
 from eldr_sim.traces.requests.length_shapes import LengthShape
 
 #: The named workloads; any other is a file.
 WORKLOADS = ("task", "language", "trace")
-_TOPOLOGY = re.compile(r"([1-9]\d{0,3})P(?:([1-9]\d{0,3})D)?|([1-9]\d{0,3})C", re.IGNORECASE)
 
 
 def _number_or_inf(value: Any) -> Any:
@@ -27,27 +25,10 @@ def _number_or_inf(value: Any) -> Any:
     return value
 
 
-def _policy(decision: str) -> BeforeValidator:
-    """Make a policy's canonical word of whatever spelling."""
-
-    def canonical(value: Any) -> str | None:
-        if value is None:
-            return None  # a pool's own, where it has none
-        from eldr_sim.policies import registry  # takes long to import: it knows every policy
-
-        return registry.canonical(decision, value)
-
-    return BeforeValidator(canonical)
-
-
 def _fail(value: Any) -> Any:
     from eldr_sim.simulator.setup.fault_spellings import spelled  # most runs have none
 
     return spelled(value) if value else ()
-
-
-def _path_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def parse_mix(text: str, field: str = "domain_mix") -> dict[str, float]:
@@ -73,45 +54,11 @@ def _mix(value: Any) -> Any:
     return parse_mix(value) if isinstance(value, str) else value
 
 
-def _topology(value: Any) -> Any:
-    if isinstance(value, str):
-        parse_topology(value)
-    return value
-
-
-#: A name or a path.
-PathText = Annotated[str, BeforeValidator(_path_text)]
 #: Weights by domain, as a mapping or spelled ``code=2,math=1``.
 Mix = Annotated[dict[str, float] | None, BeforeValidator(_mix)]
 Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
 #: Seconds, or a time such as ``90s``, ``10m`` or ``2h``; 31 years are longer than any run.
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(le=1e9, allow_inf_nan=False)]
-
-
-def parse_topology(text: str) -> tuple[int, int]:
-    """Return (prefill, decode workers) of ``xPyD``, (0, x) of ``xC``, (x, 0) of ``xP``.
-
-    Raises
-    ------
-    InputError
-        If the text is none of them.
-    """
-    match = _TOPOLOGY.fullmatch(text.strip())
-    if match is None:
-        raise InputError(
-            "topology",
-            repr(text),
-            "xPyD with 1 to 9999 workers of each kind, such as 8P16D, xC, such as 8C, or xP",
-        )
-    return (0, int(match[3])) if match[3] else (int(match[1]), int(match[2] or 0))
-
-
-class _Fields(BaseModel):
-    """A group of fields."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
-    )
 
 
 class ServiceLevel(BaseModel):
@@ -127,65 +74,28 @@ class ServiceLevel(BaseModel):
     """End-to-end latency, ms."""
 
 
-class Pool(_Fields):
-    """What the workers of one pool, prefill or decode, have of their own; the run's when None."""
-
-    gpu: PathText | None = None
-    """A known GPU or a gpu.json."""
-    tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
-    """GPUs of a worker."""
-    enable_expert_parallel: bool | None = None
-    """Whole experts, spread over a worker's GPUs."""
-    data_parallel_size: int | None = Field(default=None, ge=1, le=1024)
-    """Engines of a worker."""
-    pipeline_parallel_size: int | None = Field(default=None, ge=1, le=1024)
-    """Stages of a worker; prefill workers only."""
-    num_redundant_experts: int | None = Field(default=None, ge=0)
-    """Instances of experts beyond one of each."""
-    expert_placement: Annotated[str | None, _policy("placement")] = None
-    """Which GPU holds which experts; linear on prefill workers when not given."""
-    max_num_seqs: int | None = Field(default=None, ge=1, le=65536)
-    """Running requests of a worker."""
-    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
-    """Tokens computed in one step."""
-    enforce_eager: bool | None = None
-    """Run without CUDA graphs."""
-    price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Price of a GPU-hour, $."""
-
-    @property
-    def parallelism(self) -> Parallelism:
-        """How a worker spreads the model over its GPUs; raises InputError if it cannot exist."""
-        return Parallelism(
-            self.tensor_parallel_size or 1,
-            bool(self.enable_expert_parallel),
-            self.data_parallel_size or 1,
-            self.pipeline_parallel_size or 1,
-        )
-
-
-class PolicyConfig(_Fields):
+class PolicyConfig(Fields):
     """Who serves a request, in which order, and where experts live."""
 
-    policy: Annotated[str, _policy("decode")] = "round_robin"
+    policy: Annotated[str, policy_word("decode")] = "round_robin"
     """Decode policy: which decode worker gets a request after its prefill, or which co-located
     worker when it arrives. Parameters follow the name: ``eldr:tau=0.2,layer_mask=all``; ``eldr-sim
     policies`` lists them."""
-    prefill_policy: Annotated[str, _policy("prefill")] = "prefix_hash"
+    prefill_policy: Annotated[str, policy_word("prefill")] = "prefix_hash"
     """Prefill policy: which prefill worker gets a request when it arrives."""
-    queue_order: Annotated[str, _policy("queue")] = "fcfs"
+    queue_order: Annotated[str, policy_word("queue")] = "fcfs"
     """Which waiting request an engine admits next: the first, the shortest, or a request log's
     lowest priority."""
-    expert_placement: Annotated[str, _policy("placement")] = "linear"
+    expert_placement: Annotated[str, policy_word("placement")] = "linear"
     """Which GPU of a decode (or co-located) worker holds which experts under expert parallelism:
     neighbours together, an even load or activation, or experts that tokens choose together."""
-    replica_choice: Annotated[str, _policy("replica")] = "hash"
+    replica_choice: Annotated[str, policy_word("replica")] = "hash"
     """Which instance of an expert computes a token where there are redundant experts: vLLM's hash
     of the token's position, or one that spares bytes, evens the load or keeps the activated experts
     of the busiest GPU few."""
 
 
-class WorkloadConfig(_Fields):
+class WorkloadConfig(Fields):
     """The requests: how many there are, and when they come."""
 
     workload: PathText = "task"
@@ -268,7 +178,7 @@ class WorkloadConfig(_Fields):
 NO_PART = dict.fromkeys(("log_from", "log_to", "busiest"))
 
 
-class RoutingConfig(_Fields):
+class RoutingConfig(Fields):
     """Whose tokens the requests replay, and so which experts they choose."""
 
     trace: PathText | None = None
@@ -286,7 +196,7 @@ class RoutingConfig(_Fields):
     """Weights towards which they move while the run lasts; fits know those at its start."""
 
 
-class LengthConfig(_Fields):
+class LengthConfig(Fields):
     """How long the requests are, where not as recorded."""
 
     input_len: int | None = Field(default=None, ge=1, le=LONGEST)
@@ -310,13 +220,14 @@ class LengthConfig(_Fields):
     """Draw a file's requests by prompt length, in one of Gimbal's shapes."""
 
 
-class ClusterConfig(_Fields):
+class ClusterConfig(Fields):
     """The workers, their GPUs, and what connects them."""
 
-    topology: Annotated[str, BeforeValidator(_topology)] = "8P16D"
+    topology: Topology = "8P16D"
     """``xPyD``: x prefill and y decode WORKERS of ``data_parallel_size`` engines each; ``xC``: x
     co-located workers, which compute prompts in chunks beside their decode batch; ``xP``: x prefill
-    workers alone, where a request ends with its prompt."""
+    workers alone, where a request ends with its prompt; or a file of pools
+    (docs/topologies.md)."""
     gpu: PathText = "H100"
     """A known GPU or a gpu.json."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
@@ -349,28 +260,8 @@ class ClusterConfig(_Fields):
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of a GPU-hour, $, for the cost per million output tokens."""
 
-    @property
-    def n_prefill(self) -> int:
-        """Number of prefill workers; 0 where all workers are co-located."""
-        return parse_topology(self.topology)[0]
 
-    @property
-    def n_decode(self) -> int:
-        """Number of decode or co-located workers; 0 where requests end with their prompts."""
-        return parse_topology(self.topology)[1]
-
-    @property
-    def colocated(self) -> bool:
-        """Whether each worker computes prompts and decodes."""
-        return self.n_prefill == 0
-
-    @property
-    def prefill_only(self) -> bool:
-        """Whether requests end with their prompts."""
-        return self.n_decode == 0
-
-
-class EngineConfig(_Fields):
+class EngineConfig(Fields):
     """The engine of a worker, in vLLM's terms."""
 
     model: PathText = "Qwen3-30B-A3B"
@@ -406,7 +297,7 @@ class EngineConfig(_Fields):
     """KV blocks of an engine, whatever its memory (vLLM's option; one is the null block)."""
 
 
-class StepConfig(_Fields):
+class StepConfig(Fields):
     """What a step takes: kernels, graphs, the host."""
 
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -423,7 +314,7 @@ class StepConfig(_Fields):
     """Folder of latency tables that take precedence over the embedded ones."""
 
 
-class FrontEndConfig(_Fields):
+class FrontEndConfig(Fields):
     """What hosts do: API servers read and tokenise a request, and engines hand it over."""
 
     frontend: PathText | None = None
@@ -446,7 +337,7 @@ class FrontEndConfig(_Fields):
     what a vLLM of August 2026 with its NixlConnector took (110 ms)."""
 
 
-class RelocationConfig(_Fields):
+class RelocationConfig(Fields):
     """Experts that move while a run lasts: EPLB at run time."""
 
     eplb_interval: int | None = Field(default=None, ge=1)
@@ -460,7 +351,7 @@ class RelocationConfig(_Fields):
     """What it takes beside moving the weights, ms."""
 
 
-class StreamingConfig(_Fields):
+class StreamingConfig(Fields):
     """Weights of experts that reach prefill workers while they compute: MoE-Prefill's AsyncEP."""
 
     expert_gather: Literal["collective", "one_sided", "needed"] | None = None
@@ -478,7 +369,7 @@ class StreamingConfig(_Fields):
     instead. For prefill workers alone."""
 
 
-class FaultConfig(_Fields):
+class FaultConfig(Fields):
     """What goes wrong, and what routers do about it."""
 
     fail: Annotated[tuple[str, ...], BeforeValidator(_fail)] = ()
@@ -496,7 +387,7 @@ class FaultConfig(_Fields):
     """How often a request is sent again."""
 
 
-class OutputConfig(_Fields):
+class OutputConfig(Fields):
     """What a result says beside the figures that every one has."""
 
     goodput: ServiceLevel = ServiceLevel()

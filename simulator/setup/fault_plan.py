@@ -21,7 +21,6 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 #: What becomes of the requests of a worker that died: they go on elsewhere with the tokens that
 #: they have; those that have none begin anew and the others fail; all fail.
 Retry = Literal["migrate", "before_first_token", "never"]
-POOLS = "prefill", "decode"
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,9 @@ class Fault:
     #: routers send it nothing new. ``join``: it is not there before the end. ``link``: its link for
     #: KV transfers has ``factor`` of its bandwidth.
     kind: Kind
-    #: ``pool``, ``worker``: 0 for prefill workers, 1 for decode or co-located ones; its number in
-    #: the topology. All engines of a worker that share experts share its fate.
-    pool: int
+    #: ``pool``, ``worker``: the pool's name, ``decode`` for co-located ones of ``xC``; its number
+    #: there. All engines of a worker that share experts share its fate.
+    pool: str
     worker: int
     #: ``at_s``, ``for_s``: when, s, and for how long; ``inf``: to the end of the run.
     at_s: float
@@ -50,7 +49,7 @@ class Fault:
     def __str__(self) -> str:
         factor = f" x{self.factor:g}" if self.kind in ("slow", "link") else ""
         until = "" if math.isinf(self.for_s) else f"+{self.for_s:g}s"
-        return f"{self.kind} {POOLS[self.pool]}:{self.worker}{factor} @{self.at_s:g}s{until}"
+        return f"{self.kind} {self.pool}:{self.worker}{factor} @{self.at_s:g}s{until}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def check_overlaps(faults: tuple[Fault, ...]) -> None:
     Slow steps and slow links mix with all but their like.
     """
 
-    def of(fault: Fault) -> tuple[int, int, str]:
+    def of(fault: Fault) -> tuple[str, int, str]:
         return fault.pool, fault.worker, fault.kind if fault.kind in ("slow", "link") else ""
 
     def start(fault: Fault) -> float:

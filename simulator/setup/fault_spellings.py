@@ -5,14 +5,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import TIME, parse_yaml, read_text, seconds, within
-from eldr_sim.simulator.setup.fault_plan import KINDS, POOLS, Fault, Kind, check_overlaps
+from eldr_sim.simulator.setup.fault_plan import KINDS, Fault, FaultPlan, Kind, check_overlaps
+from eldr_sim.traces.streams import stream
 
-_WORKER = re.compile(r"(prefill|decode):(\d{1,9})", re.IGNORECASE)
-_FAIL = re.compile(rf"([a-z]+:\d+)@({TIME})(?:\+({TIME}))?", re.IGNORECASE)
+if TYPE_CHECKING:
+    from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
+    from eldr_sim.simulator.setup.config import RunConfig
+    from eldr_sim.traces.workload import Workload
+
+_WORKER = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,9})", re.IGNORECASE)
+_FAIL = re.compile(rf"([a-z][a-z0-9_-]*:\d+)@({TIME})(?:\+({TIME}))?", re.IGNORECASE)
 _ALLOWED = "POOL:NUMBER@SECONDS, +SECONDS until a new one serves, such as decode:3@60s+30s"
 _LATEST_S = 1e9
 #: What an event has beside its kind and ``at_s``: the field that is not ``for_s``, and its bounds.
@@ -26,11 +34,11 @@ class Cancel(NamedTuple):
     after_s: float
 
 
-def _worker(field: str, text: object) -> tuple[int, int]:
+def _worker(field: str, text: object) -> tuple[str, int]:
     match = _WORKER.fullmatch(str(text))
     if match is None:
-        raise InputError(field, f"{text!r} is no worker", "prefill:NUMBER or decode:NUMBER, from 0")
-    return POOLS.index(match[1].lower()), int(match[2])
+        raise InputError(field, f"{text!r} is no worker", "POOL:NUMBER, from 0, such as decode:3")
+    return match[1].lower(), int(match[2])
 
 
 def parse_fail(text: str) -> Fault:
@@ -114,13 +122,49 @@ def _event(where: str, event: Mapping[Any, Any]) -> Fault | Cancel:
     return made
 
 
-def check_fits(faults: Sequence[Fault], topology: tuple[int, int]) -> None:
+def check_fits(faults: Sequence[Fault], workers: Mapping[str, int], hands_over: bool) -> None:
     """Raise InputError where a fault's worker does not exist, or two faults do not mix."""
     for fault in faults:
-        n = topology[fault.pool]
+        n = workers.get(fault.pool, 0)
         if fault.worker >= n:
-            allowed = f"{POOLS[fault.pool]}:0 to {n - 1}" if n else POOLS[1 - fault.pool]
+            allowed = f"{fault.pool}:0 to {n - 1}" if n else ", ".join(workers)
             raise InputError("events", f"{fault}: there is no such worker", allowed)
-        if fault.kind == "link" and 0 in topology:
+        if fault.kind == "link" and not hands_over:
             raise InputError("events", f"{fault}: no KV cache is sent over a link here")
     check_overlaps(tuple(faults))
+
+
+def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPlan | None:
+    """Return what goes wrong; None where nothing does."""
+    if not config.fail and config.events is None:
+        return None
+    faults: list[Fault] = []
+    cancels: list[Cancel] = []
+    if config.events is not None:
+        faults, cancels = read_events(config.events)
+    if cancels and spec.front_end is not None:
+        problem = "clients that give up while API servers have their requests are not simulated"
+        raise InputError("events", f"cancel beside --frontend: {problem}", "one of the two")
+    faults += [parse_fail(text) for text in config.fail]
+    check_fits(faults, {pool.name: pool.workers for pool in config.pools}, config.hands_over)
+    engines = {pool.name: pool.engine for pool in spec.pools}
+    for fault in faults:
+        layout = engines[fault.pool].layout
+        own = layout is not None and layout.has_steps_of_its_own
+        if own and fault.kind not in ("drain", "link"):
+            problem = "workers that stream weights or have stages are not simulated"
+            raise InputError("events", f"{fault}: faults of {problem}")
+        if config.eplb_interval is not None and fault.kind in ("fail", "join"):
+            problem = "beside experts that move (eplb_interval) are not simulated"
+            raise InputError("events", f"{fault}: dead workers {problem}")
+    rng, cancel_s = stream(config.seed, "cancel"), np.full(len(workload), np.inf)
+    for cancel in cancels:
+        gives_up = rng.random(len(workload)) < cancel.share
+        cancel_s[gives_up] = np.minimum(cancel_s, workload.arrival_s + cancel.after_s)[gives_up]
+    return FaultPlan(
+        tuple(faults),
+        cancel_s if cancels else None,
+        config.health_delay_ms / 1e3,
+        config.retry,
+        config.max_retries,
+    )

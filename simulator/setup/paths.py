@@ -72,9 +72,11 @@ def _changed(values: Mapping[str, Any], change: Callable[[str, str], str]) -> di
     for field in _FIELDS:
         if isinstance(text := changed.get(field), str):
             changed[field] = change(field, text)
-    for pool in ("prefill", "decode"):
-        if isinstance(inner := changed.get(pool), dict):
-            changed[pool] = _changed(inner, change)
+    for name in ("prefill", "decode"):
+        if isinstance(inner := changed.get(name), dict):
+            changed[name] = _changed(inner, change)
+    if isinstance(pools := changed.get("topology"), dict):
+        changed["topology"] = {name: _changed(pool, change) for name, pool in pools.items()}
     for field in DECISION_OF.keys() & changed.keys():
         if isinstance(word := changed[field], str) and ".py:" in word:
             file, colon, rest = word.partition(":")

@@ -32,6 +32,7 @@ from eldr_sim.policies.placement.base import ExpertGroup, Placement
 from eldr_sim.policies.replicas.base import ChoiceParameters
 from eldr_sim.policies.replicas.weighted import rank_weights
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
+from eldr_sim.simulator.plane.state import HERE, NOBODY
 from eldr_sim.simulator.plane.steps.group_state import (
     ALL,
     ASKED,
@@ -41,16 +42,17 @@ from eldr_sim.simulator.plane.steps.group_state import (
     REPLICA_CHOICES,
     GroupCost,
 )
-from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolSpec
 from eldr_sim.simulator.setup.config import Pool, RunConfig
 from eldr_sim.simulator.setup.config_groups import FrontEndConfig
 from eldr_sim.simulator.setup.log_part import check_window
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks, kv_blocks, window_blocks
+from eldr_sim.simulator.setup.pools import WorkerPool, pools_of
 from eldr_sim.simulator.setup.replay import fit_trace
 from eldr_sim.simulator.setup.speculation import Speculation, speculation_of
 from eldr_sim.simulator.setup.speculative_config import LOOKING_UP
 from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_layout
-from eldr_sim.simulator.setup.transfer import HAND_OVERS, PRESETS, pull_between
+from eldr_sim.simulator.setup.transfer import HAND_OVERS, PRESETS, TransferModel, pull_between
 from eldr_sim.traces.requests.domains import wanted_domains
 from eldr_sim.traces.requests.texts import Texts, draw_texts
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
@@ -85,40 +87,31 @@ def prepare(config: RunConfig) -> PreparedRun:
     if config.kv_cache_dtype == "fp8":
         model = model.model_copy(update={"kv_cache_dtype": "fp8"})
     trace = trace_of(config, model)
-    if config.colocated and config.prefill != Pool():
+    if not config.n_prefill and config.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
-    if config.prefill_only and config.decode != Pool():
+    if not config.generates and config.decode != Pool():
         raise InputError("decode", "requests end with their prompts", "prefill, or none")
-    if config.prefill_only and config.output_len not in (None, 1):
+    if not config.generates and config.output_len not in (None, 1):
         problem = f"{config.output_len}: a request of {config.topology} ends with its prompt"
         raise InputError("output_len", problem, "1, or none")
     _check_tables(config)
-    sizes = [config.pool(role).parallelism.data_parallel_size for role in ("prefill", "decode")]
-    if trace is not None and max(sizes) > 1:
+    if trace is not None and any(p.own.parallelism.data_parallel_size > 1 for p in config.pools):
         trace.require_prompts("the pairs of engines that share experts")
     with noting_use() as used:
-        if config.prefill_only:
-            prefill = decode = _engine(config, "prefill", model)
-        else:
-            decode = _engine(config, "decode", model)
-            prefill = decode if config.colocated else _engine(config, "prefill", model)
-    places = config.n_prefill * prefill.parallelism.data_parallel_size * prefill.max_num_seqs
-    places += config.n_decode * decode.parallelism.data_parallel_size * decode.max_num_seqs
+        # The last pool first: of two mistakes the one of its workers is told.
+        engines = [_engine(config, pool, model) for pool in reversed(config.pools)][::-1]
+    if any(engine.layout != engines[0].layout for engine in engines if engine.layout):
+        raise InputError("topology", "pools that stream weights are all alike", "one such pool")
+    pools, transfer = _pools(config, engines, model)
+    places = sum(pool.n * pool.engine.max_num_seqs for pool in pools)
     within("topology", places, _MOST_PLACES, " running requests of all engines")
     output_len, drafts = config.effective_output_len, config.speculative_config
     same = {field.name for field in fields(ClusterSpec)} & RunConfig.model_fields.keys()
     same -= {"prefill", "decode", "max_model_len", "async_scheduling"}
     spec = ClusterSpec(
-        n_prefill=config.n_prefill * prefill.parallelism.data_parallel_size,
-        n_decode=config.n_decode * decode.parallelism.data_parallel_size,
-        prefill=prefill,
-        decode=decode,
+        pools=pools,
         max_model_len=_max_model_len(config, model),
-        transfer=PRESETS[config.kv_transfer].over(
-            prefill.step_time.gpu.nic_bandwidth,
-            decode.step_time.gpu.nic_bandwidth,
-            pull_between(model, prefill.parallelism, decode.parallelism),
-        ),
+        transfer=transfer,
         load_report_delay_s=config.load_report_delay_ms / 1e3,
         signal_interval_s=config.signal_interval_ms / 1e3,
         max_tokens=output_len
@@ -134,21 +127,77 @@ def prepare(config: RunConfig) -> PreparedRun:
     return PreparedRun(model, trace, spec, frozenset(used))
 
 
+def _pools(
+    config: RunConfig, engines: Sequence[EngineSpec], model: ModelDims
+) -> tuple[tuple[PoolSpec, ...], TransferModel]:
+    """Return the pools, and what a KV transfer between the first two that make one costs.
+
+    A sender's link has the rate at which the first pool that takes over fetches from it. Where
+    another one, with more GPUs a worker say, fetches slower, so many more bytes flow for it: their
+    ratio is to be the same for all senders.
+    """
+    names = pools_of(config.topology).routers
+    router = {name: number for number, mine in enumerate(names) for name in mine}
+    base = PRESETS[config.kv_transfer]
+
+    def between(source: int, target: int) -> TransferModel:
+        one, other = engines[source], engines[target]
+        return base.over(
+            one.step_time.gpu.nic_bandwidth,
+            other.step_time.gpu.nic_bandwidth,
+            pull_between(model, one.parallelism, other.parallelism),
+        )
+
+    number = {pool.name: at for at, pool in enumerate(config.pools)}
+    weights, made = [1.0] * len(engines), list[TransferModel | None]([None] * len(engines))
+    for target, pool in enumerate(config.pools):
+        sources = [at for at, other in enumerate(config.pools) if pool.name in other.takes_over]
+        for source in sources:
+            own = between(source, target)
+            sends = between(source, number[names[router[pool.name]][0]])
+            weight = sends.bandwidth / own.bandwidth
+            fetches = replace(own, ingress_bandwidth=own.ingress * weight)
+            if source != sources[0] and (
+                fetches.descriptor_s != (made[target] or own).descriptor_s
+                or weight != weights[target]
+            ):
+                senders = ", ".join(config.pools[at].name for at in sources)
+                problem = f"fetches KV caches from pools of other GPUs or sizes: {senders}"
+                raise InputError(f"topology.{pool.name}", problem, "senders that are alike")
+            made[source], made[target], weights[target] = sends, fetches, weight
+    pools = []
+    for at, (pool, engine) in enumerate(zip(config.pools, engines, strict=True)):
+        then = router[pool.takes_over[0]] if pool.takes_over else int(HERE)
+        n = pool.workers * engine.parallelism.data_parallel_size
+        pools.append(
+            PoolSpec(
+                pool.name,
+                n,
+                engine,
+                then if config.generates else int(NOBODY),
+                router[pool.name],
+                made[at],
+                weights[at],
+            )
+        )
+    first = next((sent for sent in made if sent is not None), None)
+    return tuple(pools), first or between(0, -1)
+
+
 def _check_dense(config: RunConfig, model: ModelDims) -> None:
     """Raise InputError where a configuration asks for something of a dense model's experts."""
     for name in ("trace", "routing_band", "moe_backend", "expert_gather", "offload_window"):
         if getattr(config, name) != RunConfig.model_fields[name].default:
             raise InputError(name, f"{model.name} is dense: it has no experts", "not given")
-    for role in ("prefill", "decode"):
-        pool = config.pool(role)
+    for pool in (pool.own for pool in config.pools):
         if pool.num_redundant_experts:
             problem = f"{model.name} is dense: it has no experts"
             raise InputError("num_redundant_experts", problem, "not given")
         _check_need("expert_placement", pool.expert_placement or "linear", model)
     _check_need("queue_order", config.queue_order, model)
-    if not config.prefill_only:
+    if config.generates:
         _check_need("policy", config.policy, model)
-    if not config.colocated:
+    if config.n_prefill:
         _check_need("prefill_policy", config.prefill_policy, model)
 
 
@@ -173,7 +222,7 @@ def servable(config: RunConfig, policies: Sequence[str]) -> list[str]:
 
 def _check_tables(config: RunConfig) -> None:
     """Raise InputError where the user's tables are all of devices that the run does not have."""
-    gpus = [load_gpu(pool.gpu) for role in ("prefill", "decode") if (pool := config.pool(role)).gpu]
+    gpus = [load_gpu(pool.own.gpu or "") for pool in config.pools]
     known = {name for gpu in gpus for name in (gpu.name, gpu.sibling)}
     measured = sorted({table.metadata.gpu for table in load_tables(config.tables)})
     if measured and not known.intersection(measured):
@@ -191,17 +240,18 @@ def _front_end(config: RunConfig) -> FrontEndSpec | None:
             if name != "handover" and getattr(config, name) != field.default:
                 raise InputError(name, "there are no API servers", "--frontend beside it")
         return None
+    entry = pools_of(config.topology).routers[0]
     return FrontEndSpec(
         load_front_end(config.frontend).slower(config.cpu_slowdown),
         config.tokenizer_mode,
-        config.api_servers or config.n_prefill or config.n_decode,
+        config.api_servers or sum(p.workers for p in config.pools if p.name in entry),
         config.tokenizer_threads,
     )
 
 
-def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
+def _engine(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineSpec:
     """Return what every worker of a pool is: settings that are not given are vLLM's defaults."""
-    pool = config.pool(role)
+    pool = workers.own
     assert pool.gpu is not None
     gpu, parallelism = load_gpu(pool.gpu), pool.parallelism
     budget = pool.max_num_batched_tokens or gpu.max_num_batched_tokens
@@ -217,9 +267,9 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         )
     parallelism.check(model)
     ranks = parallelism.n_expert_ranks
-    _check_experts(pool, role)
+    _check_experts(pool, workers.name)
     redundant = pool.num_redundant_experts or 0
-    layout = prompt_layout(config, role, model, gpu, parallelism, budget)
+    layout = prompt_layout(config, workers, model, gpu, parallelism, budget)
     experts = None if layout is None else layout.experts
     slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
 
@@ -388,7 +438,7 @@ def _kv_blocks(
 def _windows(config: RunConfig, model: ModelDims) -> WindowBlocks:
     """Return what the sliding windows of a request take; nothing where they keep all."""
     whole = config.disable_hybrid_kv_cache_manager
-    if whole or (whole is None and not config.colocated):
+    if whole or (whole is None and config.n_prefill):
         return NO_WINDOWS
     return window_blocks(model, config.block_size)
 

@@ -98,7 +98,7 @@ def speculation_of(
     if given is None or given.num_speculative_tokens == 0:
         return None
     acceptance = acceptance_of(given, model.name, given.num_speculative_tokens)
-    if config.prefill_only:
+    if not config.generates:
         problem = "requests end with their prompts: there is nothing to draft"
         raise InputError("speculative_config", problem, "not given")
     draft = build_draft(

@@ -23,6 +23,7 @@ from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.simulator.plane.steps.streamed import PromptLayers
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.memory import StreamedExperts, streamed_experts
+from eldr_sim.simulator.setup.pools import Pool, WorkerPool
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.setup.cluster_spec import EngineSpec
@@ -64,7 +65,7 @@ class PromptLayout:
 
 def prompt_layout(
     config: RunConfig,
-    role: str,
+    pool: WorkerPool,
     model: ModelDims,
     gpu: GPU,
     parallelism: Parallelism,
@@ -75,19 +76,19 @@ def prompt_layout(
     Raises InputError if the configuration asks for what is not simulated.
     """
     stages = parallelism.pipeline_parallel_size
-    if stages > 1 and not config.prefill_only:
+    if stages > 1 and config.generates:
         raise InputError(
             "pipeline_parallel_size",
-            f"stages of {role} workers in {config.topology} are not simulated",
+            f"stages of {pool.name} workers in {config.topology} are not simulated",
             "1, or prefill workers alone, such as 8P",
         )
-    if config.colocated:
+    if not config.n_prefill:
         for name in _STREAMING:
             if getattr(config, name):
                 raise InputError(name, "co-located workers stream no weights", "xPyD or xP")
-    if role != "prefill":
+    if pool.decodes:
         return None
-    if config.kv_cache_free and not config.prefill_only:
+    if config.kv_cache_free and config.generates:
         raise InputError(
             "kv_cache_free", f"{config.topology} hands KV caches over", "xP, such as 8P"
         )
@@ -96,7 +97,7 @@ def prompt_layout(
         raise InputError("gather_interference", "nothing is gathered", "--expert-gather beside it")
     stream = experts = pipeline = None
     if streams:
-        _check_stream(config, parallelism)
+        _check_stream(config, pool.own, parallelism)
         n_gpus = parallelism.data_parallel_size
         stream = plan_stream(
             model,
@@ -121,7 +122,7 @@ def prompt_layout(
     )
 
 
-def _check_stream(config: RunConfig, parallelism: Parallelism) -> None:
+def _check_stream(config: RunConfig, pool: Pool, parallelism: Parallelism) -> None:
     """Raise InputError where a prefill worker's GPUs cannot stream experts."""
     name = "offload_window" if config.expert_gather is None else "expert_gather"
     engines = parallelism.data_parallel_size
@@ -137,7 +138,6 @@ def _check_stream(config: RunConfig, parallelism: Parallelism) -> None:
         for other in ("offload_window", "gather_interference"):
             if getattr(config, other):
                 raise InputError(other, "experts are gathered as a gate chooses them", "none")
-    pool = config.pool("prefill")
     if pool.num_redundant_experts:
         raise InputError("num_redundant_experts", "every layer is gathered whole", "0")
     if pool.expert_placement != "linear":

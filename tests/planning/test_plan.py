@@ -98,7 +98,7 @@ def test_the_sizes_of_both_pools_are_searched():
     tried = {
         tuple(t.config.pool(role).tensor_parallel_size for role in ("prefill", "decode"))
         for t in found.best.trials
-        if not t.config.colocated
+        if t.config.n_prefill > 0
     }
     assert tried == set(pairs)
     assert {s.shape for s in found.best.shapes} == {
@@ -112,7 +112,7 @@ class Together(Analytic):
 
     def summary(self, config):
         found = super().summary(config)
-        if config.colocated:
+        if config.n_prefill == 0:
             budget = config.max_num_batched_tokens
             speed = 7.0 if budget == 2048 else 6.0
             good = float(config.request_rate <= config.n_decode * speed)
@@ -127,7 +127,7 @@ def test_colocated_workers_and_their_token_budget_are_searched():
     best = by_policy["jsq"].trial.config  # eldr needs prefill workers, which make signatures
     assert (best.topology, best.max_num_batched_tokens) == ("3C", 2048)
     assert by_policy["jsq"].beside(decode=-1).config.topology == "2C"
-    assert all(not t.config.colocated for t in by_policy["eldr"].trials)
+    assert all(t.config.n_prefill > 0 for t in by_policy["eldr"].trials)
 
 
 def test_hopeless_clusters_take_one_run_and_clear_ones_the_fewest_seeds():

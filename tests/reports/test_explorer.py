@@ -99,7 +99,7 @@ def test_the_command_is_the_state(state):
     assert {own.request_rate for own in around(config)} >= {config.request_rate}
     for own in around(config):
         assert from_command(command_of(own)) == own
-    assert (config in plane(config)) == (not config.colocated)
+    assert (config in plane(config)) == (config.n_prefill > 0)
 
 
 def test_a_state_s_stream_is_its_run(site):

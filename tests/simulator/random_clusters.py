@@ -6,6 +6,7 @@ alike.
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import get_args
 
@@ -19,8 +20,9 @@ from eldr_sim.kernel_profiles.steps.drafts import Draft
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import Needs, PolicyContext, RouterPolicy
 from eldr_sim.policies.placement.base import Placement
+from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.plane.front_end import FrontEndSpec, Mode
-from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
 from eldr_sim.simulator.setup.memory import WindowBlocks
 from eldr_sim.simulator.setup.replay import Replay, rank_masks
 from eldr_sim.simulator.setup.speculation import Speculation
@@ -227,6 +229,21 @@ RANDOM_CLUSTER = {
 }
 
 
+def with_engines(spec, prefill, decode=None, **changes):
+    """Return a cluster whose pools have other engines, and what else is given."""
+    engines = {"prefill": prefill, "decode": decode or spec.decode}
+    pools = tuple(pool._replace(engine=engines[pool.name]) for pool in spec.pools)
+    return dataclasses.replace(spec, pools=pools, **changes)
+
+
+def cluster_of(*, spec, model, prefill_policy, decode_policy, **arguments):
+    """Return the cluster of a random one's arguments and policies."""
+    policies = [prefill_policy] if spec.n_prefill else []
+    policies += [decode_policy] if spec.n_decode else []
+    shards = [model] * len(spec.pools)
+    return Cluster(spec=spec, shards=shards, policies=policies, **arguments)
+
+
 def random_cluster(
     seed,
     topology,
@@ -291,10 +308,7 @@ def random_cluster(
             3 * unit, unit / 7, float(egress), "test", some(None, float(ingress))
         )
     spec = ClusterSpec(
-        n_prefill=topology[0],
-        n_decode=topology[1],
-        prefill=prefill if topology[0] else decode,
-        decode=decode,
+        pools=make_pools(*topology, prefill, decode),
         max_model_len=some(LONGEST, LONGEST, LONGEST, 45),
         block_size=block_size,
         transfer=transfer,

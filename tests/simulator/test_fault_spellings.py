@@ -19,9 +19,9 @@ from eldr_sim.simulator.setup.fault_spellings import Cancel, check_fits, parse_f
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("decode:3@60s+30s", Fault("fail", 1, 3, 60.0, 30.0)),
-        ("Prefill:0@1.5", Fault("fail", 0, 0, 1.5)),
-        (" decode:12@0s+2.5 ", Fault("fail", 1, 12, 0.0, 2.5)),
+        ("decode:3@60s+30s", Fault("fail", "decode", 3, 60.0, 30.0)),
+        ("Prefill:0@1.5", Fault("fail", "prefill", 0, 1.5)),
+        (" decode:12@0s+2.5 ", Fault("fail", "decode", 12, 0.0, 2.5)),
     ],
 )
 def test_the_short_spelling(text, fault):
@@ -37,7 +37,6 @@ def test_a_fault_is_said_as_it_is_spelled():
     [
         "decode3@60",
         "decode:3",
-        "gpu:1@2",
         "decode:-1@2",
         "decode:1@x",
         "decode:1@1e99",
@@ -75,12 +74,12 @@ def test_a_file_of_events(tmp_path):
     path.write_text(json.dumps(EVENTS))
     faults, cancels = read_events(str(path))
     assert faults == [
-        Fault("fail", 1, 3, 60, 30), Fault("hang", 1, 1, 20, 5),
-        Fault("slow", 0, 2, 10, math.inf, 1.5), Fault("drain", 0, 0, 40),
-        Fault("join", 1, 4, 60, 45), Fault("link", 0, 1, 5, 9, 0.25),
+        Fault("fail", "decode", 3, 60, 30), Fault("hang", "decode", 1, 20, 5),
+        Fault("slow", "prefill", 2, 10, math.inf, 1.5), Fault("drain", "prefill", 0, 40),
+        Fault("join", "decode", 4, 60, 45), Fault("link", "prefill", 1, 5, 9, 0.25),
     ]  # fmt: skip
     assert cancels == [Cancel(0.05, 10)]
-    check_fits(faults, (3, 5))
+    check_fits(faults, {"prefill": 3, "decode": 5}, True)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +113,29 @@ def test_a_bad_event_is_an_input_error(tmp_path, event, said):
         (["prefill:0@1s"], (0, 2)),
         (["decode:0@1s", "decode:0@9s"], (1, 1)),
         (["decode:0@1s+8s", "decode:0@9s"], (1, 1)),
+        (["gpu:1@2s"], (1, 1)),
     ],
 )
 def test_what_cannot_be_is_an_input_error(texts, topology):
+    workers = dict(zip(("prefill", "decode"), topology, strict=True))
+    faults = [parse_fail(text) for text in texts]
     with pytest.raises(InputError, match="events"):
-        check_fits([parse_fail(text) for text in texts], topology)
+        check_fits(faults, workers, all(topology))
 
 
 def test_slow_steps_mix_with_a_death():
-    slow = Fault("slow", 1, 0, 2.0, 5.0, 2.0)
-    check_fits([slow, parse_fail("decode:0@3s+1s"), Fault("link", 1, 0, 4.0, 9.0, 0.5)], (1, 1))
+    slow = Fault("slow", "decode", 0, 2.0, 5.0, 2.0)
+    check_fits(
+        [slow, parse_fail("decode:0@3s+1s"), Fault("link", "decode", 0, 4.0, 9.0, 0.5)],
+        {"prefill": 1, "decode": 1},
+        True,
+    )
     with pytest.raises(InputError, match="overlap"):
-        check_fits([slow, Fault("link", 1, 0, 2.5, 1.0, 0.5), slow], (1, 1))
+        check_fits(
+            [slow, Fault("link", "decode", 0, 2.5, 1.0, 0.5), slow],
+            {"prefill": 1, "decode": 1},
+            True,
+        )
 
 
 def test_time_to_recover_is_where_goodness_returns():
@@ -165,7 +175,7 @@ def test_figures_of_faults_by_hand():
         requests=requests, window=(0.0, 40.0), end_s=40.0, completed=np.ones(n, bool),
         retries=np.where(np.arange(n) == 1, 5, np.where(np.arange(n) == 9, 2, 0)),
     )  # fmt: skip
-    join, fail = Fault("join", 1, 0, 5.0, 15.0), parse_fail("decode:0@10s+10s")
+    join, fail = Fault("join", "decode", 0, 5.0, 15.0), parse_fail("decode:0@10s+10s")
     found = fault_figures(record, RunConfig(goodput={"ttft": 1000}), (join, fail))
     assert (found["retried"], found["retries"]) == (1, 2)
     missing, dead = found["events"]

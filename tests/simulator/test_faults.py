@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import RouterPolicy
 from eldr_sim.simulator.control import cluster as cluster_module
-from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan, check_overlaps
 from eldr_sim.simulator.setup.transfer import TransferModel
@@ -23,9 +22,11 @@ from .random_clusters import (
     N_TRACE,
     POLICIES,
     RANDOM_CLUSTER,
+    cluster_of,
     policies_of,
     random_cluster,
     random_workload,
+    with_engines,
 )
 from .test_engine import assert_same
 from .test_groups import GROUPED, grouped_cluster
@@ -54,7 +55,7 @@ def random_plan(rng, spec, workload, until_s, size=1):
         if kind not in ("hang", "join") and rng.random() < 0.3:
             lasts = np.inf
         factor = float(rng.choice([2.0, 3.5]) if kind == "slow" else rng.choice([0.5, 0.1]))
-        fault = Fault(kind, pool, int(rng.integers(n)), at, lasts, factor)
+        fault = Fault(kind, ("prefill", "decode")[pool], int(rng.integers(n)), at, lasts, factor)
         try:
             check_overlaps((*faults, fault))
         except InputError:
@@ -98,7 +99,7 @@ def make_pair(arguments, prefill, decode):
 
     known = {name: value for name, value in arguments.items() if name != "placements"}
     return (
-        Cluster(**known, **policies(), signatures=lambda ranges: (0, None)),
+        cluster_of(**known, **policies(), signatures=lambda ranges: (0, None)),
         Twin(**arguments, **policies()),
     )
 
@@ -119,7 +120,8 @@ def test_faults_equal_their_twin(prefill, decode, **drawn):
     record = cluster.run()
     assert_ordered(record)
     assert_same(record, twin.run())
-    for router, policy in zip(cluster.routers, twin.policies, strict=True):
+    policies = [policy for policy in twin.policies if policy is not None]
+    for router, policy in zip(cluster.routers, policies, strict=True):
         assert getattr(router.policy, "seen", None) == getattr(policy, "seen", None)
 
 
@@ -167,7 +169,7 @@ def small(topology):
     arguments = random_cluster(3, topology, 4, 0, 1, False, True, True)
     rng, spec = np.random.default_rng(5), arguments["spec"]
     few = {"n_blocks": 30, "max_num_seqs": 3}
-    arguments["spec"] = dataclasses.replace(
+    arguments["spec"] = with_engines(
         spec, block_size=3, prefill=dataclasses.replace(spec.prefill, **few),
         decode=dataclasses.replace(spec.decode, **few), max_concurrency=None,
         max_model_len=LONGEST, enable_prefix_caching=True, load_report_delay_s=0.002,
@@ -181,7 +183,7 @@ def small(topology):
 
 def run_with(arguments, plan):
     first, second = policies_of(arguments["spec"], "least_loaded", "jsq", 4)
-    cluster = Cluster(
+    cluster = cluster_of(
         **arguments, prefill_policy=first, decode_policy=second,
         signatures=lambda ranges: (0, None), faults=plan,
     )  # fmt: skip
@@ -194,7 +196,7 @@ def instants(arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster_module, "_EVENTS_A_CALL", 1)
         first, second = policies_of(arguments["spec"], "least_loaded", "jsq", 4)
-        cluster = Cluster(
+        cluster = cluster_of(
             **arguments, prefill_policy=first, decode_policy=second,
             signatures=lambda ranges: (0, None),
         )  # fmt: skip
@@ -216,7 +218,7 @@ def test_a_death_at_any_event_loses_no_request(topology, each):
     cases = [(worker, way) for worker in workers for way in HEARD]
     for i, at in enumerate(instants(arguments)):
         for (pool, worker), (delay, lasts) in cases if each else [cases[i % len(cases)]]:
-            fault = Fault("fail", pool, worker, at, lasts)
+            fault = Fault("fail", ("prefill", "decode")[pool], worker, at, lasts)
             _, record = run_with(arguments, FaultPlan((fault,), None, delay, "migrate"))
             assert record.completed.all(), (fault, delay)
             # Every request has got each of its tokens once.
@@ -259,10 +261,10 @@ class Stubborn(RouterPolicy):
 
 def test_no_policy_reaches_a_worker_that_is_known_to_be_dead():
     arguments = small((2, 2))
-    fault = Fault("fail", 1, 0, 0.01)
+    fault = Fault("fail", "decode", 0, 0.01)
     for decode in (Stubborn(None), *(policies_of(arguments["spec"], "least_loaded", name, 4)[1]
                                  for name in ("jsq", "round_robin", "p2c"))):  # fmt: skip
-        cluster = Cluster(
+        cluster = cluster_of(
             **arguments, prefill_policy=Stubborn(None), decode_policy=decode,
             signatures=lambda ranges: (0, None), faults=FaultPlan((fault,), None, 0.0, "migrate"),
         )  # fmt: skip
@@ -276,7 +278,7 @@ def test_no_policy_reaches_a_worker_that_is_known_to_be_dead():
 def test_a_worker_that_joins_serves_from_then_on():
     arguments = small((2, 2))
     joined = 0.05
-    plan = FaultPlan((Fault("join", 1, 0, 0.02, 0.03),), None, 0.0, "migrate")
+    plan = FaultPlan((Fault("join", "decode", 0, 0.02, 0.03),), None, 0.0, "migrate")
     _, record = run_with(arguments, plan)
     assert record.completed.all()
     first = record.decode_steps[record.decode_steps["worker"] == 0]["start"].min(initial=np.inf)
@@ -289,7 +291,7 @@ def test_a_hang_delays_what_is_under_way_and_no_more(make_cluster, make_workload
     step_time = make_step_time(1, constant=1.0, prefill=(0.0, 0.0))
     for kind, factor, ends in (("hang", 1.0, 14.0), ("slow", 3.0, 6.0)):
         cluster = make_cluster(workload, step_time=step_time, max_num_seqs=1)
-        cluster.faults = FaultPlan((Fault(kind, 1, 0, 2.5, 10.0, factor),))
+        cluster.faults = FaultPlan((Fault(kind, "decode", 0, 2.5, 10.0, factor),))
         record = cluster.run()
         assert record.requests["finish_s"].tolist() == [ends]
 
@@ -298,7 +300,7 @@ def test_a_dead_workers_request_begins_anew_or_goes_on(make_cluster, make_worklo
     """Tokens of 1 s; the worker dies in its third step, and another prefill takes no time."""
     workload = make_workload([0.0], 4, 5)
     step_time = make_step_time(1, constant=1.0, prefill=(0.0, 0.0))
-    fault = Fault("fail", 1, 0, 2.5)
+    fault = Fault("fail", "decode", 0, 2.5)
     for retry, tokens, finish in (("migrate", 5, 5.5), ("before_first_token", 2, 2.5)):
         cluster = make_cluster(workload, step_time=step_time, max_num_seqs=1, n_decode=2)
         cluster.faults = FaultPlan((fault,), None, 0.0, retry)
@@ -313,7 +315,7 @@ def test_a_dead_workers_request_begins_anew_or_goes_on(make_cluster, make_worklo
 def test_a_slower_link_of_either_worker_slows_a_transfer(make_cluster, make_workload, pool):
     """Eight tokens of a byte at 10 bytes/s, and at a tenth of it."""
     took = []
-    for faults in ((), (Fault("link", pool, 0, 0.0, np.inf, 0.1),)):
+    for faults in ((), (Fault("link", ("prefill", "decode")[pool], 0, 0.0, np.inf, 0.1),)):
         cluster = make_cluster(
             make_workload([1.0], 8, 2), transfer=TransferModel(0.0, 0.0, 10.0, "test")
         )
@@ -332,7 +334,7 @@ def test_one_that_waits_to_go_on_leaves_with_all_its_tokens(
         max_num_seqs=1, n_prefill=0, n_decode=2,
     )  # fmt: skip
     gives_up = np.array([7.0, np.inf])
-    cluster.faults = FaultPlan((Fault("fail", 1, 0, 5.5),), gives_up, 0.0, "migrate")
+    cluster.faults = FaultPlan((Fault("fail", "decode", 0, 5.5),), gives_up, 0.0, "migrate")
     record = cluster.run()
     assert record.requests["outcome"].tolist() == [state.CANCELLED, state.COMPLETED]
     assert record.requests["generated"][0] > 0
@@ -349,7 +351,7 @@ def test_a_context_that_no_prefill_worker_can_hold_is_not_sent_again(
         make_workload([0.0], 4, 9), step_time=make_step_time(1, constant=1.0), max_num_seqs=1,
         n_decode=2, prefill={"n_blocks": blocks},
     )  # fmt: skip
-    cluster.faults = FaultPlan((Fault("fail", 1, 0, 5.5),), None, 0.0, "migrate")
+    cluster.faults = FaultPlan((Fault("fail", "decode", 0, 5.5),), None, 0.0, "migrate")
     record = cluster.run()
     assert record.completed.all() == completes
     assert record.retries.tolist() == [completes]
@@ -366,7 +368,7 @@ def test_the_times_of_a_request_are_those_of_the_try_with_its_first_token(
         make_workload([0.0], 4, 5), step_time=step_time, max_num_seqs=1, n_prefill=n_prefill,
         n_decode=2,
     )  # fmt: skip
-    cluster.faults = FaultPlan((Fault("fail", 1, 0, 3.5),), None, 0.0, "migrate")
+    cluster.faults = FaultPlan((Fault("fail", "decode", 0, 3.5),), None, 0.0, "migrate")
     record = cluster.run()
     assert_ordered(record)
     (request,) = record.requests

@@ -12,12 +12,11 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.kernels.front_end import FrontEndLatency, list_front_ends
-from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
 
-from .random_clusters import policies_of, random_cluster
+from .random_clusters import cluster_of, policies_of, random_cluster
 
 TOKEN_S, LOOP_S, HTTP_S = 1e-4, 3e-4, 7e-4
 
@@ -44,7 +43,7 @@ def run_with(mode, arrivals=None, **options):
     )
     arguments |= {"window": (0.0, np.inf), "time_limit_s": np.inf}
     first, second = policies_of(arguments["spec"], "round_robin", "jsq", 0)
-    cluster = Cluster(
+    cluster = cluster_of(
         **arguments, prefill_policy=first, decode_policy=second, signatures=lambda _: (0, None)
     )
     return cluster.run().requests

@@ -19,7 +19,6 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.placement.base import EMPTY, Placement
 from eldr_sim.policies.replicas.base import HASH_MULTIPLIER
-from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.plane.steps.group_counting import settle_totals
 from eldr_sim.simulator.plane.steps.group_state import (
     ALL,
@@ -35,7 +34,7 @@ from eldr_sim.simulator.plane.steps.replica_choice import choose_instance
 from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 
 from ..random_rows import random_prompts
-from .random_clusters import N_TRACE, policies_of, random_cluster
+from .random_clusters import N_TRACE, cluster_of, policies_of, random_cluster, with_engines
 from .test_engine import assert_same
 from .twin.cluster import Twin
 from .twin.group import Traffic, rank_seconds
@@ -110,7 +109,7 @@ def grouped_cluster(
     }
     if engines[0] == 0:
         pools["prefill"] = pools["decode"]
-    arguments["spec"] = dataclasses.replace(spec, **pools, prefill_schedule_interval=interval)
+    arguments["spec"] = with_engines(spec, **pools, prefill_schedule_interval=interval)
     arguments["prompts"] = random_prompts(
         rng, arguments["workload"], N_TRACE, trace_layers, n_experts
     )
@@ -145,7 +144,7 @@ def run_pair(arguments, prefill="least_loaded", decode="jsq"):
         return {"prefill_policy": first, "decode_policy": second}
 
     known = {name: value for name, value in arguments.items() if name != "placements"}
-    cluster = Cluster(**known, **policies(), signatures=lambda ranges: (0, None))
+    cluster = cluster_of(**known, **policies(), signatures=lambda ranges: (0, None))
     return cluster.run(), Twin(**arguments, **policies()).run()
 
 
@@ -252,12 +251,12 @@ def test_one_busy_engine_steps_as_if_alone(seed):
     grouped_run, _ = run_pair(
         arguments
         | {"expert_masks": masks, "replicas": None, "placements": placements}
-        | {"spec": dataclasses.replace(spec, prefill=engine, decode=engine, **common)}
+        | {"spec": with_engines(spec, engine, engine, **common)}
     )
     plain_run, _ = run_pair(
         arguments
         | {"expert_masks": None, "replicas": None}
-        | {"spec": dataclasses.replace(spec, prefill=plain, decode=plain, **common)}
+        | {"spec": with_engines(spec, plain, plain, **common)}
     )
     for name in ("first_token_s", "finish_s"):
         np.testing.assert_allclose(
@@ -298,7 +297,7 @@ def test_engines_of_a_node_may_change_places(seed):
     known = {name: value for name, value in arguments.items() if name != "placements"}
     runs = []
     for number_of in ([0, 1, 2, 3], [2, 0, 3, 1]):
-        cluster = Cluster(
+        cluster = cluster_of(
             **known, prefill_policy=None, decode_policy=Renamed(number_of),
             signatures=lambda ranges: (0, None),
         )  # fmt: skip

@@ -181,19 +181,6 @@ def some_load(make_workload):
     )
 
 
-def test_prompts_that_come_to_decode_workers_are_computed_there(make_cluster, some_load):
-    """The oracle: then it is a cluster of co-located workers, and the prefill workers idle."""
-    apart = make_cluster(some_load, n_prefill=2, n_decode=3, n_blocks=60, prompts=True)
-    together = make_cluster(some_load, n_prefill=0, n_decode=3, n_blocks=60, prompts=True)
-    apart.arrays.engines.settings["entry"] = 1
-    one, other = apart.run(), together.run()
-    assert other.completed.all()
-    for name in other.requests.dtype.names:
-        np.testing.assert_array_equal(one.requests[name], other.requests[name], err_msg=name)
-    np.testing.assert_array_equal(one.decode_steps, other.decode_steps)
-    assert len(one.prefill_steps) == 0
-
-
 def test_prompts_that_nobody_takes_over_end_where_they_are_computed(make_cluster, some_load):
     """The oracle: then it is a cluster of prefill workers, whatever stands behind them."""
     some_load.output_len[:] = 1

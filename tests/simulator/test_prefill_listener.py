@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.policies.base import Needs, RouterPolicy
-from eldr_sim.simulator.control.cluster import Cluster
 
-from .random_clusters import random_cluster, random_workload
+from .random_clusters import cluster_of, random_cluster, random_workload, with_engines
 
 
 class Mirror(RouterPolicy):
@@ -74,7 +73,7 @@ def test_the_router_knows_the_prefix_caches_and_the_work_done(seed, topology, pr
     arguments["workload"] = random_workload(rng, 60, 0.003, prefix, 40, 5)
     arguments["queue_keys"] = None
     few = {"n_blocks": 24}
-    arguments["spec"] = dataclasses.replace(
+    arguments["spec"] = with_engines(
         spec,
         block_size=2,
         prefill=dataclasses.replace(spec.prefill, **few),
@@ -91,7 +90,7 @@ def test_the_router_knows_the_prefix_caches_and_the_work_done(seed, topology, pr
         from eldr_sim.policies.base import PolicyContext
 
         decode = registry.decode_policy("jsq", PolicyContext(topology[1], rng))
-    cluster = Cluster(
+    cluster = cluster_of(
         **arguments, prefill_policy=mirror, decode_policy=decode,
         signatures=lambda ranges: (0, None),
     )  # fmt: skip
@@ -138,7 +137,7 @@ def test_blocks_and_tokens_are_as_old_as_the_signals():
         arguments["spec"], signal_interval_s=0.03, max_concurrency=None, max_model_len=300
     )
     policy = Told()
-    cluster = Cluster(
+    cluster = cluster_of(
         **arguments, prefill_policy=policy, decode_policy=None, signatures=lambda r: (0, None)
     )
     cluster.run()

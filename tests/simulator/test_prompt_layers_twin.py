@@ -14,7 +14,7 @@ from eldr_sim.kernel_profiles.steps.weight_streaming import Stream, StreamPlan
 from eldr_sim.simulator.setup.memory import StreamedExperts
 from eldr_sim.simulator.setup.streaming import PromptLayout
 
-from .random_clusters import random_cluster
+from .random_clusters import random_cluster, with_engines
 from .test_engine import assert_same
 from .test_groups import run_pair
 
@@ -53,7 +53,7 @@ def layered_cluster(seed, kind, topology, size, whole, **drawn):
         parallelism=Parallelism(1, engines > 1, engines),
         layout=random_layout(rng, kind, size, n_layers, whole and last == 0),
     )
-    arguments["spec"] = dataclasses.replace(spec, prefill=prefill)
+    arguments["spec"] = with_engines(spec, prefill)
     return arguments
 
 

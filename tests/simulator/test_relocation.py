@@ -16,7 +16,6 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
 from eldr_sim.policies.placement.eplb import balance
-from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.relocation import (
     ExpertLinks,
     MovableGroup,
@@ -33,7 +32,7 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.replay import make_replicas
 
-from .random_clusters import policies_of
+from .random_clusters import cluster_of, policies_of
 from .test_engine import assert_same
 from .test_groups import GROUPED, SUMS, grouped_cluster
 from .twin.cluster import Twin
@@ -110,7 +109,7 @@ def run_pair(drawn, rule, policy=ByLoad, decode="jsq"):
     arguments["replicas"] = make_replicas(
         placements, n_experts, n_layers, most=relocations.most_instances
     )
-    cluster = Cluster(
+    cluster = cluster_of(
         **arguments, **policies(), signatures=lambda ranges: (0, None), relocations=relocations
     )
     return cluster.run(), twin.run(), relocations
@@ -245,7 +244,7 @@ def run_cluster_alone(policy):
     )
     del arguments["placements"]
     first, second = policies_of(spec, "least_loaded", "jsq", 0)
-    Cluster(
+    cluster_of(
         **arguments, prefill_policy=first, decode_policy=second,
         signatures=lambda ranges: (0, None), relocations=relocations,
     ).run()  # fmt: skip

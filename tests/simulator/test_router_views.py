@@ -14,9 +14,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import BUILT_IN
-from eldr_sim.simulator.control.cluster import Cluster
 
-from .random_clusters import Holds, policies_of, random_cluster
+from .random_clusters import Holds, cluster_of, policies_of, random_cluster
 
 
 class Watcher(RouterPolicy):
@@ -171,7 +170,7 @@ def test_the_twins_clusters_do_hold_requests():
     for seed in range(30):
         arguments = random_cluster(seed, (2, 2), 0, 0, 1, False, True, False, signal_intervals=7)
         policies = policies_of(arguments["spec"], "holds", "holds", 0)
-        cluster = Cluster(**arguments, prefill_policy=policies[0], decode_policy=policies[1],
+        cluster = cluster_of(**arguments, prefill_policy=policies[0], decode_policy=policies[1],
                           signatures=lambda ranges: (0, None))  # fmt: skip
         cluster.run()
         for policy in policies:

@@ -281,7 +281,7 @@ def test_a_worker_that_dies_on_its_way_goes_nowhere():
     sim.env.process(operator())
     assert sim.run().record.completed.sum() > 100
     assert told == [None, "prefill:1"]
-    with pytest.raises(InputError, match="stages"):
+    with pytest.raises(InputError, match=r"pool: 'decode' \(allowed: prefill\)"):
         Simulation(STAGED).cluster.switch(Simulation(STAGED).cluster.pool("prefill")[0], "decode")
 
 

@@ -27,7 +27,7 @@ from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.serving.router.decisions import build_decode_policy
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.record import RunRecord
-from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
 from eldr_sim.simulator.setup.replay import fit_trace, make_replay, prompt_rows
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
@@ -106,18 +106,17 @@ def simulate_run(
         spec.n_decode,
         seed=info.load.seed,
     )
-    prefill = None
+    policies = [policy]
     if spec.n_prefill:
         context = PolicyContext(spec.n_prefill, stream(info.load.seed, "prefill policy"))
-        prefill = prefill_policy("round_robin", context)
+        policies.insert(0, prefill_policy("round_robin", context))
     cluster = Cluster(
         spec,
-        model,
+        [model] * len(spec.pools),
         _workload(run, clock.own_s(queued), order),
         make_replay(trace, model.n_moe_layers, everyone),
         PromptSignatures(trace, policy.needs.signature or "count", everyone),
-        prefill,
-        policy,
+        policies,
         (0.0, np.inf),
         time_limit_s=np.inf,
         prompts=prompt_rows(trace),
@@ -159,10 +158,9 @@ def _cluster_spec(
         own = _clock(run, calibrated, {engine.name for engine in prefills}).mean / clock.mean
         prefill_spec = _slower(spec_of(_common(prefills)), 0.0 if info.prefilled else own)
     return ClusterSpec(
-        n_prefill=len(prefills),
-        n_decode=len(info.engines) - len(prefills),
-        prefill=prefill_spec,
-        decode=decode_spec,
+        pools=make_pools(
+            len(prefills), len(info.engines) - len(prefills), prefill_spec, decode_spec
+        ),
         max_model_len=info.max_model_len,
         block_size=decode.block_size,
         transfer=calibration.transfer,

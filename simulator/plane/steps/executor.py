@@ -41,6 +41,7 @@ class Scratch(NamedTuple):
     plain: NDArray[np.int64]  #: ``[workers]``: and ``active`` without drafts
     later: NDArray[np.int64]  #: ``[1]``: experts of a draft pass
     draft_s: NDArray[np.float64]  #: ``[workers]``: what drafting takes
+    needed: NDArray[np.int64]  #: ``[workers]``: KV blocks that its next tokens need
 
 
 @compiled()
@@ -61,23 +62,23 @@ def run_step(world: Any, leader: int) -> Any:
         return True
     for w in engines_of:
         workers[w].next_start = clock[0].now
-        if blocks_needed(engines, w) > n_free(workers, w):
+        scratch.needed[w] = blocks_needed(engines, w)
+        if scratch.needed[w] > n_free(workers, w):
             wake(clock, events, workers, w)  # this engine has to preempt, then all start
             short = True
     if short:
         schedule_step(clock, events, workers, leader)
         return True
     for w in engines_of:
-        needed = blocks_needed(engines, w)
-        if needed > 0:
-            take_blank(engines.kv, workers, w, needed)
+        if scratch.needed[w] > 0:
+            take_blank(engines.kv, workers, w, scratch.needed[w])
     end = execute(pool.executor, world, leader)
     if end < 0.0:
         return False
     for w in engines_of:
         if workers[w].batch > 0 or workers[w].chunk_tokens > 0:
             drafts = run.drafts[engines.pool_of[w]]
-            _finish(clock, events, engines, w, end, scratch, drafts, world.logs, world.gaps)
+            _finish(clock, events, engines, w, end, scratch, drafts, world.log, world.gaps)
         else:
             workers[w].next_start = end
     return True
@@ -123,11 +124,11 @@ def list_chunks(engines: Engines, w: int, scratch: Scratch) -> tuple[Any, Any]:
 @compiled()
 def _finish(
     clock: Any, events: Any, engines: Engines, w: int, end: float, scratch: Scratch,
-    drafts: Drafts, logs: Any, gaps: Any,
+    drafts: Drafts, log: Any, gaps: Any,
 ) -> None:  # fmt: skip
     """Move worker ``w`` to the end of its step: tokens, contexts, log, and what comes next."""
     worker, sequences = engines.workers[w], engines.sequences[w]
-    pool = engines.pools[engines.pool_of[w]]
+    lookahead = engines.pools[engines.pool_of[w]].lookahead
     batch, outputs, ended = worker.batch, _NONE, False
     n_chunks, _ = list_chunks(engines, w, scratch)
     size, n_rates, next_drafts = engines.settings[0].block_size, drafts.rates.shape[0], _NONE
@@ -135,7 +136,7 @@ def _finish(
         next_drafts = drafts.k_of[batch]
     for i in range(batch):
         sequence, got = sequences[i], np.int64(1)
-        slots = slots_of(sequence, pool.lookahead)
+        slots = slots_of(sequence, lookahead)
         if sequence.free_slots < slots:
             sequence.free_slots += blocks_of(slots - sequence.free_slots, size) * size
         if sequence.drafts > 0:
@@ -171,10 +172,10 @@ def _finish(
             sequences[i].chunk = 0
         ended = ended or worker.filled > 0
 
-    row = logs[engines.pool_of[w]][pool.n_steps]
-    pool.n_steps += 1
+    row = log[clock[0].n_steps]
+    clock[0].n_steps += 1
     row.start, row.end, row.context = worker.next_start, end, worker.context
-    row.worker = w - pool.first_worker
+    row.worker = w
     row.sequences, row.tokens, row.outputs = batch, worker.tokens, outputs
     row.joined = worker.joined
     row.active, row.busiest = scratch.active[w], scratch.busiest[w]
@@ -198,11 +199,11 @@ def _finish(
 
 
 @compiled()
-def _last_steps(log: Any, n: int, own: int) -> tuple[Any, Any]:
-    """Return the last two steps of a pool's engine that were not cut; -1 where there is none."""
+def _last_steps(log: Any, n: int, w: int) -> tuple[Any, Any]:
+    """Return the last two steps of an engine that were not cut; -1 where there is none."""
     last = np.int64(-1)
     for i in range(n - 1, -1, -1):
-        if log[i].worker == own and log[i].end < np.inf:
+        if log[i].worker == w and log[i].end < np.inf:
             if last >= 0:
                 return last, np.int64(i)
             last = np.int64(i)
@@ -211,7 +212,7 @@ def _last_steps(log: Any, n: int, own: int) -> tuple[Any, Any]:
 
 @compiled()
 def move_end(
-    clock: Any, engines: Engines, w: int, seconds: float, logs: Any, gaps: Any
+    clock: Any, engines: Engines, w: int, seconds: float, log: Any, gaps: Any
 ) -> None:  # fmt: skip
     """Let the step in progress end later; infinitely: nobody gets its tokens.
 
@@ -219,9 +220,7 @@ def move_end(
     many it has generated.
     """
     worker, sequences, now = engines.workers[w], engines.sequences[w], clock[0].now
-    pool = engines.pools[engines.pool_of[w]]
-    log = logs[engines.pool_of[w]]
-    last, before = _last_steps(log, pool.n_steps, w - pool.first_worker)
+    last, before = _last_steps(log, clock[0].n_steps, w)
     if last < 0:
         return
     was, end, cut = log[last].end, log[last].end + seconds, seconds == np.inf
@@ -244,7 +243,7 @@ def move_end(
             record.last_token_s = log[before].end
     if was > now:
         log[last].end = end
-    if cut and pool.then == HERE:
+    if cut and engines.pools[engines.pool_of[w]].then == HERE:
         for i in range(worker.batch + worker.prefilling):
             record, left = engines.requests[sequences[i].request], sequences[i].tokens_left
             if left > 0:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
+from eldr_sim.simulator.plane.state import MAX_POOLS
 from eldr_sim.simulator.plane.steps.bit_planes import EIGHT
 from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, make_expert_loads
 
@@ -182,7 +183,7 @@ def make_group_scratch(
 class Groups(NamedTuple):
     """What the steps of groups need beside what every step needs."""
 
-    costs: tuple[GroupCost, GroupCost]  #: of the two pools
+    costs: tuple[GroupCost, ...]  #: of each pool
     replicas: Replicas
     work: GroupScratch
     loads: ExpertLoads
@@ -191,7 +192,7 @@ class Groups(NamedTuple):
 def no_groups() -> Groups:
     """Return what stands for engines that share nothing."""
     return Groups(
-        (no_group(), no_group()), no_replicas(), make_group_scratch(1, 1, 1, 1, 0),
+        (no_group(),) * MAX_POOLS, no_replicas(), make_group_scratch(1, 1, 1, 1, 0),
         make_expert_loads(0, 0),
     )  # fmt: skip
 

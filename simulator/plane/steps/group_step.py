@@ -28,7 +28,6 @@ from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
 )
 from eldr_sim.kernel_profiles.steps.step_cost import StepParts, attention_s, rank_moe_s, total_s
 from eldr_sim.simulator.plane.compiled import ask, compiled
-from eldr_sim.simulator.plane.engine import Engines
 from eldr_sim.simulator.plane.steps.executor import list_chunks
 from eldr_sim.simulator.plane.steps.expert_loads import begin_step, end_step
 from eldr_sim.simulator.plane.steps.group_counting import count_rows, count_step
@@ -111,9 +110,9 @@ def execute(world: Any, leader: int) -> float:
         return -1.0
     end += stall
 
-    row = world.group_logs[number][pool.n_group_steps]
-    pool.n_group_steps += 1
-    row.start, row.end, row.group = start, end, (leader - pool.first_worker) // size
+    row = world.group_log[run.clock[0].n_group_steps]
+    run.clock[0].n_group_steps += 1
+    row.start, row.end, row.leader = start, end, leader
     row.moe_s, row.dispatch_s, row.combine_s = shared.moe_s, shared.dispatch_s, shared.combine_s
     row.wait_s, row.n_busy = wait + n_busy * slowest, n_busy
     row.choice_s = choice_s
@@ -228,17 +227,10 @@ def _busiest(group: GroupCost, work: GroupScratch, layer: int, ranks: int) -> An
 
 
 @compiled()
-def move_group_end(
-    clock: Any, engines: Engines, leader: int, seconds: float, group_logs: Any
-) -> None:  # fmt: skip
+def move_group_end(clock: Any, leader: int, seconds: float, log: Any) -> None:
     """Let the step in progress of a group end later; never, if ``seconds`` are infinite."""
-    pool = engines.pools[engines.pool_of[leader]]
-    log, group = (
-        group_logs[engines.pool_of[leader]],
-        (leader - pool.first_worker) // pool.group_size,
-    )
-    for i in range(pool.n_group_steps - 1, -1, -1):
-        if log[i].group == group:
+    for i in range(clock[0].n_group_steps - 1, -1, -1):
+        if log[i].leader == leader:
             if log[i].end > clock[0].now:
                 log[i].end += seconds
             return

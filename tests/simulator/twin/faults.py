@@ -24,8 +24,9 @@ class TwinFaults:
         self.troubles = [np.zeros(pool.size, int) for pool in twin.pools]
         self.known = set()  # dead workers that the routers know of
         for fault in plan.faults:
-            size = twin.pools[fault.pool].spec.parallelism.data_parallel_size
-            places = fault.pool, range(fault.worker * size, (fault.worker + 1) * size)
+            pool = ("prefill", "decode").index(fault.pool)
+            size = twin.pools[pool].spec.parallelism.data_parallel_size
+            places = pool, range(fault.worker * size, (fault.worker + 1) * size)
             getattr(self, fault.kind)(fault, places)
         for number, at in enumerate([] if plan.cancel_s is None else plan.cancel_s):
             self.at(at, lambda request=twin.requests[number]: self.cancel(request))

@@ -1,0 +1,251 @@
+"""The pools of a cluster: spelled ``8P16D``, ``16C`` or ``4P``, or named in a file (topologies.md).
+
+Requests come to the pools that no other pool hands over to; one router chooses among their workers.
+A pool hands a request over with ``then``, when its prompt is computed, to one pool or to several
+behind one router.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    RootModel,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_yaml, read_text
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.simulator.plane.state import MAX_POOLS
+
+_TOPOLOGY = re.compile(r"([1-9]\d{0,3})P(?:([1-9]\d{0,3})D)?|([1-9]\d{0,3})C", re.IGNORECASE)
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+#: Who goes on when a prompt is computed: nobody, the request ends.
+NOBODY = "nobody"
+#: What a pool's workers do: compute prompts for others or for nobody, or decode.
+Role = Literal["prefill", "decode"]
+
+
+class Fields(BaseModel):
+    """A group of fields."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+#: A name or a path.
+PathText = Annotated[str, BeforeValidator(_path_text)]
+
+
+def policy_word(decision: str) -> BeforeValidator:
+    """Make a policy's canonical word of whatever spelling."""
+
+    def canonical(value: Any) -> str | None:
+        if value is None:
+            return None  # a pool's own, where it has none
+        from eldr_sim.policies import registry  # takes long to import: it knows every policy
+
+        return registry.canonical(decision, value)
+
+    return BeforeValidator(canonical)
+
+
+def parse_topology(text: str) -> tuple[int, int]:
+    """Return (prefill, decode workers) of ``xPyD``, (0, x) of ``xC``, (x, 0) of ``xP``.
+
+    Raises
+    ------
+    InputError
+        If the text is none of them.
+    """
+    match = _TOPOLOGY.fullmatch(text.strip())
+    if match is None:
+        raise InputError(
+            "topology",
+            repr(text),
+            "xPyD with 1 to 9999 workers of each kind, such as 8P16D, xC, such as 8C, xP, or a "
+            "file of pools that ends with .yaml",
+        )
+    return (0, int(match[3])) if match[3] else (int(match[1]), int(match[2] or 0))
+
+
+class Pool(Fields):
+    """What the workers of one pool, prefill or decode, have of their own; the run's when None."""
+
+    gpu: PathText | None = None
+    """A known GPU or a gpu.json."""
+    tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
+    """GPUs of a worker."""
+    enable_expert_parallel: bool | None = None
+    """Whole experts, spread over a worker's GPUs."""
+    data_parallel_size: int | None = Field(default=None, ge=1, le=1024)
+    """Engines of a worker."""
+    pipeline_parallel_size: int | None = Field(default=None, ge=1, le=1024)
+    """Stages of a worker; prefill workers only."""
+    num_redundant_experts: int | None = Field(default=None, ge=0)
+    """Instances of experts beyond one of each."""
+    expert_placement: Annotated[str | None, policy_word("placement")] = None
+    """Which GPU holds which experts; linear on prefill workers when not given."""
+    max_num_seqs: int | None = Field(default=None, ge=1, le=65536)
+    """Running requests of a worker."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
+    """Tokens computed in one step."""
+    enforce_eager: bool | None = None
+    """Run without CUDA graphs."""
+    price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of a GPU-hour, $."""
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How a worker spreads the model over its GPUs; raises InputError if it cannot exist."""
+        return Parallelism(
+            self.tensor_parallel_size or 1,
+            bool(self.enable_expert_parallel),
+            self.data_parallel_size or 1,
+            self.pipeline_parallel_size or 1,
+        )
+
+
+class NamedPool(Pool):
+    """A pool of a file: its workers, who takes over, and what it has of its own."""
+
+    workers: int = Field(ge=1, le=9999)
+    """Workers of ``data_parallel_size`` engines each."""
+    then: str | tuple[str, ...] | None = None
+    """Who goes on when a prompt is computed: the pool or pools named, behind one router;
+    ``nobody``, and the request ends; or the worker that computed it, when not given."""
+
+    @property
+    def takes_over(self) -> tuple[str, ...]:
+        """The pools that requests are handed over to."""
+        named = (self.then,) if isinstance(self.then, str) else self.then or ()
+        return () if named == (NOBODY,) else named
+
+
+class WorkerPool(NamedTuple):
+    """A pool of a run."""
+
+    name: str
+    kind: str  #: its name, or ``co-located`` of ``xC``
+    workers: int
+    takes_over: tuple[str, ...]  #: the pools that its requests are handed over to
+    decodes: bool
+    own: Pool  #: what holds for its workers
+
+    @property
+    def role(self) -> Role:
+        """Whose settings of a run it has where it has none of its own."""
+        return "decode" if self.decodes else "prefill"
+
+
+class Pools(RootModel[dict[str, NamedPool]]):
+    """The pools of a cluster by name."""
+
+    model_config = ConfigDict(frozen=True)
+
+    def __str__(self) -> str:
+        return "+".join(f"{pool.workers} {name}" for name, pool in self.root.items())
+
+    @model_serializer
+    def _given(self) -> dict[str, Any]:
+        return {name: pool.model_dump(exclude_none=True) for name, pool in self.root.items()}
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        pools = self.root
+        if not 1 <= len(pools) <= MAX_POOLS:
+            raise InputError("topology", f"{len(pools)} pools", f"1 to {MAX_POOLS}")
+        thens = {name: pool.takes_over for name, pool in pools.items()}
+        for name, then in thens.items():
+            field = f"topology.{name}.then"
+            if not _NAME.fullmatch(name) or name == NOBODY:
+                raise InputError("topology", f"pool {name!r}", "a name such as decode-h200")
+            for other in then:
+                if other not in pools or other == name:
+                    others = [each for each in pools if each != name]
+                    raise InputError(field, f"{other!r} is no other pool", ", ".join(others))
+                if pools[other].then is not None:
+                    problem = f"{other!r} hands over itself or ends with the prompt"
+                    raise InputError(field, problem, "a pool without then")
+            for beside in thens.values():
+                if set(then) & set(beside) and set(then) != set(beside):
+                    problem = f"a part of what another pool hands over to: {', '.join(beside)}"
+                    raise InputError(field, problem, "the same pools, or none of them")
+        ends = {pool.then == NOBODY for pool in pools.values()}
+        if len(ends) > 1:
+            raise InputError("topology", "some requests would end with their prompts", "all, none")
+        return self
+
+    @property
+    def routers(self) -> list[list[str]]:
+        """The pools of each router, in the order in which workers are numbered.
+
+        Requests come to the first.
+        """
+        after = list(dict.fromkeys(frozenset(pool.takes_over) for pool in self.root.values()))
+        taking = frozenset[str]().union(*after)
+        sets = [frozenset(self.root) - taking, *(names for names in after if names)]
+        return [[name for name in self.root if name in names] for names in sets]
+
+
+@lru_cache(maxsize=256)
+def _spelled(text: str) -> Pools:
+    n_prefill, n_decode = parse_topology(text)
+    pools: dict[str, NamedPool] = {}
+    if n_prefill:
+        then = "decode" if n_decode else NOBODY
+        pools["prefill"] = NamedPool(workers=n_prefill, then=then)
+    if n_decode:
+        pools["decode"] = NamedPool(workers=n_decode)
+    return Pools(pools)
+
+
+def pools_of(topology: str | Pools) -> Pools:
+    """Return the pools of a topology, spelled or read from a file."""
+    return topology if isinstance(topology, Pools) else _spelled(topology)
+
+
+def _topology(value: Any) -> Any:
+    if isinstance(value, str | os.PathLike):
+        text = os.fspath(value)
+        if Path(text).suffix.lower() not in (".yaml", ".yml", ".json"):
+            parse_topology(text)
+            return text
+        value = parse_yaml(read_text(text, "topology"), "topology", text)
+        if not isinstance(value, Mapping):
+            raise InputError("topology", f"{text} holds no mapping", "pools by their names")
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return Pools.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if isinstance(own := first.get("ctx", {}).get("error"), InputError):
+            raise own from None
+        where = ".".join(map(str, ("topology", *first["loc"][:2])))
+        if first["type"] == "extra_forbidden":
+            raise InputError(where, "no such field", ", ".join(NamedPool.model_fields)) from None
+        if first["type"] == "missing":
+            raise InputError(where, "not given") from None
+        raise InputError(where, f"{first['input']!r}: {first['msg'].lower()}") from None
+
+
+#: ``8P16D``, ``16C`` or ``4P``; a file of pools is read at once.
+Topology = Annotated[str | Pools, BeforeValidator(_topology)]
