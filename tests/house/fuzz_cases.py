@@ -460,6 +460,8 @@ VALUES: dict[str, list[Any]] = {
     "pipeline_parallel_size": [2], "num_redundant_experts": [8], "gpus_per_node": [1],
     "all2all_backend": ["pplx", "deepep_ll"], "kv_transfer": ["ideal"],
     "load_report_delay_ms": [30],
+    "speculative_config": [{"method": "ngram", "num_speculative_tokens": 2,
+                            "synthetic_acceptance_length": 1.8}],
     "signal_interval_ms": [30], "price_per_gpu_hour": [2.0], "max_model_len": [60],
     "max_num_batched_tokens": [64], "block_size": [32],
     "disable_hybrid_kv_cache_manager": [True], "enable_prefix_caching": [False],
