@@ -1,7 +1,5 @@
 """Pictures of rows: lines, bars and maps, in panels, as the rows' columns say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 

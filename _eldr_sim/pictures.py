@@ -1,7 +1,5 @@
 """Pictures of results as PNG files, in one style: a light grid, and each legend once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from os import PathLike
 from typing import IO, Any

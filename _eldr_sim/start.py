@@ -1,7 +1,5 @@
 """Where the command ``eldr-sim`` starts: Ctrl-C while it is imported is one line, too."""
 
-from __future__ import annotations
-
 import sys
 
 

@@ -1,7 +1,5 @@
 """``eldr-sim cache``: what lies in the user's cache folder, and out with it."""
 
-from __future__ import annotations
-
 import time
 
 import click

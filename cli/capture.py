@@ -1,7 +1,5 @@
 """``eldr-sim trace capture``: record routing traces from real engines."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``eldr-sim explain``: where time went, and why two results differ."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

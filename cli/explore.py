@@ -1,7 +1,5 @@
 """``eldr-sim explore``: a page whose controls are simulated while they are moved."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

@@ -1,7 +1,5 @@
 """``eldr-sim fit``: ELDR's offline fit and its report."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Long lists of options, printed in groups by what they are about."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

@@ -3,8 +3,6 @@
 Each imports what it needs when it is called: listing models should not wait for tables.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

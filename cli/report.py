@@ -1,7 +1,5 @@
 """``eldr-sim report``: results as one HTML page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """``eldr-sim reproduce``: a paper's evaluation, run again."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from importlib import import_module

@@ -1,7 +1,5 @@
 """``eldr-sim router``: a policy in front of real engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

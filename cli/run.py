@@ -1,7 +1,5 @@
 """``eldr-sim run``: simulate one cluster."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

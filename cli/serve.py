@@ -1,7 +1,5 @@
 """``eldr-sim serve``: OpenAI's API, answered by a simulated cluster."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

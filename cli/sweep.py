@@ -1,7 +1,5 @@
 """``eldr-sim sweep``: many runs from one file."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

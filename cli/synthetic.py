@@ -1,7 +1,5 @@
 """``eldr-sim trace fit-synthetic`` and ``synthesize``: synthetic routing of any shape."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from contextlib import ExitStack

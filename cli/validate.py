@@ -1,7 +1,5 @@
 """``eldr-sim validate``: the simulator against measured serving runs."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, Literal

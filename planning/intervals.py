@@ -1,7 +1,5 @@
 """Confidence intervals of means and of paired differences over seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Service-level objectives, and the confidence intervals that decide whether one is met."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

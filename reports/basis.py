@@ -1,7 +1,5 @@
 """Head of a section: warnings, the weakest provenance and the routing traces of its figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

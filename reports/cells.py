@@ -1,7 +1,5 @@
 """Tables of a page: text and sort key of each cell."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

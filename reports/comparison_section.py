@@ -1,7 +1,5 @@
 """Section of a comparison: policies paired over the same requests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from eldr_sim.planning.intervals import mean_known

@@ -4,8 +4,6 @@ A `Picture` is drawn once, as a specification whose colours are variables of the
 they are those of its light theme.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Result folders: the command that wrote each, and its files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Metrics that a page shows, with their headings from the catalogue."""
 
-from __future__ import annotations
-
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 
 #: Headings of a run's metrics by tag, in the order of the table.

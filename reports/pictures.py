@@ -4,8 +4,6 @@ Colours are variables of the style sheet, so that they follow its theme; the pag
 them and adds the shared layout. All text is escaped, as Plotly interprets some HTML.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

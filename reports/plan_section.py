@@ -1,7 +1,5 @@
 """What a plan answered, in words, tables and pictures: for its page, and for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

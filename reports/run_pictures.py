@@ -1,7 +1,5 @@
 """Pictures of one run, or of several side by side in the colours of their policies."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Section of one run, or of several side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Section of a sweep: metrics against parameters, the Pareto front, every point."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -5,8 +5,6 @@ track of overlapping slices per request, and an arrow from prefill to decode for
 Times are microseconds of simulated time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Access to aiohttp, which only live runs need, and what our servers share."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Writing a result: a folder that appears whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence

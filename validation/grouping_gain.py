@@ -19,8 +19,6 @@ What a prompt tells, by its length: rho (ELDR Eq. 1) of the signature of a reque
 against what its tokens from the 64th on chose, over requests of 128 tokens or more.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import fmean
 

@@ -5,8 +5,6 @@ A folder of ``rho_by_transform``, ``rho_by_layers`` and ``signature_pca``, each 
 are rounded to 1e-6.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

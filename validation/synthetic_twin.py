@@ -5,8 +5,6 @@ under its own seed. Statistics that entered the fit only show that it converged;
 the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -29,8 +29,6 @@ equal width it sends as many as ``dp_ep`` at ``3 E m_e / (2 k)`` tokens a GPU, m
 of an expert; below, it sends more, and hides them.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 from eldr_sim.errors import InputError

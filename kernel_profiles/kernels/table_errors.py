@@ -9,8 +9,6 @@ along every axis that a reader interpolates. Neighbours there lie twice as far a
 tables by kernel into ``docs/tables.md``, and those of each MoE table into ``docs/data``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from pathlib import Path

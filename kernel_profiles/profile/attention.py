@@ -6,8 +6,6 @@ as just the window in decode; whole prompts are cut into blocks of one window th
 themselves and the block before. Attention sinks are left out: one term of a softmax.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ One process a GPU. NCCL on NVIDIA and RCCL on AMD answer to the same name; Gloo 
 tests. The time of a collective is that of its slowest rank.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Dense parts of a layer: GEMMs, and the norms, rotary embedding and KV writes between them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

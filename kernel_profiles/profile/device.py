@@ -4,8 +4,6 @@ Two profiles of cards with the same name may differ by a power cap, clocks or a 
 these facts are recorded, and profiles are merged only where every fact agrees.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

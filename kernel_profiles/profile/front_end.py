@@ -7,8 +7,6 @@ another process over a pipe, and streams one event back; what vLLM itself comput
 request is not in it, so a real server takes longer.
 """
 
-from __future__ import annotations
-
 import datetime
 import http.client
 import json

@@ -6,8 +6,6 @@ the tokens spread over the experts that are chosen. Under expert parallelism a p
 experts and the token-expert pairs of one rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ beyond its kernels is a cost per step plus one per layer; the depth of the model
 engine's own work (scheduling, sampling, detokenisation) is not in it: an engine tells that.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

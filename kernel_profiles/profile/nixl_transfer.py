@@ -6,8 +6,6 @@ descriptor, and the bytes; :func:`fit_transfer` tells the three apart. Registrat
 exchange of metadata come once a pair of workers and are timed apart.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Pictures of a profile as PNG: latency, achieved bandwidth, roofline position, coverage."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A profile's tables beside those that ship with the package, on points that both have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

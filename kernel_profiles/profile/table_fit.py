@@ -7,8 +7,6 @@ Three forms of a MoE layer's time are fitted to four fifths of the evenly loaded
 - ``grid``: linear interpolation, which is what a run uses (then through all points).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

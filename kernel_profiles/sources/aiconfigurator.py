@@ -17,8 +17,6 @@ this importer has to know about them:
   data fit into it read low. Balanced MoE rows that would read faster than the memory are left out.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator
 from functools import lru_cache

@@ -12,8 +12,6 @@
   grow as FP8 would: bfloat16 is assumed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables of one GPU, and of one model on it, written from what ``aiconfigurator-core`` measured."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import get_args
 

@@ -23,8 +23,6 @@ experts. Sorting for 896 experts is not sorting for 128, so ``a`` is the interce
 own table of the later kernel. Nothing here has seen an end-to-end run.
 """
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 

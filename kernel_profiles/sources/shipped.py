@@ -7,8 +7,6 @@ ranks ship; ranks of larger groups are read from the rows of one GPU, see
 :class:`~eldr_sim.kernel_profiles.steps.step_time.RankMoE`.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ its TPOT is below the plain one, so from the acceptance length on at which a ver
 drafts takes no longer than as many plain steps: the acceptance length over the speed-up.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Paired comparisons: every configuration runs under the same seeds, so on the same requests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Comparison of policies on the same requests, paired over seeds."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What-ifs: one change at a time compared with a base run, paired over seeds."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

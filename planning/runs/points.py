@@ -1,7 +1,5 @@
 """Points: configurations with a key, each run once, and what became of them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -5,8 +5,6 @@ read-only, and share nothing else: the outcome of a point depends on its configu
 the number of processes or their order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

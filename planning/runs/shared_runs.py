@@ -4,8 +4,6 @@ A search is a generator that yields the configurations it needs next and is sent
 :meth:`Runs.together` advances many searches in rounds, so that their runs fill the processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, TypeAlias, TypeVar

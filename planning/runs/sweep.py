@@ -14,8 +14,6 @@ depend neither on interruptions nor on the number of processes.
 - ``sweep.json``: the sweep, its parameters, the number of failed runs, versions.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

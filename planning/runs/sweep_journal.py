@@ -5,8 +5,6 @@ line; resuming cuts it off and repeats that run. The file is locked while a swee
 one writes to a folder; the lock ends with its process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

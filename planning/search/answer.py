@@ -1,7 +1,5 @@
 """What every plan answers: a question, rows, the best of them, notes, and the runs behind it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -4,8 +4,6 @@ The bounds are optimistic: every step is full and activates as few experts as it
 waits for another.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Candidates of a plan: policies, GPUs, and workers of one or more GPUs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

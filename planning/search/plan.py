@@ -1,7 +1,5 @@
 """The cheapest cluster that meets a service-level objective."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

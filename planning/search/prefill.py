@@ -6,8 +6,6 @@ for an objective is `plan.plan`'s, with the candidates made here; :func:`plan_fa
 objective.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """How the GPUs of a prefill worker share a model, in the words of MoE-Prefill."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 

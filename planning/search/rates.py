@@ -1,7 +1,5 @@
 """The highest rate that a given cluster carries within its objective."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

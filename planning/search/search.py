@@ -4,8 +4,6 @@ Both assume that more workers or a lower rate never turn a pass into a miss. The
 reports the verdicts that contradict this.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ workers are open. The estimate orders the shapes, so that the first one searched
 cheapest, and says where a search begins; it decides no verdict.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache

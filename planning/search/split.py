@@ -1,7 +1,5 @@
 """The best use of a number of GPUs: the shape and split that carry the highest rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Trials of clusters: seeds until the attainment is decided."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every so often the signatures routed in the last seconds are clustered, from whe
 are, and each new centroid goes to the worker whose centroid it is most like.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ The defaults are what its authors measured (casys-kaist/ELDR, published cells of
 paper's text knows no online refit: ``eldr:refit_s=0``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

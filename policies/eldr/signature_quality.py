@@ -9,8 +9,6 @@ where the trace has the gate scores of a part of them, the transforms are compar
 that all bars of Fig. 7 are of the same requests.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -15,8 +15,6 @@ The README leaves ties open. Here originals come before copies, then the lower e
 this gives the README's example to the letter.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np

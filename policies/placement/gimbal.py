@@ -15,8 +15,6 @@ Under data-parallel attention a token returns to its engine after every layer, s
 *different* layers share a GPU moves no byte: see `docs/gimbal.md`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

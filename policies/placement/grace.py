@@ -19,8 +19,6 @@ farthest above the chord; groups go to GPUs so that every GPU holds about equall
 over all layers, and among equals about the same load (`balance_ranks`).
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import numpy as np

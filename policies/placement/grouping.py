@@ -12,8 +12,6 @@ experts on few GPUs, so that fewer copies of it are sent.
 Affinities are whole numbers and eigenvectors are rounded, so that no last bit decides.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from eldr_sim.errors import InputError

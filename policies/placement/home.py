@@ -5,8 +5,6 @@ tokens of an engine of a group choose similar experts. An expert on the GPU of t
 it most is reached without a copy.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from eldr_sim.errors import InputError

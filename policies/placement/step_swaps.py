@@ -5,8 +5,6 @@ tokens are counted as a group's are (`steps.group_step`): pairs and activated ex
 rank, and the copies that the busiest rank sends or receives.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -8,8 +8,6 @@ neighbours, an even load and groups by affinity is taken, and pairs of experts s
 shortens it. Every rank holds equally many.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

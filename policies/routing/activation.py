@@ -15,8 +15,6 @@ the calibration mean. Its strength, one for all layers, is the one of :data:`RID
 squared error over calibration requests left out one at a time; no serving request is looked at.
 """
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from dataclasses import asdict, dataclass

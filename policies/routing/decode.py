@@ -1,7 +1,5 @@
 """Decode policies of ELDR's evaluation other than ELDR itself (Sec. 6, Routers and baselines)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -4,8 +4,6 @@ All three read the engines' signals, which are as old as ``signal_interval_ms`` 
 prefill worker, a decode worker or a co-located engine alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -19,8 +19,6 @@ over requests, ``b t``, has a trace of the same weakness near saturation, where 
 in ``docs/marginal_cost.md``. Where experts lie on several GPUs, see `marginal_ranks`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -17,8 +17,6 @@ An expert of several instances counts in equal parts on their ranks, as if one c
 tokens and each were as likely.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

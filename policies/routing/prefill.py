@@ -1,7 +1,5 @@
 """Prefill policies: which prefill worker computes a prompt."""
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Sequence
 from typing import ClassVar

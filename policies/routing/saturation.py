@@ -17,8 +17,6 @@ F_sat is the paper's Eq. 1 (all layers' transfers at peak FLOPs) or Eq. 3 (a ref
 by its slowest layer over its first), or a number.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal

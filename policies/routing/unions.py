@@ -10,8 +10,6 @@ numbers are exact in float64 in whatever order they are taken: a worker that its
 is back at zero, and every decision is the same bits whatever came and went before it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

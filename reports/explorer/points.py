@@ -1,7 +1,5 @@
 """A state of the page: its configuration, the command that gives it, and its figures."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -5,8 +5,6 @@ rate, the plane of P and D. Two processes compute them, warm from the start. A p
 closes its last stream, and what that has not begun is dropped: at most what runs goes on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import multiprocessing

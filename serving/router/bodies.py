@@ -1,7 +1,5 @@
 """Bodies of completion requests: what is passed on, and what is refused before anything is done."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, NamedTuple, TypeGuard
 

@@ -1,7 +1,5 @@
 """What the router is started with."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated, Any
 from urllib.parse import urlsplit

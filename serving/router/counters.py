@@ -1,7 +1,5 @@
 """What the router counts, in Prometheus' text format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

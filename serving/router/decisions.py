@@ -1,7 +1,5 @@
 """A router over live engines: a policy object of the simulator, and what it sees of them."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """The engines behind the router: pools, each with a policy, and their health."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

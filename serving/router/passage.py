@@ -1,7 +1,5 @@
 """One request's way through the router, from its body to the last token of its answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

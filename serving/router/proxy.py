@@ -10,8 +10,6 @@ cache goes to a decode engine with the request. That engine fetches the cache an
 passed on as it comes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """What live engines publish of themselves: vLLM's ``/metrics``, as a router sees them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Expert signatures of live requests, read from the capture log as the engine writes it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One question to one engine: its answer as it comes, or why there is none."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping

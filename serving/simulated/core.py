@@ -6,8 +6,6 @@ known when it begins, so tokens are handed out at their own time, and what they 
 event loop's doing alone: `Core.lag` hears of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

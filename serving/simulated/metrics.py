@@ -1,7 +1,5 @@
 """What vLLM's ``/metrics`` says, of simulated engines, under its names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

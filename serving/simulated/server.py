@@ -1,7 +1,5 @@
 """HTTP: OpenAI's completions and chat, of tokens that a simulated cluster generates."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -4,8 +4,6 @@ Over all recorded tokens, prompts and generated ones alike, and over at most `RE
 taken evenly.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import fmean
 

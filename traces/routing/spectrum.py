@@ -23,8 +23,6 @@ Families
     one. It says on how many different texts figures of grouping rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

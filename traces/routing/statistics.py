@@ -5,8 +5,6 @@ prefill-decode correlation, because equal tokens choose equal experts; domain st
 the reduction of distinct experts in batches of one domain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -8,8 +8,6 @@ alike. Each step is timed in three parts: MoE layers, attention, rest. A table e
 over the steps with equal columns, at the reference speed of the engine's probe (:mod:`~.drift`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

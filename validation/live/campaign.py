@@ -1,7 +1,5 @@
 """Campaign of live runs: each set-up is started, calibrated, loaded and recorded."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

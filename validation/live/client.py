@@ -1,7 +1,5 @@
 """Open-loop load client that records the arrival of each output token."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -93,8 +93,6 @@ Tables of :class:`LiveComparison` (all have ``setup, policy, load, repeat``)::
     gaps      live_ms, simulated_ms: gaps between tokens, pooled, a row per gap
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

@@ -9,8 +9,6 @@ hold times at the reference speed; a run is predicted with its own probes. Nothi
 used: the probe does the same work in every run.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 

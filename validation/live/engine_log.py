@@ -1,7 +1,5 @@
 """Reader of the step log that the plug-ins of one engine write."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -12,8 +12,6 @@
     row ``i`` of ``requests.parquet``.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

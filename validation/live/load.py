@@ -1,7 +1,5 @@
 """Loads for a live engine: arrivals, lengths and prompts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

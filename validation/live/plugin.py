@@ -26,8 +26,6 @@ workers in a busy loop, and a prefill engine with unfetched KV cache polls its w
 times a second.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

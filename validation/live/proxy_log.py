@@ -1,7 +1,5 @@
 """What the router has logged of the requests of a load."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

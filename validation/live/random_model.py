@@ -6,8 +6,6 @@ choose experts by domain as well as by token. Nothing is trained: the model has 
 model, not its knowledge.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

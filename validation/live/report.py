@@ -18,8 +18,6 @@ A folder, written whole or not at all:
     Pictures per set-up (and per policy, if a set-up ran several).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

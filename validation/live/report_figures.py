@@ -1,7 +1,5 @@
 """Figures of a report: goals met and missed, causes, and differences between policies."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

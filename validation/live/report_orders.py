@@ -1,7 +1,5 @@
 """Queue orders beside each other: loads in order of arrival, and the shortest prompt first."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any

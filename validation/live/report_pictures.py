@@ -4,8 +4,6 @@ Blue is live, orange simulated; batches and loads are shades of ``cividis``, whi
 any colour vision.
 """
 
-from __future__ import annotations
-
 import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 The text is ``templates/report.md``; this module has its filters.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

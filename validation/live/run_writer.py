@@ -1,7 +1,5 @@
 """Assembly of a recorded run from the records of client, proxy and engines."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

@@ -1,7 +1,5 @@
 """Calibration of a running set-up: loads of its own, and what their logs say."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping

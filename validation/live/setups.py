@@ -1,7 +1,5 @@
 """Set-ups of a live validation: engines, their cores, and the proxy in front of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -10,8 +10,6 @@ Where the engines timed a probe, the simulation runs on a clock on which the mac
 speed of the tables (:mod:`~.drift`): arrivals are read on it, and simulated times are read back.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ row that takes longer than one which computes as much or more was measured while
 slow; a wide spread of equal steps says the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

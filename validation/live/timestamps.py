@@ -1,7 +1,5 @@
 """Timestamps of requests, live or simulated, and the components of their latency."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal

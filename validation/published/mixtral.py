@@ -14,8 +14,6 @@ later version's), routing is drawn for the model. The runs kept KV blocks that f
 in host memory, too, which is not simulated; none falls out here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path

@@ -8,8 +8,6 @@ Each is predicted without a hand-over, a bound from below, and with every preset
 stands without its preset. The parts of the predicted TTFT show which one a miss can come from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -4,8 +4,6 @@ A row says what was run and what was measured. A source says how its configurati
 it is given the configuration alone, so nothing can be fitted on what was measured.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ Engines that share experts take vLLM's defaults for what the file does not say:
 ``allgather_reducescatter``, and a node of 8 GPUs; on GB200 the NVLink domain, 72.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Routing of the measured runs' random prompts, which nobody recorded: uniform, or as a model's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

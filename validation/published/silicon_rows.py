@@ -28,8 +28,6 @@ started. The labels often say something else, and the scripts are followed:
   ways, or with ``dp-attn: true`` (labelled ``dp 1``), are not told apart.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections import Counter

@@ -8,8 +8,6 @@ Copies are counted as `deepep_ht` and GRACE-MoE (Sec. 5.1) send them, one for ea
 needs, then one for each GPU there; and for each expert, as `pplx` and `deepep_ll` do.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Reproduction of a paper's figure: a table, a picture, and the paper's claims with our values."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

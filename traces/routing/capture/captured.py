@@ -1,7 +1,5 @@
 """The routing that a capture yields, and the trace folder written from it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

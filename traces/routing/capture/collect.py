@@ -1,7 +1,5 @@
 """Captured routing from the log that the vLLM plug-in wrote."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ and their ids ``[tokens, top_k]``. They differ in the meaning of the scores and 
 chosen experts are sorted (DeepSeek's are not). Shared experts are not chosen and do not appear.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Capture from Hugging Face transformers: hooks on every gate while the model generates."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Prompts to capture: one JSON object a line, with a domain label."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ whole up to its last line. A request's rows may come in chunks (chunked prefill)
 their positions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

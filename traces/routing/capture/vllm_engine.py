@@ -1,7 +1,5 @@
 """Capture from an offline vLLM run."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

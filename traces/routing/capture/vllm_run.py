@@ -9,8 +9,6 @@ nothing that this module imports may import numba.
 the seed). Beside it ``outputs.json`` and, where vLLM returned experts, ``experts.npz`` are written.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -15,8 +15,6 @@
     Activated Expert IDs``, prompt tokens only.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import defaultdict

@@ -38,8 +38,6 @@
 Those without names of requests or domains are in `import_dumps`.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import csv

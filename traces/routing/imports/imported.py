@@ -1,7 +1,5 @@
 """What a reader of another tool's recording returns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

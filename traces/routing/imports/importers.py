@@ -1,7 +1,5 @@
 """Import of routing that other tools recorded, in the formats of `import_formats`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ A file of torch 1.6 or later is a zip archive of ``data.pkl`` and of one raw fil
 pickle may name tensors, storages and plain containers only; anything else is refused.
 """
 
-from __future__ import annotations
-
 import pickle
 import zipfile
 from collections import OrderedDict

@@ -5,8 +5,6 @@ directions, in all layers at once: four components hold 42% of its variance in g
 in Qwen3, twice what drifts that are independent by expert would give (docs/synthetic.md).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

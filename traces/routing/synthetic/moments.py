@@ -4,8 +4,6 @@ All are taken over the prompts and the generated tokens of all requests, so that
 synthetic twin of the same requests have the same counting errors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kinds of tokens: clusters of tokens that choose alike in all layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

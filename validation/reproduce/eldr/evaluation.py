@@ -1,7 +1,5 @@
 """ELDR's evaluation: all its figures and tables by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

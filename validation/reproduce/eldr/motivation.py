@@ -1,7 +1,5 @@
 """ELDR section 3: latency by active experts, prefill against decode, same-domain batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

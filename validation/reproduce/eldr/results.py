@@ -1,7 +1,5 @@
 """ELDR section 6: main results and design validation, as paired runs of the simulator."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """ELDR's overheads, prefix caching and expert parallelism (Table 1, Fig. 17 and 18), and beyond."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """ELDR section 4: signature quality by transform and layer, and the clusters."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from eldr_sim.policies.eldr.artifact import fit

@@ -9,8 +9,6 @@ Figures 10 and 11, and the host's launch times to the TTFT of ``rr`` at 20 reque
 into the simulator; every other figure is predicted.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass

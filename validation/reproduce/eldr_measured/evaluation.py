@@ -1,7 +1,5 @@
 """ELDR's measured figures by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Figures 10 to 16 of ELDR's authors as they measured them, beside ours."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ tile of vLLM's default, or for MXFP4 experts, whose tile does not change, one an
 union of a batch is that of drawn routing; graphs' padding rows choose experts as the batch does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ experts (and a little attention, which a smaller batch has less of). The number 
 is not measured: it is that of our drawn routing, interpolated at the measured batch.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Gimbal's evaluation: all its figures by name, and what they leave open."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

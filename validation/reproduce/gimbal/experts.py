@@ -1,7 +1,5 @@
 """Gimbal's Figures 3 and 4: load and inter-layer affinity of experts, and what placements cross."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

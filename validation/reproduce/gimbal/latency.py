@@ -1,7 +1,5 @@
 """Gimbal's Figures 6 to 10: TTFT, TPOT and throughput of its parts, and where its parts act."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gimbal's Figures 11 and 12: prefix-cache hits of users who return to their engine."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -13,8 +13,6 @@ of a shape is the rate at which `round_robin`'s p99 TTFT is a tenth of that, and
 tenth of the paper's 5 s. Thresholds in tokens and steps are the paper's.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory

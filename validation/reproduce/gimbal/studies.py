@@ -1,7 +1,5 @@
 """What Gimbal's figures leave open: the sign of SJF, old signals, lock step, all placements."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """GRACE-MoE's evaluation: all its figures by name, and what they leave open."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from eldr_sim.validation.reproduce.grace import figures as grace_figures

@@ -1,7 +1,5 @@
 """GRACE-MoE's Figures 1, 3, 5 and 6: traffic, load and idle time of placements, counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

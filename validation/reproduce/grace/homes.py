@@ -5,8 +5,6 @@ experts, so experts can be placed by the home of the tokens that use them. Copie
 tokens drawn from the requests that each engine has served, at the placement that it had.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ steps are held against the vanilla placement in one engine instead, prefill and 
 the placement itself gives.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any

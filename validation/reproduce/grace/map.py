@@ -5,8 +5,6 @@ to 128 tokens a GPU are decode steps, others compute prompts. Each seed clusters
 other steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

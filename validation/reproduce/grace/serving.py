@@ -3,8 +3,6 @@
 None of it is in the paper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -8,8 +8,6 @@ RTX 4090 and 3090 are rooflines from NVIDIA's data sheets; a node's 25 Gb/s Ethe
 its GPUs.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, Literal, NamedTuple
 

@@ -5,8 +5,6 @@ run ends. EPLB can place the experts again by what its last steps chose, and pay
 move; METRO takes the stale placement as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

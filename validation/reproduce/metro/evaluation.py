@@ -1,7 +1,5 @@
 """METRO's evaluation: all its figures by name."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable

@@ -6,8 +6,6 @@ let the union be spread evenly. Neither alone does what both do: an even spread 
 ``experts / GPUs``, and a small union lies on the GPUs unevenly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ context is attention, dense layers and head of an engine's share, MoE layers of 
 what the all-to-all takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ flight. EPLB's placement and split come with the usual all-to-all; METRO with it
 charged what its kernel took. Lengths are assumed where the paper gives none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """METRO's choices on batches of recorded or synthetic tokens, without queues: Figures 5d and 8."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

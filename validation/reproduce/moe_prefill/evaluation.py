@@ -1,7 +1,5 @@
 """MoE-Prefill's evaluation: all its figures by name, and what they leave open."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from eldr_sim.validation.reproduce.moe_prefill import results, studies, tables

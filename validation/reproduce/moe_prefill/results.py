@@ -1,7 +1,5 @@
 """MoE-Prefill Sec. 8: throughput end to end, the router's part, contexts, MFU (Figures 9 to 12)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

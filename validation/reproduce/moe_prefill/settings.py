@@ -5,8 +5,6 @@ is run with each token budget of `steps.BUDGETS` that it has memory for and keep
 DP+EP, whose tokens are counted expert by expert, takes the backend and budget that are fastest in
 closed form."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ with, and draws the map of the fastest strategy. One layer of AsyncEP takes the 
 computation, its gather and its copy from the host (``weight_streaming``).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """What MoE-Prefill's evaluation leaves open: thresholds, gathers, the map of strategies, pools."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any

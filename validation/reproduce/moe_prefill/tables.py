@@ -1,7 +1,5 @@
 """MoE-Prefill Sec. 4, before any queue: bytes (Table 1), chunks (Figure 3), load (Figure 4)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from eldr_sim.charts import lines

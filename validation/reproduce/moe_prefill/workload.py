@@ -16,8 +16,6 @@ The lengths of the four regimes are lost in the text but for the last, 128K toke
 million tokens of each; 1K, 8K and 32K are assumed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
