@@ -46,7 +46,9 @@ def test_union_of_rows(seed, n_layers, n_experts, n):
     bits = random_bits(rng, 12, n_layers, n_experts)
     rows = rng.integers(12, size=n + 3)  # only the first n count
     union = rng.integers(0, 2**64, bits.shape[1], np.uint64)  # what was there is overwritten
-    union_rows(bits, rows, n, union)
+    first = int(rng.integers(n + 1))
+    union_rows(bits, rows, 0, first, union)
+    union_rows(bits, rows, first, n, union)
     sets = [expert_set(bits[row], n_layers) for row in rows[:n]]
     assert expert_set(union, n_layers) == set().union(*sets)
 

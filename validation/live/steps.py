@@ -92,7 +92,7 @@ class StepUnions:
         for request, start, stop in step.chunks:
             again = range(max(start, self._prompt_len[request]), stop)  # generated tokens
             rows += [first[request] + at - self._prompt_len[request] + 1 for at in again]
-        union_rows(self._decodes.bits, np.array(rows, np.int64), len(rows), union)
+        union_rows(self._decodes.bits, np.array(rows, np.int64), 0, len(rows), union)
         for request, start, stop in step.chunks:
             add_prompt(
                 self._prompts, request, request, start, min(stop, self._prompt_len[request]), union

@@ -64,12 +64,15 @@ def no_prompts() -> PromptRows:
 
 
 @njit(_nrt=False)
-def union_rows(bits: Any, rows: Any, n: int, union: Any) -> None:
-    """OR the rows ``rows[:n]`` of ``bits`` into ``union``; eight a pass to spare the stores."""
-    width = bits.shape[1]
-    for k in range(width):
-        union[k] = 0
-    i = 0
+def union_rows(bits: Any, rows: Any, first: int, n: int, union: Any) -> None:
+    """OR the rows ``rows[first:n]`` of ``bits`` into ``union``, which is empty before the first.
+
+    Eight a pass, to spare the stores.
+    """
+    width, i = bits.shape[1], first
+    if first == 0:
+        for k in range(width):
+            union[k] = 0
     while i + 8 <= n:
         a, b, c, d = bits[rows[i]], bits[rows[i + 1]], bits[rows[i + 2]], bits[rows[i + 3]]
         e, f, g, h = bits[rows[i + 4]], bits[rows[i + 5]], bits[rows[i + 6]], bits[rows[i + 7]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.simulator.plane.compiled import compiled
@@ -24,12 +26,14 @@ def execute(world: Any, w: int) -> float:
     scratch.active[w] = scratch.busiest[w] = scratch.plain[w] = 0
     if tokens > 0 or pool.own_experts:
         list_rows(engines, w, scratch)
+        first = np.int64(0)
         if tokens > worker.batch:
-            expert_union.union_rows(run.bits, scratch.rows, worker.batch, scratch.union)
+            first = worker.batch
+            expert_union.union_rows(run.bits, scratch.rows, np.int64(0), first, scratch.union)
             scratch.plain[w], _ = expert_union.count_experts(
                 scratch.union, run.masks[w], scratch.activated
             )
-        expert_union.union_rows(run.bits, scratch.rows, tokens, scratch.union)
+        expert_union.union_rows(run.bits, scratch.rows, first, tokens, scratch.union)
         if n_chunks > 0 and pool.own_experts:
             add_chunks(engines, w, run.bits, run.prompts, scratch.union)
         scratch.active[w], scratch.busiest[w] = expert_union.count_experts(

@@ -105,7 +105,7 @@ def _layer_times(
     n_chunks, rows = list_chunks(engines, w, scratch)
     scratch.active[w] = 0
     if own_experts:
-        expert_union.union_rows(bits, scratch.rows, np.int64(0), scratch.union)
+        expert_union.union_rows(bits, scratch.rows, np.int64(0), np.int64(0), scratch.union)
         add_chunks(engines, w, bits, prompts, scratch.union)
         active, _ = expert_union.count_experts(scratch.union, masks[w], scratch.activated)
         scratch.active[w] = active
