@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 import weakref
 
 import numpy as np
@@ -95,3 +96,27 @@ def test_a_kept_replay_grows_and_gives_way(no_collector, earlier_recording):
     shared_replay.replay_of(other, 8, 12, np.array([0]))
     assert bits() is None  # two of them need not be in memory together
     shared_replay._kept.clear()
+
+
+def peak_bytes(**fields):
+    """What a run allocates at most, cluster and records included; the trace is there before."""
+    same = {"trace": "reference-moe", "topology": "1P2D", "policy": "jsq", "warmup": 0.1}
+    lengths = {"input_len": 16, "output_len": 2, "request_rate": 400}
+    config = make_config(same | lengths | {"num_requests": 1000} | fields)
+    setting = prepare(config)
+    tracemalloc.start()
+    build_cluster(config, setting, *offered_load(config, setting.trace)).run()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_of_a_request_and_of_a_worker():
+    """docs/speed.md has the figures: a request takes a kilobyte, a worker 107 of them."""
+    simulate(make_config(RUN | {"policy": "jsq"}))  # it is compiled
+    peak_bytes()  # and what it reads is there
+    few = peak_bytes()
+    assert 500 < (peak_bytes(num_requests=4000) - few) / 3000 < 1000
+    few = peak_bytes(topology="8P16D", num_requests=200)
+    many = peak_bytes(topology="32P64D", num_requests=200)
+    assert 90_000 < (many - few) / 72 < 120_000
