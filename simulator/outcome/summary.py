@@ -194,11 +194,6 @@ def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
     }
 
 
-def _handover(config: RunConfig) -> dict[str, str]:
-    """Name the preset of the hand-over, without which a TTFT says little."""
-    return {"handover": f"{config.handover}: {HAND_OVERS[config.handover].source}"}
-
-
 def _transfer_provenance(config: RunConfig, spec: ClusterSpec) -> dict[str, dict[str, Any]]:
     """Return what KV transfers and hand-overs rest on; one that takes nothing on nothing."""
     said = {"kv_transfer": transfer.provenance(spec.transfer.source)}

@@ -125,6 +125,7 @@ def test_every_page_is_in_the_site_s_navigation():
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_command_line_parses(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("docs").symlink_to(ROOT / "docs")  # files that pages ship
     for words in commands(page):
         command, options = parsed(words)
         run = RunConfig.model_fields.keys() | _POOL_OPTIONS.keys() | {"goodput", "config_file"}

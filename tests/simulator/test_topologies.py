@@ -5,17 +5,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import prepare, simulate
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.simulation import Simulation
 
+from ..paths import ROOT
+
 BASE = {
     "trace": "reference-moe", "policy": "jsq", "num_requests": 150, "request_rate": 60,
     "warmup": 1, "output_len": 24, "prefill_policy": "round_robin",
 }  # fmt: skip
-PAGE = (Path(__file__).parents[2] / "docs" / "topologies.md").read_text()
+PAGE = (ROOT / "docs" / "topologies.md").read_text()
 EXAMPLE = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
@@ -46,12 +49,14 @@ def test_a_spelling_is_a_value_of_pools(text, pools):
 
 def test_the_example_of_the_page_runs_as_it_stands(run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("cluster.yaml").write_text(EXAMPLE)
+    Path("docs").mkdir()
+    Path("docs/cluster.yaml").write_text(EXAMPLE)
+    assert yaml.safe_load((ROOT / "docs" / "cluster.yaml").read_text()) == yaml.safe_load(EXAMPLE)
     command = re.search(r"eldr-sim (run .*)", PAGE)[1].split()
     code, out, err = run_cli(*command, "--duration", "2", "--out", "result")
     assert code == 0, err
     assert "1 decode-h200" in out
-    Path("cluster.yaml").unlink()  # a result needs it no more
+    Path("docs/cluster.yaml").unlink()  # a result needs it no more
     code, _, err = run_cli("run", "--config", "result/config.json", "--duration", "2")
     assert code == 0, err
 
