@@ -226,8 +226,7 @@ class ClusterConfig(Fields):
     topology: Topology = "8P16D"
     """``xPyD``: x prefill and y decode WORKERS of ``data_parallel_size`` engines each; ``xC``: x
     co-located workers, which compute prompts in chunks beside their decode batch; ``xP``: x prefill
-    workers alone, where a request ends with its prompt; or a file of pools
-    (docs/topologies.md)."""
+    workers alone, where a request ends with its prompt; or a file of pools."""
     gpu: PathText = "H100"
     """A known GPU or a gpu.json."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
@@ -258,7 +257,7 @@ class ClusterConfig(Fields):
     """How often engines publish their waiting and running requests, tokens, KV usage and cached
     blocks to the routers, ms (vLLM's coordinator: 100); 0: as of each decision."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Price of a GPU-hour, $, for the cost per million output tokens."""
+    """Dollars a GPU-hour, for costs per token."""
 
 
 class EngineConfig(Fields):

@@ -28,10 +28,11 @@ from pydantic import (
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.simulator.plane.state import MAX_POOLS
 
 _TOPOLOGY = re.compile(r"([1-9]\d{0,3})P(?:([1-9]\d{0,3})D)?|([1-9]\d{0,3})C", re.IGNORECASE)
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+#: Most pools of a cluster; the plane's tuples of what each has are so long (`state.MAX_POOLS`).
+MOST_POOLS = 8
 #: Who goes on when a prompt is computed: nobody, the request ends.
 NOBODY = "nobody"
 #: What a pool's workers do: compute prompts for others or for nobody, or decode.
@@ -170,8 +171,8 @@ class Pools(RootModel[dict[str, NamedPool]]):
     @model_validator(mode="after")
     def _fit(self) -> Self:
         pools = self.root
-        if not 1 <= len(pools) <= MAX_POOLS:
-            raise InputError("topology", f"{len(pools)} pools", f"1 to {MAX_POOLS}")
+        if not 1 <= len(pools) <= MOST_POOLS:
+            raise InputError("topology", f"{len(pools)} pools", f"1 to {MOST_POOLS}")
         thens = {name: pool.takes_over for name, pool in pools.items()}
         for name, then in thens.items():
             field = f"topology.{name}.then"

@@ -163,7 +163,9 @@ def test_utilisation_by_hand():
         prefill_steps=np.array([], step), decode_steps=np.array([(8.0, 12.0, 2, 100)], step),
     )  # fmt: skip
     engine = SimpleNamespace(max_num_seqs=4, n_blocks=50)
-    spec = SimpleNamespace(n_prefill=1, n_decode=1, prefill=engine, decode=engine, block_size=16)
+    spec = SimpleNamespace(
+        n_prefill=1, n_decode=1, of_decoders=lambda of: np.array([of(engine)]), block_size=16
+    )
     used = limits_of(record, spec)["utilisation"]
     assert used == pytest.approx(
         {"prefill_busy": 0.0, "decode_busy": 0.2, "decode_seats": 0.2 * 2 / 4,

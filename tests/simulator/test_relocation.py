@@ -185,7 +185,7 @@ def test_each_group_goes_by_its_own_steps():
     for seed in range(6):
         record, _, relocations = run_pair(drawn(seed), RelocationRule(8, 5))
         for group in relocations.groups.values():
-            made = (record.decode_group_steps["group"] == group.number).sum()
+            made = (record.decode_group_steps["leader"] == group.number * group.size).sum()
             asked = len(group.policy.seen)
             assert asked == (0 if made < 2 else 1 + (made - 2) // 8)
 

@@ -8,8 +8,10 @@ import pytest
 import yaml
 
 from eldr_sim.errors import InputError
+from eldr_sim.simulator.plane.state import MAX_POOLS
 from eldr_sim.simulator.run import prepare, simulate
 from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.pools import MOST_POOLS
 from eldr_sim.simulator.simulation import Simulation
 
 from ..paths import ROOT
@@ -45,6 +47,10 @@ def test_a_spelling_is_a_value_of_pools(text, pools):
     assert named.steps.equals(spelled.steps)
     assert named.summary["mean_ttft_ms"] == spelled.summary["mean_ttft_ms"]
     assert named.summary["limits"] == spelled.summary["limits"]
+
+
+def test_as_many_pools_may_be_named_as_the_plane_has_room_for():
+    assert MOST_POOLS == MAX_POOLS
 
 
 def test_the_example_of_the_page_runs_as_it_stands(run_cli, tmp_path, monkeypatch):
