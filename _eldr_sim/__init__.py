@@ -20,16 +20,9 @@ if TYPE_CHECKING:
     from eldr_sim.simulator.setup.config import RunConfig
 
 __all__ = [
-    "RunConfig",
-    "Simulation",
-    "__version__",
-    "compare",
-    "plan",
-    "run",
-    "sweep",
-    "what_if",
+    "RunConfig", "Simulation", "__version__", "compare", "plan", "run", "sweep", "what_if",
     "write_report",
-]
+]  # fmt: skip
 
 _HOME = {
     **dict.fromkeys(("Simulation", "compare", "plan", "run", "what_if"), "eldr_sim.cli.api"),

@@ -133,10 +133,8 @@ def find(part: str, name: str) -> Path | None:
 def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | None:
     """Write a file of bit sets or a fit, whole or not at all, and make room for it.
 
-    ``part``: `BITSETS` or `FITS`; ``name``: of the file, ``*.bits`` or ``*.npz``; ``write``: writes
-    it into an open file.
-
-    Returns path: where it is; None, after a warning, if it could not be written.
+    Returns its path; None, after a warning, if it could not be written. ``write``: writes an open
+    file.
     """
     limit = size_limit()
     home = folder()
@@ -157,11 +155,8 @@ def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | No
 def keep_folder(part: str, name: str, write: Callable[[Path], object]) -> Path | None:
     """Make a folder of the cache, whole or not at all, and make room for it.
 
-    A folder that another process has made meanwhile is left as it is.
-
-    ``part``: `TRACES`; ``write``: makes it, at a path where nothing is.
-
-    Returns path: where it is; None, after a warning, if it could not be written.
+    A folder that another process has made meanwhile is left as it is. Returns its path; None, after
+    a warning, if it could not be written. ``write``: makes it, at a path where nothing is.
     """
     limit = size_limit()
     place = writable_folder(part)

@@ -1,5 +1,8 @@
 """What every room tells a user, in a line: bad input, and what goes on but not as it should."""
 
+from importlib import import_module
+from typing import Any
+
 
 class InputError(ValueError):
     """Bad input: names the field, what was wrong and what is allowed.
@@ -16,6 +19,20 @@ class InputError(ValueError):
         self.problem = problem
         self.allowed = allowed
         super().__init__(f"{field}: {problem}" + (f" (allowed: {allowed})" if allowed else ""))
+
+
+def needed(package: str, field: str, allowed: str = "pip install 'eldr-sim[live]'") -> Any:
+    """Import an optional package, or a module of it; InputError where it is not installed.
+
+    ``field``: who needs it; ``allowed``: how to install it.
+    """
+    top = package.partition(".")[0]
+    try:
+        import_module(top)  # a module of it may be loaded although it cannot be imported
+        return import_module(package)
+    except ModuleNotFoundError:
+        name = top.replace("_", "-")
+        raise InputError(field, f"{name} is not installed", allowed) from None
 
 
 class EldrSimWarning(UserWarning):

@@ -16,6 +16,7 @@ import stat
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from eldr_sim.errors import InputError
 
 if TYPE_CHECKING:
     import yaml
+    from numpy.typing import NDArray
 
 DOCUMENT_LIMIT = 64 * 2**20  #: bytes of a configuration, manifest or result in JSON or YAML
 ARRAY_LIMIT = 16 * 2**30  #: bytes to which the arrays of a file may unpack
@@ -180,6 +182,37 @@ def check_arrays(path: str | os.PathLike[str], field: str) -> Path:
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
         raise InputError(field, _unread(path, field, _line(error))) from None
     return path
+
+
+@contextmanager
+def reading(field: str, said: str = "", allowed: str = "") -> Iterator[None]:
+    """Raise InputError where a file cannot be read or, if ``said``, is not what that says.
+
+    ``said``: the problem, which the error's first line follows; ``allowed``: what would do.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(field, error.strerror or "cannot be read") from None
+    except (
+        ValueError, KeyError, EOFError, AttributeError, TypeError, zipfile.BadZipFile
+    ) as error:  # fmt: skip
+        if not said:
+            raise
+        raise InputError(field, f"{said}: {error}".splitlines()[0], allowed) from None
+
+
+def load_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a .npz file by name; raises InputError, which names the file."""
+    import numpy as np
+
+    with (
+        reading(str(path), "not a .npz archive of plain arrays"),
+        np.load(check_arrays(path, str(path)), allow_pickle=False) as archive,
+    ):
+        return {name: archive[name] for name in archive.files}
 
 
 def _check_header(file: IO[bytes], path: Path, field: str) -> None:

@@ -15,19 +15,9 @@ def write_picture(
 ) -> None:
     """Draw on a matplotlib figure, and write it; the same drawing gives the same bytes.
 
-    Parameters
-    ----------
-    to
-        The PNG.
-    draw
-        Draws. A panel with labels gets a legend, unless ``draw`` made one or a panel before shows
-        the same labels.
-    size
-        Inches.
-    title
-        Over all panels.
-    dpi
-        Dots per inch.
+    ``to``: the PNG; ``draw``: draws; A panel with labels gets a legend, unless ``draw`` made one or
+    a panel before shows the same labels; ``size``: inches; ``title``: over all panels; ``dpi``:
+    dots per inch.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -26,13 +26,7 @@ from numba.core.typing.templates import (
     infer_global,
     signature,
 )
-from numba.extending import (
-    NativeValue,
-    models,
-    register_model,
-    typeof_impl,
-    unbox,
-)
+from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
 
 _INDEX = ir.IntType(32)
 _TYPES: dict[tuple[Any, ...], ReferenceType] = {}
@@ -61,10 +55,7 @@ class _Model(models.OpaqueModel):
 class Reference:
     """A named tuple of arrays, numbers, callbacks and such tuples, for compiled functions.
 
-    Parameters
-    ----------
-    whole
-        The tuple. Its arrays and numbers are looked at now.
+    ``whole``: the tuple; its arrays and numbers are looked at now.
     """
 
     def __init__(self, whole: tuple[Any, ...]) -> None:

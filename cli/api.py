@@ -156,7 +156,7 @@ class WhatIf(what_if_asked.WhatIf):
         return pd.DataFrame(rows)
 
 
-def _like(command: click.Command, more: Sequence[str] = ()) -> Callable[[F], F]:
+def _like(command: click.Command) -> Callable[[F], F]:
     """Give a function the signature of a command: its options, and ``progress``."""
 
     def decorate(function: F) -> F:
@@ -239,20 +239,10 @@ def _shown(bar: Any, progress: bool | None) -> Any:
 def run(config: Config | None = None, *, progress: bool | None = None, **options: Any) -> Run:
     """Simulate one cluster, as ``eldr-sim run`` does.
 
-    Parameters
-    ----------
-    config
-        What options override; None: the defaults.
-    progress
-        Whether to show how far it is; None: on a terminal and in a notebook.
-    options
-        Those of the command; a mapping for the workers of a pool (``decode={"gpu": "H200"}``) and
-        for a policy (``policy={"name": "eldr", "tau": 0.2}``).
-
-    Raises
-    ------
-    InputError
-        If anything does not exist or does not fit together.
+    ``config``: what options override; None: the defaults; ``progress``: whether to show how far it
+    is; None: on a terminal and in a notebook; ``options``: those of the command; a mapping for the
+    workers of a pool (``decode={"gpu": "H200"}``) and for a policy (``policy={"name": "eldr",
+    "tau": 0.2}``). Raises InputError if anything does not exist or does not fit together.
 
     Examples
     --------
@@ -327,15 +317,9 @@ def what_if(
 class Simulation(simulation.Simulation):
     """One run whose time SimPy processes share (docs/simulation.md).
 
-    Parameters
-    ----------
-    config, options
-        As for `run`.
-    arrivals
-        Whether the configuration's load arrives. Without it all requests come from processes, and
-        each that arrives after the warm-up is measured.
-    absent
-        Workers of the topology that are not there at first: ``("decode:4",)``.
+    ``arrivals``: whether the configuration's load arrives. Without it all requests come from
+    processes, and each that arrives after the warm-up is measured; ``absent``: workers of the
+    topology that are not there at first: ``("decode:4",)``.
 
     Examples
     --------

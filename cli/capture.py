@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from eldr_sim.cli.console import progress_bar
-from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
+from eldr_sim.cli.console import print_written, progress_bar
+from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, option, together
 from eldr_sim.traces.routing.capture.captured import (
     CapturedRouting,
     check_options,
@@ -26,12 +26,6 @@ def capture() -> None:
     """Record which experts a model chooses, token by token, while an engine runs it."""
 
 
-def _options(function: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(options):
-        function = option(function)
-    return function
-
-
 def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of the trace that is written; the command gets them as ``about``.
 
@@ -45,65 +39,39 @@ def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
         check_options(about["out"], about["force"], about["calibration_fraction"])
         return function(about=about, **options)
 
-    return _options(
-        command,
-        click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR"),
-        click.option(
-            "--domain-field",
-            default="domain",
-            metavar="KEY",
-            help="Key of the domain label in the JSONL file.",
-        ),
-        click.option(
-            "--calibration-fraction",
-            type=float,
-            default=0.5,
-            help="Share of each domain for fitting policies, where a prompt names no split.",
-        ),
-        click.option("--model-name", help="Name in the trace; that of MODEL by default."),
-        click.option(
-            "--source-data", help="Where the prompts come from; the file's name by default."
-        ),
-        click.option(
-            "--notes", default="", show_default=False, help="Notes for readers of results."
-        ),
-        click.option("--force", is_flag=True, help="Replace DIR."),
-    )
+    share = "Share of each domain for fitting policies, where a prompt names no split."
+    key = "Key of the domain label in the JSONL file."
+    decorated: Callable[..., Any] = together(
+        option("--out", Path, required=True),
+        option("--domain-field", None, key, default="domain", metavar="KEY"),
+        option("--calibration-fraction", float, share, default=0.5),
+        option("--model-name", None, "Name in the trace; that of MODEL by default."),
+        option("--source-data", None, "Where the prompts come from; the file's name by default."),
+        option("--notes", None, "Notes for readers of results.", default="", show_default=False),
+        option("--force", bool, "Replace DIR."),
+    )(command)
+    return decorated
 
 
-def _generation_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of prompts and sampling."""
-    return _options(
-        function,
-        click.argument("model"),
-        click.option(
-            "--prompts",
-            "prompts_file",
-            type=click.Path(path_type=Path),
-            required=True,
-            metavar="FILE",
-            help="JSONL: prompt (text, token ids or chat messages) and domain.",
-        ),
-        click.option("--max-new-tokens", type=int, default=128),
-        click.option("--max-prompt-tokens", type=int, help="Cut longer prompts to this."),
-        click.option("--temperature", type=float, default=1.0, help="0 is greedy."),
-        click.option("--seed", type=int, default=0),
-        click.option("--ignore-eos", is_flag=True, help="Never stop before --max-new-tokens."),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-            default="auto",
-        ),
-    )
+_JSONL = "JSONL: prompt (text, token ids or chat messages) and domain."
+#: Prompts and sampling.
+_generation_options = together(
+    click.argument("model"),
+    option("--prompts prompts_file", Path, _JSONL, required=True, metavar="FILE"),
+    option("--max-new-tokens", int, default=128),
+    option("--max-prompt-tokens", int, "Cut longer prompts to this."),
+    option("--temperature", float, "0 is greedy.", default=1.0),
+    option("--seed", int, default=0),
+    option("--ignore-eos", bool, "Never stop before --max-new-tokens."),
+    option("--dtype", ["auto", "float32", "bfloat16", "float16"], default="auto"),
+)
 
 
 @capture.command()
 @_generation_options
-@click.option("--batch-size", type=int, default=8)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
-@click.option(
-    "--gate-scores", is_flag=True, help="Also sum the gate's scores over each prompt (ELDR 4.2.3)."
-)
+@option("--batch-size", int, default=8)
+@option("--device", ["cpu", "cuda"], default="cpu")
+@option("--gate-scores", bool, "Also sum the gate's scores over each prompt (ELDR 4.2.3).")
 @_trace_options
 def transformers(
     model: str,
@@ -126,14 +94,10 @@ def transformers(
 
 @capture.command()
 @_generation_options
-@click.option(*TENSOR_PARALLEL_SIZE, type=int, default=1)
-@click.option("--max-model-len", type=int, help="Longest sequence; the model's own by default.")
-@click.option(
-    "--method",
-    type=click.Choice(["plugin", "engine"]),
-    default="plugin",
-    help="Plug-in on the routers, eager mode; or enable_return_routed_experts (needs a GPU).",
-)
+@option(TENSOR_PARALLEL_SIZE, int, default=1)
+@option("--max-model-len", int, "Longest sequence; the model's own by default.")
+@option("--method", ["plugin", "engine"], "Plug-in on the routers, eager mode; or "
+        "enable_return_routed_experts (needs a GPU).", default="plugin")  # fmt: skip
 @_trace_options
 def vllm(
     model: str,
@@ -157,14 +121,8 @@ def vllm(
 
 @capture.command("collect")
 @click.argument("log", type=click.Path(path_type=Path), metavar="DIR")
-@click.option(
-    "--requests",
-    "requests_file",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="FILE",
-    help="JSONL: domain, and request_id (as sent in X-Request-Id) or prompt (token ids).",
-)
+@option("--requests requests_file", Path, "JSONL: domain, and request_id (as sent in X-Request-Id) "
+        "or prompt (token ids).", required=True, metavar="FILE")  # fmt: skip
 @_trace_options
 def collect_(log: Path, requests_file: Path, domain_field: str, about: dict[str, Any]) -> None:
     """Make a trace of what `vllm serve` logged into DIR, its ELDR_SIM_CAPTURE."""
@@ -204,7 +162,4 @@ def _write(
         source_data=source_data or describe_prompts(prompts_file),
         **options,
     )
-    click.echo(
-        f"Wrote {out}: {trace.n_requests} requests, {trace.manifest.n_tokens} tokens, "
-        f"{trace.n_layers} layers, {trace.n_experts} experts, top-{trace.top_k}"
-    )
+    print_written(out, trace)

@@ -18,19 +18,17 @@ from eldr_sim.cli.console import (
     progress_bar,
 )
 from eldr_sim.cli.groups import GroupedCommand
-from eldr_sim.cli.options import (
-    check_out,
-    config_from_options,
-    plot_extras,
-    run_options,
-    served,
-)
+from eldr_sim.cli.option import jobs_option, option, output
+from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options, served
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 
 if TYPE_CHECKING:
+    from eldr_sim.planning.compare.autoscalers import ScalingComparison
+    from eldr_sim.planning.compare.drafts import DraftComparison
     from eldr_sim.planning.compare.policies import Comparison
+    from eldr_sim.simulator.setup.config import RunConfig
 
 
 #: Policies that follow experts and are compared by default; dense models do without.
@@ -38,39 +36,30 @@ _OF_EXPERTS = ("domain", "eldr")
 
 
 @click.command(cls=GroupedCommand, short_help="Compare policies on the same requests.")
-@click.option(
-    "--policy",
-    "--policies",
-    "policies",
-    multiple=True,
-    show_default="random,round_robin,jsq,p2c, and domain,eldr where the model has experts",
-    metavar="NAME,NAME,...",
-    shell_complete=complete(policy_names("decode"), listed=True),
-    help="Decode policies, with parameters as in eldr:tau=0.2; once with a list, or repeated. "
-    "round_robin is added as the reference where it is missing.",
-)
-@click.option("--seeds", type=int, default=5, help="Seeds, from --seed on.")
-@click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
-@click.option(
-    "--drafts",
-    metavar="N,N,...",
-    help="Compare numbers of drafts of --speculative-config with none, under the first policy.",
-)
-@click.option(
-    "--concurrencies",
-    metavar="N,N,...",
-    help="Requests in flight of --drafts.  [default: 1,4,16,64]",
-)
-@run_options(without=("policy",))
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the figures.")
-@click.option("--force", is_flag=True, help="Replace the comparison in --out.")
-@click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
+@option("--policy --policies policies", None, "Decode policies, with parameters as in "
+        "eldr:tau=0.2; once with a list, or repeated. round_robin is added as the reference where "
+        "it is missing.", multiple=True,
+        show_default="random,round_robin,jsq,p2c, and domain,eldr where the model has experts",
+        metavar="NAME,NAME,...",
+        shell_complete=complete(policy_names("decode"), listed=True))  # fmt: skip
+@option("--seeds", int, "Seeds, from --seed on.", default=5)
+@jobs_option
+@option("--drafts", None, "Compare numbers of drafts of --speculative-config with none, under the "
+        "first policy.", metavar="N,N,...")  # fmt: skip
+@option("--concurrencies", None, "Requests in flight of --drafts.  [default: 1,4,16,64]",
+        metavar="N,N,...")  # fmt: skip
+@option("--autoscale autoscalers", None, "Compare autoscalers instead, under the first policy, "
+        "beside the best fixed fleet.", multiple=True, metavar="NAME,NAME,...",
+        shell_complete=complete(policy_names("scaling"), listed=True))  # fmt: skip
+@run_options(without=("policy", "autoscale"))
+@output("Write the figures.", "the comparison in --out", plot=True)
 def compare(
     policies: tuple[str, ...],
     seeds: int,
     jobs: int | None,
     drafts: str | None,
     concurrencies: str | None,
+    autoscalers: tuple[str, ...],
     out: Path | None,
     force: bool,
     plot: bool,
@@ -78,7 +67,8 @@ def compare(
 ) -> None:
     """Run policies over the same requests; print differences with 95% confidence intervals.
 
-    With --drafts, run numbers of drafts instead, at several requests in flight.
+    With --drafts, run numbers of drafts instead, at several requests in flight; with --autoscale,
+    autoscalers.
     """
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.compare.policies import MARKER
@@ -88,6 +78,9 @@ def compare(
     extras = plot_extras(plot, out)
     if drafts is not None:
         _compare_drafts(policies, seeds, jobs, drafts, concurrencies, out, force, options)
+        return
+    if autoscalers:
+        _compare_autoscalers(policies, seeds, jobs, autoscalers, out, force, options)
         return
     if concurrencies is not None:
         raise InputError("concurrencies", "without drafts to compare", "--drafts beside it")
@@ -126,6 +119,26 @@ def _numbers(text: str, field: str) -> list[int]:
         raise InputError(field, repr(text), "whole numbers with commas between them") from None
 
 
+def _under_first(policies: tuple[str, ...], options: dict[str, Any]) -> RunConfig:
+    """Return the configuration under the first of the policies, if any is named."""
+    if names := [name for text in policies for name in split(text)]:
+        options["policy"] = names[0]
+    return config_from_options(options)
+
+
+def _tell(
+    found: DraftComparison | ScalingComparison, out: Path | None, force: bool, *notes: str
+) -> None:
+    """Print a comparison's headline and the notes below it; write it where asked to."""
+    title, columns, rows, _ = found.headline()
+    print_table(title, list(columns), [list(row) for row in rows])
+    for note in notes:
+        click.echo(note)
+    if out is not None:
+        found.write(out, force=force)
+        click.echo(f"Wrote {out}")
+
+
 def _compare_drafts(
     policies: tuple[str, ...],
     seeds: int,
@@ -138,20 +151,33 @@ def _compare_drafts(
 ) -> None:
     from eldr_sim.planning.compare.drafts import compare_drafts
 
-    if names := [name for text in policies for name in split(text)]:
-        options["policy"] = names[0]
-    config = config_from_options(options)
+    config = _under_first(policies, options)
     wanted = _numbers(drafts, "drafts"), _numbers(concurrencies or "1,4,16,64", "concurrencies")
     with progress_bar("comparing drafts") as update:
         found = compare_drafts(config, *wanted, seeds, jobs=jobs, progress=update)
-    title, columns, rows, _ = found.headline()
-    print_table(title, list(columns), [list(row) for row in rows])
-    click.echo(f"acceptance: {found.acceptance_source}; *: the fastest")
     ranges = [list(drafts) for drafts in found.by_batch]
-    click.echo(f"by batch: num_speculative_tokens_per_batch_size {ranges}")
-    if out is not None:
-        found.write(out, force=force)
-        click.echo(f"Wrote {out}")
+    _tell(
+        found, out, force, f"acceptance: {found.acceptance_source}; *: the fastest",
+        f"by batch: num_speculative_tokens_per_batch_size {ranges}",
+    )  # fmt: skip
+
+
+def _compare_autoscalers(
+    policies: tuple[str, ...],
+    seeds: int,
+    jobs: int | None,
+    rules: tuple[str, ...],
+    out: Path | None,
+    force: bool,
+    options: dict[str, Any],
+) -> None:
+    from eldr_sim.planning.compare.autoscalers import compare_autoscalers
+
+    config = _under_first(policies, options)
+    named = [name for text in rules for name in split(text)]
+    with progress_bar("comparing autoscalers") as update:
+        found = compare_autoscalers(config, named, seeds, jobs=jobs, progress=update)
+    _tell(found, out, force, "*: the best fixed fleet; GPU-hours from its, in %")
 
 
 def _print(comparison: Comparison) -> None:

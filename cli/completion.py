@@ -6,6 +6,7 @@ Each source imports its names when the shell asks for them, and none needs the c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Literal
 
 import click
@@ -39,6 +40,25 @@ def complete(
     return found
 
 
+def _names(place: str) -> Callable[[], Iterable[str]]:
+    """Return a source of names: a function, or what holds them, as ``module:attribute``."""
+
+    def names() -> Iterable[str]:
+        module, _, attribute = place.partition(":")
+        found = getattr(import_module(f"eldr_sim.{module}"), attribute)
+        named: Iterable[str] = found() if callable(found) else found
+        return named
+
+    return names
+
+
+models = _names("kernel_profiles.models:list_models")
+gpus = _names("kernel_profiles.gpus:list_gpus")
+front_ends = _names("kernel_profiles.kernels.front_end:list_front_ends")
+traces = _names("traces.routing.manifest:builtin_traces")
+workloads = _names("simulator.setup.config:WORKLOADS")
+
+
 def policies(decision: str) -> Callable[[], Iterable[str]]:
     """Return a source of the built-in policies of a decision."""
 
@@ -50,43 +70,8 @@ def policies(decision: str) -> Callable[[], Iterable[str]]:
     return names
 
 
-def models() -> Iterable[str]:
-    """Return the names of the known models."""
-    from eldr_sim.kernel_profiles.models import list_models
-
-    return list_models()
-
-
-def front_ends() -> Iterable[str]:
-    """Return the names of the CPUs whose front end ships with the package."""
-    from eldr_sim.kernel_profiles.kernels.front_end import list_front_ends
-
-    return list_front_ends()
-
-
 def presets() -> Iterable[str]:
     """Return the presets, with each of their models."""
     from eldr_sim.simulator.setup.presets import PRESETS
 
     return [f"{name}:{model}" for name, preset in PRESETS.items() for model in preset.models]
-
-
-def gpus() -> Iterable[str]:
-    """Return the names of the known GPUs."""
-    from eldr_sim.kernel_profiles.gpus import list_gpus
-
-    return list_gpus()
-
-
-def traces() -> Iterable[str]:
-    """Return the names of the embedded routing traces."""
-    from eldr_sim.traces.routing.manifest import builtin_traces
-
-    return builtin_traces()
-
-
-def workloads() -> Iterable[str]:
-    """Return the named workloads."""
-    from eldr_sim.simulator.setup.config import WORKLOADS
-
-    return WORKLOADS

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TaskID,
     TextColumn,
@@ -28,8 +29,11 @@ from eldr_sim.news import listening
 from eldr_sim.simulator.outcome.catalogue import LATENCIES, label
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from eldr_sim.planning.compare.paired import PairedDifference
     from eldr_sim.planning.runs.sweep import SweepProgress
+    from eldr_sim.traces.routing.format import RoutingTrace
 
 #: A way to show how far something is: `progress_bar`, and `run_counter`.
 ShareBar = Callable[[str], AbstractContextManager[Callable[[float], None]]]
@@ -120,39 +124,65 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
 
     Where that is no terminal, a line every ten seconds, and one when something long begins.
     """
+    with _bar(title, 1.0, *_shares()) as update:
+        yield lambda share: update(share, f"{100 * share:.0f}% done", completed=share)
+
+
+@contextmanager
+def run_counter(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Count the runs of a search, of those expected, as `progress_bar` shows a share."""
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f}%"),
+        SpinnerColumn(),
+        TextColumn("{task.description}: {task.completed:.0f} of about {task.total:.0f} runs"),
         TimeElapsedColumn(),
+        TextColumn("about"),
         TimeRemainingColumn(),
+        TextColumn("left"),
     )
+    with _bar(title, 0.0, *columns) as update:
+
+        def count(done: int, expected: int) -> None:
+            said = f"{done} of about {expected} runs"
+            update(done / max(expected, 1), said, completed=done, total=expected)
+
+        yield count
+
+
+def _shares(said: str = "{task.percentage:3.0f}%", *, left: bool = True) -> list[ProgressColumn]:
+    """Return the columns of a bar."""
+    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn(said), TimeElapsedColumn()]
+    return [*columns, TimeRemainingColumn()] if left else columns
+
+
+@contextmanager
+def _bar(title: str, total: float, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
+    """Show progress; yields a function of the share done, how a line says it, and the fields."""
     console, shown = Console(stderr=True), sys.stderr.isatty()
     lines = None if shown else _lines(title)
     with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-        task = progress.add_task(title, total=1.0)
+        task = progress.add_task(title, total=total)
 
-        def update(share: float) -> None:
+        def update(share: float, said: str, **now: Any) -> None:
             if lines is not None:
-                lines.update(share, f"{100 * share:.0f}% done")
-            progress.update(task, completed=share, description=title)
+                lines.update(share, said)
+            progress.update(task, description=title, **now)
 
-        with _news(title, lines, progress, task):
-            yield update
+        def show(what: str) -> None:
+            progress.update(task, description=f"{title}: {what}")
+
+        try:
+            with listening(show if lines is None else lines.say):
+                yield update
+        finally:
+            if lines is not None:
+                lines.close()
 
 
 @contextmanager
 def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
     """Show a sweep's progress and time left on the terminal's standard error."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[runs]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     with Progress(
-        *columns,
+        *_shares("{task.fields[runs]}"),
         console=Console(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),
@@ -173,61 +203,12 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
 
 
 @contextmanager
-def run_counter(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Count the runs of a search, of those expected, on standard error, and estimate its time.
-
-    Where that is no terminal, a line every ten seconds, and one when something long begins.
-    """
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}: {task.completed:.0f} of about {task.total:.0f} runs"),
-        TimeElapsedColumn(),
-        TextColumn("about"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    console, shown = Console(stderr=True), sys.stderr.isatty()
-    lines = None if shown else _lines(title)
-    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-        task = progress.add_task(title, total=0)
-
-        def update(done: int, expected: int) -> None:
-            if lines is not None:
-                lines.update(done / max(expected, 1), f"{done} of about {expected} runs")
-            progress.update(task, completed=done, total=expected, description=title)
-
-        with _news(title, lines, progress, task):
-            yield update
-
-
-@contextmanager
-def _news(title: str, lines: _Lines | None, progress: Progress, task: TaskID) -> Iterator[None]:
-    """Show what is told in this block."""
-
-    def show(what: str) -> None:
-        progress.update(task, description=f"{title}: {what}")
-
-    try:
-        with listening(show if lines is None else lines.say):
-            yield
-    finally:
-        if lines is not None:
-            lines.close()
-
-
-@contextmanager
 def task_bar() -> Iterator[Callable[[str, float], None]]:
     """Show one task after the other on the terminal's standard error, each with its share done.
 
     Where that is no terminal, a line says which task begins.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f}%"),
-        TimeElapsedColumn(),
-    )
-    shown = sys.stderr.isatty()
+    shown, columns = sys.stderr.isatty(), _shares(left=False)
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
         current: tuple[str, TaskID] | None = None
 
@@ -257,6 +238,14 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(width=width, highlight=False, markup=False).print(table)
 
 
+def print_written(out: Path, trace: RoutingTrace, more: str = "") -> None:
+    """Print what a trace folder that was just written holds."""
+    click.echo(
+        f"Wrote {out}: {trace.n_requests} requests, {trace.manifest.n_tokens} tokens, "
+        f"{trace.n_layers} layers, {trace.n_experts} experts, top-{trace.top_k}{more}"
+    )
+
+
 def difference_cell(difference: PairedDifference) -> str:
     """Return a paired difference in percent with its 95% interval."""
     return interval_text(difference.percent, difference.low, difference.high, "+.2f")
@@ -276,17 +265,36 @@ def interval_text(mean: float, low: float, high: float, form: str) -> str:
 
 def print_summary(summary: dict[str, Any]) -> None:
     """Print a run's summary with the headings of ``vllm bench serve``."""
-    # The simulator, which listings do without.
-    from eldr_sim.kernel_profiles.tables.format import parts_by_provenance
-    from eldr_sim.simulator.outcome.metrics import warnings_of
-    from eldr_sim.traces.requests.log_window import part_in_words
-
-    def figures(*tags: str) -> None:
-        for tag in tags:
-            _line(label(tag), summary[tag])
-
     click.echo(" Serving Benchmark Result (simulated) ".center(_WIDTH, "="))
     alone = summary["policy"] is None  # requests end with their prompts
+    for part in (_print_run, _print_sessions, _print_latencies, _print_decoding, _print_parts):
+        part(summary, alone)
+    _figures(summary, "preemptions", *(() if alone else ("gpu_hours_per_million_output_tokens",)))
+    if summary["cost_per_million_output_tokens"] is not None:
+        _figures(summary, "cost_per_million_output_tokens")
+    if limits := summary.get("limits"):  # older results have none
+        _heading("What limits it")
+        _line("Bottleneck", limits["bottleneck"])
+        _text(limits["because"], "  ")
+    _print_basis(summary)
+    click.echo("=" * _WIDTH)
+    from eldr_sim.simulator.outcome.metrics import warnings_of  # the simulator, not for listings
+
+    for warning in warnings_of(summary):
+        click.echo(f"Warning: {warning}", err=True)
+
+
+def _heading(title: str) -> None:
+    click.echo(title.center(_WIDTH, "-"))
+
+
+def _figures(summary: Mapping[str, Any], *tags: str) -> None:
+    for tag in tags:
+        _line(label(tag), summary[tag])
+
+
+def _print_run(summary: dict[str, Any], alone: bool) -> None:
+    """Print what was run, and the figures of its requests."""
     if alone:
         _line("Prefill policy", summary["prefill_policy"])
     elif summary["prefill_policy"] is None:
@@ -295,83 +303,111 @@ def print_summary(summary: dict[str, Any]) -> None:
         _line("Policy, prefill policy", f"{summary['policy']}, {summary['prefill_policy']}")
     _line("Model on GPU", f"{summary['model_id']} on {summary['gpu']}")
     _line("Topology", summary["topology"])
-    figures("completed", "failed")
+    _figures(summary, "completed", "failed")
     for reason, count in summary["failed_reasons"].items():
         _line(f"  {reason}", count)
-    rate = summary["request_rate"]
+    rate, trace = summary["request_rate"], summary["trace"]
     _line(label("request_rate"), "recorded" if rate is None else rate)
-    if "arrivals" in summary["trace"]:
-        _line("Arrivals", summary["trace"]["arrivals"])
-    if part := summary["trace"].get("log_window"):
+    if "arrivals" in trace:
+        _line("Arrivals", trace["arrivals"])
+    if part := trace.get("log_window"):
+        from eldr_sim.traces.requests.log_window import part_in_words
+
         _text(f"Measured: {part_in_words(part)}")
     if summary["max_concurrency"] is not None:
-        figures("max_concurrency")
+        _figures(summary, "max_concurrency")
     for name in ("isl", "osl"):
-        if lengths := summary["trace"].get(name):  # older results have none
+        if lengths := trace.get(name):  # older results have none
             mean, middle, p99 = (f"{lengths[key]:.0f}" for key in ("mean", "p50", "p99"))
             _line(f"{name.upper()}: mean, median, p99 (tokens)", f"{mean}, {middle}, {p99}")
-    figures("duration", "total_input_tokens", "total_output_tokens", "request_throughput")
+    _figures(summary, "duration", "total_input_tokens", "total_output_tokens", "request_throughput")
     if summary["slo_attainment_by_metric"]:  # without an SLO there is nothing to attain
-        figures("slo_attainment")
-    if alone:
-        figures("prefill_throughput", "computed_prompt_throughput", "prefill_mfu")
-        figures("makespan_s")
-    else:
-        figures("output_throughput", "total_token_throughput")
-    figures("max_concurrent_requests")
+        _figures(summary, "slo_attainment")
+    prompts = ("prefill_throughput", "computed_prompt_throughput", "prefill_mfu", "makespan_s")
+    _figures(summary, *(prompts if alone else ("output_throughput", "total_token_throughput")))
+    _figures(summary, "max_concurrent_requests")
     if summary.get("prefix_cache_hits"):
-        figures("prefix_cache_hit_rate")
+        _figures(summary, "prefix_cache_hit_rate")
+        if summary.get("ideal_prefix_cache_hit_rate"):  # older results have none
+            _figures(summary, "ideal_prefix_cache_hit_rate", "common_prefix_share")
+    if tiers := summary.get("kv_tiers"):
+        rates = (f"{name} {rate:.1%}" for name, rate in tiers["hit_rate"].items())
+        _line("Hit rate by tier", ", ".join(rates))
+        _line("Mean wait for loads (ms)", tiers["mean_load_wait_ms"])
+        _line("Prefill saved by loads (s)", tiers["prefill_seconds_saved"])
+
+
+def _print_sessions(summary: dict[str, Any], _: bool) -> None:
+    if sessions := summary.get("sessions"):
+        _heading("Sessions")
+        begun, done, lost = (sessions[key] for key in ("begun", "completed", "abandoned"))
+        _line("Begun, completed, abandoned", f"{begun}, {done}, {lost}")
+        _line("Mean duration (s)", sessions["mean_duration_s"])
+        columns = ("mean_ttft_ms", "mean_tpot_ms", "prefix_cache_hit_rate")
+        for row in sessions["by_turn"]:
+            shown = (f"{row[key]:.4g}" if row[key] is not None else "-" for key in columns)
+            _line(f"Turn {row['turn']}: TTFT, TPOT (ms), hit rate", ", ".join(shown))
+
+
+def _print_latencies(summary: dict[str, Any], alone: bool) -> None:
     if front_end := summary.get("front_end"):
-        click.echo("Front end, part of TTFT".center(_WIDTH, "-"))
-        _line(
-            "API servers, tokenizer", f"{front_end['api_servers']}, {front_end['tokenizer_mode']}"
-        )
+        _heading("Front end, part of TTFT")
+        how = f"{front_end['api_servers']}, {front_end['tokenizer_mode']}"
+        _line("API servers, tokenizer", how)
         for statistic in ("mean", "median", "p99"):
             _line(f"{statistic.capitalize()} time (ms)", front_end[f"{statistic}_ms"])
     for tag, latency in LATENCIES.items():
-        if alone and tag != "ttft":
-            continue
-        click.echo(latency.heading.center(_WIDTH, "-"))
-        figures(*(f"{statistic}_{tag}_ms" for statistic in ("mean", "median", "p90", "p99")))
+        if not alone or tag == "ttft":
+            _heading(latency.heading)
+            _figures(summary, *(f"{of}_{tag}_ms" for of in ("mean", "median", "p90", "p99")))
+
+
+def _print_decoding(summary: dict[str, Any], alone: bool) -> None:
+    """Print figures of decode steps and of drafts."""
     if not alone:
-        click.echo("Decode steps".center(_WIDTH, "-"))
-        figures("mean_decode_batch")
+        _heading("Decode steps")
+        _figures(summary, "mean_decode_batch")
         if summary["mean_active_experts_per_step"] is not None:  # a dense model has none
-            figures("mean_active_experts_per_step", "mean_active_experts_per_token")
-            figures("p99_active_experts_per_step")
+            _figures(summary, "mean_active_experts_per_step", "mean_active_experts_per_token")
+            _figures(summary, "p99_active_experts_per_step")
     if drafts := summary.get("speculative_decoding"):
-        click.echo("Speculative Decoding".center(_WIDTH, "-"))
+        _heading("Speculative Decoding")
         n, accepted = (drafts[f"spec_decode_num_{of}"] for of in ("drafts", "accepted_tokens"))
         tokens = drafts["spec_decode_num_draft_tokens"]
         _line("Acceptance rate (%)", 100.0 * accepted / tokens if tokens else None)
-        figures("acceptance_length")
+        _figures(summary, "acceptance_length")
         _line("Drafts", n)
         _line("Draft tokens", tokens)
         _line("Accepted tokens", accepted)
         by_position = drafts["spec_decode_num_accepted_tokens_per_pos"]
         for position, passed in enumerate(by_position if n else ()):
             _line(f"  Position {position} (%)", 100.0 * passed / n)
-        figures("tokens_per_step", "verify_experts_over_plain", "draft_time_share")
+        _figures(summary, "tokens_per_step", "verify_experts_over_plain", "draft_time_share")
         _text(f"acceptance: {drafts['acceptance_source']}", "  ")
+        _text(f"experts of rejected drafts: {drafts['rejected_drafts_experts']}", "  ")
+
+
+def _print_parts(summary: dict[str, Any], alone: bool) -> None:
+    """Print figures of shared and streamed experts, and of faults."""
     if summary["expert_parallel_size"] > 1 and not alone:
         _line("Expert placement", summary["expert_placement"])
-        figures("mean_busiest_rank_experts_per_step")
+        _figures(summary, "mean_busiest_rank_experts_per_step")
     if group := summary.get("group"):
-        click.echo("Engines that share experts".center(_WIDTH, "-"))
-        size = group["data_parallel_size"]
-        _line("Engines a group, all-to-all", f"{size}, {group['all2all_backend']}")
+        _heading("Engines that share experts")
+        how = f"{group['data_parallel_size']}, {group['all2all_backend']}"
+        _line("Engines a group, all-to-all", how)
         for part in ("step", "moe", "dispatch", "combine", "idle"):
             _line(f"Mean {part} time (ms)", group[f"mean_{part}_ms"])
         if group.get("mean_replica_choice_ms"):  # older results have none
             _line("Mean replica choice time (ms)", group["mean_replica_choice_ms"])
         _line("Token-expert pairs, busiest / mean rank", group["busiest_rank_pairs_over_mean"])
     if streaming := summary.get("weight_streaming"):
-        click.echo("Streamed experts".center(_WIDTH, "-"))
+        _heading("Streamed experts")
         _line("Gather of a layer (ms)", streaming["gather_ms"])
         _line("Copy of a layer from the host (ms)", streaming["host_copy_ms"])
         _line("Share of step time waited", streaming["wait_share"])
     if faults := summary.get("faults"):
-        click.echo("Faults".center(_WIDTH, "-"))
+        _heading("Faults")
         for event in faults["events"]:
             click.echo(event["event"])
             for when in ("before", "during", "after"):
@@ -380,16 +416,27 @@ def print_summary(summary: dict[str, Any]) -> None:
         _line("Requests sent again", faults["retried"])
         _line("Requests lost with their worker", faults["worker_lost"])
         _line("Requests that gave up", faults["cancelled"])
-    figures("preemptions")
-    if not alone:
-        figures("gpu_hours_per_million_output_tokens")
-    if summary["cost_per_million_output_tokens"] is not None:
-        figures("cost_per_million_output_tokens")
-    if limits := summary.get("limits"):  # older results have none
-        click.echo("What limits it".center(_WIDTH, "-"))
-        _line("Bottleneck", limits["bottleneck"])
-        _text(limits["because"], "  ")
-    click.echo("Rests on".center(_WIDTH, "-"))
+    if scaling := summary.get("scaling"):
+        _heading("Workers over time")
+        _line("Autoscaler", scaling["autoscale"])
+        for pool, workers in scaling["mean_workers"].items():
+            _line(f"Mean {pool} workers that serve", workers)
+        for name, hours in scaling["gpu_hours_by_state"].items():
+            _line(f"GPU-hours {name}", hours)
+        _line("GPU-hours a 1,000 good requests", scaling["gpu_hours_per_1000_good"])
+        if scaling["cost_per_1000_good"] is not None:
+            _line("Cost of 1,000 good requests ($)", scaling["cost_per_1000_good"])
+        minutes = f"{scaling['minutes_below_95']} of {scaling['minutes']}"
+        _line("Minutes below 95% attainment", minutes)
+        events = "starts", "stops", "switches", "reversals"
+        _line(", ".join(events).capitalize(), ", ".join(str(scaling[name]) for name in events))
+
+
+def _print_basis(summary: dict[str, Any]) -> None:
+    """Print what the figures rest on."""
+    from eldr_sim.kernel_profiles.tables.format import parts_by_provenance
+
+    _heading("Rests on")
     for known, parts in parts_by_provenance(summary.get("provenance", {})).items():
         _text(f"Step times, {known}: {', '.join(parts)}")
     if handover := summary.get("handover"):  # older results and other topologies have none
@@ -406,9 +453,6 @@ def print_summary(summary: dict[str, Any]) -> None:
         click.echo(
             f"  {100 * beyond:.0f}% of the prompt tokens repeat recorded ones: prompts are longer"
         )
-    click.echo("=" * _WIDTH)
-    for warning in warnings_of(summary):
-        click.echo(f"Warning: {warning}", err=True)
 
 
 def print_log_part(summary: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from eldr_sim.cli.console import print_table
+from eldr_sim.cli.option import option
 from eldr_sim.errors import InputError
 from eldr_sim.reports.explanation import (
     Explanation,
@@ -20,7 +21,7 @@ from eldr_sim.reports.folders import contents_of
 @click.command(short_help="Say where time went in a run, or why two runs differ.")
 @click.argument("result", type=click.Path(path_type=Path))
 @click.argument("other", required=False, type=click.Path(path_type=Path))
-@click.option("--request", type=int, metavar="ID", help="One request, beside its like.")
+@option("--request", int, "One request, beside its like.", metavar="ID")
 def explain(result: Path, other: Path | None, request: int | None) -> None:
     """Say where the time of a run's requests went; of two runs, why their TTFT and TPOT differ.
 

@@ -3,8 +3,10 @@
 from typing import Any
 
 import click
+from click import IntRange
 
 from eldr_sim.cli.groups import GroupedCommand
+from eldr_sim.cli.option import option
 from eldr_sim.cli.options import config_from_options, run_options
 
 #: What the page begins with, where options do not say it.
@@ -12,12 +14,9 @@ _START = {"topology": "2P4D", "request_rate": "12", "goodput": ("ttft:500,tpot:3
 
 
 @click.command(cls=GroupedCommand, short_help="Explore clusters on a page in the browser.")
-@click.option(
-    "--port", type=click.IntRange(1, 65535), default=8050, show_default=True, metavar="N",
-    help="Port to listen on.",
-)  # fmt: skip
-@click.option("--host", default="127.0.0.1", metavar="ADDRESS")
-@click.option("--read-only", is_flag=True, help="Show what the options say, and nothing else.")
+@option("--port", IntRange(1, 65535), "Port to listen on.", default=8050, metavar="N")
+@option("--host", default="127.0.0.1", metavar="ADDRESS")
+@option("--read-only", bool, "Show what the options say, and nothing else.")
 @run_options()
 def explore(port: int, host: str, read_only: bool, **options: Any) -> None:
     """Serve a page on which model, GPUs, P and D, rate and policy are moved, and TTFT, TPOT,

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click import IntRange
 
-from eldr_sim.cli.completion import complete, models, traces, workloads
+from eldr_sim.cli.completion import complete, traces, workloads
+from eldr_sim.cli.option import model_option, option
 from eldr_sim.errors import InputError
 from eldr_sim.policies.eldr.signature import (
     METHODS,
@@ -19,76 +21,33 @@ from eldr_sim.policies.eldr.signature import (
 
 
 @click.command(short_help="Fit ELDR's routing artifact.")
-@click.option(
-    "--trace",
-    metavar="NAME|DIR",
-    shell_complete=complete(traces, "dir"),
-    help="Routing trace; without it requests are drawn for the model, as for a run.",
+@option("--trace", None, "Routing trace; without it requests are drawn for the model, as for a "
+        "run.", metavar="NAME|DIR", shell_complete=complete(traces, "dir"))  # fmt: skip
+@model_option("Model whose routing is drawn.")
+@option("--workload", None, "Workload whose domain mix the calibration requests have.",
+        default="task", metavar="task|language|trace|FILE",
+        shell_complete=complete(workloads, "file"))  # fmt: skip
+@option("--decoders", int, "Decode workers, one centroid each.", required=True)
+@option("--signature", None, f"Transform of a prompt's experts: {', '.join(TRANSFORMS)}. The last "
+        f"two are fitted on the calibration requests that have gate scores.", default="count-idf",
+        metavar="NAME")  # fmt: skip
+@option("--layer-mask", None, "Layers of the signature: chosen greedily by rho, all, or the ones "
+        "given.", default="greedy", metavar="greedy|all|N,N,...")  # fmt: skip
+@option("--clustering", None, "Hungarian-balanced or vanilla K-means.", default="balanced",
+        metavar="|".join(METHODS))  # fmt: skip
+@option("--seedings", IntRange(1, 1000), "Starts of the clustering, of which the best is kept.",
+        default=FitOptions().seedings)  # fmt: skip
+@option(
+    "--rounds", IntRange(1, 10_000), "Most rounds of the clustering.", default=FitOptions().rounds
 )
-@click.option(
-    "--model",
-    default="Qwen3-30B-A3B",
-    metavar="NAME|PATH",
-    shell_complete=complete(models, "file"),
-    help="Model whose routing is drawn.",
-)
-@click.option(
-    "--workload",
-    default="task",
-    metavar="task|language|trace|FILE",
-    shell_complete=complete(workloads, "file"),
-    help="Workload whose domain mix the calibration requests have.",
-)
-@click.option("--decoders", type=int, required=True, help="Decode workers, one centroid each.")
-@click.option(
-    "--signature",
-    default="count-idf",
-    metavar="NAME",
-    help=f"Transform of a prompt's experts: {', '.join(TRANSFORMS)}. The last two "
-    "are fitted on the calibration requests that have gate scores.",
-)
-@click.option(
-    "--layer-mask",
-    default="greedy",
-    metavar="greedy|all|N,N,...",
-    help="Layers of the signature: chosen greedily by rho, all, or the ones given.",
-)
-@click.option(
-    "--clustering",
-    default="balanced",
-    metavar="|".join(METHODS),
-    help="Hungarian-balanced or vanilla K-means.",
-)
-@click.option(
-    "--seedings",
-    type=click.IntRange(1, 1000),
-    default=FitOptions().seedings,
-    help="Starts of the clustering, of which the best is kept.",
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(1, 10_000),
-    default=FitOptions().rounds,
-    help="Most rounds of the clustering.",
-)
-@click.option(
-    "--mask-pairs",
-    type=click.IntRange(3, 10_000_000),
-    default=FitOptions().mask_pairs,
-    help="Pairs of requests, drawn with replacement, that rho is measured on.",
-)
-@click.option("--seed", type=int, default=0)
-@click.option(
-    "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.npz", help="Artifact."
-)
-@click.option(
-    "--report",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Draw rho by transform, rho by layers kept and the signatures' principal components, "
-    "with CSV files, for this workload and the named ones that the trace can serve.",
-)
-@click.option("--force", is_flag=True, help="Replace the file and the report.")
+@option("--mask-pairs", IntRange(3, 10_000_000), "Pairs of requests, drawn with replacement, that "
+        "rho is measured on.", default=FitOptions().mask_pairs)  # fmt: skip
+@option("--seed", int, default=0)
+@option("--out", Path, "Artifact.", required=True, metavar="FILE.npz")
+@option("--report", Path, "Draw rho by transform, rho by layers kept and the signatures' principal "
+        "components, with CSV files, for this workload and the named ones that the trace can "
+        "serve.")  # fmt: skip
+@option("--force", bool, "Replace the file and the report.")
 def fit(
     trace: str | None,
     model: str,
@@ -117,14 +76,8 @@ def fit(
         check_output(report, force)
         if report.resolve() in (out.resolve(), *out.resolve().parents):
             raise InputError("report", f"{report} would hold {out}", "a folder beside the artifact")
-    choices = FitOptions(
-        options["signature"],
-        parse_layer_mask(options["layer_mask"]),
-        options["clustering"],
-        options["seedings"],
-        options["rounds"],
-        options["mask_pairs"],
-    )
+    mask = parse_layer_mask(options.pop("layer_mask"))
+    choices = FitOptions(options.pop("signature"), mask, **options)
     if trace is None:
         opened = routing_of(RunConfig(workload=workload, model=model), load_model(model))
     else:

@@ -10,30 +10,20 @@ import click
 
 from eldr_sim.cli.completion import complete
 from eldr_sim.cli.completion import gpus as gpu_names
-from eldr_sim.cli.completion import models as model_names
 from eldr_sim.cli.console import print_table
-from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
+from eldr_sim.cli.option import model_option, option, parallel_options
 from eldr_sim.errors import InputError
 
 
 @click.command(short_help="List the known GPUs.")
-@click.option(
-    "--model",
-    default="Qwen3-30B-A3B",
-    metavar="NAME|PATH",
-    shell_complete=complete(model_names, "file"),
-)
-@click.option(
-    "--json",
-    "described",
-    metavar="NAME",
-    shell_complete=complete(gpu_names),
-    help="Print one as a gpu.json, to be edited and given to --gpu.",
-)
+@model_option()
+@option("--json described", None, "Print one as a gpu.json, to be edited and given to --gpu.",
+        metavar="NAME", shell_complete=complete(gpu_names))  # fmt: skip
 def gpus(model: str, described: str | None) -> None:
     """List the known GPUs and how well a model's step times are known on each.
 
-    `--gpu` also takes the path of a gpu.json (docs/formats.md).
+    `--gpu` also takes the path of a gpu.json (docs/formats.md). Rents are what was published in
+    2026, lowest to highest, with their sources in `--json`; a plan takes yours by `--price`.
     """
     from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
 
@@ -57,6 +47,7 @@ def gpus(model: str, described: str | None) -> None:
                 f"{gpu.memory_bandwidth / 1e12:.2f}",
                 f"{gpu.bf16_flops / 1e12:.0f}",
                 f"{gpu.fp8_flops / 1e12:.0f}" if gpu.fp8_flops else "-",
+                "{:g}-{:g}".format(*gpu.rent_usd) if gpu.rent_usd else "-",
                 "yes" if gpu.memory_bytes > dims.weight_bytes else "no",
                 step_time.label,
                 moe["label"],
@@ -64,8 +55,8 @@ def gpus(model: str, described: str | None) -> None:
                 str(moe.get("kernel_source", "-")),
             ]
         )
-    columns = ["GPU", "GB", "TB/s", "BF16 TFLOP/s", "FP8 TFLOP/s", "fits", "weakest", "MoE"]
-    columns += ["MoE fit error", "MoE kernel"]
+    columns = ["GPU", "GB", "TB/s", "BF16 TFLOP/s", "FP8 TFLOP/s", "$ an hour", "fits", "weakest"]
+    columns += ["MoE", "MoE fit error", "MoE kernel"]
     print_table(f"{dims.name}: weights {dims.weight_bytes / 1e9:.1f} GB", columns, rows)
 
 
@@ -77,6 +68,7 @@ def models() -> None:
     rows = []
     for name in list_models():
         model = load_model(name)
+        published = model.published_total_params
         rows.append(
             [
                 name,
@@ -87,20 +79,11 @@ def models() -> None:
                 model.linear_dtype if model.is_dense else model.expert_dtype,
                 f"{model.weight_bytes / 1e9:.1f}",
                 f"{model.kv_bytes_per_token / 1024:.0f}",
-                f"{model.published_total_params / 1e9:g}" if model.published_total_params else "-",
+                f"{published / 1e9:g}" if published else "-",
             ]
         )
-    columns = [
-        "model",
-        "params, B",
-        "active, B",
-        "MoE layers",
-        "experts",
-        "weights",
-        "weights, GB",
-        "KV, KiB/token",
-        "published params, B",
-    ]
+    columns = ["model", "params, B", "active, B", "MoE layers", "experts", "weights"]
+    columns += ["weights, GB", "KV, KiB/token", "published params, B"]
     print_table("Models", columns, rows)
 
 
@@ -140,7 +123,7 @@ def schema() -> None:
     click.echo(json.dumps(document, indent=2))
 
 
-_TITLES = {"queue": "Queue orders", "replica": "Replica choices"}
+_TITLES = {"queue": "Queue orders", "replica": "Replica choices", "scaling": "Autoscalers"}
 
 
 @click.command(short_help="List the policies and their parameters.")
@@ -219,38 +202,14 @@ def list_tables() -> None:
 
 
 @tables.command("import")
-@click.option("--gpu", required=True, metavar="NAME", shell_complete=complete(gpu_names))
-@click.option(
-    "--model",
-    default=None,
-    metavar="NAME|PATH",
-    help="Tables of this model's shapes.",
-    shell_complete=complete(model_names, "file"),
-)
-@click.option(
-    *TENSOR_PARALLEL_SIZE,
-    type=int,
-    default=1,
-    metavar="N",
-    help="GPUs of a worker: tables of one GPU's part of the model.",
-)
-@click.option(
-    "--enable-expert-parallel/--no-enable-expert-parallel",
-    default=False,
-    help="Whole experts spread over those GPUs.",
-)
-@click.option(
-    "--data-parallel-size", type=int, default=1, metavar="N", help="Engines that share experts."
-)
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
-def import_(
-    gpu: str,
-    model: str | None,
-    tensor_parallel_size: int,
-    enable_expert_parallel: bool,
-    data_parallel_size: int,
-    out: Path,
-) -> None:
+@option("--gpu", required=True, metavar="NAME", shell_complete=complete(gpu_names))
+@model_option("Tables of this model's shapes.", default=None)
+@parallel_options("tables")
+@option("--data-parallel-size", int, "Engines that share experts.", default=1, metavar="N")
+@option("--engine", ["vllm", "sglang", "trtllm"], "Whose kernels; what an engine has no table of "
+        "is left out.", default="vllm")  # fmt: skip
+@option("--out", Path, required=True)
+def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any) -> None:
     """Import a GPU's tables from the package aiconfigurator-core.
 
     Use them with `eldr-sim run --tables DIR`. Needs `pip install eldr-sim[aiconfigurator]`.
@@ -261,10 +220,8 @@ def import_(
 
     if out.exists() and not out.is_dir():
         raise InputError("out", f"{out} is a file", "a folder")
-    paths = import_tables(
-        gpu,
-        None if model is None else load_model(model),
-        out,
-        Parallelism(tensor_parallel_size, enable_expert_parallel, data_parallel_size),
-    )
+    dims = None if model is None else load_model(model)
+    names = ("tensor_parallel_size", "enable_expert_parallel", "data_parallel_size")
+    layout = Parallelism(*(parallel[name] for name in names))
+    paths = import_tables(gpu, dims, out, layout, engine=engine)
     click.echo(f"Wrote {len(paths)} tables to {out}")

@@ -10,6 +10,7 @@ from eldr_sim.command import run_command, show_tracebacks
 _COMMANDS = {
     "cache": ("cache:cache", "Show or clear the cache folder."),
     "compare": ("compare:compare", "Compare policies on the same requests."),
+    "curve": ("curve:curve", "Show what a cache of any size would find in a log."),
     "explain": ("explain:explain", "Say where time went in a run, or why two runs differ."),
     "explore": ("explore:explore", "Explore clusters on a page in the browser."),
     "fit": ("fit:fit", "Fit ELDR's routing artifact."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import click
 
@@ -20,96 +20,66 @@ from eldr_sim.cli.completion import (
     traces,
     workloads,
 )
-from eldr_sim.cli.spellings import ALIASES
+from eldr_sim.cli.option import ALIASES, Decorator, option, together
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import BUILT_IN, DECISION_OF
 from eldr_sim.simulator.setup.config import Pool, RunConfig, make_config, read_config, set_field
 from eldr_sim.simulator.setup.presets import preset_fields
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 #: Fields that are mappings and have options of their own.
 _MAPPINGS = ("goodput", "prefill", "decode")
 #: Options of one pool's workers, such as ``prefill_gpu``, and the fields they stand for.
 _POOL_OPTIONS = {
-    f"{role}_{name}": (role, name) for role in ("prefill", "decode") for name in Pool.model_fields
+    f"{role}_{name}": (role, name)
+    for role in ("prefill", "decode")
+    for name in Pool.model_fields
+    if name != "all2all_backend"  # a plan's, or a file's: help has room for a screen
 }
 
 
-def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
+def run_options(*, without: tuple[str, ...] = ()) -> Decorator:
     """Add an option for each field of :class:`RunConfig`, plus ``--config`` and ``--goodput``."""
-
-    def decorate(command: F) -> F:
-        options = [
-            _option(name) for name in RunConfig.model_fields if name not in (*_MAPPINGS, *without)
-        ]
-        options += [_pool_option(name) for name in _POOL_OPTIONS]
-        if "goodput" not in without:
-            options.append(
-                click.option(
-                    "--goodput",
-                    multiple=True,
-                    metavar="METRIC:MS,...",
-                    help="Service level of a good request, ms: ttft:500,tpot:30 (also e2el); once "
-                    "with a list, or repeated.",
-                )
-            )
-        if "preset" not in without:
-            options.append(
-                click.option(
-                    "--preset",
-                    metavar="NAME[:MODEL]",
-                    help="A cluster that somebody ran (eldr-sim presets); other options and "
-                    "--config override its fields.",
-                    shell_complete=complete(presets),
-                )
-            )
-        options.append(
-            click.option(
-                "--config",
-                "config_file",
-                type=click.Path(path_type=Path),
-                metavar="FILE.yaml",
-                help="Read fields from a file (or from the config.json of a result); options "
-                "override it.",
-            )
-        )
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-def _pool_option(option: str) -> Callable[[F], F]:
-    _, name = _POOL_OPTIONS[option]
-    flag = "--" + option.replace("_", "-")
-    if Pool.model_fields[name].annotation == bool | None:
-        text = Pool.model_fields[name].description
-        return click.option(f"{flag}/--no-{flag[2:]}", option, default=None, help=text)
-    return click.option(
-        flag,
-        metavar=_metavar(name),
-        help=Pool.model_fields[name].description,
-        shell_complete=_completer(name),
+    hidden = (*_MAPPINGS, *without)
+    options = [_option(name) for name in RunConfig.model_fields if name not in hidden]
+    options += [_pool_option(name) for name in _POOL_OPTIONS]
+    bounds = (
+        "Service level of a good request, ms: ttft:500,tpot:30 (also e2el); once with a list, or "
+        "repeated."
     )
-
-
-def _option(name: str) -> Callable[[F], F]:
-    flag = "--" + name.replace("_", "-")
-    if name == "fail":
-        return click.option(flag, name, multiple=True, metavar="POOL:N@S[+S]", help=_help(name))
-    if RunConfig.model_fields[name].annotation in (bool, bool | None):
-        flag = f"{flag}/--no-{flag[2:]}"
-        return click.option(flag, name, default=None, help=_help(name))
-    return click.option(
-        flag,
-        *ALIASES.get(name, ()),
-        name,
-        metavar=_metavar(name),
-        help=_help(name),
-        shell_complete=_completer(name),
+    somebody = (
+        "A cluster that somebody ran (eldr-sim presets); other options and --config override its "
+        "fields."
     )
+    file = "Read fields from a file (or from the config.json of a result); options override it."
+    if "goodput" not in without:
+        options.append(option("--goodput", None, bounds, multiple=True, metavar="METRIC:MS,..."))
+    if "preset" not in without:
+        named = {"metavar": "NAME[:MODEL]", "shell_complete": complete(presets)}
+        options.append(option("--preset", None, somebody, **named))
+    options.append(option("--config config_file", Path, file, metavar="FILE.yaml"))
+    return together(*options)
+
+
+def _pool_option(name: str) -> Decorator:
+    _, field = _POOL_OPTIONS[name]
+    about = Pool.model_fields[field]
+    return _made(name, field, about.annotation == bool | None, about.description)
+
+
+def _option(name: str) -> Decorator:
+    if several := {"fail": "POOL:N@S[+S]", "kv_tier": "NAME:BYTES,load=..."}.get(name):
+        flag = "--" + name.replace("_", "-")
+        return option(f"{flag} {name}", None, _help(name), multiple=True, metavar=several)
+    switch = RunConfig.model_fields[name].annotation in (bool, bool | None)
+    return _made(name, name, switch, _help(name), *ALIASES.get(name, ()))
+
+
+def _made(name: str, field: str, switch: bool, text: str | None, *aliases: str) -> Decorator:
+    flag = name.replace("_", "-")
+    if switch:
+        return option(f"--{flag}/--no-{flag} {name}", None, text, default=None)
+    named = {"metavar": _metavar(field), "shell_complete": _completer(field)}
+    return option(" ".join([f"--{flag}", *aliases, name]), None, text, **named)
 
 
 def _completer(name: str) -> Completer | None:
@@ -124,7 +94,9 @@ def _completer(name: str) -> Completer | None:
         "trace": complete(traces, "dir"),
         "workload": complete(workloads, "file"),
         "tables": complete(tuple, "dir"),
-        "events": complete(tuple, "file"),
+        **dict.fromkeys(
+            ("events", "load", "sessions_file", "extra_llm_api_options"), complete(tuple, "file")
+        ),
     }.get(name)
 
 
@@ -150,8 +122,8 @@ def config_from_options(options: dict[str, Any]) -> RunConfig:
     values = dict(file) if isinstance(file, Mapping) else read_config(file) if file else {}
     if preset is not None:
         values = preset_fields(preset, values | _known(given))
-    for option in given.keys() & _POOL_OPTIONS.keys():
-        set_field(values, ".".join(_POOL_OPTIONS[option]), given.pop(option))
+    for name in given.keys() & _POOL_OPTIONS.keys():
+        set_field(values, ".".join(_POOL_OPTIONS[name]), given.pop(name))
     values |= given
     if bounds:
         from eldr_sim.planning.slo import parse_slo  # NumPy: --help does without
@@ -211,25 +183,30 @@ def _metavar(name: str) -> str:
         "trace": "NAME|DIR",
         "tables": "DIR",
         "events": "FILE",
-        "tensor_parallel_size": "N",
-        "data_parallel_size": "N",
-        "pipeline_parallel_size": "N",
-        "offload_window": "N",
-        "gpus_per_node": "N",
         "output_len": "N|recorded",
-        "input_len": "N",
-        "prefix_len": "N",
         "columns": "KEY=COLUMN,...",
-        "domain_mix": "NAME=WEIGHT,...",
-        "domain_mix_end": "NAME=WEIGHT,...",
+        "load": "sine:|ladder:|FILE",
+        **dict.fromkeys(("domain_mix", "domain_mix_end"), "NAME=WEIGHT,..."),
         "model": "NAME|PATH",
         "gpu": "NAME|PATH",
+        "acceptance": "NAME|FILE",
+        "speculative_config": "JSON",
+        "price_per_gpu_hour": "$",
         "frontend": "CPU|FILE",
-        "tokenizer_threads": "N",
-        "api_servers": "N",
-        "seed": "N",
         **dict.fromkeys(("log_from", "log_to", "busiest", "duration", "warmup"), "TIME"),
-    }.get(name, "N" if name.startswith(("max_", "num_", "block")) else "NUMBER")
+        **dict.fromkeys(("turns", "calls_per_turn", "new_tokens"), "N|DRAWN"),
+        **dict.fromkeys(("think_time", "tool_time"), "S|DRAWN"),
+        "history": "all|RULE:VALUE",
+        **dict.fromkeys(("sessions_file", "extra_llm_api_options"), "FILE"),
+        "engine_args": "OPTIONS",
+        "conditional_disagg": "RULE",
+        "start_up": "S|NAME",
+        **dict.fromkeys(("min_workers", "initial_workers"), "N[,N]"),
+    }.get(name, "N" if int in (*get_args(_annotation(name)), _annotation(name)) else "NUMBER")
+
+
+def _annotation(name: str) -> Any:
+    return (RunConfig.model_fields.get(name) or Pool.model_fields[name]).annotation
 
 
 def _help(name: str) -> str:
@@ -238,4 +215,7 @@ def _help(name: str) -> str:
     if name in DECISION_OF:
         own = ", or ./FILE.py:Class" if name == "policy" else ""
         text += f" Built in: {', '.join(BUILT_IN[DECISION_OF[name]])}{own}."
-    return text if field.default in (None, ()) else f"{text}  [default: {field.default}]"
+    if field.default in (None, ()):
+        return text
+    default = field.default if not isinstance(field.default, tuple) else field.default[0]
+    return f"{text}  [default: {default}]"

@@ -13,14 +13,8 @@ from eldr_sim.cli.completion import gpus as gpu_names
 from eldr_sim.cli.completion import policies as policy_names
 from eldr_sim.cli.console import RunCounter, print_log_part, print_table, run_counter
 from eldr_sim.cli.groups import GroupedCommand
-from eldr_sim.cli.options import (
-    check_out,
-    config_from_options,
-    plot_extras,
-    run_options,
-    served,
-)
-from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
+from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, jobs_option, option
+from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options, served
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.setup.config import RunConfig
@@ -36,66 +30,52 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
 
 
 @click.command(cls=GroupedCommand, short_help="Find the cheapest cluster that meets an SLO.")
-@click.option(
-    "--slo", multiple=True, metavar="METRIC:MS,...",
-    help="Bounds that a good request keeps, ms: ttft:500,tpot:30 (also e2el); once with a list, "
-    "or repeated. Required but with --prefill-only.",
-)  # fmt: skip
-@click.option(
-    "--attainment", type=float, default=_ATTAINMENT, show_default=True,
-    help="Share of the requests that must be good.",
-)  # fmt: skip
-@click.option(
-    "--gpu", "gpus", metavar="NAME,...", help="GPUs to choose from.  [default: H100]",
-    shell_complete=complete(gpu_names, "file", listed=True),
-)  # fmt: skip
-@click.option(
-    "--policy", "--policies", "policies", multiple=True, metavar="NAME,...",
-    help="Decode policies to choose from; once with a list, or repeated.",
-    shell_complete=complete(policy_names("decode"), listed=True),
-)  # fmt: skip
-@click.option("--max-gpus", type=int, default=_MAX_GPUS, help="Most GPUs of a cluster.")
-@click.option("--price", metavar="GPU=PRICE,...", help="Price of a GPU-hour by GPU, $.")
-@click.option(
-    *TENSOR_PARALLEL_SIZE, "sizes", metavar="N,...",
-    help="GPUs of a worker to choose from, for each pool.  [default: all powers of two up to a "
-    "node]",
-)  # fmt: skip
-@click.option(
-    "--num-redundant-experts", "redundant", metavar="N,...",
-    help="Numbers of redundant experts to choose from, where engines share experts.  [default: 0]",
-)  # fmt: skip
-@click.option(
-    "--prefill-only", is_flag=True,
-    help="Plan prefill workers alone: strategy, token budget, chunks. Without --slo, the fastest "
-    "for --num-requests prompts at once.",
-)  # fmt: skip
-@click.option(
-    "--strategy", "strategies", metavar="NAME,...",
-    help="How GPUs of such a worker may share the model: async_ep,dp_ep,tp_ep,tp,pp.  "
-    "[default: all]",
-)  # fmt: skip
-@click.option("--topology", metavar="xPyD", help="Find the highest rate of this cluster instead.")
-@click.option(
-    "--gpus", "n_gpus", type=int, metavar="N",
-    help="Find the cluster of up to N GPUs with the highest rate instead.",
-)  # fmt: skip
-@click.option(
-    "--seeds", type=int, default=8, show_default=True,
-    help="Most seeds per cluster; fewer if they suffice.",
-)  # fmt: skip
-@click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
+@option("--slo", None, "Bounds that a good request keeps, ms: ttft:500,tpot:30 (also e2el); once "
+        "with a list, or repeated. Required but with --prefill-only.", multiple=True,
+        metavar="METRIC:MS,...")  # fmt: skip
+@option("--attainment", float, "Share of the requests that must be good.", default=_ATTAINMENT)
+@option("--gpu gpus", None, "GPUs to choose from.  [default: H100]", metavar="NAME,...",
+        shell_complete=complete(gpu_names, "file", listed=True))  # fmt: skip
+@option("--policy --policies policies", None, "Decode policies to choose from; once with a list, "
+        "or repeated.", multiple=True, metavar="NAME,...",
+        shell_complete=complete(policy_names("decode"), listed=True))  # fmt: skip
+@option("--max-gpus", int, "Most GPUs of a cluster.", default=_MAX_GPUS)
+@option("--price", None, "Price of a GPU-hour by GPU, $.", metavar="GPU=PRICE,...")
+@option(f"{TENSOR_PARALLEL_SIZE} sizes", None, "GPUs of a worker to choose from, for each pool.  "
+        "[default: all powers of two up to a node]", metavar="N,...")  # fmt: skip
+@option("--data-parallel-size -dp --dp engines", None, "Engines of a worker to choose from, for "
+        "each pool; they share experts.  [default: 1]", metavar="N,...")  # fmt: skip
+@option("--num-redundant-experts redundant", None, "Numbers of redundant experts to choose from, "
+        "where engines share experts.  [default: 0]", metavar="N,...")  # fmt: skip
+@option("--drafts", None, "Numbers of drafts of --speculative-config to choose from, 0 for none.",
+        metavar="N,...")  # fmt: skip
+@option("--prefill-only", bool, "Plan prefill workers alone: strategy, token budget, chunks. "
+        "Without --slo, the fastest for --num-requests prompts at once.")  # fmt: skip
+@option("--strategy strategies", None, "How GPUs of such a worker may share the model: "
+        "async_ep,dp_ep,tp_ep,tp,pp.  [default: all]", metavar="NAME,...")  # fmt: skip
+@option("--topology", None, "Find the highest rate of this cluster instead.", metavar="xPyD")
+@option("--gpus n_gpus", int, "Find the cluster of up to N GPUs with the highest rate instead.",
+        metavar="N")  # fmt: skip
+@option("--why-not", None, "Say why a cluster is not the answer: 1P2D:tp8, 4C:tp2,dp4, or "
+        "1P2D:tp2+tp1,dp8 of prefill + decode workers. Repeat for more.", multiple=True,
+        metavar="xPyD:SIZES")  # fmt: skip
+@option("--seeds", int, "Most seeds per cluster; fewer if they suffice.", default=8)
+@jobs_option
 @run_options(
     without=(
         "policy", "gpu", "topology", "tensor_parallel_size", "goodput", "max_concurrency",
-        "num_redundant_experts", "preset",
+        "data_parallel_size", "num_redundant_experts", "preset",
     )
 )  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the plan.")
-@click.option("--force", is_flag=True, help="Replace the plan in --out.")
-@click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
-@click.option("--verbose", is_flag=True, help="Print what became of every shape of clusters.")
-def plan(out: Path | None, force: bool, verbose: bool, plot: bool, **options: Any) -> None:
+@option("--out", Path, "Write the plan.")
+@option("--emit", Path, "Write what launches the answer: vLLM, SGLang, TensorRT-LLM, llm-d, "
+        "Dynamo, a benchmark.")  # fmt: skip
+@option("--force", bool, "Replace the plan in --out, the files in --emit.")
+@option("--plot", bool, "Draw pictures (PNG) into --out.")
+@option("--verbose", bool, "Print what became of every shape of clusters.")
+def plan(
+    out: Path | None, emit: Path | None, force: bool, verbose: bool, plot: bool, **options: Any
+) -> None:
     """Find the cheapest xPyD or xC cluster that meets an SLO at a rate.
 
     With --topology, find the highest rate of this cluster within the SLO; with --gpus N, the
@@ -107,6 +87,13 @@ def plan(out: Path | None, force: bool, verbose: bool, plot: bool, **options: An
     if verbose and (not options["slo"] or (options["topology"] or options["n_gpus"]) is not None):
         raise InputError("verbose", "no shapes of clusters are searched", "without --verbose")
     check_out(out, force, MARKER)
+    if emit is not None:
+        from eldr_sim.planning.launch.files import MARKER as LAUNCHES
+        from eldr_sim.planning.launch.files import launch_files_of, write_launch_files
+
+        if options["prefill_only"]:
+            raise InputError("emit", "prefill workers alone are not launched", "none")
+        check_out(emit, force, LAUNCHES)
     extras = plot_extras(plot, out)
     answer = planned(**options)
     if out is not None:
@@ -115,6 +102,9 @@ def plan(out: Path | None, force: bool, verbose: bool, plot: bool, **options: An
     click.echo(f"{len(answer.runs)} simulated runs")
     if out is not None:
         click.echo(f"Wrote {out}")
+    if emit is not None and answer.best is not None:
+        write_launch_files(launch_files_of(answer), emit, force=force)
+        click.echo(f"Wrote {emit}")
     if answer.best is None:
         sys.exit(1)
 
@@ -127,11 +117,14 @@ def planned(
     max_gpus: int,
     price: str | None,
     sizes: str | None,
+    engines: str | None,
     redundant: str | None,
+    drafts: str | None,
     topology: str | None,
     n_gpus: int | None,
     prefill_only: bool,
     strategies: str | None,
+    why_not: tuple[str, ...],
     seeds: int,
     jobs: int | None,
     progress: RunCounter = run_counter,
@@ -166,28 +159,38 @@ def planned(
         options["topology"] = topology
     elif prefill_only:
         options["topology"] = "1P"
-    worker_sizes = [_integer("tensor_parallel_size", text) for text in _list(sizes)]
-    if len(set(worker_sizes)) < len(worker_sizes):
-        raise InputError("tensor_parallel_size", f"{sizes} names one twice")
-    if topology is not None and worker_sizes:
-        if len(worker_sizes) > 1:
-            raise InputError("tensor_parallel_size", f"{sizes} for one cluster", "one size")
-        options["tensor_parallel_size"] = worker_sizes[0]
-    counts = [_integer("num_redundant_experts", text) for text in _list(redundant)]
-    if topology is not None and counts:
-        if len(counts) > 1:
-            raise InputError("num_redundant_experts", f"{redundant} for one cluster", "one number")
-        options["num_redundant_experts"] = counts[0]
+    worker_sizes = _integers("tensor_parallel_size", sizes)
+    groups = _integers("data_parallel_size", engines)
+    for field, text, listed in (
+        ("tensor_parallel_size", sizes, worker_sizes), ("data_parallel_size", engines, groups),
+    ):  # fmt: skip
+        if len(set(listed)) < len(listed):
+            raise InputError(field, f"{text} names one twice")
+    counts = _integers("num_redundant_experts", redundant)
+    if topology is not None:
+        for field, text, numbers, one in (
+            ("tensor_parallel_size", sizes, worker_sizes, "one size"),
+            ("data_parallel_size", engines, groups, "one number"),
+            ("num_redundant_experts", redundant, counts, "one number"),
+        ):
+            if len(numbers) > 1:
+                raise InputError(field, f"{text} for one cluster", one)
+            if numbers:
+                options[field] = numbers[0]
     config = config_from_options(options)
-    if config.speculative_config is not None:
-        problem = "what a plan rules out, it rules out for steps of one token a request"
-        raise InputError("speculative_config", problem, "compare --drafts on the planned cluster")
+    numbers = _integers("drafts", drafts)
+    if numbers and (topology is not None or n_gpus is not None or not slo):
+        raise InputError("drafts", "a choice of plans for a rate", "--slo with --request-rate")
     if options.get("config_file") is None and objective is not None:
         config = _with_window(config, objective, options)
     _note_long_log(config)
     asked = topology is not None or n_gpus is not None or objective is None
     if not (asked or config.from_file) and config.request_rate is None:
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
+    if groups and prefill_only:
+        raise InputError("data_parallel_size", "prefill workers alone have --strategy", "none")
+    if why_not and (asked or prefill_only):
+        raise InputError("why_not", "no cheapest cluster is searched", "--slo, --request-rate")
     names = _list(strategies)
     if names and not prefill_only:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only")
@@ -205,10 +208,11 @@ def planned(
         chosen["policies"] = decoders
         if topology is not None:
             return plan_rate(config, objective, **chosen)
-        chosen["tensor_parallel_sizes"] = worker_sizes
+        chosen |= {"tensor_parallel_sizes": worker_sizes, "data_parallel_sizes": groups}
         if n_gpus is not None:
             return plan_split(config, objective, n_gpus, **chosen)
-        chosen |= {"redundant_experts": counts, "strategies": names}
+        chosen |= {"redundant_experts": counts, "drafts": numbers, "strategies": names}
+        chosen["why_not"] = why_not
         return plan_cluster(config, objective, max_gpus=max_gpus, **chosen)
 
 
@@ -257,11 +261,14 @@ def _list(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def _integer(field: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise InputError(field, repr(text), "a whole number") from None
+def _integers(field: str, text: str | None) -> list[int]:
+    found = []
+    for part in _list(text):
+        try:
+            found.append(int(part))
+        except ValueError:
+            raise InputError(field, repr(part), "a whole number") from None
+    return found
 
 
 def _prices(text: str | None) -> dict[str, float]:
@@ -291,10 +298,10 @@ def _print(answer: Answer, verbose: bool) -> None:
         print_log_part(known)
         click.echo(
             "Intervals are over seeds, which draw the routing and random decisions: arrivals and "
-            "lengths are the log's in all of them, and another day's are others"
+            "lengths are the log's in all of them; its blocks say how another day may differ"
         )
     click.echo()
-    if not words["answer"]:
+    if answer.best is None:
         click.echo(f"{words['title']}.")
     for name, text in words["answer"]:
         _line(name, _ascii(text))
@@ -319,7 +326,7 @@ def _ascii(text: str) -> str:
 
 
 def _line(name: str, text: str) -> None:
-    click.echo(f"{name + ':':<26}{text}")
+    click.echo(f"{name + ':':<25} {text}")
 
 
 def _print_assumptions(known: dict[str, Any]) -> None:

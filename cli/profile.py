@@ -6,14 +6,14 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from eldr_sim.cli.completion import complete
 from eldr_sim.cli.completion import models as model_names
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
+from eldr_sim.cli.option import option, parallel_options
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
@@ -31,62 +31,30 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> fl
 
 
 @click.command(short_help="Measure the kernels of a GPU, or of the CPU.")
-@click.option(
-    "--model",
-    "models",
-    default="Qwen3-30B-A3B",
-    metavar="NAME|PATH,...",
-    help="Models whose kernels to measure.",
-    shell_complete=complete(model_names, "file", listed=True),
-)
-@click.option("--device", default="cuda", metavar="cuda|cpu")
-@click.option("--budget", callback=_seconds, default="5m", metavar="TIME")
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
-@click.option("--resume", is_flag=True, help="Go on with the profile in --out.")
-@click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
-@click.option(
-    "--only",
-    metavar="PART,...",
-    help="Some of moe, moe-vllm, attention, gemm, elementwise, collectives, nixl, host-gap.",
-)
-@click.option(
-    *TENSOR_PARALLEL_SIZE,
-    type=int,
-    default=1,
-    metavar="N",
-    help="GPUs of a worker: kernels of one GPU's part of the model.",
-)
-@click.option(
-    "--enable-expert-parallel/--no-enable-expert-parallel",
-    default=False,
-    help="Whole experts spread over those GPUs.",
-)
-@click.option("--threads", type=int, default=1, metavar="N", help="Threads, on the CPU.")
-@click.option(
-    "--frontend",
-    type=click.Path(path_type=Path),
-    metavar="TOKENIZER.json",
-    help="Measure this machine's front end instead: the tokeniser, and HTTP requests echoed.",
-)
-@click.option(
-    "--text",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Text that --frontend's prompts are parts of; else token ids in a row, decoded.",
-)
+@option("--model models", None, "Models whose kernels to measure.", default="Qwen3-30B-A3B",
+        metavar="NAME|PATH,...",
+        shell_complete=complete(model_names, "file", listed=True))  # fmt: skip
+@option("--device", default="cuda", metavar="cuda|cpu")
+@option("--budget", callback=_seconds, default="5m", metavar="TIME")
+@option("--out", Path, required=True)
+@option("--resume", bool, "Go on with the profile in --out.")
+@option("--plot", bool, "Draw pictures (PNG) into --out.")
+@option("--only", None, "Some of moe, moe-vllm, attention, gemm, elementwise, collectives, nixl, "
+        "host-gap.", metavar="PART,...")  # fmt: skip
+@parallel_options("kernels")
+@option("--threads", int, "Threads, on the CPU.", default=1, metavar="N")
+@option("--frontend", Path, "Measure this machine's front end instead: the tokeniser, and HTTP "
+        "requests echoed.", metavar="TOKENIZER.json")  # fmt: skip
+@option("--text", Path, "Text that --frontend's prompts are parts of; else token ids in a row, "
+        "decoded.", metavar="FILE")  # fmt: skip
 def profile(
     models: str,
-    device: str,
-    budget: float,
     out: Path,
-    resume: bool,
     plot: bool,
     only: str | None,
-    tensor_parallel_size: int,
-    enable_expert_parallel: bool,
-    threads: int,
     frontend: Path | None,
     text: Path | None,
+    **options: Any,
 ) -> None:
     """Measure kernels and write latency tables for `eldr-sim run --tables DIR`.
 
@@ -105,21 +73,21 @@ def profile(
     from eldr_sim.kernel_profiles.profile.plots import plot_profile
 
     start = time.monotonic()
-    parallelism = Parallelism(tensor_parallel_size, enable_expert_parallel)
+    parallelism = Parallelism(options["tensor_parallel_size"], options["enable_expert_parallel"])
     targets = [Target(load_model(name.strip()), parallelism) for name in models.split(",")]
     for target in targets:
         parallelism.check(target.model)
     parts = PARTS if only is None else tuple(part.strip() for part in only.split(","))
-    opened = open_device(device, threads)
+    opened = open_device(options["device"], options["threads"])
     try:
         with progress_bar(f"Profiling {opened.facts['device']}") as update:
             found = session.profile(
                 targets,
                 opened,
                 out,
-                budget_s=budget,
+                budget_s=options["budget"],
                 parts=parts,
-                resume=resume,
+                resume=options["resume"],
                 progress=lambda share, _task: update(share),
             )
     except KeyboardInterrupt:
@@ -200,21 +168,13 @@ def _report(found: Profile, took: float) -> None:
     if summary["points_compared"]:
         large = summary["differences_over_10_percent"]
         rows = [
-            [
-                d["kind"],
-                d["point"],
-                f"{d['measured_us']:.1f}",
-                f"{d['other_us']:.1f}",
-                f"{d['measured_us'] / d['other_us'] - 1:+.0%}",
-                d["other"],
-                d["likely"] or "not known",
-            ]
+            [d["kind"], d["point"], f"{d['measured_us']:.1f}", f"{d['other_us']:.1f}",
+             f"{d['measured_us'] / d['other_us'] - 1:+.0%}", d["other"], d["likely"] or "not known"]
             for d in large
-        ]
+        ]  # fmt: skip
         columns = ["kernel", "point", "here, us", "there, us", "differs", "there", "likely"]
-        print_table(
+        title = (
             f"{len(large)} of {summary['points_compared']} points differ from the shipped tables "
-            "by over 10%; those state no driver, clocks or power cap",
-            columns,
-            rows,
+            "by over 10%; those state no driver, clocks or power cap"
         )
+        print_table(title, columns, rows)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from eldr_sim.cli.option import option
 from eldr_sim.reports.page import write_report
 
 
@@ -11,14 +12,8 @@ from eldr_sim.reports.page import write_report
 @click.argument(
     "folders", nargs=-1, required=True, metavar="DIR...", type=click.Path(path_type=Path)
 )
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("report.html"),
-    metavar="FILE",
-    help="Page to write.",
-)
-@click.option("--force", is_flag=True, help="Replace FILE.")
+@option("--out", Path, "Page to write.", default=Path("report.html"), metavar="FILE")
+@option("--force", bool, "Replace FILE.")
 def report(folders: tuple[Path, ...], out: Path, force: bool) -> None:
     """Make one HTML page, complete without a network, of what the commands wrote with --out.
 

@@ -1,7 +1,6 @@
 """``eldr-sim reproduce``: a paper's evaluation, run again."""
 
 import time
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import click
 from pyarrow import csv
 
 from eldr_sim.cli.console import print_table, progress_bar
+from eldr_sim.cli.option import Decorator, option, output, together
 from eldr_sim.cli.options import check_out
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import result_folder, write_json
@@ -30,34 +30,21 @@ def reproduce() -> None:
     """Rerun a paper's evaluation and hold its claims against ours."""
 
 
-def _options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command what every reproduction can be told."""
-    for option in (
-        click.option("--quick", is_flag=True, help="Fewer and shorter runs."),
-        click.option("--force", is_flag=True, help="Replace the reproduction in --out."),
-        click.option(
-            "--out", type=click.Path(path_type=Path), metavar="DIR", help="Write figures here."
-        ),
-        click.argument("figure", nargs=-1),
-    ):
-        command = option(command)
-    return command
+#: What every reproduction can be told.
+_options = together(
+    click.argument("figure", nargs=-1),
+    output("Write figures here.", "the reproduction in --out"),
+    option("--quick", bool, "Fewer and shorter runs."),
+)
 
 
 @reproduce.command()
 @_options
-@click.option(
-    "--measured",
-    is_flag=True,
-    help="The cells that the authors measured on 24 MI300X and their Figures 10, 11 and 13 to 16, "
-    "as they number them; also errors and slope.",
-)
-@click.option(
-    "--kernels",
-    type=click.Choice(["published", "derived"]),
-    help="With --measured: MoE tables fitted to its round-robin cells, or from public kernel "
-    "figures alone.  [default: published]",
-)
+@option("--measured", bool, "The cells that the authors measured on 24 MI300X and their Figures "
+        "10, 11 and 13 to 16, as they number them; also errors and slope.")  # fmt: skip
+@option("--kernels", ["published", "derived"], "With --measured: MoE tables fitted to its "
+        "round-robin cells, or from public kernel figures alone.  "
+        "[default: published]")  # fmt: skip
 def eldr(measured: bool, kernels: str | None, **options: Any) -> None:
     """ELDR: FIGURE is a number or a name such as table_2; all of them where none is given.
 
@@ -72,47 +59,24 @@ def eldr(measured: bool, kernels: str | None, **options: Any) -> None:
         _reproduce("ELDR", "eldr", **options)
 
 
-@reproduce.command()
-@_options
-def metro(**options: Any) -> None:
-    """METRO: FIGURE is a number or a name such as replication; all of them where none is given.
+def _command(name: str, module: str, paper: str, example: str, *options: Decorator) -> None:
+    """Add the command of a paper that is told no more than figures, and these ``options``."""
 
-    Prints a line for each claim. With --out, each figure is a picture and a CSV.
-    """
-    _reproduce("METRO", "metro", **options)
+    def run(**told: Any) -> None:
+        _reproduce(paper, module, **told)
 
-
-@reproduce.command()
-@_options
-def grace(**options: Any) -> None:
-    """GRACE-MoE: FIGURE is a number or a name such as map; all of them where none is given.
-
-    Prints a line for each claim. With --out, each figure is a picture and a CSV.
-    """
-    _reproduce("GRACE-MoE", "grace", **options)
+    run.__doc__ = (
+        f"{paper}: FIGURE is a number or a name such as {example}; all of them where none is "
+        "given.\n\nPrints a line for each claim. With --out, each figure is a picture and a CSV."
+    )
+    reproduce.command(name)(together(_options, *options)(run))
 
 
-@reproduce.command()
-@_options
-@click.option(
-    "--log", metavar="FILE", help="Take lengths from a request log (BurstGPT, Azure, Mooncake)."
-)
-def gimbal(**options: Any) -> None:
-    """Gimbal: FIGURE is a number or a name such as sjf_sign; all of them where none is given.
-
-    Prints a line for each claim. With --out, each figure is a picture and a CSV.
-    """
-    _reproduce("Gimbal", "gimbal", **options)
-
-
-@reproduce.command(name="moe-prefill")
-@_options
-def moe_prefill(**options: Any) -> None:
-    """MoE-Prefill: FIGURE is a number or a name such as table_1; all of them where none is given.
-
-    Prints a line for each claim. With --out, each figure is a picture and a CSV.
-    """
-    _reproduce("MoE-Prefill", "moe_prefill", **options)
+_command("metro", "metro", "METRO", "replication")
+_command("grace", "grace", "GRACE-MoE", "map")
+_LOG = "Take lengths from a request log (BurstGPT, Azure, Mooncake)."
+_command("gimbal", "gimbal", "Gimbal", "sjf_sign", option("--log", None, _LOG, metavar="FILE"))
+_command("moe-prefill", "moe_prefill", "MoE-Prefill", "table_1")
 
 
 def _reproduce(

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click import IntRange
 
 from eldr_sim.cli.completion import complete, policies
+from eldr_sim.cli.option import option
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
 _SECONDS = click.FloatRange(0.0, min_open=True)
@@ -16,56 +18,21 @@ def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Comman
 
 
 @click.command(short_help="Route requests to real engines by a policy.")
-@click.option(
-    "--decode",
-    "decode_urls",
-    multiple=True,
-    required=True,
-    metavar="URL",
-    help="An engine that answers; repeat for more. Without --prefill it computes prompts, too.",
-)
-@click.option(
-    "--prefill",
-    "prefill_urls",
-    multiple=True,
-    metavar="URL",
-    help="An engine that computes prompts for them (NIXL); repeat for more.",
-)
-@click.option(
-    "--policy",
-    default="jsq",
-    metavar="NAME[:P=V,...]",
-    shell_complete=complete(policies("decode")),
-    help="Chooses the decode engine.",
-)
-@click.option(
-    "--prefill-policy",
-    default="least_loaded",
-    metavar="NAME[:P=V,...]",
-    shell_complete=complete(policies("prefill")),
-    help="Chooses the prefill engine.",
-)
-@click.option(
-    "--capture",
-    multiple=True,
-    metavar="DIR",
-    help="ELDR_SIM_CAPTURE of a prefill engine, for policies that read expert signatures.",
-)
-@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on.")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8080,
-    metavar="N",
-    help="Port to listen on; 0 takes a free one.",
-)
-@click.option(
-    "--retries",
-    type=click.IntRange(0),
-    default=1,
-    metavar="N",
-    help="Other engines that a request may go to before its first token.",
-)
+@option("--decode decode_urls", None, "An engine that answers; repeat for more. Without --prefill "
+        "it computes prompts, too.", multiple=True, required=True, metavar="URL")  # fmt: skip
+@option("--prefill prefill_urls", None, "An engine that computes prompts for them (NIXL); repeat "
+        "for more.", multiple=True, metavar="URL")  # fmt: skip
+@option("--policy", None, "Chooses the decode engine.", default="jsq", metavar="NAME[:P=V,...]",
+        shell_complete=complete(policies("decode")))  # fmt: skip
+@option("--prefill-policy", None, "Chooses the prefill engine.", default="least_loaded",
+        metavar="NAME[:P=V,...]", shell_complete=complete(policies("prefill")))  # fmt: skip
+@option("--capture", None, "ELDR_SIM_CAPTURE of a prefill engine, for policies that read expert "
+        "signatures.", multiple=True, metavar="DIR")  # fmt: skip
+@option("--host", None, "Address to listen on.", default="127.0.0.1", metavar="ADDRESS")
+@option("--port", IntRange(0, 65535), "Port to listen on; 0 takes a free one.", default=8080,
+        metavar="N")  # fmt: skip
+@option("--retries", IntRange(0), "Other engines that a request may go to before its first token.",
+        default=1, metavar="N")  # fmt: skip
 @_timed("request-timeout", 30.0, "Until a client has sent its request.")
 @_timed("connect-timeout", 5.0, "Until an engine accepts a connection.")
 @_timed("first-token-timeout", 120.0, "Until the first token of a stream.")
@@ -73,16 +40,9 @@ def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Comman
 @_timed("answer-timeout", 1800.0, "Until an answer that is not streamed.")
 @_timed("health-interval", 1.0, "Between two questions for an engine's /health.")
 @_timed("health-timeout", 3.0, "Until an answer to them; the second without ejects the engine.")
-@click.option(
-    "--signal-interval-ms",
-    type=_SECONDS,
-    default=100.0,
-    metavar="MS",
-    help="Between two looks at the engines' metrics, where the policy reads them.",
-)
-@click.option(
-    "--log", type=click.Path(dir_okay=False), metavar="FILE", help="Write a line a request."
-)
+@option("--signal-interval-ms", _SECONDS, "Between two looks at the engines' metrics, where the "
+        "policy reads them.", default=100.0, metavar="MS")  # fmt: skip
+@option("--log", click.Path(dir_okay=False), "Write a line a request.", metavar="FILE")
 def router(decode_urls: tuple[str, ...], prefill_urls: tuple[str, ...], **options: Any) -> None:
     """Route OpenAI's completions to real engines by a policy (docs/router.md).
 

@@ -8,16 +8,15 @@ import click
 
 from eldr_sim.cli.console import print_summary, progress_bar
 from eldr_sim.cli.groups import GroupedCommand
+from eldr_sim.cli.option import option, output
 from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options
 from eldr_sim.errors import InputError
 
 
 @click.command(cls=GroupedCommand, short_help="Simulate one cluster.")
 @run_options()
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the result.")
-@click.option("--force", is_flag=True, help="Replace the result in --out.")
-@click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
-@click.option("--timeline", is_flag=True, help="Write timeline.json, a Chrome trace, into --out.")
+@output("Write the result.", "the result in --out", plot=True)
+@option("--timeline", bool, "Write timeline.json, a Chrome trace, into --out.")
 def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: Any) -> None:
     """Simulate one cluster and print its latencies as `vllm bench serve` does."""
     # The simulator takes long to import: --help does without.

@@ -4,54 +4,39 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click import FloatRange, IntRange
 
 from eldr_sim.cli.groups import GroupedCommand
+from eldr_sim.cli.option import option, output
 from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
+_OF_SERVICE = ("speed", "max_queue", "start_up_s", "tokenizer", "log")
 
 
 @click.command(cls=GroupedCommand, short_help="Serve OpenAI's API from a simulated cluster.")
-@click.option("--host", default="127.0.0.1", metavar="ADDRESS")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, metavar="N",
-    help="Port of the whole cluster; 0 takes a free one.",
-)  # fmt: skip
-@click.option(
-    "--engine-ports", type=click.IntRange(1, 65535), metavar="N",
-    help="A port a worker of an xC cluster instead, from N on: another router chooses.",
-)  # fmt: skip
-@click.option(
-    "--speed", type=click.FloatRange(0.0, min_open=True), default=1.0, show_default=True,
-    metavar="X", help="Simulated seconds a second.",
-)  # fmt: skip
-@click.option(
-    "--max-queue", type=click.IntRange(1), metavar="N",
-    help="Requests that may wait; beyond them the answer is 429.  [default: any number]",
-)  # fmt: skip
-@click.option(
-    "--start-up", "start_up_s", type=click.FloatRange(0.0), default=0.0, metavar="S",
-    help="Seconds until it is healthy, as an engine that loads weights.",
-)  # fmt: skip
-@click.option(
-    "--tokenizer", type=_FILE, metavar="FILE",
-    help="A tokenizer.json that counts prompts' tokens.  [default: four characters are one]",
-)  # fmt: skip
-@click.option("--log", type=_FILE, metavar="FILE", help="Write what arrives, a line a request.")
-@click.option("--replay", type=_FILE, metavar="LOG", help="Run such a log again, and end.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Its result.")
-@click.option("--force", is_flag=True, help="Replace the result in --out.")
-@run_options()
+@option("--host", default="127.0.0.1", metavar="ADDRESS")
+@option("--port", IntRange(0, 65535), "Port of the whole cluster; 0 takes a free one.",
+        default=8000, metavar="N")  # fmt: skip
+@option("--engine-ports", IntRange(1, 65535), "A port a worker of an xC cluster instead, from N "
+        "on: another router chooses.", metavar="N")  # fmt: skip
+@option("--speed", FloatRange(0.0, min_open=True), "Simulated seconds a second.", default=1.0,
+        metavar="X")  # fmt: skip
+@option("--max-queue", IntRange(1), "Requests that may wait; beyond them the answer is 429.  "
+        "[default: any number]", metavar="N")  # fmt: skip
+@option("--start-up start_up_s", FloatRange(0.0), "Seconds until it is healthy, as an engine that "
+        "loads weights.", default=0.0, metavar="S")  # fmt: skip
+@option("--tokenizer", _FILE, "A tokenizer.json that counts prompts' tokens.  [default: four "
+        "characters are one]", metavar="FILE")  # fmt: skip
+@option("--log", _FILE, "Write what arrives, a line a request.", metavar="FILE")
+@option("--replay", _FILE, "Run such a log again, and end.", metavar="LOG")
+@output("Its result.", "the result in --out")
+@run_options(without=("start_up",))
 def serve(
     host: str,
     port: int,
     engine_ports: int | None,
-    speed: float,
-    max_queue: int | None,
-    start_up_s: float,
-    tokenizer: Path | None,
-    log: Path | None,
     replay: Path | None,
     out: Path | None,
     force: bool,
@@ -78,12 +63,13 @@ def serve(
     from eldr_sim.serving.simulated.server import Service
     from eldr_sim.serving.simulated.server import serve as serve_all
 
+    own = {name: options.pop(name) for name in _OF_SERVICE}
     config = config_from_options(options)
     if options.get("warmup") is None:
         config = config.replace(warmup=0)
     configs, ports = [config], [port]
     if engine_ports is not None:
-        if config.n_prefill or log is not None:
+        if config.n_prefill or own["log"] is not None:
             allowed = "xC without --log: workers that share nothing"
             raise InputError("engine_ports", f"of {config.topology}", allowed)
         ports = [engine_ports + n for n in range(config.n_decode)]
@@ -91,11 +77,5 @@ def serve(
     click.echo(
         "Getting ready: compiling, and drawing the model's routing where it is new", err=True
     )
-    services = [
-        Service(
-            own, speed=speed, max_queue=max_queue, start_up_s=start_up_s, tokenizer=tokenizer,
-            log=log,
-        )
-        for own in configs
-    ]  # fmt: skip
+    services = [Service(each, **own) for each in configs]
     serve_all(services, host, ports, lambda line: click.echo(line, err=True))

@@ -10,6 +10,7 @@ import click
 import pyarrow as pa
 
 from eldr_sim.cli.console import print_table, sweep_bar
+from eldr_sim.cli.option import option
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.runner import Backend, expected_tokens
 from eldr_sim.planning.runs.sweep import COMPLETED, FAILED, SweepResult
@@ -27,21 +28,14 @@ _MOST_ROWS, _MOST_FAILURES = 60, 10
 
 @click.command(short_help="Run a grid or any other set of runs.")
 @click.argument("file", type=click.Path(path_type=Path), metavar="SWEEP.yaml")
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Keep the runs here.")
-@click.option("--resume", is_flag=True, help="Continue the sweep in --out.")
-@click.option("--dry-run", is_flag=True, help="Print the points without running them.")
-@click.option("--jobs", type=int, metavar="N", help="Runs at a time.  [default: one a CPU]")
-@click.option(
-    "--backend",
-    type=click.Choice(get_args(Backend)),
-    default="joblib",
-    help="Processes of this machine, or a Ray cluster.",
-)
-@click.option(
-    "--address",
-    metavar="auto|local|HOST:PORT",
-    help="The Ray cluster.  [default: auto, the one that runs here]",
-)
+@option("--out", Path, "Keep the runs here.")
+@option("--resume", bool, "Continue the sweep in --out.")
+@option("--dry-run", bool, "Print the points without running them.")
+@option("--jobs", int, "Runs at a time.  [default: one a CPU]", metavar="N")
+@option("--backend", [*get_args(Backend)], "Processes of this machine, or a Ray cluster.",
+        default="joblib")  # fmt: skip
+@option("--address", None, "The Ray cluster.  [default: auto, the one that runs here]",
+        metavar="auto|local|HOST:PORT")  # fmt: skip
 def sweep(
     file: Path,
     out: Path | None,

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from eldr_sim.cli.console import print_table, progress_bar
+from eldr_sim.cli.console import print_table, print_written, progress_bar
+from eldr_sim.cli.option import option
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import check_output
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
@@ -18,7 +19,6 @@ from eldr_sim.traces.routing.synthetic.presets import (
     BANDS,
     FITTED,
     PRESETS,
-    Band,
     fitted_model,
     preset_model,
 )
@@ -30,17 +30,11 @@ from eldr_sim.validation.synthetic_twin import TwinStatistic, compare_with_twin,
 
 @click.command("fit-synthetic", short_help="Fit a generative model of routing to a trace.")
 @click.argument("name", default=REFERENCE_TRACE, metavar="[NAME|DIR]")
-@click.option(
-    "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.npz", help="Model."
-)
-@click.option(
-    "--report",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Draw a twin of the trace, print what was fitted and what was not, and write both.",
-)
-@click.option("--seed", type=int, default=0)
-@click.option("--force", is_flag=True, help="Replace the file and the report.")
+@option("--out", Path, "Model.", required=True, metavar="FILE.npz")
+@option("--report", Path, "Draw a twin of the trace, print what was fitted and what was not, and "
+        "write both.")  # fmt: skip
+@option("--seed", int, default=0)
+@option("--force", bool, "Replace the file and the report.")
 def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: bool) -> None:
     """Fit a generative model of routing to a trace."""
     if out.exists() and not force:
@@ -72,105 +66,81 @@ def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: b
 
 
 @click.command(short_help="Write a synthetic trace of any shape.")
-@click.option("--preset", metavar="NAME", help=f"Shape and strengths: {', '.join(PRESETS)}.")
-@click.option(
-    "--from",
-    "fitted",
-    metavar="NAME|FILE.npz",
-    help=f"A fitted model that comes with the package ({', '.join(FITTED)}), or one of trace "
-    "fit-synthetic. Of its shape only --layers may be changed.",
-)
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
-@click.option("--band", type=click.Choice([*BANDS]), help="Of the preset.  [default: middle]")
-@click.option("--layers", type=int, help="MoE layers.")
-@click.option("--experts", type=int, help="Routed experts a layer.")
-@click.option("--top-k", type=int, help="Experts that a token chooses in a layer.")
-@click.option("--domains", metavar="NAME,NAME,...", help="By default those of both workloads.")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Strength of a term, e.g. task=2.5; docs/synthetic.md lists them. May be repeated.",
-)
-@click.option("--requests", type=int, help="Of the serving split.  [default: 800]")
-@click.option("--calibration", type=int, help="Of the calibration split.  [default: 640]")
-@click.option("--prompt-len", metavar="N|LOW:HIGH", help="Tokens.  [default: 64, or as fitted]")
-@click.option("--output-len", metavar="N|LOW:HIGH", help="Tokens.  [default: 128, or as fitted]")
-@click.option(
-    "--like", metavar="NAME|DIR", help="Requests as in this trace: domains, lengths, splits."
-)
-@click.option("--seed", type=int, default=0)
-@click.option("--force", is_flag=True, help="Replace DIR.")
+@option("--preset", None, f"Shape and strengths: {', '.join(PRESETS)}.", metavar="NAME")
+@option("--from fitted", None, f"A fitted model that comes with the package ({', '.join(FITTED)}), "
+        "or one of trace fit-synthetic. Of its shape only --layers may be changed.",
+        metavar="NAME|FILE.npz")  # fmt: skip
+@option("--out", Path, required=True)
+@option("--band", [*BANDS], "Of the preset.  [default: middle]")
+@option("--layers", int, "MoE layers.")
+@option("--experts", int, "Routed experts a layer.")
+@option("--top-k", int, "Experts that a token chooses in a layer.")
+@option("--domains", None, "By default those of both workloads.", metavar="NAME,NAME,...")
+@option("--set", None, "Strength of a term, e.g. task=2.5; docs/synthetic.md lists them. "
+        "May be repeated.", multiple=True, metavar="NAME=VALUE")  # fmt: skip
+@option("--requests", int, "Of the serving split.  [default: 800]")
+@option("--calibration", int, "Of the calibration split.  [default: 640]")
+@option("--prompt-len", None, "Tokens.  [default: 64, or as fitted]", metavar="N|LOW:HIGH")
+@option("--output-len", None, "Tokens.  [default: 128, or as fitted]", metavar="N|LOW:HIGH")
+@option("--like", None, "Requests as in this trace: domains, lengths, splits.", metavar="NAME|DIR")
+@option("--seed", int, default=0)
+@option("--force", bool, "Replace DIR.")
 def synthesize(
-    preset: str | None,
-    fitted: str | None,
-    out: Path,
-    band: Band | None,
-    layers: int | None,
-    experts: int | None,
-    top_k: int | None,
-    domains: str | None,
-    settings: tuple[str, ...],
-    requests: int | None,
-    calibration: int | None,
-    prompt_len: str | None,
-    output_len: str | None,
-    like: str | None,
-    seed: int,
-    force: bool,
+    preset: str | None, fitted: str | None, out: Path, like: str | None, **options: Any
 ) -> None:
     """Write a synthetic routing trace of any shape, from a preset or a fitted model."""
     if (preset is None) == (fitted is None):
         raise InputError("preset", "give --preset or --from, one of both", ", ".join(PRESETS))
-    if fitted is not None:
-        for option, value in (
-            ("band", band),
-            ("experts", experts),
-            ("top-k", top_k),
-            ("domains", domains),
-            ("set", settings or None),
-        ):
-            if value is not None:
-                raise InputError(option, f"--{option} beside --from", "--layers only")
-        model = fitted_model(fitted) if fitted in FITTED else RoutingModel.load(fitted)
-        model = model if layers is None else with_layers(model, layers, seed)
-    else:
-        assert preset is not None
-        names = None if domains is None else [name.strip() for name in domains.split(",")]
-        model = preset_model(
-            preset,
-            n_layers=layers,
-            n_experts=experts,
-            top_k=top_k,
-            domains=names,
-            settings=_settings(settings),
-            seed=seed,
-            band=band or "middle",
-        )
+    model = _preset(preset, options) if preset is not None else _fitted(str(fitted), options)
     with progress_bar("drawing experts") as update:
-        shared: dict[str, Any] = {"seed": seed, "force": force, "progress": update}
+        shared = {"seed": options["seed"], "force": options["force"], "progress": update}
         if like is not None:
-            for option, number in (("requests", requests), ("calibration", calibration)):
-                if number is not None:
-                    raise InputError(option, f"--{option} beside --like", "one of both")
-            for option, text in (("prompt-len", prompt_len), ("output-len", output_len)):
-                if text is not None:
-                    raise InputError(option, f"--{option} beside --like", "one of both")
+            _refuse(options, _OF_REQUESTS, "--like", "one of both")
             made = synthesize_like(model, open_trace(like), out, **shared)
         else:
+            n, held = options["requests"], options["calibration"]
             made = write_synthetic(
                 model,
                 out,
-                requests=800 if requests is None else requests,
-                calibration=640 if calibration is None else calibration,
-                prompt_len=_span("prompt-len", prompt_len, model.facts["prompt_len"]),
-                output_len=_span("output-len", output_len, model.facts["output_len"]),
+                requests=800 if n is None else n,
+                calibration=640 if held is None else held,
+                prompt_len=_span("prompt-len", options["prompt_len"], model.facts["prompt_len"]),
+                output_len=_span("output-len", options["output_len"], model.facts["output_len"]),
                 **shared,
             )
-    click.echo(
-        f"Wrote {out}: {made.n_requests} requests, {made.manifest.n_tokens} tokens, "
-        f"{made.n_layers} layers, {made.n_experts} experts, top-{made.top_k}, synthetic"
+    print_written(out, made, ", synthetic")
+
+
+#: Options of `synthesize` that a fitted model and a trace to be like settle.
+_OF_PRESETS = ("band", "experts", "top_k", "domains", "set")
+_OF_REQUESTS = ("requests", "calibration", "prompt_len", "output_len")
+
+
+def _refuse(options: dict[str, Any], names: tuple[str, ...], beside: str, allowed: str) -> None:
+    for name in names:
+        if options[name] not in (None, ()):
+            flag = name.replace("_", "-")
+            raise InputError(flag, f"--{flag} beside {beside}", allowed)
+
+
+def _fitted(name: str, options: dict[str, Any]) -> RoutingModel:
+    _refuse(options, _OF_PRESETS, "--from", "--layers only")
+    model = fitted_model(name) if name in FITTED else RoutingModel.load(name)
+    layers = options["layers"]
+    return model if layers is None else with_layers(model, layers, options["seed"])
+
+
+def _preset(name: str, options: dict[str, Any]) -> RoutingModel:
+    domains = options["domains"]
+    return preset_model(
+        name,
+        n_layers=options["layers"],
+        n_experts=options["experts"],
+        top_k=options["top_k"],
+        domains=None if domains is None else [part.strip() for part in domains.split(",")],
+        settings=_settings(options["set"]),
+        seed=options["seed"],
+        band=options["band"] or "middle",
     )
 
 

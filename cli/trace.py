@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eldr_sim.cli.completion import complete, traces
-from eldr_sim.cli.console import print_table
+from eldr_sim.cli.console import print_table, print_written
 from eldr_sim.cli.lazy import LazyGroup
+from eldr_sim.cli.option import option
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.encoding import FILE_NAMES
 from eldr_sim.traces.routing.imports.formats import READERS
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
 
 _COMMANDS = {
     "capture": ("capture:capture", "Record a routing trace from a real engine."),
-    "fit-synthetic": (
-        "synthetic:fit_synthetic",
-        "Fit a generative model of routing to a trace.",
-    ),
+    "fit-synthetic": ("synthetic:fit_synthetic", "Fit a generative model of routing to a trace."),
     "synthesize": ("synthetic:synthesize", "Write a synthetic trace of any shape."),
 }
 
@@ -48,29 +46,15 @@ def list_traces(folders: tuple[Path, ...]) -> None:
     rows = []
     for name in names:
         opened = open_trace(name)
-        manifest = opened.manifest
+        manifest, held = opened.manifest, int(opened.is_calibration.sum())
+        experts = f"{opened.n_experts} top-{opened.top_k}"
+        split = f"{opened.n_requests - held}+{held}"
         rows.append(
-            [
-                name,
-                manifest.model,
-                manifest.provenance,
-                str(opened.n_layers),
-                f"{opened.n_experts} top-{opened.top_k}",
-                f"{int((~opened.is_calibration).sum())}+{int(opened.is_calibration.sum())}",
-                str(manifest.n_tokens),
-                " ".join(manifest.domains),
-            ]
-        )
-    columns = [
-        "trace",
-        "model",
-        "provenance",
-        "layers",
-        "experts",
-        "serving+calibration",
-        "tokens",
-        "domains",
-    ]
+            [name, manifest.model, manifest.provenance, str(opened.n_layers), experts, split,
+             str(manifest.n_tokens), " ".join(manifest.domains)]
+        )  # fmt: skip
+    columns = ["trace", "model", "provenance", "layers", "experts", "serving+calibration"]
+    columns += ["tokens", "domains"]
     print_table("Routing traces", columns, rows)
 
 
@@ -78,15 +62,10 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 @click.argument(
     "name", default=REFERENCE_TRACE, metavar="[NAME|DIR]", shell_complete=complete(traces, "dir")
 )
-@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Write all figures: statistics.json and CSV files.",
-)
-@click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
-@click.option("--force", is_flag=True, help="Replace the report in --out.")
+@option("--json as_json", bool, "Print all figures as JSON.")
+@option("--out", Path, "Write all figures: statistics.json and CSV files.")
+@option("--plot", bool, "Draw pictures (PNG) into --out.")
+@option("--force", bool, "Replace the report in --out.")
 def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool) -> None:
     """Validate a trace and print what is in it."""
     # Imported here: the other commands need none of it.
@@ -149,38 +128,22 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
 
 @trace.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
-@click.option(
-    "--format", type=click.Choice([*READERS]), help="Detected from the content when not given."
-)
-@click.option("--model", required=True, help="Model whose gates chose the experts.")
-@click.option(
-    "--experts", "n_experts", type=int, metavar="N", help="Experts a layer; a .npz file has it."
-)
-@click.option(
-    "--ranked", is_flag=True, help="The ids of a token are in the gate's order, highest first."
-)
-@click.option("--domain", default="all", help="Domain of the requests, where the file knows none.")
-@click.option(
-    "--prompt-share",
-    type=float,
-    metavar="SHARE",
-    help="Of a recording of generated tokens only, or of prompt tokens only: the first share of "
-    "each request that is to stand for its prompt, e.g. 0.25.",
-)
-@click.option(
-    "--encoding", type=click.Choice([*FILE_NAMES]), default="npy", help="Plain, or compressed."
-)
-@click.option("--captured-by", required=True, help="How the choices were recorded.")
-@click.option("--source-data", required=True, help="Text that the model read, with its licence.")
-@click.option("--notes", default="", show_default=False, help="Notes for readers of results.")
-@click.option(
-    "--provenance",
-    type=click.Choice(["recorded", "synthetic", "imported"]),
-    default="imported",
-)
-@click.option("--calibration-fraction", type=float, default=0.5)
-@click.option("--force", is_flag=True, help="Replace DIR.")
+@option("--out", Path, required=True)
+@option("--format", [*READERS], "Detected from the content when not given.")
+@option("--model", None, "Model whose gates chose the experts.", required=True)
+@option("--experts n_experts", int, "Experts a layer; a .npz file has it.", metavar="N")
+@option("--ranked", bool, "The ids of a token are in the gate's order, highest first.")
+@option("--domain", None, "Domain of the requests, where the file knows none.", default="all")
+@option("--prompt-share", float, "Of a recording of generated tokens only, or of prompt tokens "
+        "only: the first share of each request that is to stand for its prompt, e.g. 0.25.",
+        metavar="SHARE")  # fmt: skip
+@option("--encoding", [*FILE_NAMES], "Plain, or compressed.", default="npy")
+@option("--captured-by", None, "How the choices were recorded.", required=True)
+@option("--source-data", None, "Text that the model read, with its licence.", required=True)
+@option("--notes", None, "Notes for readers of results.", default="", show_default=False)
+@option("--provenance", ["recorded", "synthetic", "imported"], default="imported")
+@option("--calibration-fraction", float, default=0.5)
+@option("--force", bool, "Replace DIR.")
 def import_(file: Path, out: Path, **options: Any) -> None:
     """Import chosen experts that another tool recorded.
 
@@ -190,11 +153,8 @@ def import_(file: Path, out: Path, **options: Any) -> None:
     """
     from eldr_sim.traces.routing.imports.importers import DECODE_ONLY, import_trace
 
-    opened = import_trace(file, out, tool_versions={}, **options)
-    click.echo(
-        f"Wrote {out}: {opened.n_requests} requests, {opened.manifest.n_tokens} tokens, "
-        f"{opened.n_layers} layers, {opened.n_experts} experts, top-{opened.top_k}"
-    )
+    opened = import_trace(file, out, **options)
+    print_written(out, opened)
     if not opened.has_prompts:
         click.echo(DECODE_ONLY)
 
@@ -210,13 +170,10 @@ def _print_manifest(opened: RoutingTrace) -> None:
         f"of {opened.n_experts} experts" + ("" if opened.has_prompts else ", generated tokens only")
     )
     if manifest.rank_groups is not None:
-        groups = manifest.rank_groups
-        ranked = (
-            "all" if len(groups) == opened.top_k else "in groups of " + ", ".join(map(str, groups))
-        )
-        click.echo(f"Gate order: {ranked}")
-    if opened.gate_scores is not None:
-        scores = opened.gate_scores
+        groups = ", ".join(map(str, manifest.rank_groups))
+        ranked = len(manifest.rank_groups) == opened.top_k
+        click.echo(f"Gate order: {'all' if ranked else f'in groups of {groups}'}")
+    if (scores := opened.gate_scores) is not None:
         kinds = " and ".join(scores.kinds)
         click.echo(f"Gate:       summed {kinds} of {len(scores.requests)} prompts")
     if (stands := one_phase(manifest)) is not None:
@@ -228,41 +185,25 @@ def _print_manifest(opened: RoutingTrace) -> None:
 
 
 def _print_requests(statistics: TraceStatistics) -> None:
-    rows = []
-    for domain, counts in statistics.requests.items():
-        prompt, output = statistics.prompt_len[domain], statistics.output_len[domain]
-        rows.append(
-            [
-                domain,
-                str(counts["serving"]),
-                str(counts["calibration"]),
-                _lengths(prompt),
-                _lengths(output),
-            ]
-        )
-    print_table(
-        "Requests", ["domain", "serving", "calibration", "prompt tokens", "output tokens"], rows
-    )
+    rows = [
+        [domain, str(counts["serving"]), str(counts["calibration"]),
+         _lengths(statistics.prompt_len[domain]), _lengths(statistics.output_len[domain])]
+        for domain, counts in statistics.requests.items()
+    ]  # fmt: skip
+    columns = ["domain", "serving", "calibration", "prompt tokens", "output tokens"]
+    print_table("Requests", columns, rows)
     click.echo()
 
 
 def _print_activated(statistics: TraceStatistics) -> None:
     rows = [
-        [
-            entry.group,
-            str(entry.batch),
-            f"{entry.uniform:.1f}",
-            f"{entry.mixed:.1f}",
-            f"{sum(entry.same_domain.values()) / len(entry.same_domain):.1f}",
-            f"{100 * entry.reduction:.1f}%",
-        ]
+        [entry.group, str(entry.batch), f"{entry.uniform:.1f}", f"{entry.mixed:.1f}",
+         f"{sum(entry.same_domain.values()) / len(entry.same_domain):.1f}",
+         f"{100 * entry.reduction:.1f}%"]
         for entry in statistics.distinct_experts
-    ]
-    print_table(
-        "Activated experts a layer in a decode step, no request twice",
-        ["domains", "batch", "uniform", "mixed", "one domain", "saved"],
-        rows,
-    )
+    ]  # fmt: skip
+    columns = ["domains", "batch", "uniform", "mixed", "one domain", "saved"]
+    print_table("Activated experts a layer in a decode step, no request twice", columns, rows)
 
 
 def _print_copies(statistics: TraceStatistics) -> None:
@@ -272,12 +213,11 @@ def _print_copies(statistics: TraceStatistics) -> None:
         [entry.group, str(entry.batch), f"{entry.mixed:.1%}", f"{entry.one_domain:.1%}"]
         for entry in statistics.copies
     ]
-    print_table(
+    title = (
         "Requests of a random batch that have a copy of themselves in it, where a run is longer "
-        "than the trace",
-        ["domains", "batch", "mixed", "one domain"],
-        rows,
+        "than the trace"
     )
+    print_table(title, ["domains", "batch", "mixed", "one domain"], rows)
 
 
 def _print_overlap(overlap: Overlap) -> None:
@@ -308,7 +248,8 @@ def _print_grouping(report: TraceReport) -> None:
         click.echo(
             f"Between {spectrum.requests} requests: variance {spectrum.variance:.3f}, share of its "
             f"greatest components {parts}; {spectrum.dimensions:.1f} dimensions{told}; "
-            f"{spectrum.families:.0f} families"
+            f"{spectrum.families:.0f} families, on which savings by grouping rest: other requests "
+            f"of the kind would give \N{PLUS-MINUS SIGN}{spectrum.scatter:.0%} of them"
         )
     if (grouping := report.grouping) is not None:
         names = {"oracle": "an oracle", "signature": "prompt signatures", "label": "the domain"}

@@ -1,17 +1,22 @@
 """``eldr-sim validate``: the simulator against measured serving runs."""
 
+import datetime
 import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import click
 import pyarrow as pa
+from click import FloatRange, IntRange
 from pyarrow import csv
 
 from eldr_sim.cli.console import print_table, progress_bar, task_bar
-from eldr_sim.cli.options import check_out
-from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
+from eldr_sim.cli.groups import GroupedCommand
+from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, option
+from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import whole_file
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.simulator.setup.config_groups import parse_mix
 from eldr_sim.validation.live.campaign import (
@@ -54,32 +59,16 @@ def validate() -> None:
 
 
 @validate.command()
-@click.option(
-    "--model",
-    type=click.Choice(list(MEASURED_MODELS)),
-    default="gpt-oss-120b",
-    help="Model whose runs are predicted.",
-)
-@click.option(
-    "--gpu",
-    multiple=True,
-    type=click.Choice(sorted(GPUS.values())),
-    help="Cards whose rows are predicted; repeat for more. H100 and H200, or all where a model has "
-    "no rows of these.",
-)
-@click.option(
-    "--moe-kernel",
-    type=click.Choice(["marlin", "oldest", "newest"]),
-    help="MoE kernel: the oldest or the newest table, or marlin, derived. By default GPT-OSS takes "
-    "marlin, Kimi-K2.5 (INT4) and DeepSeek-R1 the newest, the others the oldest.",
-)
-@click.option(
-    "--forms",
-    is_flag=True,
-    help="Predict with and without each part: front end, padding of weights, uneven routing.",
-)
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write tables here.")
-@click.option("--force", is_flag=True, help="Replace the report in --out.")
+@option("--model", list(MEASURED_MODELS), "Model whose runs are predicted.", default="gpt-oss-120b")
+@option("--gpu", sorted(GPUS.values()), "Cards whose rows are predicted; repeat for more. H100 and "
+        "H200, or all where a model has no rows of these.", multiple=True)  # fmt: skip
+@option("--moe-kernel", ["marlin", "oldest", "newest"], "MoE kernel: the oldest or the newest "
+        "table, or marlin, derived. By default GPT-OSS takes marlin, Kimi-K2.5 (INT4) and "
+        "DeepSeek-R1 the newest, the others the oldest.")  # fmt: skip
+@option("--forms", bool, "Predict with and without each part: front end, padding of weights, "
+        "uneven routing.")  # fmt: skip
+@option("--out", Path, "Write tables here.")
+@option("--force", bool, "Replace the report in --out.")
 def silicon(
     model: str,
     gpu: tuple[str, ...],
@@ -152,8 +141,101 @@ def silicon(
 
 
 @validate.command()
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write a table here.")
-@click.option("--force", is_flag=True, help="Replace the report in --out.")
+@option(
+    "--out", Path, "Folder of the predictions; those that it holds already are kept.", required=True
+)
+@option("--model models", list(MEASURED_MODELS), "Rows to predict; repeat for more. All by "
+        "default.", multiple=True)  # fmt: skip
+@option("--engine", ["vllm", "sglang", "trtllm"], "Of this alone.")
+@option("--most", IntRange(1), "Streams of a row at most.", metavar="N")
+@option("--every", IntRange(1), "Every N-th row of each engine, mode, card and model alone, in the "
+        "file's order.", metavar="N", default=1)  # fmt: skip
+@option("--others", click.Path(path_type=Path, dir_okay=False, exists=True),
+        "Another estimator's predictions of the rows: row, ttft_ms, tpot_ms.",
+        metavar="FILE.csv")  # fmt: skip
+@option("--jobs", int, "Runs at a time.  [default: one a CPU]", metavar="N")
+def published(
+    out: Path,
+    models: tuple[str, ...],
+    engine: str | None,
+    most: int | None,
+    every: int,
+    others: Path | None,
+    jobs: int | None,
+) -> None:
+    """Predict every published run, or say why not, and write a page.
+
+    The runs of vLLM, SGLang and TensorRT-LLM that come with `pip install
+    eldr-sim[aiconfigurator]`. What has ended is kept: after Ctrl-C the same command goes on.
+    """
+    from eldr_sim.validation.published import record
+
+    rows = record.read()
+    wanted = [
+        row
+        for row in rows
+        if row.run is not None
+        and (not models or row.target in models)
+        and engine in (None, row.labels["engine"])
+        and (most is None or row.run.case.concurrency <= most)
+    ]
+    wanted = record.sample(wanted, every)
+    with progress_bar("rows") as update:
+        found = record.predict_record(wanted, out, jobs, update)
+    table = record.table_of(rows, found, others)
+    csv.write_csv(table, out / "rows.csv")
+    date = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y")
+    record.write_page(table, out / "record.md", "eldr-sim validate published", date)
+    by = ("engine", "mode")
+    for line in record.cell_lines(list(record.cells(table, by)), by):
+        click.echo(line)
+    click.echo(f"Wrote {out / 'record.md'}")
+
+
+@validate.command(cls=GroupedCommand)
+@click.argument(
+    "results",
+    nargs=-1,
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    metavar="RESULT.json...",
+)
+@run_options()
+@option("--calibrate", click.Path(path_type=Path, dir_okay=False), "Write the host's time of a "
+        "step that makes TPOT right, for --config; every other result is held out, where there are "
+        "several.", metavar="OUT.yaml")  # fmt: skip
+def bench(results: tuple[Path, ...], calibrate: Path | None, **options: Any) -> None:
+    """Hold results of `vllm bench serve` (SGLang's alike) or aiperf against predictions.
+
+    The load is the results'; the cluster is what the options say.
+    """
+    from eldr_sim.validation.published import bench as own
+
+    config = config_from_options(options)
+    found = [own.read_bench(path) for path in results]
+    with TemporaryDirectory() as work:
+        if calibrate is not None:
+            gap_ms = own.calibrate(found[::2], config, Path(work))
+            config = config.replace(host_gap_ms=gap_ms)
+            with whole_file(calibrate, "calibrate") as file:
+                file.write_text(f"host_gap_ms: {gap_ms:g}\n", encoding="utf-8")
+            click.echo(f"host_gap_ms {gap_ms:g}, of {', '.join(b.name for b in found[::2])}")
+        for number, each in enumerate(found):
+            summary = own.predict_bench(each, config, Path(work))
+            held = " (held out)" if calibrate is not None and number % 2 else ""
+            cells = [
+                [key, f"{measured:.4g}", f"{predicted:.4g}", f"{error:+.1f}"]
+                for key, measured, predicted, error in own.errors(each, summary)
+            ]
+            print_table(each.name + held, ["figure", "measured", "predicted", "error, %"], cells)
+            click.echo(f"Bottleneck of the prediction: {summary['limits']['bottleneck']}")
+    if calibrate is not None:
+        click.echo(f"Wrote {calibrate}")
+
+
+@validate.command()
+@option("--out", Path, "Write a table here.")
+@option("--force", bool, "Replace the report in --out.")
 def pd(out: Path | None, force: bool) -> None:
     """Predict published runs with prefill and decode workers, by hand-over preset.
 
@@ -177,15 +259,10 @@ def pd(out: Path | None, force: bool) -> None:
 
 
 @validate.command()
-@click.option(
-    "--requests",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="DIR",
-    help="replay_data of github.com/inference-sim/training at commit c4f0340.",
-)
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write a table here.")
-@click.option("--force", is_flag=True, help="Replace the report in --out.")
+@option("--requests", Path, "replay_data of github.com/inference-sim/training at commit c4f0340.",
+        required=True)  # fmt: skip
+@option("--out", Path, "Write a table here.")
+@option("--force", bool, "Replace the report in --out.")
 def mixtral(requests: Path, out: Path | None, force: bool) -> None:
     """Predict published runs of Mixtral, beside other estimators' errors.
 
@@ -264,126 +341,48 @@ def _cell(value: object) -> str:
 
 
 @validate.command()
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="DIR",
-    help="Folder of the campaign; runs that it holds already are kept.",
+@option(
+    "--out", Path, "Folder of the campaign; runs that it holds already are kept.", required=True
 )
-@click.option(
-    "--report",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Write the report here, in the place of what is there.",
-)
-@click.option(
-    "--setup",
-    "setups",
-    multiple=True,
-    type=click.Choice(list(SETUPS)),
-    help="Engines to start; repeat for more. All by default.",
-)
-@click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    default=("round_robin", "jsq", "eldr"),
-    help="Decode policies of the proxy where there are several decode engines.",
-)
-@click.option("--repeats", type=click.IntRange(1), default=3)
-@click.option(
-    "--duration",
-    type=click.FloatRange(1.0),
-    default=45.0,
-    help="Seconds that the arrivals of a load take.",
-)
-@click.option(
-    "--model",
-    metavar="DIR",
-    help="Model with a config.json; by default a small random one is made in --out.",
-)
-@click.option("--dtype", default="bfloat16")
-@click.option(*TENSOR_PARALLEL_SIZE, type=click.IntRange(1), default=1)
-@click.option("--max-model-len", type=click.IntRange(64), default=2048)
-@click.option("--max-num-seqs", type=click.IntRange(1), default=32)
-@click.option("--max-num-batched-tokens", type=click.IntRange(64), default=512)
-@click.option(
-    "--prompt-len",
-    type=click.IntRange(4),
-    default=64,
-    help="Prompt tokens where lengths are fixed; else their mean.",
-)
-@click.option(
-    "--output-len",
-    type=click.IntRange(2),
-    default=96,
-    help="Output tokens where lengths are fixed; else their mean.",
-)
-@click.option(
-    "--prefill-url",
-    "prefill_urls",
-    multiple=True,
-    metavar="URL=DIR",
-    help="A prefill engine that runs on this machine, and the folder that it logs into.",
-)
-@click.option(
-    "--decode-url",
-    "decode_urls",
-    multiple=True,
-    metavar="URL=DIR",
-    help="A decode engine that runs; a co-located one without --prefill-url.",
-)
-@click.option("--seed", type=click.IntRange(0), default=0)
-@click.option(
-    "--share",
-    "shares",
-    multiple=True,
-    type=click.FloatRange(0, min_open=True),
-    help="A load of its own: so many times the capacity; repeat for more. Four loads by default.",
-)
-@click.option(
-    "--rate",
-    "rates",
-    multiple=True,
-    type=click.FloatRange(0, min_open=True),
-    help="A load of its own: requests per second; repeat for more.",
-)
-@click.option(
-    "--lengths",
-    type=click.Choice(["recorded", "fixed"]),
-    default="recorded",
-    help="Lengths of loads of your own.",
-)
-@click.option(
-    "--burstiness",
-    type=click.FloatRange(0, min_open=True),
-    default=1.0,
-    help="Arrivals of loads of your own: shape of the gamma distribution of gaps, 1 is Poisson.",
-)
-@click.option(
-    "--workload",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    metavar="FILE",
-    help="Request log whose lengths recorded loads have, scaled to --prompt-len and --output-len.",
-)
-@click.option(
-    "--domain-mix",
-    "domain_mix",
-    metavar="NAME=WEIGHT,...",
-    help="Weights of the domains code, math, medical and legal. All alike by default.",
-)
-@click.option(
-    "--num-gpu-blocks-override",
-    type=click.IntRange(1),
-    help="KV blocks of an engine: few of them preempt.",
-)
-@click.option(
-    "--shortest-first",
-    is_flag=True,
-    help="Send every load again with the prompt's length as priority; engines then schedule by "
-    "priority, which is shortest job first. Engines that run already must be started so.",
-)
+@option("--report", Path, "Write the report here, in the place of what is there.")
+@option("--setup setups", list(SETUPS), "Engines to start; repeat for more. All by default.",
+        multiple=True)  # fmt: skip
+@option("--policy policies", None, "Decode policies of the proxy where there are several decode "
+        "engines.", multiple=True, default=("round_robin", "jsq", "eldr"))  # fmt: skip
+@option("--repeats", IntRange(1), default=3)
+@option("--duration", FloatRange(1.0), "Seconds that the arrivals of a load take.", default=45.0)
+@option("--model", None, "Model with a config.json; by default a small random one is made in "
+        "--out.", metavar="DIR")  # fmt: skip
+@option("--dtype", default="bfloat16")
+@option(TENSOR_PARALLEL_SIZE, IntRange(1), default=1)
+@option("--max-model-len", IntRange(64), default=2048)
+@option("--max-num-seqs", IntRange(1), default=32)
+@option("--max-num-batched-tokens", IntRange(64), default=512)
+@option("--prompt-len", IntRange(4), "Prompt tokens where lengths are fixed; else their mean.",
+        default=64)  # fmt: skip
+@option("--output-len", IntRange(2), "Output tokens where lengths are fixed; else their mean.",
+        default=96)  # fmt: skip
+@option("--prefill-url prefill_urls", None, "A prefill engine that runs on this machine, and the "
+        "folder that it logs into.", multiple=True, metavar="URL=DIR")  # fmt: skip
+@option("--decode-url decode_urls", None, "A decode engine that runs; a co-located one without "
+        "--prefill-url.", multiple=True, metavar="URL=DIR")  # fmt: skip
+@option("--seed", IntRange(0), default=0)
+@option("--share shares", FloatRange(0, min_open=True), "A load of its own: so many times the "
+        "capacity; repeat for more. Four loads by default.", multiple=True)  # fmt: skip
+@option("--rate rates", FloatRange(0, min_open=True), "A load of its own: requests per second; "
+        "repeat for more.", multiple=True)  # fmt: skip
+@option("--lengths", ["recorded", "fixed"], "Lengths of loads of your own.", default="recorded")
+@option("--burstiness", FloatRange(0, min_open=True), "Arrivals of loads of your own: shape of the "
+        "gamma distribution of gaps, 1 is Poisson.", default=1.0)  # fmt: skip
+@option("--workload", click.Path(path_type=Path, dir_okay=False, exists=True),
+        "Request log whose lengths recorded loads have, scaled to --prompt-len and --output-len.",
+        metavar="FILE")  # fmt: skip
+@option("--domain-mix domain_mix", None, "Weights of the domains code, math, medical and legal. "
+        "All alike by default.", metavar="NAME=WEIGHT,...")  # fmt: skip
+@option("--num-gpu-blocks-override", IntRange(1), "KV blocks of an engine: few of them preempt.")
+@option("--shortest-first", bool, "Send every load again with the prompt's length as priority; "
+        "engines then schedule by priority, which is shortest job first. Engines that run already "
+        "must be started so.")  # fmt: skip
 def vllm(
     out: Path,
     report: Path | None,

@@ -16,6 +16,7 @@ from eldr_sim.cli.console import (
     print_table,
     progress_bar,
 )
+from eldr_sim.cli.option import jobs_option, option, output
 from eldr_sim.cli.options import check_out
 from eldr_sim.simulator.outcome.catalogue import label
 from eldr_sim.simulator.setup.config import make_config
@@ -27,16 +28,13 @@ if TYPE_CHECKING:
 
 @click.command("what-if", short_help="Change one thing at a time in a run.")
 @click.argument("base", type=click.Path(path_type=Path))
-@click.option(
-    "--set", "changes", multiple=True, metavar="FIELD=VALUE",
-    help="A change, such as decode.gpu=h200; repeat for more, each alone against the base. "
-    'Fields that belong together are one change: "topology=8P12D policy.tau=0.2".',
-)  # fmt: skip
-@click.option("--together", is_flag=True, help="Also make all changes at once.")
-@click.option("--seeds", type=int, default=5, help="Seeds, from the base's on.")
-@click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the figures.")
-@click.option("--force", is_flag=True, help="Replace the result in --out.")
+@option("--set changes", None, 'A change, such as decode.gpu=h200; repeat for more, each alone '
+        'against the base. Fields that belong together are one change: "topology=8P12D '
+        'policy.tau=0.2".', multiple=True, metavar="FIELD=VALUE")  # fmt: skip
+@option("--together", bool, "Also make all changes at once.")
+@option("--seeds", int, "Seeds, from the base's on.", default=5)
+@jobs_option
+@output("Write the figures.", "the result in --out")
 def what_if(
     base: Path,
     changes: tuple[str, ...],

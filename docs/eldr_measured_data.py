@@ -7,24 +7,22 @@ The first has all but Figures 13 to 16; each further one adds its errors, or the
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import sys
 from pathlib import Path
 
 import pandas as pd
 
+from eldr_sim.outputs import write_rows
+
 DATA = Path(__file__).with_name("data")
 SHORT = {"Qwen3-30B-A3B": "Qwen3", "GPT-OSS-120B": "GPT-OSS", "Gemma-4-26B-A4B": "Gemma"}
 
 
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    """Return a table as CSV, without the marks of a page."""
-    text = io.StringIO()
+def table(columns: list[str], rows: list[list[str]]) -> list[dict[str, str]]:
+    """Return the rows of a table, without the marks of a page."""
     plain = [[cell.replace("`", "").replace("**", "") for cell in row] for row in [columns, *rows]]
-    csv.writer(text, lineterminator="\n").writerows(plain)
-    return text.getvalue()
+    return [dict(zip(plain[0], row, strict=True)) for row in plain[1:]]
 
 
 def cells(folder: Path) -> pd.DataFrame:
@@ -32,7 +30,7 @@ def cells(folder: Path) -> pd.DataFrame:
     return pd.concat([pd.read_csv(folder / f"figure_{n}.csv") for n in (10, 11)])
 
 
-def errors(folders: list[Path]) -> str:
+def errors(folders: list[Path]) -> list[dict[str, str]]:
     """Return the errors by load and model of each folder that has them."""
     rows = []
     for folder in folders:
@@ -53,7 +51,7 @@ def errors(folders: list[Path]) -> str:
     return table(["kernels", "load, model", *names], rows)
 
 
-def gains(folder: Path) -> str:
+def gains(folder: Path) -> list[dict[str, str]]:
     """Return rr, eldr and the gain of each load, model and rate, ours and measured."""
     every, rows = cells(folder), []
     for (dataset, model, rate), own in every.groupby(["dataset", "model", "rate"], sort=False):
@@ -84,7 +82,7 @@ def gains(folder: Path) -> str:
     return table(columns, rows)
 
 
-def slope(folder: Path) -> str:
+def slope(folder: Path) -> list[dict[str, str]]:
     """Return the time of a distinct expert by model and tile."""
     rows = [
         [
@@ -99,7 +97,7 @@ def slope(folder: Path) -> str:
     return table(columns, rows)
 
 
-def locality(folder: Path) -> str:
+def locality(folder: Path) -> list[dict[str, str]]:
     """Return the split of the gain by model, load and rate, for cells whose tiles differ."""
     every = pd.read_csv(folder / "locality.csv")
     rows = []
@@ -131,7 +129,7 @@ def locality(folder: Path) -> str:
     return table(columns, rows)
 
 
-def variants(folders: list[Path]) -> str:
+def variants(folders: list[Path]) -> list[dict[str, str]]:
     """Return the gains of Figures 13 to 16, as far as a folder has them."""
     rows = []
     found = ((n, f / f"figure_{n}.csv") for n in (13, 14, 15, 16) for f in folders)
@@ -146,8 +144,6 @@ def variants(folders: list[Path]) -> str:
             }
             each = [by.get((load, model), "-") for load in ("task", "language") for model in SHORT]
             rows.append([str(figure), f"{variant}, {rate:g}/s", *each])
-    if not rows:
-        return ""
     names = [f"{load}, {model}" for load in ("Task", "Language") for model in SHORT.values()]
     return table(["figure", "variant", *names], rows)
 
@@ -162,9 +158,9 @@ def main() -> None:
         "locality": locality(folders[0]),
         "variants": variants(folders),
     }
-    for name, text in made.items():
-        if text:
-            (DATA / f"eldr_measured_{name}.csv").write_text(text, encoding="utf-8")
+    for name, rows in made.items():
+        if rows:
+            write_rows(DATA / f"eldr_measured_{name}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ twins are means over four seeds.
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.outputs import write_rows
 from eldr_sim.traces.requests.domains import DOMAIN_MIXES
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.overlap import MIXED, ONE_REQUEST, QUANTILES, request_overlap
@@ -131,24 +130,22 @@ def mean(traces: Sequence[RoutingTrace]) -> Figures:
     return {name: np.mean([one[name] for one in each], axis=0).tolist() for name in each[0]}
 
 
-def table(columns: dict[str, Figures]) -> str:
-    """Write columns of figures as CSV."""
-    lines = [["statistic", *columns]]
+def table(columns: dict[str, Figures]) -> list[dict[str, str]]:
+    """Return columns of figures as rows of a table."""
+    rows = []
     for name in next(iter(columns.values())):
         digits: Callable[[float], str] = "{:.1f}".format
         if not name.startswith(("distinct", "of ", "load")):
             digits = "{:.2f}".format
-        cells = (
-            " / ".join("-" if np.isnan(x) else digits(x) for x in own[name])
-            for own in columns.values()
-        )
-        lines.append([name, *cells])
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue()
+        cells = {
+            column: " / ".join("-" if np.isnan(x) else digits(x) for x in own[name])
+            for column, own in columns.items()
+        }
+        rows.append({"statistic": name} | cells)
+    return rows
 
 
-def whole(room: Room) -> str:
+def whole(room: Room) -> list[dict[str, str]]:
     """Recordings beside what is drawn from all of them."""
     qwen, gpt = open_trace("qwen3-30b-a3b"), open_trace("gpt-oss-20b")
     task = tuple(DOMAIN_MIXES["task"].items())
@@ -165,7 +162,7 @@ def whole(room: Room) -> str:
     )
 
 
-def held_out(room: Room) -> str:
+def held_out(room: Room) -> list[dict[str, str]]:
     """Requests beside what is drawn from a fit to others of the recording."""
     columns: dict[str, Figures] = {}
     qwen, gpt = open_trace("qwen3-30b-a3b"), open_trace("gpt-oss-20b")
@@ -187,9 +184,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = {"statistics": whole, "held_out": held_out}
         for name in sys.argv[1:] or made:
-            text = made[name](Room(Path(folder) / name))
-            (DATA / f"synthetic_{name}.csv").write_text(text, encoding="utf-8")
-            print(f"{name}\n{text}", flush=True)
+            write_rows(DATA / f"synthetic_{name}.csv", made[name](Room(Path(folder) / name)))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,17 @@ step yields, the sampled one included: one more than the sum of the rates.
 
 from __future__ import annotations
 
-import json
+import re
 from functools import lru_cache
-from importlib import resources
 from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_json, read_text
+from eldr_sim.kernel_profiles.models import shipped_json
+
+_FIELD = "speculative_config.acceptance"
+_SAMPLE = re.compile(r"(?:vllm|sglang):(spec_\w+?)(?:_total)?(?:\{(.*)\})?\s+([-+.\deE]+)\s*$")
+_POSITION = re.compile(r'position="(\d+)"')
 
 #: Of a published mean alone nobody knows the distribution.
 _CONSTANT = "each draft accepted alike, given the one before"
@@ -43,39 +48,92 @@ def rates_of_length(length: float, n: int) -> tuple[float, ...]:
     return tuple(high**i for i in range(1, n + 1))
 
 
+def spent(length: float, n: int) -> tuple[float, ...]:
+    """Return the rates of ``n`` drafts as engines make them of a synthetic length.
+
+    The first drafts are always accepted, one with the share that is left, and none after it: the
+    least variance (vLLM, SGLang).
+    """
+    return tuple(min(1.0, max(0.0, length - 1.0 - i)) for i in range(n))
+
+
+def read(path: str, n: int) -> Acceptance:
+    """Return the acceptance of ``n`` drafts that an engine has had.
+
+    Raises InputError if the file says nothing of it.
+
+    ``path``: text of a metrics endpoint: vLLM's counters ``spec_decode_num_drafts`` and
+    ``..._accepted_tokens_per_pos``, of all engines, or SGLang's gauge ``spec_accept_length``, their
+    mean. Or JSON of ``vllm bench serve``, SGLang's ``bench_serving`` or a run; ``n``: drafts; see
+    `shipped`.
+    """
+    text = read_text(path, _FIELD)
+    entry: dict[str, Any] = {"name": path, "text": "measured", "source": "metrics endpoint"}
+    if text.lstrip().startswith("{"):
+        found = parse_json(text, _FIELD)
+        found = found.get("speculative_decoding") or found
+        entry["source"] = "benchmark's result"
+        tokens, drafts = (found.get(f"spec_decode_{x}", 0) for x in ("draft_tokens", "num_drafts"))
+        rates = found.get("spec_decode_per_position_acceptance_rates") or found.get(
+            "acceptance_rates"
+        )
+        length = found.get("spec_decode_acceptance_length") or found.get("accept_length")
+        k = tokens / drafts if tokens and drafts else n
+    else:
+        samples = [m.groups() for m in map(_SAMPLE.match, text.splitlines()) if m]
+        drafts = sum(float(v) for name, _, v in samples if name == "spec_decode_num_drafts")
+        by_position: dict[int, float] = {}
+        for name, labels, value in samples:
+            if name.endswith("_per_pos") and (at := _POSITION.search(labels or "")):
+                by_position[int(at[1])] = by_position.get(int(at[1]), 0.0) + float(value)
+        rates = [by_position[i] / drafts for i in sorted(by_position)] if drafts else None
+        lengths = [float(v) for name, _, v in samples if name == "spec_accept_length" and float(v)]
+        length, k = (sum(lengths) / len(lengths) if lengths else None), n
+    if rates:
+        entry["rates"] = rates
+    elif length:
+        entry["lengths"] = {str(round(k)): float(length)}
+    else:
+        raise InputError(
+            _FIELD, f"{path}: no accepted drafts", "vLLM's or SGLang's metrics or result"
+        )
+    return _of(entry, n)
+
+
 def shipped(name: str | None, model: str, method: str, n: int) -> Acceptance:
     """Return a published acceptance of ``n`` drafts.
 
     Raises InputError if there is no such acceptance.
 
-    Parameters
-    ----------
-    name
-        Of one that ships; None takes that of the model and method.
-    model, method, n
-        What drafts for what, and how many tokens a step. Positions beyond the published rates are
-        accepted like the last one, given the one before; a length is taken at its own number of
-        drafts, or else the acceptance of each draft at the next number that was published.
+    ``name``: of one that ships; None takes that of the model and method; ``model``, ``method``,
+    ``n``: what drafts for what, and how many tokens a step. Positions beyond the published rates
+    are accepted like the last one, given the one before; a length is taken at its own number of
+    drafts, or else the acceptance of each draft at the next number that was published.
     """
-    field = "speculative_config.acceptance"
     if name is None:
         own = [e for e in _entries().values() if e.get("model") == model and e["method"] == method]
         if not own:
             problem = f"nobody has published that of {method} for {model}"
             allowed = "synthetic_acceptance_rates, synthetic_acceptance_length, or acceptance: "
-            raise InputError(field, problem, allowed + ", ".join(_entries()))
+            raise InputError(_FIELD, problem, allowed + ", ".join(_entries()))
         entry = own[0]
     elif name in _entries():
         entry = _entries()[name]
     else:
-        raise InputError(field, f"unknown acceptance {name!r}", ", ".join(_entries()))
+        raise InputError(_FIELD, f"unknown acceptance {name!r}", ", ".join(_entries()))
+    return _of(entry, n)
+
+
+def _of(entry: dict[str, Any], n: int) -> Acceptance:
+    """Return the acceptance of ``n`` drafts of one that is known by rates or lengths."""
     source = f"{entry['name']} ({entry['text']}): {entry['source']}"
     if "rates" in entry:
         rates = list(entry["rates"][:n])
         if len(rates) < n:
             source += f"; drafts after the {len(rates)}th like it, given the one before"
         while len(rates) < n:
-            rates.append(rates[-1] ** 2 / rates[-2])
+            before = rates[-2] if len(rates) > 1 else 1.0
+            rates.append(rates[-1] ** 2 / before if before else 0.0)
         return Acceptance(tuple(rates), source)
     lengths = {int(drafts): length for drafts, length in entry["lengths"].items()}
     nearest = min(lengths, key=lambda drafts: (abs(drafts - n), drafts))
@@ -85,7 +143,11 @@ def shipped(name: str | None, model: str, method: str, n: int) -> Acceptance:
     return Acceptance(tuple(a**i for i in range(1, n + 1)), f"{source}; {_CONSTANT}")
 
 
+def list_acceptances() -> list[str]:
+    """Return the names of the acceptances that ship."""
+    return list(_entries())
+
+
 @lru_cache(maxsize=1)
 def _entries() -> dict[str, dict[str, Any]]:
-    text = resources.files("eldr_sim.kernel_profiles").joinpath("data/acceptance.json").read_text()
-    return {entry["name"]: entry for entry in json.loads(text)["acceptances"]}
+    return {entry["name"]: entry for entry in shipped_json("acceptance")["acceptances"]}

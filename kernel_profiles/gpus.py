@@ -5,16 +5,15 @@ Facts live in ``data/gpus.json``, each with its source.
 
 from __future__ import annotations
 
-import json
 import os
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
+from eldr_sim.kernel_profiles.models import shipped_json
 
 _UNSAID = "the user's gpu.json, which names no source"
 
@@ -49,6 +48,10 @@ class GPU(BaseModel):
     #: A GPU with the same chip and links but other memory, whose latency tables stand in for this
     #: one's (:mod:`~eldr_sim.kernel_profiles.kernels.sibling_tables`); empty where there is none.
     sibling: str = ""
+    #: Published rents of a GPU-hour on demand, lowest and highest, USD; None where none is known.
+    #: They are shown, not used: a plan takes ``--price``.
+    rent_usd: tuple[float, float] | None = None
+    rent_source: str = ""  #: where and when the rents were published
     source: str = _UNSAID  #: where the hardware figures come from
     #: Where ``host_bandwidth`` comes from: its provenance, then the evidence.
     host_bandwidth_source: str = ""
@@ -90,8 +93,7 @@ class GPU(BaseModel):
 
 @lru_cache(maxsize=1)
 def _registry() -> dict[str, GPU]:
-    text = resources.files("eldr_sim.kernel_profiles").joinpath("data/gpus.json").read_text()
-    data = json.loads(text)
+    data = shipped_json("gpus")
     return {entry["name"]: GPU(**{**data["common"], **entry}) for entry in data["gpus"]}
 
 

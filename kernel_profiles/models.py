@@ -25,30 +25,12 @@ FP8_BLOCK = 128  #: FP8 block scaling: one fp32 scale per 128 x 128 weights
 _MXFP4_GROUP = 32  # MXFP4: one scale byte per 32 weights
 _NVFP4_GROUP = 16  # NVFP4: one FP8 scale per 16 weights
 _INT4_GROUP = 32  # INT4 of compressed-tensors: one bfloat16 scale per 32 weights
-_FAMILIES = (  # model_type of the Hugging Face architectures whose layers are described here
-    "deepseek_v2",
-    "deepseek_v3",
-    "gemma4",
-    "gemma4_text",
-    "glm4_moe",
-    "gpt_oss",
-    "granitemoe",
-    "kimi_k2",
-    "llama",
-    "llama4",
-    "llama4_text",
-    "minimax_m2",
-    "mistral",
-    "mixtral",
-    "olmoe",
-    "phimoe",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_vl_moe",
-    "qwen3_vl_moe_text",
-)
+#: ``model_type`` of the Hugging Face architectures whose layers are described here.
+_FAMILIES = (
+    "deepseek_v2", "deepseek_v3", "gemma4", "gemma4_text", "glm4_moe", "gpt_oss", "granitemoe",
+    "kimi_k2", "llama", "llama4", "llama4_text", "minimax_m2", "mistral", "mixtral", "olmoe",
+    "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text",
+)  # fmt: skip
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -155,9 +137,15 @@ class ModelDims(BaseModel):
         """Layers that attend to the whole context."""
         return self.n_layers - self.n_sliding_layers
 
+    @property
+    def attention_kinds(self) -> list[tuple[bool, int]]:
+        """Whether a kind of layer attends to a window, and how many layers it has; none of 0."""
+        kinds = ((True, self.n_sliding_layers), (False, self.n_full_layers))
+        return [(sliding, layers) for sliding, layers in kinds if layers]
+
     # -- parameters -----------------------------------------------------------------------------
 
-    def _attention_shape(self, sliding: bool) -> tuple[int, int, int]:
+    def heads(self, sliding: bool) -> tuple[int, int, int]:
         """Query heads, KV heads and head width of a sliding or a full layer."""
         if not sliding and self.global_head_dim:
             return self.n_heads, self.global_n_kv_heads, self.global_head_dim
@@ -168,9 +156,7 @@ class ModelDims(BaseModel):
 
         ``sliding``: whether the layer is a sliding-window layer.
 
-        Returns
-        -------
-        list of (out features n, in features k)
+        Returns list of (out features n, in features k).
         """
         hidden = self.hidden_size
         if self.attention == "mla":
@@ -187,7 +173,7 @@ class ModelDims(BaseModel):
                 (heads * (nope + value), rank),
                 (hidden, heads * value),
             ]
-        heads, kv_heads, width = self._attention_shape(sliding)
+        heads, kv_heads, width = self.heads(sliding)
         projections = 1 if self.global_shared_kv_projection and not sliding else 2
         return [((heads + projections * kv_heads) * width, hidden), (hidden, heads * width)]
 
@@ -195,7 +181,7 @@ class ModelDims(BaseModel):
         params = sum(n * k for n, k in self.attention_linears(sliding))
         if self.attention == "mla":
             return params + self.q_lora_rank + self.kv_lora_rank
-        heads, kv_heads, width = self._attention_shape(sliding)
+        heads, kv_heads, width = self.heads(sliding)
         if self.attention_bias != "none":
             params += (heads + 2 * kv_heads) * width
             params += self.hidden_size if self.attention_bias == "all" else 0
@@ -209,9 +195,7 @@ class ModelDims(BaseModel):
     @property
     def attention_params(self) -> int:
         """Parameters of attention over all layers."""
-        return self.n_sliding_layers * self._attention_params(
-            True
-        ) + self.n_full_layers * self._attention_params(False)
+        return sum(n * self._attention_params(sliding) for sliding, n in self.attention_kinds)
 
     @property
     def params_per_expert(self) -> int:
@@ -260,18 +244,8 @@ class ModelDims(BaseModel):
         """Bytes of one routed expert as stored, scales and biases included."""
         weights = 3 * self.hidden_size * self.expert_intermediate_size
         bias = 2 * (self.params_per_expert - weights)
-        if self.expert_dtype == "mxfp4":
-            return weights // 2 + weights // _MXFP4_GROUP + bias
-        if self.expert_dtype == "int4":
-            return weights // 2 + 2 * weights // _INT4_GROUP + bias
-        if self.expert_dtype == "nvfp4":
-            return _nvfp4_bytes(weights, 1) + bias
-        if self.expert_dtype == "fp8":
-            return weights + bias
-        if self.expert_dtype == "fp8_block":
-            inner = self.expert_intermediate_size
-            return 3 * _fp8_bytes(inner, self.hidden_size) + bias
-        return 2 * weights + bias
+        matrix = self.expert_intermediate_size, self.hidden_size
+        return 3 * stored_bytes(*matrix, self.expert_dtype) + bias
 
     @property
     def weight_bytes(self) -> int:
@@ -279,14 +253,11 @@ class ModelDims(BaseModel):
         total = 2 * (self._always_on_params + self.embedding_params + self.lm_head_params)
         total += self.n_moe_layers * self.n_experts * self.bytes_per_expert
         if self.linear_dtype != "bfloat16":
-            linears = self.n_full_layers * self.attention_linears(False)
-            linears += self.n_sliding_layers * self.attention_linears(True)
+            kinds = self.attention_kinds
+            linears = [pair for kind, n in kinds for pair in n * self.attention_linears(kind)]
             linears += self.n_moe_layers * 3 * [(self.shared_intermediate_size, self.hidden_size)]
             linears += self.n_dense_layers * 3 * [(self.dense_intermediate_size, self.hidden_size)]
-            stored = {"fp8_block": _fp8_bytes, "nvfp4": _nvfp4_bytes}.get(
-                self.linear_dtype, _product
-            )
-            total += sum(stored(n, k) - 2 * n * k for n, k in linears)
+            total += sum(stored_bytes(n, k, self.linear_dtype) - 2 * n * k for n, k in linears)
         return total
 
     def kv_bytes_per_token_layer(self, sliding: bool = False) -> int:
@@ -294,15 +265,13 @@ class ModelDims(BaseModel):
         value = 1 if self.kv_cache_dtype == "fp8" else 2
         if self.attention == "mla":
             return value * (self.kv_lora_rank + self.qk_rope_head_dim)
-        _, kv_heads, width = self._attention_shape(sliding)
+        _, kv_heads, width = self.heads(sliding)
         return 2 * value * kv_heads * width
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache of one token inside every window, over all layers."""
-        return self.n_sliding_layers * self.kv_bytes_per_token_layer(
-            True
-        ) + self.n_full_layers * self.kv_bytes_per_token_layer(False)
+        return sum(n * self.kv_bytes_per_token_layer(kind) for kind, n in self.attention_kinds)
 
     @property
     def n_kv_tensors(self) -> int:
@@ -314,30 +283,38 @@ class ModelDims(BaseModel):
 
         Sliding layers keep no more than their window, as vLLM's hybrid KV cache manager does.
         """
-        inside = min(context, self.sliding_window) if self.sliding_window else 0
-        return self.n_sliding_layers * inside * self.kv_bytes_per_token_layer(
-            True
-        ) + self.n_full_layers * context * self.kv_bytes_per_token_layer(False)
+        return sum(
+            n * min(context, self.sliding_window if sliding else context)
+            * self.kv_bytes_per_token_layer(sliding)
+            for sliding, n in self.attention_kinds
+        )  # fmt: skip
 
 
-def _fp8_bytes(n: int, k: int) -> int:
-    """Bytes of an n x k FP8 matrix with one fp32 scale per 128 x 128 block."""
-    return n * k + 4 * math.ceil(n / FP8_BLOCK) * math.ceil(k / FP8_BLOCK)
+def stored_bytes(n: int, k: int, dtype: WeightDtype) -> int:
+    """Bytes of an n x k matrix as stored, scales included."""
+    match dtype:
+        case "bfloat16":
+            return 2 * n * k
+        case "fp8":
+            return n * k
+        case "fp8_block":
+            return n * k + 4 * math.ceil(n / FP8_BLOCK) * math.ceil(k / FP8_BLOCK)
+        case "mxfp4":
+            return n * k // 2 + n * k // _MXFP4_GROUP
+        case "int4":
+            return n * k // 2 + 2 * n * k // _INT4_GROUP
+        case "nvfp4":
+            return n * k // 2 + n * k // _NVFP4_GROUP
 
 
-def _nvfp4_bytes(n: int, k: int) -> int:
-    """Bytes of an n x k NVFP4 matrix with one FP8 scale per 16 weights."""
-    return n * k // 2 + n * k // _NVFP4_GROUP
-
-
-def _product(n: int, k: int) -> int:
-    return n * k
+def shipped_json(name: str) -> Any:
+    """Read ``data/NAME.json`` of this package."""
+    return json.loads(resources.files(__package__).joinpath(f"data/{name}.json").read_text())
 
 
 @lru_cache(maxsize=1)
 def _registry() -> dict[str, ModelDims]:
-    text = resources.files("eldr_sim.kernel_profiles").joinpath("data/models.json").read_text()
-    return {entry["name"]: ModelDims(**entry) for entry in json.loads(text)["models"]}
+    return {entry["name"]: ModelDims(**entry) for entry in shipped_json("models")["models"]}
 
 
 def list_models() -> list[str]:
@@ -382,11 +359,6 @@ def _from_hf_config(path: Path) -> ModelDims:
         raise InputError("model", f"{path}: a field cannot be: {error}") from None
 
 
-def _name_of(path: Path) -> str:
-    """Return the name of a configuration that has none of its own: its file's, or its folder's."""
-    return path.stem if path.stem != "config" else path.resolve().parent.name or path.stem
-
-
 def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     """Translate a Hugging Face configuration; key names differ by family."""
     config: dict[str, Any] = raw | _object(raw, "text_config", path)
@@ -415,8 +387,9 @@ def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     dense = first("first_k_dense_replace", default=0) if routed else layers
     mla = bool(config.get("kv_lora_rank"))
     sliding = _sliding_layers(family, config)
+    folder = path.resolve().parent.name if path.stem == "config" else ""
     fields: dict[str, Any] = {
-        "name": str(first("_name_or_path", default="") or _name_of(path)),
+        "name": str(first("_name_or_path", default="") or folder or path.stem),
         "n_layers": layers,
         "n_dense_layers": dense,
         "hidden_size": hidden,

@@ -32,13 +32,9 @@ def paired_percent(
 ) -> Interval:
     """Return the mean paired difference of two configurations in percent of the reference.
 
-    Parameters
-    ----------
-    values, reference
-        One value per seed, in the same order. Seeds in which either has none are left out; if no
-        seed is left, the result is NaN.
-    confidence
-        Confidence level of the interval.
+    ``values``, ``reference``: one value per seed, in the same order. Seeds in which either has none
+    are left out; if no seed is left, the result is NaN; ``confidence``: confidence level of the
+    interval.
     """
     pairs = [(v, r) for v, r in zip(values, reference, strict=True) if v is not None and r]
     if not pairs:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from eldr_sim.errors import InputError
 from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.simulator.setup.config import ServiceLevel, make_config
@@ -22,18 +24,10 @@ class Verdict(StrEnum):
 class Objective:
     """A service level, the share of requests that must keep it, and the confidence required.
 
-    Attributes
-    ----------
-    level
-        Bounds of TTFT, TPOT and E2EL, ms; at least one.
-    attainment
-        Share of the measured requests that must keep all bounds, between 0 and 1.
-    looks
-        Numbers of seeds after which the interval is computed. The first interval that lies on one
-        side of the target decides.
-    confidence
-        Confidence of the decision over all looks (Bonferroni): each look uses an interval of
-        ``1 - (1 - confidence) / len(looks)``.
+    ``level``: bounds of TTFT, TPOT and E2EL, ms; at least one; ``attainment``: share of the
+    measured requests that must keep all, 0 to 1; ``looks``: numbers of seeds after which the
+    interval is computed: the first that lies on one side of the target decides; ``confidence``:
+    over all looks (Bonferroni): each uses an interval of ``1 - (1 - confidence) / len(looks)``.
     """
 
     level: ServiceLevel
@@ -115,22 +109,47 @@ def attainment_interval(
     """Return the mean attainment over seeds with an interval.
 
     Requests of one run depend on each other, so the sample is the seeds: Student's t over their
-    shares. If the shares hardly differ (all of them 1, say), that interval is too narrow for the
-    number of requests, so the result also covers Wilson's interval, which treats the requests of
-    all seeds as independent (Wilson, JASA 22, 1927).
-
-    ``shares``: share of good requests under each seed; ``requests``: total requests of all seeds;
-    ``confidence``: confidence level of both intervals.
+    shares. If these hardly differ, that interval is too narrow for the number of requests, so the
+    result also covers Wilson's interval, which treats the requests of all seeds as independent
+    (Wilson, JASA 22, 1927). ``shares``: of good requests under each seed; ``requests``: of all
+    seeds.
     """
+    return _widened(t_interval(shares, confidence), requests, confidence)
+
+
+def block_interval(runs: Iterable[Sequence[tuple[int, int]]], confidence: float = 0.95) -> Interval:
+    """Return the attainment of a log with an interval over its blocks.
+
+    Seeds of a run share a log's arrivals, so their interval is that of the log itself. How much
+    another stretch of such load may differ is in the log's blocks: the attainment is the ratio of
+    their sums, and the interval Student's t with the variance of a ratio estimator (Cochran,
+    Sampling Techniques, 3rd ed. 1977, eq. 6.13), widened as `attainment_interval`. It takes the
+    blocks as independent and alike: a load that grows from one end to the other has no such blocks.
+
+    ``runs``: of each seed, (good, all) requests of the blocks.
+    """
+    from scipy.special import stdtrit  # takes long to import
+
+    counts = np.array(list(runs), np.float64).sum(axis=0)
+    good, every = counts[counts[:, 1] > 0].T
+    p, n = float(good.sum() / every.sum()), len(every)
+    if n < 2:
+        return Interval(p, math.nan, math.nan)
+    off = good - p * every
+    error = math.sqrt(float((off**2).sum()) * n / (n - 1)) / float(every.sum())
+    half = error * float(stdtrit(n - 1, (1 + confidence) / 2))
+    requests = int(every.sum())
+    return _widened(Interval(p, p - half, p + half), requests, confidence)
+
+
+def _widened(by_sample: Interval, requests: int, confidence: float) -> Interval:
+    """Return an interval that covers Wilson's, too, for so many independent requests."""
     from scipy.special import ndtri  # takes long to import
 
-    by_seed = t_interval(shares, confidence)
-    p, z = by_seed.mean, float(ndtri((1 + confidence) / 2))
+    p, z = by_sample.mean, float(ndtri((1 + confidence) / 2))
     shrink = 1.0 + z * z / requests
     centre = (p + z * z / (2 * requests)) / shrink
     half = z / shrink * math.sqrt(p * (1 - p) / requests + (z / (2 * requests)) ** 2)
     return Interval(
-        p,
-        max(0.0, min(by_seed.low, centre - half)),
-        min(1.0, max(by_seed.high, centre + half)),
+        p, max(0.0, min(by_sample.low, centre - half)), min(1.0, max(by_sample.high, centre + half))
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from eldr_sim.policies.eldr.artifact import RoutingArtifact
     from eldr_sim.policies.eldr.signature import FitOptions
     from eldr_sim.policies.placement.base import Placement
+    from eldr_sim.policies.scaling.base import ScalingContext
     from eldr_sim.traces.routing.calibration import CalibrationSet
     from eldr_sim.traces.routing.gate_scores import PromptScore
 
@@ -51,6 +52,13 @@ class Workers(NamedTuple):
     #: say, s.
     now_s: float = 0.0
     signals_s: float = 0.0
+    #: int64: tokens of the request's prompt that each worker's prefix cache holds, as the router
+    #: knows; of policies that declare ``needs.matched``.
+    matched: NDArray[np.int64] = np.zeros(0, np.int64)
+    #: int64: the same, and behind them those that it could load from KV tiers; float64: and what
+    #: that would take now, s.
+    reachable: NDArray[np.int64] = np.zeros(0, np.int64)
+    load_s: NDArray[np.float64] = np.zeros(0)
 
     @classmethod
     def idle(cls, loads: ArrayLike) -> Workers:
@@ -117,8 +125,14 @@ class Needs(NamedTuple):
     """Decode: to hear of completions, ``on_complete``."""
     blocks: bool = False
     """Prefill: to hear of cached blocks and computed tokens, ``on_blocks`` and ``on_tokens``."""
+    matched: bool = False
+    """To know of each request how much of its prompt each worker's prefix cache holds."""
+    session_signature: bool = False
+    """Co-located workers: the signature of a session's turn before, for its next one."""
     in_order: bool = False
     """Prefill: requests in the order of arrival; it is not asked for those behind one it holds."""
+    longest_first: bool = False
+    """With ``in_order``: those held in the order of their prompts' lengths, the longest first."""
     counts: bool = False
     """Placement: the tokens that have chosen each expert of late, ``update``, to move experts."""
     gathers: bool = False
@@ -168,16 +182,8 @@ class RouterPolicy(Policy):
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the index of the worker; None to hold the request.
 
-        A held request is asked for again, in the order of arrival among those held, when the
-        router hears of an end or of new signals.
-
-        Parameters
-        ----------
-        request
-            The request; ``signature`` is set for decode policies that need it.
-        workers
-            The workers; ``loads`` are requests in flight, from dispatch to completion, as counted
-            at the router (ELDR Sec. 4.3.2).
+        A held request is asked for again, in the order of arrival among those held, when the router
+        hears of an end or of new signals.
         """
         return self.rules([request])[0].pick(workers)
 
@@ -201,18 +207,10 @@ class RouterPolicy(Policy):
     def on_blocks(self, worker: int, stored: Sequence[int], evicted: Sequence[int]) -> None:
         """Take note of the prompt blocks that a worker's prefix cache has got and lost.
 
-        As vLLM's KV cache events. This and ``on_tokens`` are told before the policy decides next,
+        As vLLM's KV cache events: hashes as in ``RequestInfo.prefix_hash``, full blocks only; one
+        in both has come and gone. This and ``on_tokens`` are told before the policy decides next,
         for each worker in the order in which they happened; where engines publish their signals now
         and then, before the first decision after each publication.
-
-        Parameters
-        ----------
-        worker
-            Index of the worker.
-        stored, evicted
-            Hashes as in ``RequestInfo.prefix_hash``, full blocks only: of blocks that it holds and
-            did not hold before, and of those that it holds no more. A block in both has come and
-            gone.
         """
         raise NotImplementedError
 
@@ -247,6 +245,8 @@ class PolicyContext:
     #: ELDR's offline fit, or a function that makes it with these options and so many clusters;
     #: called only by policies that need it.
     artifact: RoutingArtifact | Callable[[FitOptions, int], RoutingArtifact] | None = None
+    token_budget: int = 8192  #: tokens that a step of a worker computes at most
+    kv_token_s: float = 0.0  #: seconds that a token's KV cache takes to a worker, alone on its link
     #: Tokens covered by one entry of ``RequestInfo.prefix_hash``; vLLM's KV block by default.
     prefix_block_tokens: int = 16
     step_times: StepCost | None = None  #: step times of the model on a decode worker
@@ -268,6 +268,9 @@ class PolicyContext:
     group_size: int = 1
     #: Whether the workers compute prompts beside their decode batches (co-located ones).
     computes_prompts: bool = False
+    #: Tokens of a request in a decode step: one, and the drafts that it verifies.
+    tokens_per_step: int = 1
+    scaling: ScalingContext | None = None  #: what is known of the pools of an autoscaler
 
     def __post_init__(self) -> None:
         if self.n_workers < 1:
@@ -304,6 +307,10 @@ class PolicyContext:
     def require_future(self, policy: Policy) -> Callable[[int], NDArray[np.float64]]:
         """Return the future; raises InputError if there is none."""
         return _given(self.future, policy, "the future experts")
+
+    def require_scaling(self, policy: Policy) -> ScalingContext:
+        """Return what is known of the pools; raises InputError if nothing is."""
+        return _given(self.scaling, policy, "the pools of a cluster")
 
     def of(self, needs: Needs) -> PolicyContext:
         """Return what a policy of such needs may be built from."""

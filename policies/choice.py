@@ -22,11 +22,27 @@ FIELDS: dict[str, str] = {
     "queue": "queue_order",
     "placement": "expert_placement",
     "replica": "replica_choice",
+    "scaling": "autoscale",
 }
 #: The same the other way round.
 DECISION_OF = {field: decision for decision, field in FIELDS.items()}
-#: The built-in policies of each decision: their names, and where their classes are. Routers that
-#: choose prefill and decode workers alike are one class.
+#: Routers that choose prefill and decode workers alike.
+_BOTH = {
+    "gimbal": "routing.engine_balance:GimbalPolicy",
+    "vllm_dp": "routing.engine_balance:VllmDpPolicy",
+    "vllm_dp_kv": "routing.engine_balance:VllmDpKvPolicy",
+    "vllm_dp_first": "routing.engine_balance:VllmDpFirstPolicy",
+    "weighted": "routing.decode:WeightedPolicy",
+    "dynamo_kv": "routing.kv_aware:DynamoPolicy",
+    "lmetric": "routing.kv_aware:LMetricPolicy",
+    "llmd": "routing.kv_aware:LlmdPolicy",
+    "cache_aware": "routing.kv_aware:CacheAwarePolicy",
+    "preble": "routing.kv_aware:PreblePolicy",
+    "load_aware": "routing.kv_aware:LoadAwarePolicy",
+    "session": "routing.kv_aware:SessionPolicy",
+    "split": "routing.kv_aware:SplitPolicy",
+}
+#: The built-in policies of each decision: their names, and where their classes are.
 BUILT_IN: dict[str, dict[str, str]] = {
     "decode": {
         "random": "routing.decode:RandomPolicy",
@@ -37,10 +53,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "eldr": "eldr.router:EldrPolicy",
         "marginal_cost": "routing.marginal_cost:MarginalCostPolicy",
         "oracle": "routing.marginal_cost:OraclePolicy",
-        "gimbal": "routing.engine_balance:GimbalPolicy",
-        "vllm_dp": "routing.engine_balance:VllmDpPolicy",
-        "vllm_dp_kv": "routing.engine_balance:VllmDpKvPolicy",
-        "weighted": "routing.decode:WeightedPolicy",
+        **_BOTH,
+        "seconds": "routing.seconds:SecondsPolicy",
     },
     "prefill": {
         "round_robin": "routing.decode:RoundRobinPolicy",
@@ -48,10 +62,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "prefix_hash": "routing.prefill:PrefixHashPolicy",
         "hash_ring": "routing.prefill:HashRingPolicy",
         "saturation": "routing.saturation:SaturationPolicy",
-        "gimbal": "routing.engine_balance:GimbalPolicy",
-        "vllm_dp": "routing.engine_balance:VllmDpPolicy",
-        "vllm_dp_kv": "routing.engine_balance:VllmDpKvPolicy",
-        "weighted": "routing.decode:WeightedPolicy",
+        **_BOTH,
+        "seconds": "routing.seconds:SecondsPrefillPolicy",
     },
     "queue": {
         "fcfs": "queue.orders:FirstComeFirstServed",
@@ -81,6 +93,18 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "metro_sorted": "replicas.metro:MetroSorted",
         "optimal": "replicas.metro:Optimal",
         "time_aware": "replicas.metro:TimeAware",
+    },
+    "scaling": {
+        "none": "scaling.metrics:Fixed",
+        "hpa": "scaling.metrics:HorizontalPodAutoscaler",
+        "keda": "scaling.metrics:Keda",
+        "knative": "scaling.metrics:Knative",
+        "llmd_saturation": "scaling.metrics:LlmdSaturation",
+        "dynamo_load": "scaling.work:DynamoLoad",
+        "dynamo_throughput": "scaling.work:DynamoThroughput",
+        "timetable": "scaling.work:Timetable",
+        "oracle": "scaling.work:Oracle",
+        "seconds": "scaling.work:Seconds",
     },
 }
 

@@ -15,6 +15,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Policy, RequestInfo
 from eldr_sim.policies.placement.base import ExpertGroup, Placement
 from eldr_sim.policies.queue.orders import Waiting
+from eldr_sim.policies.scaling.base import Fleet, Switch, Target
 
 _OURS = "eldr_sim"
 
@@ -22,13 +23,9 @@ _OURS = "eldr_sim"
 def guarded(policy: type[Policy], origin: str, field: str) -> type[Policy]:
     """Return a subclass whose errors, and answers that are none, raise InputError.
 
-    ``policy``: a policy's class, not of ours; ``origin``: its package or file; ``field``: the field
-    of a run's configuration that chooses it.
-
-    Notes
-    -----
-    What the class inherits from ours stays as it is: which of ``select`` and ``rules`` it
-    defines itself decides how it is asked (`base.gives_rules`).
+    What the class inherits from ours stays as it is: which of ``select`` and ``rules`` it defines
+    itself decides how it is asked (`base.gives_rules`). ``origin``: its package or file; ``field``:
+    the field of a run's configuration that chooses it.
     """
     whose = f"{policy.name!r} of {origin}"
     asked = next(
@@ -86,6 +83,8 @@ def _spell(name: str, arguments: tuple[Any, ...]) -> str:
             return f"{name} for engines {group.engines[0]} to {group.engines[-1]}"
         case (_, _, Placement(), int() as layer, *_) | (_, Placement(), int() as layer, *_):
             return f"{name} in layer {layer}"
+        case (Fleet() as fleet, *_):
+            return f"{name} at {fleet.now_s:g} s"
         case _:
             return "its constructor" if name == "__init__" else name
 
@@ -133,6 +132,21 @@ def _slots(arguments: Any, found: Any) -> str:
     return "" if fits else f"slots of the tokens' experts, shape {experts.shape}"
 
 
+def _targets(arguments: Any, found: Any) -> str:
+    fleet: Fleet = arguments[0]
+    names = {pool.name for pool in fleet.pools}
+    try:
+        fits = all(
+            isinstance(each, Target | Switch)
+            and operator.index(each.workers) >= 0
+            and names >= ({each.pool} if isinstance(each, Target) else {each.source, each.target})
+            for each in found
+        )
+    except TypeError:
+        fits = False
+    return "" if fits else f"Target and Switch of {', '.join(sorted(names))}, workers from 0 on"
+
+
 def _moved(arguments: Any, found: Any) -> str:
     return "" if found is None else _placement(arguments, found)
 
@@ -150,4 +164,6 @@ _ANSWERS: dict[str, Callable[[Any, Any], str] | None] = {
     "update": _moved,
     "choose": _slots,
     "instances": None,
+    "begin": None,
+    "decide": _targets,
 }

@@ -2,8 +2,8 @@
 
 A package adds a policy by an entry point of the group ``eldr_sim.policies`` that resolves to a
 class with a ``name``, a ``decision`` and its ``needs``, which are checked here: a subclass of
-:class:`~eldr_sim.policies.base.RouterPolicy`, ``QueueOrder``, ``PlacementPolicy`` or
-``ReplicaChoice``, or made one. Its constructor takes a
+:class:`~eldr_sim.policies.base.RouterPolicy`, ``QueueOrder``, ``PlacementPolicy``,
+``ReplicaChoice`` or ``Autoscaler``, or made one. Its constructor takes a
 :class:`~eldr_sim.policies.base.PolicyContext`, and after it the parameters if the class has a list
 of its own: a subclass of :class:`~eldr_sim.policies.choice.Parameters` as its attribute
 ``Parameters``. What each is asked stands in ``docs/policies.md``.
@@ -40,6 +40,7 @@ from eldr_sim.policies.placement.base import PlacementPolicy
 from eldr_sim.policies.plugins import guarded
 from eldr_sim.policies.queue.orders import QueueOrder
 from eldr_sim.policies.replicas.base import ReplicaChoice
+from eldr_sim.policies.scaling.base import Autoscaler
 from eldr_sim.traces.routing.gate_scores import PromptScore
 
 GROUP = "eldr_sim.policies"
@@ -55,10 +56,8 @@ _KINDS: dict[str, tuple[type[Policy], str]] = {
     "prefill": (RouterPolicy, "select(request, workers)"),
     "queue": (QueueOrder, "keys(requests)"),
     "placement": (PlacementPolicy, "place(group)"),
-    "replica": (
-        ReplicaChoice,
-        "choose(tokens_home, experts, placement, layer, ...)",
-    ),
+    "replica": (ReplicaChoice, "choose(tokens_home, experts, placement, layer, ...)"),
+    "scaling": (Autoscaler, "decide(fleet)"),
 }
 #: What it is told or asked besides, if its needs say so.
 _BESIDES = {"on_complete": "ends", "on_blocks": "blocks", "on_tokens": "blocks", "update": "counts"}
@@ -102,6 +101,11 @@ def placement_policy(choice: object, context: PolicyContext) -> PlacementPolicy:
 def replica_choice(choice: object, context: PolicyContext) -> ReplicaChoice:
     """Build a choice of replicas from a `choice`; see `decode_policy`."""
     return cast("ReplicaChoice", _build("replica", choice, context))
+
+
+def autoscaler(choice: object, context: PolicyContext) -> Autoscaler:
+    """Build an autoscaler from a `choice`; see `decode_policy`."""
+    return cast("Autoscaler", _build("scaling", choice, context))
 
 
 def canonical(decision: str, choice: object) -> str:

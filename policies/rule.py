@@ -25,20 +25,12 @@ class Rule:
     """Picks the one of ``workers`` with the smallest sum of weighted columns.
 
     Ties go to the first tied worker behind the one picked last, as nginx's ``least_conn`` tries
-    equal servers in turn. Taking the lowest index instead would pile an idle cluster's requests
-    on worker 0.
+    equal servers in turn. Taking the lowest index instead would pile an idle cluster's requests on
+    worker 0.
 
-    Parameters
-    ----------
-    workers
-        Indices to choose from, at least one.
-    weights
-        Weights of `COLUMNS`; without any, all workers are equal.
-    in_turn
-        Begin behind the worker picked last; else with the first of ``workers``, so that they are
-        in order of preference among equals.
-    rng
-        Draws among equals, if given; the policy's ``rule_by`` must then be None.
+    ``weights``: of `COLUMNS`; without any, all workers are equal; ``in_turn``: begin behind the
+    worker picked last; else with the first of ``workers``, in order of preference among equals;
+    ``rng``: draws among equals, if given; the policy's ``rule_by`` must then be None.
     """
 
     __slots__ = ("_known", "_seen_s", "_sent", "in_turn", "rng", "turn", "weights", "workers")

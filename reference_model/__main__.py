@@ -54,14 +54,12 @@ def train(
     text: Path,
     out: Path,
     preset: str,
-    minutes: float | None,
-    steps: int | None,
     held_out: float,
     device: str | None,
     threads: int,
-    seed: int,
     resume: bool,
     domains: str | None,
+    **schedule: Any,
 ) -> None:
     """Train a model on the files <domain>.txt of folder TEXT.
 
@@ -76,11 +74,9 @@ def train(
 
     torch.set_num_threads(threads)
     model, config = PRESETS[preset]
-    config = replace(
-        config, minutes=minutes, steps=steps, seed=seed, device=device or config.device
-    )
+    config = replace(config, device=device or config.device, **schedule)
     names = domains.split(",") if domains else None
-    documents = data.split_documents(data.read_documents(text, names), held_out, seed)
+    documents = data.split_documents(data.read_documents(text, names), held_out, config.seed)
     try:
         run(
             documents,

@@ -39,14 +39,8 @@ _FIELDS = {
 }
 
 
-def save_checkpoint(
-    model: Qwen3Moe, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype = torch.float32
-) -> None:
-    """Write a checkpoint; each of its files appears whole or not at all.
-
-    ``model``, ``tokenizer``: model and tokenizer to write; ``folder``: folder to write into,
-    created if absent; ``dtype``: type of the stored weights.
-    """
+def save_checkpoint(model: Qwen3Moe, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a checkpoint in float32; each of its files appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -62,10 +56,10 @@ def save_checkpoint(
         "mlp_only_layers": [],
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": "float32",
         "use_sliding_window": False,
     }
-    weights = {name: w.to(dtype).contiguous() for name, w in _to_hub(model.state_dict()).items()}
+    weights = {name: w.float().contiguous() for name, w in _to_hub(model.state_dict()).items()}
     save_file(weights, folder / "model.safetensors.tmp", metadata={"format": "pt"})
     (folder / "model.safetensors.tmp").replace(folder / "model.safetensors")
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -320,35 +320,17 @@ def write_npz(routing: RecordedRouting, path: Path, domains: list[str]) -> None:
 
 
 def write_routing_trace(
-    routing: RecordedRouting,
-    out: Path,
-    *,
-    domains: list[str],
-    gate_scores: int,
-    model: str,
-    captured_by: str,
-    source_data: str,
-    tool_versions: dict[str, str],
-    notes: str = "",
-    force: bool = False,
+    routing: RecordedRouting, out: Path, *, domains: list[str], gate_scores: int, **about: Any
 ) -> RoutingTrace:
     """Write recorded routing as a routing trace, compressed.
 
     Of the gate's order the trace keeps which half of a token's experts came first: a model of half
     the top-k can be served, and the file stays small (see `eldr_sim.traces.routing.encoding`).
 
-    Parameters
-    ----------
-    routing
-        From `record`.
-    out
-        Trace folder to make.
-    domains
-        Names of the domains.
-    gate_scores
-        Requests of each split, its first ones, whose gate scores the trace carries.
-    model, captured_by, source_data, tool_versions, notes, force
-        See `write_trace`.
+    ``routing``: from `record`; ``out``: trace folder to make; ``domains``: names of the domains;
+    ``gate_scores``: requests of each split, its first ones, whose gate scores the trace carries;
+    ``about``: ``model``, ``captured_by``, ``source_data``, ``tool_versions``, ``notes`` and
+    ``force`` of `write_trace`.
     """
     prompts = routing.prompts
     n = len(prompts.tokens)
@@ -368,16 +350,11 @@ def write_routing_trace(
         prompt_len=routing.prompt_len,
         output_len=np.full(n, routing.output_len),
         is_calibration=prompts.is_calibration,
-        model=model,
         n_experts=routing.gate_prob.shape[2],
         domains=domains,
-        captured_by=captured_by,
-        source_data=source_data,
-        tool_versions=tool_versions,
         provenance="recorded",
-        notes=notes,
         gate_scores=scores if len(covered) else None,
         rank_groups=[part.shape[-1] for part in halves],
         encoding="xz",
-        force=force,
+        **about,
     )

@@ -22,11 +22,7 @@ from torch import Tensor
 from eldr_sim.errors import InputError
 from reference_model.data import Documents, encode, train_tokenizer
 from reference_model.evaluate import evaluate, evaluation_text
-from reference_model.export import (
-    DESCRIPTION_FILE,
-    load_checkpoint,
-    save_checkpoint,
-)
+from reference_model.export import DESCRIPTION_FILE, load_checkpoint, save_checkpoint
 from reference_model.model import ModelConfig, Qwen3Moe, Routing
 
 STATE_FILE = "training_state.pt"
@@ -102,18 +98,10 @@ def train(
     An interrupted training leaves what it saved last; ``resume`` continues from there. Raises
     InputError if a setting or the text does not allow training.
 
-    Parameters
-    ----------
-    documents
-        Training text, and held-out text to evaluate on.
-    out
-        Checkpoint folder; see `export` for what lies in it.
-    model_config, config
-        Dimensions, and how to train.
-    resume
-        Continue from the state in ``out``, with its dimensions instead of ``model_config``.
-    log
-        Called with each entry of the log.
+    ``documents``: training text, and held-out text to evaluate on; ``out``: checkpoint folder; see
+    `export` for what lies in it; ``model_config``, ``config``: dimensions, and how to train;
+    ``resume``: continue from the state in ``out``, with its dimensions instead of ``model_config``;
+    ``log``: called with each entry of the log.
     """
     _check(documents, out, model_config, config, resume)
     torch.manual_seed(config.seed)

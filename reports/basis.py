@@ -28,14 +28,12 @@ class Basis:
 def basis(
     summaries: Mapping[str, Mapping[str, Any]],
     warn: Callable[[Mapping[str, Any]], Sequence[str]] = warnings_of,
-    also: Sequence[str] = (),
 ) -> Basis:
-    """Return warnings, the weakest provenance and the sources of some summaries.
+    """Return warnings, the weakest provenance and the sources of some summaries, by name.
 
-    ``summaries``: summaries of runs by name; ``warn``: returns the warnings of a summary; ``also``:
-    additional warnings, which come first.
+    ``warn``: returns the warnings of a summary.
     """
-    warned = [*also, *_merged({name: warn(summary) for name, summary in summaries.items()})]
+    warned = _merged({name: warn(summary) for name, summary in summaries.items()})
     if not summaries:
         return Basis(warned)
     rows = {

@@ -6,27 +6,14 @@ from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 RUN_FIGURES = {
     tag: label(tag)
     for tag in (
-        "num_prompts",
-        "completed",
-        "failed",
-        "slo_attainment",
-        "request_goodput",
-        "request_throughput",
-        "output_throughput",
-        "total_token_throughput",
-        "max_concurrent_requests",
-        "mean_decode_batch",
-        "mean_active_experts_per_step",
-        "mean_active_experts_per_token",
-        "p99_active_experts_per_step",
-        "mean_busiest_rank_experts_per_step",
-        "prefix_cache_hit_rate",
-        "preemptions",
-        "gpus",
-        "gpu_hours_per_million_output_tokens",
-        "cost_per_million_output_tokens",
+        "num_prompts", "completed", "failed", "slo_attainment", "request_goodput",
+        "request_throughput", "output_throughput", "total_token_throughput",
+        "max_concurrent_requests", "mean_decode_batch", "mean_active_experts_per_step",
+        "mean_active_experts_per_token", "p99_active_experts_per_step",
+        "mean_busiest_rank_experts_per_step", "prefix_cache_hit_rate", "preemptions", "gpus",
+        "gpu_hours_per_million_output_tokens", "cost_per_million_output_tokens",
     )
-}
+}  # fmt: skip
 #: Names of the latencies; their tags are ``{statistic}_{latency}_ms``.
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 STATISTICS = ("mean", "p50", "p90", "p99")
@@ -36,13 +23,10 @@ METRICS = {tag: label(tag) for tag in HEADLINE}
 MORE_METRICS = {
     tag: label(tag)
     for tag in (
-        "slo_attainment",
-        "request_goodput",
-        "kv_blocks_per_worker",
-        "cost_per_million_output_tokens",
-        "gpu_hours_per_million_output_tokens",
+        "slo_attainment", "request_goodput", "kv_blocks_per_worker",
+        "cost_per_million_output_tokens", "gpu_hours_per_million_output_tokens",
     )
-}
+}  # fmt: skip
 #: Headings of a plan's clusters by key, in the order of its tables.
 PLAN_COLUMNS = {
     "policy": "policy",
@@ -61,19 +45,14 @@ PLAN_COLUMNS = {
     **{
         tag: label(tag)
         for tag in (
-            "p99_ttft_ms",
-            "p99_tpot_ms",
-            "tokens_per_s_per_user",
-            "tokens_per_s_per_gpu",
-            "prefill_throughput",
-            "prefill_mfu",
-            "mean_active_experts_per_step",
+            "p99_ttft_ms", "p99_tpot_ms", "tokens_per_s_per_user", "tokens_per_s_per_gpu",
+            "prefill_throughput", "prefill_mfu", "mean_active_experts_per_step",
             "mean_active_experts_per_token",
         )
     },
     "weakest_provenance": "step times",
     "verdict": "verdict",
-}
+}  # fmt: skip
 _PARAMETER_UNITS = {
     "request_rate": "requests/s",
     "output_len": "tokens",

@@ -33,11 +33,8 @@ def report(folders: Sequence[str | os.PathLike[str]]) -> str:
 
     Raises InputError if a folder is not a result or cannot be read.
 
-    Parameters
-    ----------
-    folders
-        Folders that ``eldr-sim run``, ``compare``, ``sweep`` or ``plan`` wrote, in any mixture.
-        Runs share a section, side by side; each other folder has its own.
+    ``folders``: folders that ``eldr-sim run``, ``compare``, ``sweep`` or ``plan`` wrote, in any
+    mixture; runs share a section, side by side; each other folder has its own.
     """
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -59,19 +56,9 @@ def write_report(
 ) -> None:
     """Write a report, whole or not at all.
 
-    Parameters
-    ----------
-    folders
-        See :func:`report`.
-    out
-        File to make.
-    force
-        Replace an earlier file.
+    Raises InputError if a folder is not a result, or ``out`` exists or cannot be written.
 
-    Raises
-    ------
-    InputError
-        If a folder is not a result, or ``out`` exists or cannot be written.
+    ``folders``: see :func:`report`; ``out``: file to make; ``force``: replace an earlier file.
     """
     out = Path(out)
     if out.is_dir():

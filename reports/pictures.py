@@ -79,11 +79,10 @@ def curves(
     warmups_s: Sequence[float] = (),
     note: str | None = None,
 ) -> Picture:
-    """Draw curves or points over two numeric axes.
+    """Draw curves or points over two numeric axes; points that are not finite are left out.
 
-    ``x_label``, ``y_label``: axis titles with units; ``series``: curves; points that are not finite
-    are left out; ``interval``: name of the interval from ``low`` to ``high``; ``warmups_s``: ends
-    of warm-up periods to shade, s, if ``x`` is simulated time; ``note``: line under the picture.
+    ``interval``: name of the interval from ``low`` to ``high``; ``warmups_s``: ends of warm-up
+    periods to shade, s, if ``x`` is simulated time.
     """
     drawn = [_finite(s) for s in series]
     # Values that are never negative get no axis below 0, even if an interval reaches there.
@@ -108,21 +107,10 @@ def intervals(
     differences: bool = True,
     interval: str = "95% interval",
 ) -> Picture:
-    """Draw a dot with its interval for each row.
+    """Draw a dot with its interval for each row: (name, value, low, high, colour number).
 
-    Parameters
-    ----------
-    title
-        Title of the picture.
-    x_label
-        Axis title with its unit.
-    rows
-        (name, value, low, high, colour number); ``low`` and ``high`` may be NaN.
-    differences
-        Whether values are differences: signed, with a line at 0 and hollow dots if the interval
-        contains 0.
-    interval
-        Name of the interval from ``low`` to ``high``.
+    ``low`` and ``high`` may be NaN. ``differences``: whether values are differences: signed, with a
+    line at 0 and hollow dots if the interval contains 0.
     """
     form = "+,.2f" if differences else _NUMBER
     data: list[Spec] = []

@@ -69,7 +69,8 @@ def plan_words(document: Record, *, narrow: bool = False) -> dict[str, Any]:
     return {
         "title": title,
         "question": _question(document),
-        "answer": _answer(document) if answer is not None else [],
+        "answer": (_answer(document) if answer is not None else [])
+        + [(f"Why not {name}", text) for name, text in document.get("why_not", {}).items()],
         "rows": _clusters(best, document, _rows(document), narrow),
         "front": _clusters(meeting, document, front, narrow) if front else None,
     }
@@ -105,12 +106,18 @@ def _answer(document: Record) -> list[tuple[str, str]]:
         if row["figure"] is not None
     ] or ["", ""]
     lines = [("Answer", _name(document["answer"]) + _price(document["answer"]) + figures[0])]
+    if (blocks := document["answer"].get("slo_by_blocks")) is not None:
+        mean, low, high = (100.0 * end for end in _ends(blocks))
+        told = f"attains {mean:.2f} [{low:.2f}, {high:.2f}]%, the interval over ten blocks of it"
+        lines.append(("On the log", told))
     if other is not None:
         lines.append(("Runner-up", _name(other) + _price(other) + figures[1]))
     if margin is not None:
         least = "at least " if margin["highest_rate_is_a_lower_bound"] else ""
         load = _interval(margin["percent_above_load"], signs=True)
         rate = f"{_interval(margin['highest_rate'])} requests/s: {load}% of the load"
+        if blocks is not None:
+            rate += ", the log's arrivals drawn closer"
         lines.append(("Margin", f"carries {least}{rate}"))
         together = str(document["answer"]["topology"]).endswith("C")
         for role in ("decode", "prefill"):

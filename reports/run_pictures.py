@@ -7,21 +7,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import N_COLOURS, Colours, Picture, Series, curves, stacked_bars
+from eldr_sim.reports.timeline import DECODE, PHASES
 from eldr_sim.simulator.setup.config import RunConfig
 
 Values = NDArray[np.float64]
 
-#: Phases of a request by the times that bound them, as in the timeline.
-_FRONT_END = ("front end", "sent_s", "tokenized_s")
-_PHASES = (
-    ("prefill queue", "tokenized_s", "prefill_start_s"),
-    ("prefill", "prefill_start_s", "prefill_end_s"),
-    ("handoff", "prefill_end_s", "transfer_start_s"),
-    ("KV transfer", "transfer_start_s", "transfer_end_s"),
-    ("decode queue", "transfer_end_s", "decode_start_s"),
-    ("first decode step", "decode_start_s", "first_token_s"),
-)
-_DECODING = ("decoding", "decode_start_s", "finish_s")
+#: The phases whose sum is TTFT, but for a front end's.
+_PHASES = (*PHASES[1:], ("first decode step", "decode_start_s", "first_token_s"))
 _BINS = 60
 
 
@@ -44,6 +36,7 @@ def run_pictures(folders: Sequence[Folder], colours: Colours) -> list[Picture]:
         _phases(runs, colours),
         *_requests_in_phases(runs),
         _tpot_over_time(runs),
+        *(picture for run in runs for picture in _over_time(run, len(runs) > 1)),
         *(_decode_workers(run, len(runs) > 1, colours) for run in runs),
     ]
 
@@ -64,6 +57,7 @@ class _Run:
         fields = {name: config.get(name) for name in ("warmup", "num_requests")}
         older = RunConfig.model_construct(**fields).warmup_s
         self.warmup_s = folder.documents["summary"].get("window_start_s", older)
+        self.scaling = folder.documents["summary"].get("scaling")
         self._colour, self._style = colour, style + colour // N_COLOURS
 
     def series(
@@ -114,7 +108,7 @@ def _activated_experts(runs: Sequence[_Run]) -> Picture:
 def _phases(runs: Sequence[_Run], colours: Colours) -> Picture:
     parts = []
     front_end = any(run.has_front_end for run in runs)
-    for name, start, end in (_FRONT_END, *_PHASES) if front_end else _PHASES:
+    for name, start, end in (PHASES[0], *_PHASES) if front_end else _PHASES:
         mean_ms = [1e3 * (run.done[end] - run.done[start]).mean() for run in runs]
         parts.append((name, np.nan_to_num(mean_ms).tolist(), colours("phase", name)))
     names = [run.name for run in runs]
@@ -128,7 +122,7 @@ def _requests_in_phases(runs: Sequence[_Run]) -> list[Picture]:
     for title, phases in (
         ("Requests waiting for prefill", (_PHASES[0],)),
         ("Requests between prefill and decode", _PHASES[2:5]),
-        ("Requests decoding", (_DECODING,)),
+        ("Requests decoding", (("decoding", *DECODE),)),
     ):
         series = []
         for run in runs:
@@ -162,6 +156,48 @@ def mean_in_phase(start_s: Values, end_s: Values, edges_s: Values) -> Values:
 
     mean: Values = np.diff(clipped(end) - clipped(start)) / np.diff(edges_s)
     return np.maximum(mean, 0.0)  # rounding of the sums
+
+
+def _over_time(run: _Run, named: bool) -> list[Picture]:
+    """Return the rate of arrivals, the workers by state and the TTFT over time, where they change.
+
+    A request that was never served has no TTFT; the share of those in time counts it.
+    """
+    scaling = run.scaling
+    if scaling is None:
+        return []
+    of = f": {run.name}" if named else ""
+    axis, minutes = "simulated time, s", scaling["by_minute"]
+    at = [minute["from_s"] + 30.0 for minute in minutes]
+    rate = Series("rate", at, [minute["requests"] / 60.0 for minute in minutes])
+    good = Series("in time", at, [minute["attainment"] for minute in minutes])
+    arrived = run.requests.groupby(run.requests["arrival_s"] // 60.0)["ttft_ms"]
+    ttft = [
+        Series(name, [60.0 * x + 30.0 for x in found.index], found.tolist(), colour=colour)
+        for colour, (name, q) in enumerate((("median", 0.5), ("p99", 0.99)))
+        for found in [arrived.quantile(q)]
+    ]
+    workers = [
+        Series(f"{pool} {state}", *_stairs(table["at_s"], table[state], at[-1]), colour=colour)
+        for pool, table in scaling["replicas"].items()
+        for colour, state in enumerate(("ready", "starting", "draining"))
+        if table["at_s"]
+    ]
+    return [
+        curves(f"Arrivals over time{of}", axis, "requests per second", [rate]),
+        curves(f"Workers over time{of}", axis, "workers", workers),
+        curves(f"TTFT by arrival{of}", axis, "TTFT, ms", ttft),
+        curves(f"SLO attainment by minute of arrival{of}", axis, "share of requests", [good]),
+    ]
+
+
+def _stairs(
+    at_s: Sequence[float], counts: Sequence[float], end_s: float
+) -> tuple[list[float], list[float]]:
+    """Return the corners of a number that stays as it is until it changes."""
+    ends = [*at_s[1:], max(end_s, at_s[-1])]
+    corners = [(x, y) for a, b, y in zip(at_s, ends, counts, strict=True) for x in (a, b)]
+    return [x for x, _ in corners], [y for _, y in corners]
 
 
 def _tpot_over_time(runs: Sequence[_Run]) -> Picture:

@@ -27,16 +27,9 @@ Row = dict[str, Any]
 _MOST_CURVES, _MOST_ROWS = 24, 40
 #: Entries of a summary that the data set holds as JSON text.
 _NESTED = (
-    "failed_reasons",
-    "lookups_outside_tables",
-    "latency_warnings",
-    "latency_notes",
-    "trace_warnings",
-    "load_growth",
-    "limits",
-    "provenance",
-    "trace",
-)
+    "failed_reasons", "lookups_outside_tables", "latency_warnings", "latency_notes",
+    "trace_warnings", "load_growth", "limits", "provenance", "trace",
+)  # fmt: skip
 
 
 def sweep_section(folder: Folder, colours: Colours) -> dict[str, Any]:

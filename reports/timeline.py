@@ -28,34 +28,15 @@ def timeline_events(requests: pa.Table, steps: pa.Table) -> list[dict[str, Any]]
         if (pid, tid) not in named:
             named.add((pid, tid))
             events.append(_meta("thread_name", pid, tid, f"{step['role']} {tid}"))
+        at = {"ts": _us(step["start_s"]), "pid": pid}
         args = {"batch": step["batch"], "tokens": step["tokens"]}
         if step["role"] == "decode":
-            args |= {
-                "context_tokens": step["context_tokens"],
-                "active_experts": round(step["active_experts"], 2),
-            }
-            counters = {"batch": step["batch"], "active_experts": args["active_experts"]}
-            events.append(
-                {
-                    "name": f"decode {tid}",
-                    "ph": "C",
-                    "ts": _us(step["start_s"]),
-                    "pid": pid,
-                    "args": counters,
-                }
-            )
-        events.append(
-            {
-                "name": "step",
-                "cat": step["role"],
-                "ph": "X",
-                "ts": _us(step["start_s"]),
-                "dur": _us(step["end_s"] - step["start_s"]),
-                "pid": pid,
-                "tid": tid,
-                "args": args,
-            }
-        )
+            experts = round(step["active_experts"], 2)
+            args |= {"context_tokens": step["context_tokens"], "active_experts": experts}
+            counters = {"batch": step["batch"], "active_experts": experts}
+            events.append({"name": f"decode {tid}", "ph": "C", **at, "args": counters})
+        took = {"dur": _us(step["end_s"] - step["start_s"]), "tid": tid, "args": args}
+        events.append({"name": "step", "cat": step["role"], "ph": "X", **at, **took})
     for request in requests.to_pylist():
         events.extend(_request_events(request))
     return events
@@ -67,21 +48,22 @@ def write_timeline(path: str | os.PathLike[str], requests: pa.Table, steps: pa.T
     Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
 
 
-_PHASES = (
+#: What a request does until it decodes, by the times that bound it; the first with a front end.
+PHASES = (
     ("front end", "sent_s", "tokenized_s"),
     ("prefill queue", "tokenized_s", "prefill_start_s"),
     ("prefill", "prefill_start_s", "prefill_end_s"),
     ("handoff", "prefill_end_s", "transfer_start_s"),
     ("KV transfer", "transfer_start_s", "transfer_end_s"),
     ("decode queue", "transfer_end_s", "decode_start_s"),
-    ("decode", "decode_start_s", "finish_s"),
 )
+DECODE = ("decode_start_s", "finish_s")
 
 
 def _request_events(request: dict[str, Any]) -> list[dict[str, Any]]:
     name, ident = f"request {request['request_id']}", request["request_id"]
     events: list[dict[str, Any]] = []
-    phases = _PHASES if "tokenized_s" in request else _PHASES[1:]
+    phases = (*(PHASES if "tokenized_s" in request else PHASES[1:]), ("decode", *DECODE))
     request = {"tokenized_s": request["sent_s"]} | request  # without a front end
     for phase, start, end in phases:
         if request[start] is None or request[end] is None:

@@ -5,9 +5,13 @@ import resource
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
-from eldr_sim.errors import InputError
+from eldr_sim.errors import InputError, needed
+
+#: A prompt of a million token ids is about 7 MB.
+MAX_BODY = 64 << 20
 
 
 def import_aiohttp() -> Any:
@@ -15,13 +19,50 @@ def import_aiohttp() -> Any:
 
     Raises InputError if it is not installed.
     """
-    try:
-        import aiohttp
-    except ModuleNotFoundError:
-        raise InputError(
-            "live run", "aiohttp is not installed", "pip install 'eldr-sim[live]'"
-        ) from None
-    return aiohttp
+    return needed("aiohttp", "live run")
+
+
+class Registry:
+    """What a server counts, for Prometheus.
+
+    ``field``: who needs it. Raises InputError if prometheus-client is not installed.
+    """
+
+    def __init__(self, field: str) -> None:
+        self.library: Any = needed("prometheus_client", field)
+        self.registry = self.library.CollectorRegistry()
+
+    def text(self) -> bytes:
+        """Return all of it, in Prometheus' text format."""
+        found: bytes = self.library.generate_latest(self.registry)
+        return found
+
+    async def answer(self, _request: Any) -> Any:
+        """Answer with it."""
+        from aiohttp import web
+
+        headers = {"Content-Type": "text/plain; version=0.0.4"}
+        return web.Response(body=self.text(), headers=headers)
+
+
+def application(run: Callable[[Any], Any], complete: Any, **asked: Any) -> Any:
+    """Return an ``aiohttp.web.Application`` behind OpenAI's paths.
+
+    Its runner needs ``handler_cancellation=True``: a client that leaves cancels its request.
+
+    ``run``: an async generator that lasts as long as the application; ``complete``: answers
+    completions; ``asked``: what answers ``/health``, ``/metrics`` and ``/v1/models``.
+    """
+    from aiohttp import web
+
+    logging.getLogger("aiohttp.server").addFilter(is_our_error)
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[web.middleware(in_json)])
+    app.cleanup_ctx.append(run)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        app.router.add_post(path, complete)
+    for path, answer in asked.items():
+        app.router.add_get(f"/{'v1/' * (path == 'models')}{path}", answer)
+    return app
 
 
 def open_session(timeout_s: float | None = None) -> Any:
@@ -79,6 +120,14 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
         raise InputError("port", f"{host}:{port}: {error.strerror}") from None
+
+
+def open_log(path: Path) -> IO[str]:
+    """Open a file for what arrives; raises InputError where it cannot be written."""
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InputError("log", f"{path}: {error.strerror}") from None
 
 
 def allow_files() -> None:

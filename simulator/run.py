@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -21,13 +22,10 @@ from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.eldr.artifact import RoutingArtifact
 from eldr_sim.policies.eldr.fit_cache import cached_fit
 from eldr_sim.policies.eldr.signature import FitOptions, score_of
-from eldr_sim.policies.placement.base import (
-    ExpertGroup,
-    Placement,
-    PlacementPolicy,
-)
+from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
 from eldr_sim.policies.queue.orders import QueueOrder, Waiting
 from eldr_sim.policies.registry import (
+    autoscaler,
     decode_policy,
     parameters,
     placement_policy,
@@ -35,7 +33,10 @@ from eldr_sim.policies.registry import (
     queue_order,
     replica_choice,
 )
+from eldr_sim.policies.scaling.metrics import per_pool
+from eldr_sim.simulator.control.autoscaling import Autoscaling, ScalingRule
 from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.control.control import Control
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import (
     MovableGroup,
@@ -46,11 +47,13 @@ from eldr_sim.simulator.control.relocation import (
 from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
 from eldr_sim.simulator.outcome.catalogue import headline_tags, label
 from eldr_sim.simulator.outcome.headline import Headline, Shown, number
+from eldr_sim.simulator.outcome.metrics import slo_blocks
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.outcome.tables import requests_table, steps_table
 from eldr_sim.simulator.plane.steps.group_state import ASKED
-from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, PoolSpec
+from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
+from eldr_sim.simulator.setup.fault_plan import FaultPlan
 from eldr_sim.simulator.setup.fault_spellings import planned
 from eldr_sim.simulator.setup.log_part import check_window, log_of, part_of
 from eldr_sim.simulator.setup.prepare import PreparedRun, hold_instances, prepare, texts_of
@@ -61,12 +64,15 @@ from eldr_sim.simulator.setup.replay import (
     prompt_rows,
     rank_masks,
 )
+from eldr_sim.simulator.setup.scaling_facts import scaling_facts
 from eldr_sim.simulator.setup.shared_replay import replay_of
 from eldr_sim.simulator.setup.streaming import work_of
 from eldr_sim.traces.prompts import PromptSignatures, no_signatures
 from eldr_sim.traces.requests.load import Load
 from eldr_sim.traces.requests.log_window import describe_part
 from eldr_sim.traces.requests.requests import make_requests
+from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
+from eldr_sim.traces.requests.session_shape import session_shape
 from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import PromptScore
@@ -152,8 +158,15 @@ def result_of(
 
 
 def simulate_summary(config: RunConfig) -> dict[str, Any]:
-    """Run one configuration for the figures of its ``summary.json`` alone; see `simulate`."""
-    return summary_of(config, *_run(config, None))
+    """Run one configuration for the figures of its ``summary.json`` alone; see `simulate`.
+
+    Where a log is measured, ``slo_blocks`` counts the good requests of its blocks beside them.
+    """
+    prepared, workload, record = _run(config, None)
+    summary = summary_of(config, prepared, workload, record)
+    if "log_window" in workload.description and config.goodput != ServiceLevel():
+        summary["slo_blocks"] = slo_blocks(record, config.goodput)
+    return summary
 
 
 def _run(
@@ -163,7 +176,42 @@ def _run(
     workload, window = offered_load(config, prepared.trace)
     cluster = build_cluster(config, prepared, workload, window)
     tell_of_compiling()
-    return replace(prepared, spec=cluster.spec), workload, cluster.run(progress)
+    if not config.scales:
+        return replace(prepared, spec=cluster.spec), workload, cluster.run(progress)
+    control = Control(cluster, fault_plan(config, cluster))
+    autoscale(config, prepared, workload, control)
+    record = control.recorded(cluster.run(progress, control.acts))
+    return replace(prepared, spec=cluster.spec), workload, record
+
+
+def fault_plan(config: RunConfig, cluster: Cluster) -> FaultPlan:
+    """Return what goes wrong in a cluster, and what its routers do about workers that leave."""
+    health = config.health_delay_ms / 1e3
+    return cluster.faults or FaultPlan((), None, health, config.retry, config.max_retries)
+
+
+def autoscale(
+    config: RunConfig, prepared: PreparedRun, workload: Workload, control: Control
+) -> None:
+    """Let the autoscaler of a configuration work on a cluster, if there is one."""
+    if not config.scales:
+        return
+    if config.fail or config.events:
+        problem = "workers that fail beside an autoscaler are not simulated"
+        raise InputError("autoscale", problem, "none, or neither fail nor events")
+    facts = scaling_facts(config, prepared, workload)
+    rng = stream(config.seed, "autoscaler")
+    policy = autoscaler(config.autoscale, PolicyContext(1, rng, scaling=facts))
+    names = [pool.name for pool in facts.pools]
+    rule = ScalingRule(
+        per_pool("min_workers", config.min_workers, names),
+        per_pool("initial_workers", config.initial_workers, names),
+        config.gpu_budget,
+        config.demand == "exit",
+        config.metric_delay,
+        math.inf if config.drain_timeout is None else config.drain_timeout,
+    )
+    Autoscaling(control, policy, facts, rule)
 
 
 def tell_of_compiling() -> None:
@@ -178,7 +226,9 @@ def offered_load(
     """Return the requests of a run and the window, s, in which those that count arrive."""
     warmup, duration = config.warmup_s, config.duration_s
     window = (warmup, np.inf if duration is None else warmup + duration)
-    horizon = None if duration is None else warmup + _WINDOWS_OF_ARRIVALS * duration
+    # The load of a day ends with it: what is left is served, and counts.
+    windows = 1.0 if config.load is not None and config.duration is None else _WINDOWS_OF_ARRIVALS
+    horizon = None if duration is None else warmup + windows * duration
     check_window(config)
     log = log_of(config)
     part = part_of(config, log)
@@ -189,12 +239,19 @@ def offered_load(
     ratio = config.random_range_ratio
     load = Load(
         **values
-        | {"request_rate": config.effective_rate, "output_len": config.effective_output_len},
+        | {"request_rate": config.effective_rate, "output_len": config.effective_output_len}
+        | ({} if config.n_sessions is None else {"num_requests": config.n_sessions}),
         horizon_s=horizon,
         drift_s=None if duration is None else window[1],
         # Requests that end with their prompts have one output token, whatever the range.
         range_ratios=(ratio, ratio if config.generates else 0.0),
         part=part,
+        session=session_shape(
+            config.workload,
+            config.block_size,
+            config.history,
+            **{name: getattr(config, name) for name in SESSIONS["chat"]},
+        ),
     )
     try:
         requests = make_requests(texts_of(config, trace), load)
@@ -281,7 +338,7 @@ def build_cluster(
         policies,
         window,
         time_limit_s=np.inf
-        if config.num_requests
+        if config.num_requests and not config.scales
         else _TIME_LIMIT_FACTOR * max(last_arrival, window[1]),
         expert_masks=None
         if placements is None
@@ -310,6 +367,8 @@ def _prefill_policy(config: RunConfig, prepared: PreparedRun, workload: Workload
         rng=stream(config.seed, "prefill policy"),
         prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
         prefill_work=lambda: work_of(prepared.model, spec.prefill),
+        step_times=spec.prefill.step_time.cost,
+        token_budget=spec.prefill.max_num_batched_tokens,
     )
     return prefill_policy(config.prefill_policy, context)
 
@@ -377,8 +436,18 @@ def _decode_policy(
             rank_moe=None if shared is None else shared.moe,
             placements=placements if spread else None,
             computes_prompts=router == 0,
+            tokens_per_step=1 + (0 if engine.speculation is None else engine.speculation.k),
+            token_budget=engine.max_num_batched_tokens,
+            kv_token_s=_kv_token_s(prepared, pools[0]),
         ),
     )
+
+
+def _kv_token_s(prepared: PreparedRun, pool: PoolSpec) -> float:
+    """Return the seconds that a token's KV cache takes to a worker of a pool, alone on its link."""
+    transfer = pool.transfer or prepared.spec.transfer
+    n_bytes = pool.engine.parallelism.shard(prepared.model).kv_bytes_per_token
+    return n_bytes / min(transfer.bandwidth, transfer.ingress)
 
 
 def _routed(prepared: PreparedRun) -> RoutingTrace:
@@ -495,6 +564,19 @@ def _placements(
     return placements, movable
 
 
+def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placement:
+    """Return where the experts of a pool's first group lie, before any move.
+
+    Raises InputError for a placement that asks for ELDR's fit.
+    """
+    mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
+
+    def calibration() -> CalibrationSet:
+        return _calibration(_routed(prepared), config.workload, mix, "count")
+
+    return _place_pool(config, prepared, name, None, calibration)[0].placement
+
+
 class _Placed(NamedTuple):
     """The experts of one group, and who placed them."""
 
@@ -555,10 +637,7 @@ def _relocations(
             "--data-parallel-size 2 or more with --expert-placement eplb",
         )
     rule = RelocationRule(
-        config.eplb_interval,
-        config.eplb_window,
-        config.eplb_async,
-        config.eplb_overhead_ms / 1e3,
+        config.eplb_interval, config.eplb_window, config.eplb_async, config.eplb_overhead_ms / 1e3
     )
     spec, model = prepared.spec, prepared.model
     return Relocations(rule, movable, spec.n_workers, model.n_moe_layers, model.n_experts)

@@ -33,6 +33,7 @@ from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.plane import loop
 from eldr_sim.simulator.setup import prepare
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
+from eldr_sim.simulator.setup.config_groups import EngineConfig
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.routing.format import open_trace
@@ -260,7 +261,7 @@ def make_cluster(make_step_time):
             block_size=block_size,
             transfer=transfer,
             load_report_delay_s=load_report_delay_s,
-            async_scheduling=async_scheduling,
+            scheduler=EngineConfig(async_scheduling=async_scheduling),
             max_concurrency=max_concurrency,
             enable_prefix_caching=enable_prefix_caching,
             **rest,

@@ -65,14 +65,12 @@ class PromptSignatures:
     """Expert counts of prompts as routers see them, cached because prompts repeat.
 
     A call with a prompt's ranges returns ``(id, counts)``: `count_experts`, or `sum_gate_scores`
-    where a policy asks for gate scores. Equal ids mean equal counts; the cache holds some thousands
-    of prompts, the least recently used go first, and stays for the next run of this process. Counts
-    of a decode-only trace are None.
+    for the other ``kind``; counts of a decode-only trace are None. Equal ids mean equal counts; the
+    cache holds some thousands of prompts, the least recently used go first, and stays for the next
+    run of this process.
 
-    ``trace``: trace that the prompts replay; ``kind``: ``count``, ``prob`` or ``logit``;
-    ``requests``: the trace requests that will occur in ranges.
-
-    Raises InputError if the trace does not carry the gate's scores of all of ``requests``.
+    Raises InputError if the trace does not carry the gate's scores of all of ``requests``, the
+    trace requests that will occur in ranges.
     """
 
     def __init__(

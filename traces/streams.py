@@ -20,13 +20,8 @@ def stream(seed: int, purpose: str) -> np.random.Generator:
 
     Raises InputError if the seed is not a non-negative integer.
 
-    Parameters
-    ----------
-    seed
-        The run's seed, a non-negative integer.
-    purpose
-        What is drawn, e.g. ``"arrivals"``; identified by the CRC-32 of its UTF-8 bytes, which is
-        the same on every machine.
+    ``seed``: the run's seed, a non-negative integer; ``purpose``: what is drawn, e.g.
+    ``"arrivals"``; identified by the CRC-32 of its UTF-8 bytes, which is the same on every machine.
     """
     if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
         raise InputError("seed", f"got {seed!r}", "an integer >= 0")

@@ -40,19 +40,10 @@ def join_routing(
 ) -> Workload:
     """Say which rows of a trace the tokens of requests replay.
 
-    Parameters
-    ----------
-    requests
-        Made of the trace's texts.
-    trace
-        The routing trace; only its serving split is replayed. None for a dense model, whose
-        requests all replay nothing.
-    trace_replay
-        ``own`` replays the decode of the request that gave the signature; ``same_domain``
-        that of another request of its domain, so that a router gains nothing from copies of
-        one request meeting in one batch.
-    seed
-        Non-negative integer. Requests stay as they are, whatever is replayed.
+    ``trace``: only its serving split is replayed; none for a dense model; ``trace_replay``: ``own``
+    replays the decode of the request that gave the signature; ``same_domain`` that of another
+    request of its domain, so that a router gains nothing from copies of one request meeting in one
+    batch. Requests stay as they are, whatever is replayed.
     """
     if trace_replay not in ("own", "same_domain"):
         raise InputError("trace_replay", f"got {trace_replay!r}", "own, same_domain")

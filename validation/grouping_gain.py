@@ -40,7 +40,7 @@ from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.streams import stream
 
 SIZES = (16, 8, 4)  #: workers, and requests of each: the first for which there are requests enough
-DRAWS = 3  #: sets of concurrent requests
+DRAWS = 3  #: sets of concurrent requests, each drawn without replacement
 GENERATED = 128  #: most generated tokens of a request that count
 PROMPTS = (16, 32, 64)
 _RANDOM = 8
@@ -71,23 +71,20 @@ class GroupingGain:
     label: Saving | None
 
 
-def grouping_gain(
-    trace: RoutingTrace, size: tuple[int, int] | None = None, draws: int = DRAWS
-) -> GroupingGain | None:
+def grouping_gain(trace: RoutingTrace, size: tuple[int, int] | None = None) -> GroupingGain | None:
     """Measure what grouping could gain.
 
     Returns gain: None where the trace has too few requests.
 
     ``trace``: the routing trace; requests of both splits are taken; ``size``: workers and requests
-    of each; by default the greatest square of `SIZES` that there are requests for; ``draws``: sets
-    of concurrent requests, each drawn without replacement.
+    of each; by default the greatest square of `SIZES` that there are requests for.
     """
     fits = [(w, w) for w in SIZES if w * w <= trace.n_requests]
     workers, batch = size or (fits[0] if fits else (0, 0))
     if not 0 < workers * batch <= trace.n_requests:
         return None
     found: dict[str, list[tuple[float, float]]] = {"random": []}
-    for draw in range(draws):
+    for draw in range(DRAWS):
         rng = stream(draw, "grouping gain")
         some = np.sort(rng.choice(trace.n_requests, workers * batch, replace=False))
         flat = 1 - np.minimum(_activation(trace, some), _SURE)

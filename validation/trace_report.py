@@ -155,8 +155,11 @@ def write_trace_report(
     trace, statistics = report.trace, report.statistics
     groups = domain_groups(trace)
     use, copies = _Use.of(trace), [asdict(each) for each in statistics.copies]
-    load, distinct = _load_rows(statistics), _distinct_rows(statistics)
-    together, layers = _coactivation_rows(report.coactivation), _layer_rows(statistics)
+    busiest, unused = statistics.load_max_over_mean, statistics.unused_experts
+    every, groups_of = range(trace.n_layers), report.coactivation
+    load = _rows_of(layer=every, busiest_over_mean=busiest, unused_experts=unused)
+    together = _rows_of(layer=every, **groups_of) if groups_of else []
+    distinct, layers = _distinct_rows(statistics), _layer_rows(statistics)
     divergence = _js_rows(statistics)
     of_layers = ("entropy_bits", "given_layer_before_bits")
     parts: dict[str, tuple[list[Row], Draw]] = {
@@ -243,15 +246,6 @@ def _rows_of(**columns: Sequence[Any]) -> list[Row]:
     return [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
-
-
-def _coactivation_rows(found: dict[str, list[float]]) -> list[Row]:
-    return _rows_of(layer=range(len(found["affinity"])), **found) if found else []
-
-
-def _load_rows(statistics: TraceStatistics) -> list[Row]:
-    load, unused = statistics.load_max_over_mean, statistics.unused_experts
-    return _rows_of(layer=range(len(load)), busiest_over_mean=load, unused_experts=unused)
 
 
 def _distinct_rows(statistics: TraceStatistics) -> list[Row]:

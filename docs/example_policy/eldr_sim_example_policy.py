@@ -13,6 +13,7 @@ from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
 from eldr_sim.policies.queue.orders import QueueOrder, Waiting
 from eldr_sim.policies.replicas.base import ReplicaChoice, slots_of_experts
+from eldr_sim.policies.scaling.base import Autoscaler, Fleet, Target
 
 
 class Choices(Parameters):
@@ -88,6 +89,16 @@ class Striped(PlacementPolicy):
         shape = group.n_layers, len(slot)
         expert = np.broadcast_to(slot % group.n_experts, shape)
         return Placement(expert, np.broadcast_to(slot % group.n_ranks, shape), group.n_ranks)
+
+
+class OneForEight(Autoscaler):
+    """Scaling: a worker for every eight requests in flight."""
+
+    name = "one_for_eight"
+
+    def decide(self, fleet: Fleet) -> list[Target]:
+        """Return how many workers each pool should have."""
+        return [Target(pool.name, 1 + pool.in_flight // 8) for pool in fleet.pools]
 
 
 class OwnGpuFirst(ReplicaChoice):

@@ -54,9 +54,11 @@ from eldr_sim.kernel_profiles.kernels import roofline
 from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency
 from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate, monotone_fit
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
+from eldr_sim.kernel_profiles.kernels.spikes import say, spikes
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Backend
-from eldr_sim.kernel_profiles.tables.format import LatencyTable, Provenance, weakest
+from eldr_sim.kernel_profiles.rounding import each
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, Provenance, provenance_of, weakest
 
 FloatArray = NDArray[np.float64]
 
@@ -199,20 +201,10 @@ def build_all_to_all(
 
     Raises InputError: no such backend or library, or ranks that do not fill their nodes.
 
-    Parameters
-    ----------
-    model, gpu
-        What is served where.
-    backend
-        Who sends what how often, see the module.
-    n_ranks
-        GPUs of the group, a whole number of nodes or a part of one.
-    gpus_per_node
-        GPUs of a node.
-    library
-        Whose rows of DeepEP's kernels to take.
-    tables
-        Tables of the user's own; they take precedence over the shipped ones.
+    ``model``, ``gpu``: what is served where; ``backend``: who sends what how often, see the module;
+    ``n_ranks``: GPUs of the group, a whole number of nodes or a part of one; ``gpus_per_node``:
+    GPUs of a node; ``library``: whose rows of DeepEP's kernels to take; ``tables``: tables of the
+    user's own; they take precedence over the shipped ones.
     """
     if backend not in BACKENDS:
         raise InputError("all2all_backend", f"{backend!r}", ", ".join(BACKENDS))
@@ -264,28 +256,21 @@ class _Curves:
         self.warnings: list[str] = []
 
     def _record(self, component: str, table: LatencyTable, exact: bool) -> None:
-        metadata = table.metadata
-        label = metadata.provenance if exact else weakest([metadata.provenance, "derived"])
-        origin = metadata.origin + ("" if exact else "; another shape's rows, read at equal bytes")
-        self.provenance[component] = {
-            "label": label,
-            "origin": origin,
-            "kernel_source": metadata.kernel_source,
-            "framework": metadata.framework,
-        }
+        said = table.source
+        if not exact:
+            said["label"] = weakest([said["label"], "derived"])
+            said["origin"] += "; another shape's rows, read at equal bytes"
+        self.provenance[component] = said
+
+    def _warn(self, warnings: list[str]) -> None:
+        self.warnings += [warning for warning in warnings if warning not in self.warnings]
 
     def links(self, what: str) -> tuple[FloatArray, FloatArray]:
         """A straight line from the links of a node."""
         efficiency = roofline.efficiency_of(self.gpu)
         bandwidth = efficiency.link_bandwidth * self.gpu.peer_bandwidth(max(self.node, 2))
-        self.provenance["all_to_all"] = {
-            "label": "roofline",
-            "origin": efficiency.source,
-            "kernel_source": "",
-        }
-        warning = f"all-to-all: no table of {what} on {self.gpu.name}, times are from its links"
-        if warning not in self.warnings:
-            self.warnings.append(warning)
+        self.provenance["all_to_all"] = provenance_of("roofline", efficiency.source)
+        self._warn([f"all-to-all: no table of {what} on {self.gpu.name}, times are from its links"])
         knots = np.array([0.0, _FAR_BYTES])
         return knots, efficiency.collective_floor_s + knots / bandwidth
 
@@ -294,12 +279,14 @@ class _Curves:
         table = gpu_table("collective", self.gpu, dtype="float16", extra=self.tables)
         if table is None:
             return self.links(operation)
-        curves = CollectiveLatency.from_table(table).curves
+        latency = CollectiveLatency.from_table(table)
+        curves = latency.curves
         sizes = sorted(n for name, n in curves if name == operation)
         if not sizes:
             return self.links(operation)
         n_gpus = next((n for n in sizes if n >= self.node), sizes[-1])
         message, seconds = curves[operation, n_gpus]
+        self._warn(latency.warnings[operation, n_gpus])
         self._record("all_to_all", table, n_gpus == self.node)
         return _from_zero(message * (n_gpus - 1) / n_gpus, seconds)
 
@@ -312,17 +299,15 @@ class _Curves:
             return self.links(f"DeepEP ({library})")
         rows = _rows(table, model, backend, phase)
         self._record("all_to_all", table, rows.exact and rows.n_gpus == self.node)
+        self._warn(rows.warnings)
         return _from_zero(rows.inside, rows.seconds)
 
     def line_rate(self, near: tuple[FloatArray, FloatArray]) -> tuple[FloatArray, FloatArray]:
         """A straight line from the line rate of a GPU's NIC."""
         bandwidth = NETWORK_EFFICIENCY * self.gpu.nic_bandwidth
-        self.provenance["network"] = {
-            "label": "derived",
-            "origin": f"line rate of the NIC of {self.gpu.name} x {NETWORK_EFFICIENCY:.3f}, "
-            f"{NETWORK_LATENCY_S * 1e6:g} us",
-            "kernel_source": "",
-        }
+        origin = f"line rate of the NIC of {self.gpu.name} x {NETWORK_EFFICIENCY:.3f}, "
+        origin += f"{NETWORK_LATENCY_S * 1e6:g} us"
+        self.provenance["network"] = provenance_of("derived", origin)
         knots = np.array([0.0, _FAR_BYTES])
         return knots, near[1][0] + NETWORK_LATENCY_S + knots / bandwidth
 
@@ -332,16 +317,13 @@ class _Curves:
         """A kernel of DeepEP between nodes: of as many nodes, or the next fewer measured."""
         for nodes in range(n_nodes, 1, -1):
             table = gpu_table(
-                "all_to_all",
-                self.gpu,
-                shape={"n_nodes": nodes},
-                library=library,
-                extra=self.tables,
+                "all_to_all", self.gpu, shape={"n_nodes": nodes}, library=library, extra=self.tables
             )
             if table is None or not (table.columns["backend"] == backend).any():
                 continue
             rows = _rows(table, model, backend, phase)
             self._record("network", table, rows.exact and nodes == n_nodes)
+            self._warn(rows.warnings)
             return _from_zero(rows.between, rows.seconds)
         return None
 
@@ -354,6 +336,17 @@ class _Rows(NamedTuple):
     seconds: FloatArray
     n_gpus: int
     exact: bool  #: the shape is the model's
+    warnings: list[str]  #: rows that are left out
+
+
+def chunk_tokens(backend: Backend, size: int | None) -> int:
+    """Tokens of an engine that MoE layers send and compute at once; 0: all of a step.
+
+    vLLM computes with pplx in chunks of ``VLLM_MOE_DP_CHUNK_SIZE``, 256 by default
+    (``fused_moe/layer.py``, ``forward_impl_chunked``, v0.9.1): the buffers of its kernels hold no
+    more. ``size`` sets another number, for any backend.
+    """
+    return size if size is not None else 256 if backend == "pplx" else 0
 
 
 def _rows(table: LatencyTable, model: ModelDims, backend: Backend, phase: str) -> _Rows:
@@ -362,7 +355,7 @@ def _rows(table: LatencyTable, model: ModelDims, backend: Backend, phase: str) -
     rows = np.flatnonzero((columns["backend"] == backend) & (columns["phase"] == phase))
     shape = np.array((model.hidden_size, model.top_k, model.n_experts))
     measured = np.stack([columns[n][rows] for n in ("hidden_size", "top_k", "n_experts")], axis=1)
-    off = np.abs(np.log(measured / shape.astype(np.float64)))
+    off = np.abs(each(math.log, measured / shape.astype(np.float64)))
     near = measured[np.lexsort((off[:, 2], off[:, 1], off[:, 0]))[0]]
     rows = rows[(measured == near).all(axis=1)]
     rows = rows[np.argsort(columns["tokens"][rows])]
@@ -371,8 +364,16 @@ def _rows(table: LatencyTable, model: ModelDims, backend: Backend, phase: str) -
     inside, between = uniform_copies(backend, n_experts, top_k, n_gpus, n_gpus // n_nodes)
     fp8 = phase == "dispatch" and table.metadata.dtype == "fp8"
     sent = columns["tokens"][rows] * (hidden * (_FP8_BYTES if fp8 else 2.0))
-    seconds = monotone_fit(columns["latency_s"][rows])
-    return _Rows(inside * sent, between * sent, seconds, n_gpus, bool((near == shape).all()))
+    measured_s, what = columns["latency_s"][rows], f"{backend} {phase} on {table.metadata.gpu}"
+    kept = ~spikes(measured_s)
+    return _Rows(
+        (inside * sent)[kept],
+        (between * sent)[kept],
+        monotone_fit(measured_s[kept]),
+        n_gpus,
+        bool((near == shape).all()),
+        say(what, measured_s, columns["tokens"][rows], "tokens"),
+    )
 
 
 def _from_zero(knots: FloatArray, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:

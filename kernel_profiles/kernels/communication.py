@@ -55,19 +55,10 @@ def layer_bytes(
 
     Raises InputError if there is no such strategy, or the GPUs do not divide the experts.
 
-    Parameters
-    ----------
-    strategy
-        One of :data:`STRATEGIES`.
-    model
-        What is served; layers with experts are meant.
-    n_gpus
-        GPUs of one node that serve it together.
-    tokens
-        Tokens of a step, of all GPUs together.
-    copy_per_rank
-        Whether a token goes once to each rank that holds any of its experts, and not once for each
-        of these.
+    ``strategy``: one of :data:`STRATEGIES`; ``model``: what is served; layers with experts are
+    meant; ``n_gpus``: GPUs of one node that serve it together; ``tokens``: tokens of a step, of all
+    GPUs together; ``copy_per_rank``: whether a token goes once to each rank that holds any of its
+    experts, and not once for each of these.
     """
     if strategy not in STRATEGIES:
         raise InputError("strategy", f"{strategy!r}", ", ".join(STRATEGIES))

@@ -56,14 +56,8 @@ def moe_intensity(model: ModelDims, batch: ArrayLike) -> FloatArray:
 def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> FloatArray:
     """FLOPs a byte of a whole decode step.
 
-    Parameters
-    ----------
-    model
-        What is served.
-    batch
-        Tokens of the step, 1 or more: one of each sequence.
-    context
-        Cached tokens of each sequence. At 0 attention is its projections alone.
+    ``model``: what is served; ``batch``: tokens of the step, 1 or more: one of each sequence;
+    ``context``: cached tokens of each sequence. At 0 attention is its projections alone.
     """
     tokens = np.asarray(batch, dtype=np.float64)
     # The embedding is looked up, not multiplied, but where it serves as lm_head too.

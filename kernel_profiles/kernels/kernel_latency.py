@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate, monotone_fit
+from eldr_sim.kernel_profiles.kernels.spikes import say, spikes
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
 FloatArray = NDArray[np.float64]
@@ -186,22 +187,26 @@ class CollectiveLatency:
 
     #: By (operation, number of GPUs): message sizes in bytes, and seconds.
     curves: dict[tuple[str, int], tuple[FloatArray, FloatArray]]
+    warnings: dict[tuple[str, int], list[str]]  #: of each curve: rows that are left out
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> CollectiveLatency:
-        """Arrange a table's rows by operation and number of GPUs."""
+        """Arrange a table's rows by operation and number of GPUs; `spikes` are left out."""
         if table.metadata.kind != "collective":
             raise InputError("table", f"kind {table.metadata.kind!r}", "collective")
         columns = table.columns
-        curves = {}
+        curves, warnings = {}, {}
         keys = zip(columns["operation"].tolist(), columns["n_gpus"].tolist(), strict=True)
         for operation, n_gpus in sorted(set(keys)):
             rows = (columns["operation"] == operation) & (columns["n_gpus"] == n_gpus)
             order = np.argsort(columns["message_bytes"][rows])
             sizes = columns["message_bytes"][rows][order].astype(np.float64)
-            seconds = monotone_fit(columns["latency_s"][rows][order])
-            curves[operation, int(n_gpus)] = (sizes, seconds)
-        return cls(curves)
+            seconds = columns["latency_s"][rows][order]
+            what = f"{operation} between {n_gpus} {table.metadata.gpu}"
+            warnings[operation, int(n_gpus)] = say(what, seconds, sizes, "bytes")
+            kept = ~spikes(seconds)
+            curves[operation, int(n_gpus)] = (sizes[kept], monotone_fit(seconds[kept]))
+        return cls(curves, warnings)
 
     def time_s(self, operation: str, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
         """Seconds of one collective over ``message_bytes`` bytes.

@@ -27,12 +27,14 @@ the form leaves out, and are not fitted.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.rounding import each
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
 FloatArray = NDArray[np.float64]
@@ -48,8 +50,8 @@ def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: float) -> FloatArr
     tokens = np.asarray(batch, dtype=np.float64)
     if not n_experts:
         return np.zeros_like(tokens)
-    missed = tokens * np.log1p(-min(top_k / n_experts, 1 - 1e-12))
-    return np.asarray(-n_experts * np.expm1(missed), dtype=np.float64)
+    missed = tokens * math.log1p(-min(top_k / n_experts, 1 - 1e-12))
+    return -n_experts * each(math.expm1, missed)
 
 
 def monotone_fit(values: ArrayLike, axis: int = -1) -> FloatArray:
@@ -68,15 +70,17 @@ def monotone_fit(values: ArrayLike, axis: int = -1) -> FloatArray:
         known = np.isfinite(fitted[at]) & (fitted[at] > 0)
         row = fitted[at][known]
         if (np.diff(row) < 0).any():
-            fitted[at][known] = np.exp(_pooled(np.log(row)))
+            # The C library's logarithms: unlike NumPy's they are the same on any processor.
+            pooled = _pooled([math.log(value) for value in row.tolist()])
+            fitted[at][known] = each(math.exp, pooled)
     return np.moveaxis(fitted, -1, axis)
 
 
-def _pooled(row: FloatArray) -> FloatArray:
+def _pooled(row: list[float]) -> list[float]:
     """Pool adjacent violators of one sequence."""
     means: list[float] = []
     counts: list[int] = []
-    for value in row.tolist():
+    for value in row:
         mean, count = value, 1
         while means and means[-1] >= mean:
             mean = (mean * count + means[-1] * counts[-1]) / (count + counts[-1])
@@ -84,7 +88,15 @@ def _pooled(row: FloatArray) -> FloatArray:
             means.pop()
         means.append(mean)
         counts.append(count)
-    return np.repeat(means, counts)
+    return np.repeat(means, counts).tolist()
+
+
+def mean_and_max(name: str, errors: ArrayLike) -> dict[str, float]:
+    """Return relative errors as a table's ``fit_error`` has them; nothing where there are none."""
+    values = np.asarray(errors, dtype=np.float64)
+    if not len(values):
+        return {}
+    return {f"{name}_mean": float(values.mean()), f"{name}_max": float(values.max())}
 
 
 def interpolate(x: ArrayLike, knots: FloatArray, values: FloatArray) -> FloatArray:
@@ -174,15 +186,10 @@ class MoELatency:
     def rank_grid_s(self, tokens: FloatArray, slots: int, prompts: bool) -> FloatArray:
         """Table [tokens, slots + 1] of seconds of a rank with so many expert slots.
 
-        Parameters
-        ----------
-        tokens
-            Tokens that this layer's GPU computes, at ``top_k`` experts each.
-        slots
-            Experts that the rank may hold, more than were measured where it has redundant ones:
-            there the last expert's cost goes on.
-        prompts
-            Whether the steps hold prompts: then skewed routing must be computed.
+        ``tokens``: tokens that this layer's GPU computes, at ``top_k`` experts each; ``slots``:
+        experts that the rank may hold, more than were measured where it has redundant ones: there
+        the last expert's cost goes on; ``prompts``: whether the steps hold prompts: then skewed
+        routing must be computed.
         """
         counts = np.arange(slots + 1.0)
         grid = self.time_s(tokens[:, None], np.minimum(counts, self.n_experts)[None, :])
@@ -339,11 +346,8 @@ def fit_moe_latency(table: LatencyTable) -> MoELatency:
     errors = dict(fitted.fit_error)
     decode = skewed & (batch <= _DECODE_TOKENS)
     if exact.any() and decode.any():
-        relative = np.abs(fitted.time_s(batch[decode], distinct[decode]) / latency[decode] - 1)
-        errors |= {
-            "power_law_mean": float(relative.mean()),
-            "power_law_max": float(relative.max()),
-        }
+        off = np.abs(fitted.time_s(batch[decode], distinct[decode]) / latency[decode] - 1)
+        errors |= mean_and_max("power_law", off)
     return replace(fitted, unbalanced_knots=knots, unbalanced_s=values, fit_error=errors)
 
 
@@ -362,8 +366,7 @@ def _follow(
 ) -> MoELatency:
     """The form through exact rows, with leave-one-out errors over the distinct counts."""
     model = fit_max_form(batch, distinct, latency, n_experts, top_k)
-    residual = np.abs(model.time_s(batch, distinct) / latency - 1)
-    errors = {"rows_mean": float(residual.mean()), "rows_max": float(residual.max())}
+    errors = mean_and_max("rows", np.abs(model.time_s(batch, distinct) / latency - 1))
     levels = np.unique(distinct)
     left_out = []
     for level in levels[1:-1]:
@@ -371,12 +374,7 @@ def _follow(
         without = fit_max_form(batch[keep], distinct[keep], latency[keep], n_experts, top_k)
         gone = ~keep
         left_out += list(np.abs(without.time_s(batch[gone], distinct[gone]) / latency[gone] - 1))
-    if left_out:
-        errors |= {
-            "leave_one_out_mean": float(np.mean(left_out)),
-            "leave_one_out_max": float(np.max(left_out)),
-        }
-    return replace(model, fit_error=errors)
+    return replace(model, fit_error=errors | mean_and_max("leave_one_out", left_out))
 
 
 def fit_max_form(
@@ -453,10 +451,5 @@ def _linear(
         model,
         batch_knots=np.concatenate([model.batch_knots, large]),
         batch_s=np.maximum.accumulate(monotone_fit(np.concatenate([model.batch_s, beyond]))),
-        fit_error={
-            "rows_mean": float(residual.mean()),
-            "rows_max": float(residual.max()),
-            "leave_one_out_mean": float(np.mean(left_out)),
-            "leave_one_out_max": float(np.max(left_out)),
-        },
+        fit_error=mean_and_max("rows", residual) | mean_and_max("leave_one_out", left_out),
     )

@@ -2,7 +2,7 @@
 
 Every kernel takes a fixed time plus the larger of its memory and its compute time at the fraction
 of the peak that such kernels were measured to reach elsewhere. :class:`Efficiency` names those
-fractions and their evidence.
+fractions; ``data/efficiency.json`` holds them with their evidence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     causal_pairs,
 )
 from eldr_sim.kernel_profiles.kernels.moe_latency import MoELatency
-from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.models import ModelDims, shipped_json
 from eldr_sim.kernel_profiles.tables.format import Provenance
 
 FloatArray = NDArray[np.float64]
@@ -55,63 +55,15 @@ class Efficiency:
     mxfp4_launch_s: float = 0.0
 
 
-GENERIC = Efficiency(
-    bandwidth=0.80,
-    moe_bandwidth=0.85,
-    gemm_flops=0.74,
-    attention_flops=0.65,
-    moe_flops=0.43,
-    link_bandwidth=0.68,
-    gemm_floor_s=3e-6,
-    attention_floor_s=11.2e-6,
-    moe_floor_s=20e-6,
-    collective_floor_s=4.5e-6,
-    provenance="roofline",
-    source=(
-        "bandwidth and GEMM floor: aiconfigurator-core 0.12.0 systems/*.yaml (0.8 of peak, 3 us); "
-        "MoE bandwidth and floor: fits to its bf16 tables on A100, H100, H200 (83-91% of peak, "
-        "18-23 us); compute and attention floor: its largest H100 rows (GEMM 65536 x 2048 at "
-        "m = 16384, attention 32/4 x 128 at 16384 tokens, MoE 2048 x 768 E 128 top 8 at 16384); "
-        "collectives: its H100 all-reduces between 4 GPUs (4.5 us for 256 bytes in vLLM's custom "
-        "kernel, 0.68 of the link bandwidth for 67 MB in NCCL)"
-    ),
-)
-"""Fractions measured on H100-class GPUs, used for any GPU without tables."""
-
-MI300X = Efficiency(
-    bandwidth=0.71,
-    moe_bandwidth=0.71,
-    gemm_flops=0.39,
-    attention_flops=0.34,
-    moe_flops=0.22,
-    link_bandwidth=0.75,
-    gemm_floor_s=9e-6,
-    attention_floor_s=9e-6,
-    moe_floor_s=35.6e-6,
-    collective_floor_s=4.5e-6,
-    small_kernel_s=9e-6,
-    launch_s=77e-6,
-    mxfp4_launch_s=1.31e-3,
-    provenance="derived",
-    source=(
-        "MoE: 3.78 of 5.3 TB/s from AITER's tuned bf16 rows (ROCm/aiter e404860; 22% of peak "
-        "FLOPs at 16384 tokens), 35.6 us from ELDR Sec. 3.1 (16 to 128 experts: 4.7x); bandwidth "
-        "of other kernels taken as the same; their compute as H100's fraction times MI300X's over "
-        "H100's fraction in the fused MoE (0.22 / 0.43); collectives: 48 of 64 GB/s a link (ROCm "
-        "blog, Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X, 2025), "
-        "their floor as on H100; any other kernel 9 us in a graph: what two dense runs at 32 "
-        "streams leave over bytes and prompts, 11 kernels a layer, is 6 us (Qwen3Guard-Gen-8B, "
-        "vllm-project/recipes pull request 431) and 12 us (Ministral-3-8B, 443); without graphs "
-        "77 us a launch and 1.31 ms a layer of MXFP4 experts: TTFT of ELDR's artifact at 20 "
-        "requests/s, which is the host's (casys-kaist/ELDR, three models)"
-    ),
-)
-"""Fractions derived for MI300X from what is published about it."""
+_KNOWN = {name: Efficiency(**values) for name, values in shipped_json("efficiency").items()}
+GENERIC = _KNOWN["generic"]
+"""Fractions measured on H100-class GPUs, used for any GPU without tables. Those of MI300X are
+derived from what is published about it."""
 
 
 def efficiency_of(gpu: GPU) -> Efficiency:
     """The fractions to use for a GPU."""
-    return MI300X if gpu.name == "MI300X" else GENERIC
+    return _KNOWN.get(gpu.name, GENERIC)
 
 
 def gemm_s(

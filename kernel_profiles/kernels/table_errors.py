@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency
-from eldr_sim.kernel_profiles.tables.format import Kind, LatencyTable, TableMetadata
+from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency, mean_and_max
+from eldr_sim.kernel_profiles.tables.format import Kind, LatencyTable
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
 _AXES: dict[Kind, tuple[str, ...]] = {
@@ -47,13 +47,8 @@ def left_out_errors(table: LatencyTable) -> dict[str, float]:
     if table.metadata.kind == "moe":
         return {name: round(value, 6) for name, value in fit_moe_latency(table).fit_error.items()}
     errors = [_along(table, axis) for axis in _AXES.get(table.metadata.kind, ())]
-    pooled = np.concatenate(errors) if errors else np.empty(0)
-    if not len(pooled):
-        return {}
-    return {
-        "leave_one_out_mean": round(float(pooled.mean()), 6),
-        "leave_one_out_max": round(float(pooled.max()), 6),
-    }
+    found = mean_and_max("leave_one_out", np.concatenate([np.empty(0), *errors]))
+    return {name: round(value, 6) for name, value in found.items()}
 
 
 def _along(table: LatencyTable, axis: str) -> NDArray[np.float64]:
@@ -75,25 +70,19 @@ def _along(table: LatencyTable, axis: str) -> NDArray[np.float64]:
 
 def errors_page() -> str:
     """Markdown table of the shipped tables' errors: means and the worst table by kernel and GPU."""
+    means: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for table in shipped_tables():
+        error = table.metadata.fit_error.get("leave_one_out_mean")
+        if error is not None:
+            means[table.kind, table.gpu].append(100 * error)
     by_kind: dict[str, dict[str, str]] = defaultdict(dict)
-    for (kind, gpu), tables in sorted(_by_kind().items()):
-        known = [t.fit_error for t in tables if "leave_one_out_mean" in t.fit_error]
-        if known:
-            means = [100 * error["leave_one_out_mean"] for error in known]
-            by_kind[kind][gpu] = f"{np.mean(means):.1f} / {max(means):.1f}"
+    for (kind, gpu), own in sorted(means.items()):
+        by_kind[kind][gpu] = f"{np.mean(own):.1f} / {max(own):.1f}"
     gpus = sorted({gpu for cells in by_kind.values() for gpu in cells})
     lines = [f"| kernel | {' | '.join(gpus)} |", "|---" * (len(gpus) + 1) + "|"]
     for kind, cells in by_kind.items():
         lines.append(f"| {_NAMES[kind]} | {' | '.join(cells.get(gpu, '-') for gpu in gpus)} |")
     return "\n".join(lines)
-
-
-def _by_kind() -> dict[tuple[str, str], list[TableMetadata]]:
-    """Metadata of the shipped tables by kernel and GPU."""
-    found: dict[tuple[str, str], list[TableMetadata]] = defaultdict(list)
-    for table in shipped_tables():
-        found[table.kind, table.gpu].append(table.metadata)
-    return found
 
 
 def errors_of_moe_tables() -> str:

@@ -17,6 +17,7 @@ tokens; no form that is fitted to rise with the batch can say so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from numpy.typing import ArrayLike
 
 from eldr_sim.kernel_profiles.kernels.moe_latency import FloatArray, MoELatency
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.rounding import each
 
 
 class Tile(NamedTuple):
@@ -35,9 +37,10 @@ class Tile(NamedTuple):
     block_n: int  #: columns of its weights
     block_k: int  #: of the inner dimension, at a time
 
-    def local_bytes(self, element_bytes: int = 2) -> int:
+    @property
+    def local_bytes(self) -> int:
         """Return the local memory of one stage: a tile of activations and one of weights."""
-        return element_bytes * self.block_k * (self.block_m + self.block_n)
+        return 2 * self.block_k * (self.block_m + self.block_n)
 
 
 #: Tokens from which each of vLLM's default tiles runs (``get_default_config`` of
@@ -63,7 +66,7 @@ def workgroups(tile: Tile, local_bytes: int) -> int:
     AMD's compiler keeps one stage there with ``num_stages`` 2, vLLM's default on ROCm: the next one
     waits in registers.
     """
-    return max(1, local_bytes // tile.local_bytes())
+    return max(1, local_bytes // tile.local_bytes)
 
 
 def expert_blocks(rows: ArrayLike, distinct: ArrayLike, block_m: ArrayLike) -> FloatArray:
@@ -74,7 +77,8 @@ def expert_blocks(rows: ArrayLike, distinct: ArrayLike, block_m: ArrayLike) -> F
     """
     pairs, experts, size = (np.asarray(x, dtype=np.float64) for x in (rows, distinct, block_m))
     mean = np.maximum(pairs / np.maximum(experts, 1e-9), 1.0)
-    return np.asarray(experts / -np.expm1(size * np.log1p(-1.0 / np.maximum(mean, 1 + 1e-12))))
+    missed = size * each(math.log1p, -1.0 / np.maximum(mean, 1 + 1e-12))
+    return np.asarray(experts / -each(math.expm1, missed))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +115,7 @@ class TiledMoE(MoELatency):
             return self
         own = self.n_experts // n_ranks
         return replace(
-            self,
-            n_experts=own,
-            top_k=self.top_k / n_ranks,
-            expert_s=self.expert_s[: own + 1],
+            self, n_experts=own, top_k=self.top_k / n_ranks, expert_s=self.expert_s[: own + 1]
         )
 
 
@@ -153,7 +154,7 @@ UNTUNED = {
             "streams (SemiAnalysisAI/InferenceX pull request 1061), times 119 / 79 us, the "
             "regression of Triton 3.7.1 on gfx942 (ROCm/triton issue 970)"
         ),
-    ),
+    )
 }
 """By GPU; others are read at what their tuned kernels reach."""
 
@@ -167,17 +168,10 @@ def tiled_moe(
 ) -> TiledMoE:
     """Make a layer whose kernel changes its tile.
 
-    Parameters
-    ----------
-    n_experts, top_k
-        Experts that the GPU holds, and how many of them a token picks.
-    floor_s
-        Seconds of the layer's other kernels.
-    tiles
-        By the tokens from which a tile runs, the lowest first: its rows, and the seconds in which
-        it reads one expert's weights.
-    pair_s
-        Seconds to compute one token on one expert.
+    ``n_experts``, ``top_k``: experts that the GPU holds, and how many of them a token picks;
+    ``floor_s``: seconds of the layer's other kernels; ``tiles``: by the tokens from which a tile
+    runs, the lowest first: its rows, and the seconds in which it reads one expert's weights;
+    ``pair_s``: seconds to compute one token on one expert.
     """
     block_m, read_s = (
         np.array(column, dtype=np.float64) for column in zip(*tiles.values(), strict=True)

@@ -7,10 +7,11 @@ themselves and the block before. Attention sinks are left out: one term of a sof
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from eldr_sim.kernel_profiles.profile.device import Device
-from eldr_sim.kernel_profiles.profile.timing import Call, require_torch, rotation
+from eldr_sim.kernel_profiles.profile.timing import Call, randn, require_torch, rotation
 
 KERNEL_SOURCE = "torch_sdpa"
 
@@ -33,42 +34,35 @@ def decode_rounds(
     shape: Mapping[str, int], batch: int, context: int, device: Device
 ) -> Sequence[Sequence[Call]]:
     """Calls of one layer's attention in a decode step; context counts the new token."""
-    torch = require_torch()
     heads, kv_heads, dim = shape["n_heads"], shape["n_kv_heads"], shape["head_dim"]
     read = min(context, shape["window"] or context)
     touched = kv_bytes(shape, batch, context)
     calls, _ = rotation(touched, touched, device.cache_bytes)
-
-    def tensor(*size: int) -> Any:
-        return torch.randn(*size, dtype=torch.bfloat16, device=device.torch_device)
-
+    tensor = partial(randn, device.torch_device)
     query = tensor(batch, kv_heads, heads // kv_heads, dim)
     caches = [
         (tensor(batch, kv_heads, read, dim), tensor(batch, kv_heads, read, dim))
         for _ in range(calls)
     ]
-    return [[_bind(attend, query, key, value) for key, value in caches]]
+    return [[partial(attend, query, key, value) for key, value in caches]]
 
 
 def prefill_rounds(
     shape: Mapping[str, int], batch: int, tokens: int, device: Device
 ) -> Sequence[Sequence[Call]]:
     """Calls of one layer's attention over whole prompts, causal."""
-    torch = require_torch()
     heads, kv_heads, dim = shape["n_heads"], shape["n_kv_heads"], shape["head_dim"]
     window = shape["window"]
-
-    def tensor(count: int) -> Any:
-        size = (batch, tokens, count, dim)
-        return torch.randn(*size, dtype=torch.bfloat16, device=device.torch_device)
-
     touched = 2 * batch * tokens * (2 * heads + 2 * kv_heads) * dim
     calls, _ = rotation(touched, touched, device.cache_bytes)
     made = []
     for _ in range(min(calls, 8)):
-        query, key, value = tensor(heads), tensor(kv_heads), tensor(kv_heads)
+        query, key, value = (
+            randn(device.torch_device, batch, tokens, count, dim)
+            for count in (heads, kv_heads, kv_heads)
+        )
         run = sliding_prefill if window and tokens > window else full_prefill
-        made.append(_bind(run, query, key, value, window))
+        made.append(partial(run, query, key, value, window))
     return [made]
 
 
@@ -114,25 +108,17 @@ def chunk_rounds(
 
     Full layers only.
     """
-    torch = require_torch()
+    require_torch()
     from torch.nn.attention.bias import causal_lower_right
 
     heads, kv_heads, dim = shape["n_heads"], shape["n_kv_heads"], shape["head_dim"]
-
-    def tensor(count: int, length: int) -> Any:
-        size = (1, count, length, dim)
-        return torch.randn(*size, dtype=torch.bfloat16, device=device.torch_device)
-
+    tensor = partial(randn, device.torch_device, 1)
     mask = causal_lower_right(tokens, context)
-    query = tensor(heads, tokens)
+    query = tensor(heads, tokens, dim)
     touched = kv_bytes(shape, 1, context)
     calls, _ = rotation(touched, touched, device.cache_bytes)
     made = []
     for _ in range(min(calls, 8)):
-        key, value = tensor(kv_heads, context), tensor(kv_heads, context)
-        made.append(_bind(attend, query, key, value, mask))
+        key, value = (tensor(kv_heads, context, dim) for _ in range(2))
+        made.append(partial(attend, query, key, value, mask))
     return [made]
-
-
-def _bind(function: Any, *arguments: Any) -> Call:
-    return lambda: function(*arguments)

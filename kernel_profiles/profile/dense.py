@@ -1,30 +1,22 @@
 """Dense parts of a layer: GEMMs, and the norms, rotary embedding and KV writes between them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.profile.device import Device
-from eldr_sim.kernel_profiles.profile.timing import Call, require_torch, rotation
+from eldr_sim.kernel_profiles.profile.timing import Call, randn, require_torch, rotation
 
 EPSILON = 1e-6
 
 
 def gemm_rounds(m: int, n: int, k: int, device: Device) -> Sequence[Sequence[Call]]:
     """Calls of ``[m, k] x [k, n]`` in bfloat16, each with a matrix of its own."""
-    torch = require_torch()
-    calls, _ = rotation(2 * n * k, 2 * n * k, device.cache_bytes)
-
-    def tensor(*size: int) -> Any:
-        return torch.randn(*size, dtype=torch.bfloat16, device=device.torch_device)
-
-    x = tensor(m, k)
-    return [[_linear(x, tensor(n, k)) for _ in range(calls)]]
-
-
-def _linear(x: Any, weight: Any) -> Call:
     linear = require_torch().nn.functional.linear
-    return lambda: linear(x, weight)
+    calls, _ = rotation(2 * n * k, 2 * n * k, device.cache_bytes)
+    x = randn(device.torch_device, m, k)
+    return [[partial(linear, x, randn(device.torch_device, n, k)) for _ in range(calls)]]
 
 
 class Elementwise:

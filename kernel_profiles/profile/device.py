@@ -93,14 +93,16 @@ def open_device(kind: str, threads: int = 1) -> Device:
     )
 
 
+def cpu_facts() -> dict[str, str]:
+    """What Linux says of a processor, such as ``model name``; nothing where it does not tell."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
 def cpu_model() -> str:
     """Name of the processor; of its architecture where the system does not tell."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
-        if found:
-            return found[1]
-    return platform.machine()
+    return cpu_facts().get("model name") or platform.machine()
 
 
 def _open_cpu(torch: Any, threads: int) -> Device:

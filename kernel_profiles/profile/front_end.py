@@ -12,7 +12,6 @@ import http.client
 import json
 import multiprocessing
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.errors import InputError
+from eldr_sim.errors import InputError, needed
 from eldr_sim.kernel_profiles.kernels.front_end import PARTS
+from eldr_sim.kernel_profiles.profile.device import cpu_facts, cpu_model
 from eldr_sim.kernel_profiles.profile.timing import Timing
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
 
@@ -36,14 +36,7 @@ _EXTRA = "pip install 'eldr-sim[frontend]'"
 
 def cpu_name() -> str:
     """Return the name of this machine's CPU, with its family, model and stepping (``lscpu``)."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine()
-    facts = dict(
-        [part.strip() for part in line.split(":", 1)] for line in text.splitlines() if ":" in line
-    )
-    name = facts.get("model name") or platform.machine()
+    facts, name = cpu_facts(), cpu_model()
     numbers = [facts.get(key, "") for key in ("cpu family", "model", "stepping")]
     return f"{name}, family/model/stepping {'/'.join(numbers)}" if all(numbers) else name
 
@@ -54,7 +47,7 @@ def open_tokenizer(path: Path) -> Any:
     Raises InputError: the package ``tokenizers`` is missing, or the file is none of its files.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core, whatever the batch
-    tokenizers = _required("tokenizers")
+    tokenizers = needed("tokenizers", "frontend", _EXTRA)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing more special
@@ -105,8 +98,8 @@ def echo_times(tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, Timing]]:
     the time from the client's first byte to the first event of the answer. By prompt tokens. Raises
     InputError: FastAPI or uvicorn is missing.
     """
-    _required("fastapi")
-    _required("uvicorn")
+    needed("fastapi", "frontend", _EXTRA)
+    needed("uvicorn", "frontend", _EXTRA)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     to_engine, engine_side = context.Pipe()
@@ -267,10 +260,3 @@ def measure_front_end(
 
 
 _PACKAGES = ("tokenizers", "fastapi", "uvicorn")
-
-
-def _required(package: str) -> Any:
-    try:
-        return import_module(package)
-    except ModuleNotFoundError:
-        raise InputError("frontend", f"the package {package} is not installed", _EXTRA) from None

@@ -19,11 +19,7 @@ FORCED = "forced"
 
 SKEWS = (0.6, 1.2)  #: Zipf exponents of the tokens per expert on the third axis; 0 is even
 
-_BATCHES = (
-    (1, 4, 16, 64, 256),
-    (2, 8, 32, 128, 512),
-    (3, 6, 12, 24, 48, 96, 192, 384),
-)
+_BATCHES = ((1, 4, 16, 64, 256), (2, 8, 32, 128, 512), (3, 6, 12, 24, 48, 96, 192, 384))
 _COARSE = (0.25, 0.5, 1.0)
 _FINE = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
 
@@ -155,20 +151,11 @@ def forced_routing(
     Returns ndarray: int32 [batch, top_k]; the ids of a row differ. Raises InputError: the count
     cannot be reached at this batch.
 
-    Parameters
-    ----------
-    point
-        Batch, distinct experts, and skew of their load.
-    n_experts, top_k
-        Of the layer.
-    rng
-        Draws the experts, and the order of tokens and picks.
-    n_ranks
-        With several ranks, rank 0 (experts below ``n_experts / n_ranks``) gets its share of the
-        pairs, ``batch * top_k / n_ranks``, or as near as the count allows. The other picks go to
-        other ranks' experts.
-    experts
-        Ids of the distinct experts, else drawn at random.
+    ``point``: batch, distinct experts, and skew of their load; ``n_experts``, ``top_k``: of the
+    layer; ``rng``: draws the experts, and the order of tokens and picks; ``n_ranks``: with several
+    ranks, rank 0 (experts below ``n_experts / n_ranks``) gets its share of the pairs, ``batch *
+    top_k / n_ranks``, or as near as the count allows. The other picks go to other ranks' experts;
+    ``experts``: ids of the distinct experts, else drawn at random.
     """
     batch, distinct = point.batch, point.distinct
     low, high = distinct_range(batch, n_experts, top_k, n_ranks)

@@ -33,21 +33,12 @@ from eldr_sim.kernel_profiles.profile.weights import MoEShape
 from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
     Kind,
-    attention_shape,
+    attention_shapes,
     elementwise_shape,
-    moe_shape,
+    moe_shape_of,
 )
 
-PARTS = (
-    "moe",
-    "moe-vllm",
-    "attention",
-    "gemm",
-    "elementwise",
-    "collectives",
-    "nixl",
-    "host-gap",
-)
+PARTS = ("moe", "moe-vllm", "attention", "gemm", "elementwise", "collectives", "nixl", "host-gap")
 """What ``--only`` chooses from."""
 
 _ROTATION_POINTS = ((0.0, 1), (0.125, 16), (0.25, 8), (0.5, 16), (1.0, 16), (1.0, 128))
@@ -84,35 +75,21 @@ class Target:
     @property
     def moe_identity(self) -> dict[str, int]:
         """Shape of that part as it identifies a table."""
-        shape = self.moe
-        return moe_shape(
-            shape.hidden, shape.intermediate, shape.n_experts, shape.top_k, shape.n_ranks
-        )
+        return moe_shape_of(self.shard, self.parallelism.n_expert_ranks)
 
     @property
     def attention_shapes(self) -> list[dict[str, int]]:
         """Shapes of the kinds of layers, of grouped-query attention."""
         model = self.shard
-        if model.attention != "gqa":
-            return []
-        shapes = []
-        if model.n_full_layers:
-            heads = model.global_n_kv_heads or model.n_kv_heads
-            width = model.global_head_dim or model.head_dim
-            shapes.append(attention_shape(model.n_heads, heads, width, 0))
-        if model.n_sliding_layers:
-            window = model.sliding_window
-            shapes.append(attention_shape(model.n_heads, model.n_kv_heads, model.head_dim, window))
-        return shapes
+        return [own for _, _, own in attention_shapes(model)] if model.attention == "gqa" else []
 
     @property
     def linears(self) -> list[tuple[int, int]]:
         """Matrices (n, k) that a step multiplies by, but the experts."""
         model = self.shard
         found = [(model.n_experts, model.hidden_size), (model.vocab_size, model.hidden_size)]
-        for sliding, layers in ((True, model.n_sliding_layers), (False, model.n_full_layers)):
-            if layers:
-                found += model.attention_linears(sliding)
+        for sliding, _ in model.attention_kinds:
+            found += model.attention_linears(sliding)
         for width in (model.shared_intermediate_size, model.dense_intermediate_size):
             if width:
                 found += [(2 * width, model.hidden_size), (model.hidden_size, width)]
@@ -195,8 +172,8 @@ def make_plan(
         "attention": lambda: _attention_tasks(targets, device),
         "gemm": lambda: _gemm_tasks(targets, device, known_linears),
         "elementwise": lambda: _elementwise_tasks(targets, device),
-        "collectives": lambda: _collective_tasks(device),
-        "nixl": lambda: _nixl_tasks(device),
+        "collectives": lambda: _once("collectives", 1, _collectives),
+        "nixl": lambda: _once("nixl", 0, _nixl),
         "host-gap": lambda: _host_gap_tasks(targets),
     }
     for part in PARTS:
@@ -223,70 +200,23 @@ def _moe_group(part: str, target: Target) -> str:
 # -- MoE --------------------------------------------------------------------------------------
 
 
-def _moe_tasks(targets: Sequence[Target], device: Device, kernel: type[Any]) -> Iterator[Task]:
-    part = "moe-vllm" if kernel is VllmMoE else "moe"
-    folder = OTHER if kernel is VllmMoE else MAIN
-    large = (1024, 2048) if device.is_cpu else (1024, 2048, 4096, 8192, 16384)
-    for target in targets:
-        shape = target.moe
-        identity = target.moe_identity
-        group = _moe_group(part, target)
-        if kernel is TritonKernel:
-            yield Task(f"{group} tune", part, group, -1, _tune(group, shape, kernel))
-        yield Task(f"{group} check", part, group, -1, _check(group, shape, kernel))
+@dataclass(frozen=True)
+class _MoELayer:
+    """A target's MoE layer in one kernel; its methods are what tasks run."""
 
-        def measure(
-            point: MoEPoint,
-            folders: list[tuple[Mode, str]],
-            rotate: bool = True,
-            shape: MoEShape = shape,
-            group: str = group,
-            identity: dict[str, int] = identity,
-        ) -> Callable[[Workbench], Outcome]:
-            def run(workbench: Workbench) -> Outcome:
-                bench = workbench.bench(group, shape, kernel)
-                own = bench.kernel
-                about = (identity, MOE_DTYPES[shape.dtype], own.kernel_source, own.framework)
-                row: dict[str, Any] = {"batch": point.batch, "distinct_experts": point.distinct}
-                row["routing"] = point.routing
-                return Outcome(
-                    [
-                        Record(where, "moe", *about, row, bench.time(point, mode, rotate=rotate))
-                        for mode, where in folders
-                    ]
-                )
+    group: str
+    identity: dict[str, int]
+    shape: MoEShape
+    kernel: type[Any]
 
-            return run
+    def tune(self, workbench: Workbench) -> Outcome:
+        bench = workbench.bench(self.group, self.shape, self.kernel)
+        workbench.tuned[self.group] = bench.kernel.tune(bench)
+        return Outcome(note={"tuned": workbench.tuned[self.group]})
 
-        levels = moe_levels(shape.n_experts, shape.top_k, shape.n_ranks, large)
-        for level, points in enumerate(levels):
-            for point in points:
-                key = f"{group} {point.batch}x{point.distinct} {point.routing}"
-                yield Task(key, part, group, level, measure(point, _modes(device, folder)))
-        if folder == MAIN:
-            even = {p for points in levels for p in points if p.skew == 0}
-            for share, batch in _ROTATION_POINTS:
-                point = MoEPoint(batch, max(round(shape.owned * share), shape.top_k))
-                if point in even:
-                    key = f"{group} {point.batch}x{point.distinct} warm"
-                    warm = measure(point, [(device.timer.modes[0], HOT)], rotate=False)
-                    yield Task(key, part, group, 2, warm)
-
-
-def _tune(group: str, shape: MoEShape, kernel: type[Any]) -> Callable[[Workbench], Outcome]:
-    def run(workbench: Workbench) -> Outcome:
-        bench = workbench.bench(group, shape, kernel)
-        workbench.tuned[group] = bench.kernel.tune(bench)
-        return Outcome(note={"tuned": workbench.tuned[group]})
-
-    return run
-
-
-def _check(group: str, shape: MoEShape, kernel: type[Any]) -> Callable[[Workbench], Outcome]:
-    """Compare with float64: one token, all experts, and enough tokens for large blocks."""
-
-    def run(workbench: Workbench) -> Outcome:
-        bench = workbench.bench(group, shape, kernel)
+    def check(self, workbench: Workbench) -> Outcome:
+        """Compare with float64: one token, all experts, and enough tokens for large blocks."""
+        bench, shape = workbench.bench(self.group, self.shape, self.kernel), self.shape
         enough = -(-shape.n_experts // shape.top_k)
         points = [
             MoEPoint(1, min(shape.top_k, shape.owned)),
@@ -295,7 +225,42 @@ def _check(group: str, shape: MoEShape, kernel: type[Any]) -> Callable[[Workbenc
         ]
         return Outcome(note={"error": max(bench.error(point) for point in points)})
 
-    return run
+    def measure(
+        self, point: MoEPoint, modes: list[tuple[Mode, str]], rotate: bool, workbench: Workbench
+    ) -> Outcome:
+        bench = workbench.bench(self.group, self.shape, self.kernel)
+        own, dtype = bench.kernel, MOE_DTYPES[self.shape.dtype]
+        about = (self.identity, dtype, own.kernel_source, own.framework)
+        row: dict[str, Any] = {"batch": point.batch, "distinct_experts": point.distinct}
+        row["routing"] = point.routing
+        timed = ((where, bench.time(point, mode, rotate=rotate)) for mode, where in modes)
+        return Outcome([Record(where, "moe", *about, row, timing) for where, timing in timed])
+
+
+def _moe_tasks(targets: Sequence[Target], device: Device, kernel: type[Any]) -> Iterator[Task]:
+    part = "moe-vllm" if kernel is VllmMoE else "moe"
+    folder = OTHER if kernel is VllmMoE else MAIN
+    large = (1024, 2048) if device.is_cpu else (1024, 2048, 4096, 8192, 16384)
+    for target in targets:
+        shape, group = target.moe, _moe_group(part, target)
+        layer = _MoELayer(group, target.moe_identity, shape, kernel)
+        if kernel is TritonKernel:
+            yield Task(f"{group} tune", part, group, -1, layer.tune)
+        yield Task(f"{group} check", part, group, -1, layer.check)
+        levels = moe_levels(shape.n_experts, shape.top_k, shape.n_ranks, large)
+        for level, points in enumerate(levels):
+            for point in points:
+                key = f"{group} {point.batch}x{point.distinct} {point.routing}"
+                run = partial(layer.measure, point, _modes(device, folder), True)
+                yield Task(key, part, group, level, run)
+        if folder == MAIN:
+            even = {p for points in levels for p in points if p.skew == 0}
+            for share, batch in _ROTATION_POINTS:
+                point = MoEPoint(batch, max(round(shape.owned * share), shape.top_k))
+                if point in even:
+                    key = f"{group} {point.batch}x{point.distinct} warm"
+                    warm = partial(layer.measure, point, [(device.timer.modes[0], HOT)], False)
+                    yield Task(key, part, group, 2, warm)
 
 
 # -- the other kernels ------------------------------------------------------------------------
@@ -385,9 +350,7 @@ def _elementwise_tasks(targets: Sequence[Target], device: Device) -> Iterator[Ta
     tokens = [1, 4, 16, 64, 256, 1024] + ([] if device.is_cpu else [4096, 16384])
     for target in targets:
         model = target.shard
-        shape = elementwise_shape(
-            model.hidden_size, model.n_heads, model.n_kv_heads, model.head_dim
-        )
+        shape = elementwise_shape(model)
         group = f"elementwise {_name(shape)}"
         source = "torch_elementwise" if device.is_cpu else "eldr_sim_triton_elementwise"
         for count in tokens:
@@ -397,69 +360,61 @@ def _elementwise_tasks(targets: Sequence[Target], device: Device) -> Iterator[Ta
             yield _timed(f"{count}", group, level, "elementwise", shape, row, source, make)
 
 
-def _collective_tasks(device: Device) -> Iterator[Task]:
-    def run(workbench: Workbench) -> Outcome:
-        torch = require_torch()
-        count = 0 if device.is_cpu else torch.cuda.device_count()
-        if count < 2:
-            here = "the CPU" if device.is_cpu else "one GPU is here"
-            raise InputError("collectives", f"need several GPUs, and this is {here}")
-        from eldr_sim.kernel_profiles.profile.collectives import measure_collectives
-
-        workbench.clear()
-        records = []
-        for ranks in [n for n in (2, 4, 8) if n <= count]:
-            for (operation, size), timing in measure_collectives("nccl", ranks).items():
-                row = {"operation": operation, "n_gpus": ranks, "message_bytes": size}
-                version = ".".join(map(str, torch.cuda.nccl.version()))
-                framework = f"nccl {version}"
-                records.append(
-                    Record(MAIN, "collective", {}, "float16", "NCCL", framework, row, timing)
-                )
-        return Outcome(records)
-
-    yield Task("collectives", "collectives", "collectives", 1, run)
+def _once(part: str, level: int, run: Callable[[Workbench], Outcome]) -> Iterator[Task]:
+    yield Task(part, part, part, level, run)
 
 
-def _nixl_tasks(device: Device) -> Iterator[Task]:
-    def run(workbench: Workbench) -> Outcome:
-        from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, nixl_version
+def _collectives(workbench: Workbench) -> Outcome:
+    torch, device = require_torch(), workbench.device
+    count = 0 if device.is_cpu else torch.cuda.device_count()
+    if count < 2:
+        here = "the CPU" if device.is_cpu else "one GPU is here"
+        raise InputError("collectives", f"need several GPUs, and this is {here}")
+    from eldr_sim.kernel_profiles.profile.collectives import measure_collectives
 
-        times, first_contact = measure_transfers(device.torch_device)
-        memory = "dram" if device.is_cpu else "vram"
-        source, version = f"nixl_ucx_{memory}_two_local_agents", f"nixl {nixl_version()}"
-        records = []
-        for (size, count), timing in times.items():
-            row = {"message_bytes": size, "descriptors": count}
-            records.append(Record(MAIN, "kv_transfer", {}, "uint8", source, version, row, timing))
-        return Outcome(records, {"first_contact_s": first_contact})
+    workbench.clear()
+    about = ("float16", "NCCL", f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    records = []
+    for ranks in [n for n in (2, 4, 8) if n <= count]:
+        for (operation, size), timing in measure_collectives("nccl", ranks).items():
+            row = {"operation": operation, "n_gpus": ranks, "message_bytes": size}
+            records.append(Record(MAIN, "collective", {}, *about, row, timing))
+    return Outcome(records)
 
-    yield Task("nixl", "nixl", "nixl", 0, run)
+
+def _nixl(workbench: Workbench) -> Outcome:
+    from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, nixl_version
+
+    times, first_contact = measure_transfers(workbench.device.torch_device)
+    memory = "dram" if workbench.device.is_cpu else "vram"
+    about = ("uint8", f"nixl_ucx_{memory}_two_local_agents", f"nixl {nixl_version()}")
+    records = []
+    for (size, count), timing in times.items():
+        row = {"message_bytes": size, "descriptors": count}
+        records.append(Record(MAIN, "kv_transfer", {}, *about, row, timing))
+    return Outcome(records, {"first_contact_s": first_contact})
 
 
 def _host_gap_tasks(targets: Sequence[Target]) -> Iterator[Task]:
     for target in targets:
-        model = target.model
-        group = f"host-gap {model.name} tp{target.parallelism.tensor_parallel_size}"
+        size = target.parallelism.tensor_parallel_size
+        group = f"host-gap {target.model.name} tp{size}"
+        yield Task(group, "host-gap", group, 1, partial(_host_gap, target))
 
-        def run(workbench: Workbench, target: Target = target, model: ModelDims = model) -> Outcome:
-            if target.parallelism != SINGLE_GPU:
-                raise InputError("host-gap", "measured on one GPU with the whole layer")
-            shape = target.moe
-            kernel = (TorchMoE if workbench.device.is_cpu else TritonKernel)(
-                shape, workbench.device
-            )
-            name = _moe_group("moe", target)
-            if name in workbench.tuned:
-                kernel.restore(workbench.tuned[name])
-            workbench.clear()
-            gaps = measure_host_gap(model, shape, workbench.device, kernel)
-            depth = {"n_layers": model.n_layers, "hidden_size": model.hidden_size}
-            about = (depth, "bfloat16", "eldr_sim_layer_stack", _torch_version())
-            records = [
-                Record(MAIN, "host_gap", *about, {"batch": batch}, gap.timing)
-                for batch, gap in gaps.items()
-            ]
-            return Outcome(records, {str(batch): gap.to_json() for batch, gap in gaps.items()})
 
-        yield Task(group, "host-gap", group, 1, run)
+def _host_gap(target: Target, workbench: Workbench) -> Outcome:
+    if target.parallelism != SINGLE_GPU:
+        raise InputError("host-gap", "measured on one GPU with the whole layer")
+    model, shape, device = target.model, target.moe, workbench.device
+    kernel: MoEKernel = (TorchMoE if device.is_cpu else TritonKernel)(shape, device)
+    name = _moe_group("moe", target)
+    if name in workbench.tuned:
+        kernel.restore(workbench.tuned[name])
+    workbench.clear()
+    gaps = measure_host_gap(model, shape, device, kernel)
+    depth = {"n_layers": model.n_layers, "hidden_size": model.hidden_size}
+    about = (depth, "bfloat16", "eldr_sim_layer_stack", _torch_version())
+    records = [
+        Record(MAIN, "host_gap", *about, {"batch": n}, gap.timing) for n, gap in gaps.items()
+    ]
+    return Outcome(records, {str(batch): gap.to_json() for batch, gap in gaps.items()})

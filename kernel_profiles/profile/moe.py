@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from eldr_sim.errors import InputError
+from eldr_sim.errors import InputError, needed
 from eldr_sim.kernel_profiles.profile.device import Device
 from eldr_sim.kernel_profiles.profile.grid import MoEPoint, forced_logits, forced_routing
 from eldr_sim.kernel_profiles.profile.timing import Call, Mode, Timing, require_torch, rotation
@@ -27,40 +28,40 @@ Activations are rounded to bfloat16 three times (between the GEMMs, by pair, at 
 time by up to 2 ** -8; stored weights are widened exactly."""
 
 
-class MoEKernel(Protocol):
-    """A fused MoE layer of one shape on one device."""
+class MoEKernel:
+    """A fused MoE layer of one shape on one device, with nothing to choose."""
 
     kernel_source: str
     framework: str
 
     def tune(self, bench: MoEBench) -> dict[str, Any]:
         """Choose block sizes and the like; returns what was chosen, as plain values."""
+        return {}
 
     def restore(self, tuned: dict[str, Any]) -> None:
         """Choose what :meth:`tune` returned earlier."""
 
     def layer(self, batch: int) -> Layer:
         """The layer for a batch."""
+        raise NotImplementedError
 
 
 class Layer(Protocol):
     """A layer for one batch; results are overwritten by the next run."""
 
     def poison(self) -> None:
-        """Spoil what a run must write."""
+        """Spoil what a run must write, where anything is kept between runs."""
+        return
 
     def __call__(self, x: Any, logits: Any, weights: ExpertWeights) -> Any:
         """Run."""
 
 
-class TorchLayer:
+class TorchLayer(Layer):
     """A loop over the experts that are chosen, as vLLM's CPU back end runs a MoE layer in torch."""
 
     def __init__(self, shape: MoEShape) -> None:
         self.shape = shape
-
-    def poison(self) -> None:
-        """Nothing is kept between runs."""
 
     def __call__(self, x: Any, logits: Any, weights: ExpertWeights) -> Any:
         """Sort pairs by expert, run each expert's tokens together, add up by weight."""
@@ -89,7 +90,7 @@ class TorchLayer:
         return torch.einsum("bkh,bk->bh", pairs, share.to(x.dtype))
 
 
-class TorchMoE:
+class TorchMoE(MoEKernel):
     """torch's kernels, expert after expert."""
 
     kernel_source = "torch_expert_loop"
@@ -100,31 +101,19 @@ class TorchMoE:
         self.shape = shape
         self.framework = f"torch {require_torch().__version__.split('+')[0]}"
 
-    def tune(self, bench: MoEBench) -> dict[str, Any]:
-        """Nothing to choose."""
-        return {}
-
-    def restore(self, tuned: dict[str, Any]) -> None:
-        """Nothing to choose."""
-
     def layer(self, batch: int) -> Layer:
         """The layer for a batch."""
         return TorchLayer(self.shape)
 
 
-class TritonKernel:
+class TritonKernel(MoEKernel):
     """The layer of :mod:`~eldr_sim.kernel_profiles.profile.triton_moe`."""
 
     def __init__(self, shape: MoEShape, device: Device) -> None:
         require_torch()
-        try:
-            import triton
+        triton = needed("triton", "moe", "pip install 'eldr-sim[profile]'")
+        from eldr_sim.kernel_profiles.profile import triton_moe
 
-            from eldr_sim.kernel_profiles.profile import triton_moe
-        except ModuleNotFoundError:
-            raise InputError(
-                "moe", "triton is not installed", "pip install 'eldr-sim[profile]'"
-            ) from None
         self._module = triton_moe
         self.shape, self.device = shape, device
         self.kernel_source = triton_moe.KERNEL_SOURCE
@@ -180,42 +169,29 @@ class TritonKernel:
         return {name: [list(astuple(tile)) for tile in pair] for name, pair in self.tiles.items()}
 
 
-class _VllmLayer:
+class _VllmLayer(Layer):
     def __init__(self, shape: MoEShape) -> None:
         from vllm.model_executor.layers.fused_moe import fused_experts, fused_topk
 
         self.shape, self._experts, self._topk = shape, fused_experts, fused_topk
-
-    def poison(self) -> None:
-        """vLLM allocates what it writes."""
 
     def __call__(self, x: Any, logits: Any, weights: ExpertWeights) -> Any:
         weight, ids = self._topk(x, logits, self.shape.top_k, True)[:2]
         return self._experts(x, weights.up.stored, weights.down.stored, weight, ids)
 
 
-class VllmMoE:
+class VllmMoE(MoEKernel):
     """vLLM's ``fused_experts``, with the tuned configuration that vLLM finds for the device."""
 
     kernel_source = "vllm_fused_experts"
 
     def __init__(self, shape: MoEShape, device: Device) -> None:
-        try:
-            import vllm
-        except ModuleNotFoundError:
-            raise InputError("moe-vllm", "vllm is not installed", "pip install vllm") from None
+        vllm = needed("vllm", "moe-vllm", "pip install vllm")
         if device.is_cpu:
             raise InputError("moe-vllm", "fused_experts is a Triton kernel", "--device cuda")
         if shape.dtype != "bfloat16" or shape.n_ranks > 1:
             raise InputError("moe-vllm", "measured with bfloat16 experts on one rank only")
         self.shape, self.framework = shape, f"vllm {vllm.__version__}"
-
-    def tune(self, bench: MoEBench) -> dict[str, Any]:
-        """VLLM brings its own configurations."""
-        return {}
-
-    def restore(self, tuned: dict[str, Any]) -> None:
-        """VLLM brings its own configurations."""
 
     def layer(self, batch: int) -> Layer:
         """The layer for a batch."""
@@ -264,7 +240,7 @@ class MoEBench:
                 )
                 logits = forced_logits(named[ids].astype(np.int32), shape.n_experts, rng)
                 copy = self.weights[index % len(self.weights)]
-                made.append(_call(layer, x, torch.from_numpy(logits).to(device), copy))
+                made.append(partial(layer, x, torch.from_numpy(logits).to(device), copy))
             rounds.append(made if rotate else made * calls)
         return rounds
 
@@ -297,7 +273,3 @@ class MoEBench:
                 f"{ERROR_BOUND[shape.dtype]} at most",
             )
         return error
-
-
-def _call(layer: Layer, x: Any, logits: Any, weights: ExpertWeights) -> Call:
-    return lambda: layer(x, logits, weights)

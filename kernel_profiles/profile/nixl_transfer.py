@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from eldr_sim.errors import InputError
+from eldr_sim.errors import InputError, needed
 from eldr_sim.kernel_profiles.profile.timing import Timing, require_torch
 
 GRID = tuple(
@@ -69,17 +69,14 @@ def measure_transfers(
     fails.
     """
     torch = require_torch()
-    try:
-        from nixl._api import nixl_agent, nixl_agent_config
-    except ModuleNotFoundError:
-        raise InputError("nixl", "nixl is not installed", "pip install nixl") from None
+    api = needed("nixl._api", "nixl", "pip install nixl")
     largest = max(size for size, _ in grid)
     # Blocks lie apart, as the KV blocks of one request do: else NIXL could merge them.
     source = torch.ones(2 * largest, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     start = time.perf_counter()
-    config = nixl_agent_config(backends=["UCX"])
-    prefill, decode = nixl_agent("prefill", config), nixl_agent("decode", config)
+    config = api.nixl_agent_config(backends=["UCX"])
+    prefill, decode = api.nixl_agent("prefill", config), api.nixl_agent("decode", config)
     registered = [
         (agent, agent.register_memory(tensor))
         for agent, tensor in ((prefill, source), (decode, target))

@@ -174,24 +174,11 @@ def profile(
     :func:`~eldr_sim.kernel_profiles.profile.measurement_plan.make_plan`. Raises KeyboardInterrupt:
     ctrl-C: the journal keeps what was measured.
 
-    Parameters
-    ----------
-    targets
-        Models, and how a worker spreads them.
-    device
-        What to measure.
-    out
-        Folder to write.
-    budget_s
-        Time to measure; a task that has begun is ended. What is left out is told.
-    parts
-        Kernels to measure.
-    resume
-        Go on with the profile in ``out``.
-    progress
-        Told the share of tasks or of the budget that is done, whichever is more, and the task.
-    clock
-        Seconds; tests replace it.
+    ``targets``: models, and how a worker spreads them; ``device``: what to measure; ``out``: folder
+    to write; ``budget_s``: time to measure; a task that has begun is ended. What is left out is
+    told; ``parts``: kernels to measure; ``resume``: go on with the profile in ``out``;
+    ``progress``: told the share of tasks or of the budget that is done, whichever is more, and the
+    task; ``clock``: seconds; tests replace it.
     """
     if not budget_s > 0:
         raise InputError("budget", f"{budget_s} s", "more than 0")
@@ -284,10 +271,9 @@ def write(
             continue
         if table.metadata.kind == "moe" and folder != HOT:
             fits[str(Path(folder) / name)] = report = table_fit.moe_report(table)
-            table_errors = {**report["grid"], **_linear_errors(report)}
-            table = LatencyTable(
-                table.metadata.model_copy(update={"fit_error": table_errors}), table.columns
-            )
+            held_out = {k: v for k, v in report["linear"].items() if k.startswith("held_out")}
+            linear = {f"linear_{name}": error for name, error in held_out.items()}
+            table = table.saying(fit_error=report["grid"] | linear)
         table.save(out / folder / name)
         if folder == MAIN:
             paths.append(out / name)
@@ -320,11 +306,6 @@ def write(
         _write_text(out / "gpu.json", entry_json + "\n")
     _write_text(out / "profile.json", json.dumps(summary, indent=1) + "\n")
     return Profile(out, paths, summary, found)
-
-
-def _linear_errors(report: Mapping[str, Any]) -> dict[str, float]:
-    """Held-out errors of the linear form, beside those of the grid in a table's metadata."""
-    return {f"linear_{k}": v for k, v in report["linear"].items() if k.startswith("held_out")}
 
 
 def _write_text(path: Path, text: str) -> None:

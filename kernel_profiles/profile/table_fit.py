@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from eldr_sim.kernel_profiles.kernels.kernel_latency import PrefillAttention
-from eldr_sim.kernel_profiles.kernels.moe_latency import fit_grid, fit_max_form
+from eldr_sim.kernel_profiles.kernels.moe_latency import fit_grid, fit_max_form, mean_and_max
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out
 from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
@@ -66,10 +66,7 @@ def moe_report(table: LatencyTable) -> dict[str, Any]:
     def score(
         predict: Callable[[FloatArray, FloatArray], FloatArray], rows: NDArray[np.bool_], name: str
     ) -> dict[str, float]:
-        if not rows.any():
-            return {}
-        errors = np.abs(predict(batch[rows], distinct[rows]) / latency[rows] - 1)
-        return {f"{name}_mean": float(errors.mean()), f"{name}_max": float(errors.max())}
+        return mean_and_max(name, np.abs(predict(batch[rows], distinct[rows]) / latency[rows] - 1))
 
     report: dict[str, Any] = {
         "points": len(points),

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.errors import InputError
+from eldr_sim.errors import needed
 
 Call = Callable[[], Any]
 Mode = Literal["graph", "eager"]
@@ -27,13 +27,13 @@ MAX_CALLS = 320  #: calls of a round at most
 
 def require_torch() -> Any:
     """Import torch; raises InputError with the command that installs it."""
-    try:
-        import torch
-    except ModuleNotFoundError:
-        raise InputError(
-            "profile", "torch is not installed", "pip install 'eldr-sim[profile]'"
-        ) from None
-    return torch
+    return needed("torch", "profile", "pip install 'eldr-sim[profile]'")
+
+
+def randn(device: str, *size: int) -> Any:
+    """Draw a bfloat16 tensor."""
+    torch = require_torch()
+    return torch.randn(*size, dtype=torch.bfloat16, device=device)
 
 
 @dataclass(frozen=True)

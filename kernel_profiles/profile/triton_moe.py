@@ -45,11 +45,7 @@ DECODE_TILES = (
 )
 """Tried for few tokens an expert."""
 
-PREFILL_TILES = (
-    Tile(64, 64, 64, 4, 4),
-    Tile(64, 128, 64, 8, 3),
-    Tile(128, 64, 64, 8, 3),
-)
+PREFILL_TILES = (Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 64, 64, 8, 3))
 """Tried for many."""
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.models import FP8_BLOCK, WeightDtype
+from eldr_sim.kernel_profiles.models import FP8_BLOCK, WeightDtype, stored_bytes
 from eldr_sim.kernel_profiles.profile.timing import require_torch
 
 _GROUP = 32
@@ -45,15 +45,7 @@ class MoEShape:
     def expert_bytes(self) -> int:
         """Bytes of one expert's matrices as stored, scales included."""
         sizes = ((2 * self.intermediate, self.hidden), (self.hidden, self.intermediate))
-        return sum(_stored_bytes(n, k, self.dtype) for n, k in sizes)
-
-
-def _stored_bytes(n: int, k: int, dtype: WeightDtype) -> int:
-    if dtype == "bfloat16":
-        return 2 * n * k
-    if dtype == "fp8_block":
-        return n * k + 4 * -(-n // FP8_BLOCK) * -(-k // FP8_BLOCK)
-    return n * k // 2 + n * k // _GROUP
+        return sum(stored_bytes(n, k, self.dtype) for n, k in sizes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from functools import lru_cache
 from importlib import metadata as package_metadata
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -39,9 +39,8 @@ from eldr_sim.kernel_profiles.tables.format import (
     Kind,
     LatencyTable,
     TableMetadata,
-    attention_shape,
-    mla_shape,
-    moe_shape,
+    attention_shapes,
+    moe_shape_of,
 )
 
 SYSTEMS = {
@@ -57,6 +56,7 @@ SYSTEMS = {
 }
 """GPUs that can be imported, and their folder in the package."""
 
+_BLACKWELL = ("B200", "B300", "GB200", "GB300", "RTX PRO 6000")
 _SMALL = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 _GEMM_ROWS = [*_SMALL, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384]
 _SMALLEST, _LAUNCH_MS = 128, 0.01
@@ -141,16 +141,32 @@ def data_folder(gpu: str) -> Path:
     return root / "systems" / "data" / SYSTEMS[gpu]
 
 
-def versions(folder: Path) -> list[str]:
-    """Version folders, newest first."""
+class Source(NamedTuple):
+    """A file of the package: what one version of one engine took on a GPU."""
+
+    gpu: str
+    part: str  #: ``moe``, ``attention``, ``mla``, ``gemm`` or ``comm``
+    engine: str
+    version: str
+    file: str = ""  #: empty for all files of the version
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return data_folder(self.gpu) / self.part / self.engine / self.version / self.file
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        """Its rows, none if it is missing."""
+        return pd.read_parquet(self.path) if self.path.is_file() else pd.DataFrame()
+
+
+def sources(gpu: str, part: str, engine: str, file: str = "") -> list[Source]:
+    """Return a file in all versions that there are, newest first."""
+    folder = data_folder(gpu) / part / engine
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(names, key=lambda name: [int(p) for p in name.split(".") if p.isdigit()])[::-1]
-
-
-def read_rows(folder: Path, version: str, file: str) -> pd.DataFrame:
-    """Rows of a version's file, none if it is missing."""
-    path = folder / version / file
-    return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+    names.sort(key=lambda name: [int(p) for p in name.split(".") if p.isdigit()])
+    return [Source(gpu, part, engine, name, file) for name in names[::-1]]
 
 
 def median_rows(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
@@ -160,51 +176,59 @@ def median_rows(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 def package_table(
     kind: Kind,
-    gpu: str,
+    source: Source,
     frame: pd.DataFrame,
     columns: dict[str, NDArray[Any]],
     *,
     shape: dict[str, int],
     dtype: str,
-    framework: str,
-    path: str,
     latency_dtype: type = np.float64,
-    notes: str = "",
-    device: str | None = None,
-    kernel_source: str | None = None,
+    **about: str,
 ) -> LatencyTable:
-    """Table of these columns; what else it says of its source comes from the package's rows."""
-    sources = sorted(set(frame["kernel_source"])) if kernel_source is None else [kernel_source]
+    """Table of these columns; what else it says of its source comes from the package's rows.
+
+    ``about``: fields of its metadata that do not.
+    """
+    _, part, engine, version, file = source
+    path = "/".join(filter(None, (SYSTEMS[source.gpu], part, engine, version, file)))
+    said: dict[str, Any] = {
+        "kernel_source": " + ".join(sorted(set(frame.get("kernel_source", ())))),
+        "device": str(frame["device"].iloc[0]) if "device" in frame else SYSTEMS[source.gpu],
+        "notes": _NOTES if kind not in ("collective", "all_to_all") else "",
+    }
     table = LatencyTable(
         TableMetadata(
             kind=kind,
-            gpu=gpu,
+            gpu=source.gpu,
             shape=shape,
             dtype=dtype,
-            kernel_source=" + ".join(sources),
-            framework=framework,
+            framework=f"{engine} {version}",
             provenance="imported",
             origin=f"aiconfigurator-core {package_metadata.version('aiconfigurator-core')}: {path}",
-            device=device or str(frame["device"].iloc[0]),
             date=datetime.date.today().isoformat(),
-            notes=notes or (_NOTES if kind not in ("collective", "all_to_all") else ""),
+            **(said | about),
         ),
         columns | {"latency_s": columns["latency_s"].astype(latency_dtype)},
     )
-    metadata = table.metadata.model_copy(update={"fit_error": left_out_errors(table)})
-    return LatencyTable(metadata, table.columns)
+    return table.saying(fit_error=left_out_errors(table))
 
 
 def moe_tables(
-    gpu: str, model: ModelDims, parallelism: Parallelism = SINGLE_GPU
+    gpu: str, model: ModelDims, parallelism: Parallelism = SINGLE_GPU, engine: str = "vllm"
 ) -> Iterator[LatencyTable]:
-    """Fused-MoE tables of one GPU's part of a model's layer, the newest version of every kernel."""
+    """Fused-MoE tables of one GPU's part of a model's layer, the newest version of every kernel.
+
+    ``engine``: whose: ``vllm``, ``sglang`` or ``trtllm``, which takes MXFP4 weights with MXFP8
+    activations on Blackwell (``get_mxfp4_quant_algo`` of ``tensorrt_llm/_torch/model_config.py``).
+    """
+    dtype = MOE_DTYPES[model.expert_dtype]
+    if (engine, model.expert_dtype) == ("trtllm", "mxfp4") and gpu in _BLACKWELL:
+        dtype = "w4a8_mxfp4_mxfp8"
     ranks = parallelism.n_expert_ranks
-    folder = data_folder(gpu) / "moe" / "vllm"
     shard = parallelism.shard(model)
     seen: set[str] = set()
-    for version in versions(folder):
-        frame = read_rows(folder, version, "moe_perf.parquet")
+    for file in sources(gpu, "moe", engine, "moe_perf.parquet"):
+        frame = file.rows
         if frame.empty:
             continue
         frame = frame[
@@ -212,7 +236,7 @@ def moe_tables(
             & (frame.inter_size == model.expert_intermediate_size)
             & (frame.num_experts == model.n_experts)
             & (frame.topk == model.top_k)
-            & (frame.moe_dtype == MOE_DTYPES[model.expert_dtype])
+            & (frame.moe_dtype == dtype)
         ]
         limited = _reads_too_fast(frame, gpu, model)
         frame = frame[
@@ -234,9 +258,14 @@ def moe_tables(
             if source in seen or points.num_tokens.nunique() < 10:
                 continue
             seen.add(str(source))
+            notes = _NOTES
+            if "balanced" not in set(points.distribution):
+                notes += "; distinct experts are expectations of the power laws"
+            if dtype != MOE_DTYPES[model.expert_dtype]:
+                notes += f"; rows of {dtype}"
             yield package_table(
                 "moe",
-                gpu,
+                file,
                 rows,
                 {
                     "batch": points.num_tokens.to_numpy(np.int32),
@@ -244,19 +273,9 @@ def moe_tables(
                     "routing": points.distribution.to_numpy(dtype=object),
                     "latency_s": points.latency.to_numpy(np.float64) / 1e3,
                 },
-                shape=moe_shape(
-                    model.hidden_size,
-                    shard.expert_intermediate_size,
-                    model.n_experts,
-                    model.top_k,
-                    ranks,
-                ),
+                shape=moe_shape_of(shard, ranks),
                 dtype=MOE_DTYPES[model.expert_dtype],
-                framework=f"vllm {version}",
-                path=f"{SYSTEMS[gpu]}/moe/vllm/{version}/moe_perf.parquet",
-                notes=_NOTES
-                if "balanced" in set(points.distribution)
-                else f"{_NOTES}; distinct experts are expectations of the power laws",
+                notes=notes,
             )
 
 
@@ -284,107 +303,53 @@ def routed_distinct(routing: str, tokens: int, model: ModelDims, n_ranks: int = 
     return expected_distinct(tokens, model.n_experts, model.top_k, alpha, n_ranks)
 
 
-def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
+def attention_tables(gpu: str, model: ModelDims, engine: str = "vllm") -> Iterator[LatencyTable]:
     """Decode and prefill attention of every kind of layer of a model, newest version.
 
-    Of the model's type of KV cache.
+    Of the model's type of KV cache. Of multi-head latent attention whole modules were measured, of
+    DeepSeek-V3's widths: with the projections (``ModelDims.attention_linears``), stored as linear
+    layers are.
     """
-    if model.attention != "gqa":
+    mla = model.attention == "mla"
+    if mla and (model.q_lora_rank, model.kv_lora_rank, model.hidden_size) != (1536, 512, 7168):
         return
-    folder = data_folder(gpu) / "attention" / "vllm"
-    shapes = []
-    if model.n_full_layers:
-        heads = model.global_n_kv_heads or model.n_kv_heads
-        width = model.global_head_dim or model.head_dim
-        shapes.append(attention_shape(model.n_heads, heads, width, 0, model.kv_cache_dtype))
-    if model.n_sliding_layers:
-        window = model.sliding_window
-        heads, width = model.n_kv_heads, model.head_dim
-        shapes.append(attention_shape(model.n_heads, heads, width, window, model.kv_cache_dtype))
-    for version in versions(folder)[:1]:
-        for kind in ("attention_decode", "attention_prefill"):
-            decode = kind == "attention_decode"
-            file = f"{'generation' if decode else 'context'}_attention_perf.parquet"
-            frame = read_rows(folder, version, file)
+    kinds: tuple[tuple[Kind, str, str], ...] = (
+        ("attention_decode", "generation", "step"),
+        ("attention_prefill", "context", "isl"),
+    )
+    for kind, name, axis in kinds:
+        name = f"mla_{name}_module" if mla else f"{name}_attention"
+        part = "mla" if mla else "attention"
+        for file in sources(gpu, part, engine, f"{name}_perf.parquet")[:1]:
+            frame = file.rows
+            if frame.empty:
+                continue
             if "window_size" not in frame:
                 frame["window_size"] = 0
-            for shape in shapes:
-                rows = frame[
-                    (frame.num_heads == shape["n_heads"])
-                    & (frame.num_key_value_heads == shape["n_kv_heads"])
-                    & (frame.head_dim == shape["head_dim"])
-                    & (frame.window_size == shape["window"])
-                    & (frame.kv_cache_dtype == model.kv_cache_dtype)
-                ]
+            for _, _, shape in attention_shapes(model, model.kv_cache_dtype):
+                wanted: dict[str, Any] = {"num_heads": model.n_heads}
+                wanted |= {"kv_cache_dtype": model.kv_cache_dtype}
+                if mla:
+                    wanted |= {"model": "deepseek-ai/DeepSeek-V3", "gemm_type": model.linear_dtype}
+                else:
+                    wanted |= {"num_key_value_heads": shape["n_kv_heads"]}
+                    wanted |= {"head_dim": shape["head_dim"], "window_size": shape["window"]}
+                rows = frame[(frame[list(wanted)] == list(wanted.values())).all(axis=1)]
                 if rows.empty:
                     continue
-                axis = "step" if decode else "isl"
                 points = median_rows(rows, ["batch_size", axis])
                 tokens = points[axis].to_numpy(np.int32)
+                decode = kind == "attention_decode"
                 columns: dict[str, NDArray[Any]] = {
                     "batch": points.batch_size.to_numpy(np.int32),
                     "context" if decode else "new_tokens": tokens + 1 if decode else tokens,
                     "latency_s": points.latency.to_numpy(np.float64) / 1e3,
                 }
-                yield package_table(
-                    "attention_decode" if decode else "attention_prefill",
-                    gpu,
-                    rows,
-                    columns,
-                    shape=shape,
-                    dtype="bfloat16",
-                    framework=f"vllm {version}",
-                    path=f"{SYSTEMS[gpu]}/attention/vllm/{version}/{file}",
-                )
+                dtype = model.linear_dtype if mla else "bfloat16"
+                yield package_table(kind, file, rows, columns, shape=shape, dtype=dtype)
 
 
-def mla_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
-    """Modules of multi-head latent attention, newest version: DeepSeek-V3's widths.
-
-    A module holds the projections (``ModelDims.attention_linears``), stored as linear layers are.
-    """
-    if (model.q_lora_rank, model.kv_lora_rank, model.hidden_size) != (1536, 512, 7168):
-        return
-    folder = data_folder(gpu) / "mla" / "vllm"
-    for version in versions(folder)[:1]:
-        for kind, name in (("attention_decode", "generation"), ("attention_prefill", "context")):
-            file = f"mla_{name}_module_perf.parquet"
-            frame = read_rows(folder, version, file)
-            if frame.empty:
-                continue
-            rows = frame[
-                (frame.model == "deepseek-ai/DeepSeek-V3")
-                & (frame.num_heads == model.n_heads)
-                & (frame.gemm_type == model.linear_dtype)
-                & (frame.kv_cache_dtype == model.kv_cache_dtype)
-            ]
-            if rows.empty:
-                continue
-            axis = "step" if kind == "attention_decode" else "isl"
-            points = median_rows(rows, ["batch_size", axis])
-            tokens = points[axis].to_numpy(np.int32)
-            column = {"context": tokens + 1} if axis == "step" else {"new_tokens": tokens}
-            yield package_table(
-                "attention_decode" if axis == "step" else "attention_prefill",
-                gpu,
-                rows,
-                {"batch": points.batch_size.to_numpy(np.int32)}
-                | column
-                | {"latency_s": points.latency.to_numpy(np.float64) / 1e3},
-                shape=mla_shape(
-                    model.n_heads,
-                    model.hidden_size,
-                    model.q_lora_rank,
-                    model.kv_lora_rank,
-                    model.kv_cache_dtype,
-                ),
-                dtype=model.linear_dtype,
-                framework=f"vllm {version}",
-                path=f"{SYSTEMS[gpu]}/mla/vllm/{version}/{file}",
-            )
-
-
-def gemm_tables(gpu: str, dtype: str = "bfloat16") -> Iterator[LatencyTable]:
+def gemm_tables(gpu: str, dtype: str = "bfloat16", engine: str = "vllm") -> Iterator[LatencyTable]:
     """Dense GEMMs of one GPU in a type of weights: every (n, k) of the package, a subset of m.
 
     The newest version of vLLM that has rows, or else of SGLang, which runs the same kernels, where
@@ -392,14 +357,13 @@ def gemm_tables(gpu: str, dtype: str = "bfloat16") -> Iterator[LatencyTable]:
     SGLang), FP8 blocks 60 us on an H100 or H200, 150 and more on a B200, for that matrix as for one
     of 8192 x 8192. Blocks are always SGLang's.
     """
-    root = data_folder(gpu) / "gemm"
     engines = ("sglang",) if dtype == "fp8_block" else ("vllm", "sglang")
-    found = [(root / name, version) for name in engines for version in versions(root / name)]
-    for folder, version in found:
-        frame = read_rows(folder, version, "gemm_perf.parquet")
+    engines = engines if engine == "vllm" else (engine, *engines)
+    found = [file for name in engines for file in sources(gpu, "gemm", name, "gemm_perf.parquet")]
+    for file in found:
+        frame = file.rows
         if frame.empty:
             continue
-        backend = folder.name
         rows = frame[(frame.gemm_dtype == dtype) & frame.m.isin(_GEMM_ROWS)]
         least = rows[(rows.m == 1) & (rows.n == _SMALLEST) & (rows.k == _SMALLEST)]
         if rows.empty or (least.latency > _LAUNCH_MS).any():
@@ -407,14 +371,12 @@ def gemm_tables(gpu: str, dtype: str = "bfloat16") -> Iterator[LatencyTable]:
         points = median_rows(rows, ["n", "k", "m"])
         yield package_table(
             "gemm",
-            gpu,
+            file,
             rows,
             {name: points[name].to_numpy(np.int32) for name in ("m", "n", "k")}
             | {"latency_s": points.latency.to_numpy(np.float64) / 1e3},
             shape={},
             dtype=dtype,
-            framework=f"{backend} {version}",
-            path=f"{SYSTEMS[gpu]}/gemm/{backend}/{version}/gemm_perf.parquet",
             latency_dtype=np.float32,
         )
         return

@@ -13,18 +13,15 @@
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from eldr_sim.kernel_profiles.sources.aiconfigurator import (
-    SYSTEMS,
-    data_folder,
+    Source,
     median_rows,
     package_table,
-    read_rows,
-    versions,
+    sources,
 )
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
@@ -35,25 +32,22 @@ _NODE_GPUS = {"GB200": 4, "GB300": 4}  # others: 8
 
 def collective_tables(gpu: str) -> Iterator[LatencyTable]:
     """NCCL collectives and vLLM's custom all-reduce (under CUDA graphs) inside one node."""
-    comm = data_folder(gpu) / "comm"
-    for backend, file, element, keep in (
-        ("nccl", "nccl_perf.parquet", "half", "NCCL"),
-        ("vllm", "custom_allreduce_perf.parquet", "bfloat16", "vLLM_custom_graph"),
-    ):
-        version = next(
-            (v for v in versions(comm / backend) if (comm / backend / v / file).is_file()), None
-        )
-        if version is None:
+    for backend, name, column, element, keep in (
+        ("nccl", "nccl_perf.parquet", "nccl_dtype", "half", "NCCL"),
+        ("vllm", "custom_allreduce_perf.parquet", "allreduce_dtype", "bfloat16",
+         "vLLM_custom_graph"),
+    ):  # fmt: skip
+        files = [file for file in sources(gpu, "comm", backend, name) if file.path.is_file()]
+        if not files:
             continue
-        frame = read_rows(comm / backend, version, file)
-        dtype = frame["nccl_dtype" if backend == "nccl" else "allreduce_dtype"]
-        rows = frame[(dtype == element) & (frame.kernel_source == keep)]
+        frame = files[0].rows
+        rows = frame[(frame[column] == element) & (frame.kernel_source == keep)]
         if rows.empty:
             continue
         points = median_rows(rows, ["op_name", "num_gpus", "message_size"])
         yield package_table(
             "collective",
-            gpu,
+            files[0],
             rows,
             {
                 "operation": points.op_name.to_numpy(dtype=object),
@@ -63,20 +57,15 @@ def collective_tables(gpu: str) -> Iterator[LatencyTable]:
             },
             shape={},
             dtype="float16" if element == "half" else element,
-            framework=f"{backend} {version}",
-            path=f"{SYSTEMS[gpu]}/comm/{backend}/{version}/{file}",
-            device=str(rows["device"].iloc[0]) if "device" in rows else SYSTEMS[gpu],
-            kernel_source=keep,
         )
 
 
 def all_to_all_tables(gpu: str) -> Iterator[LatencyTable]:
     """Dispatch and combine of DeepEP's kernels: newest version of each source and node count."""
-    comm = data_folder(gpu) / "comm"
     for framework, read in (("sglang", _benchmark_rows), ("vllm", _engine_rows)):
         seen: set[int] = set()
-        for version in versions(comm / framework):
-            rows = read(comm / framework / version, _NODE_GPUS.get(gpu, 8))
+        for folder in sources(gpu, "comm", framework):
+            rows = read(folder, _NODE_GPUS.get(gpu, 8))
             if rows.empty:
                 continue
             for nodes in sorted(set(rows.n_nodes) - seen):
@@ -91,29 +80,26 @@ def all_to_all_tables(gpu: str) -> Iterator[LatencyTable]:
                 }
                 yield package_table(
                     "all_to_all",
-                    gpu,
+                    folder,
                     own,
                     columns | {"latency_s": points.latency_us.to_numpy(np.float64) / 1e6},
                     shape={"n_nodes": int(nodes)} if nodes > 1 else {},
                     dtype="fp8" if framework == "sglang" else "bfloat16",
-                    framework=f"{framework} {version}",
-                    path=f"{SYSTEMS[gpu]}/comm/{framework}/{version}",
                     kernel_source="DeepEP",
                     latency_dtype=np.float32,
                 )
 
 
-def _benchmark_rows(folder: Path, node_gpus: int) -> pd.DataFrame:
+def _benchmark_rows(folder: Source, node_gpus: int) -> pd.DataFrame:
     """Rows of DeepEP's own benchmarks, one a phase."""
     found = []
     for backend, file, suffixes in (
         ("deepep_ll", "wideep_deepep_ll_perf.parquet", ("avg_t_us",)),
         ("deepep_ht", "wideep_deepep_normal_perf.parquet", ("transmit_us", "notify_us")),
     ):
-        path = folder / file
-        if not path.is_file():
+        frame = folder._replace(file=file).rows
+        if frame.empty:
             continue
-        frame = pd.read_parquet(path)
         for phase in ("dispatch", "combine"):
             rows = frame
             if backend == "deepep_ht":
@@ -130,12 +116,11 @@ def _benchmark_rows(folder: Path, node_gpus: int) -> pd.DataFrame:
     return pd.concat(found).rename(columns=names | {"num_experts": "n_experts"})
 
 
-def _engine_rows(folder: Path, _node_gpus: int) -> pd.DataFrame:
+def _engine_rows(folder: Source, _node_gpus: int) -> pd.DataFrame:
     """Rows of DeepEP's kernels as vLLM calls them."""
-    path = folder / "moe_a2a_perf.parquet"
-    if not path.is_file():
-        return pd.DataFrame()
-    frame = pd.read_parquet(path)
+    frame = folder._replace(file="moe_a2a_perf.parquet").rows
+    if frame.empty:
+        return frame
     frame = frame[frame.comm_backend.isin(("deepep_ll", "deepep_ht"))]
     names = {"node_num": "n_nodes", "num_tokens": "tokens", "topk": "top_k", "ep_size": "n_gpus"}
     names |= {"num_experts": "n_experts", "comm_backend": "backend", "latency": "latency_us"}

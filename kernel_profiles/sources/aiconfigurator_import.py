@@ -9,10 +9,9 @@ from eldr_sim.kernel_profiles.sources import aiconfigurator_comm as comm
 from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     attention_tables,
     gemm_tables,
-    mla_tables,
     moe_tables,
 )
-from eldr_sim.kernel_profiles.tables.format import table_name
+from eldr_sim.kernel_profiles.tables.format import save_tables
 
 
 def import_tables(
@@ -21,39 +20,33 @@ def import_tables(
     out_dir: Path,
     parallelism: Parallelism = SINGLE_GPU,
     kv_dtypes: tuple[KVDtype, ...] = get_args(KVDtype),
+    engine: str = "vllm",
 ) -> list[Path]:
     """Write latency tables of one GPU as format v1.
 
     Returns list of Path: files written, none if the package holds no rows of the model on this GPU.
     Raises InputError: the package is missing, knows no such GPU, or the model cannot be spread so.
 
-    Parameters
-    ----------
-    gpu
-        One of :data:`~eldr_sim.kernel_profiles.sources.aiconfigurator.SYSTEMS`.
-    model
-        Whose MoE and attention tables to write, and the GPU's FP8 GEMMs if its linear layers are of
-        FP8 blocks; None writes the GPU's bfloat16 GEMMs, collectives, dispatch and combine.
-    out_dir
-        Folder to write to, made if missing. Existing tables of the same name are replaced.
-    parallelism
-        How the model is spread: the tables are those of one GPU's part.
-    kv_dtypes
-        Types of the KV cache of attention tables.
+    ``gpu``: one of :data:`~eldr_sim.kernel_profiles.sources.aiconfigurator.SYSTEMS`; ``model``:
+    whose MoE and attention tables to write, and the GPU's FP8 GEMMs if its linear layers are of FP8
+    blocks; None writes the GPU's bfloat16 GEMMs, collectives, dispatch and combine; ``out_dir``:
+    folder to write to, made if missing. Existing tables of the same name are replaced;
+    ``parallelism``: how the model is spread: the tables are those of one GPU's part; ``kv_dtypes``:
+    types of the KV cache of attention tables; ``engine``: whose kernels: ``vllm``, ``sglang`` or
+    ``trtllm``.
     """
     if model is None:
-        tables = [*gemm_tables(gpu), *comm.collective_tables(gpu), *comm.all_to_all_tables(gpu)]
+        tables = [
+            *gemm_tables(gpu, engine=engine),
+            *comm.collective_tables(gpu),
+            *comm.all_to_all_tables(gpu),
+        ]
     else:
         shard = parallelism.shard(model)
-        tables = [*moe_tables(gpu, model, parallelism)]
+        tables = [*moe_tables(gpu, model, parallelism, engine)]
         for kv_dtype in kv_dtypes:
             own = shard.model_copy(update={"kv_cache_dtype": kv_dtype})
-            tables += [*attention_tables(gpu, own), *mla_tables(gpu, own)]
+            tables += attention_tables(gpu, own, engine)
         if model.linear_dtype != "bfloat16":
-            tables += gemm_tables(gpu, model.linear_dtype)
-    paths = []
-    for table in tables:
-        path = out_dir / table_name(table.metadata)
-        table.save(path)
-        paths.append(path)
-    return paths
+            tables += gemm_tables(gpu, model.linear_dtype, engine)
+    return save_tables(tables, out_dir)

@@ -38,7 +38,7 @@ from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
     LatencyTable,
     TableMetadata,
-    moe_shape,
+    moe_shape_of,
 )
 from eldr_sim.kernel_profiles.tables.library import find_table
 
@@ -73,12 +73,7 @@ def derive_marlin_table(
     path = f"moe/vllm/{_VERSION}/moe_perf.parquet"
     frame = _marlin_rows(data_folder(gpu) / path, parallelism.tensor_parallel_size)
     row = frame.iloc[0]
-    shape = moe_shape(
-        model.hidden_size,
-        parallelism.shard(model).expert_intermediate_size,
-        model.n_experts,
-        model.top_k,
-    )
+    shape = moe_shape_of(parallelism.shard(model))
     later = find_table("moe", gpu, shape=shape, dtype=_DTYPE)
     if later is None:
         raise InputError(

@@ -26,7 +26,6 @@ experts. At batch 64 this gives 77.6 us for 16 experts and 365 for 128; AITER's 
 338.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,8 +40,8 @@ from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
     LatencyTable,
     TableMetadata,
-    moe_shape,
-    table_name,
+    moe_shape_of,
+    save_tables,
 )
 
 EXPERT_S = 2.495e-6  #: reading one expert of 9.437 MB (fit to AITER's rows): 3.78 TB/s
@@ -51,23 +50,10 @@ TOKEN_S = 0.155e-6  #: one more token with all experts read, up to batch 128 (fi
 
 #: AITER's tuned fused-MoE microseconds by tokens, MI300X, both stages.
 AITER_US = {
-    1: 34.0571,
-    2: 52.6583,
-    4: 84.4321,
-    8: 147.9434,
-    16: 218.2396,
-    32: 302.339,
-    64: 338.2867,
-    128: 351.8764,
-    256: 356.6064,
-    512: 412.152,
-    1024: 525.1645,
-    2048: 719.6576,
-    4096: 1277.8145,
-    8192: 2220.8408,
-    16384: 4216.914,
-    32768: 7767.4427,
-}
+    1: 34.0571, 2: 52.6583, 4: 84.4321, 8: 147.9434, 16: 218.2396, 32: 302.339, 64: 338.2867,
+    128: 351.8764, 256: 356.6064, 512: 412.152, 1024: 525.1645, 2048: 719.6576, 4096: 1277.8145,
+    8192: 2220.8408, 16384: 4216.914, 32768: 7767.4427,
+}  # fmt: skip
 
 
 def layer_s(batch: int, distinct: float) -> float:
@@ -95,9 +81,7 @@ def _metadata(model: ModelDims, **source: Any) -> TableMetadata:
     return TableMetadata(
         kind="moe",
         gpu="MI300X",
-        shape=moe_shape(
-            model.hidden_size, model.expert_intermediate_size, model.n_experts, model.top_k
-        ),
+        shape=moe_shape_of(model),
         dtype=MOE_DTYPES[model.expert_dtype],
         device="AMD Instinct MI300X",
         **source,
@@ -222,14 +206,7 @@ def triton_table(name: str, published: bool) -> LatencyTable:
     )
 
 
-def write_tables(
-    out_dir: Path, models: Sequence[str] = tuple(PUBLISHED), *, published: bool = True
-) -> list[Path]:
+def write_tables(out_dir: Path, *, published: bool = True) -> list[Path]:
     """Write the tables of Triton's kernels, and AITER's; the names of the files written."""
-    tables = [triton_table(name, published) for name in models]
-    paths = []
-    for table in [*tables, *([moe_table()] if published else [])]:
-        path = out_dir / table_name(table.metadata)
-        table.save(path)
-        paths.append(path)
-    return paths
+    tables = [triton_table(name, published) for name in PUBLISHED]
+    return save_tables([*tables, *([moe_table()] if published else [])], out_dir)

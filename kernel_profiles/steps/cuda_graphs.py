@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Padding
+from eldr_sim.kernel_profiles.rounding import rounded
 
 if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
@@ -53,7 +54,7 @@ def grown(activated: NDArray[np.float64], n_experts: int, growth: float) -> NDAr
     by ``growth`` times as many that choose alike with that to the power of ``growth``.
     """
     missed = 1.0 - np.minimum(activated / n_experts, 1.0)
-    return np.maximum(activated, n_experts * (1.0 - missed**growth))
+    return np.maximum(activated, rounded(n_experts * (1.0 - missed**growth)))
 
 
 def pad(cost: StepCost, padding: Padding, sizes: NDArray[np.int64]) -> StepCost:

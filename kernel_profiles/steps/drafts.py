@@ -24,6 +24,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
+from eldr_sim.kernel_profiles.tables.format import provenance_of
 
 DRAFT_HOST_S = 0.66e-3
 """Host, launches and sampling of a draft pass.
@@ -66,23 +67,17 @@ def build_draft(
     Raises InputError if the served model has no layer to draft with, or the draft cannot be spread
     so.
 
-    Parameters
-    ----------
-    method, model
-        vLLM's ``method`` and ``model`` of ``--speculative-config``.
-    target, parallelism
-        The served model, and the GPUs of an engine, over which the draft is spread too.
-    build
-        Makes the step times of a pass: of ``(dims, parallelism, host_gap_s, linears)``.
-    host_s
-        Of each pass; :data:`DRAFT_HOST_S` when not given.
+    ``method``, ``model``: vLLM's ``method`` and ``model`` of ``--speculative-config``; ``target``,
+    ``parallelism``: the served model, and the GPUs of an engine, over which the draft is spread
+    too; ``build``: makes the step times of a pass: of ``(dims, parallelism, host_gap_s, linears)``;
+    ``host_s``: of each pass; :data:`DRAFT_HOST_S` when not given.
     """
     host = DRAFT_HOST_S if host_s is None else host_s
     origin = (
         "given" if host_s is not None else "gpt-oss-120b, EAGLE-3, one H100 (step less kernels)"
     )
     label = "derived" if host_s is None else "measured"
-    provenance = {"draft_host": {"label": label, "origin": origin, "kernel_source": ""}}
+    provenance = {"draft_host": provenance_of(label, origin)}
     if method in ("ngram", "suffix"):
         note = (
             f"speculative_config: a look-up of {method} is taken to cost a draft pass's host time"
@@ -97,7 +92,7 @@ def build_draft(
     weights -= 2 * shared // own.tensor_parallel_size
     shard = own.shard(dims)
     origin = {"mtp": "a layer of the model", "draft_model": dims.name}.get(method, "a dense layer")
-    provenance["draft"] = {"label": steps.label, "origin": origin, "kernel_source": ""}
+    provenance["draft"] = provenance_of(steps.label, origin)
     if method != "draft_model" and model is None:
         provenance["draft"]["label"] = "roofline" if steps.label == "roofline" else "derived"
     return Draft(

@@ -34,11 +34,11 @@ from eldr_sim.kernel_profiles.tables.format import (
     Kind,
     LatencyTable,
     TableMetadata,
-    attention_shape,
+    attention_shapes,
     elementwise_shape,
     engine_step_shape,
-    mla_shape,
-    moe_shape,
+    moe_shape_of,
+    provenance_of,
     weakest,
 )
 
@@ -90,7 +90,7 @@ def bytes_alone(model: ModelDims, gpu: GPU) -> LatencyTable:
     metadata = TableMetadata(
         kind="elementwise",
         gpu=gpu.name,
-        shape=elementwise_shape(model.hidden_size, model.n_heads, model.n_kv_heads, model.head_dim),
+        shape=elementwise_shape(model),
         dtype="bfloat16",
         kernel_source="none: bytes over bandwidth",
         framework="eldr-sim",
@@ -99,21 +99,8 @@ def bytes_alone(model: ModelDims, gpu: GPU) -> LatencyTable:
         device=gpu.name,
     )
     return LatencyTable(
-        metadata,
-        {"tokens": tokens, "latency_s": elementwise_bytes(model) * tokens / bandwidth},
+        metadata, {"tokens": tokens, "latency_s": elementwise_bytes(model) * tokens / bandwidth}
     )
-
-
-def _provenance(table: LatencyTable) -> dict[str, Any]:
-    """Return what results say of a table that their times come from."""
-    metadata = table.metadata
-    return {
-        "label": metadata.provenance,
-        "origin": metadata.origin,
-        "kernel_source": metadata.kernel_source,
-        "framework": metadata.framework,
-        "device": metadata.device,
-    }
 
 
 class MoELayer(NamedTuple):
@@ -153,7 +140,7 @@ class Parts:
             self.elementwise = self._elementwise()
 
     def _record(self, component: str, table: LatencyTable, **more: Any) -> None:
-        entry = _provenance(table) | more
+        entry = table.source | {"device": table.metadata.device} | more
         known = self.provenance.get(component)
         if known is None or weakest([known["label"], entry["label"]]) != known["label"]:
             self.provenance[component] = entry
@@ -165,11 +152,7 @@ class Parts:
                 f"{component}: no table of {self.model.name} on {self.gpu.name}, "
                 f"times are {efficiency.provenance} from bytes and FLOPs"
             )
-        self.provenance[component] = {
-            "label": efficiency.provenance,
-            "origin": efficiency.source,
-            "kernel_source": "",
-        }
+        self.provenance[component] = provenance_of(efficiency.provenance, efficiency.source)
 
     def _moe(self) -> MoELatency:
         """A rank's MoE layer: from rows of just that, or else from the layer of all experts."""
@@ -186,13 +169,7 @@ class Parts:
                 "moe",
                 self.gpu,
                 model,
-                shape=moe_shape(
-                    model.hidden_size,
-                    model.expert_intermediate_size,
-                    model.n_experts,
-                    model.top_k,
-                    size,
-                ),
+                shape=moe_shape_of(model, size),
                 dtype=MOE_DTYPES[model.expert_dtype],
                 kernel="" if self.moe_backend == "auto" else self.moe_backend,
                 extra=self.tables,
@@ -231,11 +208,8 @@ class Parts:
         if rates is not None and self.moe_backend in ("auto", "triton"):
             tiled = untuned_moe(model, rates, bound.token_s / model.top_k)
             if tiled is not None:
-                self.provenance["moe"] = {
-                    "label": efficiency.provenance,
-                    "origin": rates.source,
-                    "kernel_source": "Triton, vLLM's default tiles",
-                }
+                kernel = "Triton, vLLM's default tiles"
+                self.provenance["moe"] = provenance_of(efficiency.provenance, rates.source, kernel)
                 return tiled
         known = {"auto", "aiter"} if rates is not None else {"auto"}
         if self.moe_backend not in known:
@@ -254,7 +228,7 @@ class Parts:
             problem = f"what launching kernels costs the host of {self.gpu.name} is not known"
             raise InputError("enforce_eager", problem, "not given, or a gap as host_gap_ms")
         kernels = model.n_layers * (_small_kernels(model) + 1)
-        for sliding, layers in ((True, model.n_sliding_layers), (False, model.n_full_layers)):
+        for sliding, layers in model.attention_kinds:
             kernels += layers * len(model.attention_linears(sliding))
         kernels += 2 * model.n_moe_layers * (model.shared_intermediate_size > 0)
         kernels += 2 * model.n_dense_layers + model.n_moe_layers * (1 + MOE_KERNELS)
@@ -283,37 +257,22 @@ class Parts:
         return GemmLatency.from_table(table)
 
     def _elementwise(self) -> LatencyTable | None:
-        table = gpu_table(
-            "elementwise",
-            self.gpu,
-            shape=elementwise_shape(
-                self.model.hidden_size,
-                self.model.n_heads,
-                self.model.n_kv_heads,
-                self.model.head_dim,
-            ),
-            extra=self.tables,
-        )
+        shape = elementwise_shape(self.model)
+        table = gpu_table("elementwise", self.gpu, shape=shape, extra=self.tables)
+        efficiency = roofline.efficiency_of(self.gpu)
         if table is not None:
             self._record("norms", table)
-            return table
-        efficiency = roofline.efficiency_of(self.gpu)
-        if efficiency.small_kernel_s is not None:
-            self.provenance["norms"] = {
-                "label": efficiency.provenance,
-                "origin": efficiency.source,
-                "kernel_source": "",
-            }
-            return None
-        norms = self.gpu.name in ("H100", "H200")
-        self.provenance["norms"] = {
-            "label": "derived",
-            "origin": "8 us a layer on H100 and H200 under CUDA graphs (TPOT less kernels)"
-            + ("" if norms else ", taken over")
-            + "; large batches from bytes over bandwidth",
-            "kernel_source": "",
-        }
-        return None
+        elif efficiency.small_kernel_s is not None:
+            said = provenance_of(efficiency.provenance, efficiency.source)
+            self.provenance["norms"] = said
+        else:
+            taken = "" if self.gpu.name in ("H100", "H200") else ", taken over"
+            self.provenance["norms"] = provenance_of(
+                "derived",
+                f"8 us a layer on H100 and H200 under CUDA graphs (TPOT less kernels){taken}; "
+                "large batches from bytes over bandwidth",
+            )
+        return table
 
     def host_gap(self, given: float | None) -> tuple[float, dict[str, dict[str, Any]]]:
         """Engine time per step, s: given, else the median of a profile's table, else the default.
@@ -330,13 +289,11 @@ class Parts:
         table = gpu_table("host_gap", self.gpu, shape=shape, extra=self.tables)
         if given is None and table is not None:
             gap_s = float(np.median(table.columns["latency_s"]))
-            return gap_s, {"host_gap": _provenance(table)}
-        said = {
-            "label": "derived" if given is None else "measured",
-            "origin": "GPT-OSS-120B on H200 (TPOT less kernels)" if given is None else "given",
-            "kernel_source": "",
-        }
-        return HOST_GAP_S if given is None else float(given), {"host_gap": said}
+            return gap_s, {"host_gap": table.source | {"device": table.metadata.device}}
+        if given is not None:
+            return float(given), {"host_gap": provenance_of("measured", "given")}
+        origin = "GPT-OSS-120B on H200 (TPOT less kernels)"
+        return HOST_GAP_S, {"host_gap": provenance_of("derived", origin)}
 
     def _collectives(self) -> dict[str, CollectiveLatency]:
         """Tables of collectives between this many GPUs: ``custom`` (all-reduce only), ``nccl``."""
@@ -351,6 +308,7 @@ class Parts:
             latency = CollectiveLatency.from_table(table)
             if ("all_reduce", n_gpus) in latency.curves:
                 found[name] = latency
+                self.warnings += latency.warnings["all_reduce", n_gpus]
                 self._record("collectives", table)
         if "nccl" not in found:
             self._record_roofline("collectives")
@@ -367,13 +325,13 @@ class Parts:
         custom = self.collective_tables["custom"].time_s("all_reduce", n_gpus, n_bytes)
         return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
 
-    def _sums_s(self, rows: FloatArray) -> FloatArray:
-        """All-reduces of ``rows`` hidden states: one after the embedding and two in every layer.
+    def collectives_s(self, rows: FloatArray) -> FloatArray:
+        """What the GPUs of a worker exchange in a step of ``rows`` tokens.
 
-        Where engines share experts, the outputs of these are combined and then gathered in place
-        of the second.
+        All-reduces of hidden states: one after the embedding and two in every layer. Where engines
+        share experts, the outputs of these are combined and then gathered in place of the second.
         """
-        if self.parallelism.tensor_parallel_size == 1:
+        if self.engine_step is not None or self.parallelism.tensor_parallel_size == 1:
             return np.zeros_like(rows)
         shared = self.parallelism.data_parallel_size > 1
         gathers = self.model.n_moe_layers if shared else 0
@@ -392,23 +350,8 @@ class Parts:
     def _attention(self, max_tokens: int) -> list[tuple[int, DecodeAttention, PrefillAttention]]:
         """Layers, decode and prefill attention of every kind of layer."""
         model, found = self.model, []
-        kinds = ((True, model.n_sliding_layers), (False, model.n_full_layers))
-        for sliding, layers in kinds:
-            if not layers:
-                continue
-            own = not sliding and model.global_head_dim
-            shape = attention_shape(
-                model.n_heads,
-                model.global_n_kv_heads if own else model.n_kv_heads,
-                model.global_head_dim if own else model.head_dim,
-                model.sliding_window if sliding else 0,
-            )
-            dtype = None
-            if model.attention == "mla":
-                shape = mla_shape(
-                    model.n_heads, model.hidden_size, model.q_lora_rank, model.kv_lora_rank
-                )
-                dtype = model.linear_dtype
+        dtype = model.linear_dtype if model.attention == "mla" else None
+        for sliding, layers, shape in attention_shapes(model):
             decode_table, prefill_table = self._attention_tables(shape, dtype)
             if decode_table is None or prefill_table is None:
                 self._record_roofline("attention")
@@ -477,29 +420,14 @@ class Parts:
         return self.gemm.time_s(n, k, rows)
 
     def dense_part_s(self, rows: FloatArray) -> FloatArray:
-        """What a step of ``rows`` tokens computes but for MoE layers, attention and lm_head."""
+        """What a step of ``rows`` tokens computes but for routed experts, attention and lm_head."""
         if self.engine_step is not None:
             return self.engine_step.token_part_s(rows)
-        return self._dense_s(rows)
-
-    def collectives_s(self, rows: FloatArray) -> FloatArray:
-        """What the GPUs of a worker exchange in a step of ``rows`` tokens."""
-        return np.zeros_like(rows) if self.engine_step is not None else self._sums_s(rows)
-
-    def sequence_part_s(self, rows: FloatArray) -> FloatArray:
-        """What ``rows`` sequences add to a step that samples their next tokens."""
-        if self.engine_step is not None:
-            return self.engine_step.sequence_part_s(rows)
-        return self._head_s(rows)
-
-    def _dense_s(self, rows: FloatArray) -> FloatArray:
-        """All layers but routed experts and attention, and the embedding, for ``rows`` tokens."""
         model = self.model
         total = np.zeros_like(rows)
-        for sliding, layers in ((True, model.n_sliding_layers), (False, model.n_full_layers)):
-            if layers:
-                for n, k in model.attention_linears(sliding):
-                    total += layers * self.linear_s(n, k, rows)
+        for sliding, layers in model.attention_kinds:
+            for n, k in model.attention_linears(sliding):
+                total += layers * self.linear_s(n, k, rows)
         hidden = model.hidden_size
         total += model.n_moe_layers * self._plain_s(model.n_experts, hidden, rows)
         for width, layers in (
@@ -534,8 +462,13 @@ class Parts:
             layers = model.n_layers * np.maximum(least_s, moved_s)
         return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
 
-    def _head_s(self, rows: FloatArray) -> FloatArray:
-        """lm_head for ``rows`` tokens; several GPUs gather its bfloat16 logits."""
+    def sequence_part_s(self, rows: FloatArray) -> FloatArray:
+        """What ``rows`` sequences add to a step that samples their next tokens: lm_head.
+
+        Several GPUs gather its bfloat16 logits.
+        """
+        if self.engine_step is not None:
+            return self.engine_step.sequence_part_s(rows)
         seconds = self._plain_s(self.model.vocab_size, self.model.hidden_size, rows)
         if self.parallelism.tensor_parallel_size > 1:
             seconds = seconds + self._gather_s(2 * self.whole.vocab_size * rows)

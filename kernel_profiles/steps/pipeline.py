@@ -13,6 +13,7 @@ from typing import Any
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels import roofline
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.tables.format import provenance_of
 
 
 @dataclass(frozen=True)
@@ -42,5 +43,5 @@ def plan_pipeline(model: ModelDims, gpu: GPU, n_stages: int) -> PipelinePlan:
         tuple(count / model.n_layers for count in layers),
         efficiency.collective_floor_s,
         2 * 2 * model.hidden_size / bandwidth,  # hidden states and residual, bfloat16
-        {"stage_sends": {"label": "roofline", "origin": efficiency.source, "kernel_source": ""}},
+        {"stage_sends": provenance_of("roofline", efficiency.source)},
     )

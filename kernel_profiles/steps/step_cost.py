@@ -62,17 +62,10 @@ def moe_layers_s(layer_s: Any, activated: Any) -> float:
 def rank_moe_s(layer: RankMoE, pairs: float, activated: float, prompts: bool) -> float:
     """Return the time of one MoE layer on one rank, s.
 
-    Parameters
-    ----------
-    layer
-        From :meth:`~eldr_sim.kernel_profiles.steps.step_time.StepTimeModel.rank_moe`.
-    pairs
-        Token-expert pairs that the rank computes; beyond the table its last slope goes on.
-    activated
-        Experts of the rank that have any; fractions are interpolated, more than its slots count
-        as all of them.
-    prompts
-        Whether the step holds prompts.
+    ``layer``: from :meth:`~eldr_sim.kernel_profiles.steps.step_time.StepTimeModel.rank_moe`;
+    ``pairs``: token-expert pairs that the rank computes; beyond the table its last slope goes on;
+    ``activated``: experts of the rank that have any; fractions are interpolated, more than its
+    slots count as all of them; ``prompts``: whether the step holds prompts.
     """
     row = pairs / layer.top_k
     rows = layer.rows
@@ -153,22 +146,13 @@ def step_parts(
 ) -> StepParts:
     """Return the time of one step by component.
 
-    Parameters
-    ----------
-    cost
-        The worker's tables.
-    sequences, tokens, context
-        Sequences that decode, their tokens in this step, and the tokens that these attend to,
-        themselves included.
-    first, count, n_chunks
-        int64 arrays: cached and new tokens of each chunk; ``n_chunks`` of them count.
-    rows
-        Tokens that lm_head is computed for.
-    activated
-        Activated experts of each MoE layer on its busiest rank, fractions where they are
-        expectations; fewer layers than the model's stand for all of them in equal parts.
-    uniform
-        The experts of the chunks are not known: expect uniform routing of all tokens instead.
+    ``cost``: the worker's tables; ``sequences``, ``tokens``, ``context``: sequences that decode,
+    their tokens in this step, and the tokens that these attend to, themselves included; ``first``,
+    ``count``, ``n_chunks``: int64 arrays: cached and new tokens of each chunk; ``n_chunks`` of them
+    count; ``rows``: tokens that lm_head is computed for; ``activated``: activated experts of each
+    MoE layer on its busiest rank, fractions where they are expectations; fewer layers than the
+    model's stand for all of them in equal parts; ``uniform``: the experts of the chunks are not
+    known: expect uniform routing of all tokens instead.
     """
     chunk_tokens = 0
     for i in range(n_chunks):
@@ -185,13 +169,5 @@ def step_parts(
     # Without graphs the host launches the next kernel while the last one runs, but no faster.
     waits = cost.launch_s - (moe + attention + dense + head + collectives)
     return StepParts(
-        moe,
-        attention,
-        dense,
-        head,
-        collectives,
-        cost.host_s + max(waits, 0.0),
-        0.0,
-        0.0,
-        0.0,
+        moe, attention, dense, head, collectives, cost.host_s + max(waits, 0.0), 0.0, 0.0, 0.0
     )

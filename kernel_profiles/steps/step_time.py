@@ -26,6 +26,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
+from eldr_sim.kernel_profiles.rounding import rounded
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
 from eldr_sim.kernel_profiles.steps.cuda_graphs import pad, padded_sizes
 from eldr_sim.kernel_profiles.steps.parts import MoELayer, Parts
@@ -86,20 +87,13 @@ class StepTimeModel:
 
         Raises InputError if the step does not fit into the tables.
 
-        Parameters
-        ----------
-        batch, context
-            Sequences that get their next token, and the tokens that these attend to together,
-            themselves included.
-        chunks
-            (first, tokens) of each chunk of a context that the step computes: ``tokens`` new ones
-            after ``first`` that are cached.
-        activated
-            Activated experts of each MoE layer, on its busiest rank; fractions are interpolated.
-            None expects uniform routing, for steps that compute chunks.
-        rows
-            Sequences that lm_head is computed for; one for each in the batch and each chunk when
-            not given.
+        ``batch``, ``context``: sequences that get their next token, and the tokens that these
+        attend to together, themselves included; ``chunks``: (first, tokens) of each chunk of a
+        context that the step computes: ``tokens`` new ones after ``first`` that are cached;
+        ``activated``: activated experts of each MoE layer, on its busiest rank; fractions are
+        interpolated. None expects uniform routing, for steps that compute chunks; ``rows``:
+        sequences that lm_head is computed for; one for each in the batch and each chunk when not
+        given.
         """
         from eldr_sim.kernel_profiles.steps.step_cost import step_parts  # the compiler loads slowly
 
@@ -146,7 +140,8 @@ class StepTimeModel:
         top_k = self.model.top_k
         last = max(2.0, np.ceil(max_pairs / top_k))
         dense = np.arange(min(last, _DENSE_ROWS) + 1.0)
-        steps = np.geomspace(_DENSE_ROWS, last, 1 + int(32 * np.log2(max(last / _DENSE_ROWS, 1))))
+        n_steps = 1 + int(32 * np.log2(max(last / _DENSE_ROWS, 1)))
+        steps = rounded(np.geomspace(_DENSE_ROWS, last, n_steps))
         rows = np.unique(np.concatenate([dense, steps[steps > dense[-1]], [last]]))
         tokens = rows * self.layer.tokens_per_row
         grids = (self.layer.latency.rank_grid_s(tokens, slots, mixed) for mixed in (False, True))
@@ -193,38 +188,20 @@ def build_step_time_model(
 
     Raises InputError: unknown names, sizes out of range, or a model that cannot be spread so.
 
-    Parameters
-    ----------
-    model, gpu
-        Dimensions, or names for :func:`load_model` and :func:`load_gpu`.
-    max_num_seqs
-        Most sequences in one decode step.
-    max_model_len
-        Most tokens of one sequence, prompt and output.
-    max_num_batched_tokens
-        Prefill steps up to this many tokens are tabulated; larger ones go on with the slope of
-        the upper half.
-    parallelism
-        GPUs of the worker, and how the model is spread over them.
-    host_gap_s
-        Engine time per step in seconds; None takes
-        :data:`~eldr_sim.kernel_profiles.steps.parts.HOST_GAP_S`.
-    cudagraph_padding
-        What the padding rows of CUDA graphs compute, see
-        :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`.
-    enforce_eager
-        Run without graphs: a step takes no less than the host needs to launch its kernels, and
-        nothing is padded.
-    moe_backend
-        Whose kernel computes the experts; the newest that was measured when ``auto``.
-    tables
-        Tables of the user's own; they take precedence over the shipped ones. One of kind
-        ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host gap together.
-    linears
-        (out, in features) of matrices that a step's tokens go through beside the model's.
-    tokens_per_sequence
-        Most tokens that a step computes for a sequence that decodes: more than one where it
-        verifies drafts.
+    ``model``, ``gpu``: dimensions, or names for :func:`load_model` and :func:`load_gpu`;
+    ``max_num_seqs``: most sequences in one decode step; ``max_model_len``: most tokens of one
+    sequence, prompt and output; ``max_num_batched_tokens``: prefill steps up to this many tokens
+    are tabulated; larger ones go on with the slope of the upper half; ``parallelism``: GPUs of the
+    worker, and how the model is spread over them; ``host_gap_s``: engine time per step in seconds;
+    None takes :data:`~eldr_sim.kernel_profiles.steps.parts.HOST_GAP_S`; ``cudagraph_padding``: what
+    the padding rows of CUDA graphs compute, see :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`;
+    ``enforce_eager``: run without graphs: a step takes no less than the host needs to launch its
+    kernels, and nothing is padded; ``moe_backend``: whose kernel computes the experts; the newest
+    that was measured when ``auto``; ``tables``: tables of the user's own; they take precedence over
+    the shipped ones. One of kind ``engine_step`` stands for GEMMs, norms, collectives, lm_head and
+    host gap together; ``linears``: (out, in features) of matrices that a step's tokens go through
+    beside the model's; ``tokens_per_sequence``: most tokens that a step computes for a sequence
+    that decodes: more than one where it verifies drafts.
     """
     dims = load_model(model) if isinstance(model, str) else model
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu
@@ -298,10 +275,6 @@ def _tabulate(
     while stride * 512 < max_model_len:
         stride *= 2
     context = stride * np.arange(-(-max_model_len // stride) + 1, dtype=np.float64)
-    layers = np.array([float(count) for count, _, _ in parts.attention])
-    decode = np.stack([part.time_s(rows, context) for _, part, _ in parts.attention])
-    alone = np.stack([part.alone_s for _, _, part in parts.attention])
-    share = np.stack([part.share_s for _, _, part in parts.attention])
     tokens = np.arange(max(sequences, budget) + 1.0)
     windowless = [part for part in parts.attention if part[1] is not parts.sliding]
     return StepCost(
@@ -314,10 +287,12 @@ def _tabulate(
         collectives_s=parts.collectives_s(tokens),
         host_s=host_gap_s,
         head_s=parts.sequence_part_s(rows),
-        attention_s=np.tensordot(layers, decode, 1),
+        attention_s=np.sum(
+            [n * part.time_s(rows, context) for n, part, _ in parts.attention], axis=0
+        ),
         context_stride=stride,
-        prompt_alone_s=layers @ alone,
-        prompt_share_s=layers @ share,
+        prompt_alone_s=np.sum([n * part.alone_s for n, _, part in parts.attention], axis=0),
+        prompt_share_s=np.sum([n * part.share_s for n, _, part in parts.attention], axis=0),
         prompt_floor_s=float(sum(n * p.floor_s for n, _, p in parts.attention)),
         prompt_token_s=float(sum(n * p.token_s for n, _, p in windowless)),
     )

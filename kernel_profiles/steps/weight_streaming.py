@@ -78,20 +78,12 @@ def plan_stream(
     Raises InputError: GPUs that do not divide the experts or exceed a node, a window or
     interference out of range, or a GPU whose host bandwidth is not known.
 
-    Parameters
-    ----------
-    model, gpu
-        What is served where.
-    n_gpus
-        GPUs that hold the experts together.
-    offload_window
-        Layers, at least 1, whose shards a GPU holds; the others wait in host memory. None, or as
-        many as there are to stream: nothing is offloaded.
-    interference
-        Time that a layer loses for each second of a gather beside it, 0 to 1: gathers take memory
-        bandwidth and, as NCCL's kernels do, multiprocessors.
-    tables
-        Tables of the user's own; they take precedence over the shipped ones.
+    ``model``, ``gpu``: what is served where; ``n_gpus``: GPUs that hold the experts together;
+    ``offload_window``: layers, at least 1, whose shards a GPU holds; the others wait in host
+    memory. None, or as many as there are to stream: nothing is offloaded; ``interference``: time
+    that a layer loses for each second of a gather beside it, 0 to 1: gathers take memory bandwidth
+    and, as NCCL's kernels do, multiprocessors; ``tables``: tables of the user's own; they take
+    precedence over the shipped ones.
     """
     if not 1 <= n_gpus <= NODE_GPUS or model.n_experts % n_gpus:
         problem = f"{n_gpus} GPUs for the {model.n_experts} experts of {model.name}"
@@ -148,23 +140,13 @@ def streamed_ends(
 
     GPUs that gather on their own are groups of one rank, a call each.
 
-    Parameters
-    ----------
-    start
-        float64 ``[ranks]``: when each starts its step, s.
-    layers_s
-        float64 ``[ranks, n_layers]``, or ``[ranks, 1]`` where all layers take as long: what each
-        layer computes, s.
-    n_layers
-        MoE layers; the first has its experts.
-    stream
-        Transfers of one layer.
-    loaded
-        float64 ``[ranks, W]``, in and out, the row ``first`` for all of them: when the shards of
-        the next W layers to be gathered have come from the host, the next one first. Zeros before
-        the first step; W = 0 without offloading, else below ``n_layers - 1``.
-    end
-        float64 ``[ranks]``, out: when each has computed its last layer, s.
+    ``start``: float64 ``[ranks]``: when each starts its step, s; ``layers_s``: float64 ``[ranks,
+    n_layers]``, or ``[ranks, 1]`` where all layers take as long: what each layer computes, s;
+    ``n_layers``: MoE layers; the first has its experts; ``stream``: transfers of one layer;
+    ``loaded``: float64 ``[ranks, W]``, in and out, the row ``first`` for all of them: when the
+    shards of the next W layers to be gathered have come from the host, the next one first. Zeros
+    before the first step; W = 0 without offloading, else below ``n_layers - 1``; ``end``: float64
+    ``[ranks]``, out: when each has computed its last layer, s.
     """
     window = loaded.shape[1]
     varies = layers_s.shape[1] > 1

@@ -1,25 +1,8 @@
 """Latency table format v1: one Parquet file, its columns and where its numbers come from.
 
 The file's schema carries one JSON document under the key ``eldr_sim.latency_table``: a
-:class:`TableMetadata`. Columns depend on the kind of kernel:
-
-==================  =====================================================================
-kind                columns (besides ``latency_s``, the median in seconds)
-==================  =====================================================================
-moe                 batch, distinct_experts, routing
-attention_decode    batch, context (tokens attended to, the new one included)
-attention_prefill   batch, new_tokens (all of the sequence: nothing cached)
-gemm                m (rows), n (out features), k (in features)
-collective          operation, n_gpus, message_bytes
-all_to_all          backend, phase (dispatch, combine), n_gpus, hidden_size, top_k, n_experts,
-                    tokens (of each GPU, routed uniformly)
-attention_chunk     new_tokens, context (cached and new tokens)
-elementwise         tokens: norms, rotary embedding and KV writes of one layer
-host_gap            batch: a decode step's time less the sum of its kernels, of the whole model
-kv_transfer         message_bytes, descriptors
-engine_step         tokens, sequences: an engine step but for MoE layers and attention
-front_end           part (tokenize, event_loop, http), tokens of a prompt; on a CPU
-==================  =====================================================================
+:class:`TableMetadata`. Columns depend on the kind of kernel (``_COLUMNS``), besides ``latency_s``,
+the median in seconds.
 
 Optional columns: ``latency_q1_s``, ``latency_q3_s`` (quartiles) and ``repeats``. Imported tables
 lack them where their origin gives one number only. ``distinct_experts`` is fractional where only
@@ -30,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -43,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
+from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.outputs import whole_file
 from eldr_sim.parquet import numbers, read_table, text_errors
 
@@ -66,26 +50,26 @@ Kind = Literal[
     "engine_step",
     "front_end",
 ]
+#: Columns by kind, and whether they hold integers, floats or strings.
 _COLUMNS: dict[Kind, dict[str, str]] = {
     "moe": {"batch": "i", "distinct_experts": "f", "routing": "s"},
+    # Context: tokens attended to, the new one included.
     "attention_decode": {"batch": "i", "context": "i"},
+    # All tokens of the sequence are new: nothing is cached.
     "attention_prefill": {"batch": "i", "new_tokens": "i"},
-    "gemm": {"m": "i", "n": "i", "k": "i"},
+    "gemm": {"m": "i", "n": "i", "k": "i"},  # rows, out features, in features
     "collective": {"operation": "s", "n_gpus": "i", "message_bytes": "i"},
-    "all_to_all": {
-        "backend": "s",
-        "phase": "s",
-        "n_gpus": "i",
-        "hidden_size": "i",
-        "top_k": "i",
-        "n_experts": "i",
-        "tokens": "i",
-    },
-    "attention_chunk": {"new_tokens": "i", "context": "i"},
-    "elementwise": {"tokens": "i"},
+    # Phase: dispatch or combine; tokens of each GPU, routed uniformly.
+    "all_to_all": {"backend": "s", "phase": "s"}
+    | dict.fromkeys(("n_gpus", "hidden_size", "top_k", "n_experts", "tokens"), "i"),
+    "attention_chunk": {"new_tokens": "i", "context": "i"},  # context: cached and new tokens
+    "elementwise": {"tokens": "i"},  # norms, rotary embedding and KV writes of one layer
+    # A decode step's time less the sum of its kernels, of the whole model.
     "host_gap": {"batch": "i"},
     "kv_transfer": {"message_bytes": "i", "descriptors": "i"},
+    # An engine step but for MoE layers and attention.
     "engine_step": {"tokens": "i", "sequences": "i"},
+    # On a CPU. Part: tokenize, event_loop or http; tokens of a prompt.
     "front_end": {"part": "s", "tokens": "i"},
 }
 _OPTIONAL = {"latency_q1_s": "f", "latency_q3_s": "f", "repeats": "i"}
@@ -117,14 +101,16 @@ def weakest(labels: Iterable[str]) -> Provenance:
     return PROVENANCES[max(ranks)]
 
 
+def provenance_of(label: str, origin: str, kernel_source: str = "", **more: Any) -> dict[str, Any]:
+    """Return what results say of where a time comes from."""
+    return {"label": label, "origin": origin, "kernel_source": kernel_source} | more
+
+
 def parts_by_provenance(provenance: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the parts of a step's time by label, the strongest first.
 
-    Parameters
-    ----------
-    provenance
-        Of a summary: what each part rests on, named ``pool.part`` where pools differ. How KV caches
-        are handed over is no part of a step.
+    ``provenance``: of a summary: what each part rests on, named ``pool.part`` where pools differ.
+    How KV caches are handed over is no part of a step.
     """
     found: dict[str, list[str]] = {}
     for name, source in provenance.items():
@@ -177,6 +163,16 @@ class LatencyTable:
 
     def __len__(self) -> int:
         return len(self.columns["latency_s"])
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What results say of times that come from this table."""
+        of = self.metadata
+        return provenance_of(of.provenance, of.origin, of.kernel_source, framework=of.framework)
+
+    def saying(self, **metadata: Any) -> LatencyTable:
+        """Return the same rows with other words about them."""
+        return LatencyTable(self.metadata.model_copy(update=metadata), self.columns)
 
     def rows(self, *names: str) -> list[tuple[Any, ...]]:
         """Return the values of some columns, row by row, as Python's own."""
@@ -327,14 +323,29 @@ def mla_shape(
     } | _kv_bits(kv_dtype)
 
 
-def elementwise_shape(hidden: int, n_heads: int, n_kv_heads: int, head_dim: int) -> dict[str, int]:
+def moe_shape_of(part: ModelDims, expert_parallel_size: int = 1) -> dict[str, int]:
+    """Shape of a MoE layer of a GPU's part of a model; see :func:`moe_shape`."""
+    width = part.expert_intermediate_size
+    return moe_shape(part.hidden_size, width, part.n_experts, part.top_k, expert_parallel_size)
+
+
+def attention_shapes(
+    part: ModelDims, kv_dtype: str = "bfloat16"
+) -> list[tuple[bool, int, dict[str, int]]]:
+    """Whether it slides, layers, and shape of each kind of attention of a GPU's part of a model."""
+    if part.attention == "mla":
+        ranks = part.q_lora_rank, part.kv_lora_rank
+        return [(False, part.n_layers, mla_shape(part.n_heads, part.hidden_size, *ranks, kv_dtype))]
+    return [
+        (kind, n, attention_shape(*part.heads(kind), part.sliding_window if kind else 0, kv_dtype))
+        for kind, n in part.attention_kinds
+    ]
+
+
+def elementwise_shape(part: ModelDims) -> dict[str, int]:
     """Shape of one layer's norms, rotary embedding and KV writes as it identifies a table."""
-    return {
-        "hidden_size": hidden,
-        "n_heads": n_heads,
-        "n_kv_heads": n_kv_heads,
-        "head_dim": head_dim,
-    }
+    names = ("hidden_size", "n_heads", "n_kv_heads", "head_dim")
+    return {name: getattr(part, name) for name in names}
 
 
 def engine_step_shape(n_layers: int, hidden: int, vocab: int) -> dict[str, int]:
@@ -363,15 +374,15 @@ _LETTERS = {
 
 def table_name(metadata: TableMetadata) -> str:
     """File name of a table: GPU, kind, shape, dtype and framework."""
-    parts = [metadata.gpu, metadata.kind]
-    parts += _shape_parts(metadata.shape)
-    parts += [metadata.dtype, metadata.framework]
-    return _name_of(parts) + ".parquet"
+    shape = [f"{_LETTERS[name]}{value}" for name, value in metadata.shape.items()]
+    parts = [metadata.gpu, metadata.kind, *shape, metadata.dtype, metadata.framework]
+    return "_".join(parts).lower().replace(" ", "-").replace("/", "-") + ".parquet"
 
 
-def _shape_parts(shape: Mapping[str, int]) -> list[str]:
-    return [f"{_LETTERS[name]}{value}" for name, value in shape.items()]
-
-
-def _name_of(parts: Sequence[str]) -> str:
-    return "_".join(parts).lower().replace(" ", "-").replace("/", "-")
+def save_tables(tables: Iterable[LatencyTable], folder: Path) -> list[Path]:
+    """Write tables into a folder, each under its name; return the files."""
+    paths = []
+    for table in tables:
+        paths.append(folder / table_name(table.metadata))
+        table.save(paths[-1])
+    return paths

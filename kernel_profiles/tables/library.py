@@ -138,18 +138,10 @@ def find_table(
     Tables in ``extra`` come first, in their order; then the strongest provenance, then the newest
     framework.
 
-    Parameters
-    ----------
-    kind, gpu, dtype
-        As in :class:`TableMetadata`; a ``dtype`` of None accepts any.
-    shape
-        Must equal the table's shape.
-    library
-        Name of the framework without its version; None accepts any.
-    kernel
-        What the name of the kernel that ran must hold, whatever the case, such as ``triton``.
-    extra
-        Tables of the user's own, such as a ``profile`` run wrote.
+    ``kind``, ``gpu``, ``dtype``: as in :class:`TableMetadata`; a ``dtype`` of None accepts any;
+    ``shape``: must equal the table's shape; ``library``: name of the framework without its version;
+    None accepts any; ``kernel``: what the name of the kernel that ran must hold, whatever the case,
+    such as ``triton``; ``extra``: tables of the user's own, such as a ``profile`` run wrote.
     """
     wanted = dict(shape or {})
 
@@ -194,23 +186,13 @@ def write_library(tables: Iterable[LatencyTable], folder: Path) -> int:
         for group, (_, of_gpu) in enumerate(groupby(of_kind, key=lambda i: i[1].metadata.gpu)):
             parts, first = [], 0
             for name, table in sorted(of_gpu):
-                metadata, rows = table.metadata, len(table)
-                index.append(
-                    ShippedTable(
-                        name,
-                        kind,
-                        metadata.gpu,
-                        _shape_key(metadata.shape),
-                        group,
-                        first,
-                        rows,
-                        ",".join(table.columns),
-                        metadata.model_dump_json(),
-                    )
-                )
+                about = table.metadata
+                what = (name, kind, about.gpu, _shape_key(about.shape))
+                said = (",".join(table.columns), about.model_dump_json())
+                index.append(ShippedTable(*what, group, first, len(table), *said))
                 columns = {key: _column(values) for key, values in table.columns.items()}
                 parts.append(pa.table(columns))
-                first += rows
+                first += len(table)
             groups.append(pa.concat_tables(parts, promote_options="default"))
         schema = pa.unify_schemas([one.schema for one in groups])
         floats = [field.name for field in schema if pa.types.is_floating(field.type)]

@@ -15,7 +15,6 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.compare.paired import run_paired
 from eldr_sim.planning.compare.policies import MARKER
 from eldr_sim.planning.intervals import mean_known, paired_percent
@@ -24,7 +23,6 @@ from eldr_sim.simulator.outcome.headline import Headline, Shown, number
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.paths import portable
-from eldr_sim.simulator.setup.speculation import acceptance_of
 
 #: Requests of a closed loop for each that is in flight.
 _REQUESTS = 6
@@ -140,27 +138,17 @@ def compare_drafts(
 ) -> DraftComparison:
     """Run numbers of drafts, and none, at concurrencies; raises InputError as `simulate` does.
 
-    Acceptance is that of ``config.speculative_config``, whose first positions fewer drafts have.
+    What drafts is ``config.speculative_config``, fewer drafts as of `SpeculativeConfig.cut`.
     """
     given = config.speculative_config
     if given is None:
         raise InputError("drafts", "nobody says what drafts", "--speculative-config beside it")
-    model = load_model(config.model).name
     for name, values, most in (
         ("drafts", drafts, given.num_speculative_tokens),
         ("concurrencies", concurrencies, 65536),
     ):
         if not values or any(not 1 <= value <= most for value in values):
             raise InputError(name, f"{list(values)}", f"numbers of 1 to {most}")
-    acceptance = acceptance_of(given, model, given.num_speculative_tokens)
-
-    def drafting(k: int) -> dict[str, Any]:
-        own = {"num_speculative_tokens": k, "synthetic_acceptance_rates": acceptance.rates[:k]}
-        own |= dict.fromkeys(("acceptance", "synthetic_acceptance_length"))
-        return {"speculative_config": given.model_dump() | own | {
-            "num_speculative_tokens_per_batch_size": None
-        }}  # fmt: skip
-
     configs: dict[tuple[int, int], RunConfig] = {}
     for concurrency in sorted(set(concurrencies)):
         requests = config.num_requests or max(24, _REQUESTS * concurrency)
@@ -169,12 +157,13 @@ def compare_drafts(
         )
         configs[concurrency, 0] = loop.replace(speculative_config=None)
         for k in sorted(set(drafts)):
-            configs[concurrency, k] = loop.replace(**drafting(k))
+            configs[concurrency, k] = loop.replace(speculative_config=given.cut(k))
     names = {f"{n} in flight, {k} drafts": key for key in configs for n, k in (key,)}
     runs = run_paired({name: configs[key] for name, key in names.items()}, n_seeds, jobs, progress)
     found = {key: runs.summaries[name] for name, key in names.items()}
     rows = tuple(_row(n, k, found[n, 0], summaries) for (n, k), summaries in found.items() if k > 0)
-    return DraftComparison(config, n_seeds, acceptance.source, rows)
+    drafting = found[max(found)][0]["speculative_decoding"]
+    return DraftComparison(config, n_seeds, drafting["acceptance_source"], rows)
 
 
 def _row(

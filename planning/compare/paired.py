@@ -76,14 +76,11 @@ def run_paired(
     jobs: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> PairedRuns:
-    """Run configurations under the same seeds.
+    """Run configurations, by name, under the same seeds; the seed of each is its first.
 
-    Raises InputError if a run fails or ``n_seeds`` is below 1.
-
-    ``configs``: configurations by name; the seed of each is its first seed; ``n_seeds``: number of
-    seeds, at least 1; intervals need two; ``jobs``: processes, see
-    :func:`~eldr_sim.planning.runs.runner.run_points`; ``progress``: called with the share of the
-    runs that are done.
+    Raises InputError if a run fails or ``n_seeds``, of which intervals need two, is below 1.
+    ``jobs``: see `runner.run_points`; ``progress``: called with the share of the runs that are
+    done.
     """
     if n_seeds < 1:
         raise InputError("seeds", str(n_seeds), "1 or more")

@@ -126,27 +126,14 @@ def compare(
     jobs: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Comparison:
-    """Run every policy under every seed and pair the results.
+    """Run policies over the same requests and compare them.
 
-    Parameters
-    ----------
-    config
-        The run; its ``policy`` is ignored, its ``seed`` is the first seed.
-    policies
-        Decode policies. ``round_robin``, a reference, is added if missing; those that need experts
-        are left out of a dense model's.
-    n_seeds
-        Number of seeds, at least 1; intervals need two.
-    jobs
-        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
-    progress
-        Called with the share of the runs that are done.
+    Raises InputError if a policy is unknown or listed twice, no worker decodes, ``n_seeds`` is
+    below 1, or a run fails.
 
-    Raises
-    ------
-    InputError
-        If a policy is unknown or listed twice, no worker decodes, ``n_seeds`` is below 1, or a run
-        fails.
+    ``config``: the run; its ``policy`` is ignored; ``policies``: decode policies. ``round_robin``,
+    a reference, is added if missing; those that need experts are left out of a dense model's;
+    ``n_seeds``, ``jobs``, ``progress``: see `run_paired`.
     """
     if not config.generates:
         raise InputError(

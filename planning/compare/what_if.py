@@ -22,46 +22,27 @@ from eldr_sim.simulator.setup.paths import portable
 
 #: Metrics of a what-if.
 FIGURES = (
-    *HEADLINE,
-    "slo_attainment",
-    "request_goodput",
-    "kv_blocks_per_worker",
-    "gpu_hours_per_million_output_tokens",
-    "cost_per_million_output_tokens",
-)
+    *HEADLINE, "slo_attainment", "request_goodput", "kv_blocks_per_worker",
+    "gpu_hours_per_million_output_tokens", "cost_per_million_output_tokens",
+)  # fmt: skip
 #: The same where requests end with their prompts.
 PREFILL_FIGURES = (*PREFILL_HEADLINE, "slo_attainment", "request_goodput", "kv_blocks_per_worker")
 #: A folder with this file holds a what-if, which ``force`` replaces.
 MARKER = "what_if.json"
-#: Fields that decide which requests a run serves, with the attribute that holds the effective
-#: value. Other fields change neither arrivals nor prompts nor experts.
-REQUEST_FIELDS = {
-    "workload": "workload",
-    "columns": "columns",
-    "log_from": "log_from",
-    "log_to": "log_to",
-    "busiest": "busiest",
-    "arrivals": "arrivals",
-    "length_shape": "length_shape",
-    "input_len": "input_len",
-    "prompt_lengths": "prompt_lengths",
-    "random_range_ratio": "random_range_ratio",
-    "prefix_len": "prefix_len",
-    "num_prefixes": "num_prefixes",
-    "domain_mix": "domain_mix",
-    "domain_mix_end": "domain_mix_end",
-    "trace": "trace",
-    "routing_band": "routing_band",
-    "trace_replay": "trace_replay",
-    "prompts": "prompts",
-    "request_rate": "effective_rate",
-    "burstiness": "burstiness",
-    "duration": "duration_s",
-    "warmup": "warmup_s",
-    "num_requests": "num_requests",
+#: Fields that decide which requests a run serves. Others change neither arrivals nor prompts nor
+#: experts.
+REQUEST_FIELDS = (
+    "workload", "columns", "log_from", "log_to", "busiest", "arrivals", "length_shape",
+    "input_len", "prompt_lengths", "random_range_ratio", "prefix_len", "num_prefixes",
+    "domain_mix", "domain_mix_end", "trace", "routing_band", "routing", "trace_replay", "prompts",
+    "request_rate", "burstiness", "load", "duration", "warmup", "num_requests", "output_len",
+    "seed",
+)  # fmt: skip
+#: The attributes that hold what is in force of them, where that is not the field.
+_IN_FORCE = {
+    "request_rate": "effective_rate", "duration": "duration_s", "warmup": "warmup_s",
     "output_len": "effective_output_len",
-    "seed": "seed",
-}
+}  # fmt: skip
 
 
 def _figures(config: RunConfig) -> tuple[str, ...]:
@@ -194,28 +175,11 @@ def what_if(
     jobs: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> WhatIf:
-    """Run the base and every change under the same seeds, and pair the results.
+    """Compare changes of a base run with it, one by one and, if asked, ``together``.
 
-    Parameters
-    ----------
-    base
-        The base run; its seed is the first seed.
-    changes
-        Changes to compare with the base one by one, see :func:`change_fields`.
-    n_seeds
-        Number of seeds, at least 1; intervals need two.
-    together
-        Also run with all changes at once.
-    jobs
-        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
-    progress
-        Called with the share of the runs that are done.
-
-    Raises
-    ------
-    InputError
-        If a change names an unknown field, gives a value that is not allowed, or has no effect; if
-        a run fails.
+    Raises InputError if a change (see `change_fields`) names an unknown field, gives a value that
+    is not allowed, or has no effect; if a run fails. ``n_seeds``, ``jobs``, ``progress``: see
+    `run_paired`.
     """
     if not changes:
         raise InputError("set", "no change", "--set FIELD=VALUE, once or more")
@@ -230,21 +194,10 @@ def what_if(
         if config == base:
             raise InputError("set", f"{name} has no effect on the base run", "another value")
     paired = run_paired({"base": base, **configs}, n_seeds, jobs, progress)
-    return WhatIf(
-        base,
-        paired.summaries["base"],
-        [
-            Change(
-                name,
-                config,
-                paired.differences(name, "base", _figures(base)),
-                tuple(
-                    field
-                    for field, value in REQUEST_FIELDS.items()
-                    if getattr(config, value) != getattr(base, value)
-                ),
-                paired.summaries[name],
-            )
-            for name, config in configs.items()
-        ],
-    )
+    made = []
+    for name, config in configs.items():
+        held = {field: _IN_FORCE.get(field, field) for field in REQUEST_FIELDS}
+        other = [k for k, at in held.items() if getattr(config, at) != getattr(base, at)]
+        effects = paired.differences(name, "base", _figures(base))
+        made.append(Change(name, config, effects, tuple(other), paired.summaries[name]))
+    return WhatIf(base, paired.summaries["base"], made)

@@ -48,20 +48,13 @@ def run_points(
 
     Raises InputError if there are no jobs, or no such cluster.
 
-    Parameters
-    ----------
-    points
-        Points to run, begun in this order; long ones first keep the last processes busy.
-    jobs
-        Processes, by default the CPUs that this process may use; 1 runs in this process, which does
-        not survive a kill. On Ray: points in flight, by default the cluster's CPUs.
-    backend
-        ``joblib`` for processes of this machine, ``ray`` for a cluster.
-    address
-        Address of the Ray cluster: ``auto`` (the one that runs here; the default), ``local`` (a
-        cluster of this machine alone, for the time of the sweep) or ``HOST:PORT``.
-    started
-        Whether `start_processes` has started the processes: they are good for a single point, too.
+    ``points``: points to run, begun in this order; long ones first keep the last processes busy;
+    ``jobs``: processes, by default the CPUs that this process may use; 1 runs in this process,
+    which does not survive a kill; on Ray: points in flight, by default the cluster's CPUs;
+    ``backend``: ``joblib`` for processes of this machine, ``ray`` for a cluster; ``address``:
+    address of the Ray cluster: ``auto`` (the one that runs here; the default), ``local`` (a cluster
+    of this machine alone, for the time of the sweep) or ``HOST:PORT``; ``started``: whether
+    `start_processes` has started the processes: they are good for a single point, too.
     """
     check_backend(jobs, backend, address)
     todo = list(points)
@@ -182,10 +175,7 @@ def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Generator[Outc
     # One thread a process: the points run side by side.
     with parallel_config(backend="loky", inner_max_num_threads=1), _without_interrupts():
         outcomes: Generator[Outcome, None, None] = Parallel(
-            n_jobs=jobs,
-            return_as="generator_unordered",
-            pre_dispatch=in_flight,
-            batch_size=1,
+            n_jobs=jobs, return_as="generator_unordered", pre_dispatch=in_flight, batch_size=1
         )(calls)
     return outcomes
 

@@ -92,27 +92,14 @@ def sweep(
     address: str | None = None,
     progress: Callable[[SweepProgress], None] | None = None,
 ) -> SweepResult:
-    """Run all points of a sweep.
+    """Run all points of a sweep; a failed run is a row with its reason.
 
-    Parameters
-    ----------
-    spec
-        The sweep: a YAML file, its content as a mapping, or a parsed specification; see
-        :mod:`~eldr_sim.planning.runs.sweep_spec`.
-    out
-        Folder of the sweep; if None, nothing is written.
-    resume
-        Continue the sweep in ``out``: only runs whose process was killed are repeated.
-    jobs, backend, address
-        See :func:`~eldr_sim.planning.runs.runner.run_points`.
-    progress
-        Called at the start and after each run.
+    Raises InputError if the sweep, one of its points or the folder is not valid.
 
-    Raises
-    ------
-    InputError
-        If the sweep, one of its points or the folder is not valid. A failed run is a row with its
-        reason.
+    ``spec``: a YAML file, its content as a mapping, or a parsed specification; ``out``: folder of
+    the sweep; if None, nothing is written; ``resume``: continue the sweep in ``out``: only runs
+    whose process was killed are repeated; ``jobs``, ``backend``, ``address``: see
+    `runner.run_points`; ``progress``: called at the start and after each run.
     """
     if isinstance(spec, str | os.PathLike):
         spec = read_spec(spec)

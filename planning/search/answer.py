@@ -14,12 +14,7 @@ import pyarrow as pa
 
 from eldr_sim.planning.intervals import Interval
 from eldr_sim.planning.runs.shared_runs import Runs
-from eldr_sim.planning.search.candidates import (
-    cluster_label,
-    cost,
-    gpu_label,
-    policy_label,
-)
+from eldr_sim.planning.search.candidates import cluster_label, cost, gpu_label, policy_label
 from eldr_sim.planning.search.prefill_strategy import chunk_label
 from eldr_sim.planning.search.trial import Trial
 from eldr_sim.planning.slo import Objective, Verdict
@@ -82,6 +77,7 @@ class Question:
     objective: Objective | None = None  #: service level and attainment; None for ``fastest``
     max_gpus: int | None = None  #: most GPUs of a cluster; None for ``rate``
     rate: float | None = None  #: the load of ``cluster``, requests per second
+    engines: tuple[int, ...] = (1,)  #: of a worker, of ``cluster``
 
 
 @dataclass(frozen=True)
@@ -207,6 +203,8 @@ class Answer(Shown):
     front
         Pareto front over tokens/s per user and tokens/s per GPU of the clusters that meet the
         objective, fastest first.
+    why_not
+        Clusters that were asked for, and why they are not the answer.
     """
 
     question: Question
@@ -215,6 +213,7 @@ class Answer(Shown):
     margin: Margin | None = None
     gains: tuple[Gain, ...] = ()
     front: tuple[Trial, ...] = ()
+    why_not: tuple[tuple[str, str], ...] = ()
 
     @property
     def best(self) -> Row | None:
@@ -269,7 +268,7 @@ class Answer(Shown):
             if all(line in each for each in everywhere) and not line.endswith(NO_TOKEN)
         ]
         own = warnings_of({**summary, "without_effect": idle})
-        return (*([mixed] if len(found) > 1 else []), *own)
+        return (*([mixed] if len(found) > 1 else []), *_of_blocks(self), *own)
 
     def headline(self) -> Headline:
         """Return the best cluster of each candidate."""
@@ -319,6 +318,7 @@ class Answer(Shown):
                 dataclasses.asdict(each) | {"gain": interval(each.gain)} for each in self.gains
             ],
             "pareto_front": [cluster(trial) for trial in self.front],
+            "why_not": dict(self.why_not),
             "clusters": [cluster(trial) for row in self.rows for trial in row.trials],
             "notes": list(self.notes),
             "warnings": list(self.warnings),
@@ -400,6 +400,7 @@ def cluster(trial: Trial) -> dict[str, Any]:
         "hopeless": trial.hopeless,
         "seeds": len(trial.summaries),
         "slo_attainment": interval(trial.attainment),
+        **({} if (blocks := trial.by_blocks) is None else {"slo_by_blocks": interval(blocks)}),
         "slo_attainment_by_metric": {metric: trial.attained(metric) for metric in bounds},
         **_figures(trial.config, trial.mean),
     }
@@ -438,6 +439,7 @@ def _cluster_of(config: RunConfig) -> dict[str, Any]:
         "prefill_tensor_parallel_size": config.pool("prefill").tensor_parallel_size,
         "enable_expert_parallel": config.enable_expert_parallel,
         "data_parallel_size": config.data_parallel_size,
+        "prefill_data_parallel_size": config.pool("prefill").data_parallel_size,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "num_redundant_experts": config.num_redundant_experts,
         "gpus": config.n_gpus,
@@ -463,6 +465,19 @@ def _figures(config: RunConfig, of: Callable[[str], float | None]) -> dict[str, 
     return figures
 
 
+def _of_blocks(answer: Answer) -> Iterator[str]:
+    """Warn where the log's own blocks differ so much that another like it may miss the target."""
+    objective, best = answer.question.objective, answer.best
+    blocks = best.trial.by_blocks if best is not None and best.trial is not None else None
+    if objective is None or blocks is None or not blocks.low < objective.attainment:
+        return
+    yield (
+        f"the answer attains {100 * blocks.mean:.2f}% on this log; over its blocks the interval is "
+        f"{100 * blocks.low:.1f} to {100 * blocks.high:.1f}%, so another stretch like it may miss "
+        f"{100 * objective.attainment:g}%"
+    )
+
+
 def _of_shapes(answer: Answer) -> Iterator[str]:
     """Say what became of the shapes of the clusters, and what was left out."""
     shapes = [shape for row in answer.rows for shape in row.shapes]
@@ -477,7 +492,7 @@ def _of_shapes(answer: Answer) -> Iterator[str]:
     if not config.generates:
         left.append("other token budgets (--max-num-batched-tokens)")
     else:
-        if config.data_parallel_size == 1:
+        if max(answer.question.engines) == 1:
             left.append("engines that share experts (--data-parallel-size)")
         left.append("expert parallelism in one pool alone")
         if config.max_num_batched_tokens is None:

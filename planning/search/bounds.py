@@ -110,6 +110,9 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
         prepared.model.top_k,
         float(lengths.mean()),
     )
+    if (drafting := decode.speculation) is not None:
+        # No verify step is shorter than a plain one; a lucky request accepts all of its drafts.
+        step_s = step_s / (1 + drafting.config.depth)
     alone_ms = 1e3 * float(step_s[0])
     if level.tpot is not None and alone_ms > level.tpot:
         return Bounds(

@@ -28,7 +28,9 @@ MOST_GPUS = 9999
 #: Highest price of a GPU-hour: sums of prices stay numbers.
 MOST_PRICE = 1e12
 #: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
-SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size", "num_redundant_experts")
+SIZE_FIELDS = (
+    "gpu", "tensor_parallel_size", "data_parallel_size", "block_size", "num_redundant_experts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,12 @@ def cluster_label(config: RunConfig) -> str:
 
     The GPUs of prefill workers alone are in their `policy_label`.
     """
-    sizes = list(dict.fromkeys(pool.own.parallelism.n_gpus for pool in config.pools))
+    pools = [pool.own.parallelism for pool in config.pools]
+    sizes = list(dict.fromkeys(own.n_gpus for own in pools))
+    groups = list(dict.fromkeys(own.data_parallel_size for own in pools))
     text = str(config.topology)
     if max(sizes) > 1 and config.generates:
-        engines = f"{config.data_parallel_size} engines, " if config.data_parallel_size > 1 else ""
+        engines = f"{' + '.join(map(str, groups))} engines, " if max(groups) > 1 else ""
         ranks = f", EP {sizes[-1]}" if config.enable_expert_parallel and sizes[-1] > 1 else ""
         text += f" of {engines}{' + '.join(map(str, sizes))} GPUs{ranks}"
     budget = config.max_num_batched_tokens
@@ -142,27 +146,34 @@ def shape_label(config: RunConfig) -> str:
     """
     if not config.generates:
         return f"{prefill_label(config)}, {chunk_label(config)} tokens a step"
+    if config.n_prefill == 0:
+        budget = config.max_num_batched_tokens
+        return f"xC {_kinds(config)}" + (f", {budget} tokens a step" if budget else "")
+    return f"xPyD {_kinds(config)}"
+
+
+def _kinds(config: RunConfig) -> str:
+    """Return how the workers of each pool share the model; once where they are alike."""
     kinds = []
     for own in (pool.own.parallelism for pool in config.pools):
         name = f"TP{own.tensor_parallel_size}"
         name += " EP" if own.expert_parallel and own.n_gpus > 1 else ""
         engines = own.data_parallel_size
         kinds.append(name + (f" x {engines} engines" if engines > 1 else ""))
-    if config.n_prefill == 0:
-        budget = config.max_num_batched_tokens
-        return f"xC {kinds[0]}" + (f", {budget} tokens a step" if budget else "")
-    return "xPyD " + " + ".join(dict.fromkeys(kinds))
+    return " + ".join(dict.fromkeys(kinds))
 
 
 def policy_label(config: RunConfig) -> str:
-    """Return the policy, and what redundant experts its workers hold.
+    """Return the policy, what redundant experts its workers hold, and how many drafts they verify.
 
     Of prefill workers alone, how they share the model.
     """
     if not config.generates:
         return prefill_label(config)
-    n = config.num_redundant_experts
-    return f"{config.policy}, {n} redundant experts" if n else config.policy
+    n, drafting = config.num_redundant_experts, config.speculative_config
+    text = f"{config.policy}, {n} redundant experts" if n else config.policy
+    k = 0 if drafting is None else drafting.num_speculative_tokens
+    return f"{text}, {k} draft{'s' if k > 1 else ''}" if k else text
 
 
 def gpu_label(config: RunConfig) -> str:
@@ -176,8 +187,9 @@ def clusters_to_plan(
     gpus: Sequence[str],
     prices: Mapping[str, float],
     redundant_experts: Sequence[int] = (),
+    drafts: Sequence[int] = (),
 ) -> list[RunConfig]:
-    """Return a configuration for each policy, number of redundant experts and GPU, with prices.
+    """Return a configuration for each policy, redundant experts, drafts and GPU, with prices.
 
     Raises InputError if a policy or GPU is unknown or listed twice, if only some GPUs have a price,
     or if the configuration does not suit a plan.
@@ -195,6 +207,8 @@ def clusters_to_plan(
         Price of a GPU-hour by GPU; overrides the configuration's.
     redundant_experts
         Numbers of redundant experts; that of the configuration if empty.
+    drafts
+        Numbers of drafts of the configuration's ``speculative_config``; as it is if empty.
     """
     if not isinstance(config.topology, str):
         problem = "a file of pools, and plans choose the workers themselves"
@@ -215,19 +229,26 @@ def clusters_to_plan(
     several = list(map(str, redundant_experts))
     for field, listed in (
         ("policy", list(policies)), ("gpu", chosen), ("num_redundant_experts", several),
+        ("drafts", list(map(str, drafts))),
     ):  # fmt: skip
         if len(set(listed)) < len(listed):
             raise InputError(field, f"{', '.join(listed)} names one twice")
-    if several and config.data_parallel_size == 1:
-        problem = "redundant experts are simulated where engines share them"
-        raise InputError("num_redundant_experts", problem, "--data-parallel-size 2 or more")
-    made: dict[tuple[str, str, int], RunConfig] = {}
+    given = config.speculative_config
+    most = 0 if given is None else given.num_speculative_tokens
+    if drafts and not (most > 0 and min(drafts) >= 0 and max(drafts) <= most):
+        allowed = f"0 to the {most} of --speculative-config"
+        raise InputError("drafts", ", ".join(map(str, drafts)), allowed)
+    speculative = [given] if given is None or not drafts else [given.cut(k) for k in drafts]
+    made: dict[tuple[str, str, int, int], RunConfig] = {}
     for gpu in chosen:
-        for policy, redundant in product(
-            policies or [config.policy], redundant_experts or [config.num_redundant_experts]
+        for policy, redundant, (n, drafting) in product(
+            policies or [config.policy],
+            redundant_experts or [config.num_redundant_experts],
+            enumerate(speculative),
         ):
             base = config.model_copy(
                 update={"gpu": gpu, "policy": policy, "num_redundant_experts": redundant}
+                | {"speculative_config": drafting}
             )
             pools: dict[str, Pool] = {}
             for role in _roles(base):
@@ -236,7 +257,7 @@ def clusters_to_plan(
                 own: Pool = getattr(base, role)
                 pools[role] = own.model_copy(update={"price_per_gpu_hour": price})
             base = base.model_copy(update=pools)
-            made.setdefault((gpu_label(base), policy, redundant), base)
+            made.setdefault((gpu_label(base), policy, redundant, n), base)
     _check_prices(made.values())
     planned = {
         load_gpu(base.pool(role).gpu or "").name for base in made.values() for role in _roles(base)
@@ -267,17 +288,23 @@ def _check_prices(configs: Iterable[RunConfig]) -> None:
 
 
 def make_candidate(
-    config: RunConfig, objective: Objective, max_gpus: int, sizes: Sequence[int]
+    config: RunConfig,
+    objective: Objective,
+    max_gpus: int,
+    sizes: Sequence[int],
+    engines: Sequence[int] = (),
 ) -> Candidate:
     """Return the shapes that can serve a configuration's model, the likely cheapest first.
 
     ``config``: policy, GPUs and load; ``objective``: service level and attainment; ``max_gpus``:
-    most GPUs of a cluster; ``sizes``: GPUs per engine to try; if empty, powers of two up to a node.
+    most GPUs of a cluster; ``sizes``: GPUs per engine to try; if empty, powers of two up to a node;
+    ``engines``: engines per worker to try; if empty, the configuration's.
     """
     templates: list[ClusterTemplate] = []
     reasons: list[str] = []
     load = offered_load(config, trace_of(config, load_model(config.model)))
-    for shape in shapes(config, sizes or [2**n for n in range(NODE_GPUS.bit_length())]):
+    sizes = sizes or [2**n for n in range(NODE_GPUS.bit_length())]
+    for shape in shapes(config, sizes, engines):
         label, least = shape_label(shape), shape.n_gpus
         if least > max_gpus:
             reasons.append(f"{label}: {least} GPUs are more than {max_gpus}")

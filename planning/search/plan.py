@@ -33,6 +33,7 @@ from eldr_sim.planning.search.prefill import by_speed, prefill_candidates
 from eldr_sim.planning.search.rates import carried_by_seed, check_requests
 from eldr_sim.planning.search.search import SearchState, cheapest, fewest
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial, attains, try_cluster
+from eldr_sim.planning.search.why_not import named, why
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.setup.config import RunConfig
 
@@ -76,8 +77,11 @@ def plan(
     max_gpus: int = 64,
     prices: Mapping[str, float] | None = None,
     tensor_parallel_sizes: Sequence[int] = (),
+    data_parallel_sizes: Sequence[int] = (),
     redundant_experts: Sequence[int] = (),
+    drafts: Sequence[int] = (),
     strategies: Sequence[str] = (),
+    why_not: Sequence[str] = (),
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Answer:
@@ -103,11 +107,18 @@ def plan(
         Most GPUs of a cluster.
     prices
         Price of a GPU-hour by GPU. Without prices the cheapest cluster has the fewest GPUs.
+    data_parallel_sizes
+        Engines per worker to choose from, for each pool, more than one of which share experts; the
+        configuration's if empty.
     redundant_experts
-        Numbers of redundant experts to choose from, where engines share experts
-        (``data_parallel_size``): they cost KV blocks.
+        Numbers of redundant experts to choose from, where engines share experts: they cost KV
+        blocks.
+    drafts
+        Numbers of drafts of ``speculative_config`` to choose from, 0 for none.
     tensor_parallel_sizes
         GPUs per engine to choose from, for each pool; all powers of two up to a node if empty.
+    why_not
+        Clusters of which is said why they are not the answer, see `why_not.named`.
     jobs
         Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
     progress
@@ -126,11 +137,18 @@ def plan(
     if config.request_rate == math.inf:
         raise InputError("request_rate", "inf", "a finite rate")
     _check_workers(config)
+    engines = data_parallel_sizes or [config.data_parallel_size]
+    if redundant_experts and max(engines) == 1:
+        problem = "redundant experts are simulated where engines share them"
+        raise InputError("num_redundant_experts", problem, "--data-parallel-size 2 or more")
     asked, config = config, config.model_copy(update={"goodput": objective.level})
-    configs = clusters_to_plan(config, policies, gpus, prices or {}, redundant_experts)
+    configs = clusters_to_plan(config, policies, gpus, prices or {}, redundant_experts, drafts)
     runs = Runs(jobs, progress)
     with runs.starting(configs[0]):
-        candidates = _candidates(configs, objective, max_gpus, tensor_parallel_sizes, strategies)
+        clusters = [named(config, each) for each in why_not]
+        candidates = _candidates(
+            configs, objective, max_gpus, (tensor_parallel_sizes, engines), strategies
+        )
         sized = (template for candidate in candidates for template in candidate.templates)
         rate = next((template.bounds.rate for template in sized), math.nan)
         check_requests(config, rate)
@@ -144,27 +162,32 @@ def plan(
             side_by_side([search for each in results for search in _larger(each, objective)]),
         ]
         margin, savings, larger = runs.together(further)
+        reasons = runs.together([why(each, ranked, objective, max_gpus) for each in clusters])
     trials = [trial for result in results for trial in result.trials] + larger
     front = () if not config.generates else _front(trials, max_gpus)
-    question = Question("cluster", asked, objective, max_gpus, rate)
-    return Answer(question, tuple(ranked), runs, margin, savings, front)
+    question = Question("cluster", asked, objective, max_gpus, rate, tuple(engines))
+    named_too = tuple(zip(why_not, reasons, strict=True))
+    return Answer(question, tuple(ranked), runs, margin, savings, front, named_too)
 
 
 def _candidates(
     configs: Sequence[RunConfig],
     objective: Objective,
     max_gpus: int,
-    sizes: Sequence[int],
+    sizes: tuple[Sequence[int], Sequence[int]],
     strategies: Sequence[str],
 ) -> list[Candidate]:
-    """Return the shapes of every candidate; of prefill workers alone, its sizes and budgets."""
+    """Return the shapes of every candidate; of prefill workers alone, its sizes and budgets.
+
+    ``sizes``: GPUs of an engine, and engines of a worker.
+    """
     if configs[0].generates:
-        return [make_candidate(each, objective, max_gpus, sizes) for each in configs]
+        return [make_candidate(each, objective, max_gpus, *sizes) for each in configs]
     return [
         candidate
         for each in configs
         for candidate in prefill_candidates(
-            each, objective, max_gpus, sizes, strategies, apart=False
+            each, objective, max_gpus, sizes[0], strategies, apart=False
         )
     ]
 
@@ -244,8 +267,7 @@ def _other_budgets(result: CandidateRow) -> list[ClusterTemplate]:
         return []
     return [
         dataclasses.replace(
-            template,
-            config=template.config.model_copy(update={"max_num_batched_tokens": budget}),
+            template, config=template.config.model_copy(update={"max_num_batched_tokens": budget})
         )
         for budget in COLOCATED_BUDGETS
         if budget >= (template.config.pool("decode").max_num_seqs or 1024)
@@ -311,10 +333,7 @@ def _why_none(
 
 
 def _notes(
-    template: ClusterTemplate,
-    state: SearchState,
-    trials: dict[tuple[int, int], Trial],
-    best: float,
+    template: ClusterTemplate, state: SearchState, trials: dict[tuple[int, int], Trial], best: float
 ) -> list[str]:
     cheaper = "" if math.isinf(best) else "would be cheaper and "
     notes = [

@@ -44,6 +44,7 @@ def plan_split(
     gpus: Sequence[str] = (),
     prices: Mapping[str, float] | None = None,
     tensor_parallel_sizes: Sequence[int] = (),
+    data_parallel_sizes: Sequence[int] = (),
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Answer:
@@ -57,7 +58,8 @@ def plan_split(
 
     ``config``: the workload and the engines; its rate and topology are ignored; ``objective``:
     service level and attainment; ``n_gpus``: most GPUs of the cluster; ``policies``, ``gpus``,
-    ``prices``, ``tensor_parallel_sizes``, ``jobs``, ``progress``: as `plan`.
+    ``prices``, ``tensor_parallel_sizes``, ``data_parallel_sizes``, ``jobs``, ``progress``: as
+    `plan`.
     """
     if n_gpus < 1:
         raise InputError("gpus", str(n_gpus), "1 or more")
@@ -69,7 +71,8 @@ def plan_split(
     runs = Runs(jobs, progress)
     with runs.starting(configs[0]):
         candidates = [
-            make_candidate(each, objective, n_gpus, tensor_parallel_sizes) for each in configs
+            make_candidate(each, objective, n_gpus, tensor_parallel_sizes, data_parallel_sizes)
+            for each in configs
         ]
         if not any(candidate.templates for candidate in candidates):
             raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from eldr_sim.planning.intervals import Interval, mean_known
 from eldr_sim.planning.runs.points import with_seed
 from eldr_sim.planning.runs.shared_runs import Search, Summary
-from eldr_sim.planning.slo import Objective, Verdict
+from eldr_sim.planning.slo import Objective, Verdict, block_interval
 from eldr_sim.simulator.setup.config import RunConfig
 
 #: Seeds of what is searched seed by seed: margins, savings, the best splits.
@@ -34,6 +34,12 @@ class Trial:
         """Return the mean attainment of one bound alone."""
         shares = [summary["slo_attainment_by_metric"][metric] for summary in self.summaries]
         return math.fsum(shares) / len(shares)
+
+    @property
+    def by_blocks(self) -> Interval | None:
+        """Attainment with its interval over the blocks of the log; None where none is replayed."""
+        blocks = [summary["slo_blocks"] for summary in self.summaries if "slo_blocks" in summary]
+        return block_interval(blocks) if blocks else None
 
     @property
     def per_user(self) -> float:

@@ -44,6 +44,18 @@ FORMAT_VERSION = 2
 _BEFORE = {"seedings": 8, "rounds": 100, "mask_pairs": 20_000}
 """What files that do not say it were made with."""
 
+_ARRAYS: dict[str, Any] = {
+    "idf": np.float64, "layer_order": np.int64, "rho": np.float64, "centroids": np.float64,
+    "cluster_domains": np.int64, "cluster_activation": np.float32,
+}  # fmt: skip
+_KINDS: dict[str, Any] = {
+    "n_kept": int, "n_pairs": int, "cost": float, "seed": int, "trace_checksum": str,
+}  # fmt: skip
+_FACTS = (
+    "n_kept", "domains", "n_pairs", "cost", "seed", "trace_checksum", "transform", "mask_rule",
+    "clustering", *_BEFORE,
+)  # fmt: skip
+
 MaskRule = Literal["greedy", "all", "given"]
 """How the kept layers were chosen: by ELDR's greedy selection, all of them, or by hand."""
 
@@ -197,31 +209,10 @@ class RoutingArtifact:
 
     def write(self, file: BinaryIO) -> None:
         """Write the artifact into an open file; see `save`."""
-        facts = {
-            "format_version": FORMAT_VERSION,
-            "n_kept": self.n_kept,
-            "domains": list(self.domains),
-            "n_pairs": self.n_pairs,
-            "cost": self.cost,
-            "seed": self.seed,
-            "trace_checksum": self.trace_checksum,
-            "transform": self.transform,
-            "mask_rule": self.mask_rule,
-            "clustering": self.clustering,
-            "seedings": self.seedings,
-            "rounds": self.rounds,
-            "mask_pairs": self.mask_pairs,
-        }
-        np.savez(
-            file,
-            facts=np.array(json.dumps(facts)),
-            idf=self.idf,
-            layer_order=self.layer_order,
-            rho=self.rho,
-            centroids=self.centroids.astype(np.float32),
-            cluster_domains=self.cluster_domains,
-            cluster_activation=self.cluster_activation,
-        )
+        facts = {"format_version": FORMAT_VERSION} | {name: getattr(self, name) for name in _FACTS}
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        arrays["centroids"] = self.centroids.astype(np.float32)
+        np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutingArtifact:
@@ -282,16 +273,12 @@ def fit(
 ) -> RoutingArtifact:
     """Fit the routing artifact: IDF table, layer mask, one centroid a decode worker.
 
-    IDF table, layer order and rho do not depend on ``n_decoders``: a fit
-    for another number of workers changes the centroids alone.
+    IDF table, layer order and rho do not depend on ``n_decoders``. ``seed``: of the sampled pairs
+    and of the clustering's starts, 0 or more.
 
-    Raises InputError: with fewer calibration requests than decode workers or than 3, without any
+    Raises InputError with fewer calibration requests than decode workers or than 3, without any
     expert that distinguishes the requests, for an unknown option or a layer that is not there, or
     where the transform needs gate scores that the trace does not carry.
-
-    ``calibration``: calibration requests with prefill counts and decode activation; ``n_decoders``:
-    K, the decode workers to route among; ``seed``: seed of the sampled pairs and of the
-    clustering's starts, 0 or more; ``options``: how; the defaults are ELDR's.
     """
     counts = calibration.scores("count")
     n = len(counts)
@@ -309,12 +296,7 @@ def fit(
     selection = _selection(calibration, seed, transform, layer_mask, options.mask_pairs)
     points = signatures(scores, idf, selection.layers, transform)
     clusters = kmeans(
-        points,
-        n_decoders,
-        _streams(seed)[1],
-        options.clustering,
-        options.seedings,
-        options.rounds,
+        points, n_decoders, _streams(seed)[1], options.clustering, options.seedings, options.rounds
     )
     cluster_domains = np.zeros((n_decoders, len(calibration.domains)), dtype=np.int64)
     np.add.at(cluster_domains, (clusters.labels, calibration.domain), 1)
@@ -363,23 +345,15 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> RoutingArtifact:
     version = facts["format_version"]
     if version != FORMAT_VERSION:
         raise InputError("artifact", f"format version {version}, not {FORMAT_VERSION}")
+    plain = {name: kind(facts[name]) for name, kind in _KINDS.items()}
+    stored: dict[str, Any] = {name: arrays[name].astype(kind) for name, kind in _ARRAYS.items()}
     artifact = RoutingArtifact(
-        idf=arrays["idf"].astype(np.float64),
-        layer_order=arrays["layer_order"].astype(np.int64),
-        rho=arrays["rho"].astype(np.float64),
-        n_kept=int(facts["n_kept"]),
-        centroids=arrays["centroids"].astype(np.float64),
-        cluster_domains=arrays["cluster_domains"].astype(np.int64),
-        cluster_activation=arrays["cluster_activation"].astype(np.float32),
+        **stored,
+        **plain | {name: int(facts.get(name, before)) for name, before in _BEFORE.items()},
         domains=tuple(str(domain) for domain in facts["domains"]),
-        n_pairs=int(facts["n_pairs"]),
-        cost=float(facts["cost"]),
-        seed=int(facts["seed"]),
-        trace_checksum=str(facts["trace_checksum"]),
         transform=cast("Transform", _one_of("transform", TRANSFORMS, facts)),
         mask_rule=cast("MaskRule", _one_of("mask_rule", get_args(MaskRule), facts)),
         clustering=cast("Method", _one_of("clustering", METHODS, facts)),
-        **{name: int(facts.get(name, before)) for name, before in _BEFORE.items()},
     )
     n_layers = len(artifact.layer_order)
     _require(artifact.idf.ndim == 2 and artifact.idf.size > 0, "idf is no table")

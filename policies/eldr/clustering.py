@@ -4,11 +4,11 @@ vanilla, whose clusters may be of any size."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
@@ -22,7 +22,7 @@ ROUNDS = 100
 #: Dot products are rounded to its inverse, so that sums over a cluster are exact in any order.
 _GRID = float(1 << 32)
 
-Assign = Callable[[Floats], Ints]  #: gives each point its cluster, from their distances ``[n, K]``
+Members = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,29 +47,17 @@ def kmeans(
     """Cluster unit vectors, minimising their total cosine distance from their centroids.
 
     Rounds of assignment (:func:`assign_balanced` or :func:`assign_nearest`) and centroid update
-    (the members' sum scaled to unit length) go on until the total distance no longer falls.
-    Seeding is k-means++: a point is drawn with a probability in proportion to its cosine distance
-    from the nearest seed, which on the unit sphere is half the squared Euclidean distance. Both
-    methods draw the same seeds from the same ``rng``.
+    (the members' sum scaled to unit length) go on until the total distance no longer falls. Seeding
+    is k-means++: a point is drawn with a probability in proportion to its cosine distance from the
+    nearest seed, on the unit sphere half the squared Euclidean distance. Both methods draw the same
+    seeds from the same ``rng``.
 
     Raises InputError if K is not in 1..n, if all points are zero, or if there is no such method.
 
-    Parameters
-    ----------
-    points
-        Shape [n, d]: rows of `policies.eldr.signature.unit_rows`. A row of zeros may
-        fall to any cluster and moves no centroid.
-    n_clusters
-        K, from 1 to n.
-    rng
-        Draws the seeds.
-    method
-        ``balanced``: no cluster holds more than ceil(n / K) points. ``vanilla``: every point is
-        with its nearest centroid; a cluster that loses all its points keeps its centroid.
-    restarts
-        Independent seedings, at least 1.
-    rounds
-        Most rounds of each.
+    ``points``: shape [n, d]: rows of `unit_rows`; one of zeros may fall to any cluster and moves no
+    centroid; ``method``: ``balanced``: no cluster holds more than ceil(n / K) points; ``vanilla``:
+    every point is with its nearest centroid; a cluster that loses all its points keeps its
+    centroid; ``restarts``: independent seedings; ``rounds``: most of each.
     """
     n = len(points)
     if method not in METHODS:
@@ -78,21 +66,24 @@ def kmeans(
         raise InputError("clusters", f"{n_clusters} clusters of {n} points", f"1 to {n}")
     if not points.any():
         raise InputError("signatures", "all are zero: no expert distinguishes the requests")
-    assign = _balanced if method == "balanced" else _nearest
     between = points @ points.T
     seeds = [_seeds(between, n_clusters, rng) for _ in range(restarts)]
-    between = rounded(between)
+    between, balanced, all_ = rounded(between), method == "balanced", np.arange(n)
 
-    def run(chosen: list[int]) -> tuple[Floats, Floats, float]:
-        member = np.zeros((n, n_clusters))
-        member[chosen, np.arange(n_clusters)] = 1.0
-        return _lloyd(between, member, between[:, chosen], assign, rounds)
+    def run(chosen: list[int]) -> tuple[Members, Floats, float]:
+        member = np.zeros((n, n_clusters), np.bool_)
+        member[chosen, np.arange(n_clusters)] = True
+        similar = np.ascontiguousarray(between[:, chosen])
+        found: tuple[Members, Floats, float] = _lloyd(
+            between, all_, member, similar, balanced, rounds
+        )
+        return found
 
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as threads:
         runs = list(threads.map(run, seeds))
     member, _, _ = min(runs, key=lambda run: run[2])
-    centroids = unit_rows(member.T @ points)
-    return _ordered(Clustering(centroids, *_priced(points, centroids, assign)))
+    centroids = unit_rows(_sums(points, all_, member))
+    return _ordered(Clustering(centroids, *_priced(points, centroids, balanced)))
 
 
 def refit(
@@ -107,33 +98,22 @@ def refit(
     """Move centroids to other points: rounds as in `kmeans`, from where they are.
 
     A new centroid takes the place of the one before that it is like: all of them at the least total
-    cosine distance.
+    cosine distance. Returns the centroids moved, and the dot products of the same points with them
+    but for rounding.
 
-    Returns ``centroids``, ``similar``: the centroids moved, and the dot products of the same points
-    with them but for rounding.
-
-    Parameters
-    ----------
-    points, rows
-        Shapes [N, d] and [n]: unit rows, and those of them that are clustered.
-    between
-        Shape [N, N]: dot products of all rows, `rounded`.
-    similar
-        Shape [n, K]: dot products of those that are clustered with the centroids.
-    centroids
-        Shape [K, d]: where they are. One without points stays there.
-    method, rounds
-        As for `kmeans`.
+    ``points``, ``rows``: shapes [N, d] and [n]: unit rows, and those of them that are clustered;
+    ``between``: shape [N, N]: dot products of all rows, `rounded`; ``similar``: shape [n, K]: of
+    those that are clustered with the centroids; ``centroids``: shape [K, d]; one without points
+    stays.
     """
-    assign = _balanced if method == "balanced" else _nearest
-    member = np.zeros(similar.shape)
-    member, similar, _ = _lloyd(between[np.ix_(rows, rows)], member, similar, assign, rounds)
+    member = np.zeros(similar.shape, np.bool_)
+    balanced = method == "balanced"
+    member, similar, _ = _lloyd(between, rows, member, similar, balanced, rounds)
     moved = unit_rows(_sums(points, rows, member))
     alone = ~moved.any(axis=1)
     moved[alone] = centroids[alone]
     alike = np.einsum("kd,jd->kj", moved, centroids)
-    place = _balanced(_distance(alike))
-    order = np.argsort(place)
+    order = np.argsort(_assigned(alike, True)[0])
     return moved[order], similar[:, order]
 
 
@@ -146,13 +126,12 @@ def assign_balanced(points: Floats, centroids: Floats) -> tuple[Ints, float]:
     """Assign points to centroids at the least total cosine distance, at most ceil(n / K) to each.
 
     The optimum that the Hungarian method finds with ceil(n / K) places a centroid, as a flow of
-    least cost between the K clusters: every point starts at its nearest centroid, and one point too
-    many after the other leaves along the shortest path to a cluster with room. A step of a path is
-    the cheapest move of a point from one cluster to another.
+    least cost between the clusters: every point starts at its nearest centroid, and one point too
+    many after the other leaves along the shortest path to a cluster with room.
 
-    Returns ``labels``, ``cost``: shape [n]: the centroid of each point; and the total distance.
+    Returns the centroid of each point, shape [n], and the total distance.
     """
-    return _priced(points, centroids, _balanced)
+    return _priced(points, centroids, balanced=True)
 
 
 def assign_nearest(points: Floats, centroids: Floats) -> tuple[Ints, float]:
@@ -160,62 +139,49 @@ def assign_nearest(points: Floats, centroids: Floats) -> tuple[Ints, float]:
 
     No assignment to the same centroids costs less. Returns what :func:`assign_balanced` does.
     """
-    return _priced(points, centroids, _nearest)
+    return _priced(points, centroids, balanced=False)
 
 
-def _priced(points: Floats, centroids: Floats, assign: Assign) -> tuple[Ints, float]:
-    distance = _distance(points @ centroids.T)
-    labels = assign(distance)
-    return labels, _cost(distance, labels)
-
-
-def _distance(similar: Floats) -> Floats:
-    """Cosine distances in whole numbers of 1e-9: their sums and comparisons are exact."""
-    return np.rint((1.0 - similar) * 1e9)
-
-
-def _cost(distance: Floats, labels: Ints) -> float:
-    return float(distance[np.arange(len(labels)), labels].sum()) / 1e9
-
-
-def _nearest(distance: Floats) -> Ints:
-    return np.asarray(np.argmin(distance, axis=1), dtype=np.int64)
-
-
-def _balanced(distance: Floats) -> Ints:
-    n, k = distance.shape
-    capacity = -(-n // k)
-    labels = _nearest(distance)
-    size = np.bincount(labels, minlength=k)
-    too_many = int(np.maximum(size - capacity, 0).sum())
-    if too_many:
-        move, mover = np.empty((k, k)), np.empty((k, k), np.int64)
-        path, state = np.empty(k), np.ones((2, k), np.int64)
-        _relieve(distance, labels, size, capacity, too_many, move, mover, path, state)
-    return labels
+def _priced(points: Floats, centroids: Floats, balanced: bool) -> tuple[Ints, float]:
+    labels, cost = _assigned(np.ascontiguousarray(points @ centroids.T), balanced)
+    return labels, cost
 
 
 @njit(nogil=True)
-def _relieve(
-    distance: Floats,
-    labels: Ints,
-    size: Ints,
-    capacity: int,
-    too_many: int,
-    move: Floats,
-    mover: Ints,
-    path: Floats,
-    state: Ints,
-) -> None:
+def _assigned(similar: Floats, balanced: bool) -> tuple[Ints, float]:
+    """Return the centroid of each point, and their total distance.
+
+    Cosine distances are in whole numbers of 1e-9: their sums and comparisons are exact.
+    """
+    n, k = similar.shape
+    distance = np.rint((1.0 - similar) * 1e9)
+    labels, size = np.empty(n, np.int64), np.zeros(k, np.int64)
+    for p in range(n):
+        labels[p] = np.argmin(distance[p])
+        size[labels[p]] += 1
+    capacity, too_many = -(-n // k), 0
+    for c in range(k):
+        too_many += max(size[c] - capacity, 0)
+    if balanced and too_many:
+        _relieve(distance, labels, size, capacity, too_many)
+    cost = 0.0
+    for p in range(n):
+        cost += distance[p, labels[p]]
+    return labels, cost / 1e9
+
+
+@njit(nogil=True)
+def _relieve(distance: Floats, labels: Ints, size: Ints, capacity: int, too_many: int) -> None:
     """Move points out of clusters beyond their capacity, at the least cost.
 
     Successive shortest paths (Ahuja, Magnanti and Orlin 1993, Network Flows, 9.7), which keep the
     assignment the best one for its cluster sizes: no circle of moves saves anything. ``move`` is
     what the cheapest move from a cluster to another costs, ``mover`` the point that makes it,
-    ``state`` which clusters have changed, and each cluster's predecessor on its path.
+    ``changed`` which clusters have changed, ``before`` each cluster's predecessor on its path.
     """
     n, k = distance.shape
-    changed, before = state
+    move, mover, path = np.empty((k, k)), np.empty((k, k), np.int64), np.empty(k)
+    changed, before = np.ones(k, np.int64), np.empty(k, np.int64)
     for _ in range(too_many):
         for a in range(k):
             for b in range(k):
@@ -267,29 +233,39 @@ def _seeds(between: Floats, k: int, rng: np.random.Generator) -> list[int]:
     return chosen
 
 
+@njit(nogil=True)
 def _lloyd(
-    between: Floats, member: Floats, similar: Floats, assign: Assign, rounds: int
-) -> tuple[Floats, Floats, float]:
-    """Return whose sum each centroid is, ``[n, K]`` of 0 and 1.
+    between: Floats, rows: Ints, member: Members, similar: Floats, balanced: bool, rounds: int
+) -> tuple[Members, Floats, float]:
+    """Return whose sum each centroid is, ``[n, K]``.
 
     And the points' dot products with them, ``[n, K]``, and the total distance from them. Begins
     with the centroids that have the products ``similar``; ``member`` is returned for those that no
-    point ever joins. Sums of points are never made: their dot products are sums of ``between``.
+    point ever joins. Sums of points are never made: their dot products are sums of ``between``,
+    exact in any order, so that a round counts only who has moved.
     """
-    k = member.shape[1]
-    distance = _distance(similar)
-    labels = assign(distance)
-    cost = _cost(distance, labels)
+    n, k = similar.shape
+    labels, cost = _assigned(similar, balanced)
+    summed, sums = np.full(n, -1), np.zeros((k, n))
     for _ in range(rounds):
-        moved = (labels[:, None] == np.arange(k)).astype(np.float64)
-        sums = _summed(between, labels, k)
-        square = np.einsum("nk,nk->k", moved, sums)
-        stays = square <= 0  # a cluster without any point, or only zeros
-        moved, sums = np.where(stays, member, moved), np.where(stays, similar, sums)
-        moved_similar = sums / np.where(stays, 1.0, np.sqrt(np.abs(square)))
-        distance = _distance(moved_similar)
-        labels = assign(distance)
-        new_cost = _cost(distance, labels)
+        for j in range(n):
+            old, new = summed[j], labels[j]
+            if old != new:
+                for i in range(n):
+                    sums[new, i] += between[rows[j], rows[i]]
+                if old >= 0:
+                    for i in range(n):
+                        sums[old, i] -= between[rows[j], rows[i]]
+        summed, square = labels, np.zeros(k)
+        for i in range(n):
+            square[labels[i]] += sums[labels[i], i]
+        moved, moved_similar = member.copy(), similar.copy()
+        for i in range(n):
+            for c in range(k):
+                if square[c] > 0.0:  # else a cluster without any point, or only zeros: it stays
+                    moved[i, c] = labels[i] == c
+                    moved_similar[i, c] = sums[c, i] / np.sqrt(square[c])
+        labels, new_cost = _assigned(moved_similar, balanced)
         if new_cost >= cost:
             break
         member, similar, cost = moved, moved_similar, new_cost
@@ -297,25 +273,15 @@ def _lloyd(
 
 
 @njit(nogil=True)
-def _sums(points: Floats, rows: Ints, member: Floats) -> Floats:
+def _sums(points: Floats, rows: Ints, member: Members) -> Floats:
     """Return the sums of each cluster's points, ``[K, d]``."""
     n, k = member.shape
     sums = np.zeros((k, points.shape[1]))
     for i in range(n):
         for cluster in range(k):
             if member[i, cluster]:
-                sums[cluster] += points[rows[i]]
-    return sums
-
-
-@njit(nogil=True)
-def _summed(between: Floats, labels: Ints, k: int) -> Floats:
-    """Return the sums of columns by label, ``[n, K]``; exact, so in any order."""
-    n = len(labels)
-    sums = np.zeros((n, k))
-    for i in range(n):
-        for j in range(n):
-            sums[i, labels[j]] += between[i, j]
+                for d in range(points.shape[1]):
+                    sums[cluster, d] += points[rows[i], d]
     return sums
 
 

@@ -16,12 +16,9 @@ from eldr_sim.traces.routing.format import RoutingTrace
 
 #: Modules of which a fit is made: when they change, it is made anew.
 _SOURCES = (
-    "policies.eldr.artifact",
-    "policies.eldr.clustering",
-    "policies.eldr.signature",
-    "traces.routing.calibration",
-    "traces.routing.gate_scores",
-)
+    "policies.eldr.artifact", "policies.eldr.clustering", "policies.eldr.signature",
+    "traces.routing.calibration", "traces.routing.gate_scores",
+)  # fmt: skip
 
 
 def cached_fit(

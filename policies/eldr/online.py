@@ -4,7 +4,6 @@ Every so often the signatures routed in the last seconds are clustered, from whe
 are, and each new centroid goes to the worker whose centroid it is most like.
 """
 
-from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -22,11 +21,7 @@ class OnlineCentroids:
 
     The first refit comes one window after the first signature, the others at equal distances from
     it; where several would be due at once, the last is made. A refit needs as many signatures as
-    centroids.
-
-    ``centroids``: shape [K, d]: where they begin; ``every_s``, ``window_s``: time between refits,
-    and what they look back on, s; ``method``, ``rounds``: as for
-    :func:`~eldr_sim.policies.eldr.clustering.kmeans`.
+    centroids. ``every_s``, ``window_s``: time between refits, and what they look back on, s.
     """
 
     def __init__(
@@ -38,7 +33,8 @@ class OnlineCentroids:
         self._rounds = rounds
         self._due_s = np.inf
         # When, the row of the signature, and its products with the centroids of now.
-        self._recent: deque[tuple[float, int, Floats]] = deque()
+        self._times, self._rows = np.zeros(64), np.zeros(64, np.int64)
+        self._similar, self._n_recent = np.zeros((64, len(centroids))), 0
         # Dot products of all rows are kept: signatures stay in the window for several refits, and
         # those of a trace come again.
         self._points = np.zeros((0, centroids.shape[1]))
@@ -67,7 +63,12 @@ class OnlineCentroids:
         """Take note that the signature of a row is routed now, so ``similar [K]`` to them all."""
         if self._due_s == np.inf:
             self._due_s = now_s + self._window_s
-        self._recent.append((now_s, row, similar))
+        n = self._n_recent
+        if n == len(self._times):
+            self._times, self._rows = np.resize(self._times, 2 * n), np.resize(self._rows, 2 * n)
+            self._similar = np.resize(self._similar, (2 * n, len(similar)))
+        self._times[n], self._rows[n], self._similar[n] = now_s, row, similar
+        self._n_recent = n + 1
 
     def advance(self, now_s: float) -> None:
         """Refit if it is time."""
@@ -75,22 +76,23 @@ class OnlineCentroids:
             return
         at_s = self._due_s + (now_s - self._due_s) // self._every_s * self._every_s
         self._due_s = at_s + self._every_s
-        while self._recent and self._recent[0][0] <= at_s - self._window_s:
-            self._recent.popleft()
-        if len(self._recent) < len(self.centroids):
+        gone = int(np.searchsorted(self._times[: self._n_recent], at_s - self._window_s, "right"))
+        n = self._n_recent - gone
+        for kept in self._times, self._rows, self._similar:
+            kept[:n] = kept[gone : gone + n].copy()
+        self._n_recent = n
+        if n < len(self.centroids):
             return
         self._complete()
-        times, rows, similar = zip(*self._recent, strict=True)
-        self.centroids, moved = refit(
+        self.centroids, self._similar[:n] = refit(
             self._points,
-            np.array(rows, np.int64),
+            self._rows[:n],
             self._between,
-            np.stack(similar),
+            self._similar[:n],
             self.centroids,
             self._method,
             self._rounds,
         )
-        self._recent = deque(zip(times, rows, moved, strict=True))
 
     def _complete(self) -> None:
         """Multiply the rows that are new with all."""
@@ -104,14 +106,15 @@ class OnlineCentroids:
         """Keep only the rows in the window if there are many others, and double the room if not."""
         kept: NDArray[np.int64] = np.arange(self._n)
         if self._n >= _REMEMBERED:
-            kept = np.unique(np.array([row for _, row, _ in self._recent], np.int64))
+            kept = np.unique(self._rows[: self._n_recent])
         room = max(256, 2 * len(kept))
         done = kept[kept < self._n_between]
         points, between = np.zeros((room, self._points.shape[1])), np.zeros((room, room))
         points[: len(kept)] = self._points[kept]
         between[: len(done), : len(done)] = self._between[np.ix_(done, done)]
         new_row = dict(zip(kept.tolist(), range(len(kept)), strict=True))
-        self._recent = deque((when, new_row[row], similar) for when, row, similar in self._recent)
+        recent = self._rows[: self._n_recent]
+        recent[:] = np.searchsorted(kept, recent)
         self._row_of = {
             number: new_row[row] for number, row in self._row_of.items() if row in new_row
         }

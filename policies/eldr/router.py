@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from eldr_sim.errors import InputError
+from eldr_sim.jit import njit
 from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.eldr.artifact import RoutingArtifact
@@ -67,7 +68,7 @@ class EldrParameters(SignatureParameters):
     text."""
     window_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     """What a refit looks back on, s; the first comes when so much time has passed."""
-    min_band: Literal[1, 2] = 1
+    min_band: int = Field(default=1, ge=1, le=2)
     """Workers that the band holds at least: 1, or 2, the most similar two where it would hold one
     (an older version of the authors' rule; not with a tau of 0)."""
     ties: Literal["lowest", "similar"] = "lowest"
@@ -81,21 +82,18 @@ class EldrParameters(SignatureParameters):
 class EldrPolicy(RouterPolicy):
     """The least loaded worker among those whose centroid is nearly the most similar.
 
-    Workers that share experts (`PolicyContext.group_size`) share a centroid too, unless each
-    ``engine`` is to have its own: their steps read one union. The band then holds groups, and the
-    least loaded worker of them all is chosen.
-
     With ``s_k`` the cosine similarity between the request's signature and the centroid of worker
     ``k``, and ``s*`` the highest of them, the band holds the workers with ``s_k >= s* - tau``. The
-    one with the fewest in-flight requests is chosen, the first of them (``ties``); engines of a
-    group that has the band to itself take turns. Centroids follow the requests that are served
-    (``refit_s``, see `online`), so the policy is asked about each; without refits it works from
-    rules.
+    one with the fewest in-flight requests is chosen, the first of them (``ties``). Under
+    ``gate-logit`` similarities may be negative, and a tau of 1 need not reach every worker. A
+    request without a signature, or whose signature is zero, joins the shortest queue of all
+    workers.
 
-    Under ``gate-logit`` similarities may be negative, and a tau of 1 need not reach every worker.
-
-    A request without a signature, or whose signature is zero (none of its experts tells requests
-    apart), says nothing of locality and joins the shortest queue of all workers.
+    Workers that share experts (`PolicyContext.group_size`) share a centroid too, unless each
+    ``engine`` is to have its own: the band then holds groups, of which the least loaded worker is
+    chosen; engines of a group that has the band to itself take turns. Centroids follow the requests
+    that are served (``refit_s``, see `online`), so the policy is asked about each; without refits
+    it works from rules.
     """
 
     name = "eldr"
@@ -124,6 +122,7 @@ class EldrPolicy(RouterPolicy):
         self._tau = own.tau
         self._members = context.members
         self._groups = [Rule(context.members([group])) for group in range(context.n_groups)]
+        self._compiled = context.group_size == 1 and (own.min_band == 1 or own.tau == 0)
         everyone = Rule(range(context.n_workers))
         self._everyone = everyone if context.n_groups > 1 else self._groups[0]
         self._rules: dict[int | None, Rule] = {}
@@ -183,24 +182,57 @@ class EldrPolicy(RouterPolicy):
         """Return the least loaded worker of the locality band."""
         if self._online is None:
             return self.rules([request])[0].pick(workers)
-        band: list[int] = []
         online, counts = self._online, request.signature
         online.advance(workers.now_s)
-        if counts is not None:
-            row, unit = online.signature(
-                request.signature_id, lambda: self.artifact.signatures(counts[None])[0]
-            )
-            (similar,) = _similarities(unit[None], online.centroids)
-            band = self._band(similar.tolist())
-            if band:
-                online.note(row, similar, workers.now_s)
-        return self._rule(band).pick(workers)
+        if counts is None:
+            return self._everyone.pick(workers)
+        row, unit = online.signature(
+            request.signature_id, lambda: self.artifact.signatures(counts[None])[0]
+        )
+        similar = np.empty(len(online.centroids))
+        if not _compare(unit, online.centroids, similar):
+            return self._everyone.pick(workers)
+        online.note(row, similar, workers.now_s)
+        if self._compiled:
+            last = self.parameters.ties == "similar"
+            found: int = _least(similar, self._tau, last, workers.loads, workers.healthy)
+            if found >= 0:
+                return found
+        return self._rule(self._band(similar.tolist())).pick(workers)
 
 
 def _similarities(units: Floats, centroids: Floats) -> Floats:
-    # Not `@`, whose threads cost more than so small a product. Rounded unit vectors may exceed
-    # length 1 by 1e-7; tau = 1 must still mean every worker.
-    return np.asarray(np.minimum(np.einsum("nd,kd->nk", units, centroids), 1.0))
+    similar = np.empty((len(units), len(centroids)))
+    for unit, row in zip(units, similar, strict=True):
+        _compare(unit, centroids, row)
+    return similar
+
+
+# Sums of products of unit vectors are exact (`signature`): reassociated, no bit changes.
+@njit(fastmath={"reassoc"})
+def _compare(unit: Floats, centroids: Floats, similar: Floats) -> bool:
+    """Write the cosine similarity to each centroid; return whether any is not zero."""
+    found = False
+    for k in range(len(centroids)):
+        total = 0.0
+        for d in range(len(unit)):
+            total += unit[d] * centroids[k, d]
+        # Rounded unit vectors may exceed length 1 by 1e-7; tau = 1 must still mean every worker.
+        similar[k] = min(total, 1.0)
+        found |= total != 0.0
+    return found
+
+
+@njit()
+def _least(similar: Floats, tau: float, by_similarity: bool, loads: Any, healthy: Any) -> int:
+    """Return the worker that `Rule.pick` chooses of a band; -1 where none of it is healthy."""
+    best, edge = -1, similar.max() - tau
+    for w in range(len(similar)):
+        if healthy[w] and similar[w] >= edge:
+            more = best < 0 or loads[w] < loads[best]
+            if more or (by_similarity and loads[w] == loads[best] and similar[w] > similar[best]):
+                best = w
+    return best
 
 
 def _artifact(parameters: EldrParameters, context: PolicyContext) -> RoutingArtifact:

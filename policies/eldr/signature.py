@@ -59,11 +59,9 @@ _WORK_GRID = float(1 << 22)  # squares of up to 2^19 entries still sum exactly i
 
 
 def unit_rows(rows: NDArray[Any]) -> Floats:
-    """Scale each row to Euclidean length 1, rounded to multiples of 2^-24.
+    """Scale each row to Euclidean length 1, rounded to multiples of 2^-24; zeros stay zero.
 
     ``rows``: shape [n, d] with d < 2^19, finite.
-
-    Returns ndarray of float64, shape [n, d]: unit rows; a row of zeros stays zero.
     """
     peak = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
     whole = np.rint(rows / np.where(peak > 0, peak, 1.0) * _WORK_GRID)
@@ -74,16 +72,11 @@ def unit_rows(rows: NDArray[Any]) -> Floats:
 
 
 def idf_weights(counts: NDArray[Any]) -> Floats:
-    """Inverse document frequency of every expert over the calibration requests.
+    """Inverse document frequency of every expert over the calibration requests, shape [L, E].
 
     ``w(l, e) = log((|C| + 1) / (df(l, e) + 1))`` where ``df`` counts the requests in which expert
     ``e`` fires at least once at layer ``l`` (ELDR Sec. 4.2.2, step 2). Rounded to 1e-9, for
-    logarithms differ in the last bit between machines.
-
-    ``counts``: shape [n, L, E]: prompt tokens of each request that chose the expert.
-
-    Returns ndarray of float64, shape [L, E]: zero for an expert that fires in every request,
-    ``log(n + 1)`` for one that never does.
+    logarithms differ in the last bit between machines. ``counts``: shape [n, L, E].
     """
     df = np.count_nonzero(counts, axis=0)
     return np.asarray(np.round(np.log((counts.shape[0] + 1) / (df + 1)), 9))
@@ -103,8 +96,7 @@ def transformed(scores: NDArray[Any], transform: Transform, idf: Floats) -> Floa
     """Apply a transform to the prompt scores of requests, cell by cell.
 
     ``scores``: shape [n, L, E]: prefill counts, or the summed gate scores that :func:`score_of`
-    names; ``transform``: one of :data:`TRANSFORMS`; ``idf``: shape [L, E]: weights of
-    :func:`idf_weights`; only ``count-idf`` reads them.
+    names; ``idf``: shape [L, E]; only ``count-idf`` reads it.
     """
     if transform == "count-idf":
         return np.asarray(scores * idf)
@@ -118,12 +110,10 @@ def transformed(scores: NDArray[Any], transform: Transform, idf: Floats) -> Floa
 def signatures(
     scores: NDArray[Any], idf: Floats, layers: Ints, transform: Transform = "count-idf"
 ) -> Floats:
-    """Turn prompt scores into signatures (ELDR Eq. 2).
+    """Turn prompt scores, shape [n, L, E], into signatures (ELDR Eq. 2), [n, len(layers) * E].
 
-    ``scores``: shape [n, L, E]: see :func:`transformed`; ``idf``: shape [L, E]: weights of
-    :func:`idf_weights`; ``layers``: the layers to keep, in the order in which they are stacked;
-    ``transform``: one of :data:`TRANSFORMS`. Returns ndarray of float64, shape [n, len(layers) *
-    E]: unit rows; zero where a request fires no expert of positive weight on ``layers``.
+    Unit rows over ``layers`` in that order; zero where a request fires no expert of positive
+    weight.
     """
     kept = transformed(scores[:, layers], transform, idf[layers])
     return unit_rows(kept.reshape(len(scores), -1))
@@ -228,10 +218,8 @@ def decode_overlap(
 ) -> DecodeOverlap:
     """Rank pairs of requests by the distance of their decode patterns (ELDR Sec. 4.2.1).
 
-    ``decode_activation``: shape [n, L, E]: share of a request's decode steps in which the expert
-    was chosen; ``rng``: draws the pairs; ``n_pairs``: pairs to draw, see `sample_pairs`.
-
-    Raises InputError: with fewer than 3 requests: no ranking of pairs exists.
+    ``decode_activation``: shape [n, L, E]; ``n_pairs``: see `sample_pairs`. Raises InputError with
+    fewer than 3 requests: no ranking of pairs exists.
     """
     n, n_layers, _ = decode_activation.shape
     if n < 3:
@@ -282,9 +270,8 @@ def select_layers(
     taken once for each pair and layer, and each of the L (L + 1) / 2 candidate masks costs one
     ranking.
 
-    ``features``: shape [n, L, E]: prompt scores under a transform, of :func:`transformed`;
-    ``overlap``: the ranking to predict, of :func:`decode_overlap`; ``mask``: ``greedy``, ``all``,
-    or the layers to keep. Raises InputError if the mask names a layer that is not there.
+    ``features``: shape [n, L, E], of :func:`transformed`. Raises InputError if the mask names a
+    layer that is not there.
     """
     n, n_layers, n_experts = features.shape
     i, j = overlap.i, overlap.j

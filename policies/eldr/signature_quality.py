@@ -1,12 +1,9 @@
 """How good are the signatures of a fit? Figures 7, 8 and 9 of ELDR, as numbers.
 
-- rho of every transform on all layers (Fig. 7);
-- rho against the number of layers kept by the greedy selection (Fig. 8);
-- signatures and centroids on the first two principal components (Fig. 9).
-
-All of them use the calibration requests, and rho the pairs of them, that the fit itself used. Only
-where the trace has the gate scores of a part of them, the transforms are compared on that part, so
-that all bars of Fig. 7 are of the same requests.
+rho of every transform on all layers, rho by layers kept, and signatures and centroids on two
+principal components, of the calibration requests and pairs that the fit used. Only where the trace
+has the gate scores of a part of them, the transforms are compared on that part, so that all bars of
+Fig. 7 are of the same requests.
 """
 
 from dataclasses import dataclass
@@ -58,9 +55,7 @@ class SignatureQuality:
 
 
 def signature_quality(
-    calibration: CalibrationSet,
-    artifact: RoutingArtifact,
-    compared: CalibrationSet | None = None,
+    calibration: CalibrationSet, artifact: RoutingArtifact, compared: CalibrationSet | None = None
 ) -> SignatureQuality:
     """Measure the signatures of a fit.
 
@@ -106,14 +101,12 @@ def _rho_by_transform(calibration: CalibrationSet, pairs: DecodeOverlap) -> dict
 
 
 def project(points: Floats, centroids: Floats) -> Projection:
-    """Project unit vectors and centroids on the points' first two principal components.
+    """Project unit vectors, [n, d], and centroids, [K, d], on two principal components.
 
     The directions come from the n x n matrix of dot products, which is exact for rows of
-    :func:`~eldr_sim.policies.eldr.signature.unit_rows`. A component's sign is such that its largest
-    coordinate is positive. Coordinates are rounded to 1e-6, for eigenvectors differ in the last
-    bits between machines. Without variance along a direction its coordinates are zero.
-
-    ``points``: shape [n, d]: unit rows, n at least 2; ``centroids``: shape [K, d].
+    `unit_rows`. A component's sign is such that its largest coordinate is positive; coordinates are
+    rounded to 1e-6, for eigenvectors differ in the last bits between machines. Without variance
+    they are zero.
     """
     products = points @ points.T
     from_mean = products.mean(axis=1)

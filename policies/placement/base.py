@@ -121,16 +121,9 @@ class PlacementPolicy(Policy):
     ) -> Placement | None:
         """Return another placement of a group, or None to leave it as it is.
 
-        Asked while engines run (``--eplb-interval``) of a policy that needs ``counts``.
-
-        Parameters
-        ----------
-        group
-            What to place.
-        load
-            Shape [n_layers, n_experts]: the group's tokens that chose each expert of late.
-        current
-            Where the experts are now. Slots, ranks and instances of all experts stay as many.
+        Asked while engines run (``--eplb-interval``) of a policy that needs ``counts``. ``load``:
+        shape [n_layers, n_experts]: the group's tokens that chose each expert of late. Slots, ranks
+        and instances of all experts stay as many as in ``current``.
         """
         raise NotImplementedError
 
@@ -207,27 +200,16 @@ def cluster_activation(context: PolicyContext, placement: str) -> NDArray[np.flo
 
 
 def greedy_placement(activation: NDArray[Any], n_ranks: int, placed: Ints | None = None) -> Ints:
-    """Return the rank of every expert under ELDR's placement (Sec. 5), layer by layer.
+    """Return the rank of every expert under ELDR's placement (Sec. 5), layer by layer, [..., E].
 
     The next most active expert goes to the rank with the least activation so far among those that
     still have room. Ties go to the lower expert and the lower rank; activations are compared to
     1e-9, so that the last bit of a mean does not decide.
 
-    Raises InputError: ``n_ranks`` does not divide E, or an activation is negative or not finite.
-
-    Parameters
-    ----------
-    activation
-        Shape [..., E]: expected decode activation of every expert, finite and not negative.
-    n_ranks
-        Ranks to place on; must divide E.
-    placed
-        Shape [..., E]: the ranks of experts that are placed beforehand, which have room for them;
-        -1 for the others. None: all are to be placed.
-
-    Returns
-    -------
-    Shape [..., E], every rank equally often along the last axis.
+    ``activation``: shape [..., E]: expected decode activation, finite and not negative; ``placed``:
+    shape [..., E]: the ranks of experts that are placed beforehand, which have room for them; -1
+    for the others. Raises InputError if ``n_ranks`` does not divide E, or an activation is not as
+    above.
     """
     weights = np.round(np.asarray(activation, dtype=np.float64), 9)
     if not (np.isfinite(weights) & (weights >= 0)).all():

@@ -83,16 +83,11 @@ class EplbPlacement(PlacementPolicy):
 
 
 def balance(load: NDArray[Any], group: ExpertGroup) -> Placement:
-    """Return EPLB's placement for the load of every expert.
+    """Return EPLB's placement for the load of every expert, shape [n_layers, n_experts].
 
-    ``load``: shape [n_layers, n_experts]: tokens that choose the expert, in any unit, finite and
-    not negative; ``group``: what to place; its engines do not matter. Raises InputError: the ranks
-    cannot hold equally many instances, the nodes equally many ranks, the groups equally many
-    experts, or a load is negative or not finite.
-
-    Returns
-    -------
-    Slots in the order of ranks, on each rank in the order of falling load per instance.
+    Slots in the order of ranks, on each rank in the order of falling load per instance. Raises
+    InputError if the ranks cannot hold equally many instances, the nodes equally many ranks, the
+    groups equally many experts, or a load is negative or not finite.
     """
     load, per_rank = np.asarray(load, np.float64), group.slots_per_rank
     n_layers, n_experts = load.shape
@@ -119,10 +114,8 @@ def replicate(load: Floats, n_redundant: int) -> tuple[Ints, Ints]:
 
     ``load``: shape [rows, E]; ``n_redundant``: copies to make in each row.
 
-    Returns
-    -------
-    The expert of every instance, shape [rows, E + n_redundant]: the experts in order, then the
-    copies as they were made; and the instances of every expert, shape [rows, E].
+    Returns the expert of every instance, shape [rows, E + n_redundant]: the experts in order, then
+    the copies as they were made; and the instances of every expert, shape [rows, E].
     """
     rows, n_experts = load.shape
     instance = np.empty((rows, n_experts + n_redundant), np.int64)

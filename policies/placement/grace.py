@@ -216,11 +216,7 @@ def group_layer(affinity: Floats, clusters: Hierarchy, ratio: float) -> Ints:
 
 
 def equal_groups(
-    affinity: Floats,
-    n_ranks: int,
-    n_nodes: int,
-    rng: np.random.Generator,
-    resolution: float = 1.0,
+    affinity: Floats, n_ranks: int, n_nodes: int, rng: np.random.Generator, resolution: float = 1.0
 ) -> Ints:
     """Return the rank of each expert in groups of equal size, [E].
 

@@ -20,15 +20,10 @@ from eldr_sim.policies.eldr.signature import Floats, Ints, unit_rows
 
 
 def spectral_groups(affinity: Floats, n_groups: int, rng: np.random.Generator) -> Ints:
-    """Cluster experts by affinity into groups of any size.
+    """Cluster experts by affinity into groups of any size; return the group of each, shape [E].
 
-    ``affinity``: shape [E, E]: symmetric, whole numbers, 0 on the diagonal; ``n_groups``: D, from 1
-    to E; ``rng``: draws the seeds of the clustering.
-
-    Returns
-    -------
-    Shape [E]: the group of each expert. A group may be empty. Where no two experts are chosen
-    together they are neighbours, equally many.
+    ``affinity``: shape [E, E]: symmetric, whole numbers, 0 on the diagonal; ``n_groups``: 1 to E. A
+    group may be empty. Where no two experts are chosen together they are neighbours, equally many.
     """
     n_experts = len(affinity)
     if not 1 <= n_groups <= n_experts:
@@ -50,14 +45,12 @@ def bounded_groups(affinity: Floats, groups: Ints, n_groups: int, low: int, high
 
     A group above ``high`` keeps the experts of most affinity to its own; the others join, the one
     of most affinity first, the group below ``high`` whose score is largest with them. Then groups
-    below ``low`` get the experts of the least affinity to groups that can spare them.
+    below ``low`` get the experts of the least affinity to groups that can spare them. The printed
+    score is the affinity inside the whole united group, which prefers large groups whatever the
+    expert; here it is what the expert adds to it.
 
-    The printed score is the affinity inside the whole united group; here it is what the expert adds
-    to it. The former prefers large groups whatever the expert.
-
-    ``affinity``: shape [E, E], as of `spectral_groups`; ``groups``: shape [E]: the group of each
-    expert, 0 to ``n_groups`` - 1; ``n_groups``, ``low``, ``high``: number of groups, and bounds of
-    their sizes. Raises InputError: no sizes within the bounds add up to E.
+    ``affinity``, ``groups``: as of `spectral_groups`. Raises InputError where no sizes within the
+    bounds add up to E.
     """
     n_experts = len(affinity)
     if not (0 <= low <= high and low * n_groups <= n_experts <= high * n_groups):

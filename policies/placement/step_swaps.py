@@ -89,14 +89,8 @@ def layer_s(ranks: Ints, n_ranks: int, steps: Steps, priced: Prices) -> float:
 def swap_for_time(ranks: Ints, n_ranks: int, steps: Steps, priced: Prices) -> Ints:
     """Let pairs of experts change places, the first that does, while that shortens the layer.
 
-    Parameters
-    ----------
-    ranks
-        Shape [E]: the rank of each expert. Ranks keep their numbers of experts.
-    n_ranks
-        Ranks; nodes are equal runs of them.
-    steps, priced
-        The tokens, and what they cost.
+    ``ranks``: shape [E]: the rank of each expert; ranks keep their numbers of experts; ``n_ranks``:
+    ranks; nodes are equal runs of them; ``steps``, ``priced``: the tokens, and what they cost.
     """
     found = np.asarray(ranks, np.int64).copy()
     tally = _tally(found, n_ranks, steps, priced)

@@ -17,11 +17,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs, PolicyContext
 from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import ExpertGroup, Placement, greedy_placement
-from eldr_sim.policies.placement.grace import (
-    AffinityParameters,
-    GroupedPlacement,
-    equal_groups,
-)
+from eldr_sim.policies.placement.grace import AffinityParameters, GroupedPlacement, equal_groups
 from eldr_sim.policies.placement.home import cluster_homes, home_ranks
 from eldr_sim.traces.routing.coactivation import token_rows
 

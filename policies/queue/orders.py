@@ -153,16 +153,10 @@ def residence_s(
 ) -> NDArray[np.float64]:
     """Return how long requests hold their places in a batch, s.
 
-    Parameters
-    ----------
-    cost
-        Step times of the worker.
-    prompt_len, output_len
-        Shape [n]: tokens, of outputs also fractions. A prompt is computed in steps of its own, as
-        long as the tables allow, with uniform routing.
-    batch
-        Sequences of a decode step, as many as the tables know at most. Their mean context is that
-        of the requests halfway through their outputs.
+    ``cost``: step times of the worker; ``prompt_len``, ``output_len``: shape [n]: tokens, of
+    outputs also fractions; A prompt is computed in steps of its own, as long as the tables allow,
+    with uniform routing; ``batch``: sequences of a decode step, as many as the tables know at most;
+    their mean context is that of the requests halfway through their outputs.
     """
     batch = min(batch, len(cost.moe_s) - 1)
     context = max(1.0, float(np.mean(prompt_len + output_len / 2)))

@@ -58,25 +58,11 @@ class ReplicaChoice(Policy):
         node_of_rank: Ints,
         prompts: bool = False,
     ) -> Ints:
-        """Return the slot, a column of the placement, that computes each pair.
+        """Return the slot, a column of the placement, that computes each pair, [tokens, top_k].
 
-        Parameters
-        ----------
-        tokens_home
-            Shape [tokens]: the rank that holds each token. The tokens of a rank are in the order of
-            its batch.
-        experts
-            Shape [tokens, top_k]: the experts of each token, which the placement holds.
-        placement, layer
-            The instances, and the layer of the placement that the tokens pass.
-        node_of_rank
-            Shape [ranks]: the node of each rank.
-        prompts
-            Whether the step computes prompts.
-
-        Returns
-        -------
-        Shape [tokens, top_k].
+        ``tokens_home``: shape [tokens]: the rank that holds each token, those of a rank in the
+        order of its batch; ``experts``: shape [tokens, top_k]; ``layer``: of the placement;
+        ``node_of_rank``: shape [ranks]; ``prompts``: whether the step computes prompts.
         """
         raise NotImplementedError
 
@@ -91,16 +77,11 @@ class ChoiceByCount(ReplicaChoice, ABC):
     def instances(
         self, tokens: Ints, placement: Placement, layer: int, prompts: bool = False
     ) -> Ints:
-        """Return the slots that compute each expert's tokens.
+        """Return the slots that compute each expert's tokens, in the order of turns, then -1.
 
-        ``tokens``: shape [experts]: how many tokens of all ranks have chosen each expert;
-        ``placement``, ``layer``: the instances, and the layer of the placement that the tokens
-        pass; ``prompts``: whether the step computes prompts.
-
-        Returns
-        -------
-        Shape [experts, most instances]: an expert's slots, in the order of turns, then -1. What it
-        says of experts without tokens does not matter.
+        Shape [experts, most instances]; of experts without tokens it does not matter. ``tokens``:
+        shape [experts]: how many tokens of all ranks have chosen each expert; ``layer``: of the
+        placement.
         """
 
     def choose(

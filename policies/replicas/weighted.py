@@ -19,11 +19,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs
 from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.policies.replicas.base import (
-    ReplicaChoice,
-    place_among_equals,
-    slots_of_experts,
-)
+from eldr_sim.policies.replicas.base import ReplicaChoice, place_among_equals, slots_of_experts
 
 #: Constants of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 #: OOPSLA 2014): the increment, and the multipliers of its finaliser (variant 13 of D. Stafford).

@@ -183,10 +183,8 @@ def split_workers(counts: NDArray[np.int64], n_workers: int) -> list[list[int]]:
     least, which the most over-served part gives where the remainders leave none (the authors' rule
     is not known there). Ties go to the lower index, the small domains last.
 
-    ``counts``: shape [n_domains]: calibration requests of each domain, zero where it has none;
-    ``n_workers``: workers to split, at least 1. Returns list of list of int: the workers of each
-    domain. One without calibration requests has those of the small ones, or all where there are
-    none of these.
+    ``counts``: shape [n_domains]: calibration requests of each; a domain without any has the
+    workers of the small ones, or all where there are none of these.
     """
     # Integers throughout: the quota of a part = n_workers * count / total.
     total = int(counts.sum())

@@ -1,6 +1,6 @@
 """Routers that balance the engines of a group by what these publish: Gimbal's and vLLM's.
 
-All three read the engines' signals, which are as old as ``signal_interval_ms`` says. They choose a
+All read the engines' signals, which are as old as ``signal_interval_ms`` says. They choose a
 prefill worker, a decode worker or a co-located engine alike.
 """
 
@@ -19,15 +19,17 @@ from eldr_sim.policies.rule import Rule
 class GimbalParameters(Parameters):
     """Parameters of `GimbalPolicy`; the defaults are the paper's where it gives them."""
 
-    reading: Literal["printed", "prose"] = "printed"
+    reading: Literal["printed", "prose", "queues"] = "printed"
     """``printed``: the load counts only where KV usage is above its threshold, as Algorithm 1 has
-    it; ``prose``: whenever KV usage is balanced, as the text says."""
+    it; ``prose``: whenever KV usage is balanced, as the text says; ``queues``: the same, of waiting
+    tokens alone, the text's "prefill workload in their queues"."""
     kv: float = Field(default=0.9, ge=0, le=1)
     """KV usage from which on an engine is saturated."""
     kv_difference: float = Field(default=0.1, ge=0, le=1)
     """Difference of KV usage between engines that is an imbalance."""
     load_difference: float = Field(default=3000.0, ge=0)
-    """Running and waiting tokens by which engines differ before that is an imbalance."""
+    """Running and waiting tokens (``queues``: waiting) by which engines differ before that is an
+    imbalance."""
     user_expiry: float = Field(default=600.0, ge=0)
     """How long after a user's last request the next one goes to the same engine, s (the paper has
     an expiry and no figure)."""
@@ -71,8 +73,10 @@ class GimbalPolicy(RouterPolicy):
         saturated = kv.max() >= own.kv
         if saturated and kv.max() - kv.min() >= own.kv_difference:
             return int(usable[np.argmin(kv)])
-        if saturated or own.reading == "prose":
-            load = (workers.running_tokens + workers.waiting_tokens)[usable]
+        if saturated or own.reading != "printed":
+            load = workers.waiting_tokens[usable]
+            if own.reading != "queues":
+                load = load + workers.running_tokens[usable]
             if load.max() - load.min() > own.load_difference:
                 return int(usable[np.argmin(load)])
         return None
@@ -107,6 +111,37 @@ class VllmDpPolicy(RouterPolicy):
     def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
         """Return all engines, weighed."""
         return [self._everyone] * len(requests)
+
+
+class VllmDpFirstPolicy(RouterPolicy):
+    """vLLM's first balancer of data-parallel engines: least waiting, of these least running.
+
+    ``DPAsyncMPClient.get_core_engine_for_request`` (``vllm/v1/engine/core_client.py``, v0.9.1):
+    what a request adds until the next report counts as waiting where any wait, else as running.
+    Ties go to the first engine.
+    """
+
+    name = "vllm_dp_first"
+    decision = "decode"
+    needs = Needs(columns=frozenset({"waiting", "running"}))
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._counts: list[list[int]] = []
+        self._reported_s = -np.inf
+
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the engine of the smallest (waiting, running)."""
+        if workers.signals_s != self._reported_s or not self._counts:
+            own = zip(workers.waiting.tolist(), workers.running.tolist(), strict=True)
+            self._counts = [list(counts) for counts in own]
+            self._reported_s = workers.signals_s
+        usable = np.flatnonzero(workers.healthy).tolist()
+        if not usable:
+            return None
+        engine: int = min(usable, key=lambda worker: (*self._counts[worker], worker))
+        counts = self._counts[engine]
+        counts[0 if counts[0] else 1] += 1
+        return engine
 
 
 class VllmDpKvPolicy(RouterPolicy):

@@ -1,22 +1,20 @@
 """Decode routing by the predicted step time: what would this request cost on each worker?
 
-ELDR groups requests offline and balances their number online. The policies here put both into one
-unit, time. For every worker they predict the time ``t`` of a decode step now and with the request
-in its batch, from the expected expert unions (`policies.routing.unions`) and the batch
-size, through the latency tables of the GPU, and send the request where the cost of all requests
-grows least. The cost of a worker with ``b`` requests is ``b t^2``, so the request goes where ::
+ELDR groups requests offline and balances their number online; here both are in one unit, time. For
+every worker the time ``t`` of a decode step now and with the request in its batch is predicted,
+from the expected expert unions (`unions`) and the batch, through the GPU's latency tables. The cost
+of a worker with ``b`` requests is ``b t^2``, so the request goes where ::
 
     (b + 1) t'^2 - b t^2
 
 is smallest: its own step time, squared, plus what it adds to the ``b`` requests that are there. A
-greedy rule on a sum of powers is the classic online balancing in an L_p norm (Awerbuch et al.,
-FOCS 1995).
+greedy rule on a sum of powers is the classic online balancing in an L_p norm (Awerbuch et al., FOCS
+1995).
 
-Why this cost. The growth ``t' - t`` of the step time alone is smallest on the *fullest* worker,
-whose union has all experts already, so everything piles up on one worker. The sum of step times
-over requests, ``b t``, has a trace of the same weakness near saturation, where ``t`` is concave in
-``b``: at high load it pays for its median in the tail. The square does not. The measurements are
-in ``docs/marginal_cost.md``. Where experts lie on several GPUs, see `marginal_ranks`.
+Why this cost. The growth ``t' - t`` alone is smallest on the *fullest* worker, whose union has all
+experts already, so everything piles up there. The sum of step times over requests, ``b t``, has a
+trace of the same weakness near saturation, where ``t`` is concave in ``b``. The square does not:
+see ``docs/marginal_cost.md``. Where experts lie on several GPUs, see `marginal_ranks`.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +29,7 @@ from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.eldr.signature import Floats
-from eldr_sim.policies.routing.activation import cached_activation
+from eldr_sim.policies.routing.activation import cached_activation, independent_tokens, of_tokens
 from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks
 from eldr_sim.policies.routing.unions import ExpertUnions, growth, log_idle, on_grid, shift
 
@@ -53,16 +51,17 @@ class _Books(NamedTuple):
     cost_load: NDArray[np.int64]  #: ``[K]``: at this load; -1: not known
     growth: Floats  #: ``[K]``: what the request at hand would add, s^2
     activated: Floats  #: ``[L]``: working memory
+    each: int  #: tokens of a request in a step
 
 
-class _Greedy:
+class Greedy:
     """Sends a request where the cost grows least; what it knows of requests is up to others.
 
     ``step_times``: step times of a worker; ``n_workers``, ``n_layers``: workers; layers of the
-    activations that ``place`` gets.
+    activations that ``place`` gets; ``each``: tokens of a request in a step.
     """
 
-    def __init__(self, step_times: StepCost, n_workers: int, n_layers: int) -> None:
+    def __init__(self, step_times: StepCost, n_workers: int, n_layers: int, each: int = 1) -> None:
         self._step_times = step_times
         self._unions = ExpertUnions(n_workers, n_layers, step_times.n_experts)
         self._books = _Books(
@@ -72,20 +71,34 @@ class _Greedy:
             np.full(n_workers, -1),
             np.zeros(n_workers),
             np.zeros(n_layers),
+            each,
         )
         self._resident: dict[tuple[int, int], tuple[int, NDArray[np.float32]]] = {}
-        self._next = 0
+        self._next, self._nothing = 0, np.zeros(n_workers)
 
-    def place(self, request: RequestInfo, usage: _Usage, workers: Workers) -> int | None:
-        """Return the healthy worker whose cost grows least, and count the request there.
+    def place(
+        self,
+        request: RequestInfo,
+        usage: _Usage,
+        workers: Workers,
+        seconds: tuple[float, Floats] | None = None,
+    ) -> int | None:
+        """Return the worker whose cost a request lets grow least, and enter it in the books.
 
-        Equal growths, to 1e-12 s^2, are served in turn. None where no worker is healthy.
+        -1, and the books as they were, where no worker is healthy.
+
+        ``loads``, ``healthy``: shape [K]; ``prompt_len``, ``activation``, ``log``: tokens of the
+        request's prompt, its activation on the grid of ``unions``, and that one's ``log_idle``;
+        ``first``: the worker that is preferred among equals; then those behind it; ``tokens``,
+        ``beside``: 0: the cost is of second power, ``b t^2``; else it is ``tokens * b t``, s, and
+        what each worker's requests cost beside, s, shape [K].
         """
+        tokens, beside = seconds or (0.0, self._nothing)
         activation, log = usage
         prompt_len = request.prompt_len
         worker: int = place(
             self._step_times, self._books, workers.loads, workers.healthy, prompt_len, activation,
-            log, self._next,
+            log, self._next, tokens, beside,
         )  # fmt: skip
         if worker < 0:
             return None
@@ -105,17 +118,19 @@ class MarginalCostPolicy(RouterPolicy):
     """The worker on which the request makes the predicted cost of all requests grow least.
 
     It knows what ELDR's router knows: the prefill counts of the requests that it has dispatched
-    (through `policies.routing.activation.ActivationModel`, fitted on the calibration
-    requests), their prompt lengths, and the completions as they are reported to it. The context of
-    a request counts as long as its prompt: how much it has generated is not known. On co-located
-    engines that share experts, where no signature is known, every request counts as the mean of the
-    calibration requests, and the prompts that wait count in the group's step.
+    (through `activation.ActivationModel`, fitted on the calibration requests), their prompt
+    lengths, and the completions as they are reported. A request's context counts as long as its
+    prompt. On co-located engines that share experts, where no signature is known, every request
+    counts as the mean of the calibration requests, and the prompts that wait count in the group's
+    step.
 
-    A decision reads ``idle``, [K, L, E], once and refreshes one row of it; a completion refreshes
-    one row. Both together take 20 us for 16 workers and 0.12 ms for 256 with 10 layers of 128
-    experts, 65 us and 0.47 ms with 48 layers, and a signature not seen before 0.27 ms more at 48
-    layers (medians on one core of an AMD EPYC,
-    ``tests/benchmarks/test_marginal_cost_benchmark.py``).
+    Where steps verify drafts, a request activates what so many tokens in a row do
+    (`independent_tokens`), and all of them are computed; what drafting takes is left out, as are
+    the tokens of drafts where engines share experts.
+
+    A decision and a completion take 20 us for 16 workers and 0.12 ms for 256 with 10 layers of 128
+    experts, 65 us and 0.47 ms with 48 layers, a signature not seen before 0.27 ms more (medians on
+    one core of an AMD EPYC, ``tests/benchmarks/test_marginal_cost_benchmark.py``).
     """
 
     name = "marginal_cost"
@@ -129,14 +144,11 @@ class MarginalCostPolicy(RouterPolicy):
         # Nothing has computed a prompt yet that comes to co-located engines.
         if not context.computes_prompts:
             self.needs = self.needs._replace(signature="count")
-        if context.computes_prompts and context.rank_moe is None:
-            problem = (
-                f"{self.name!r} reads expert signatures, or steps of engines that share experts"
-            )
-            allowed = "--data-parallel-size 2 or more, or a topology such as 8P16D"
-            raise InputError("policy", f"{problem}; co-located workers have neither", allowed)
+        self._check(context)
         step_times = context.require_step_times(self)
-        self._model = cached_activation(context.require_calibration(self))
+        calibration = context.require_calibration(self)
+        self._model = cached_activation(calibration)
+        self._tokens = independent_tokens(calibration, context.tokens_per_step)
         n_layers, n_experts = self._model.mean_share.shape
         if n_experts != step_times.n_experts:
             problem = f"{n_experts} experts, but the model has {step_times.n_experts}"
@@ -144,17 +156,26 @@ class MarginalCostPolicy(RouterPolicy):
         self._greedy = _greedy(context, step_times, n_layers)
         self._usages: dict[int, _Usage] = {}
 
+    def _check(self, context: PolicyContext) -> None:
+        """Raise InputError where no worker has what the policy reads."""
+        if context.computes_prompts and context.rank_moe is None:
+            problem = (
+                f"{self.name!r} reads expert signatures, or steps of engines that share experts"
+            )
+            allowed = "--data-parallel-size 2 or more, or a topology such as 8P16D"
+            raise InputError("policy", f"{problem}; co-located workers have neither", allowed)
+
     def usage(self, request: RequestInfo) -> _Usage:
         """Return the request's predicted activation; the calibration mean without a signature.
 
         Remembered for the last signatures seen, by ``signature_id``.
         """
         if request.signature is None:
-            return _usage(self._model.mean_activation)
+            return _usage(of_tokens(self._model.mean_activation, self._tokens))
         known = request.signature_id
         if known is not None and known in self._usages:
             return self._usages[known]
-        usage = _usage(self._model.predict(request.signature))
+        usage = _usage(of_tokens(self._model.predict(request.signature), self._tokens))
         if known is not None:
             if len(self._usages) == _REMEMBERED:
                 del self._usages[next(iter(self._usages))]  # the oldest
@@ -173,11 +194,9 @@ class MarginalCostPolicy(RouterPolicy):
 class OraclePolicy(RouterPolicy):
     """ORACLE, a reference and no router: ``marginal_cost`` that is told the future experts.
 
-    Instead of a prediction it gets each request's true activation, the mean over the decode steps
-    that the request is going to take (``PolicyContext.future``), in every MoE layer of the model.
-    It shows what better knowledge of experts could still win. It is greedy: it knows neither
-    future arrivals nor which experts meet in one step, so it is a strong reference and no proven
-    bound.
+    It gets each request's true activation, the mean over the decode steps that it is going to take
+    (``PolicyContext.future``), in every MoE layer. Greedy, it knows neither future arrivals nor
+    which experts meet in one step: a strong reference and no proven bound.
     """
 
     name = "oracle"
@@ -199,10 +218,10 @@ class OraclePolicy(RouterPolicy):
         self._greedy.remove(request_id, worker)
 
 
-def _greedy(context: PolicyContext, step_times: StepCost, n_layers: int) -> _Greedy | GreedyOnRanks:
+def _greedy(context: PolicyContext, step_times: StepCost, n_layers: int) -> Greedy | GreedyOnRanks:
     """Return the rule for workers as the context has them."""
     if context.placements is None:
-        return _Greedy(step_times, context.n_workers, n_layers)
+        return Greedy(step_times, context.n_workers, n_layers, context.tokens_per_step)
     placements = context.placements()
     prompts = context.computes_prompts and context.rank_moe is not None
     return GreedyOnRanks(
@@ -216,31 +235,33 @@ def _usage(activation: Floats) -> _Usage:
 
 
 @njit()
-def expected_step_s(step_times: StepCost, load: int, context: int, activated: Any) -> float:
+def expected_step_s(
+    step_times: StepCost, load: int, context: int, activated: Any, each: int = 1
+) -> float:
     """Return the expected time of a worker's decode step, s.
 
-    Where a worker spreads its experts over several GPUs and nobody knows how, each is taken to hold
-    an equal share of the union. Requests beyond the places of a batch take turns: their step counts
-    ``load / places`` times.
+    Where a worker spreads its experts over several GPUs, each is taken to hold an equal share of
+    the union. Requests beyond the places of a batch take turns: their step counts ``load / places``
+    times.
 
-    ``step_times``: step times of the worker; ``load``, ``context``: requests on the worker, and
-    their tokens of context, summed; without requests no time passes; ``activated``: shape [L]:
-    expected activated experts; the layers stand for all MoE layers of the model in equal parts.
+    ``load``, ``context``: requests on the worker, and their tokens of context, summed;
+    ``activated``: shape [L]: expected activated experts; the layers stand for all MoE layers of the
+    model in equal parts; ``each``: tokens of a request in the step.
     """
     if load <= 0:
         return 0.0
-    places = step_times.head_s.shape[0] - 1
+    places = (step_times.head_s.shape[0] - 1) // each
     batch = min(load, places)
     share = (step_times.moe_s.shape[1] - 1) / step_times.n_experts
     parts = step_parts(
         step_times,
         batch,
-        batch,
+        batch * each,
         context / load * batch,
         _NO_CHUNKS,
         _NO_CHUNKS,
         0,
-        batch,
+        batch * each,
         activated if share == 1.0 else activated * share,
         False,
     )
@@ -257,24 +278,20 @@ def place(
     activation: Any,
     log: Any,
     first: int,
+    tokens: float,
+    beside: Any,
 ) -> int:
     """Return the worker whose cost a request lets grow least, and enter it in the books.
 
     -1, and the books as they were, where no worker is healthy.
 
-    Parameters
-    ----------
-    step_times
-        Step times of a worker.
-    books
-        What is on the workers.
-    loads, healthy
-        Shape [K]: requests in flight on each worker, and whether it answers.
-    prompt_len, activation, log
-        Tokens of the request's prompt, its activation on the grid of ``unions``, and the
-        activation's ``log_idle``.
-    first
-        The worker that is preferred among equals; then those behind it.
+    ``step_times``: step times of a worker; ``books``: what is on the workers; ``loads``,
+    ``healthy``: shape [K]: requests in flight on each worker, and whether it answers;
+    ``prompt_len``, ``activation``, ``log``: tokens of the request's prompt, its activation on the
+    grid of ``unions``, and the activation's ``log_idle``; ``first``: the worker that is preferred
+    among equals; then those behind it; ``tokens``, ``beside``: 0: the cost is of second power, ``b
+    t^2``; else it is ``tokens * b t``, s, and what each worker's requests cost beside, s, shape
+    [K].
     """
     n_workers, (log_idle, idle, activated) = loads.shape[0], books.unions
     best, least = -1, 0.0
@@ -284,13 +301,19 @@ def place(
             continue
         load, context = loads[w], books.prompt_tokens[w]
         if books.cost_load[w] != load:
-            now = expected_step_s(step_times, load, context, activated[w])
-            books.cost[w], books.cost_load[w] = load * now**2, load
+            now = expected_step_s(step_times, load, context, activated[w], books.each)
+            books.cost[w] = load * now if tokens > 0.0 else load * now**2
+            books.cost_load[w] = load
         growth(idle, w, activation, books.activated)
         for layer in range(books.activated.shape[0]):
             books.activated[layer] += activated[w, layer]
-        then = expected_step_s(step_times, load + 1, context + prompt_len, books.activated)
-        books.growth[w] = (load + 1) * then**2 - books.cost[w]
+        then = expected_step_s(
+            step_times, load + 1, context + prompt_len, books.activated, books.each
+        )
+        if tokens > 0.0:
+            books.growth[w] = tokens * ((load + 1) * then - books.cost[w]) + beside[w]
+        else:
+            books.growth[w] = (load + 1) * then**2 - books.cost[w]
         rounded = np.rint(books.growth[w] * 1e12)
         if best < 0 or rounded < least:
             best, least = w, rounded

@@ -72,20 +72,10 @@ class RankBooks(NamedTuple):
 class GreedyOnRanks:
     """Sends a request where the cost grows least; what it knows of requests is up to others.
 
-    Parameters
-    ----------
-    step_times
-        Step times of a worker.
-    moe
-        Times of a rank's MoE layer where workers share experts; None where each has its own, whose
-        times ``step_times`` hold.
-    placements
-        Of each group of workers; of single workers where ``moe`` is None.
-    n_workers, n_layers
-        Workers; layers of the activations that ``place`` gets, which take the layers of the
-        placements in turn.
-    computes_prompts
-        Whether the workers, which share experts, compute prompts, too.
+    ``moe``: times of a rank's MoE layer where workers share experts; None where each has its own,
+    whose times ``step_times`` hold; ``placements``: of each group of workers, or of single ones;
+    ``n_layers``: of the activations that ``place`` gets, which take the placements' layers in turn;
+    ``computes_prompts``: whether workers that share experts compute prompts, too.
     """
 
     def __init__(
@@ -152,12 +142,7 @@ class GreedyOnRanks:
 
 @njit()
 def group_step_s(
-    step_times: StepCost,
-    loads: Any,
-    prompt_tokens: Any,
-    moe_s: float,
-    worker: int,
-    prompt_len: int,
+    step_times: StepCost, loads: Any, prompt_tokens: Any, moe_s: float, worker: int, prompt_len: int
 ) -> float:
     """Return the expected time of the step of engines that step together, s.
 
@@ -208,16 +193,10 @@ def waiting_prompts_s(
     Of engines that compute as many tokens a step as they may, one that has most tokens left is the
     slowest in every step. Their experts are taken to be all active and evenly loaded.
 
-    Parameters
-    ----------
-    moe, layers, ranks
-        Times of a rank's MoE layer, the model's MoE layers, and the GPUs of the group.
-    prompt_s
-        From `prompt_seconds`.
-    waiting
-        Shape [engines]: tokens of prompts that wait.
-    worker, prompt_len
-        One more prompt: its engine, -1 for none, and its tokens.
+    ``moe``, ``layers``, ``ranks``: times of a rank's MoE layer, the model's MoE layers, and the
+    GPUs of the group; ``prompt_s``: from `prompt_seconds`; ``waiting``: shape [engines]: tokens of
+    prompts that wait; ``worker``, ``prompt_len``: one more prompt: its engine, -1 for none, and its
+    tokens.
     """
     most, total, budget = 0, 0, prompt_s.shape[0] - 1
     for w in range(waiting.shape[0]):
@@ -243,16 +222,10 @@ def busiest_moe_s(
 ) -> float:
     """Return the expected time of a group's MoE layers, each as long as its busiest rank's, s.
 
-    Parameters
-    ----------
-    step_times, moe, shares, books
-        As `place_on_ranks` has them.
-    group
-        Whose layers.
-    activation, more
-        One more request's activation, [L, E], counted ``more`` times: 1 or 0.
-    load
-        Requests of the group, that one included. Those beyond its places do not compute.
+    ``step_times``, ``moe``, ``shares``, ``books``: as `place_on_ranks` has them; ``group``: whose
+    layers; ``activation``, ``more``: one more request's activation, [L, E], counted ``more`` times:
+    1 or 0; ``load``: requests of the group, that one included; those beyond its places do not
+    compute.
     """
     idle, used = books.unions[1], books.used
     n_layers, ranks = used.shape[1], shares.expert.shape[2]
@@ -298,14 +271,10 @@ def place_on_ranks(
 
     -1, and the books as they were, where no worker is healthy.
 
-    Parameters
-    ----------
-    step_times, moe
-        Step times of a worker; `RankMoE` of a rank where workers share experts, else None.
-    shares, books
-        Where the experts of the groups lie; what is on the workers.
-    loads, healthy, prompt_len, activation, log, first
-        As of `marginal_cost.place`.
+    ``step_times``, ``moe``: step times of a worker; `RankMoE` of a rank where workers share
+    experts, else None; ``shares``, ``books``: where the experts of the groups lie; what is on the
+    workers; ``loads``, ``healthy``, ``prompt_len``, ``activation``, ``log``, ``first``: as of
+    `marginal_cost.place`.
     """
     n_workers, n_groups = loads.shape[0], books.used.shape[0]
     size, ranks, layers = n_workers // n_groups, shares.expert.shape[2], step_times.n_moe_layers

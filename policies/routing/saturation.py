@@ -8,10 +8,10 @@ prose. Of each worker g the router knows
 - W_g, the FLOPs that its requests have still to compute: what a request adds counts from the end
   of the prefix that it will find cached (Eq. 2), and tokens that the engine reports take it away.
 
-Requests go in the order of arrival to workers with W_g below F_sat: to the one with the longest
-prefix, the least W_g among equals or where there is no prefix. When none is left the router holds,
-so that a loaded worker ends at W_g in [F_sat, F_sat + the work of one request). A worker without
-requests may always take one, whatever F_sat is.
+Requests go in the order of arrival, or the longest of those held first, to workers with W_g below
+F_sat: to the one with the longest prefix, the least W_g among equals or where there is no prefix.
+When none is left the router holds, so that a loaded worker ends at W_g in [F_sat, F_sat + the work
+of one request). A worker without requests may always take one, whatever F_sat is.
 
 F_sat is the paper's Eq. 1 (all layers' transfers at peak FLOPs) or Eq. 3 (a reference batch scaled
 by its slowest layer over its first), or a number.
@@ -37,6 +37,9 @@ class SaturationParameters(Parameters):
     unit: Literal["flops", "tokens"] = "flops"
     """What load is counted in: true FLOPs with attention (Sec. 7.3), or as the paper's
     implementation does one constant a token (App. B.2)."""
+    order: Literal["arrival", "longest"] = "arrival"
+    """Which held request goes first; ``longest`` is ours: long prompts with much in common meet
+    while their prefix is cached, and short ones fill what is left at the end."""
 
 
 class SaturationPolicy(RouterPolicy):
@@ -54,6 +57,7 @@ class SaturationPolicy(RouterPolicy):
 
     def __init__(self, context: PolicyContext, parameters: SaturationParameters) -> None:
         work = context.require_prefill_work(self)
+        self.needs = self.needs._replace(longest_first=parameters.order == "longest")
         match parameters.threshold:
             case "eq1":
                 self.threshold = (1 + parameters.margin) * work.saturation_eq1

@@ -31,16 +31,9 @@ def on_grid(activation: NDArray[Any]) -> Floats:
 class ExpertUnions:
     """Expected expert unions of the workers, kept up to date as requests come and go.
 
-    ``n_workers``, ``n_layers``, ``n_experts``: workers, layers and experts a layer.
-
-    Attributes
-    ----------
-    log_idle
-        Shape [K, L, E]: logarithm of ``idle``, the sum over the worker's requests.
-    idle
-        Shape [K, L, E]: probability that no request of the worker selects the expert in a step.
-    activated
-        Shape [K, L]: expected activated experts a step, ``sum_e (1 - idle)``.
+    ``idle``: shape [K, L, E]: probability that no request of the worker selects the expert in a
+    step; ``log_idle``: its logarithm, the sum over the worker's requests; ``activated``: shape [K,
+    L]: expected activated experts a step, ``sum_e (1 - idle)``.
     """
 
     def __init__(self, n_workers: int, n_layers: int, n_experts: int) -> None:

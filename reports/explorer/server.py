@@ -16,18 +16,11 @@ from importlib.resources import files
 from typing import Any
 
 from eldr_sim import __version__
-from eldr_sim.errors import InputError
+from eldr_sim.errors import InputError, needed
 from eldr_sim.kernel_profiles.gpus import list_gpus
 from eldr_sim.kernel_profiles.models import list_models
 from eldr_sim.policies.choice import BUILT_IN
-from eldr_sim.reports.explorer.points import (
-    FIELDS,
-    around,
-    command_of,
-    config_of,
-    plane,
-    run_point,
-)
+from eldr_sim.reports.explorer.points import FIELDS, around, command_of, config_of, plane, run_point
 from eldr_sim.simulator.setup.config import WORKLOADS, RunConfig
 
 #: Results that are kept.
@@ -248,11 +241,7 @@ def explore(
 
     Raises InputError if aiohttp is not installed, the address is taken, or the base is wrong.
     """
-    try:
-        from aiohttp import web
-    except ModuleNotFoundError:
-        allowed = "pip install 'eldr-sim[live]'"
-        raise InputError("explore", "aiohttp is not installed", allowed) from None
+    web = needed("aiohttp.web", "explore")
     jobs = max(1, min(4, os.cpu_count() or 1))
 
     async def run() -> Any:

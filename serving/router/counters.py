@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from eldr_sim.errors import InputError
+from eldr_sim.serving.http import Registry
 
 OUTCOMES = {
     "ok": "a whole answer",
@@ -21,36 +21,30 @@ _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 _PREFIX = "eldr_router_"
 
 
-class Counters:
+class Counters(Registry):
     """The router's metrics.
 
     Raises InputError if prometheus-client is not installed.
     """
 
     def __init__(self) -> None:
-        try:
-            import prometheus_client
-        except ModuleNotFoundError:
-            allowed = "pip install 'eldr-sim[live]'"
-            raise InputError("router", "prometheus-client is not installed", allowed) from None
-        self._library: Any = prometheus_client
-        self._registry = prometheus_client.CollectorRegistry()
+        super().__init__("router")
 
         def made(kind: Any, name: str, text: str, labels: Iterable[str] = (), **more: Any) -> Any:
-            return kind(_PREFIX + name, text, tuple(labels), registry=self._registry, **more)
+            return kind(_PREFIX + name, text, tuple(labels), registry=self.registry, **more)
 
-        counter, gauge = prometheus_client.Counter, prometheus_client.Gauge
-        histogram = prometheus_client.Histogram
-        self._requests = made(counter, "requests", "Requests by their end.", ["path", "outcome"])
-        self._retries = made(counter, "retries", "Requests that went to another engine.", ["pool"])
-        self._releases = made(
+        counter, gauge = self.library.Counter, self.library.Gauge
+        histogram = self.library.Histogram
+        self.requests = made(counter, "requests", "Requests by their end.", ["path", "outcome"])
+        self.retries = made(counter, "retries", "Requests that went to another engine.", ["pool"])
+        self.releases = made(
             counter,
             "kv_releases",
             "KV caches that nobody will fetch: freed, or left to the end of their lease.",
             ["outcome"],
         )
-        self._sent = made(counter, "engine_requests", "Requests sent.", ["pool", "engine"])
-        self._ejections = made(counter, "engine_ejections", "Ejections.", ["pool", "engine"])
+        self.sent = made(counter, "engine_requests", "Requests sent.", ["pool", "engine"])
+        self.ejections = made(counter, "engine_ejections", "Ejections.", ["pool", "engine"])
         self._up = made(gauge, "engine_up", "Whether an engine gets requests.", ["pool", "engine"])
         self._load = made(gauge, "engine_load", "Requests in flight.", ["pool", "engine"])
         self._held = made(gauge, "held_requests", "Requests that the policy holds.", ["pool"])
@@ -67,28 +61,6 @@ class Counters:
             buckets=_FIRST_TOKEN_S,
         ).observe
 
-    def ended(self, path: str, outcome: str) -> None:
-        """Count a request; one of `OUTCOMES`."""
-        self._requests.labels(path, outcome).inc()
-
-    def retried(self, pool: str) -> None:
-        """Count a request that one engine of a pool has failed and another gets."""
-        self._retries.labels(pool).inc()
-
-    def released(self, outcome: str) -> None:
-        """Count a KV cache: ``freed`` or ``left``."""
-        self._releases.labels(outcome).inc()
-
-    def sent_to(self, pool: str, engine: str) -> Callable[[], None]:
-        """Return the function that counts a request to an engine."""
-        found: Callable[[], None] = self._sent.labels(pool, engine).inc
-        return found
-
-    def ejections_of(self, pool: str, engine: str) -> Callable[[], None]:
-        """Return the function that counts an ejection."""
-        found: Callable[[], None] = self._ejections.labels(pool, engine).inc
-        return found
-
     def watch(
         self,
         pool: str,
@@ -102,8 +74,3 @@ class Counters:
             self._up.labels(pool, engine).set_function(lambda i=index: float(up(i)))
             self._load.labels(pool, engine).set_function(lambda i=index: float(load(i)))
         self._held.labels(pool).set_function(lambda: float(held()))
-
-    def text(self) -> bytes:
-        """Return all of them."""
-        found: bytes = self._library.generate_latest(self._registry)
-        return found

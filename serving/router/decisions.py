@@ -8,12 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import (
-    PolicyContext,
-    RequestInfo,
-    RouterPolicy,
-    Workers,
-)
+from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.registry import decode_policy
 from eldr_sim.traces.streams import stream
 
@@ -37,11 +32,8 @@ class Router:
 
     ``policy``: chooses the engine; ``n_engines``: engines to choose from.
 
-    Attributes
-    ----------
-    workers
-        What the policy sees: ``loads`` are requests in flight, from `dispatch` to `complete`;
-        ``healthy`` is what was told to `set_health`, the rest what was told to `publish`.
+    ``workers``: what the policy sees: ``loads`` are requests in flight, from `dispatch` to
+    `complete`; ``healthy`` is what was told to `set_health`, the rest what was told to `publish`.
     """
 
     def __init__(self, policy: RouterPolicy, n_engines: int) -> None:
@@ -65,13 +57,9 @@ class Router:
 
         Raises NoEngine if none is left.
 
-        Parameters
-        ----------
-        request
-            The request.
-        without
-            Engines that it must not go to. The policy sees them as unhealthy; where it names one of
-            them nevertheless, or one that is unhealthy, the least loaded of the others stands in.
+        ``request``: the request; ``without``: engines that it must not go to. The policy sees them
+        as unhealthy; where it names one of them nevertheless, or one that is unhealthy, the least
+        loaded of the others stands in.
         """
         usable = self.usable(without)
         if not usable:
@@ -172,6 +160,5 @@ def build_decode_policy(policy: object, n_engines: int, *, seed: int = 0) -> Rou
     have: calibration requests, step times, the future, or an artifact that was not given.
     """
     return decode_policy(
-        policy,
-        PolicyContext(n_workers=n_engines, rng=stream(seed, "decode policy")),
+        policy, PolicyContext(n_workers=n_engines, rng=stream(seed, "decode policy"))
     )

@@ -28,24 +28,12 @@ class Engine:
     ejected, too, when three requests in a row fail, or one gets no answer while nobody else gets
     any, although it answers ``/health``; then for 10 s, for 20 s the next time, for 300 s at most.
 
-    Parameters
-    ----------
-    url
-        Base URL.
-    name
-        Name in messages, such as ``decode engine 1``.
-    changed
-        Called with the engine when it is ejected and when it returns.
-    is_last
-        Whether no other engine is up: then failed requests do not eject it, lest bad requests of
-        one client take all engines from all others.
+    ``url``: base URL; ``name``: name in messages, such as ``decode engine 1``; ``changed``: called
+    with the engine when it is ejected and when it returns; ``is_last``: whether no other engine is
+    up: then failed requests do not eject it, lest bad requests of one client take all engines from
+    all others.
 
-    Attributes
-    ----------
-    up
-        Whether it gets requests.
-    problem
-        Why not.
+    ``up``: whether it gets requests; ``problem``: why not.
     """
 
     def __init__(
@@ -81,13 +69,9 @@ class Engine:
     def failed(self, problem: str, *, lately_heard_s: float | None = None) -> None:
         """Take note that a request has failed, and ask for the engine's health at once.
 
-        Parameters
-        ----------
-        problem
-            What happened.
-        lately_heard_s
-            For a request that got no answer in this time, s: it is held against the engine only if
-            nobody else got any either. An engine with a long queue is slow and no more.
+        ``problem``: what happened; ``lately_heard_s``: for a request that got no answer in this
+        time, s: it is held against the engine only if nobody else got any either. An engine with a
+        long queue is slow and no more.
         """
         if lately_heard_s is not None and _now_s() - self._heard_s < lately_heard_s:
             return

@@ -42,8 +42,8 @@ class Pool:
         ]
         self.reads_signals = policy.needs.signals
         self._notify = notify
-        self._sent = [counters.sent_to(name, url) for url in urls]
-        self._ejected = [counters.ejections_of(name, url) for url in urls]
+        self._sent = [counters.sent.labels(name, url) for url in urls]
+        self._ejected = [counters.ejections.labels(name, url) for url in urls]
         counters.watch(
             name,
             urls,
@@ -70,7 +70,7 @@ class Pool:
             index = await self.router.hold(info, without)
             held_s = time.monotonic() - begun_s
         try:
-            self._sent[index]()
+            self._sent[index].inc()
             yield index, held_s
         finally:
             self.router.complete(info.request_id, index)
@@ -86,7 +86,7 @@ class Pool:
 
     def _changed(self, index: int, engine: Engine) -> None:
         if not engine.up and self.router.workers.healthy[index]:
-            self._ejected[index]()
+            self._ejected[index].inc()
         self.router.set_health(index, engine.up)
         said = "is up" if engine.up else f"is down: {engine.problem}"
         self._notify(f"{engine.name} ({engine.url}) {said}")
@@ -95,12 +95,8 @@ class Pool:
 class Fleet:
     """All engines behind the router.
 
-    Attributes
-    ----------
-    decode
-        Engines that answer.
-    prefill
-        Engines that compute prompts only; None where the others do.
+    ``decode``: engines that answer; ``prefill``: engines that compute prompts only; None where the
+    others do.
     """
 
     def __init__(
@@ -111,7 +107,7 @@ class Fleet:
         counters: Counters,
         notify: Callable[[str], None],
     ) -> None:
-        self._config, self._counters = config, counters
+        self.config, self.counters = config, counters
         self.decode = Pool("decode", config.decode_urls, decode_policy, counters, notify)
         self.prefill: Pool | None = None
         if prefill_policy is not None:
@@ -132,7 +128,7 @@ class Fleet:
     async def run(self, session: Any) -> AsyncIterator[None]:
         """Watch the engines while the router runs; all have been asked once when this yields."""
         self.session = session
-        config = self._config
+        config = self.config
         engines = [engine for pool in self.pools for engine in pool.engines]
         timeout_s = config.health_timeout_s
         await asyncio.gather(*(engine.probe(session, timeout_s, first=True) for engine in engines))
@@ -173,7 +169,7 @@ class Fleet:
         """
         engine = self.decode.least_loaded(without)
         if engine is None:
-            self._counters.released("left")
+            self.counters.releases.labels("left").inc()
             return
         data = json.dumps(one_token_body(body, body["kv_transfer_params"])).encode()
         task = asyncio.create_task(self._fetch(engine, path, data, headers))
@@ -183,7 +179,7 @@ class Fleet:
     async def _fetch(
         self, engine: Engine, path: str, data: bytes, headers: Mapping[str, str]
     ) -> None:
-        limit_s = self._config.first_token_timeout_s
+        limit_s = self.config.first_token_timeout_s
         try:
             reply = await ask(
                 self.session,
@@ -191,11 +187,11 @@ class Fleet:
                 path,
                 data,
                 headers,
-                self._config,
+                self.config,
                 streamed=False,
                 limit_s=limit_s,
             )
         except EngineFailure:
-            self._counters.released("left")
+            self.counters.releases.labels("left").inc()
         else:
-            self._counters.released("freed" if reply.status == 200 else "left")
+            self.counters.releases.labels("freed" if reply.status == 200 else "left").inc()

@@ -5,18 +5,25 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import RequestInfo
 from eldr_sim.serving.http import error_answer, error_body
 from eldr_sim.serving.router.bodies import Ask, prefill_body
-from eldr_sim.serving.router.config import ProxyConfig
-from eldr_sim.serving.router.counters import Counters
 from eldr_sim.serving.router.decisions import NoEngine
 from eldr_sim.serving.router.fleet import Fleet, Pool
 from eldr_sim.serving.router.signatures import SignatureReader
 from eldr_sim.serving.router.upstream import ERROR_EVENT, EngineFailure, Reply, ask
+
+
+class Route(NamedTuple):
+    """Where a request goes, and as what."""
+
+    path: str
+    headers: Mapping[str, str]  #: what engines are told besides its body
+    number: int  #: in this router
+    name: str  #: ``X-Request-Id``
 
 
 class Passage:
@@ -28,37 +35,22 @@ class Passage:
     may have fetched is not offered to the next, since its blocks may hold other tokens by then:
     the prompt is computed again, unless the client had that done itself.
 
-    Parameters
-    ----------
-    fleet, config, counters
-        The engines, and what they are used with.
-    signatures
-        Where expert signatures come from; None if the policy reads none.
-    write
-        Writes a line of the log.
-    asked, path, headers
-        The request: what its body holds, where it goes, what engines are told besides.
-    number, name
-        Its number in this router, and ``X-Request-Id``.
+    ``fleet``: the engines; ``signatures``: where expert signatures come from; None if the policy
+    reads none; ``write``: writes a line of the log; ``asked``, ``route``: what its body holds, and
+    where it goes.
     """
 
     def __init__(
         self,
         fleet: Fleet,
-        config: ProxyConfig,
-        counters: Counters,
         signatures: SignatureReader | None,
         write: Callable[..., None],
-        *,
         asked: Ask,
-        path: str,
-        headers: Mapping[str, str],
-        number: int,
-        name: str,
+        route: Route,
     ) -> None:
-        self._fleet, self._config, self._counters = fleet, config, counters
-        self._signatures, self._write = signatures, write
-        self._asked, self._path, self._headers, self._name = asked, path, headers, name
+        self._fleet, self._config, self._counters = fleet, fleet.config, fleet.counters
+        self._signatures, self._write, self._asked = signatures, write, asked
+        self._path, self._headers, number, self._name = route
         user = asked.body.get("user")
         self._info = RequestInfo(
             number,
@@ -78,10 +70,7 @@ class Passage:
     async def run(self, request: Any) -> tuple[Any, str]:
         """Serve the request; return the answer, an ``aiohttp.web`` response, and its outcome.
 
-        Raises
-        ------
-        asyncio.CancelledError
-            If the client leaves.
+        Raises asyncio.CancelledError if the client leaves.
         """
         try:
             return await self._run(request)
@@ -119,7 +108,7 @@ class Passage:
                     timed_out = failure.status == 504 and failure.body is None
                     return _failure_answer(failure), "timed_out" if timed_out else "failed"
                 retries -= 1
-                self._counters.retried(pool.name)
+                self._counters.retries.labels(pool.name).inc()
 
     async def _prefill(self, pool: Pool) -> Reply | None:
         """Let a prefill engine compute the prompt; return its answer if it refuses to."""

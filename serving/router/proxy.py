@@ -12,7 +12,6 @@ passed on as it comes.
 
 import asyncio
 import json
-import logging
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -27,12 +26,13 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.serving.http import (
+    MAX_BODY,
     allow_files,
+    application,
     error_answer,
     import_aiohttp,
-    in_json,
-    is_our_error,
     listen,
+    open_log,
     open_session,
     saying,
 )
@@ -41,12 +41,9 @@ from eldr_sim.serving.router.config import ProxyConfig, read_config
 from eldr_sim.serving.router.counters import Counters
 from eldr_sim.serving.router.decisions import build_decode_policy
 from eldr_sim.serving.router.fleet import Fleet
-from eldr_sim.serving.router.passage import Passage
+from eldr_sim.serving.router.passage import Passage, Route
 from eldr_sim.serving.router.signatures import SignatureReader
 
-#: A prompt of a million token ids is about 7 MB.
-_MAX_BODY = 64 << 20
-_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 #: Headers that engines get as clients send them, besides all that begin with ``x-``.
 _PASSED_ON = ("authorization", "traceparent", "tracestate")
 _LONGEST_NAME = 200
@@ -57,9 +54,7 @@ def make_app(
     policy: RouterPolicy | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> Any:
-    """Return the router, an ``aiohttp.web.Application``.
-
-    Its runner needs ``handler_cancellation=True``: a client that leaves cancels its request.
+    """Return the router, an ``aiohttp.web.Application``; see `application`.
 
     ``config``: engines and policy; ``policy``: takes the place of the decode policy that ``config``
     names; ``notify``: called with a line when an engine is ejected and when it returns. Raises
@@ -67,18 +62,9 @@ def make_app(
     here.
     """
     import_aiohttp()
-    from aiohttp import web
-
-    logging.getLogger("aiohttp.server").addFilter(is_our_error)
     proxy = _Proxy(config, policy, notify)
-    app = web.Application(client_max_size=_MAX_BODY, middlewares=[web.middleware(in_json)])
-    app.cleanup_ctx.append(proxy.run)
-    app.router.add_post(_TEXT, proxy.complete)
-    app.router.add_post(_CHAT, proxy.complete)
-    app.router.add_get("/v1/models", proxy.models)
-    app.router.add_get("/health", proxy.health)
-    app.router.add_get("/metrics", proxy.metrics)
-    return app
+    asked = {"models": proxy.models, "health": proxy.health, "metrics": proxy.counters.answer}
+    return application(proxy.run, proxy.complete, **asked)
 
 
 def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> None:
@@ -122,8 +108,8 @@ class _Proxy:
             context = PolicyContext(n_prefill, np.random.default_rng(config.seed))
             first = prefill_policy(config.prefill_policy, context)
         self._signatures = _signature_reader(config, policy)
-        self._counters = Counters()
-        self._fleet = Fleet(config, policy, first, self._counters, notify)
+        self.counters = Counters()
+        self._fleet = Fleet(config, policy, first, self.counters, notify)
         self._numbers = count()
         self._log: IO[str] | None = None
 
@@ -131,7 +117,7 @@ class _Proxy:
         """Hold the log and the connections open while the application runs."""
         with ExitStack() as stack:
             if self._config.log is not None:
-                self._log = stack.enter_context(_open_log(Path(self._config.log)))
+                self._log = stack.enter_context(open_log(Path(self._config.log)))
             async with open_session() as session:
                 async for _ in self._fleet.run(session):
                     yield
@@ -149,13 +135,6 @@ class _Proxy:
             for pool in self._fleet.pools
         }
         return web.json_response(found, status=200 if serves else 503)
-
-    async def metrics(self, _request: Any) -> Any:
-        """Answer with what was counted, in Prometheus' text format."""
-        from aiohttp import web
-
-        text = self._counters.text()
-        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def models(self, request: Any) -> Any:
         """Answer with what an engine says that it serves."""
@@ -184,7 +163,7 @@ class _Proxy:
             outcome = "client_left"
             raise
         finally:
-            self._counters.ended(request.path, outcome)
+            self.counters.requests.labels(request.path, outcome).inc()
         return answer
 
     async def _complete(self, request: Any) -> tuple[Any, str]:
@@ -204,34 +183,17 @@ class _Proxy:
         except TimeoutError:
             return await _hung_up(request), "client_left"
         except web.HTTPRequestEntityTooLarge:
-            return error_answer(413, f"body: more than {_MAX_BODY >> 20} MiB"), "refused"
+            return error_answer(413, f"body: more than {MAX_BODY >> 20} MiB"), "refused"
         except (ValueError, web.RequestPayloadError, aiohttp.ClientError) as error:
             return error_answer(400, str(error)), "refused"
-        passage = Passage(
-            self._fleet,
-            self._config,
-            self._counters,
-            self._signatures,
-            self._write,
-            asked=asked,
-            path=request.path,
-            headers=headers,
-            number=next(self._numbers),
-            name=name,
-        )
+        to = Route(request.path, headers, next(self._numbers), name)
+        passage = Passage(self._fleet, self._signatures, self._write, asked, to)
         return await passage.run(request)
 
     def _write(self, **entry: object) -> None:
         if self._log is not None:
             self._log.write(json.dumps(entry) + "\n")
             self._log.flush()
-
-
-def _open_log(path: Path) -> IO[str]:
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise InputError("log", f"{path}: {error.strerror}") from None
 
 
 def _signature_reader(config: ProxyConfig, policy: RouterPolicy) -> SignatureReader | None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from eldr_sim.errors import InputError
+from eldr_sim.errors import InputError, needed
 from eldr_sim.serving.http import import_aiohttp
 from eldr_sim.serving.router.decisions import EngineSignals, Router
 
@@ -16,14 +16,10 @@ def parse_metrics(text: str) -> EngineSignals:
 
     Raises InputError if a metric is missing, or prometheus-client is not installed.
     """
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ModuleNotFoundError:
-        allowed = "pip install 'eldr-sim[live]'"
-        raise InputError("live run", "prometheus-client is not installed", allowed) from None
+    parser = needed("prometheus_client.parser", "live run")
     values: dict[str, list[float]] = {}
     n_tokens = 0
-    for family in text_string_to_metric_families(text):
+    for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:
             values.setdefault(sample.name, []).append(sample.value)
             if sample.name == "vllm:cache_config_info":

@@ -17,11 +17,8 @@ class SignatureReader:
     An engine logs a step before it answers (`capture.step_log`), so the rows of a prompt are
     on disk when the answer arrives.
 
-    Parameters
-    ----------
-    folders
-        Folders that ``ELDR_SIM_CAPTURE`` names in the prefill engines. Decode engines must use
-        other folders, or their logs would be kept in memory.
+    ``folders``: folders that ``ELDR_SIM_CAPTURE`` names in the prefill engines. Decode engines must
+    use other folders, or their logs would be kept in memory.
     """
 
     def __init__(self, folders: Sequence[str | os.PathLike[str]]) -> None:

@@ -31,14 +31,9 @@ class EngineFailure(Exception):
 class Reply:
     """An engine's answer of which the first token, or all, is there.
 
-    Attributes
-    ----------
-    status, content_type
-        Of HTTP.
-    first
-        The body up to the first token; all of it where the answer is not streamed.
-    broken
-        Whether the engine has said in its stream that something went wrong.
+    ``status``, ``content_type``: of HTTP; ``first``: the body up to the first token; all of it
+    where the answer is not streamed; ``broken``: whether the engine has said in its stream that
+    something went wrong.
     """
 
     def __init__(self, engine: Engine, response: Any, first: bytes, *, streams: bool) -> None:
@@ -64,8 +59,7 @@ class Reply:
                 engine.failed(problem, lately_heard_s=token_timeout_s)
                 raise EngineFailure(f"{engine.name}: {problem}", 504) from None
             except (aiohttp.ClientError, OSError) as error:
-                engine.failed(what(error))
-                raise EngineFailure(f"{engine.name}: breaks off: {what(error)}") from None
+                raise _breaks_off(engine, error) from None
             if not part:
                 break
             engine.heard()
@@ -134,8 +128,7 @@ async def ask(
         engine.refused(what(error))
         raise EngineFailure(f"{engine.name}: {what(error)}", reached=False) from None
     except (aiohttp.ClientError, OSError) as error:
-        engine.failed(what(error))
-        raise EngineFailure(f"{engine.name}: breaks off: {what(error)}") from None
+        raise _breaks_off(engine, error) from None
     except BaseException:  # the client has left
         if response is not None:
             response.close()
@@ -152,6 +145,11 @@ async def ask(
     else:
         engine.served()
     return reply
+
+
+def _breaks_off(engine: Engine, error: Exception) -> EngineFailure:
+    engine.failed(what(error))
+    return EngineFailure(f"{engine.name}: breaks off: {what(error)}")
 
 
 def _error_in(event: bytes) -> tuple[int, bytes]:

@@ -31,14 +31,9 @@ _WARM = {"prompt_len": 100, "output_len": 3}
 class Stream:
     """A request in flight: how many tokens it has got and when, and how it has ended.
 
-    Attributes
-    ----------
-    number, prompt_len, output_len
-        Of the request.
-    tokens
-        Numbers of tokens as they are due, and at last a text: one of `state.OUTCOMES`.
-    times_s
-        The simulated time of each number.
+    ``number``, ``prompt_len``, ``output_len``: of the request; ``tokens``: numbers of tokens as
+    they are due, and at last a text: one of `state.OUTCOMES`; ``times_s``: the simulated time of
+    each number.
     """
 
     def __init__(self, number: int, prompt_len: int, output_len: int) -> None:

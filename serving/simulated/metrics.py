@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from eldr_sim.errors import InputError
+from eldr_sim.serving.http import Registry
 from eldr_sim.serving.simulated.core import Core, Stream
 
 #: Buckets of vLLM's histograms (vllm/v1/metrics/loggers.py).
@@ -23,7 +23,7 @@ _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 _LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
 
-class Metrics:
+class Metrics(Registry):
     """Counters and histograms of what a core has served, and gauges of its engines as they are.
 
     Times are simulated; ``eldr_sim_lag_seconds`` is what tokens left late, of the wall clock.
@@ -32,25 +32,19 @@ class Metrics:
     """
 
     def __init__(self, model: str) -> None:
-        try:
-            import prometheus_client
-        except ModuleNotFoundError:
-            allowed = "pip install 'eldr-sim[live]'"
-            raise InputError("serve", "prometheus-client is not installed", allowed) from None
-        self._library: Any = prometheus_client
-        self._registry = prometheus_client.CollectorRegistry()
+        super().__init__("serve")
         self._model = model
         self._core: Core | None = None
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            made = prometheus_client.Histogram(
-                f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets
+            made = self.library.Histogram(
+                f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=buckets
             )
             return made.labels(model).observe
 
         def counter(name: str, text: str, *labels: str) -> Any:
-            return prometheus_client.Counter(
-                f"vllm:{name}", text, ["model_name", *labels], registry=self._registry
+            return self.library.Counter(
+                f"vllm:{name}", text, ["model_name", *labels], registry=self.registry
             )
 
         self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_S)
@@ -64,8 +58,8 @@ class Metrics:
         self._prompts = counter("prompt_tokens", "Prompt tokens.").labels(model)
         self._outputs = counter("generation_tokens", "Output tokens.").labels(model)
         self._success = counter("request_success", "Requests by their end.", "finished_reason")
-        self.lag = prometheus_client.Histogram(
-            "eldr_sim_lag_seconds", "What tokens left late.", registry=self._registry,
+        self.lag = self.library.Histogram(
+            "eldr_sim_lag_seconds", "What tokens left late.", registry=self.registry,
             buckets=_LAG_S,
         ).observe  # fmt: skip
 
@@ -73,7 +67,7 @@ class Metrics:
         """Count what a core serves, and look at its engines whenever somebody asks."""
         self._core = core
         core.ended = self._ended
-        self._registry.register(self)
+        self.registry.register(self)
 
     def _ended(self, stream: Stream, outcome: str) -> None:
         assert self._core is not None
@@ -125,8 +119,3 @@ class Metrics:
                 gauge.add_metric([self._model, str(number)], figure)
             cache.add_metric([str(number), size, str(blocks)], 1.0)
         yield from (*gauges, cache)
-
-    def text(self) -> bytes:
-        """Return all of it, in Prometheus' text format."""
-        found: bytes = self._library.generate_latest(self._registry)
-        return found

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,22 +9,21 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from eldr_sim.errors import InputError
+from eldr_sim.errors import InputError, needed
 from eldr_sim.serving.http import (
     allow_files,
+    application,
     error_answer,
     error_body,
     import_aiohttp,
-    in_json,
-    is_our_error,
     listen,
+    open_log,
 )
 from eldr_sim.serving.router.bodies import Ask, parse_body
 from eldr_sim.serving.simulated.core import Core, Stream
 from eldr_sim.serving.simulated.metrics import Metrics
 from eldr_sim.simulator.setup.config import RunConfig
 
-_MAX_BODY = 64 << 20
 _WORD = " token"
 #: Seconds that requests in flight have after SIGTERM.
 _DRAIN_S = 30.0
@@ -34,20 +32,10 @@ _DRAIN_S = 30.0
 class Service:
     """One port: a cluster behind OpenAI's paths.
 
-    Parameters
-    ----------
-    config
-        The cluster.
-    speed
-        Simulated seconds a second.
-    max_queue
-        Requests that may wait for an engine; beyond them the answer is 429. None: any number.
-    start_up_s
-        How long it is not healthy, s of the wall clock.
-    tokenizer
-        A ``tokenizer.json``; without one four characters of a prompt are a token.
-    log
-        A file for what arrives, see `core.replay`.
+    ``config``: the cluster; ``speed``: simulated seconds a second; ``max_queue``: requests that may
+    wait for an engine; beyond them the answer is 429. None: any number; ``start_up_s``: how long it
+    is not healthy, s of the wall clock; ``tokenizer``: a ``tokenizer.json``; without one four
+    characters of a prompt are a token; ``log``: a file for what arrives, see `core.replay`.
     """
 
     def __init__(
@@ -64,12 +52,7 @@ class Service:
         self.model = str(config.model)
         self.metrics = Metrics(self.model)
         self._files = ExitStack()
-        file = None
-        if log is not None:
-            try:
-                file = self._files.enter_context(log.open("w", encoding="utf-8"))
-            except OSError as error:
-                raise InputError("log", f"{log}: {error.strerror}") from None
+        file = None if log is None else self._files.enter_context(open_log(log))
         self.core = Core(config, speed=speed, log=file, lag=self.metrics.lag)
         self.metrics.watch(self.core)
         self._max_queue, self._start_up_s = max_queue, start_up_s
@@ -78,17 +61,8 @@ class Service:
 
     def app(self) -> Any:
         """Return the ``aiohttp.web.Application``; its runner needs ``handler_cancellation``."""
-        from aiohttp import web
-
-        logging.getLogger("aiohttp.server").addFilter(is_our_error)
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[web.middleware(in_json)])
-        app.cleanup_ctx.append(self._run)
-        app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        return app
+        asked = {"models": self._models, "health": self._health, "metrics": self.metrics.answer}
+        return application(self._run, self._complete, **asked)
 
     async def _run(self, _app: Any) -> AsyncIterator[None]:
         self._begun = time.monotonic()
@@ -105,12 +79,6 @@ class Service:
         from aiohttp import web
 
         return web.Response(status=200 if self.healthy else 503)
-
-    async def _metrics(self, _request: Any) -> Any:
-        from aiohttp import web
-
-        headers = {"Content-Type": "text/plain; version=0.0.4"}
-        return web.Response(body=self.metrics.text(), headers=headers)
 
     async def _models(self, _request: Any) -> Any:
         from aiohttp import web
@@ -261,13 +229,10 @@ def _text_of(message: Any) -> str:
 
 
 def _tokenizer(path: Path) -> Any:
+    allowed = "pip install tokenizers, or no tokenizer"
+    tokenizers = needed("tokenizers", "tokenizer", allowed)
     try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError:
-        allowed = "pip install tokenizers, or no tokenizer"
-        raise InputError("tokenizer", "the package tokenizers is not installed", allowed) from None
-    try:
-        return Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # of its own, from Rust
         raise InputError("tokenizer", f"{path}: {error}") from None
 

@@ -24,6 +24,7 @@ from eldr_sim.simulator.plane import choose, events, loop, network, state
 from eldr_sim.simulator.plane.engine import make_workers
 from eldr_sim.simulator.plane.kv_cache import forget_blocks
 from eldr_sim.simulator.plane.router import with_more
+from eldr_sim.simulator.plane.sessions import go_on
 from eldr_sim.simulator.plane.steps.executor import move_end
 from eldr_sim.simulator.plane.steps.group_step import move_group_end
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from eldr_sim.simulator.control.cluster import Cluster
     from eldr_sim.simulator.control.record import RunRecord
 
-_OF_REQUESTS = state.DISPATCH, state.TRANSFER_START, state.PROMPT_END
+_OF_REQUESTS = state.DISPATCH, state.TRANSFER_START, state.PROMPT_END, state.LOADED
 _OF_ENGINES = state.BOUNDARY, state.STEP_START
 
 
@@ -40,6 +41,11 @@ _OF_ENGINES = state.BOUNDARY, state.STEP_START
 def _detach(world: Any, request: int) -> None:
     run = world.run
     loop.detach(run.clock, run.events, run.engines, run.routers, run.net, request)
+
+
+@njit(_nrt=False)
+def _go_on(world: Any, request: int) -> None:
+    go_on(world.run.clock, world.run.events, world.run.engines, request)
 
 
 @njit(_nrt=False)
@@ -219,11 +225,16 @@ class Actions:
 
     def _bound_to(self, engines: range) -> list[int]:
         """Return the requests that a worker's death takes along."""
-        sent = self.requests[: int(self.clock["sent"][0])]
+        sent = self.requests[self._came("sent")]
         bound = np.isin(sent["worker"], engines)
         bound |= np.isin(sent["source"], engines) & ~sent["kv_here"]
         bound &= sent["outcome"] == state.OPEN
-        return [r for r in np.flatnonzero(bound).tolist() if r not in self.lost]
+        return [r for r in self._came("sent")[bound].tolist() if r not in self.lost]
+
+    def _came(self, how_far: str) -> NDArray[np.int32]:
+        """Return the requests that have ``arrived``, or been ``sent``, in order."""
+        order = self.cluster.arrays.engines.sessions.order
+        return order[: int(self.clock[how_far][0])]
 
     def _empty(self, w: int) -> None:
         """Leave an engine as it began, but for its speed and the tokens that it has computed."""
@@ -252,7 +263,7 @@ class Actions:
             return
         if request in self.lost:
             del self.lost[request]
-        elif request < int(self.clock["sent"][0]):
+        elif record["sent_s"] >= 0.0:
             w, place = self._place(request)
             if place >= 0:
                 if self.workers[w]["next_start"] > self.now:
@@ -350,6 +361,7 @@ class Actions:
         self.clock["open_measured"] -= record["measured"]
         if outcome in (state.WORKER_LOST, state.CANCELLED):
             record["finish_s"] = self.now
+        _go_on(self.cluster.world(), request)
         if record["watched"]:
             self.cluster.tell_end(request)
 
@@ -400,8 +412,8 @@ class Actions:
         """End what no worker is left to serve; False if there is nothing that waits for one."""
         if not (self.troubles > 0).any():
             return False
-        arrived = self.requests[: int(self.clock["arrived"][0])]
-        waits = np.flatnonzero(arrived["outcome"] == state.OPEN).tolist()
+        came = self._came("arrived")
+        waits = came[self.requests["outcome"][came] == state.OPEN].tolist()
         for request in waits:
             self._end(request, state.NO_WORKER)
         return bool(waits)
@@ -425,6 +437,6 @@ class Actions:
             prefill_group_steps=whole(record.prefill_group_steps, "end"),
             decode_group_steps=whole(record.decode_group_steps, "end"),
             gaps=whole(record.gaps, "resumed_s"),
-            retries=np.array([self.retries[r] for r in range(len(record.requests))], np.int32),
+            retries=np.array([self.retries[r] for r in record.numbers.tolist()], np.int32),
             faults=self.plan.faults,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,10 +20,22 @@ from eldr_sim.simulator.plane.steps.group_state import (
 )
 from eldr_sim.simulator.plane.steps.verify import Drafts, no_drafts
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.config_groups import LOOP, EngineConfig
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.traces.workload import Workload
 
 _T = TypeVar("_T")
+_TYPES: dict[Any, type] = {bool: np.bool_, int: np.int64, float: np.float64}
+#: `state.POOL`, and what the engine's configuration marks for the loop.
+POOL = np.dtype(
+    [(name, state.POOL[name]) for name in state.POOL.names or ()]
+    + [
+        (name, _TYPES[field.annotation])
+        for name, field in EngineConfig.model_fields.items()
+        if LOOP in field.metadata
+    ],
+    align=True,
+)
 
 
 def make_requests(
@@ -37,7 +48,12 @@ def make_requests(
             requests[name] = -1.0
     for name in ("worker", "source", "cached_tokens", "decode_cached_tokens"):
         requests[name] = -1
+    roots = np.arange(len(workload))
+    requests["parent"] = -1 if workload.parent is None else workload.parent
+    if workload.parent is not None:
+        roots = np.flatnonzero(workload.parent < 0)
     requests["next"] = -1
+    requests["next"][roots[:-1]] = roots[1:]
     tokens = workload.prompt_len.astype(np.int64) + workload.output_len
     requests["window_blocks"] = spec.windows.of(tokens, spec.block_size)
     for name in ("arrival_s", "prompt_len", "output_len", "domain"):
@@ -47,6 +63,8 @@ def make_requests(
     requests["window_len"] = replay.length[workload.decode_request]
     requests["window_offset"] = workload.replay_offset
     requests["measured"] = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
+    if workload.parent is not None:  # with the end of the window it is known who came in it
+        requests["measured"][workload.parent >= 0] = np.isinf(window[1])
     return requests
 
 
@@ -72,19 +90,26 @@ def make_pools(
     spec: ClusterSpec, shards: Sequence[ModelDims], workload: Workload, own_experts: bool
 ) -> NDArray[np.void]:
     """Return the settings of the pools: ``POOL [pools]``."""
-    pools, engines = np.zeros(len(spec.pools), state.POOL), [pool.engine for pool in spec.pools]
+    pools, engines = np.zeros(len(spec.pools), POOL), [pool.engine for pool in spec.pools]
     pools["first_worker"] = [spec.workers_of(name).start for name in spec.names]
     pools["n_workers"] = [pool.n for pool in spec.pools]
     for name in ("then", "router"):
         pools[name] = [getattr(pool, name) for pool in spec.pools]
+    _fill(pools, spec.scheduler)
     _fill(pools, spec)
     for number, engine in enumerate(engines):
         _fill(pools[number : number + 1], engine)
+        _fill(pools[number : number + 1], engine.rules)
     pools["group_size"] = [engine.group_size for engine in engines]
     caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
-    whole = [engine.layout is not None and engine.layout.whole_prompts for engine in engines]
-    pools["whole_prompts"] = whole
-    pools["prefix_caching"] = caching & ~np.array(whole)
+    whole = np.array([e.layout is not None and e.layout.whole_prompts for e in engines])
+    pools["prefix_caching"] = caching & ~whole
+    pools["whole_prompts"] |= whole
+    takes_over = np.isin(pools["router"], pools["then"])  # who fetches KV caches
+    pools["whole_prompts"] &= ~takes_over
+    pools["mixed_steps"] |= takes_over
+    pools["poll_steps"][takes_over], pools["wait_steps"][takes_over] = 1, 0
+    pools["reserve"][pools["then"] != state.HERE] = state.OF_PROMPT
     pools["own_experts"] = own_experts
     pools["capture_s"][[pool.decodes for pool in spec.pools]] = 0.0
     pools["prefill_schedule_interval"][[engine.group is None for engine in engines]] = 1
@@ -108,6 +133,8 @@ def make_settings(spec: ClusterSpec, workload: Workload) -> NDArray[np.void]:
     _fill(settings, spec)
     _fill(settings, spec.transfer)
     settings["routing_s"] += spec.handover_s
+    for name, value in spec.conditional._asdict().items():
+        settings[name] = value
     settings["front_end"] = spec.front_end is not None
     settings["prefix_block_tokens"] = workload.prefix_block_tokens
     return settings
@@ -115,7 +142,7 @@ def make_settings(spec: ClusterSpec, workload: Workload) -> NDArray[np.void]:
 
 def _fill(records: NDArray[np.void], spec: Any) -> None:
     """Fill the fields that a specification has by the same name; what is None is negative."""
-    for name in {own.name for own in fields(spec)}.intersection(records.dtype.names or ()):
+    for name in vars(spec).keys() & set(records.dtype.names or ()):
         value = vars(spec)[name]
         records[name] = -1 if value is None else value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -31,27 +32,28 @@ from eldr_sim.simulator.control.arrays import (
 )
 from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.fault_processes import start_faults
-from eldr_sim.simulator.control.record import RunRecord, by_role, with_columns
+from eldr_sim.simulator.control.record import RunRecord, TierRecord, by_role, with_columns
 from eldr_sim.simulator.control.relocation import RELOCATION, Relocations
 from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
 from eldr_sim.simulator.plane import choose, loop, state
 from eldr_sim.simulator.plane.compiled import Callback, address_of
-from eldr_sim.simulator.plane.engine import Engines, make_workers
+from eldr_sim.simulator.plane.engine import make_workers
 from eldr_sim.simulator.plane.front_end import make_front_end, most_at_once, no_front_end
-from eldr_sim.simulator.plane.kv_cache import make_kv_cache
+from eldr_sim.simulator.plane.kv_cache import make_kv_cache, match
+from eldr_sim.simulator.plane.kv_loads import match_tiers
+from eldr_sim.simulator.plane.kv_manager import Engines
+from eldr_sim.simulator.plane.kv_tiers import Tiers
 from eldr_sim.simulator.plane.network import make_network
 from eldr_sim.simulator.plane.prefill_reports import PrefillReports
 from eldr_sim.simulator.plane.router import PolicyRouter, make_fleet, with_more, with_room
+from eldr_sim.simulator.plane.sessions import make_sessions
 from eldr_sim.simulator.plane.steps import group_step, plain, streamed
 from eldr_sim.simulator.plane.steps.executor import Scratch
 from eldr_sim.simulator.plane.steps.expert_union import PromptRows, no_prompts
-from eldr_sim.simulator.plane.steps.group_state import (
-    CHOOSE,
-    Replicas,
-    no_groups,
-)
+from eldr_sim.simulator.plane.steps.group_state import CHOOSE, Replicas, no_groups
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
+from eldr_sim.simulator.setup.kv_tiers import make_tiers, prompt_table
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.simulator.setup.streaming import make_prompt_layers
 from eldr_sim.traces.requests.prefixes import Ranges, clip_ranges, join_ranges
@@ -59,6 +61,7 @@ from eldr_sim.traces.workload import Workload
 
 #: Events after which the loop comes back for progress and Ctrl-C.
 _EVENTS_A_CALL = 1 << 17
+_NONE, _NOTHING = np.zeros(0, np.int64), np.zeros(0)
 
 
 class Cluster:
@@ -123,6 +126,7 @@ class Cluster:
         self.window = window
         self.time_limit_s = time_limit_s
         self.requests = make_requests(spec, workload, replay, window)
+        self._has_queue_keys = queue_keys is not None and bool(queue_keys.any())
         if queue_keys is not None:
             self.requests["queue_key"] = queue_keys
         fleet = make_fleet(spec.n_workers)
@@ -137,14 +141,18 @@ class Cluster:
         self.env = Clock()
         self.on_end: Callable[[int], None] | None = None
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
-        myself = weakref.ref(self)
-        self._callback = Callback(lambda asked, request: _decided(myself, asked, request))
+        self._callback = Callback(partial(_decided, weakref.ref(self)))
         grouped = any(pool.engine.group is not None for pool in spec.pools)
         self.log = np.zeros(1 << 16, state.STEP)
         self.group_log = np.zeros(1 << (12 if grouped else 0), state.GROUP_STEP)
         self.gaps = np.zeros(1 << 12, state.GAP)
         self.arrays = self._arrays(shards, replay, expert_masks, prompts)
-        self._takes_over = frozenset(self.arrays.engines.pools["then"].tolist())
+        takes_over = self.arrays.engines.pools["then"].tolist()
+        self._reads_signatures = frozenset(
+            number
+            for number, router in enumerate(self.routers)
+            if number in takes_over and (router.needs.signature or router.needs.future)
+        )
         self.prefill_reports: PrefillReports | None = None
         if self.arrays.engines.pools["reports"].any():
             self.prefill_reports = PrefillReports(
@@ -185,18 +193,26 @@ class Cluster:
         for engine in engines:
             check_tables(engine, min(longest, spec.max_model_len))
         n_requests, width = len(self.requests), replay.bits.shape[1]
-        self._most_seqs = most_seqs = max(engine.max_num_seqs for engine in engines)
+        most_seqs = max(engine.max_num_seqs for engine in engines)
+        # Behind its places an engine has those of sequences that sit out, and one to move another.
+        self._places = most_seqs * (1 if all(e.rules.mixed_steps for e in engines) else 2)
+        self._places += int(any(e.rules.token_with_kv for e in engines))
         pools = make_pools(spec, shards, self.workload, prompts is not None)
         pools["reports"] = self.routers[0].needs.blocks & (pools["router"] == 0)
         last = pools["first_worker"] + pools["n_workers"]
         pool_of = np.repeat(np.arange(len(pools)), pools["n_workers"])
         clock = np.zeros(1, state.CLOCK)
         clock["open_measured"] = int(self.requests["measured"].sum())
+        sessions = make_sessions(self.workload, self.window, spec.max_active_sessions)
         # At most one event a worker and kind, and what a request and its transfer schedule.
         events = np.zeros(6 * n_requests + 4 * n_workers + 64, state.EVENT)
         if n_requests:
             first = (float(self.requests["arrival_s"][0]), 0, state.ARRIVAL, 0)
             events[0], clock["n_events"] = first, 1
+        if len(sessions.waits) and np.isfinite(self.window[1]):  # who comes in it may not be known
+            events[1], clock["n_events"] = (self.window[1], 0, state.ARRIVAL, -1), 2
+            events[:2].sort(order=("time", "order"))
+            clock["open_measured"] += 1
         n_layers = spec.decode.step_time.n_moe_layers
         masks = np.zeros((n_workers, 1, 0), np.uint64)
         if expert_masks is not None:
@@ -205,11 +221,11 @@ class Cluster:
             clock=clock,
             events=events,
             engines=Engines(
-                settings=self._settings(),
+                settings=self._settings(replay.period),
                 pools=pools,
                 pool_of=pool_of,
                 workers=make_workers(pools, pool_of),
-                sequences=np.zeros((n_workers, most_seqs), state.SEQUENCE),
+                sequences=np.zeros((n_workers, self._places), state.SEQUENCE),
                 requests=self.requests,
                 tables=np.zeros((n_requests, 2), state.BLOCK_TABLE),
                 kv=make_kv_cache(
@@ -218,8 +234,11 @@ class Cluster:
                     max(engine.n_blocks for engine in engines),
                     n_workers if pools["prefix_caching"].any() else 0,
                     int(last[pools["reports"]].max(initial=0)),
+                    self._tiers(shards, clock, bool(pools["prefix_caching"].any())),
                 ),
                 pending=np.zeros((most_seqs + most_at_once(spec.front_end) + 1, 2), np.int64),
+                sessions=sessions,
+                prompt_s=prompt_table(spec, longest),
             ),
             routers=of_all([router.arrays for router in self.routers]),
             net=make_network(n_requests, link_rates(spec)),
@@ -244,8 +263,19 @@ class Cluster:
             ),
         )
 
-    def _settings(self) -> NDArray[np.void]:
+    def _tiers(
+        self, shards: Sequence[ModelDims], clock: NDArray[np.void], caching: bool
+    ) -> Tiers | None:
+        """Return where blocks are kept beside the workers' caches; None: nowhere."""
+        if not (self.spec.tiers and caching):
+            return None
+        tokens = self.requests["prompt_len"] + self.requests["output_len"]
+        n_listed = int((tokens // self.spec.block_size).sum())
+        return make_tiers(self.spec, shards, clock, n_listed, len(self.requests))
+
+    def _settings(self, period: int) -> NDArray[np.void]:
         settings = make_settings(self.spec, self.workload)
+        settings["period"] = period
         if not any(
             r.policy is not None and (r.needs.signals or not r.tells_rules) for r in self.routers
         ):
@@ -254,15 +284,18 @@ class Cluster:
         settings["decide"] = self._callback.address
         return settings
 
-    def run(self, progress: Callable[[float], None] | None = None) -> RunRecord:
+    def run(
+        self, progress: Callable[[float], None] | None = None, acts: Actions | None = None
+    ) -> RunRecord:
         """Run until every measured request has ended, or the time limit.
 
-        ``progress`` is called now and then with the share of measured requests that have ended.
+        ``progress`` is called now and then with the share of measured requests that have ended;
+        ``acts``: what processes that have begun do to it.
         """
         clock = self.arrays.clock
         total = max(1, int(clock["open_measured"][0]))
-        acts = None if self.faults is None else Actions(self.faults, self)
-        if acts is not None:
+        if acts is None and self.faults is not None:
+            acts = Actions(self.faults, self)
             start_faults(acts)
         while (why := self.advance(self.time_limit_s)) == loop.PAUSED:
             if progress is not None:
@@ -303,7 +336,8 @@ class Cluster:
                 assert self._failure is not None
                 raise self._failure
             if why == loop.FULL:
-                self._tell_prefill()
+                if self.prefill_reports is not None:
+                    self.prefill_reports.tell()
                 self._grow_logs()
             elif why != loop.OTHERS:
                 return why
@@ -341,7 +375,7 @@ class Cluster:
         clock, size = self.arrays.clock[0], int(self.arrays.engines.pools["group_size"].max())
         self.log = with_room(self.log, int(clock["n_steps"]) + size)
         self.group_log = with_room(self.group_log, int(clock["n_group_steps"]) + 1)
-        self.gaps = with_room(self.gaps, int(clock["n_gaps"]) + size * self._most_seqs)
+        self.gaps = with_room(self.gaps, int(clock["n_gaps"]) + size * self._places)
 
     def record(self, end_s: float, acts: Actions | None = None) -> RunRecord:
         """Return what has happened up to ``end_s`` seconds; what is open then remains unserved.
@@ -350,10 +384,13 @@ class Cluster:
         """
         self._tell_listeners()
         clock = self.arrays.clock[0]
-        # A copy of all bytes, those between the fields included: equal runs have equal records.
-        arrived = self.requests[: int(clock["arrived"])].view(np.uint8).copy().view(state.REQUEST)
-        if acts is not None:
-            acts.restore(arrived)
+        # Copied as bytes, those between the fields included: equal runs have equal records.
+        rows = self.requests.view(np.uint8).reshape(len(self.requests), -1)
+        if acts is not None and acts.first_try:
+            rows = rows.copy()
+            acts.restore(rows.ravel().view(state.REQUEST))
+        numbers = self.arrays.engines.sessions.order[: int(clock["arrived"])]
+        arrived = rows[numbers].ravel().view(state.REQUEST)
         reason = state.OVERLOADED if clock["open_measured"] > 0 else state.AFTER_WINDOW
         arrived["outcome"][arrived["outcome"] == state.OPEN] = reason
         pools = self.arrays.engines.pools
@@ -361,6 +398,7 @@ class Cluster:
         groups = by_role(self.spec, self.group_log[: int(clock["n_group_steps"])], "leader")
         return RunRecord(
             requests=with_columns(arrived, self.spec),
+            numbers=numbers,
             prefill_steps=prefill[prefill["end"] <= end_s],
             decode_steps=decode,
             prefill_group_steps=groups[0][groups[0]["end"] <= end_s],
@@ -374,6 +412,24 @@ class Cluster:
             streamed_s=float(pools["streamed_s"][0]),
             stall_s=float(pools["stall_s"][0]),
             drafted=self._drafted(),
+            tiers=self._of_tiers(numbers),
+        )
+
+    def _of_tiers(self, numbers: NDArray[np.int32]) -> TierRecord | None:
+        """Return what requests took from KV tiers; None where there are none."""
+        tiers = self.arrays.engines.kv.tiers
+        if not len(tiers.loads):
+            return None
+        own = [tiers.links["store"][:, t] for t in range(len(tiers.rules))]
+        mine = [np.unique(stores[stores >= 0]) for stores in own]
+        return TierRecord(
+            tiers.hits[numbers],
+            tiers.loads[numbers],
+            tiers.links["loaded"].sum(axis=0),
+            tiers.links["stored"].sum(axis=0),
+            np.array([tiers.stores["evicted"][stores].sum() for stores in mine]),
+            [len(stores) for stores in mine],
+            [int((tiers.stores["n_blank"] + tiers.stores["n_idle"])[of[0]]) for of in mine],
         )
 
     def _drafted(self) -> NDArray[np.int64] | None:
@@ -438,23 +494,32 @@ class Cluster:
         fresh = make_kv_cache(workload, self.spec.block_size, 1, 0)
         listed = fresh.listed
         listed[:, : kv.listed.shape[1]] = kv.listed
+        tiers = kv.tiers
+        if len(tiers.loads):
+            tiers = tiers._replace(
+                loads=with_more(tiers.loads, new - old), hits=with_more(tiers.hits, new - old)
+            )
         kv = kv._replace(
-            listed=listed, first_listed=fresh.first_listed, prefix_hash=workload.prefix_hash,
-            prefix_indptr=workload.prefix_indptr,
+            tiers=tiers, listed=listed, first_listed=fresh.first_listed,
+            prefix_hash=workload.prefix_hash, prefix_indptr=workload.prefix_indptr,
         )  # fmt: skip
         if self.prefill_reports is not None:
             self.prefill_reports.kv = kv
         prompts = arrays.prompts
         if prompts.prefix_block_tokens:
             prompts = prompts._replace(
-                prefix_indptr=workload.prefix_indptr,
-                prefix_trace_request=workload.prefix_text,
+                prefix_indptr=workload.prefix_indptr, prefix_trace_request=workload.prefix_text
             )
         more = 6 * (new - old)
         self.arrays = arrays._replace(
             events=with_more(arrays.events, more),
             engines=engines._replace(
-                requests=requests, tables=with_more(engines.tables, new - old), kv=kv
+                requests=requests,
+                tables=with_more(engines.tables, new - old),
+                kv=kv,
+                sessions=engines.sessions._replace(
+                    order=with_more(engines.sessions.order, new - old)
+                ),
             ),
             routers=of_all([router.arrays for router in self.routers]),
             net=arrays.net._replace(
@@ -484,7 +549,7 @@ class Cluster:
                 raise InputError(name, f"{tokens}", "1 or more tokens")
             if name == "prompt_len" and self.workload.prefix_block_tokens:
                 raise InputError(name, "the workload's prompts share prefixes", "its own lengths")
-            if self.requests["queue_key"].any():
+            if self._has_queue_keys:
                 raise InputError(name, "the queue order goes by the workload's lengths", "fcfs")
             getattr(self.workload, name)[request] = tokens
             self.requests[name][request] = tokens
@@ -504,7 +569,8 @@ class Cluster:
         """Ask a router for a worker, or for the rule of requests like this one."""
         router = self.routers[number]
         self._tell_listeners()
-        self._tell_prefill()
+        if self.prefill_reports is not None:
+            self.prefill_reports.tell()
         if router.tells_rules:
             members = router.unknown(request)
             rules = router.policy.rules([self._info(number, member) for member in members])
@@ -516,26 +582,45 @@ class Cluster:
             arrays = of_all([router.arrays for router in self.routers])
             self.arrays = self.arrays._replace(routers=arrays)
             return int(choose.RETURN)
-        workers = router.workers(float(self._now[0]), float(self._signals_s[0]))
+        matched = reachable = _NONE
+        load_s = _NOTHING
+        if router.needs.matched:
+            matched = reachable = np.zeros(len(router.own), np.int64)
+            load_s = np.zeros(len(router.own))
+            engines = self.arrays.engines
+            caches = engines.pools["prefix_caching"][engines.pool_of[router.own.start]]
+            if caches and self.workload.prefix_block_tokens:
+                tokens = int(self.workload.prompt_len[request])
+                match(engines.kv, router.own.start, request, tokens, matched)
+                if len(engines.kv.tiers.loads):
+                    reachable = np.zeros(len(router.own), np.int64)
+                    args = router.own.start, request, tokens, matched, reachable, load_s
+                    match_tiers(engines.kv, *args)
+        now_s, signals_s = self._now.item(), self._signals_s.item()
+        workers = router.workers(now_s, signals_s, matched, reachable, load_s)
         return router.select(self._info(number, request), workers)
 
     def _info(self, router: int, request: int) -> RequestInfo:
         """Return a request as a router sees it: with its signature if the prompt is computed."""
-        workload, signature, which = self.workload, None, None
-        if router in self._takes_over:
+        workload, signature, which, hashes = self.workload, None, None, list[int]()
+        here = self.spec.conditional.entry and self.requests["prefill_end_s"][request] < 0.0
+        if router in self._reads_signatures and not here:  # else nobody has computed the prompt yet
             which, signature = self.signatures(self._signature_rows(request))
-        hashes: Sequence[int] = ()
+        elif self.routers[router].needs.session_signature and workload.parent is not None:
+            before = int(workload.parent[request])  # it has been served: what is known of it
+            if before >= 0:
+                which, signature = self.signatures(self._signature_rows(before))
         if len(workload.prefix_hash):
             hashes = workload.blocks(request).tolist()
         return RequestInfo(
-            request_id=request,
-            prompt_len=int(workload.prompt_len[request]),
-            domain=int(workload.domain[request]),
-            prefix_hash=hashes,
-            signature=signature,
-            signature_id=which,
-            session=int(workload.session[request]),
-            max_tokens=self.spec.max_tokens,
+            request,
+            workload.prompt_len.item(request),
+            workload.domain.item(request),
+            hashes,
+            signature,
+            which,
+            workload.session.item(request),
+            self.spec.max_tokens,
         )
 
     def _tell_listeners(self) -> None:
@@ -548,10 +633,6 @@ class Cluster:
             router = self.routers[router_of[worker]]
             router.policy.on_complete(index, worker - router.own.start)
         self._heard = reported
-
-    def _tell_prefill(self) -> None:
-        if self.prefill_reports is not None:
-            self.prefill_reports.tell()
 
     def _signature_rows(self, request: int) -> Ranges:
         """Return the trace rows that a prompt's signature is the sum of.
@@ -573,7 +654,7 @@ class Cluster:
         start = 0
         for writer, group in groupby(engines.kv.blocks["writer"][worker, blocks].tolist()):
             stop = start + size * sum(1 for _ in group)
-            parts += clip_ranges(workload.prompt_ranges(writer), start, stop)
+            parts += clip_ranges(workload.prompt_ranges(writer, answer=True), start, stop)
             start = stop
         parts += clip_ranges(workload.prompt_ranges(request), start, n_tokens)
         return join_ranges(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,33 @@ REQUEST = np.dtype(
 )
 
 
+#: What a worker is: not there, or on its way, serving, finishing what it has, or a place that a
+#: worker of another pool will take.
+OFF, STARTING, READY, DRAINING, RESERVED = range(5)
+#: That a worker of a pool is something else from a time on, s; all are READY before.
+STATE = np.dtype([("at_s", np.float64), ("pool", np.int32), ("worker", np.int32),
+                  ("state", np.int32)])  # fmt: skip
+
+
+class TierRecord(NamedTuple):
+    """What KV tiers did; columns of requests are those of `RunRecord.requests`."""
+
+    hits: NDArray[np.int32]  #: ``[requests, tiers]``: tokens that prompts took from them
+    loads: NDArray[np.void]  #: ``kv_tiers.LOAD``
+    #: ``[tiers]``: blocks ``loaded`` by workers and ``stored`` by them, and ``evicted``,
+    loaded: NDArray[np.int64]
+    stored: NDArray[np.int64]
+    evicted: NDArray[np.int64]
+    stores: list[int]  #: stores of each,
+    capacity: list[int]  #: and blocks of one
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """What happened."""
 
-    requests: NDArray[np.void]  #: `REQUEST`, every request that arrived, in order of arrival
+    requests: NDArray[np.void]  #: `REQUEST`, every request that arrived, in order of arrival,
+    numbers: NDArray[np.int32]  #: and its number in the workload
     #: ``prefill_steps``, ``decode_steps``: ``state.STEP``, in the order in which they began: the
     #: steps of prefill workers that ended, and those of decode (or co-located) workers.
     prefill_steps: NDArray[np.void]
@@ -50,10 +73,13 @@ class RunRecord:
     #: ``[k + 2]``: verify steps of sequences by the drafts accepted, and all drafts verified; None
     #: where nothing was drafted.
     drafted: NDArray[np.int64] | None = None
+    tiers: TierRecord | None = None  #: None where there are none
     #: ``retries``, ``faults``: how often each request was sent again, None where nothing went
     #: wrong; what did.
     retries: NDArray[np.int32] | None = None
     faults: tuple[Fault, ...] = ()
+    #: `STATE`: what workers were and when, in order; None where nothing was done to them.
+    states: NDArray[np.void] | None = None
 
     @property
     def completed(self) -> NDArray[np.bool_]:
@@ -82,8 +108,9 @@ def by_role(
     decodes, own, at_router = _places(spec)
     if decodes.all():
         return log[:0], log
-    mine = decodes[log[field]]
-    prefill, decode = log[~mine], log[mine]
+    mine = decodes.take(log[field])
+    # Ten times as fast as to index records by masks.
+    prefill, decode = log.take(np.flatnonzero(~mine)), log.take(np.flatnonzero(mine))
     prefill[field], decode[field] = at_router[prefill[field]], own[decode[field]]
     return prefill, decode
 

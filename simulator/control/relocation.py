@@ -27,6 +27,7 @@ vLLM most of it: a new placement of DeepSeek-R1 in NVFP4 on 32 GB200 with 32 red
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -155,8 +156,8 @@ def transfer_of(moves: NDArray[np.int64], links: ExpertLinks, n_layers: int) -> 
     tiers = [links.expert_bytes * np.where(mask, moves, 0) for mask in (same, ~same)]
     busiest = [np.maximum(tier.sum(1).max(1), tier.sum(2).max(1)) for tier in tiers]
     seconds = np.maximum(busiest[0] / links.inside, busiest[1] / links.between)
-    inside, between = (float(times @ tier.sum((1, 2))) for tier in tiers)
-    return Transfer(int(times @ moves.sum((1, 2))), inside, between, float(times @ seconds))
+    inside, between = (math.fsum(times * tier.sum((1, 2))) for tier in tiers)
+    return Transfer(int(times @ moves.sum((1, 2))), inside, between, math.fsum(times * seconds))
 
 
 @dataclass

@@ -43,16 +43,10 @@ def phases_of(
 ) -> dict[str, NDArray[np.float64]]:
     """Return how long each request spent in each phase, s; they sum to its end less its arrival.
 
-    Parameters
-    ----------
-    times
-        ``arrival_s`` and the keys of `PHASES`, shape [N] each; negative or NaN where a request
-        never came so far, or passes no such place.
-    until_s
-        Until when a request that has not finished is in the phase that it is in.
-    in_line
-        Which requests that is true of, shape [N]: not of those whose outcome is none of `IN_LINE`.
-        All when None.
+    ``times``: ``arrival_s`` and the keys of `PHASES`, shape [N] each; negative or NaN where a
+    request never came so far, or passes no such place; ``until_s``: until when a request that has
+    not finished is in the phase that it is in; ``in_line``: which requests that is true of, shape
+    [N]: not of those whose outcome is none of `IN_LINE`; all when None.
     """
     finish = times["finish_s"]
     ended = np.nan_to_num(finish, nan=-1.0) >= 0.0
@@ -78,9 +72,7 @@ def phases_of(
 
 
 def load_growth(
-    arrival_s: NDArray[np.float64],
-    finish_s: NDArray[np.float64],
-    window: tuple[float, float],
+    arrival_s: NDArray[np.float64], finish_s: NDArray[np.float64], window: tuple[float, float]
 ) -> dict[str, float] | None:
     """Count who came and who ended in the window, once the first requests have lived their life.
 
@@ -155,12 +147,7 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
     decode = record.decode_steps
     step_ms = 1e3 * float(np.mean(decode["end"] - decode["start"])) if len(decode) else 0.0
     name, why = _bottleneck(mean_ms, use, step_ms)
-    return {
-        "bottleneck": name,
-        "because": why,
-        "mean_phase_ms": mean_ms,
-        "utilisation": use,
-    }
+    return {"bottleneck": name, "because": why, "mean_phase_ms": mean_ms, "utilisation": use}
 
 
 def _share(values: NDArray[np.float64], whole: float) -> float:

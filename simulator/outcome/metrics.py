@@ -24,10 +24,12 @@ from numpy.typing import NDArray
 
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.bottleneck import is_overload, load_growth
+from eldr_sim.simulator.outcome.worker_hours import spent_hours
 from eldr_sim.simulator.plane.state import NO_KV_ROOM, OUTCOMES, OVER_BUDGET, TOO_LONG
 from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
 from eldr_sim.traces.requests.log_window import part_warnings
 
+N_BLOCKS = 10  # of a measured log
 PERCENTILES = (50, 90, 99)
 
 
@@ -36,12 +38,7 @@ def weighted_percentile(
 ) -> list[float]:
     """Return percentiles of ``np.repeat(values, weights)`` (NumPy's linear method).
 
-    Parameters
-    ----------
-    values, weights
-        Shape [n]; weights are counts.
-    q
-        Percentiles in [0, 100].
+    ``values``, ``weights``: shape [n]; weights are counts; ``q``: percentiles in [0, 100].
     """
     order = np.argsort(values, kind="stable")
     ordered, last = values[order], np.cumsum(weights[order]) - 1
@@ -115,6 +112,17 @@ def good_requests(times: dict[str, NDArray[np.float64]], level: ServiceLevel) ->
     return good
 
 
+def slo_blocks(record: RunRecord, level: ServiceLevel) -> list[tuple[int, int]]:
+    """Return the good and all measured requests of ten blocks, equally long, by their arrivals."""
+    measured = record.requests["measured"]
+    arrival = record.requests["arrival_s"][measured]
+    good = good_requests(request_times(record), level)[measured]
+    inner = np.linspace(arrival.min(), arrival.max(), N_BLOCKS + 1)[1:-1]
+    block = np.searchsorted(inner, arrival, side="right")
+    counts = [np.bincount(block[of], minlength=N_BLOCKS) for of in (good, np.full(len(good), True))]
+    return list(zip(*(each.tolist() for each in counts), strict=True))
+
+
 def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[str, Any]:
     """Return the figures of ``summary.json`` that the run itself yields."""
     requests = record.requests
@@ -143,6 +151,9 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
 
     hours, price = seconds / 3600.0, config.price_per_hour
     gpu_hours = config.n_gpus * hours
+    dollars = None if price is None else price * hours
+    if record.states is not None:
+        *_, gpu_hours, dollars = spent_hours(record, config, start, end)
     per_million = gpu_hours / tokens * 1e6 if tokens else None
     return {
         "num_prompts": int(measured.sum()),
@@ -188,7 +199,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "gpus": config.n_gpus,
         "gpu_hours_per_million_output_tokens": per_million,
         "cost_per_million_output_tokens": (
-            None if price is None or not tokens else price * hours / tokens * 1e6
+            None if dollars is None or not tokens else dollars / tokens * 1e6
         ),
     }
 
@@ -213,7 +224,7 @@ def _token_gaps(
     preempted = (resumed - record.gaps["last_token_s"])[(start <= resumed) & (resumed <= end)]
     gaps = np.concatenate([steps["end"] - steps["start"], preempted, np.zeros(1)])
     together = np.array([int(steps["outputs"].sum()) - int(batch.sum())])  # yielded by one step
-    carried = batch - steps["joined"]
+    carried = batch - steps["joined"] - steps["rested"]
     return gaps, np.concatenate([carried, np.ones(len(preempted), np.int64), together])
 
 

@@ -17,6 +17,9 @@ from eldr_sim.simulator.control.relocation import BYTES_ALONE, PROVENANCE
 from eldr_sim.simulator.outcome.bottleneck import limits_of
 from eldr_sim.simulator.outcome.fault_metrics import fault_figures
 from eldr_sim.simulator.outcome.metrics import describe, draft_counters, summarise
+from eldr_sim.simulator.outcome.scaling_metrics import scaling_figures
+from eldr_sim.simulator.outcome.session_metrics import reuse_figures, session_figures
+from eldr_sim.simulator.outcome.tier_metrics import tier_figures
 from eldr_sim.simulator.outcome.trace_use import copies_met, trace_warnings
 from eldr_sim.simulator.outcome.without_effect import without_effect
 from eldr_sim.simulator.setup import transfer
@@ -70,6 +73,14 @@ def _workers(engine: EngineSpec) -> dict[str, int]:
     }
 
 
+def _block_bytes(prepared: PreparedRun) -> float:
+    """Return the bytes of a KV block on all GPUs of an engine that computes prompts."""
+    layout = prepared.spec.prefill.parallelism
+    shard = layout.shard(prepared.model).kv_bytes_per_token
+    gpus = layout.n_gpus // layout.data_parallel_size
+    return float(shard * prepared.spec.block_size * gpus)
+
+
 def _front_end(spec: ClusterSpec, record: RunRecord) -> dict[str, Any]:
     """Return the API servers, and how long measured requests are with them."""
     front = spec.front_end
@@ -84,10 +95,7 @@ def _front_end(spec: ClusterSpec, record: RunRecord) -> dict[str, Any]:
             "api_servers": front.n_servers,
             "tokenizer_mode": front.mode,
             "tokenizer_threads": front.threads,
-            **{
-                name.replace("_front_end", ""): v
-                for name, v in describe("front_end", seconds).items()
-            },
+            **{k.replace("_front_end", ""): v for k, v in describe("front_end", seconds).items()},
         }
     }
 
@@ -113,31 +121,28 @@ def _group(engine: EngineSpec, steps: NDArray[np.void]) -> dict[str, Any]:
     """Return what the engines of a pool that share experts take together, means over steps."""
     if engine.all_to_all is None:
         return {}
-    seconds = float((steps["end"] - steps["start"]).sum())
-    busy = int(steps["n_busy"].sum())
-    ranks = engine.parallelism.n_expert_ranks
+    n, busy, pairs = len(steps), int(steps["n_busy"].sum()), float(steps["pairs"].sum())
+    seconds, ranks = float((steps["end"] - steps["start"]).sum()), engine.parallelism.n_expert_ranks
 
-    def mean_ms(name: str) -> float | None:
-        return 1e3 * float(steps[name].mean()) if len(steps) else None
+    def mean(name: str, unit: float = 1.0) -> float | None:
+        return unit * float(steps[name].mean()) if n else None
 
     return {
         "group": {
             "data_parallel_size": engine.parallelism.data_parallel_size,
             "all2all_backend": engine.all_to_all.backend,
-            "steps": len(steps),
-            "mean_step_ms": 1e3 * seconds / len(steps) if len(steps) else None,
-            "mean_moe_ms": mean_ms("moe_s"),
-            "mean_dispatch_ms": mean_ms("dispatch_s"),
-            "mean_combine_ms": mean_ms("combine_s"),
-            "mean_replica_choice_ms": mean_ms("choice_s"),
+            "steps": n,
+            "mean_step_ms": 1e3 * seconds / n if n else None,
+            "mean_moe_ms": mean("moe_s", 1e3),
+            "mean_dispatch_ms": mean("dispatch_s", 1e3),
+            "mean_combine_ms": mean("combine_s", 1e3),
+            "mean_replica_choice_ms": mean("choice_s", 1e3),
             "mean_idle_ms": 1e3 * float(steps["wait_s"].sum()) / busy if busy else None,
-            "mean_busy_engines": busy / len(steps) if len(steps) else None,
-            "mean_inside_bytes": float(steps["inside_bytes"].mean()) if len(steps) else None,
-            "mean_between_bytes": float(steps["between_bytes"].mean()) if len(steps) else None,
+            "mean_busy_engines": busy / n if n else None,
+            "mean_inside_bytes": mean("inside_bytes"),
+            "mean_between_bytes": mean("between_bytes"),
             "busiest_rank_pairs_over_mean": (
-                float(steps["busiest_pairs"].sum()) * ranks / float(steps["pairs"].sum())
-                if steps["pairs"].sum()
-                else None
+                float(steps["busiest_pairs"].sum()) * ranks / pairs if pairs else None
             ),
         }
     }
@@ -232,29 +237,72 @@ def _trace(
     model, trace = prepared.model, prepared.trace
     if trace is None:
         return {"name": None, "model": model.name, "checksum": None, **workload.description}
-    tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
+    about = trace.manifest
+    tiles = -(-model.n_moe_layers // about.n_layers)
+    layers = "layers" if about.provenance == "synthetic" else "recorded layers"
+    if trace.kept_top_k is not None:
+        layers += f", the first {trace.top_k} of {about.top_k} experts a token,"
+    if tiles > 1:
+        layers += f" tiled over {model.n_moe_layers}, each tile rotated by another part of the"
+        layers += " request"
     return {
         "name": "drawn" if config.trace is None else Path(config.trace).name,
-        "model": trace.manifest.model,
-        "provenance": trace.manifest.provenance,
-        "rests_on": rests_on(trace.manifest, model.name),
-        "checksum": trace.manifest.checksum,
-        "layers": f"{trace.manifest.n_layers} "
-        + ("layers" if trace.manifest.provenance == "synthetic" else "recorded layers")
-        + (
-            ""
-            if trace.kept_top_k is None
-            else f", the first {trace.top_k} of {trace.manifest.top_k} experts a token,"
-        )
-        + (
-            ""
-            if tiles == 1
-            else f" tiled over {model.n_moe_layers}, each tile rotated by another part of "
-            "the request"
-        ),
+        "model": about.model,
+        "provenance": about.provenance,
+        "rests_on": rests_on(about, model.name),
+        "checksum": about.checksum,
+        "layers": f"{about.n_layers} {layers}",
         **workload.description,
         **copies,
     }
+
+
+def _outside(spec: ClusterSpec, steps: NDArray[np.void]) -> dict[str, int]:
+    """Count the decode steps that go beyond what was measured."""
+
+    def most(name: str) -> NDArray[Any]:
+        """Return the largest of a step's figures that was measured, of each step."""
+        measured = spec.of_decoders(lambda engine: getattr(engine.step_time, name))
+        return np.asarray(measured[steps["worker"]])
+
+    sequences, context = steps["sequences"], steps["context"]
+    beyond = {
+        "moe_batch": steps["tokens"] > most("moe_batch_max"),
+        "attention_batch": sequences > most("attention_batch_max"),
+        "attention_context": context > most("context_max") * np.maximum(sequences, 1),
+        "attention_tokens": context > most("attention_tokens_max"),
+    }
+    return {name: int(which.sum()) for name, which in beyond.items()}
+
+
+def _all_provenance(config: RunConfig, prepared: PreparedRun) -> dict[str, dict[str, Any]]:
+    """Return what all that takes time rests on."""
+    spec, provenance = prepared.spec, _provenance(prepared)
+    if config.eplb_interval is not None:
+        provenance = provenance | {"relocation": PROVENANCE}
+    if config.hands_over:
+        provenance = provenance | _transfer_provenance(config, spec)
+    if spec.front_end is not None:
+        provenance = provenance | {"front_end": spec.front_end.latency.provenance}
+    return provenance
+
+
+def _warnings(config: RunConfig, prepared: PreparedRun) -> list[str]:
+    """Return what sources of times warn of, and what nothing measured covers."""
+    model, spec = prepared.model, prepared.spec
+    warnings: list[str] = []
+    for engine in [pool.engine for pool in reversed(spec.pools)]:
+        draft = None if engine.speculation is None else engine.speculation.draft
+        for source in (engine.step_time, engine.all_to_all, engine.layout, draft):
+            warnings += [] if source is None else source.warnings
+    if spec.max_model_len > model.max_position_embeddings:
+        warnings.append(
+            f"max_model_len {spec.max_model_len} is beyond the {model.max_position_embeddings} "
+            f"positions of {model.name}: the model itself answers for none of it"
+        )
+    if config.eplb_interval is not None and config.eplb_overhead_ms == 0.0:
+        warnings.append(BYTES_ALONE)
+    return list(dict.fromkeys(warnings))
 
 
 def summary_of(
@@ -264,52 +312,13 @@ def summary_of(
     model, trace, spec = prepared.model, prepared.trace, prepared.spec
     started, window = record.decode_steps["start"], record.window
     steps = record.decode_steps[(started >= window[0]) & (started < window[1])]
-
-    def most(name: str) -> NDArray[Any]:
-        """Return the largest of a step's figures that was measured, of each step."""
-        measured = spec.of_decoders(lambda engine: getattr(engine.step_time, name))
-        return np.asarray(measured[steps["worker"]])
-
-    outside = {
-        "moe_batch": int((steps["tokens"] > most("moe_batch_max")).sum()),
-        "attention_batch": int((steps["sequences"] > most("attention_batch_max")).sum()),
-        "attention_context": int(
-            (steps["context"] > most("context_max") * np.maximum(steps["sequences"], 1)).sum()
-        ),
-        "attention_tokens": int((steps["context"] > most("attention_tokens_max")).sum()),
-    }
     copies = {} if trace is None else copies_met(trace, workload, record, steps)
-    gpu, provenance = _gpus(prepared), _provenance(prepared)
-    if config.eplb_interval is not None:
-        provenance = provenance | {"relocation": PROVENANCE}
-    if config.hands_over:
-        provenance = provenance | _transfer_provenance(config, spec)
-    if spec.front_end is not None:
-        provenance = provenance | {"front_end": spec.front_end.latency.provenance}
-    warnings = [
-        warning
-        for engine in [pool.engine for pool in reversed(spec.pools)]
-        for source in (
-            engine.step_time,
-            engine.all_to_all,
-            engine.layout,
-            None if engine.speculation is None else engine.speculation.draft,
-        )
-        if source is not None
-        for warning in source.warnings
-    ]
-    if spec.max_model_len > model.max_position_embeddings:
-        warnings.append(
-            f"max_model_len {spec.max_model_len} is beyond the {model.max_position_embeddings} "
-            f"positions of {model.name}: the model itself answers for none of it"
-        )
-    if config.eplb_interval is not None and config.eplb_overhead_ms == 0.0:
-        warnings.append(BYTES_ALONE)
+    gpu, provenance = _gpus(prepared), _all_provenance(config, prepared)
     groups = [
         log[(log["start"] >= window[0]) & (log["start"] < window[1])]
         for log in (record.prefill_group_steps, record.decode_group_steps)
     ]
-    return {
+    summary: dict[str, Any] = {
         "label": f"{config.policy if config.generates else config.prefill_policy}, "
         f"{config.topology} workers, {model.name} on {gpu}",
         "backend": "eldr-sim",
@@ -323,64 +332,47 @@ def summary_of(
         "kv_cache_dtype": model.kv_cache_dtype,
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
-        **(
-            {}
-            if (drafting := spec.decode.speculation) is None
-            else {"speculative_decoding": drafting.describe() | draft_counters(record)}
-        ),
-        "limits": limits_of(record, spec),
-        "prefill_mfu": _prefill_mfu(config, prepared, record),
-        **_workers(spec.decode),
-        **(
-            {}
-            if config.num_gpu_blocks_override is None
-            else {"num_gpu_blocks_override": config.num_gpu_blocks_override}
-        ),
-        **_group(spec.decode, groups[1 if config.generates else 0]),
-        **(
-            {}
-            if isinstance(config.topology, str)
-            else {
-                "pools": {
-                    pool.name: {"workers": made.workers, "gpu": pool.engine.step_time.gpu.name}
-                    | _workers(pool.engine)
-                    for made, pool in zip(config.pools, spec.pools, strict=True)
-                }
-            }
-        ),
-        **_streaming(config, spec.prefill, record),
-        **_front_end(spec, record),
-        **(
-            {}
-            if not config.hands_over or (spec.prefill == spec.decode and spec.prefill.group is None)
-            else {"prefill_workers": _workers(spec.prefill) | _group(spec.prefill, groups[0])}
-        ),
-        **({} if config.eplb_interval is None else {"relocation_events": _events(spec, record)}),
-        **(
-            {}
-            if record.retries is None
-            else {"faults": fault_figures(record, config, record.faults)}
-        ),
-        "kv_transfer": f"{config.kv_transfer}: {spec.transfer.source}"
-        if config.hands_over
-        else f"none: {config.pools[0].kind} workers alone",
-        **(
-            {"handover": f"{config.handover}: {HAND_OVERS[config.handover].source}"}
-            if config.hands_over
-            else {}
-        ),
+        **reuse_figures(workload, config.block_size, config.enable_prefix_caching),
+        **session_figures(workload, record, spec),
+        **tier_figures(record, spec, _block_bytes(prepared)),
+        **scaling_figures(record, config, spec),
+    }
+    if (drafting := spec.decode.speculation) is not None:
+        summary["speculative_decoding"] = drafting.describe() | draft_counters(record)
+    summary["limits"] = limits_of(record, spec)
+    summary["prefill_mfu"] = _prefill_mfu(config, prepared, record)
+    summary |= _workers(spec.decode)
+    if config.num_gpu_blocks_override is not None:
+        summary["num_gpu_blocks_override"] = config.num_gpu_blocks_override
+    summary |= _group(spec.decode, groups[1 if config.generates else 0])
+    if not isinstance(config.topology, str):
+        summary["pools"] = {
+            pool.name: {"workers": made.workers, "gpu": pool.engine.step_time.gpu.name}
+            | _workers(pool.engine)
+            for made, pool in zip(config.pools, spec.pools, strict=True)
+        }
+    summary |= _streaming(config, spec.prefill, record) | _front_end(spec, record)
+    if config.hands_over and (spec.prefill != spec.decode or spec.prefill.group is not None):
+        summary["prefill_workers"] = _workers(spec.prefill) | _group(spec.prefill, groups[0])
+    if config.eplb_interval is not None:
+        summary["relocation_events"] = _events(spec, record)
+    if record.retries is not None and (record.states is None or record.faults):
+        summary["faults"] = fault_figures(record, config, record.faults)
+    summary["kv_transfer"] = f"none: {config.pools[0].kind} workers alone"
+    if config.hands_over:
+        summary["kv_transfer"] = f"{config.kv_transfer}: {spec.transfer.source}"
+        summary["handover"] = f"{config.handover}: {HAND_OVERS[config.handover].source}"
+    experts = None if trace is None else "recorded" if trace.has_prompts else "uniform"
+    warned = [] if trace is None else trace_warnings(trace, copies, config.trace_replay)
+    return summary | {
         "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
         "provenance": provenance,
-        "lookups_outside_tables": outside,
-        "latency_warnings": list(dict.fromkeys(warnings)),
+        "lookups_outside_tables": _outside(spec, steps),
+        "latency_warnings": _warnings(config, prepared),
         "window_start_s": record.window[0],
         "latency_notes": _transfer_notes(prepared, record) if config.hands_over else [],
-        "prompt_experts": None
-        if trace is None
-        else ("recorded" if trace.has_prompts else "uniform"),
+        "prompt_experts": experts,
         "trace": _trace(config, prepared, workload, copies),
         "without_effect": without_effect(config, prepared, workload, record),
-        "trace_warnings": []
-        if trace is None
-        else trace_warnings(trace, copies, config.trace_replay),
+        "trace_warnings": warned,
     }

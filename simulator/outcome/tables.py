@@ -19,46 +19,37 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
 
     Times ending in ``_s`` are seconds of simulated time, and like ``cached_tokens`` null where the
     request never came so far; ``measured`` marks the requests that make the statistics.
-    ``tokenized_s``, when a request left the front end, is there where a run has one.
+    ``tokenized_s``, when a request left the front end, and ``loaded_tokens`` (of the cached ones,
+    those that KV tiers had) are there where a run has one.
     """
     requests = record.requests
     front_end = (requests["tokenized_s"] >= 0.0).any()
     times = request_times(record)
 
-    def plain(name: str, kind: str = "int32") -> pa.Array:
-        return pa.array(requests[name], kind)
+    def plain(*names: str, kind: str = "int32") -> dict[str, pa.Array]:
+        return {name: pa.array(requests[name], kind) for name in names}
 
-    def at(name: str) -> pa.Array:
-        return _known(requests[name])
+    def known(*names: str) -> dict[str, pa.Array]:
+        return {name: _known(requests[name]) for name in names}
 
     return pa.table(
         {
-            "request_id": pa.array(np.arange(len(requests)), "int32"),
+            "request_id": pa.array(record.numbers, "int32"),
             "domain": _names(domains, requests["domain"]),
-            "measured": plain("measured", "bool"),
+            **plain("measured", kind="bool"),
             "outcome": _names(OUTCOMES, requests["outcome"]),
-            "prompt_len": plain("prompt_len"),
-            "output_len": plain("output_len"),
-            "trace_request": plain("trace_request"),
-            "cached_tokens": _known(requests["cached_tokens"]),
-            "decode_cached_tokens": _known(requests["decode_cached_tokens"]),
-            "prefill_worker": plain("prefill_worker", "int16"),
-            "decode_worker": plain("decode_worker", "int16"),
-            "preemptions": plain("preemptions"),
+            **plain("prompt_len", "output_len", "trace_request"),
+            **known("cached_tokens"),
+            **({} if record.tiers is None else {"loaded_tokens": record.tiers.hits.sum(axis=1)}),
+            **known("decode_cached_tokens"),
+            **plain("prefill_worker", "decode_worker", kind="int16"),
+            **plain("preemptions"),
             **({} if record.retries is None else {"retries": pa.array(record.retries)}),
-            "arrival_s": at("arrival_s"),
-            "sent_s": at("sent_s"),
-            **({"tokenized_s": at("tokenized_s")} if front_end else {}),
-            "prefill_start_s": at("prefill_start_s"),
-            "prefill_end_s": at("prefill_end_s"),
-            "transfer_start_s": at("transfer_start_s"),
-            "transfer_end_s": at("transfer_end_s"),
-            "decode_start_s": at("decode_start_s"),
-            "first_token_s": at("first_token_s"),
+            **known("arrival_s", "sent_s", *(["tokenized_s"] if front_end else [])),
+            **known("prefill_start_s", "prefill_end_s", "transfer_start_s", "transfer_end_s"),
+            **known("decode_start_s", "first_token_s"),
             "finish_s": _known(np.where(record.completed, requests["finish_s"], -1.0)),
-            "ttft_ms": _figures(1e3 * times["ttft"]),
-            "tpot_ms": _figures(1e3 * times["tpot"]),
-            "e2el_ms": _figures(1e3 * times["e2el"]),
+            **{f"{name}_ms": _figures(1e3 * times[name]) for name in ("ttft", "tpot", "e2el")},
         }
     )
 

@@ -29,7 +29,7 @@ def copies_met(
         decoded["decode_worker"].astype(np.int64),
         start,
         np.maximum(np.clip(finish, begin, end), start),
-        workload.decode_request[joined].astype(np.int64),
+        workload.decode_request[record.numbers[joined]].astype(np.int64),
     )
     batch = steps["sequences"].astype(float)
     shares = workload.description["domain_mix"]

@@ -17,9 +17,11 @@ from eldr_sim.policies.choice import parse
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config import Pool, RunConfig
+from eldr_sim.simulator.setup.config_groups import KVTierConfig, ScalingConfig
 from eldr_sim.simulator.setup.fault_spellings import parse_fail
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, window_blocks
 from eldr_sim.simulator.setup.prepare import PreparedRun
+from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
 from eldr_sim.traces.workload import Workload
 
 _Found = Iterator[tuple[str, str]]
@@ -27,7 +29,10 @@ _Found = Iterator[tuple[str, str]]
 _WITHOUT_COPIES = {"linear", "eplb", "affinity", "home"}
 #: Of prompts alone; a plan of them tells the price of prompt tokens.
 NO_TOKEN = "generates none"
-_OF_GROUPS = ("replica_choice", "all2all_backend", "gpus_per_node", "prefill_schedule_interval")
+_OF_GROUPS = (
+    "replica_choice", "all2all_backend", "moe_dp_chunk_size", "gpus_per_node",
+    "prefill_schedule_interval", "prefill.all2all_backend", "decode.all2all_backend",
+)  # fmt: skip
 
 
 def without_effect(
@@ -47,6 +52,7 @@ def without_effect(
         _of_pools(config),
         _of_requests(config),
         _of_faults(config, record),
+        _of_scaling(config),
     ):
         for name, why in found:
             if name in given:
@@ -119,12 +125,17 @@ def _of_workers(
     if prepared.model.is_dense:
         yield "trace_replay", f"{prepared.model.name} is dense: no experts are replayed"
     if workload.prefix_block_tokens == 0:
-        yield "enable_prefix_caching", "no two prompts begin alike"
+        for name in ("enable_prefix_caching", *KVTierConfig.model_fields):
+            yield name, "no two prompts begin alike"
+    elif not config.enable_prefix_caching:
+        yield "kv_tier", "no worker keeps a prefix (enable_prefix_caching)"
+    if not config.kv_tier:
+        for name in KVTierConfig.model_fields:
+            yield name, "there are no tiers (--kv-tier)"
+    elif config.kv_overlap == "layers":
+        yield "kv_in_flight", "nobody waits for blocks outside the batch (--kv-overlap layers)"
     if window_blocks(prepared.model, config.block_size) == NO_WINDOWS:
-        yield (
-            "disable_hybrid_kv_cache_manager",
-            f"{prepared.model.name} has no sliding windows",
-        )
+        yield ("disable_hybrid_kv_cache_manager", f"{prepared.model.name} has no sliding windows")
     if config.kv_cache_free:
         yield "num_gpu_blocks_override", "workers keep no KV cache (kv_cache_free)"
     if config.num_gpu_blocks_override is not None:
@@ -157,6 +168,12 @@ def _of_pools(config: RunConfig) -> _Found:
 def _of_requests(config: RunConfig) -> _Found:
     if not config.from_file:
         yield "arrivals", f"those of workload {config.workload} are drawn in any case"
+    if config.workload not in SESSIONS:
+        for name in ("sessions", "history", *SESSIONS["chat"]):
+            yield name, f"workload {config.workload} draws no sessions (chat, agent)"
+    if config.arrivals != "closed":
+        for name in ("recorded_ttft_ms", "recorded_tpot_ms"):
+            yield name, "gaps between recorded arrivals are not used (--arrivals closed)"
     if config.request_rate == math.inf:
         yield "burstiness", "all requests come at once"
     if config.num_requests is not None:
@@ -175,13 +192,26 @@ def _of_faults(config: RunConfig, record: RunRecord) -> _Found:
     if record.retries is None:
         for name in ("health_delay_ms", "retry", "max_retries"):
             yield name, "nothing fails (--fail, --events)"
-    if not kinds & {"fail", "hang"}:
+    if not kinds & {"fail", "hang"} and record.states is None:
         yield "health_delay_ms", "no worker dies or hangs"
-    if not kinds & {"fail", "hang", "drain", "join"}:
+    if not kinds & {"fail", "hang", "drain", "join"} and record.states is None:
         for name in ("retry", "max_retries"):
             yield name, "no worker dies"
     if config.retry == "never":
         yield "max_retries", "retry is never"
+
+
+def _of_scaling(config: RunConfig) -> _Found:
+    if not config.scales:
+        for name in ("start_up", "prefill.start_up", "decode.start_up"):
+            yield name, "nobody starts a worker (--autoscale)"
+        for name in ScalingConfig.model_fields:
+            yield name, "there is no autoscaler (--autoscale)"
+    if config.drain_timeout is None and not config.fail and config.events is None:
+        for name in ("retry", "max_retries"):
+            yield name, "no worker leaves before its requests have ended (--drain-timeout)"
+    if len({pool.name for pool in config.pools}) == 1:
+        yield "switch_time", f"{config.topology} has no other pool to switch to"
 
 
 def _late_faults(config: RunConfig, record: RunRecord) -> list[str]:

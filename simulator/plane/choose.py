@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.plane.compiled import ask, compiled
-from eldr_sim.simulator.plane.engine import Engines, publish_signals
+from eldr_sim.simulator.plane.engine import publish_signals
+from eldr_sim.simulator.plane.kv_manager import Engines
 
 #: What a router answers besides a worker's number: look at its rules again; the same, but
 #: their arrays are others now, so return; it has failed, so return; hold the request.
@@ -138,14 +139,22 @@ def _stand_in(router: Router) -> Any:
 
 @compiled()
 def hold(router: Router, requests: Any, request: int) -> None:
-    """Put a request behind the others that a router holds."""
-    held = router.record[0]
-    requests[request].next = -1
+    """Put a request behind the others that a router holds, or behind those no shorter."""
+    held, before = router.record[0], router.record[0].tail
     if held.n == 0:
+        before = -1
+    elif held.longest_first and requests[request].prompt_len > requests[before].prompt_len:
+        before, at = np.int64(-1), held.head
+        while requests[at].prompt_len >= requests[request].prompt_len:
+            before, at = at, requests[at].next
+    behind = held.head if before < 0 else requests[before].next
+    if held.n == 0 or before == held.tail:
+        behind, held.tail = np.int64(-1), request
+    requests[request].next = behind
+    if before < 0:
         held.head = request
     else:
-        requests[held.tail].next = request
-    held.tail = request
+        requests[before].next = request
     held.n += 1
 
 

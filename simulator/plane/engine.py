@@ -19,33 +19,45 @@ their next token, and chunks of contexts that are still being computed.
 - With asynchronous scheduling the next step is scheduled when one starts, so a request that comes
   meanwhile joins the one after.
 
+- Other engines are values of this one (`setup.engines`): prompts alone in a step while the others
+  sit out, polls every few steps, prompts that wait for others, prompts that are computed whole,
+  blocks reserved for tokens to come, other victims.
+
 There is one engine; a request says where its KV cache comes from, and the pool of its worker who
 goes on when a prompt is computed.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.simulator.plane import kv_loads
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import schedule, schedule_step
-from eldr_sim.simulator.plane.kv_cache import (
-    KVCache,
-    blocks_of,
-    find,
-    hold,
-    n_free,
-    publish,
-    release,
+from eldr_sim.simulator.plane.kv_cache import blocks_of, n_free, release
+from eldr_sim.simulator.plane.kv_loads import WAITS
+from eldr_sim.simulator.plane.kv_manager import (
+    Engines,
+    allocate,
+    cached_tokens,
+    can_join,
+    fits,
+    keep_tokens,
+    publish_tokens,
+    release_context,
+    side_of,
 )
 from eldr_sim.simulator.plane.queues import line_add, line_remove, queue_add, queue_remove
 from eldr_sim.simulator.plane.state import (
     BOUNDARY,
     HERE,
+    LOADED,
+    OF_SHARE,
     PROMPT_END,
+    TO_THE_END,
     TRANSFER_START,
     WORKER,
 )
@@ -53,20 +65,7 @@ from eldr_sim.simulator.plane.state import (
 #: What a boundary leaves to be done, beside the request: see `loop.drain`.
 PENDING_END, PENDING_HAND_OVER = np.int64(0), np.int64(1)
 _NONE = np.int64(0)
-
-
-class Engines(NamedTuple):
-    """The arrays of all workers and their requests."""
-
-    settings: NDArray[np.void]  #: ``SETTINGS [1]``
-    pools: NDArray[np.void]  #: ``POOL [pools]``
-    pool_of: NDArray[np.int64]  #: ``[workers]``
-    workers: NDArray[np.void]  #: ``WORKER [workers]``
-    sequences: NDArray[np.void]  #: ``SEQUENCE [workers, max_num_seqs]``
-    requests: NDArray[np.void]  #: ``REQUEST [requests]``
-    tables: NDArray[np.void]  #: ``BLOCK_TABLE [requests, 2]``, see `side_of`
-    kv: KVCache
-    pending: NDArray[np.int64]  #: ``[capacity, 2]``: what to do, request
+_RETRACTED = np.int64(20)  # tokens that SGLang reserves for each sequence when it retracts some
 
 
 # --- queues ---
@@ -121,7 +120,8 @@ def take(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Non
         worker.waiting_tokens += requests[request].prompt_len + requests[request].generated
         requests[request].queued_s = clock[0].now
     busy = worker.batch + worker.prefilling > 0
-    if engines.pools[engines.pool_of[w]].async_scheduling and busy:
+    pool = engines.pools[engines.pool_of[w]]
+    if (pool.async_scheduling or pool.poll_steps > 1) and busy:
         requests[request].next = -1
         if worker.late_head < 0:
             worker.late_head = request
@@ -147,95 +147,13 @@ def publish_signals(engines: Engines, first: int, n: int, signals: Any) -> None:
         signal.kv_usage = 1.0 - n_free(engines.workers, w) / pool.n_blocks
 
 
-# --- KV blocks ---
-
-
-@compiled()
-def side_of(engines: Engines, w: int) -> Any:
-    """Return where a request's KV blocks on a worker stand: of its source, or where it decodes."""
-    return np.int64(engines.pools[engines.pool_of[w]].then == HERE)
-
-
-@compiled()
-def _fits(engines: Engines, w: int, blocks: int) -> Any:
-    """Whether ``blocks`` are free beside those that the batch needs for its next tokens."""
-    spare, worker = n_free(engines.workers, w) - blocks, engines.workers[w]
-    lookahead = engines.pools[engines.pool_of[w]].lookahead
-    if spare >= worker.tokens + worker.batch * lookahead:  # a token needs one at most
-        return True
-    if spare < 0:
-        return False
-    return blocks_needed(engines, w) <= spare
-
-
-@compiled()
-def blocks_needed(engines: Engines, w: int) -> Any:
-    """Return the KV blocks that the batch needs beside its own for the next step's tokens."""
-    sequences, size, needed = engines.sequences[w], engines.settings[0].block_size, _NONE
-    lookahead = engines.pools[engines.pool_of[w]].lookahead
-    for i in range(engines.workers[w].batch):
-        slots = slots_of(sequences[i], lookahead)
-        if sequences[i].free_slots < slots:
-            needed += blocks_of(slots - sequences[i].free_slots, size)
-    return needed
-
-
-@compiled()
-def slots_of(sequence: Any, lookahead: int) -> Any:
-    """Return the KV slots that a sequence needs for its next step (vLLM's ``allocate_slots``)."""
-    return min(sequence.tokens + lookahead, sequence.room)
-
-
-@compiled()
-def _allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool) -> Any:
-    """Take the KV blocks of a context of ``tokens`` tokens; return how many of them are cached.
-
-    Who does not fetch them takes those of its first drafts, too. Returns -1, and changes nothing,
-    if too few are free.
-    """
-    pool, side = engines.pool_of[w], side_of(engines, w)
-    found, idle, size = _NONE, _NONE, engines.settings[0].block_size
-    slots = tokens
-    if not fetches:
-        slots += 2 * engines.pools[pool].lookahead
-        slots = min(slots, engines.settings[0].max_model_len)
-    if engines.pools[pool].prefix_caching:
-        prefix = engines.settings[0].prefix_block_tokens
-        found, idle = find(engines.kv, w, side, request, tokens, size, prefix)
-    new = blocks_of(slots, size) - found + engines.requests[request].window_blocks
-    if not _fits(engines, w, new + idle):
-        return -1
-    engines.tables[request, side].found = found
-    hold(engines.kv, engines.tables, engines.workers, w, side, request, new)
-    return int(found * size)
-
-
-@compiled()
-def publish_tokens(engines: Engines, w: int, request: int, tokens: int) -> None:
-    """Let other requests find the first ``tokens`` tokens of a context on worker ``w``."""
-    if engines.pools[engines.pool_of[w]].prefix_caching:
-        size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
-        side = side_of(engines, w)
-        publish(engines.kv, engines.tables, engines.workers, w, side, request, tokens, size, prefix)
-
-
-@compiled()
-def _release_context(engines: Engines, w: int, request: int, slots: int) -> None:
-    """Give the blocks of a sequence back that have room for ``slots`` tokens."""
-    side = side_of(engines, w)
-    table = engines.tables[request, side]
-    held = blocks_of(slots, engines.settings[0].block_size)
-    table.private = held + engines.requests[request].window_blocks - table.listed
-    release(engines.kv, engines.tables, engines.workers, w, side, request)
-
-
 # --- a boundary ---
 
 
 @compiled()
 def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
     """Do what an engine does between two steps: end, preempt, admit, plan."""
-    worker = engines.workers[w]
+    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     worker.wake = -1.0
     worker.next_start = clock[0].now
     worker.computed_tokens = worker.begun_tokens
@@ -246,9 +164,10 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
         else:
             _finish(clock, engines, w)
     if _is_idle(worker):
+        worker.share = pool.first_share
         _append_late(engines.requests, worker)  # no step has been scheduled yet
     defers = _defers_prompts(engines, w)
-    if not _fits(engines, w, _NONE):
+    if pool.mixed_steps and not fits(engines, w, _NONE):
         _preempt(clock, engines, w)
         defers = defers and worker.batch > 0
         if not defers:
@@ -257,12 +176,15 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
         worker.one_step = _has_step(worker)
     if not worker.one_step:
         _admit(clock, events, engines, w, defers)
+    if not pool.mixed_steps and worker.joined == 0 and worker.chunk_tokens == 0:
+        _preempt(clock, engines, w)  # a step of prompts needs nothing for those that decode
     if defers and _has_step(worker):
         worker.one_step = True  # look again before the next step
     if _has_step(worker):
         schedule_step(clock, events, engines.workers, w)
     if worker.late_head >= 0:
-        _append_late(engines.requests, worker)
+        if worker.polled % pool.poll_steps == 0 or not _has_step(worker):
+            _append_late(engines.requests, worker)
         if _has_step(worker):
             worker.one_step = True
         else:  # the last sequence was preempted: nothing is scheduled after all
@@ -271,11 +193,45 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
 
 @compiled()
 def _defers_prompts(engines: Engines, w: int) -> Any:
-    """Whether a group's engine leaves prompts alone in this step: others decode meanwhile."""
+    """Whether an engine leaves prompts alone in this step: others decode meanwhile."""
     pool, worker = engines.pools[engines.pool_of[w]], engines.workers[w]
-    if pool.prefill_schedule_interval == 1 or worker.batch == 0:
+    if worker.batch == 0:
+        return False
+    if pool.wait_steps > 0:
+        return _waits_for_others(engines, w)
+    if pool.prefill_schedule_interval == 1:
         return False
     return engines.workers[worker.leader].n_group_steps % pool.prefill_schedule_interval != 0
+
+
+@compiled()
+def _waits_for_others(engines: Engines, w: int) -> Any:
+    """Whether prompts wait for more to compute with (TensorRT-LLM's batch_wait_timeout_iters).
+
+    They do so for as many steps, until the step's tokens reach the share of its budget.
+    """
+    pool, worker, requests = engines.pools[engines.pool_of[w]], engines.workers[w], engines.requests
+    budget, places = _budget(engines, w), pool.max_num_seqs - worker.batch - worker.prefilling
+    tokens, request = _NONE, worker.oldest
+    for i in range(worker.batch, worker.batch + worker.prefilling):
+        tokens += min(engines.sequences[w, i].todo, budget - tokens)
+    size, free = engines.settings[0].block_size, n_free(engines.workers, w)
+    while request >= 0 and places > 0 and tokens + requests[request].prompt_len <= budget:
+        held = requests[request].prompt_len
+        if pool.reserve == TO_THE_END:
+            held += requests[request].output_len
+        free -= blocks_of(held, size)
+        if free < 0:
+            break
+        tokens += requests[request].prompt_len
+        request, places = requests[request].newer, places - 1
+    if tokens == 0:
+        return False
+    if worker.waited < pool.wait_steps and worker.tokens + tokens < pool.wait_tokens:
+        worker.waited += 1
+        return True
+    worker.waited = 0
+    return False
 
 
 @compiled()
@@ -367,7 +323,9 @@ def _finish(clock: Any, engines: Engines, w: int) -> None:
             context = record.prompt_len - 1 + record.output_len
             worker.context -= context
             worker.tokens -= sequences[w, i].tokens
-            _release_context(engines, w, request, context + sequences[w, i].free_slots)
+            publish_tokens(engines, w, request, context)
+            keep_tokens(engines, w, request, context, clock[0].now)
+            release_context(engines, w, request, context + sequences[w, i].free_slots)
             leave(clock, engines, PENDING_END, request)
             continue
         if kept != i:
@@ -382,8 +340,9 @@ def _finish(clock: Any, engines: Engines, w: int) -> None:
 @compiled()
 def _preempt(clock: Any, engines: Engines, w: int) -> None:
     """Take sequences back until the others have the blocks they need."""
-    worker, sequences = engines.workers[w], engines.sequences
-    while not _fits(engines, w, _NONE):
+    worker, sequences, preempts = engines.workers[w], engines.sequences, False
+    while not fits(engines, w, _NONE):
+        preempts = True
         victim = _victim(engines, w)
         request = sequences[w, victim].request
         worker.chunk_tokens -= sequences[w, victim].chunk
@@ -397,27 +356,56 @@ def _preempt(clock: Any, engines: Engines, w: int) -> None:
             record.generated = record.output_len - sequences[w, victim].tokens_left
             if victim > worker.batch - worker.joined:  # without a step since it joined
                 worker.joined -= 1
+            elif victim < worker.rested:  # without a token for longer
+                worker.rested -= 1
             else:
                 record.last_token_s = clock[0].now
             context = record.prompt_len - 1 + record.generated
             worker.context -= context
-            _release_context(engines, w, request, context + sequences[w, victim].free_slots)
+            publish_tokens(engines, w, request, context)
+            keep_tokens(engines, w, request, context, clock[0].now)
+            release_context(engines, w, request, context + sequences[w, victim].free_slots)
         for i in range(victim, worker.batch + worker.prefilling):
             sequences[w, i] = sequences[w, i + 1]
         record.preemptions += 1
         worker.n_waiting += 1
         worker.waiting_tokens += record.prompt_len + record.generated
         _append_preempted(engines, w, request)
+    if preempts and engines.pools[engines.pool_of[w]].reserve == OF_SHARE:
+        _raise_share(engines, w)
+
+
+@compiled()
+def _raise_share(engines: Engines, w: int) -> None:
+    """Reserve as much as the running sequences have needed so far, and 20 tokens of each more."""
+    worker, got, wanted = engines.workers[w], 0.0, 1.0
+    for i in range(worker.batch):
+        most = engines.requests[engines.sequences[w, i].request].output_len
+        got += float(most - engines.sequences[w, i].tokens_left + _RETRACTED)
+        wanted += float(most)
+    worker.share = min(1.0, got / wanted)
 
 
 @compiled()
 def _victim(engines: Engines, w: int) -> Any:
-    """Return the running sequence to preempt: the last one joined, or that of the highest key."""
+    """Return the running sequence to preempt.
+
+    The last one joined, that of the highest key, or, where one stays, that of the fewest outputs,
+    of equal ones the one of the longest prompt.
+    """
     worker, sequences, requests = engines.workers[w], engines.sequences, engines.requests
     last = worker.batch + worker.prefilling - 1
+    victim = last
+    if engines.pools[engines.pool_of[w]].fewest_first and worker.batch > 1:
+        victim, fewest, longest = _NONE, np.int64(-1), _NONE
+        for i in range(worker.batch):
+            record = requests[sequences[w, i].request]
+            outputs, prompt = record.output_len - sequences[w, i].tokens_left, record.prompt_len
+            if fewest < 0 or outputs < fewest or (outputs == fewest and prompt > longest):
+                victim, fewest, longest = np.int64(i), outputs, prompt
+        return victim
     if not engines.pools[engines.pool_of[w]].preempt_by_key:
         return last
-    victim = last
     for i in range(last):
         if _comes_first(requests, sequences[w, victim].request, sequences[w, i].request):
             victim = np.int64(i)
@@ -433,11 +421,25 @@ def _comes_first(requests: Any, one: int, other: int) -> Any:
 
 
 @compiled()
+def _comes_back_first(engines: Engines, w: int, lost: int, new: int) -> Any:
+    """Whether who was preempted comes before who is new: by key, or by when it was queued."""
+    requests, pool = engines.requests, engines.pools[engines.pool_of[w]]
+    if pool.preempt_by_key:
+        return _comes_first(requests, lost, new)
+    return requests[lost].ticket < requests[new].ticket
+
+
+@compiled()
 def _append_preempted(engines: Engines, w: int, request: int) -> None:
-    """Put a request before the other preempted ones, or where its key belongs."""
-    worker, requests = engines.workers[w], engines.requests
+    """Put a request before the other preempted ones, behind all, or where its key belongs."""
+    worker, requests, pool = engines.workers[w], engines.requests, engines.pools[engines.pool_of[w]]
     before, behind = np.int64(-1), worker.preempted_head
-    if engines.pools[engines.pool_of[w]].preempt_by_key:
+    if pool.fewest_first:
+        worker.n_queued += 1
+        requests[request].ticket = worker.n_queued
+        while behind >= 0:
+            before, behind = behind, requests[behind].next
+    elif pool.preempt_by_key:
         while behind >= 0 and _comes_first(requests, behind, request):
             before, behind = behind, requests[behind].next
     requests[request].next = behind
@@ -452,8 +454,15 @@ def _is_open(engines: Engines, w: int, drafts: int) -> Any:
     """Whether the next step has a place and tokens of its budget left: one, and ``drafts``."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     places = pool.max_num_seqs - worker.batch - worker.prefilling - worker.leaving
-    budget = pool.max_num_batched_tokens - worker.tokens - worker.chunk_tokens
-    return bool(places > 0 and budget > drafts)
+    return bool(places > 0 and _budget(engines, w) > drafts)
+
+
+@compiled()
+def _budget(engines: Engines, w: int) -> Any:
+    """Return the tokens that the next step has room for; of its own who sits out takes none."""
+    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
+    tokens = worker.tokens if pool.mixed_steps else worker.joined
+    return pool.max_num_batched_tokens - tokens - worker.chunk_tokens
 
 
 @compiled()
@@ -465,10 +474,16 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> N
         _fill(engines, w)
     while worker.arrived_head >= 0 and _is_open(engines, w, pool.lookahead):
         request = worker.arrived_head
-        if worker.batch + worker.prefilling > 0 and not _can_join(engines, w, request):
+        if worker.batch + worker.prefilling > 0 and not can_join(engines, w, request):
             return
         worker.arrived_head = requests[request].next
         requests[request].decode_start_s = now
+        with_token = pool.token_with_kv and requests[request].generated == 0
+        with_token = with_token and requests[request].output_len > 1
+        if with_token:  # of the prompt, which came with its KV cache
+            requests[request].generated = 1
+            requests[request].first_token_s = now
+            worker.waiting_tokens += 1
         first = worker.batch
         for i in range(worker.batch + worker.prefilling, first, -1):
             engines.sequences[w, i] = engines.sequences[w, i - 1]
@@ -476,47 +491,100 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> N
         _begin(engines, w, first, request, context, context)
         worker.prefilling += 1
         _join(engines, w)
-    by_key = pool.preempt_by_key
+        if with_token:
+            _carry_on(engines, w)
+    by_key = pool.preempt_by_key or pool.fewest_first
+    if worker.loading_head >= 0 and not defers and not _admit_loaded(clock, events, engines, w):
+        return
     while _is_open(engines, w, _NONE):
         lost, new = worker.preempted_head, worker.new_head
         if new >= 0 and now - requests[worker.oldest].queued_s >= pool.aging_s:
             new = worker.oldest
-        if lost >= 0 and (not by_key or new < 0 or _comes_first(requests, lost, new)):
-            if defers or not _admit_preempted(engines, w, lost):
+        if lost >= 0 and (not by_key or new < 0 or _comes_back_first(engines, w, lost, new)):
+            if defers or not _admit_preempted(clock, events, engines, w, lost):
+                worker.blocked = worker.blocked or pool.reserve == OF_SHARE
                 return  # nobody overtakes who is next
         elif new < 0 or (defers and requests[new].source < 0):
             return  # to fetch a KV cache computes nothing and is not put off
         elif not _admit_new(clock, events, engines, w, new):
             worker.blocked = pool.aging_s < np.inf and new != worker.oldest
+            worker.blocked = (
+                worker.blocked or pool.reserve == OF_SHARE
+            )  # which falls with each step
             return
 
 
 @compiled()
-def _can_join(engines: Engines, w: int, request: int) -> Any:
-    """Whether there are blocks for the drafts of a request whose KV cache has arrived."""
-    lookahead, record = engines.pools[engines.pool_of[w]].lookahead, engines.requests[request]
-    if lookahead == 0:
-        return True
-    size, context = engines.settings[0].block_size, record.prompt_len + record.generated - 1
-    slots = min(context + 1 + 2 * lookahead, engines.settings[0].max_model_len)
-    table = engines.tables[request, side_of(engines, w)]
-    held = table.listed + table.private - record.window_blocks
-    return _fits(engines, w, max(blocks_of(slots, size) - held, _NONE))
+def _admit_preempted(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Any:
+    """Let a preempted request recompute its context; False if its blocks are not free."""
+    worker, record = engines.workers[w], engines.requests[request]
+    cached = allocate(engines, w, request, record.prompt_len + record.generated, False)
+    if cached < 0 and cached != WAITS:
+        return False
+    worker.preempted_head = record.next
+    _compute(clock, events, engines, w, request, cached)
+    return True
 
 
 @compiled()
-def _admit_preempted(engines: Engines, w: int, request: int) -> Any:
-    """Let a preempted request recompute its context; False if its blocks are not free."""
-    worker, record = engines.workers[w], engines.requests[request]
-    context = record.prompt_len - 1 + record.generated
-    cached = _allocate(engines, w, request, context + 1, False)
-    if cached < 0:
-        return False
-    worker.preempted_head = record.next
+def _admit_loaded(clock: Any, events: Any, engines: Engines, w: int) -> Any:
+    """Let those begin whose KV blocks have come from tiers; False if one lacks room."""
+    worker, requests, loads = engines.workers[w], engines.requests, engines.kv.tiers.loads
+    before, at = np.int64(-1), np.int64(worker.loading_head)
+    while at >= 0 and _is_open(engines, w, _NONE):
+        request, at = at, np.int64(requests[at].next)
+        if loads[request].loading:
+            before = request
+            continue
+        cached: Any = np.int64(loads[request].cached)
+        if loads[request].delayed:
+            tokens = requests[request].prompt_len + requests[request].generated
+            cached = allocate(engines, w, request, tokens, False)
+            if cached == -1:
+                return False
+        if before < 0:
+            worker.loading_head = at
+        else:
+            requests[before].next = at
+        _compute(clock, events, engines, w, request, cached)
+    return True
+
+
+@compiled()
+def _compute(
+    clock: Any, events: Any, engines: Engines, w: int, request: int, cached: int
+) -> None:  # fmt: skip
+    """Let a request compute its context behind ``cached`` tokens, when these are here."""
+    worker, record, now = engines.workers[w], engines.requests[request], clock[0].now
+    if record.prefill_start_s < 0.0 and cached >= 0:
+        record.cached_tokens = cached
+    if engines.kv.tiers.loads.shape[0] > 0:
+        load = engines.kv.tiers.loads[request]
+        if cached == WAITS:
+            load.loading = load.delayed = True
+            load.until_s, load.since_s = -1.0, now
+        if load.loading:
+            kv_loads.line_up(engines, w, request)
+            if load.until_s >= 0.0:
+                schedule(clock, events, load.until_s, LOADED, request)
+            return
+    if record.prefill_start_s < 0.0:
+        record.prefill_start_s = now
+    context = record.prompt_len + record.generated
+    if not _only_prompts(engines, w):
+        context -= 1
     _begin(engines, w, worker.batch + worker.prefilling, request, cached, context)
     worker.prefilling += 1
     _fill(engines, w)
-    return True
+
+
+@compiled()
+def blocks_have_come(clock: Any, events: Any, engines: Engines, request: int) -> None:
+    """Let a request whose KV blocks have come from tiers begin, with who waited for them."""
+    load, w = engines.kv.tiers.loads[request], engines.requests[request].worker
+    if load.loading and load.until_s == clock[0].now:
+        kv_loads.have_come(engines, w, side_of(engines, w), request)
+        wake(clock, events, engines.workers, w)
 
 
 @compiled()
@@ -525,10 +593,11 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
     worker, requests, now = engines.workers[w], engines.requests, clock[0].now
     pool = engines.pools[engines.pool_of[w]]
     prompt = requests[request].prompt_len + requests[request].generated
-    if pool.whole_prompts and prompt > pool.max_num_batched_tokens - worker.chunk_tokens:
+    whole = pool.whole_prompts and requests[request].source < 0
+    if whole and prompt - cached_tokens(engines, w, request, prompt) > _budget(engines, w):
         return False
-    cached = _allocate(engines, w, request, prompt, bool(requests[request].source >= 0))
-    if cached < 0:
+    cached = allocate(engines, w, request, prompt, bool(requests[request].source >= 0))
+    if cached < 0 and cached != WAITS:
         return False
     worker.new_head = queue_remove(requests, worker.new_head, request)
     line_remove(requests, worker, request)
@@ -541,12 +610,7 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
         latency = settings.setup_s + blocks * pool.n_kv_tensors * pool.descriptor_s
         schedule(clock, events, now + latency, TRANSFER_START, request)
         return True
-    requests[request].prefill_start_s = now
-    requests[request].cached_tokens = cached
-    context = prompt if _only_prompts(engines, w) else prompt - 1
-    _begin(engines, w, worker.batch + worker.prefilling, request, cached, context)
-    worker.prefilling += 1
-    _fill(engines, w)
+    _compute(clock, events, engines, w, request, cached)
     return True
 
 
@@ -587,13 +651,25 @@ def _join(engines: Engines, w: int) -> None:
 
 
 @compiled()
+def _carry_on(engines: Engines, w: int) -> None:
+    """Let the sequence that joined last stand before others that join: it has its first token."""
+    worker, sequences = engines.workers[w], engines.sequences
+    worker.joined -= 1
+    at, new = worker.batch - 1 - worker.joined, worker.batch - 1
+    spare = worker.batch + worker.prefilling
+    sequences[w, spare] = sequences[w, new]
+    for i in range(new, at, -1):
+        sequences[w, i] = sequences[w, i - 1]
+    sequences[w, at] = sequences[w, spare]
+
+
+@compiled()
 def _fill(engines: Engines, w: int) -> None:
     """Fill the next step's token budget with contexts to compute, the one begun first."""
-    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
-    only_prompts = _only_prompts(engines, w)
+    worker, only_prompts = engines.workers[w], _only_prompts(engines, w)
     while True:
         i = worker.filled if only_prompts else worker.batch
-        budget = pool.max_num_batched_tokens - worker.tokens - worker.chunk_tokens
+        budget = _budget(engines, w)
         if i == worker.batch + worker.prefilling or budget <= 0:
             return
         sequence = engines.sequences[w, i]
@@ -620,9 +696,10 @@ def make_workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray
     workers = np.zeros(len(pool_of), WORKER)
     workers["n_blank"] = pools["n_blocks"][pool_of]
     workers["slowdown"] = 1.0
+    workers["share"] = pools["first_share"][pool_of]
     size, first = pools["group_size"][pool_of], pools["first_worker"][pool_of]
     workers["leader"] = first + (np.arange(len(pool_of)) - first) // size * size
     for name in ("wake", "spare", "idle_head", "idle_tail", "new_head", "oldest", "newest",
-                 "arrived_head", "preempted_head", "late_head"):  # fmt: skip
+                 "arrived_head", "preempted_head", "loading_head", "late_head"):  # fmt: skip
         workers[name] = -1
     return workers

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.kernels.front_end import FrontEndLatency
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.engine import Engines, leave
+from eldr_sim.simulator.plane.engine import leave
 from eldr_sim.simulator.plane.events import schedule
+from eldr_sim.simulator.plane.kv_manager import Engines
 from eldr_sim.simulator.plane.state import COLLECTED, READ, TOKENIZED
 
 Mode = Literal["microbatch_sequential", "microbatch_parallel", "thread_pool"]

@@ -24,7 +24,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.jit import njit
+from eldr_sim.simulator.plane.block_lists import (
+    append,
+    forget,
+    give_up_record,
+    new_record,
+    slot_of,
+    take_out,
+)
 from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.kv_tiers import Tiers, forget_stores, no_tiers, touch, write_back
 from eldr_sim.simulator.plane.state import BLOCK
 from eldr_sim.traces.workload import Workload
 
@@ -50,10 +60,16 @@ class KVCache(NamedTuple):
     listened: int
     block_size: int
     prefix_block_tokens: int  #: as in ``Workload``
+    tiers: Tiers  #: where blocks are kept beside these caches, if anywhere
 
 
 def make_kv_cache(
-    workload: Workload, block_size: int, n_blocks: int, n_workers: int, listened: int = 0
+    workload: Workload,
+    block_size: int,
+    n_blocks: int,
+    n_workers: int,
+    listened: int = 0,
+    tiers: Tiers | None = None,
 ) -> KVCache:
     """Return empty caches of ``n_workers`` workers with at most ``n_blocks`` blocks each.
 
@@ -63,9 +79,10 @@ def make_kv_cache(
     size = workload.prefix_block_tokens
     if size == 0:
         n_workers = n_blocks = 1
-    covered = np.minimum(
-        workload.prompt_len.astype(np.int64), np.diff(workload.prefix_indptr) * size
-    )
+    context = workload.prompt_len.astype(np.int64)
+    if workload.answered is not None:
+        context += np.where(workload.answered, workload.output_len - 1, 0)
+    covered = np.minimum(context, np.diff(workload.prefix_indptr) * size)
     first_listed = np.concatenate([[0], np.cumsum(covered // block_size)])
     slots = 1 << max(2, int(2 * n_blocks - 1).bit_length())
     return KVCache(
@@ -80,6 +97,7 @@ def make_kv_cache(
         listened,
         block_size,
         size,
+        no_tiers() if tiers is None else tiers,
     )
 
 
@@ -122,40 +140,6 @@ def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_token
 
 
 @compiled()
-def _slot(kv: Any, w: int, key: int) -> Any:
-    """Return the slot of the hash table that holds ``key``, or the empty one where it belongs."""
-    mask = kv.hash_slots.shape[1] - 1
-    mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
-    slot = np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
-    while (
-        kv.hash_slots[w, slot] != 0 and kv.blocks[w, kv.hash_slots[w, slot] - 1].block_hash != key
-    ):
-        slot = (slot + 1) & mask
-    return slot
-
-
-@compiled()
-def _forget(kv: Any, w: int, slot: int) -> None:
-    """Empty a slot and move back those behind it that it had pushed away."""
-    mask = kv.hash_slots.shape[1] - 1
-    hole = slot
-    while True:
-        kv.hash_slots[w, hole] = 0
-        moved = hole
-        while True:
-            moved = (moved + 1) & mask
-            if kv.hash_slots[w, moved] == 0:
-                return
-            key = kv.blocks[w, kv.hash_slots[w, moved] - 1].block_hash
-            mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
-            home = np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
-            if ((moved - home) & mask) >= ((moved - hole) & mask):
-                break
-        kv.hash_slots[w, hole] = kv.hash_slots[w, moved]
-        hole = moved
-
-
-@compiled()
 def find(
     kv: Any, w: int, side: int, request: int, tokens: int, block_size: int, prefix_tokens: int
 ) -> Any:  # fmt: skip
@@ -168,13 +152,39 @@ def find(
     idle = 0
     for number in range(limit):
         key = block_hash(kv, request, number, block_size, prefix_tokens)
-        block = kv.hash_slots[w, _slot(kv, w, key)] - 1
+        block = kv.hash_slots[w, slot_of(kv.hash_slots, kv.blocks, w, key)] - 1
         if block < 0:
             return number, idle
         kv.listed[side, first + number] = block
         if kv.blocks[w, block].n_held == 0:
             idle += 1
     return max(limit, 0), idle
+
+
+@compiled()
+def matched_tokens(kv: Any, w: int, request: int, tokens: int) -> Any:
+    """Return the tokens of a prompt that a worker's cache holds, never its last one."""
+    if kv.prefix_block_tokens == 0:
+        return np.int64(0)
+    begin, size = kv.first_listed[request], kv.block_size
+    limit = min(kv.first_listed[request + 1] - begin, (tokens - 1) // size)
+    number: Any = np.int64(0)
+    while number < limit:
+        key = block_hash(kv, request, number, size, kv.prefix_block_tokens)
+        if kv.hash_slots[w, slot_of(kv.hash_slots, kv.blocks, w, key)] == 0:
+            break
+        number += 1
+    return np.int64(number * size)
+
+
+@njit(_nrt=False)
+def match(kv: KVCache, first: int, request: int, tokens: int, out: Any) -> None:
+    """Fill in the tokens of a prompt that the caches of workers from ``first`` on hold.
+
+    Never its last one; ``out``: int64, one a worker.
+    """
+    for i in range(out.shape[0]):
+        out[i] = matched_tokens(kv, first + i, request, tokens)
 
 
 @compiled()
@@ -188,7 +198,7 @@ def hold(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, ne
     for number in range(table.found):
         block = np.int64(kv.listed[side, first + number])
         if kv.blocks[w, block].n_held == 0:
-            _take_from_idle(kv, workers, w, block)
+            take_out(kv.blocks, workers, w, block)
         kv.blocks[w, block].n_held += 1
     table.listed = table.found
     table.private = new
@@ -218,16 +228,12 @@ def publish(
     end = min(kv.first_listed[request + 1] - first, tokens // block_size)
     for number in range(table.listed, end):
         key = block_hash(kv, request, number, block_size, prefix_tokens)
-        block = workers[w].spare
-        if block >= 0:
-            workers[w].spare = kv.blocks[w, block].behind
-        else:
-            block = workers[w].n_made
-            workers[w].n_made += 1
+        block = new_record(kv.blocks, workers, w)
         record = kv.blocks[w, block]
         record.block_hash, record.writer, record.n_held, record.copy = key, request, 1, -1
+        record.loader = -1
         kv.listed[side, first + number] = block
-        slot = _slot(kv, w, key)
+        slot = slot_of(kv.hash_slots, kv.blocks, w, key)
         known = kv.hash_slots[w, slot] - 1
         if known < 0:
             kv.hash_slots[w, slot] = block + 1
@@ -249,35 +255,11 @@ def release(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int)
         block = np.int64(kv.listed[side, first + number])
         kv.blocks[w, block].n_held -= 1
         if kv.blocks[w, block].n_held == 0:
-            _add_to_idle(kv, workers, w, block)
+            append(kv.blocks, workers, w, block)
+            if kv.tiers.links.shape[1] > 0:
+                touch(kv.tiers, w, kv.blocks[w, block].block_hash)
     workers[w].n_blank += table.private
     table.listed = table.private = table.found = 0
-
-
-@compiled()
-def _add_to_idle(kv: Any, workers: Any, w: int, block: int) -> None:
-    tail = workers[w].idle_tail
-    kv.blocks[w, block].before, kv.blocks[w, block].behind = tail, -1
-    if tail < 0:
-        workers[w].idle_head = block
-    else:
-        kv.blocks[w, tail].behind = block
-    workers[w].idle_tail = block
-    workers[w].n_idle += 1
-
-
-@compiled()
-def _take_from_idle(kv: Any, workers: Any, w: int, block: int) -> None:
-    before, behind = kv.blocks[w, block].before, kv.blocks[w, block].behind
-    if before < 0:
-        workers[w].idle_head = behind
-    else:
-        kv.blocks[w, before].behind = behind
-    if behind < 0:
-        workers[w].idle_tail = before
-    else:
-        kv.blocks[w, behind].before = before
-    workers[w].n_idle -= 1
 
 
 @compiled()
@@ -285,8 +267,9 @@ def _evict(kv: Any, workers: Any, w: int, n: int) -> None:
     """Make the ``n`` least recently freed blocks blank, their signature rows with them."""
     for _ in range(n):
         block = workers[w].idle_head
-        _take_from_idle(kv, workers, w, block)
-        slot = _slot(kv, w, kv.blocks[w, block].block_hash)
+        take_out(kv.blocks, workers, w, block)
+        key = kv.blocks[w, block].block_hash
+        slot = slot_of(kv.hash_slots, kv.blocks, w, key)
         known, copy = kv.hash_slots[w, slot] - 1, kv.blocks[w, block].copy
         if known != block:
             while kv.blocks[w, known].copy != block:
@@ -295,10 +278,11 @@ def _evict(kv: Any, workers: Any, w: int, n: int) -> None:
         elif copy >= 0:  # the copies take over in order of age
             kv.hash_slots[w, slot] = copy + 1
         else:
-            _forget(kv, w, slot)
+            forget(kv.hash_slots, kv.blocks, w, slot)
             _note(kv, w, block, np.int64(0))
-        kv.blocks[w, block].behind = workers[w].spare
-        workers[w].spare = block
+            if kv.tiers.links.shape[1] > 0:
+                write_back(kv.tiers, w, key)
+        give_up_record(kv.blocks, workers, w, block)
         workers[w].n_blank += 1
 
 
@@ -306,6 +290,7 @@ def forget_blocks(kv: KVCache, w: int) -> None:
     """Let a worker's blocks have no contents any more, and note that for a router that listens."""
     if w >= len(kv.hash_slots):
         return
+    forget_stores(kv.tiers, w)
     if w < kv.listened:
         for slot in kv.hash_slots[w, np.flatnonzero(kv.hash_slots[w])].tolist():
             block = kv.blocks[w, slot - 1]

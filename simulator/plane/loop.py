@@ -2,11 +2,13 @@
 
 The life of a request, top to bottom::
 
-    ARRIVAL          it waits at the client while --max-concurrency requests are in flight,
+    ARRIVAL          by itself, or after the turn before it              `sessions`
+                     it waits at the client while --max-concurrency requests are in flight,
                      then it goes to an API server, where there are any         `_enter`
     READ             the server has read it, and tokenises it                   `front_end`
     TOKENIZED        a router picks the worker that computes its prompt         `drain`
     BOUNDARY         the engine admits it and plans its chunks                  `engine.boundary`
+    LOADED           what it takes from KV tiers has come, if it does           `kv_loads`
     STEP_START       its prompt is computed, step by step                       `executor.run_step`
     BOUNDARY         the prompt is computed: hand it over, or end it            `engine.boundary`
     PROMPT_END       the same, when the last of several stages has it done  `engine.leave_stages`
@@ -52,15 +54,14 @@ from eldr_sim.simulator.plane.compiled import ask, compiled
 from eldr_sim.simulator.plane.engine import (
     PENDING_END,
     PENDING_HAND_OVER,
-    Engines,
+    blocks_have_come,
     boundary,
     leave,
     leave_stages,
-    publish_tokens,
-    side_of,
     take,
     wake,
 )
+from eldr_sim.simulator.plane.entry import stays
 from eldr_sim.simulator.plane.events import drop_first, schedule
 from eldr_sim.simulator.plane.front_end import (
     PENDING_ROUTE,
@@ -71,13 +72,16 @@ from eldr_sim.simulator.plane.front_end import (
     send,
 )
 from eldr_sim.simulator.plane.kv_cache import blocks_of, release
+from eldr_sim.simulator.plane.kv_manager import Engines, publish_tokens, side_of
 from eldr_sim.simulator.plane.removal import give_back, remove
+from eldr_sim.simulator.plane.sessions import arrive, go_on
 from eldr_sim.simulator.plane.state import (
     ARRIVAL,
     BOUNDARY,
     COLLECTED,
     COMPLETED,
     DISPATCH,
+    LOADED,
     NO_KV_ROOM,
     OVER_BUDGET,
     PROMPT_END,
@@ -156,9 +160,10 @@ def _refusal(engines: Engines, request: int) -> Any:
 
 
 @compiled()
-def _end(clock: Any, engines: Engines, request: int, outcome: int) -> None:
+def _end(clock: Any, events: Any, engines: Engines, request: int, outcome: int) -> None:
     engines.requests[request].outcome = outcome
     clock[0].open_measured -= engines.requests[request].measured
+    go_on(clock, events, engines, request)
     if engines.requests[request].watched:
         ask(engines.settings[0].decide, TELL, request)
 
@@ -272,19 +277,21 @@ def _enter(clock: Any, events: Any, engines: Engines, front: FrontEnd) -> None:
     """Let the client send to the API servers what it may send."""
     limit = engines.settings[0].max_concurrency
     while clock[0].sent < clock[0].arrived and (limit < 0 or clock[0].in_flight < limit):
-        request = clock[0].sent
+        request: Any = np.int64(engines.sessions.order[clock[0].sent])
         clock[0].sent += 1
         engines.requests[request].sent_s = clock[0].now
         reason = _refusal(engines, request)
         if reason:
-            _end(clock, engines, request, reason)
+            _end(clock, events, engines, request, reason)
         else:
             clock[0].in_flight += 1
             send(clock, events, front, request)
 
 
 @compiled()
-def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any) -> Any:
+def drain(
+    clock: Any, events: Any, engines: Engines, routers: Any, net: Any, reported: Any
+) -> Any:  # fmt: skip
     """Do what the last event asks for: sends, hand-overs, ends.
 
     Returns 0, or what a router answered instead of a worker; called again it goes on there.
@@ -294,7 +301,7 @@ def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any
     while True:
         may_send = limit < 0 or clock[0].in_flight < limit
         if clock[0].sent < clock[0].arrived and may_send and not settings.front_end:
-            request = clock[0].sent
+            request: Any = np.int64(engines.sessions.order[clock[0].sent])
             if requests[request].outcome:  # its client has not waited for so long
                 clock[0].sent += 1
                 continue
@@ -302,9 +309,10 @@ def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any
             reason = _refusal(engines, request)
             if reason:
                 clock[0].sent += 1
-                _end(clock, engines, request, reason)
+                _end(clock, events, engines, request, reason)
                 continue
-            answer = _route(clock, events, engines, routers, np.int64(0), request)
+            router: Any = np.int64(stays(engines, routers, net, request))
+            answer = _route(clock, events, engines, routers, router, request)
             if answer < 0:
                 return answer
             clock[0].sent += 1
@@ -323,7 +331,7 @@ def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any
         if what == PENDING_END:
             _report(clock, events, engines, routers, reported, request)
             clock[0].in_flight -= 1
-            _end(clock, engines, request, COMPLETED)
+            _end(clock, events, engines, request, COMPLETED)
         elif what == PENDING_HAND_OVER:
             _report(clock, events, engines, routers, reported, request)
             delay = settings.routing_s + settings.routing_token_s * requests[request].prompt_len
@@ -332,8 +340,9 @@ def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any
                 continue
             schedule(clock, events, clock[0].now + delay, DISPATCH, request)
         else:
-            router: Any = np.int64(0)
-            if what != PENDING_ROUTE:
+            if what == PENDING_ROUTE:
+                router = np.int64(stays(engines, routers, net, request))
+            else:
                 router = pools[engines.pool_of[requests[request].worker]].then
             answer = _route(clock, events, engines, routers, router, request)
             if answer < 0:
@@ -399,7 +408,7 @@ def advance(world: World, until: float, n_events: int) -> Any:
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
     requests, pools, settings = engines.requests, engines.pools, engines.settings[0]
     interval, front_end = settings.signal_interval_s, settings.front_end
-    answer = drain(clock, events, engines, routers, run.reported)
+    answer = drain(clock, events, engines, routers, run.net, run.reported)
     if answer:
         return OTHERS if answer == RETURN else FAILED
     if front_end:
@@ -436,9 +445,7 @@ def advance(world: World, until: float, n_events: int) -> Any:
             if pools[engines.pool_of[subject]].reports:
                 ask_again(routers[pools[engines.pool_of[subject]].router])
         elif kind == ARRIVAL:
-            clock[0].arrived += 1
-            if subject + 1 < requests.shape[0]:
-                schedule(clock, events, requests[subject + 1].arrival_s, ARRIVAL, subject + 1)
+            arrive(clock, events, engines, subject)
         elif kind == DISPATCH:
             leave(clock, engines, _PENDING_DISPATCH, subject)
         elif kind == REPORT:
@@ -455,13 +462,15 @@ def advance(world: World, until: float, n_events: int) -> Any:
                 ask_again(routers[r])
         elif kind == TRANSFER_END and subject == clock[0].timer:
             _end_transfers(clock, events, engines, run.net)
+        elif kind == LOADED:
+            blocks_have_come(clock, events, engines, subject)
         elif kind == READ:
             on_read(clock, events, engines, world.front, subject)
         elif kind == COLLECTED:
             on_collected(clock, events, engines, world.front, subject)
         elif kind == TOKENIZED:
             on_tokenized(clock, events, engines, world.front, subject)
-        answer = drain(clock, events, engines, routers, run.reported)
+        answer = drain(clock, events, engines, routers, run.net, run.reported)
         if answer:
             return OTHERS if answer == RETURN else FAILED
         if front_end:

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.engine import Engines, side_of, wake
+from eldr_sim.simulator.plane.engine import wake
 from eldr_sim.simulator.plane.kv_cache import blocks_of, release
+from eldr_sim.simulator.plane.kv_loads import have_come
+from eldr_sim.simulator.plane.kv_manager import Engines, side_of
 from eldr_sim.simulator.plane.queues import line_remove, queue_remove
 from eldr_sim.simulator.plane.state import HERE
 
@@ -29,6 +31,9 @@ def remove(clock: Any, events: Any, engines: Engines, w: int, request: int) -> N
     """
     worker, record = engines.workers[w], engines.requests[request]
     decodes = engines.pools[engines.pool_of[w]].then == HERE
+    if engines.kv.tiers.loads.shape[0] > 0 and engines.kv.tiers.loads[request].loading:
+        engines.kv.tiers.loads[request].waits_for = -1  # what is on its way comes all the same
+        have_come(engines, w, side_of(engines, w), request)
     n = worker.batch + worker.prefilling
     place: Any = np.int64(0)
     while place < n and engines.sequences[w, place].request != request:
@@ -36,6 +41,8 @@ def remove(clock: Any, events: Any, engines: Engines, w: int, request: int) -> N
     if place < n:
         if decodes:
             record.generated = record.output_len - engines.sequences[w, place].tokens_left
+        if place < worker.rested:
+            worker.rested -= 1
         if place < worker.batch:
             context = record.prompt_len - 1 + record.generated
             worker.batch -= 1
@@ -68,6 +75,9 @@ def _leave_queues(engines: Engines, w: int, request: int, decodes: bool) -> None
         queued = before > -2
     if not queued:
         worker.preempted_head, before = _unlink(requests, worker.preempted_head, request)
+        queued = before > -2
+    if not queued:
+        worker.loading_head, before = _unlink(requests, worker.loading_head, request)
         queued = before > -2
     begun = record.prefill_start_s >= 0.0
     if record.source >= 0:

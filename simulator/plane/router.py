@@ -12,7 +12,7 @@ from eldr_sim.policies.rule import COLUMNS, Kept, Rule
 from eldr_sim.simulator.plane import choose, state
 from eldr_sim.traces.workload import Workload
 
-_NOBODY = np.zeros(0, np.int64)
+_NOBODY, _NOTHING = np.zeros(0, np.int64), np.zeros(0)
 #: Classes of requests whose rules a policy is asked for in one call.
 _ASKED_AT_ONCE = 512
 
@@ -65,7 +65,9 @@ class PolicyRouter:
         record = np.zeros(1, state.ROUTER)
         record["first_worker"], record["n_workers"] = workers.start, len(workers)
         record["hears_ends"], record["in_order"] = self.needs.ends, self.needs.in_order
+        record["longest_first"] = self.needs.longest_first
         self._columns = fleet.loads[mine], *columns, fleet.healthy[mine]
+        self._healthy: Any = fleet.healthy[mine].data
         self.arrays = choose.Router(
             loads=fleet.loads,
             signals=fleet.signals,
@@ -81,9 +83,16 @@ class PolicyRouter:
             sent=np.zeros((4, len(fleet.loads)), np.int64),
         )
 
-    def workers(self, now_s: float, signals_s: float) -> Workers:
+    def workers(
+        self,
+        now_s: float,
+        signals_s: float,
+        matched: NDArray[np.int64] = _NOBODY,
+        reachable: NDArray[np.int64] = _NOBODY,
+        load_s: NDArray[np.float64] = _NOTHING,
+    ) -> Workers:
         """Return the workers as the router sees them now; the columns change with time."""
-        return Workers._make((*self._columns, now_s, signals_s))
+        return Workers._make((*self._columns, now_s, signals_s, matched, reachable, load_s))
 
     def check(self, worker: int) -> None:
         """Raise ValueError if there is no such worker: compiled code would not notice."""
@@ -96,13 +105,13 @@ class PolicyRouter:
         Where it chooses a worker that is known not to answer, the least loaded one that does stands
         in.
         """
-        if not workers.healthy.any():
+        if not any(self._healthy):  # the first of them is most often
             return int(choose.HOLD)
         worker = self.policy.select(request, workers)
         if worker is None:
             return int(choose.HOLD)
         self.check(worker)
-        if workers.healthy[worker]:
+        if self._healthy[worker]:
             return int(self.own[worker])
         usable = workers.usable()
         least: int = usable[int(np.argmin(workers.loads[usable]))]
@@ -183,7 +192,7 @@ def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], NDArra
             return np.full(len(workload), -1, np.int32), _NOBODY
         alike = workload.text.astype(np.int64) << 32 | workload.prompt_len
     elif policy.rule_by == "prefix" and workload.prefix_block_tokens:
-        begin, n = workload.prefix_indptr[:-1], np.diff(workload.prefix_indptr)
+        begin, n = workload.prefix_indptr[:-1], workload.n_prompt_blocks
         keyed = np.flatnonzero(n)
         keys = workload.prefix_hash[(begin + np.minimum(n, policy.prefix_blocks) - 1)[keyed]]
         alike = np.zeros(len(workload), np.int64)

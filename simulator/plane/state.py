@@ -14,13 +14,17 @@ import numpy as np
 HERE = np.int64(-1)
 #: Nobody: the prompt was all that was asked for.
 NOBODY = np.int64(-2)
+# --- KV blocks that an engine lets who joins count on: ``POOL.reserve`` ---
+#: Those of the prompt (vLLM); of the prompt and a share of what is still to come (SGLang); of all
+#: tokens to the end (TensorRT-LLM).
+OF_PROMPT, OF_SHARE, TO_THE_END = map(np.int64, range(3))
 #: Most pools of a cluster: tuples of what each has are so long, whatever their number, that the
 #: compiled loop is one.
 MAX_POOLS = 8
 
 # --- how a request ended: ``REQUEST.outcome`` is an index into OUTCOMES ---
 OPEN, COMPLETED, TOO_LONG, NO_KV_ROOM, AFTER_WINDOW, OVERLOADED = map(np.int64, range(6))
-OVER_BUDGET, WORKER_LOST, CANCELLED, NO_WORKER = map(np.int64, range(6, 10))
+OVER_BUDGET, WORKER_LOST, CANCELLED, NO_WORKER, ABANDONED = map(np.int64, range(6, 11))
 OUTCOMES = (
     "",
     #: It generated all its tokens.
@@ -41,6 +45,8 @@ OUTCOMES = (
     "cancelled",
     #: No worker was left to serve it.
     "no_worker_left",
+    #: It never came: a turn before it did not complete.
+    "session_abandoned",
 )
 
 #: Times are seconds of simulated time, negative while still to come.
@@ -65,6 +71,7 @@ REQUEST = np.dtype(
         ("window_offset", np.int64),
         ("window_blocks", np.int64),  # KV blocks that its sliding windows take
         ("trace_request", np.int64),
+        ("parent", np.int64),  # that it goes on with; -1: none
         # Where it is, or was last; and whose KV cache it takes over: -1 where it computes its own.
         ("worker", np.int64),
         ("source", np.int64),
@@ -77,7 +84,9 @@ REQUEST = np.dtype(
         ("ticket", np.int64),  # its place among equals; then in the order of arriving KV caches
         ("queued_s", np.float64),  # came to the engine that it waits at, or waited at last
         ("generated", np.int64),  # output tokens, kept up to date where their KV is lost only
-        ("next", np.int64),  # request behind it in a queue of a worker, or its next sibling
+        # Request behind it in a queue of a worker, or its next sibling; before it has come: the
+        # one that comes behind it.
+        ("next", np.int64),
         # In the heap of those who wait for the first time: its first child, and its elder sibling
         # or, of a first child, the parent; and in their line, who came before it and after it.
         ("child", np.int64),
@@ -113,10 +122,22 @@ BLOCK = np.dtype(
         ("before", np.int32),  # neighbours in the list of blocks that nobody holds
         ("behind", np.int32),  # (or the next spare block)
         ("copy", np.int32),  # next block of the same contents
+        ("loader", np.int32),  # request for which it is on its way from a tier, or -1
     ]
 )
 
-#: Settings of all workers of a pool.
+#: What is going on with sessions.
+SESSIONS = np.dtype(
+    [
+        ("next", np.int64),  # request that may come next of those that go on with none, or -1
+        ("active", np.int64),  # sessions that have begun and not ended,
+        ("most", np.int64),  # at most so many; negative: any number
+        ("start", np.float64),  # of the measured window, s
+        ("end", np.float64),
+    ]
+)
+
+#: Settings of all workers of a pool; `arrays.POOL` has those beside them that are configured.
 POOL = np.dtype(
     [
         ("then", np.int64),  # who goes on when a prompt is computed
@@ -133,13 +154,22 @@ POOL = np.dtype(
         ("n_blocks", np.int64),
         ("prefix_caching", np.bool_),
         ("own_experts", np.bool_),  # prompts read the experts of their tokens, else uniform ones
-        ("async_scheduling", np.bool_),
         ("preempt_by_key", np.bool_),  # else the sequence that joined last
         ("aging_s", np.float64),  # who has waited so long comes first, whatever the keys
         ("capture_s", np.float64),  # what recording signatures adds to a step
         ("group_size", np.int64),  # engines that share experts and step together
-        ("prefill_schedule_interval", np.int64),  # prompts are in every so-manieth of its steps
         ("whole_prompts", np.bool_),  # no chunks: nothing is kept from step to step
+        # The engine's rules, see `setup.engines.EngineRules`:
+        ("mixed_steps", np.bool_),
+        ("poll_steps", np.int64),
+        ("wait_steps", np.int64),
+        ("wait_tokens", np.int64),
+        ("reserve", np.int64),
+        ("first_share", np.float64),
+        ("least_share", np.float64),
+        ("share_step", np.float64),
+        ("fewest_first", np.bool_),
+        ("token_with_kv", np.bool_),
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these
         ("drafts", np.int64),  # most of a sequence and step
@@ -175,6 +205,15 @@ WORKER = np.dtype(
         ("joined", np.int64),  # last sequences of the batch, new since the last step
         ("filled", np.int64),  # prefill workers: sequences whose prompts end in the next step
         ("chunk_tokens", np.int64),  # tokens of contexts that the next step computes
+        # Sequences that sit this step of prompts out, their tokens and those of their contexts;
+        # and the first of the batch that have sat out since their last token.
+        ("resting", np.int64),
+        ("resting_tokens", np.int64),
+        ("resting_context", np.int64),
+        ("rested", np.int64),
+        ("polled", np.int64),  # steps since the engine looked for requests,
+        ("waited", np.int64),  # and steps that prompts have waited for others
+        ("share", np.float64),  # of tokens still to come that are reserved
         ("begun_tokens", np.int64),  # those of all steps so far,
         ("computed_tokens", np.int64),  # and of the steps that had ended at the last boundary
         ("context", np.int64),  # tokens of KV cache of the batch
@@ -194,6 +233,8 @@ WORKER = np.dtype(
         ("newest", np.int64),
         ("arrived_head", np.int64),  # KV cache is here; wait for a place in the batch
         ("preempted_head", np.int64),  # wait for blocks to recompute their context, in order
+        ("loading_head", np.int64),  # have blocks; those they take from KV tiers may be on the way
+        ("load_end", np.float64),  # when those have come that the next step's prompts wait for, s
         ("late_head", np.int64),  # came when the next step had been scheduled
         ("late_tail", np.int64),
     ],
@@ -242,7 +283,8 @@ STEP = np.dtype(
         ("sequences", np.int32),  # that decoded,
         ("tokens", np.int32),  # tokens that it computed for them,
         ("outputs", np.int32),  # and those that they got
-        ("joined", np.int32),  # of which so many for the first time since they joined
+        ("joined", np.int32),  # of which so many for the first time since they joined,
+        ("rested", np.int32),  # and so many after steps that they sat out
         ("active", np.int32),  # activated experts, summed over the MoE layers
         ("busiest", np.int32),  # those of the layer's busiest rank, summed over the MoE layers
         ("chunks", np.int32),  # sequences whose context was computed further
@@ -281,6 +323,7 @@ ROUTER = np.dtype(
         ("n", np.int64),
         ("to_ask", np.int64),  # about so many of them, from the head, it is asked again
         ("in_order", np.bool_),  # while one is held, nobody behind it is asked about
+        ("longest_first", np.bool_),  # held by length of prompt, not as they came
     ]
 )
 
@@ -308,6 +351,7 @@ ARRIVAL, BOUNDARY, STEP_START, DISPATCH, TRANSFER_START, TRANSFER_END, REPORT, P
 PROMPT_END = np.int64(8)
 #: Of the front end, see `front_end`.
 READ, COLLECTED, TOKENIZED = map(np.int64, range(9, 12))
+LOADED = np.int64(12)  # KV blocks have come from tiers
 #: Steps start when all that happens at their instant has happened, by worker.
 STEP_ORDER = np.int64(1 << 60)
 
@@ -366,7 +410,13 @@ SETTINGS = np.dtype(
         # chooses, or LOOK, RETURN or FAIL of `choose`; or of a question of `expert_loads` and a
         # group's first engine, or of WAKE or TELL and a request: 0, RETURN or FAIL.
         ("decide", np.int64),
+        # Conditional disaggregation: the rule, and its values, see `entry`.
+        ("entry", np.int64),
+        ("entry_tokens", np.float64),
+        ("entry_share", np.float64),
+        ("entry_load", np.float64),
         ("front_end", np.bool_),  # requests reach a router through API servers
+        ("period", np.int64),  # the tokens of a step take the first so many rows in turn; 0: own
     ],
     align=True,
 )

@@ -18,6 +18,10 @@ from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.state import HERE, NOBODY
 from eldr_sim.simulator.plane.steps.group_state import GroupCost
+from eldr_sim.simulator.setup.conditional import NEVER, Conditional
+from eldr_sim.simulator.setup.config_groups import EngineConfig, KVTierConfig
+from eldr_sim.simulator.setup.engines import EngineRules
+from eldr_sim.simulator.setup.kv_tiers import Tier
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks
 from eldr_sim.simulator.setup.speculation import Speculation
 from eldr_sim.simulator.setup.streaming import PromptLayout
@@ -41,8 +45,10 @@ class EngineSpec:
     choice_provenance: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
     #: Where the layers of a prefill worker are; None where each GPU has its own.
     layout: PromptLayout | None = None
+    rules: EngineRules = field(default_factory=EngineRules)
     #: What they draft; None where every step yields one token a sequence.
     speculation: Speculation | None = field(default=None, compare=False)
+    start_up_s: float = field(default=0.0, compare=False)  #: until a new worker serves
 
     @property
     def most_decoded(self) -> int:
@@ -113,13 +119,13 @@ class ClusterSpec:
     transfer: TransferModel
     load_report_delay_s: float
     max_concurrency: int | None
+    max_active_sessions: int | None = None
     #: Output tokens that clients ask for; None where they set no limit.
     max_tokens: int | None = None
     signal_interval_s: float = 0.0
     enable_prefix_caching: bool = True
-    async_scheduling: bool = False
-    #: Engines of a group compute prompts in every so-manieth step if they can decode meanwhile.
-    prefill_schedule_interval: int = 1
+    #: Of which the loop reads what is marked so.
+    scheduler: EngineConfig = field(default_factory=EngineConfig)
     #: Whether the sequence of the highest queue key is preempted, not the one that joined last.
     preempt_by_key: bool = False
     #: Who has waited so long at an engine comes first, whatever the queue keys.
@@ -135,6 +141,13 @@ class ClusterSpec:
     routing_token_s: float = 0.0
     #: What requests go through before a router; None where prompts come as token ids.
     front_end: FrontEndSpec | None = None
+    #: Where KV blocks are kept beside the workers' caches; how they are loaded; what decides on
+    #: who shares a node's, and on what overlaps.
+    tiers: tuple[Tier, ...] = ()
+    kv_tiers: KVTierConfig = field(default_factory=KVTierConfig)
+    gpus_per_node: int = 8
+    n_layers: int = 1
+    conditional: Conditional = NEVER  #: when decode workers compute prompts
 
     @property
     def names(self) -> list[str]:

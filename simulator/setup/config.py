@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ValidationError, model_validator
 
@@ -20,44 +21,51 @@ from eldr_sim.simulator.setup.config_groups import (
     EngineConfig,
     FaultConfig,
     FrontEndConfig,
+    KVTierConfig,
     LengthConfig,
     OutputConfig,
     PolicyConfig,
     RelocationConfig,
     RoutingConfig,
+    ScalingConfig,
+    SchedulerConfig,
     ServiceLevel,
+    SessionConfig,
+    SpeculationConfig,
     StepConfig,
     StreamingConfig,
     WorkloadConfig,
 )
 from eldr_sim.simulator.setup.paths import resolved
 from eldr_sim.simulator.setup.pools import Pool, WorkerPool, parse_topology, pools_of
+from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS
+from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
+
+if TYPE_CHECKING:
+    from eldr_sim.traces.requests.load_shapes import LoadShape
 
 __all__ = [
-    "WORKLOADS",
-    "Pool",
-    "RunConfig",
-    "ServiceLevel",
-    "flat",
-    "get_field",
-    "make_config",
-    "parse_topology",
-    "read_config",
-    "set_field",
-]
+    "WORKLOADS", "Pool", "RunConfig", "ServiceLevel", "flat", "get_field", "make_config",
+    "parse_topology", "read_config", "set_field",
+]  # fmt: skip
 
 
 class RunConfig(
     OutputConfig,
+    ScalingConfig,
     FaultConfig,
     StreamingConfig,
     RelocationConfig,
     FrontEndConfig,
     EngineConfig,
+    KVTierConfig,
+    SchedulerConfig,
+    SpeculationConfig,
     StepConfig,
     ClusterConfig,
     LengthConfig,
     RoutingConfig,
+    SessionConfig,
     WorkloadConfig,
     PolicyConfig,
 ):
@@ -69,7 +77,14 @@ class RunConfig(
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, values: Any) -> Any:
-        return flat(values) if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return values
+        values = flat(values)
+        if any(values.get(n) for n in ("engine", "engine_args", "extra_llm_api_options")):
+            from eldr_sim.simulator.setup.launch import with_launch  # NumPy: --help does without
+
+            values = with_launch(values)
+        return values
 
     def replace(self, **changes: Any) -> Self:
         """Return a configuration with other fields; raises InputError as `make_config` does.
@@ -99,7 +114,46 @@ class RunConfig(
             return 1
         if self.output_len is not None:
             return self.output_len
+        if self.workload in ANSWER_TOKENS:
+            return ANSWER_TOKENS[self.workload]
         return 512 if self.workload in ("task", "language") else "recorded"
+
+    @property
+    def warmup_s(self) -> float:
+        """Time before the measured window, s."""
+        if self.warmup is not None:
+            return self.warmup
+        all_count = self.num_requests is not None or self.measures_whole_log or bool(self.load)
+        return 0.0 if all_count or self.n_sessions is not None else 30.0
+
+    @property
+    def duration_s(self) -> float | None:
+        """Length of the measured window, s; None where a log or a number of requests says it."""
+        if self.num_requests is not None or self.chooses_part or self.measures_whole_log:
+            return None
+        if self.duration is None and self.load is not None:
+            return _shape_of(self.load).span_s
+        if self.n_sessions is not None:
+            return None
+        return 120.0 if self.duration is None else self.duration
+
+    @property
+    def effective_rate(self) -> float | None:
+        """Mean requests per second; None where a file's timestamps rule."""
+        if self.request_rate is None and self.load is not None:
+            return _shape_of(self.load).mean
+        if self.request_rate is not None or self.from_file:
+            return self.request_rate
+        if self.workload not in SESSIONS:
+            return 60.0
+        return 1.0 if self.max_active_sessions is None else math.inf
+
+    @property
+    def n_sessions(self) -> int | None:
+        """Sessions that are drawn, all of which are measured; None where there are none such."""
+        if self.workload not in SESSIONS or self.duration is not None or self.load is not None:
+            return None
+        return self.num_requests or self.sessions or 500
 
     @property
     def n_gpus(self) -> int:
@@ -164,6 +218,12 @@ class RunConfig(
                 return None
             total += pool.workers * pool.own.parallelism.n_gpus * pool.own.price_per_gpu_hour
         return total
+
+
+def _shape_of(load: str) -> LoadShape:
+    from eldr_sim.traces.requests.load_shapes import load_shape  # NumPy: --help does without
+
+    return load_shape(load)
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,18 +5,31 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import seconds
 from eldr_sim.kernel_profiles.models import LONGEST
 from eldr_sim.kernel_profiles.parallel import Backend, MoEBackend, Padding
-from eldr_sim.simulator.setup.pools import Fields, PathText, Pool, Topology, policy_word
+from eldr_sim.simulator.setup.pools import (
+    Engine,
+    Fields,
+    PathText,
+    Pool,
+    StartUp,
+    Topology,
+    policy_word,
+)
 from eldr_sim.simulator.setup.speculative_config import Speculative
+from eldr_sim.traces.requests.distributions import parse_distribution
 from eldr_sim.traces.requests.length_shapes import LengthShape
+from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
+from eldr_sim.traces.requests.session_shape import check_history
 
+#: Marks a field of the engine that the compiled loop reads as it is: by its name, of its pool.
+LOOP = "read by the loop"
 #: The named workloads; any other is a file.
-WORKLOADS = ("task", "language", "trace")
+WORKLOADS = ("task", "language", "trace", *SESSIONS)
 
 
 def _number_or_inf(value: Any) -> Any:
@@ -29,6 +42,25 @@ def _fail(value: Any) -> Any:
     from eldr_sim.simulator.setup.fault_spellings import spelled  # most runs have none
 
     return spelled(value) if value else ()
+
+
+def _tiers(value: Any) -> Any:
+    if not value:
+        return ()
+    from eldr_sim.simulator.setup.kv_tiers import parse_tier
+
+    texts = (value,) if isinstance(value, str) else tuple(map(str, value))
+    for text in texts:
+        parse_tier(text)
+    return texts
+
+
+def _conditional(value: str | None) -> str | None:
+    from eldr_sim.simulator.setup.conditional import parse_conditional
+
+    if value is not None:
+        parse_conditional(value)
+    return value
 
 
 def parse_mix(text: str, field: str = "domain_mix") -> dict[str, float]:
@@ -61,6 +93,16 @@ Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(le=1e9, allow_inf_nan=False)]
 
 
+def _drawn(value: Any, about: ValidationInfo) -> Any:
+    if value is not None:
+        parse_distribution(str(value), about.field_name or "")
+    return value if value is None else str(value)
+
+
+#: A distribution as it is spelled.
+Drawn = Annotated[str | None, BeforeValidator(_drawn)]
+
+
 class ServiceLevel(BaseModel):
     """Upper bounds that a good request keeps, as ``vllm bench serve --goodput`` has them."""
 
@@ -78,11 +120,10 @@ class PolicyConfig(Fields):
     """Who serves a request, in which order, and where experts live."""
 
     policy: Annotated[str, policy_word("decode")] = "round_robin"
-    """Decode policy: which decode worker gets a request after its prefill, or which co-located
-    worker when it arrives. Parameters follow the name: ``eldr:tau=0.2,layer_mask=all``; ``eldr-sim
-    policies`` lists them."""
+    """Decode policy: the decode worker of a request after its prefill, or its co-located worker.
+    Parameters follow the name: ``eldr:tau=0.2``; ``eldr-sim policies`` lists them."""
     prefill_policy: Annotated[str, policy_word("prefill")] = "prefix_hash"
-    """Prefill policy: which prefill worker gets a request when it arrives."""
+    """Prefill policy: the prefill worker of a request."""
     queue_order: Annotated[str, policy_word("queue")] = "fcfs"
     """Which waiting request an engine admits next: the first, the shortest, or a request log's
     lowest priority."""
@@ -90,26 +131,32 @@ class PolicyConfig(Fields):
     """Which GPU of a decode (or co-located) worker holds which experts under expert parallelism:
     neighbours together, an even load or activation, or experts that tokens choose together."""
     replica_choice: Annotated[str, policy_word("replica")] = "hash"
-    """Which instance of an expert computes a token where there are redundant experts: vLLM's hash
-    of the token's position, or one that spares bytes, evens the load or keeps the activated experts
-    of the busiest GPU few."""
+    """Which instance of a redundant expert computes a token: by vLLM's hash of its position, or to
+    spare bytes, even the load or activate few experts."""
 
 
 class WorkloadConfig(Fields):
     """The requests: how many there are, and when they come."""
 
     workload: PathText = "task"
-    """``task``, ``language``, ``trace`` (domains and lengths of the trace's own requests), or a log
-    (Azure, Mooncake, BurstGPT, ``vllm bench serve``, AIPerf, or any table with ``columns``)."""
+    """``task``, ``language``, ``trace`` (domains and lengths of the trace's own requests), ``chat``
+    or ``agent`` (sessions, docs/conversations.md), or a log (Azure, Mooncake, BurstGPT, Bailian,
+    ``vllm bench serve``, AIPerf, or any table with ``columns``)."""
     columns: str | None = None
     """Of a table: ``time_s=start,input=prompts,output=outputs``; also ``time``, ``time_ms``,
     ``session``, ``priority``."""
-    arrivals: Literal["recorded", "poisson"] | None = None
-    """Of a log: ``recorded``, stretched evenly to a rate, or drawn at that rate."""
+    arrivals: Literal["recorded", "poisson", "closed"] | None = None
+    """Of a log: ``recorded``, stretched evenly to a rate, or drawn at that rate; ``closed``: turns
+    come a gap after the turn before has ended."""
     request_rate: Rate | None = None
-    """Mean requests per second; ``inf``: all at once. 60, or as a log has them."""
+    """Mean requests (of ``chat`` and ``agent``: sessions) per second; ``inf``: all at once. 60 (of
+    sessions 1), or as a log has them."""
     burstiness: float = Field(default=1.0, ge=0.001, allow_inf_nan=False)
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier."""
+    load: PathText | None = None
+    """How the rate changes: ``sine:1,24,period=900``, ``ladder:15,2,10@150``, a file of
+    ``t_s,rate``, or a log, counted by minutes; once over when no duration is given.
+    ``request_rate`` is then its mean, its own when not given."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """At most this many requests in flight; the others wait at the client."""
     log_from: Annotated[Seconds, Field(ge=0)] | None = None
@@ -124,7 +171,7 @@ class WorkloadConfig(Fields):
     warmup: Annotated[Seconds, Field(ge=0)] | None = None
     """Time before it: 30 s, or 0 with ``num_requests`` or a whole log."""
     num_requests: int | None = Field(default=None, ge=1)
-    """Send so many requests instead."""
+    """Send so many requests instead; of ``chat`` and ``agent`` so many sessions."""
     prompts: Literal["unique", "shared"] = "unique"
     """Whether requests that replay the same trace request have one prompt (``shared``, which prefix
     caches find) or one each. A log says itself which share a prefix."""
@@ -132,23 +179,9 @@ class WorkloadConfig(Fields):
     """Seed of every random stream."""
 
     @property
-    def warmup_s(self) -> float:
-        """Time before the measured window, s."""
-        if self.warmup is not None:
-            return self.warmup
-        return 0.0 if self.num_requests is not None or self.measures_whole_log else 30.0
-
-    @property
-    def duration_s(self) -> float | None:
-        """Length of the measured window, s; None where a log or a number of requests says it."""
-        if self.num_requests is not None or self.chooses_part or self.measures_whole_log:
-            return None
-        return 120.0 if self.duration is None else self.duration
-
-    @property
     def replays_log(self) -> bool:
         """Whether requests come when a file says."""
-        return self.from_file and self.arrivals != "poisson"
+        return self.from_file and self.arrivals != "poisson" and self.load is None
 
     @property
     def chooses_part(self) -> bool:
@@ -162,13 +195,6 @@ class WorkloadConfig(Fields):
         return self.replays_log and asked and not self.chooses_part
 
     @property
-    def effective_rate(self) -> float | None:
-        """Mean requests per second; None where a file's timestamps rule."""
-        if self.request_rate is not None or self.from_file:
-            return self.request_rate
-        return 60.0
-
-    @property
     def from_file(self) -> bool:
         """Whether the workload is a file of recorded requests."""
         return self.workload not in WORKLOADS
@@ -176,6 +202,36 @@ class WorkloadConfig(Fields):
 
 #: Fields of a run that measures no part of a log.
 NO_PART = dict.fromkeys(("log_from", "log_to", "busiest"))
+
+
+class SessionConfig(Fields):
+    """Conversations: which requests go on with which, and when."""
+
+    sessions: int | None = Field(default=None, ge=1)
+    """Sessions of ``chat`` and ``agent``: 500 when neither this nor a duration is given."""
+    max_active_sessions: int | None = Field(default=None, ge=1)
+    """At most this many sessions at a time (vLLM's max-active-conversations): when one ends, the
+    next begins, at once where no rate is given."""
+    turns: Drawn = None
+    """Turns of a session: ``4``, ``4,sd=2``, ``uniform:1,8``, ``exponential:4`` or
+    ``lognormal:median=3,p95=12``."""
+    calls_per_turn: Drawn = None
+    """Requests of a turn: tools answer all but the last."""
+    think_time: Drawn = None
+    """Seconds from an answer to the user's next turn."""
+    tool_time: Drawn = None
+    """Seconds from an answer to that of a tool."""
+    new_tokens: Drawn = None
+    """Tokens of a prompt beyond what has been said before."""
+    history: Annotated[str, AfterValidator(check_history)] = "all"
+    """What of a context the next turn has: ``all``, ``last:TOKENS`` (the middle is cut),
+    ``no_reasoning:SHARE`` (of each answer is dropped) or ``reset:TOKENS`` (then it begins anew)."""
+    sessions_file: PathText | None = None
+    """CSV that says which requests of a log go on with which: ``request,parent,gap_s``."""
+    recorded_ttft_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """TTFT of the system that recorded a log, ms, which the gaps between its arrivals contain;"""
+    recorded_tpot_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """and its TPOT, ms: with ``--arrivals closed`` both are taken from the gaps."""
 
 
 class RoutingConfig(Fields):
@@ -187,6 +243,9 @@ class RoutingConfig(Fields):
     routing_band: Literal["low", "middle", "high"] = "middle"
     """Where in its preset's band routing is drawn: the domains' part in it as recorded of
     all labels, of those of the task workload (``middle``), or as published (docs/synthetic.md)."""
+    routing: Literal["real", "uniform", "balanced", "round_robin", "dummy-weights"] = "real"
+    """Whether tokens choose experts as in the trace, or as benchmarks of engines force them
+    (docs/routing_evidence.md); ``what-if routing=balanced`` says what that hides."""
     trace_replay: Literal["own", "same_domain"] = "own"
     """Whose generated tokens a request replays: its own, or those of another request of its domain
     (then no two requests with equal signatures replay equal tokens)."""
@@ -249,6 +308,10 @@ class ClusterConfig(Fields):
     """What the prefill workers have of their own."""
     decode: Pool = Pool()
     """What the decode workers (or the co-located ones) have of their own."""
+    conditional_disagg: Annotated[str | None, AfterValidator(_conditional)] = None
+    """When a prompt is computed where it is decoded: few tokens not cached there
+    (``isl_bounding:2048,0.7``, Dynamo's, or ``noncached:512``, llm-d's), prefill workers with much
+    to do (``prefill_load:0.9``), ``either`` or fewer ``seconds``. Never when not given."""
     kv_transfer: Literal["ideal", "observed"] = "observed"
     """Cost of KV transfers: what NIXL's benchmark reaches, or what serving logs show."""
     load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -258,20 +321,25 @@ class ClusterConfig(Fields):
     blocks to the routers, ms (vLLM's coordinator: 100); 0: as of each decision."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Dollars a GPU-hour, for costs per token."""
+    start_up: StartUp = None
+    """How long a new worker takes to serve: ``120``, or in parts as measured, ``vllm`` or
+    ``vllm:node=90,gb_s=2`` (docs/elastic.md); 0 when not given."""
 
 
 class EngineConfig(Fields):
-    """The engine of a worker, in vLLM's terms."""
+    """The engine of a worker, mostly in vLLM's terms."""
 
+    engine: Engine = "vllm"
+    """Whose rules the workers' engines follow, and whose defaults they have."""
     model: PathText = "Qwen3-30B-A3B"
     """A known model, or a Hugging Face ``config.json`` (or its folder)."""
     max_model_len: int | None = Field(default=None, ge=1, le=LONGEST)
     """Most tokens of a request, prompt and output; the model's limit when not given. More is
     simulated with a warning."""
     max_num_seqs: int | None = Field(default=None, ge=1, le=65536)
-    """Running requests of a worker; vLLM's server default for the GPU when not given."""
+    """Running requests of a worker; the engine's default when not given."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
-    """Tokens computed in one step; vLLM's server default for the GPU when not given."""
+    """Tokens computed in one step, SGLang: of prompts; the engine's default when not given."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the KV cache: bfloat16 (``auto``), or ``fp8``, half as large."""
     disable_hybrid_kv_cache_manager: bool | None = None
@@ -281,19 +349,71 @@ class EngineConfig(Fields):
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
     """Whether prefill workers keep KV blocks for prompts that begin alike."""
-    async_scheduling: bool = True
+    async_scheduling: Annotated[bool, LOOP] = True
     """Whether decoding workers schedule a step ahead (vLLM since 0.14): who comes during one joins
     the one after the next."""
-    speculative_config: Speculative = None
-    """Drafts that decoding workers verify, in vLLM's names: ``{"method": "mtp",
-    "num_speculative_tokens": 3}`` (docs/speculative.md)."""
-    prefill_schedule_interval: int = Field(default=1, ge=1)
+    prefill_schedule_interval: Annotated[int, LOOP] = Field(default=1, ge=1)
     """Engines that share experts compute prompts in every so-manieth step, where they decode
     (vLLM's option)."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
-    """Share of the GPU's memory that an engine may use."""
+    """Share of the GPU's memory that an engine may use; SGLang: weights and KV cache alone,
+    TensorRT-LLM: KV cache, of what the weights leave. Their defaults differ."""
     num_gpu_blocks_override: int | None = Field(default=None, ge=2, le=2**31 - 1)
     """KV blocks of an engine, whatever its memory (vLLM's option; one is the null block)."""
+
+
+class KVTierConfig(Fields):
+    """Where KV blocks are kept beside the workers' own caches."""
+
+    kv_tier: Annotated[tuple[str, ...], BeforeValidator(_tiers)] = ()
+    """A tier, ``host:126GB,load=20GB/s,write=through``: bytes of each store, bandwidth of a GPU's
+    link, when a block comes to it (``through``: when computed, ``selective``: when used again,
+    ``back``: when evicted). Also ``store``, ``total``, ``latency``, ``scope=worker|node|cluster``,
+    ``exclusive=yes``, ``evict=fifo``. Repeat for more."""
+    kv_load: Literal["always", "cheaper"] = "always"
+    """Whether blocks in tiers are loaded always, or only where computing them takes longer."""
+    kv_overlap: Literal["none", "layers"] = "none"
+    """Whether a request waits for its blocks outside the batch, as in vLLM, or joins it and layers
+    wait for theirs, as in SGLang."""
+    kv_in_flight: Literal["join", "delay", "duplicate"] = "join"
+    """Who wants a block that is on its way to the worker for another request waits for that one and
+    loads its others meanwhile, waits before it does anything (vLLM), or loads it again."""
+
+
+class SchedulerConfig(Fields):
+    """What SGLang's and TensorRT-LLM's schedulers are told, in their words; their defaults when not
+    given (docs/engines.md)."""
+
+    engine_args: str | None = None
+    """A launch line of the engine, read as options: ``"--chunked-prefill-size 16384"``. What is not
+    simulated of it is said."""
+    extra_llm_api_options: PathText | None = None
+    """TensorRT-LLM's YAML file of options, read likewise."""
+    enable_mixed_chunk: bool | None = None
+    """SGLang: sequences decode beside the chunks of prompts."""
+    scheduler_recv_interval: int | None = Field(default=None, ge=1)
+    """SGLang: look for requests every so many steps of decoding, and after each step of prompts."""
+    schedule_conservativeness: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """SGLang: how much is reserved for tokens to come, times the default."""
+    enable_chunked_prefill: bool | None = None
+    """TensorRT-LLM: prompts are computed in chunks, not whole."""
+    capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] | None = None
+    """TensorRT-LLM: reserve KV blocks to a request's end, or preempt."""
+    batch_wait_timeout_iters: int | None = Field(default=None, ge=0)
+    """TensorRT-LLM: steps that prompts wait at most for others to be computed with,"""
+    batch_wait_max_tokens_ratio: float | None = Field(default=None, ge=0, le=1)
+    """until their tokens reach this share of the step's."""
+
+
+class SpeculationConfig(Fields):
+    """Drafts that decoding workers verify."""
+
+    speculative_config: Speculative = None
+    """What drafts, and how many tokens, in vLLM's names: ``{"method": "mtp",
+    "num_speculative_tokens": 3}`` (docs/speculative.md); SGLang's and TensorRT-LLM's are known."""
+    acceptance: PathText | None = None
+    """How many drafts are accepted, whatever ``speculative_config`` says: a published acceptance,
+    or a file of your engine's: the text of its metrics endpoint, or a benchmark's result."""
 
 
 class StepConfig(Fields):
@@ -311,6 +431,9 @@ class StepConfig(Fields):
     on MI300X Triton's, unless ``aiter``."""
     tables: PathText | None = None
     """Folder of latency tables that take precedence over the embedded ones."""
+    moe_dp_chunk_size: int | None = Field(default=None, ge=1, le=2**20)
+    """Tokens of an engine that MoE layers dispatch, compute and combine at once where engines share
+    experts (vLLM's VLLM_MOE_DP_CHUNK_SIZE); by default 256 with pplx, else all of a step."""
 
 
 class FrontEndConfig(Fields):
@@ -386,6 +509,48 @@ class FaultConfig(Fields):
     """How often a request is sent again."""
 
 
+def _counts(value: Any, about: ValidationInfo) -> Any:
+    if isinstance(value, str):
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            problem, allowed = repr(value), "a number of workers, or one a pool: 1,2"
+            raise InputError(about.field_name or "", problem, allowed) from None
+    return (value,) if isinstance(value, int) else value
+
+
+#: Workers of every pool, or of each.
+Counts = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_counts)]
+
+
+class ScalingConfig(Fields):
+    """How many of the topology's workers there are, and who decides it."""
+
+    autoscale: Annotated[str, policy_word("scaling")] = "none"
+    """Autoscaler: how many of the topology's workers serve, of which there are at most so many."""
+    min_workers: Counts = (1,)
+    """Fewest workers of every pool, or of each: ``1,2``."""
+    initial_workers: Counts = ()
+    """Workers at the beginning; those of the topology when not given."""
+    gpu_budget: int | None = Field(default=None, ge=1)
+    """Most GPUs of all pools together."""
+    demand: Literal["entry", "exit"] = "entry"
+    """Where an autoscaler counts requests: when they come, or when they are done, as planners do
+    that read engines' metrics."""
+    metric_delay: Annotated[Seconds, Field(ge=0)] = 0.0
+    """Age of what an autoscaler sees, s."""
+    drain_timeout: Annotated[Seconds, Field(gt=0)] | None = None
+    """A worker that is to go leaves after so long even if it has requests (``retry``), s; when
+    they have ended when not given."""
+    switch_time: Annotated[Seconds, Field(ge=0)] = 10.0
+    """From when a worker has nothing left to when it serves in another pool, s."""
+
+    @property
+    def scales(self) -> bool:
+        """Whether anything is to be done about the number of workers."""
+        return self.autoscale != "none"
+
+
 class OutputConfig(Fields):
     """What a result says beside the figures that every one has."""
 
@@ -397,14 +562,19 @@ class OutputConfig(Fields):
 GROUPS: dict[str, type[BaseModel]] = {
     "policies": PolicyConfig,
     "workload": WorkloadConfig,
+    "sessions": SessionConfig,
     "routing": RoutingConfig,
     "lengths": LengthConfig,
     "cluster": ClusterConfig,
     "engine": EngineConfig,
+    "cache_tiers": KVTierConfig,
+    "scheduler": SchedulerConfig,
+    "speculation": SpeculationConfig,
     "steps": StepConfig,
     "front_end": FrontEndConfig,
     "relocation": RelocationConfig,
     "streaming": StreamingConfig,
     "faults": FaultConfig,
+    "scaling": ScalingConfig,
     "output": OutputConfig,
 }

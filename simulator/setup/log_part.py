@@ -32,7 +32,7 @@ def log_of(config: RunConfig) -> RequestLog | None:
     """Return the log whose arrivals a run replays as they come; None where it replays none."""
     if not config.replays_log or config.length_shape is not None:
         return None
-    return named_log(config.workload, config.columns)
+    return named_log(config.workload, config.columns, config.sessions_file)
 
 
 def part_of(config: RunConfig, log: RequestLog | None) -> LogPart | None:

@@ -12,6 +12,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.simulator.setup.pools import Engine
 
 
 class StreamedExperts(NamedTuple):
@@ -78,6 +79,7 @@ def kv_blocks(
     block_size: int,
     parallelism: Parallelism = SINGLE_GPU,
     instances: int | None = None,
+    engine: Engine = "vllm",
     activation_bytes: int = 0,
     windows: WindowBlocks = NO_WINDOWS,
     draft_kv_bytes: int = 0,
@@ -87,7 +89,8 @@ def kv_blocks(
     Every GPU of the worker holds its heads' part of every block, so one GPU decides. ``instances``
     are the expert instances of all MoE layers on it, an equal share of the experts when not given;
     ``activation_bytes`` come on top of what the engine reserves, ``draft_kv_bytes`` on top of each
-    token's.
+    token's. ``utilization`` is a share of all memory for ``engine`` vLLM, of what weights and KV
+    cache may take together for SGLang, of what is free for TensorRT-LLM.
 
     As vLLM sizes its cache at start-up (``vllm/v1/worker/gpu_worker.py``,
     ``determine_available_memory``). With ``windows`` blocks are those of the layers with full
@@ -97,7 +100,12 @@ def kv_blocks(
     Raises InputError if the weights leave no room for a single block.
     """
     weights = parallelism.weight_bytes(model, instances)
-    free = gpu.kv_cache_bytes(weights + activation_bytes, utilization)
+    held = weights + activation_bytes
+    if engine == "sglang":
+        held -= gpu.engine_reserved_bytes
+    free = gpu.kv_cache_bytes(held, 1.0 if engine == "trtllm" else utilization)
+    if engine == "trtllm":
+        free = int(free * utilization)
     token_bytes = parallelism.kv_bytes_per_token(model)
     if windows.most:
         token_bytes = math.ceil(token_bytes / (1.0 + windows.share))

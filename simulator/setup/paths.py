@@ -14,7 +14,8 @@ from typing import Any
 from eldr_sim.policies.choice import DECISION_OF, parse
 
 #: Fields that may be paths, or hold one as the policy's parameter ``artifact`` is.
-_FIELDS = ("tables", "workload", "trace", "model", "gpu", "frontend", "artifact", "events")
+_FIELDS = ("tables", "workload", "trace", "model", "gpu", "frontend", "artifact", "events",
+           "acceptance", "load")  # fmt: skip
 
 
 def portable(record: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -50,6 +51,7 @@ def _is_path(field: str, text: str) -> bool:
 
 
 def _names(field: str) -> list[str]:
+    from eldr_sim.kernel_profiles.acceptance import list_acceptances
     from eldr_sim.kernel_profiles.gpus import list_gpus
     from eldr_sim.kernel_profiles.kernels.front_end import list_front_ends
     from eldr_sim.kernel_profiles.models import list_models
@@ -62,6 +64,8 @@ def _names(field: str) -> list[str]:
         "model": list_models,
         "gpu": list_gpus,
         "frontend": list_front_ends,
+        "acceptance": list_acceptances,
+        "load": list,
     }
     return sources[field]()
 

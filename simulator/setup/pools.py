@@ -27,14 +27,26 @@ from pydantic import (
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text
-from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
+from eldr_sim.simulator.setup.speculative_config import Speculative
 
+
+def _start_up(value: Any) -> Any:
+    from eldr_sim.simulator.setup.start_up import check_start_up  # few runs have one
+
+    return check_start_up(None if value is None else str(value))
+
+
+#: How a new worker starts, as it is spelled.
+StartUp = Annotated[str | None, BeforeValidator(_start_up)]
 _TOPOLOGY = re.compile(r"([1-9]\d{0,3})P(?:([1-9]\d{0,3})D)?|([1-9]\d{0,3})C", re.IGNORECASE)
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 #: Most pools of a cluster; the plane's tuples of what each has are so long (`state.MAX_POOLS`).
 MOST_POOLS = 8
 #: Who goes on when a prompt is computed: nobody, the request ends.
 NOBODY = "nobody"
+#: Whose rules engines follow, see `setup.engines`.
+Engine = Literal["vllm", "sglang", "trtllm"]
 #: What a pool's workers do: compute prompts for others or for nobody, or decode.
 Role = Literal["prefill", "decode"]
 
@@ -71,10 +83,7 @@ def policy_word(decision: str) -> BeforeValidator:
 def parse_topology(text: str) -> tuple[int, int]:
     """Return (prefill, decode workers) of ``xPyD``, (0, x) of ``xC``, (x, 0) of ``xP``.
 
-    Raises
-    ------
-    InputError
-        If the text is none of them.
+    Raises InputError if the text is none of them.
     """
     match = _TOPOLOGY.fullmatch(text.strip())
     if match is None:
@@ -92,26 +101,34 @@ class Pool(Fields):
 
     gpu: PathText | None = None
     """A known GPU or a gpu.json."""
+    engine: Engine | None = None
+    """Whose rules the engines follow."""
     tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """GPUs of a worker."""
     enable_expert_parallel: bool | None = None
     """Whole experts, spread over a worker's GPUs."""
     data_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """Engines of a worker."""
+    all2all_backend: Backend | None = None
+    """How tokens reach the experts that its engines share."""
     pipeline_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """Stages of a worker; prefill workers only."""
     num_redundant_experts: int | None = Field(default=None, ge=0)
     """Instances of experts beyond one of each."""
     expert_placement: Annotated[str | None, policy_word("placement")] = None
-    """Which GPU holds which experts; linear on prefill workers when not given."""
+    """Experts of each GPU; prefill: linear."""
     max_num_seqs: int | None = Field(default=None, ge=1, le=65536)
     """Running requests of a worker."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
     """Tokens computed in one step."""
     enforce_eager: bool | None = None
     """Run without CUDA graphs."""
+    speculative_config: Speculative = None
+    """Drafts that its workers verify."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of a GPU-hour, $."""
+    start_up: StartUp = None
+    """Until a new worker serves."""
 
     @property
     def parallelism(self) -> Parallelism:

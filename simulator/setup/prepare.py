@@ -19,6 +19,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all import (
     GATHERING,
     AllToAll,
     build_all_to_all,
+    chunk_tokens,
 )
 from eldr_sim.kernel_profiles.kernels.front_end import load_front_end
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
@@ -43,18 +44,23 @@ from eldr_sim.simulator.plane.steps.group_state import (
     GroupCost,
 )
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolSpec
+from eldr_sim.simulator.setup.conditional import Conditional, parse_conditional
 from eldr_sim.simulator.setup.config import Pool, RunConfig
 from eldr_sim.simulator.setup.config_groups import FrontEndConfig
+from eldr_sim.simulator.setup.engines import OPTIONS, default_budget, default_seats, rules_of
+from eldr_sim.simulator.setup.kv_tiers import tiers_of
 from eldr_sim.simulator.setup.log_part import check_window
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks, kv_blocks, window_blocks
 from eldr_sim.simulator.setup.pools import WorkerPool, pools_of
 from eldr_sim.simulator.setup.replay import fit_trace
 from eldr_sim.simulator.setup.speculation import Speculation, speculation_of
 from eldr_sim.simulator.setup.speculative_config import LOOKING_UP
+from eldr_sim.simulator.setup.start_up import start_up_parts
 from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_layout
 from eldr_sim.simulator.setup.transfer import HAND_OVERS, PRESETS, TransferModel, pull_between
 from eldr_sim.traces.requests.domains import wanted_domains
 from eldr_sim.traces.requests.texts import Texts, draw_texts
+from eldr_sim.traces.routing.forced import forced
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace
 from eldr_sim.traces.routing.synthetic.presets import Band
@@ -95,6 +101,12 @@ def prepare(config: RunConfig) -> PreparedRun:
         problem = f"{config.output_len}: a request of {config.topology} ends with its prompt"
         raise InputError("output_len", problem, "1, or none")
     _check_tables(config)
+    for name, owner in OPTIONS.items():
+        if getattr(config, name) is not None and not any(
+            owner == pool.own.engine for pool in config.pools
+        ):
+            problem = f"is {owner}'s, and the engine is {config.engine}"
+            raise InputError(name, problem, f"--engine {owner}")
     if trace is not None and any(p.own.parallelism.data_parallel_size > 1 for p in config.pools):
         trace.require_prompts("the pairs of engines that share experts")
     with noting_use() as used:
@@ -105,23 +117,32 @@ def prepare(config: RunConfig) -> PreparedRun:
     pools, transfer = _pools(config, engines, model)
     places = sum(pool.n * pool.engine.max_num_seqs for pool in pools)
     within("topology", places, _MOST_PLACES, " running requests of all engines")
-    output_len, drafts = config.effective_output_len, config.speculative_config
+    output_len = config.effective_output_len
+    drafting = [pool.own.speculative_config for pool in config.pools if pool.decodes]
+    if config.acceptance is not None and not any(drafting):
+        raise InputError("acceptance", "nothing is drafted", "--speculative-config beside it")
+    ahead = all(drafts is None or drafts.method not in LOOKING_UP for drafts in drafting)
     same = {field.name for field in fields(ClusterSpec)} & RunConfig.model_fields.keys()
-    same -= {"prefill", "decode", "max_model_len", "async_scheduling"}
+    same -= {"prefill", "decode", "max_model_len"}
+    longest = _max_model_len(config, model)
+    settled = config.model_copy(update={"max_model_len": longest})
     spec = ClusterSpec(
         pools=pools,
-        max_model_len=_max_model_len(config, model),
+        max_model_len=longest,
         transfer=transfer,
         load_report_delay_s=config.load_report_delay_ms / 1e3,
         signal_interval_s=config.signal_interval_ms / 1e3,
         max_tokens=output_len
         if isinstance(output_len, int) and not config.random_range_ratio
         else None,
-        async_scheduling=config.async_scheduling
-        and (drafts is None or drafts.method not in LOOKING_UP),
+        scheduler=settled if ahead else settled.replace(async_scheduling=False),
         windows=_windows(config, model),
         handover_s=HAND_OVERS[config.handover].seconds,
         front_end=_front_end(config),
+        tiers=tiers_of(config),
+        conditional=_conditional(config),
+        kv_tiers=settled,
+        n_layers=model.n_layers,
         **{name: getattr(config, name) for name in same},
     )
     return PreparedRun(model, trace, spec, frozenset(used))
@@ -186,7 +207,9 @@ def _pools(
 
 def _check_dense(config: RunConfig, model: ModelDims) -> None:
     """Raise InputError where a configuration asks for something of a dense model's experts."""
-    for name in ("trace", "routing_band", "moe_backend", "expert_gather", "offload_window"):
+    for name in (
+        "trace", "routing_band", "routing", "moe_backend", "expert_gather", "offload_window",
+    ):  # fmt: skip
         if getattr(config, name) != RunConfig.model_fields[name].default:
             raise InputError(name, f"{model.name} is dense: it has no experts", "not given")
     for pool in (pool.own for pool in config.pools):
@@ -233,6 +256,19 @@ def _check_tables(config: RunConfig) -> None:
         )
 
 
+def _conditional(config: RunConfig) -> Conditional:
+    """Return when decode workers compute prompts; raises InputError where that cannot be."""
+    rule = parse_conditional(config.conditional_disagg)
+    if rule.entry:
+        if not config.hands_over:
+            problem = f"{config.topology} hands no prompts over"
+            raise InputError("conditional_disagg", problem, "prefill and decode workers")
+        if registry.needs("policy", config.policy).signature is not None:
+            problem = f"{config.policy!r} places by signatures, which prompts to compute lack"
+            raise InputError("policy", problem, "a policy without signatures, or seconds")
+    return rule
+
+
 def _front_end(config: RunConfig) -> FrontEndSpec | None:
     """Return the API servers; None where prompts come as token ids."""
     if config.frontend is None:
@@ -250,14 +286,17 @@ def _front_end(config: RunConfig) -> FrontEndSpec | None:
 
 
 def _engine(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineSpec:
-    """Return what every worker of a pool is: settings that are not given are vLLM's defaults."""
+    """Return what every worker of a pool is: settings that are not given are its engine's."""
     pool = workers.own
     assert pool.gpu is not None
     gpu, parallelism = load_gpu(pool.gpu), pool.parallelism
-    budget = pool.max_num_batched_tokens or gpu.max_num_batched_tokens
-    drafts = config.speculative_config
+    engine, n_engines = pool.engine or config.engine, parallelism.data_parallel_size
+    budget = pool.max_num_batched_tokens or default_budget(engine, gpu, n_engines)
+    rules = rules_of(engine, config, budget, n_engines)
+    drafts = pool.speculative_config
     each = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
-    max_num_seqs = pool.max_num_seqs or max(1, min(gpu.max_num_seqs, budget // each))
+    seats = default_seats(engine, gpu, n_engines)
+    max_num_seqs = pool.max_num_seqs or max(1, min(seats, budget // each))
     if max_num_seqs * each > budget:
         tokens = "" if each == 1 else f" of {each} tokens each"
         raise InputError(
@@ -291,7 +330,10 @@ def _engine(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineS
         note_use(used)
         return built
 
-    speculation = speculation_of(config, model, parallelism, build)
+    speculation = speculation_of(
+        config, drafts, model, parallelism, build,
+        lambda: texts_of(config, trace_of(config, model)).domains,
+    )  # fmt: skip
     if speculation is not None and layout is not None and layout.has_steps_of_its_own:
         problem = "drafts beside layers that stream or lie in stages are not simulated"
         raise InputError("speculative_config", problem, "not given")
@@ -305,13 +347,15 @@ def _engine(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineS
         stages = parallelism.pipeline_parallel_size
         n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.block_size, stages)
     step_time = build(model, SINGLE_GPU if experts is not None else parallelism, None)
-    engine = EngineSpec(
-        step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout,
+    starts = "0" if pool.start_up is None else pool.start_up
+    spec = EngineSpec(
+        step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout, rules=rules,
         speculation=speculation,
+        start_up_s=sum(start_up_parts(starts, model.weight_bytes).values()),
     )  # fmt: skip
     if parallelism.data_parallel_size == 1 or experts is not None:
-        return engine
-    return _sharing(config, pool, model, engine, slots)
+        return spec
+    return _sharing(config, pool, model, spec, slots)
 
 
 def _sharing(
@@ -328,7 +372,7 @@ def _sharing(
     all_to_all = build_all_to_all(
         model,
         engine.step_time.gpu,
-        config.all2all_backend,
+        pool.all2all_backend or config.all2all_backend,
         parallelism.n_gpus,
         gpus_per_node=config.gpus_per_node,
         tables=load_tables(config.tables),
@@ -345,6 +389,7 @@ def _sharing(
         engine.step_time.rank_moe(slots, pairs),
         all_to_all.cost,
         all_to_all.gathered,
+        chunk_tokens(all_to_all.backend, config.moe_dp_chunk_size),
     )
     return replace(
         engine,
@@ -429,6 +474,7 @@ def _kv_blocks(
         config.block_size,
         parallelism,
         instances,
+        config.engine,
         activation_bytes + (0 if speculation is None else speculation.draft.weight_bytes),
         _windows(config, model),
         0 if speculation is None else speculation.draft.kv_bytes_per_token,
@@ -548,6 +594,14 @@ def routing_of(config: RunConfig, model: ModelDims) -> RoutingTrace:
     """Open a run's trace as a model replays it; not done again unless the folder has changed."""
     if model.is_dense:
         raise InputError("model", f"{model.name} is dense: no experts to route", "a MoE model")
+    trace = _recorded(config, model)
+    return trace if config.routing == "real" else _forced(trace, config.routing)
+
+
+_forced = lru_cache(maxsize=2)(forced)
+
+
+def _recorded(config: RunConfig, model: ModelDims) -> RoutingTrace:
     if config.trace is None:
         return _drawn(model, _domains(config), config.routing_band)
     if config.routing_band != "middle":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
@@ -23,46 +25,11 @@ class Preset:
     notes: tuple[str, ...] = ()  #: what of it the fields cannot say
 
 
-PRESETS: dict[str, Preset] = {
-    "eldr-artifact": Preset(
-        title="the cluster on which ELDR's authors measured it",
-        source="casys-kaist/ELDR, artifact of the paper (Apache-2.0), October 2026",
-        fields={
-            "topology": "8P16D",
-            "gpu": "MI300X",
-            "tensor_parallel_size": 1,
-            "max_model_len": 4096,
-            "enable_prefix_caching": True,
-            "disable_hybrid_kv_cache_manager": True,
-            "async_scheduling": True,
-            "cudagraph_padding": "experts",
-            "moe_backend": "triton",
-            "prefill": {"enforce_eager": True},
-            "prefill_policy": "hash_ring",
-            "workload": "task",
-            "prompts": "unique",
-            "prompt_lengths": "data_sets",
-            "output_len": 512,
-            "request_rate": 60.0,
-            "burstiness": 1.0,
-            "warmup": 0.0,
-        },
-        models={
-            "Qwen3-30B-A3B": {"block_size": 16},
-            "GPT-OSS-120B": {"block_size": 64},
-            "Gemma-4-26B-A4B": {"block_size": 16},
-        },
-        seconds=120,
-        notes=(
-            "vLLM 0.21.0rc1; ROCm 7.2.2; VLLM_ROCM_USE_AITER off, so that experts and attention "
-            "are Triton's",
-            "prompts are not chunked there; none of at most 1,024 tokens ever fills a step here",
-            "a drawn request of the 1,000 to serve is met 7 times at 60/s; theirs come once, and "
-            "at 100/s on task 11% twice",
-            "3,840 requests warm their policies up, which is drained before a cell begins; here "
-            "centroids begin as fitted",
-        ),
-    ),
+PRESETS = {
+    name: Preset(**about | {"notes": tuple(about["notes"])})
+    for name, about in json.loads(
+        Path(__file__).with_name("presets.json").read_text(encoding="utf-8")
+    ).items()
 }
 """By name."""
 

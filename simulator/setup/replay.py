@@ -42,6 +42,7 @@ class Replay:
     #: and 0 where it has none.
     first_row: NDArray[np.int64]
     length: NDArray[np.int64]
+    period: int = 0  #: of the trace: a step's tokens then take the first so many rows in turn
 
     def activation(
         self, trace_request: int, offset: int, steps: int, n_experts: int
@@ -70,19 +71,9 @@ def rank_masks(
 ) -> NDArray[np.uint64]:
     """Return which bits of a row of ``Replay.bits`` belong to the experts of each rank.
 
-    Experts with several instances are left out: see `make_replicas`.
-
-    Parameters
-    ----------
-    placements
-        Of each worker, on the trace's layers. Model layers take the placement of the trace layer
-        that they replay.
-    n_experts, n_layers
-        Experts of a layer; MoE layers of the model.
-
-    Returns
-    -------
-    ``uint64 [workers, ranks, n_layers * words]``; a worker of fewer ranks has empty ones.
+    ``uint64 [workers, ranks, n_layers * words]``; a worker of fewer ranks has empty ones, and
+    experts with several instances are left out, see `make_replicas`. ``placements``: of each
+    worker, on the trace's layers; model layers take that of the trace layer that they replay.
     """
     words, layers = -(-n_experts // 64), len(placements[0].expert)
     n_ranks = max(placement.n_ranks for placement in placements)
@@ -208,7 +199,10 @@ def _lay_out(
     words = sets.shape[2]
     bits = _aligned((int(length[wanted].sum()), n_layers * words))
     _tile(flat, source, first_row[wanted], length[wanted], bits)
-    return Replay(bits, first_row, length)
+    if trace.period and (trace.n_layers < n_layers or trace.period > rows[0]):
+        have = f"{trace.n_layers} layers, requests of {rows[0]} tokens"
+        raise InputError("routing", have, f"{n_layers} layers, {trace.period} tokens to go by turn")
+    return Replay(bits, first_row, length, trace.period)
 
 
 def _aligned(shape: tuple[int, int]) -> NDArray[np.uint64]:

@@ -30,6 +30,7 @@ class SharedReplay:
     shape: tuple[int, ...]
     first_row: NDArray[np.int64]
     length: NDArray[np.int64]
+    period: int
 
 
 _made: dict[Key, SharedReplay] = {}
@@ -68,7 +69,8 @@ def share(trace: RoutingTrace, top_k: int, n_layers: int) -> SharedReplay | None
     with os.fdopen(os.dup(file), "wb") as out:
         replay.bits.tofile(out)
     path = f"/proc/{os.getpid()}/fd/{file}"
-    _made[key] = SharedReplay(key, path, replay.bits.shape, replay.first_row, replay.length)
+    where = replay.bits.shape, replay.first_row, replay.length, replay.period
+    _made[key] = SharedReplay(key, path, *where)
     return _made[key]
 
 
@@ -81,4 +83,4 @@ def use(shared: SharedReplay) -> None:
         bits = np.asarray(np.memmap(shared.path, np.uint64, "c", shape=shared.shape))
     except OSError:  # its maker is gone, or we may not look into it
         return
-    _mapped[shared.key] = Replay(bits, shared.first_row, shared.length)
+    _mapped[shared.key] = Replay(bits, shared.first_row, shared.length, shared.period)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.acceptance import Acceptance, rates_of_length, shipped
+from eldr_sim.kernel_profiles.acceptance import (
+    Acceptance,
+    list_acceptances,
+    rates_of_length,
+    read,
+    shipped,
+    spent,
+)
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
@@ -20,18 +28,23 @@ from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.speculative_config import LOOKING_UP, SpeculativeConfig
 from eldr_sim.traces.streams import stream
 
-#: What a rejected draft's experts are, see `simulator.plane.steps.verify`.
-REJECTED = "those of the recorded token at its place"
+#: What a rejected draft's experts are, in the order of `simulator.plane.steps.verify`.
+REJECTED = {
+    "next": "those of the recorded token at its place",
+    "place": "those of a token at another place of the request",
+    "request": "those of any recorded token",
+    "none": "those of the token before the drafts",
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Speculation:
     """The drafts of a pool's engines."""
 
-    #: ``config``, ``acceptance``, ``draft``: what was asked for, how many drafts are accepted, and
-    #: what drafts.
+    #: ``config``, ``acceptances``, ``draft``: what was asked for, how many drafts are accepted by
+    #: the trace's domain (or one for all, named ""), and what drafts.
     config: SpeculativeConfig
-    acceptance: Acceptance
+    acceptances: dict[str, Acceptance]
     draft: Draft
     by_row: bool  #: whether attention reads a sequence's context once for each of its tokens
     key: int  #: of the acceptances' random stream
@@ -46,58 +59,114 @@ class Speculation:
         """KV slots beyond a step's tokens: vLLM's for drafts that are computed."""
         return 0 if self.config.method in LOOKING_UP else self.k
 
+    @property
+    def tokens_per_plain_step(self) -> float:
+        """Estimate the tokens of a plain step's time: a verify step is taken to last 1.5 of them.
+
+        The middle of what recorded routing gives (docs/speculative.md); searches start there.
+        """
+        lengths = [each.length for each in self.acceptances.values()]
+        return sum(lengths) / len(lengths) / 1.5
+
     def drafts(self, max_num_seqs: int, cost: StepCost) -> Drafts:
         """Return what compiled code needs; ``cost`` stands where no pass computes."""
-        steps = self.draft.step_time
+        steps, given = self.draft.step_time, self.config
+        beyond = (0.0,) * (self.k - given.depth)  # branches of a tree
         return no_drafts(cost if steps is None else steps.cost)._replace(
             k_of=np.array([self.config.drafts_of(n) for n in range(max_num_seqs + 1)], np.int64),
-            rates=np.array(self.acceptance.rates),
+            rates=np.array([each.rates + beyond for each in self.acceptances.values()]),
             counts=np.zeros(self.k + 2, np.int64),
             key=np.array([self.key], np.uint64),
             reads_by_row=self.by_row,
             lookup_s=self.draft.host_s if steps is None else -1.0,
+            request_s=given.draft_host_ms_per_request / 1e3,
+            depth=given.depth,
+            width=given.eagle_topk,
+            rejected=list(REJECTED).index(given.rejected_experts),
+            in_a_row=given.rejected_experts == "next" and given.depth == self.k,
         )
 
     def describe(self) -> dict[str, Any]:
         """Return what results say of the choices."""
+        rates = {name: list(each.rates) for name, each in self.acceptances.items()}
+        sources = (
+            f"{name}: {a.source}" if name else a.source for name, a in self.acceptances.items()
+        )
         return {
             "method": self.config.method,
             "num_speculative_tokens": self.k,
-            "acceptance_rates": list(self.acceptance.rates),
-            "acceptance_source": self.acceptance.source,
+            "acceptance_rates": rates.get("", rates),
+            "acceptance_source": "; ".join(sources),
             "verify_attention": "rows" if self.by_row else "batch",
-            "rejected_drafts_experts": REJECTED,
+            "rejected_drafts_experts": REJECTED[self.config.rejected_experts],
             "draft_host_ms": 1e3 * self.draft.host_s,
+            "draft_host_ms_per_request": self.config.draft_host_ms_per_request,
         }
 
 
-def acceptance_of(given: SpeculativeConfig, model: str, k: int) -> Acceptance:
-    """Return the acceptance of ``k`` drafts; raises InputError where nobody knows it."""
-    if given.synthetic_acceptance_rates is not None:
+def acceptance_of(
+    given: SpeculativeConfig, model: str, named: str | float | None = None
+) -> Acceptance:
+    """Return the acceptance of as many drafts as can be; ``named`` is that of a domain.
+
+    Raises InputError where nobody knows it.
+    """
+    n = given.depth
+    if named is None and given.synthetic_acceptance_rates is not None:
         return Acceptance(given.synthetic_acceptance_rates, "given")
-    if given.synthetic_acceptance_length is not None:
-        rates = rates_of_length(given.synthetic_acceptance_length, k)
-        return Acceptance(rates, "given as a length")
-    return shipped(given.acceptance, model, given.method, k)
+    if named is None and given.synthetic_acceptance_length is not None:
+        length = given.synthetic_acceptance_length
+        return Acceptance(spent(length, n), "given as a length, the first drafts always accepted")
+    if named is None and not isinstance(given.acceptance, dict):
+        named = given.acceptance
+    if isinstance(named, int | float):
+        if not 1 <= named <= n + 1:
+            raise InputError("speculative_config.acceptance", f"{named:g}", f"1 to {n + 1}")
+        return Acceptance(rates_of_length(named, n), "given as a length")
+    if named is not None and named not in list_acceptances() and os.path.exists(named):
+        return read(named, n)
+    return shipped(named, model, given.method, n)
+
+
+def _acceptances(
+    given: SpeculativeConfig, model: str, domains: Callable[[], Sequence[str]]
+) -> dict[str, Acceptance]:
+    """Return the acceptance of each of the requests' domains, or one named "" for all."""
+    if not isinstance(given.acceptance, dict):
+        return {"": acceptance_of(given, model)}
+    names, field = domains(), "speculative_config.acceptance"
+    if wrong := set(given.acceptance) - {*names, "other"}:
+        raise InputError(
+            field, f"no domain {', '.join(sorted(wrong))}", f"{', '.join(names)}, other"
+        )
+    found = {name: given.acceptance.get(name, given.acceptance.get("other")) for name in names}
+    if left := [name for name, named in found.items() if named is None]:
+        raise InputError(field, f"nothing for {', '.join(left)}", "one for it, or for other")
+    return {name: acceptance_of(given, model, named) for name, named in found.items()}
 
 
 def speculation_of(
     config: RunConfig,
+    given: SpeculativeConfig | None,
     model: ModelDims,
     parallelism: Parallelism,
     build: Callable[..., StepTimeModel],
+    domains: Callable[[], Sequence[str]],
 ) -> Speculation | None:
-    """Return what the engines of a worker draft; None where they draft nothing.
+    """Return what the engines of a worker draft as it is given; None where they draft nothing.
 
-    ``build`` is as of `build_draft`.
+    ``build`` is as of `build_draft`; ``domains`` names those of the requests.
 
     Raises InputError if nobody knows how many drafts are accepted, or the model cannot be drafted
     for so.
     """
-    given = config.speculative_config
     if given is None or given.num_speculative_tokens == 0:
         return None
-    acceptance = acceptance_of(given, model.name, given.num_speculative_tokens)
+    acceptances = (
+        _acceptances(given, model.name, domains)
+        if config.acceptance is None
+        else {"": acceptance_of(given, model.name, config.acceptance)}
+    )
     if not config.generates:
         problem = "requests end with their prompts: there is nothing to draft"
         raise InputError("speculative_config", problem, "not given")
@@ -113,4 +182,4 @@ def speculation_of(
     if given.verify_attention is not None:
         by_row = given.verify_attention == "rows"
     key = int(stream(config.seed, "acceptance").integers(2**63))
-    return Speculation(given, acceptance, draft, by_row, key)
+    return Speculation(given, acceptances, draft, by_row, key)

@@ -8,7 +8,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json
+from eldr_sim.kernel_profiles.acceptance import rates_of_length
 
+#: Other engines' names of a method.
+_METHODS = {
+    "nextn": "mtp", "eagle": "eagle3", "eagle3": "eagle3", "standalone": "draft_model",
+    "draft_target": "draft_model", "ngram": "ngram", "mtp": "mtp",
+}  # fmt: skip
 #: Methods that look drafts up in the tokens so far.
 LOOKING_UP = ("ngram", "suffix")
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -38,8 +44,19 @@ class SpeculativeConfig(BaseModel):
     """Share of the steps that accept at least 1, 2, ... drafts."""
     synthetic_acceptance_length: float | None = Field(default=None, ge=1)
     """Mean tokens that a step yields, the sampled one included."""
-    acceptance: str | None = None
-    """Name of a shipped acceptance; that of the model and method when none is given."""
+    acceptance: str | dict[str, str | float] | None = None
+    """Name of a shipped acceptance; a file with the text of vLLM's or SGLang's metrics endpoint or
+    a benchmark's result; or one of these, or a length, for each of the trace's domains, ``other``
+    for those not named. That of the model and method when none is given."""
+    num_steps: int | None = Field(default=None, ge=1)
+    """Draft passes, of which as many drafts can be accepted; fewer than the drafts where these are
+    a tree. As many as drafts when not given."""
+    eagle_topk: int = Field(default=1, ge=1, le=32)
+    """Branches of a tree of drafts."""
+    rejected_experts: Literal["next", "place", "request", "none"] = "next"
+    """Whose recorded experts a rejected draft takes: those of the token at its place (``next``), of
+    another place of its request, of any request, or of the token before the drafts. The further
+    branches of a tree take those of other places."""
     verify_attention: Literal["batch", "rows"] | None = None
     """Whether attention of a verify step reads the context once for all tokens of a sequence
     (``batch``) or once for each (``rows``); ``rows`` for MLA, ``batch`` otherwise when not
@@ -47,10 +64,12 @@ class SpeculativeConfig(BaseModel):
     draft_host_ms: float | None = Field(default=None, ge=0)
     """Host and launches of each draft pass, or of one look-up, ms; as derived from a published run
     when not given."""
+    draft_host_ms_per_request: float = Field(default=0.0, ge=0)
+    """Host of each request in a step with drafts, ms, where that does not overlap with the GPU."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        k, rates = self.num_speculative_tokens, self.synthetic_acceptance_rates
+        k, rates = self.depth, self.synthetic_acceptance_rates
         given = [self.acceptance, rates, self.synthetic_acceptance_length]
         if sum(value is not None for value in given) > 1:
             names = "acceptance, synthetic_acceptance_rates, synthetic_acceptance_length"
@@ -64,14 +83,31 @@ class SpeculativeConfig(BaseModel):
             self.method not in ("eagle", "eagle3")
         ):
             raise _error("model", f"{self.model!r} for {self.method}", "a draft_model's, or a head")
+        most = self.num_speculative_tokens
+        if not (
+            k == most
+            if self.eagle_topk == 1
+            else k <= most <= self.eagle_topk * (1 + (k - 1) * self.eagle_topk)
+        ):
+            problem = f"{k} passes of {self.eagle_topk} branches for {most} drafts"
+            raise _error("num_steps", problem, "as many as drafts, or a tree that holds them")
+        by_batch = self.num_speculative_tokens_per_batch_size or ()
+        if by_batch and self.eagle_topk > 1:
+            name = "num_speculative_tokens_per_batch_size"
+            raise _error(name, "of a tree", "drafts in a row (eagle_topk 1)")
         at = 1
-        for first, last, drafts in self.num_speculative_tokens_per_batch_size or ():
+        for first, last, drafts in by_batch:
             if first != at or last < first or not 0 <= drafts <= k:
                 problem = f"{[first, last, drafts]} where sequences {at} and more are next"
                 allowed = f"ranges one after the other from 1 on, of 0 to {k} drafts"
                 raise _error("num_speculative_tokens_per_batch_size", problem, allowed)
             at = last + 1
         return self
+
+    @property
+    def depth(self) -> int:
+        """Most drafts that a step accepts."""
+        return self.num_speculative_tokens if self.num_steps is None else self.num_steps
 
     def drafts_of(self, batch: int) -> int:
         """Return the drafts of each of ``batch`` sequences."""
@@ -80,6 +116,24 @@ class SpeculativeConfig(BaseModel):
             if batch >= first:
                 found = drafts
         return found
+
+    def cut(self, k: int) -> dict[str, Any] | None:
+        """Return the fields of ``k`` drafts in a row in the place of all; None for none.
+
+        Acceptances that are given are those of their first positions.
+        """
+        if k in (0, self.num_speculative_tokens):
+            own = {"num_speculative_tokens_per_batch_size": None}
+            return self.model_dump() | own if k else None
+        rates = self.synthetic_acceptance_rates
+        if self.synthetic_acceptance_length is not None:
+            rates = rates_of_length(self.synthetic_acceptance_length, self.depth)
+        changed = {
+            "num_speculative_tokens": k, "num_steps": None, "eagle_topk": 1,
+            "num_speculative_tokens_per_batch_size": None, "synthetic_acceptance_length": None,
+            "synthetic_acceptance_rates": None if rates is None else rates[:k],
+        }  # fmt: skip
+        return self.model_dump() | changed
 
 
 def _error(field: str, problem: str, allowed: str) -> InputError:
@@ -92,7 +146,40 @@ def _parsed(value: Any) -> Any:
     if value is not None and not isinstance(value, dict | SpeculativeConfig):
         allowed = '{"method": "mtp", "num_speculative_tokens": 3}'
         raise InputError("speculative_config", f"{value!r}", allowed)
-    return value
+    return _spelled(value) if isinstance(value, dict) else value
+
+
+def _spelled(given: dict[str, Any]) -> dict[str, Any]:
+    """Return fields in vLLM's names where SGLang's options or TensorRT-LLM's fields stand."""
+    found = {name.replace("-", "_").removeprefix("speculative_"): v for name, v in given.items()}
+    kind = "algorithm" if "algorithm" in found else "decoding_type"
+    if (word := found.pop(kind, None)) is None:
+        return given
+    model = next((found.pop(n) for n in _MODELS if n in found), None)
+    method = _METHODS.get(str(word).lower())
+    if kind == "algorithm" and str(word).lower() == "eagle":
+        method = "mtp" if model is None else "eagle"  # the model's own layer where no head is named
+    if method is None:
+        raise InputError(f"speculative_config.{kind}", f"{word!r}", ", ".join(_METHODS))
+    found["method"] = method
+    if model is not None:
+        found["model"] = model
+    if kind == "algorithm":  # the tokens of a step count the sampled one
+        tokens = found.pop("num_draft_tokens", None)
+        steps = found.get("num_steps")
+        found["num_speculative_tokens"] = (steps if tokens is None else tokens - 1) or 0
+        if method == "ngram":
+            found.pop("num_steps", None)
+    else:
+        lengths = [
+            found.pop(n) for n in ("num_nextn_predict_layers", "max_draft_len") if n in found
+        ]
+        found["num_speculative_tokens"] = lengths[0] if lengths else 1
+    return found
+
+
+#: Other engines' names of a draft model.
+_MODELS = ("draft_model_path", "model_dir", "model")
 
 
 #: Of a run: the mapping, or its JSON text.

@@ -51,7 +51,7 @@ DECODE = BUILT_IN["decode"]
         (["wh"], plain(["what-if"])),
         (["run", "--policy", ""], plain(DECODE)),
         (["run", "--policy", "MARG"], plain(["marginal_cost"])),
-        (["run", "--prefill-policy", "p"], plain(["prefix_hash"])),
+        (["run", "--prefill-policy", "p"], plain(["prefix_hash", "preble"])),
         (["run", "--kv-transfer", "o"], plain(["observed"])),
         (["run", "--model", "mixtral-8x7"], [("file", "mixtral-8x7"), ("plain", "Mixtral-8x7B")]),
         (["run", "--decode-gpu", "h2"], [("file", "h2"), ("plain", "H200")]),

@@ -29,19 +29,22 @@ STREAMS = "--topology 1P -dp 2 --enable-expert-parallel --expert-gather one_side
 ALWAYS = {
     name: why
     for why, names in {
-        "what the run is": "workload request_rate num_requests seed trace topology model "
+        "what the run is": "workload request_rate num_requests seed trace routing topology model "
         "input_len output_len prefix_len domain_mix domain_mix_end block_size kv_cache_dtype "
         "host_gap_ms goodput config_file preset frontend expert_gather out price_per_gpu_hour "
-        "speculative_config",
-        "the workers themselves": "tensor_parallel_size prefill_tensor_parallel_size "
+        "speculative_config prefill_speculative_config decode_speculative_config",
+        "the workers themselves": "engine prefill_engine decode_engine engine_args "
+        "extra_llm_api_options tensor_parallel_size prefill_tensor_parallel_size "
         "decode_tensor_parallel_size prefill_gpu decode_gpu moe_backend data_parallel_size "
         "prefill_data_parallel_size decode_data_parallel_size enforce_eager prefill_enforce_eager "
         "decode_enforce_eager",
-        "a bound, which a load reaches or not": "max_concurrency max_model_len max_num_seqs "
+        "a bound, which a load reaches or not": "max_active_sessions max_concurrency max_model_len "
+        "max_num_seqs "
         "max_num_batched_tokens kv_cache_free prefill_max_num_seqs prefill_max_num_batched_tokens "
         "decode_max_num_seqs decode_max_num_batched_tokens",
         "a rule for what a load brings or not": "queue_order events eplb_interval",
-        "what is planned or compared": "slo gpus sizes seeds jobs drafts",
+        "what is planned or compared": "load autoscale autoscalers slo gpus sizes seeds jobs "
+        "drafts emit",
         "what is printed in place of a run": "help_all",
     }.items()
     for name in names.split()
@@ -49,6 +52,19 @@ ALWAYS = {
 
 #: By option: a run in which it has no effect, and, where it is refused, the field that is named.
 CASES = {
+    **{
+        name: (f"--engine {other} --{name.replace('_', '-')} {value}".rstrip(), name)
+        for name, other, value in (
+            ("enable_mixed_chunk", "vllm", ""),
+            ("scheduler_recv_interval", "vllm", "4"),
+            ("schedule_conservativeness", "trtllm", "0.5"),
+            ("enable_chunked_prefill", "sglang", ""),
+            ("capacity_scheduler_policy", "sglang", "MAX_UTILIZATION"),
+            ("batch_wait_timeout_iters", "vllm", "4"),
+            ("batch_wait_max_tokens_ratio", "vllm", "0.5"),
+        )
+    },
+    "moe_dp_chunk_size": "--moe-dp-chunk-size 64",
     "policy": "--topology 2P1D --policy p2c",
     "prefill_policy": "--topology 2C --prefill-policy least_loaded",
     "expert_placement": ("--expert-placement eplb", "expert_placement"),
@@ -96,6 +112,7 @@ CASES = {
     "disable_hybrid_kv_cache_manager": "--topology 2C --disable-hybrid-kv-cache-manager",
     "enable_prefix_caching": "--no-enable-prefix-caching",
     "async_scheduling": "--topology 2P --output-len 1 --no-async-scheduling",
+    "acceptance": ("--acceptance glm-5.2", "acceptance"),
     "prefill_schedule_interval": "--prefill-schedule-interval 3",
     "gpu_memory_utilization": "--num-gpu-blocks-override 500 --gpu-memory-utilization 0.9",
     "num_gpu_blocks_override": "--topology 2P --output-len 1 --kv-cache-free "
@@ -112,10 +129,35 @@ CASES = {
     "eplb_overhead_ms": ("--eplb-overhead-ms 2", "eplb_overhead_ms"),
     "offload_window": f"{STREAMS} --offload-window 100",
     "gather_interference": ("--gather-interference 0.5", "gather_interference"),
+    "kv_tier": "--kv-tier host:1GB,load=20GB/s",
+    "kv_load": "--kv-load cheaper",
+    "conditional_disagg": ("--topology 2C --conditional-disagg seconds", "conditional_disagg"),
+    "kv_overlap": "--kv-overlap layers",
+    "kv_in_flight": "--kv-in-flight delay",
+    "sessions": "--sessions 9",
+    "turns": "--turns 3",
+    "calls_per_turn": "--calls-per-turn 2",
+    "think_time": "--think-time 4",
+    "tool_time": "--tool-time 4",
+    "new_tokens": "--new-tokens 4",
+    "history": "--history last:900",
+    "sessions_file": ("--sessions-file TABLES", "sessions_file"),
+    "recorded_ttft_ms": "--recorded-ttft-ms 5",
+    "recorded_tpot_ms": "--recorded-tpot-ms 5",
     "fail": "--fail decode:0@60",
     "health_delay_ms": "--health-delay-ms 5",
     "retry": "--retry never",
     "max_retries": "--max-retries 2",
+    "start_up": "--start-up 60",
+    "prefill_start_up": "--prefill-start-up 60",
+    "decode_start_up": "--decode-start-up vllm",
+    "min_workers": "--min-workers 2",
+    "initial_workers": "--initial-workers 2",
+    "gpu_budget": "--gpu-budget 3",
+    "demand": "--demand exit",
+    "metric_delay": "--metric-delay 5",
+    "drain_timeout": "--drain-timeout 5",
+    "switch_time": "--topology 2C --autoscale none:n=2 --switch-time 5",
     "force": ("run --force", "force"),
     "plot": ("run --plot", "plot"),
     "timeline": ("run --timeline", "timeline"),
@@ -128,6 +170,9 @@ CASES = {
     "strategies": ("plan --slo ttft:9 --request-rate 9 --strategy tp", "strategy"),
     "redundant": ("plan --slo ttft:9 --request-rate 9 --num-redundant-experts 4",
                   "num_redundant_experts"),
+    "engines": ("plan --slo ttft:9 --request-rate 9 --prefill-only --data-parallel-size 4",
+                "data_parallel_size"),
+    "why_not": ("plan --slo ttft:9 --topology 1P1D --why-not 1C", "why_not"),
     "verbose": ("plan --slo ttft:9 --topology 1P1D --verbose", "verbose"),
     "n_gpus": ("plan --slo ttft:9 --topology 1P1D --gpus 4", "gpus"),
     "prefill_only": ("plan --slo ttft:9 --topology 1P1D --prefill-only", "prefill_only"),

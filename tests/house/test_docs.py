@@ -245,9 +245,13 @@ def test_a_line_names_the_files_that_it_needs(page):
     made = []
     for line in named_needs(page):
         _, options = parsed(line.words)
-        out = [str(value) for key, value in options.items() if key in ("out", "report") and value]
+        out = [
+            str(value)
+            for key, value in options.items()
+            if key in ("out", "report", "calibrate") and value
+        ]
         for word in set(line.words) - set(out):
-            is_file = "/" in word or Path(word).suffix in (
+            is_file = "/" in word.replace("B/s", "") or Path(word).suffix in (
                 ".csv",
                 ".json",
                 ".jsonl",

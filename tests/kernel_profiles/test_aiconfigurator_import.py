@@ -10,10 +10,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.sources.aiconfigurator import (
-    balanced_distinct,
-    expected_distinct,
-)
+from eldr_sim.kernel_profiles.sources.aiconfigurator import balanced_distinct, expected_distinct
 from eldr_sim.kernel_profiles.sources.aiconfigurator_import import import_tables
 from eldr_sim.kernel_profiles.tables.format import load_table, mla_shape, moe_shape
 from eldr_sim.kernel_profiles.tables.library import shipped_tables

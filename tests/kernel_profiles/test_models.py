@@ -195,10 +195,7 @@ def test_llama4_alternates():
             json.dumps(_config(quantization_config="fp8")),
             "quantization_config is 'fp8' (allowed: a",
         ),
-        (
-            json.dumps(_config(quantization_config=[8])),
-            "quantization_config is [8] (allowed: a",
-        ),
+        (json.dumps(_config(quantization_config=[8])), "quantization_config is [8] (allowed: a"),
         (
             json.dumps(_config(quantization_config={"quant_method": "x", "config_groups": [1]})),
             "config_groups is [1]",

@@ -16,11 +16,7 @@ from eldr_sim.kernel_profiles.kernels.moe_latency import (
     uniform_distinct,
 )
 from eldr_sim.kernel_profiles.sources import mi300x
-from eldr_sim.kernel_profiles.tables.format import (
-    LatencyTable,
-    TableMetadata,
-    moe_shape,
-)
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, moe_shape
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
 from ..paths import SHARED

@@ -20,12 +20,7 @@ from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.kernel_profiles.steps.parts import NORMS_S, bytes_alone
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
-from eldr_sim.kernel_profiles.tables.format import (
-    LatencyTable,
-    TableMetadata,
-    mla_shape,
-    moe_shape,
-)
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, mla_shape, moe_shape
 from eldr_sim.kernel_profiles.tables.library import find_table, shipped_tables
 
 from ..step_times import fixed_s

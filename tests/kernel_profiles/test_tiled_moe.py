@@ -49,11 +49,7 @@ def test_local_memory_bounds_the_workgroups():
     assert workgroups(Tile(128, 128, 128), 32768) == 1  # never none
 
 
-@given(
-    mean=st.floats(1.05, 40.0),
-    block_m=st.sampled_from([16, 32, 64]),
-    seed=st.integers(0, 100),
-)
+@given(mean=st.floats(1.05, 40.0), block_m=st.sampled_from([16, 32, 64]), seed=st.integers(0, 100))
 def test_blocks_are_those_of_geometric_rows(mean, block_m, seed):
     rows = np.random.default_rng(seed).geometric(1 / mean, size=40_000)
     drawn = np.ceil(rows / block_m).mean()
@@ -112,7 +108,7 @@ def test_the_shipped_tables_are_those_of_the_source():
         assert found.metadata == made.metadata
         for column, values in made.columns.items():
             if column != "routing":
-                np.testing.assert_allclose(found.columns[column], values, rtol=1e-12)
+                np.testing.assert_allclose(found.columns[column], values, rtol=1e-10)
 
 
 def test_ranks_share_experts_and_pairs_but_not_the_tile():

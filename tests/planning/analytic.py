@@ -20,12 +20,17 @@ LOCALITY = {"jsq": 1.0, "eldr": 1.25}
 
 
 def attained(config, luck=0.0):
-    """Two pools in which requests wait as in M/M/c; nobody may wait longer than his bound."""
+    """Two pools in which requests wait as in M/M/c; nobody may wait longer than his bound.
+
+    Engines that share experts lose some of their speed in prefill and gain some in decoding.
+    """
     x, y = parse_topology(config.topology)
     rate = config.request_rate
-    speed = 6.0 * config.pool("prefill").tensor_parallel_size
+    prefill = config.pool("prefill")
+    speed = 6.0 * prefill.tensor_parallel_size * prefill.data_parallel_size**0.9
     ttft = _in_time(rate, x, speed, config.goodput.ttft / 1e3)
     speed = SPEED[config.gpu] * LOCALITY[config.policy] * config.tensor_parallel_size**0.5
+    speed *= config.data_parallel_size**1.5
     tpot = _in_time(rate * (1 + luck), y, speed, config.goodput.tpot / 1e3)
     return ttft, tpot
 

@@ -10,7 +10,9 @@ from click.testing import CliRunner
 from eldr_sim.cli.main import cli
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.drafts import DraftComparison, DraftRow, compare_drafts
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.planning.search.plan import plan
+from eldr_sim.planning.slo import Objective
+from eldr_sim.simulator.setup.config import ServiceLevel, make_config
 from eldr_sim.simulator.setup.speculative_config import SpeculativeConfig
 
 RUN = {
@@ -20,11 +22,7 @@ RUN = {
 
 
 def compared(length, drafts=(2,), concurrencies=(4,), seeds=1):
-    config = {
-        "method": "mtp",
-        "num_speculative_tokens": 3,
-        "synthetic_acceptance_length": length,
-    }
+    config = {"method": "mtp", "num_speculative_tokens": 3, "synthetic_acceptance_length": length}
     run = make_config(RUN | {"speculative_config": config})
     return compare_drafts(run, drafts, concurrencies, seeds, jobs=1)
 
@@ -97,3 +95,30 @@ def test_bad_input(fields, drafts, concurrencies, message):
     run = make_config(RUN | {"speculative_config": config or None})
     with pytest.raises(InputError, match=message):
         compare_drafts(run, drafts, concurrencies, 1)
+
+
+# -- plans --------------------------------------------------------------------------------------
+
+GPT_OSS = {
+    "trace": "gpt-oss-20b", "model": "GPT-OSS-20B", "request_rate": 12.0, "num_requests": 240,
+    "input_len": 200, "output_len": 100,
+    "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3},
+}  # fmt: skip
+
+
+def test_a_plan_chooses_the_drafts():
+    """Drafts keep a TPOT on fewer GPUs than plain steps do, or where these cannot at all."""
+    answer = plan(
+        make_config(GPT_OSS),
+        Objective(ServiceLevel(tpot=4.0), 0.9, (2,)),
+        drafts=(0, 3),
+        max_gpus=8,
+        tensor_parallel_sizes=(1,),
+        jobs=1,
+    )
+    cost = {row.policy: row.trial and row.trial.config.n_gpus for row in answer.rows}
+    assert set(cost) == {"round_robin", "round_robin, 3 drafts"}
+    assert cost["round_robin, 3 drafts"] is not None
+    assert (cost["round_robin"] or 9) > cost["round_robin, 3 drafts"]
+    with pytest.raises(InputError, match="0 to the 3 of --speculative-config"):
+        plan(make_config(GPT_OSS), Objective(ServiceLevel(tpot=4.0), 0.9, (2,)), drafts=(4,))

@@ -17,6 +17,7 @@ from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import ClusterTemplate
 from eldr_sim.planning.search.plan import CandidateRow, plan
 from eldr_sim.planning.search.rates import plan_rate
+from eldr_sim.planning.search.shapes import shapes
 from eldr_sim.planning.search.split import plan_split
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial
 from eldr_sim.planning.slo import Objective, Verdict, parse_slo
@@ -346,10 +347,7 @@ def test_the_best_split_is_that_of_all_splits():
         ({"prices": {"h100": 2.0}}, "price: none of MI300X"),
         ({"prices": {"h1000": 2.0}}, "gpu: unknown GPU 'h1000'"),
         ({"max_gpus": 1}, "max_gpus: 1"),
-        (
-            {"max_gpus": 10**12},
-            "max_gpus: 1,000,000,000,000 is above the limit (allowed: at most",
-        ),
+        ({"max_gpus": 10**12}, "max_gpus: 1,000,000,000,000 is above the limit (allowed: at most"),
         ({"prices": {"h100": 1e308, "mi300x": 1}}, "price: 1e+308 an hour is above the limit"),
         ({"prices": {"h100": 2.0, "H100": 1.0}}, "price: h100, H100 names one GPU twice"),
         ({"config": {"request_rate": math.inf, "num_requests": 500}}, "request_rate: inf"),
@@ -409,6 +407,67 @@ def test_a_plan_chooses_redundant_experts():
     model = load_model("Qwen3-30B-A3B")
     paid = 16 * model.n_moe_layers * model.bytes_per_expert  # 32 more instances on 2 GPUs
     assert blocks[0] - blocks[1] == pytest.approx(paid / (16 * model.kv_bytes_per_token), abs=1)
+
+
+def test_engines_of_a_worker_are_searched_in_each_pool():
+    """Every pair of pools stands once; the cheapest is that of all clusters of all pairs."""
+    sizes, engines = [1, 2], [1, 4]
+    made = [
+        tuple((own.tensor_parallel_size, own.data_parallel_size, own.expert_parallel)
+              for own in (pool.own.parallelism for pool in shape.pools))
+        for shape in shapes(make_config(BASE | {"policy": "eldr"}), sizes, engines)
+    ]  # fmt: skip
+    assert len(set(made)) == len(made)
+    workers = list(itertools.product(sizes, engines))
+    pairs = {tuple(worker[:2] for worker in pools) for pools in made}
+    assert pairs == set(itertools.product(workers, workers))
+    assert all(whole or n == 1 for pools in made for _, n, whole in pools)
+    found = ask(
+        policies=["eldr"], gpus=["h100"], data_parallel_sizes=engines, config={"request_rate": 40}
+    )
+    best = found.best.trial.config
+    assert (best.pool("prefill").data_parallel_size, best.data_parallel_size) == (1, 4)
+    costs = [
+        x * p + y * d
+        for p, d, x, y in itertools.product(engines, engines, range(1, 33), range(1, 33))
+        if x * p + y * d <= 32
+        and math.prod(
+            attained(
+                make_config(
+                    BASE | {"policy": "eldr", "gpu": "H100", "topology": f"{x}P{y}D"}
+                    | {"request_rate": 40, "goodput": LEVEL, "data_parallel_size": d}
+                    | {"enable_expert_parallel": True, "prefill": {"data_parallel_size": p}}
+                )
+            )
+        ) >= 0.9
+    ]  # fmt: skip
+    assert best.n_gpus == min(costs)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ("3P2D:tp8", "its 40 GPUs are more than 32"),
+        ("1P2D:tp3", "refused: tensor_parallel_size: 3 does not divide"),
+        ("1P1D", "it attains 0.0% (TTFT "),
+        ("4P8D:tp1", "it attains "),
+        ("6P14D", " GPUs where the answer takes "),
+    ],
+)
+def test_why_not_is_answered(cluster, said):
+    found = ask(policies=["jsq"], gpus=["h100"], why_not=[cluster])
+    assert found.best.trial is not None
+    ((name, text),) = found.why_not
+    assert name == cluster
+    assert said in text
+
+
+@pytest.mark.parametrize(
+    "text", ["2", "1P2D:tp", "1P2D:xp2", "2C:tp1+tp2", "1P", "1P1D:tp1+tp1+tp1"]
+)
+def test_a_cluster_that_is_none_is_told(text):
+    with pytest.raises(InputError, match="allowed: "):
+        ask(policies=["jsq"], gpus=["h100"], why_not=[text])
 
 
 def test_groups_have_no_bound_and_fill_their_gpus():

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+
+from eldr_sim.planning.slo import attainment_interval, block_interval
 
 from ..golden_output import check_golden
 from .analytic import Analytic
@@ -82,10 +85,10 @@ def test_no_cluster_is_exit_code_1_and_still_written(analytic_cli, tmp_path):
         (["--request-rate", "20", "--attainment", "1"], "attainment: 1"),
         (["--request-rate", "20", "--slo", "itl:3"], "slo: itl: no such field"),
         (["--request-rate", "20", "--tensor-parallel-size", "two"], "tensor_parallel_size: 'two'"),
-        (
-            ["--request-rate", "20", "--topology", "1P1D"],
-            "topology: together with --request-rate",
-        ),
+        (["--request-rate", "20", "--dp", "4,4"], "data_parallel_size: 4,4 names one twice"),
+        (["--topology", "1P1D", "--dp", "1,4"], "data_parallel_size: 1,4 for one cluster"),
+        (["--topology", "1P1D", "--why-not", "1C"], "why_not: no cheapest cluster is searched"),
+        (["--request-rate", "20", "--topology", "1P1D"], "topology: together with --request-rate"),
         (["--topology", "1P"], "policy: prefill workers alone"),
         (["--topology", "1P", "--prefill-only"], "prefill_only: together"),
         (["--gpus", "8", "--topology", "1P1D"], "gpus: together with --topology"),
@@ -170,8 +173,7 @@ def test_a_long_log_is_told_before_it_is_replayed_whole(run_cli, day, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("part", "field", "n"),
-    [(["--busiest", "3s"], "busiest", 61), (["--to", "30m"], "log_to", 30)],
+    ("part", "field", "n"), [(["--busiest", "3s"], "busiest", 61), (["--to", "30m"], "log_to", 30)]
 )
 def test_too_small_a_part_of_a_log_is_told_by_what_was_given(run_cli, day, part, field, n):
     code, _, err = run_cli(*LOG, "--workload", day, *part)
@@ -188,3 +190,48 @@ def test_interrupt_leaves_nothing(analytic_cli, tmp_path, monkeypatch):
     code, _, err = analytic_cli("--request-rate", 20, "--out", tmp_path / "plan")
     assert (code, err.strip()) == (130, "Interrupted: nothing was written.")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def bursts(tmp_path):
+    """A gateway's log: 40 requests a second for 25 s, 20 for 50 s, and so on for 110 s."""
+    times, now = [], 0.0
+    while now < 110.0:
+        times.append(now)
+        now += 1 / 40 if now % 75 < 25 else 1 / 20
+    lines = [{"timestamp": round(1e3 * t), "input_length": 1600, "output_length": 4} for t in times]
+    path = tmp_path / "gateway.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_log_is_judged_by_all_of_it_and_not_by_its_valley(run_cli, bursts, tmp_path):
+    """One prefill worker keeps up with the valley of 20/s and not with the bursts."""
+    valley = [*LOG, "--workload", bursts, "--warmup", 30, "--duration", 30]
+    code, out, err = run_cli(*valley, "--out", tmp_path / "valley")
+    assert code == 0
+    small = json.loads((tmp_path / "valley" / "plan.json").read_text())["answer"]
+    assert "Warning: the measured part of the log has 20.0 requests/s, the log 29." in err
+
+    asked = [*LOG, "--workload", bursts, "--max-gpus", 3, "--out", tmp_path / "whole"]
+    code, out, err = run_cli(*asked)
+    assert code == 0, err
+    record = json.loads((tmp_path / "whole" / "plan.json").read_text())
+    assert record["answer"]["gpus"] > small["gpus"]
+    same = small["topology"]
+    one = next(each for each in record["clusters"] if each["topology"] == same)
+    assert one["slo_attainment"]["mean"] < 0.99 - 0.16
+    assert "Measured: all " in out
+
+
+def test_blocks_of_a_log_say_how_another_may_differ():
+    """Against the ratio estimator written out, and a log whose blocks are alike."""
+    seeds = [[(90, 100), (40, 50), (100, 100)], [(80, 100), (50, 50), (100, 100)]]
+    found = block_interval(seeds)
+    good, every = np.array([170, 90, 200]), np.array([200, 100, 200])
+    ratio = 460 / 500
+    half = 4.302653 * np.sqrt(1.5 * ((good - ratio * every) ** 2).sum()) / 500
+    assert found == pytest.approx((ratio, ratio - half, 1.0), rel=1e-6)
+    alike = block_interval([[(99, 100)] * 10])
+    assert alike.mean == 0.99
+    assert (alike.low, alike.high) == attainment_interval([0.99, 0.99], 1000)[1:]

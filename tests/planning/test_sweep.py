@@ -367,10 +367,7 @@ def test_a_sweep_without_a_completed_run_fails(run_cli, tmp_path, sweep_file, fa
 
 
 def test_infinite_rates_come_back_as_numbers(tmp_path):
-    spec = {
-        "config": TINY,
-        "sweep": {"type": "grid", "parameters": {"request_rate": [".inf", 5]}},
-    }
+    spec = {"config": TINY, "sweep": {"type": "grid", "parameters": {"request_rate": [".inf", 5]}}}
     sweep(spec, tmp_path / "out", jobs=1)
     table = pq.read_table(tmp_path / "out" / "points.parquet")
     assert table["request_rate"].to_pylist() == [math.inf, 5.0]

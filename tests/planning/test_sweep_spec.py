@@ -7,11 +7,7 @@ import yaml
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.points import config_key
-from eldr_sim.planning.runs.sweep_spec import (
-    first_change,
-    make_spec,
-    read_spec,
-)
+from eldr_sim.planning.runs.sweep_spec import first_change, make_spec, read_spec
 
 
 def spec_of(text):
@@ -114,10 +110,7 @@ BAD = [
     ("{sweep: {type: grid, parameters: {policy: []}}}", "sweep.parameters.policy: "),
     ("{sweep: {type: grid, parameters: {polcy: [jsq]}}}", "polcy: no such field in point 0"),
     ("{sweep: {type: grid, parameters: {goodput.tft: [1]}}}", "goodput.tft: no such field"),
-    (
-        "{sweep: {type: grid, parameters: {burstiness: [0.1, -2]}}}",
-        "burstiness: -2: ",
-    ),
+    ("{sweep: {type: grid, parameters: {burstiness: [0.1, -2]}}}", "burstiness: -2: "),
     ("{sweep: {type: grid, parameters: {topology: [8PD]}}}", "topology: '8PD' in point 0"),
     (
         "{sweep: {type: grid, parameters: {burstiness.x: [1]}}, config: {burstiness: 0.1}}",
@@ -135,10 +128,7 @@ BAD = [
     (f"{{{GRID}, multiRun: {{numRuns: 0}}}}", "multiRun.numRuns: "),
     (f"{{{GRID}, multiRun: {{confidenceLevel: 1}}}}", "multiRun.confidenceLevel: "),
     (f"{{{GRID}, randomSeed: -1}}", "randomSeed: "),
-    (
-        f"{{{GRID}, randomSeed: 1, config: {{seed: 1}}}}",
-        "config.seed: together with randomSeed",
-    ),
+    (f"{{{GRID}, randomSeed: 1, config: {{seed: 1}}}}", "config.seed: together with randomSeed"),
     (f"{{{GRID}, config: {{topolgy: 1P1D}}}}", "topolgy: no such field"),
     (f"{{{GRID}, config: 5}}", "config: "),
 ]

@@ -14,11 +14,7 @@ from scipy import stats
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.compare.what_if import (
-    FIGURES,
-    change_fields,
-    read_base,
-)
+from eldr_sim.planning.compare.what_if import FIGURES, change_fields, read_base
 from eldr_sim.planning.compare.what_if import what_if as make_what_if
 from eldr_sim.simulator.setup.config import RunConfig, make_config
 

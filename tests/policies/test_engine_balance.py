@@ -25,10 +25,10 @@ def view(kv=(0.0, 0.0), load=None, now_s=0.0, **columns):
     n = len(kv)
     load = np.zeros(n, np.int64) if load is None else np.asarray(load)
     # Half of the load runs, half waits: Algorithm 1 knows their sum alone.
-    tokens = {"waiting_tokens": load // 2, "running_tokens": load - load // 2}
+    columns = {"waiting_tokens": load // 2, "running_tokens": load - load // 2} | columns
     given = {name: np.asarray(column) for name, column in columns.items()}
     return Workers.idle(np.zeros(n))._replace(
-        kv_usage=np.asarray(kv, float), now_s=now_s, signals_s=now_s, **tokens, **given
+        kv_usage=np.asarray(kv, float), now_s=now_s, signals_s=now_s, **given
     )
 
 
@@ -112,7 +112,7 @@ def test_an_engine_that_does_not_answer_is_left_out():
         policy = build(f"gimbal:reading={reading}", 3)
         assert policy.select(request(), view([0.1, 0.95, 0.5], **down)) == 2
         assert policy.select(request("bob"), view([0.1, 0.2, 0.3], **down)) in (1, 2)
-    for name in ("gimbal", "vllm_dp", "vllm_dp_kv"):
+    for name in ("gimbal", "vllm_dp", "vllm_dp_kv", "vllm_dp_first"):
         assert build(name, 2).select(request(), view(healthy=[False, False])) is None
 
 
@@ -126,6 +126,25 @@ def test_vllm_counts_its_own_requests_until_the_next_report():
     assert picks == [0, 1, 0, 1, 2]  # 8 5 9, 8 9 9, 12 9 9, 12 13 9
     later = workers._replace(signals_s=0.1)
     assert policy.select(request(), later) == 0
+
+
+def test_the_load_of_queues_is_what_waits():
+    """4,000 running tokens more are no imbalance, 3,001 waiting ones are."""
+    policy = build("gimbal:reading=queues", 2)
+    more = {"running_tokens": [4000, 0], "waiting_tokens": [0, 3000]}
+    assert [policy.select(request(), view(**more)) for _ in range(3)] == [0, 1, 0]
+    more["waiting_tokens"] = [0, 3001]
+    assert [policy.select(request(), view(**more)) for _ in range(3)] == [0, 0, 0]
+
+
+def test_vllms_first_balancer_takes_the_least_waiting_then_the_least_running():
+    policy = build("vllm_dp_first", 3)
+    workers = view([0.0] * 3, waiting=[1, 0, 0], running=[0, 5, 3])
+    # 1 0, 0 5, 0 3: the third until it has 5 running, then in turn by the lower number.
+    assert [policy.select(request(), workers) for _ in range(5)] == [2, 2, 1, 2, 1]
+    waits = workers._replace(waiting=np.array([2, 1, 1]), signals_s=0.1)
+    # 2 0, 1 5, 1 3: what is sent waits, until all have 2 and the first runs none.
+    assert [policy.select(request(), waits) for _ in range(3)] == [2, 1, 0]
 
 
 def test_vllm_weighs_waiting_requests_by_kv_usage():

@@ -113,12 +113,39 @@ def test_transitions_are_counted_within_the_recorded_layers():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("frequency", [0.0, 0.05, 0.43])
+def test_pairs_are_anchored_by_the_share_of_tokens_that_choose_them(frequency):
+    """Counted token by token; at the paper's 43% next to none is left."""
+    trace = open_trace("reference-moe")
+    calibration = calibration_set(trace, workload="trace")
+    requests = calibration.requests
+    rows = token_rows(trace, requests, "decode")
+    ids = np.asarray(trace.experts[rows]).astype(int)
+    chose = np.zeros((trace.n_layers, 128, len(rows)), np.float32)
+    for layer in range(trace.n_layers):
+        chose[layer, ids[:, layer], np.arange(len(rows))[:, None]] = 1
+    share = np.stack([a @ b.T for a, b in itertools.pairwise(chose)]) / len(rows)
+    wanted = np.zeros((trace.n_layers, 128), bool)
+    wanted[:-1] |= ((share >= frequency) & (share > 0)).any(axis=2)
+    wanted[1:] |= ((share >= frequency) & (share > 0)).any(axis=1)
+    policy = registry.placement_policy(
+        f"gimbal:frequency={frequency},tokens=decode",
+        PolicyContext(1, np.random.default_rng(0), calibration),
+    )
+    placed = policy.place(ExpertGroup(range(2), trace.n_layers, 128, 2))
+    on_anchor = placed.rank == 0
+    few = wanted.sum(axis=1) <= 64
+    assert on_anchor[few][wanted[few]].all()
+    assert (wanted.sum(axis=1)[~few] > 64).all()
+    assert wanted.any() == (frequency < 0.43)
+
+
 def test_the_policy_places_again_by_the_windows_load():
     trace = open_trace("reference-moe")
     calibration = calibration_set(trace, workload="trace")
     context = PolicyContext(1, np.random.default_rng(0), calibration)
     group = ExpertGroup(range(2), trace.n_layers, 128, 2)
-    policy = registry.placement_policy("gimbal:anchor=1", context)
+    policy = registry.placement_policy("gimbal:anchor=1,pairs=64", context)
     placed = policy.place(group)
     load = np.random.default_rng(1).integers(0, 1000, (trace.n_layers, 128))
     again = policy.update(group, load, placed)

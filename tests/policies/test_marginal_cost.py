@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
+from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.policies.base import Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
-from eldr_sim.policies.routing.activation import fit_activation
+from eldr_sim.policies.routing.activation import fit_activation, independent_tokens, of_tokens
 from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy
 from eldr_sim.policies.routing.marginal_cost import (
     MarginalCostPolicy,
@@ -18,11 +19,13 @@ from eldr_sim.policies.routing.marginal_cost import (
 )
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
 from eldr_sim.simulator.setup.config import make_config
-from eldr_sim.traces.routing.calibration import CalibrationSet
+from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
+from eldr_sim.traces.routing.format import open_trace
 
 from ..watching import new_steps
 
 N_LAYERS, N_EXPERTS, MODEL_LAYERS, SEATS = 2, 8, 5, 6
+NONE = np.zeros(0, np.int64)
 
 
 def make_step_times(seed=0):
@@ -336,11 +339,7 @@ def test_a_run_that_ends_has_told_of_every_completion(make_cluster, make_workloa
 def test_oracle_sees_the_rows_that_the_worker_replays(run_watched, output_len, replay):
     """The run is watched event by event and the bit-set rows of each step are noted."""
     cluster = small_cluster(
-        policy="oracle",
-        topology="1P1D",
-        num_requests=6,
-        output_len=output_len,
-        trace_replay=replay,
+        policy="oracle", topology="1P1D", num_requests=6, output_len=output_len, trace_replay=replay
     )
     rows, seen = {request: [] for request in range(6)}, [0, 0]
     arrays = cluster.arrays
@@ -392,3 +391,38 @@ def test_workers_of_several_gpus_are_served(policy):
     parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     summary = simulate(make_config(SMALL | values | parallel)).summary
     assert summary["completed"] == 20
+
+
+def test_drafts_activate_what_neighbouring_tokens_do():
+    """Neighbours choose alike beyond what their request explains."""
+    calibration = calibration_set(open_trace("gpt-oss-20b"), workload="trace")
+    effective = [independent_tokens(calibration, n) for n in (1, 2, 4)]
+    assert effective[0] == 1.0
+    assert 1.5 < effective[1] < 1.95
+    assert 2.4 < effective[2] < 3.6
+    share = np.array([0.0, 0.25, 1.0])
+    assert of_tokens(share, 3.0) == pytest.approx(1 - (1 - share) ** 3)
+    assert of_tokens(share, 1.5) == pytest.approx(1 - (1 - share) * (1 - share / 2))
+
+
+def test_a_verify_step_computes_all_tokens():
+    model = build_step_time_model(
+        "Qwen3-30B-A3B", "H100", max_num_seqs=64, max_model_len=4096, tokens_per_sequence=4
+    )
+    activated = np.full(6, 40.0)
+    seconds = expected_step_s(model.cost, 8, 8 * 500, activated, 4)
+    parts = step_parts(model.cost, 8, 32, 8 * 500.0, NONE, NONE, 0, 32, activated, False)
+    assert seconds == pytest.approx(total_s(parts))
+    full = expected_step_s(model.cost, 64, 64 * 500, activated, 4)
+    assert expected_step_s(model.cost, 96, 96 * 500, activated, 4) == pytest.approx(1.5 * full)
+
+
+def test_marginal_cost_serves_drafts():
+    config = {
+        "trace": "gpt-oss-20b", "model": "GPT-OSS-20B", "topology": "1P4D",
+        "policy": "marginal_cost", "num_requests": 60,
+        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3},
+    }  # fmt: skip
+    summary = simulate(make_config(config)).summary
+    assert summary["completed"] == 60
+    assert summary["acceptance_length"] > 2

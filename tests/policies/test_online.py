@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.eldr import clustering
 from eldr_sim.policies.eldr import online as online_module
 from eldr_sim.policies.eldr.online import OnlineCentroids
-from eldr_sim.policies.eldr.router import EldrParameters, EldrPolicy
+from eldr_sim.policies.eldr.router import EldrParameters, EldrPolicy, _least
 from eldr_sim.policies.eldr.signature import unit_rows
 
 from ..random_artifact import random_artifact
@@ -153,3 +154,43 @@ def test_the_first_refit_comes_after_the_window_and_needs_as_many_signatures_as_
     assert at(105.9, 3)
     assert at(105.95, 4)
     assert not at(106.2, 5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.booleans(), st.sampled_from([1, 50]))
+def test_rounds_are_those_of_matrix_products_to_the_bit(seed, k, balanced, rounds):
+    r = np.random.default_rng(seed)
+    n = int(r.integers(k, 40))
+    points, rows = signatures(n, 9, seed), r.integers(0, n, n)
+    similar = points[rows] @ signatures(k, 9, seed + 1).T
+    between = np.rint(points @ points.T * 2**32) / 2**32
+    found = clustering._lloyd(between, rows, np.zeros((n, k), bool), similar, balanced, rounds)
+    member = np.zeros((n, k), bool)
+    labels, cost = clustering._assigned(similar, balanced)
+    for _ in range(rounds):
+        joined = labels[:, None] == np.arange(k)
+        sums = between[np.ix_(rows, rows)] @ joined
+        square = (sums * joined).sum(axis=0)
+        moved = np.where(square > 0, sums / np.sqrt(np.maximum(square, 1e-9)), similar)
+        labels, new = clustering._assigned(moved, balanced)
+        if new >= cost:
+            break
+        member, similar, cost = np.where(square > 0, joined, member), moved, new
+    assert (found[0] == member).all()
+    assert (found[1] == similar).all()
+    assert found[2] == cost
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.floats(0, 1), st.sampled_from(["lowest", "similar"]))
+def test_the_compiled_choice_is_that_of_the_bands_rule(seed, tau, ties):
+    r = np.random.default_rng(seed)
+    policy = policy_of(tau=tau, ties=ties)
+    similar = r.integers(0, 5, 4) / 4
+    workers = Workers.idle(r.integers(0, 3, 4))._replace(healthy=r.random(4) < 0.7)
+    found = _least(similar, tau, ties == "similar", workers.loads, workers.healthy)
+    band = [w for w in policy._band(similar.tolist()) if workers.healthy[w]]
+    if not band or not similar.any():
+        assert found == -1 or not similar.any()
+    else:
+        assert found == policy._rule(policy._band(similar.tolist())).pick(workers)

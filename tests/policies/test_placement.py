@@ -11,11 +11,7 @@ from hypothesis.extra import numpy as hnp
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.placement.base import (
-    ExpertGroup,
-    Placement,
-    greedy_placement,
-)
+from eldr_sim.policies.placement.base import ExpertGroup, Placement, greedy_placement
 from eldr_sim.simulator.setup.replay import rank_masks
 from eldr_sim.traces.routing.bitsets import pack_bits
 

@@ -64,8 +64,7 @@ def test_round_robin_takes_turns_whatever_the_load(build):
 
 
 @pytest.mark.parametrize(
-    ("build", "name"),
-    [(registry.decode_policy, "jsq"), (registry.prefill_policy, "least_loaded")],
+    ("build", "name"), [(registry.decode_policy, "jsq"), (registry.prefill_policy, "least_loaded")]
 )
 @given(
     history=st.integers(1, 9).flatmap(
@@ -287,8 +286,8 @@ def test_prefix_hash_without_a_block_balances_load():
 # -- registry and context ----------------------------------------------------------------------
 
 
-def test_every_built_in_policy_builds_and_selects():
-    made = calibration([0, 1], n_domains=2)
+def test_every_built_in_policy_builds_and_selects(make_step_time):
+    made, step_times = calibration([0, 1], n_domains=2), make_step_time(4).cost
     for name in ["random", "round_robin", "jsq", "p2c", "domain"]:
         policy = registry.decode_policy(name, context(3, calibration=made))
         assert isinstance(policy, RouterPolicy)
@@ -296,7 +295,7 @@ def test_every_built_in_policy_builds_and_selects():
         assert policy.select(REQUEST, Workers.idle([1, 2, 3])) in range(3)
     for name in registry.names("prefill"):
         prefill = registry.prefill_policy(
-            name, context(3, prefill_work=lambda: PrefillWork(1.0, 1.0))
+            name, context(3, prefill_work=lambda: PrefillWork(1.0, 1.0), step_times=step_times)
         )
         assert isinstance(prefill, RouterPolicy)
         assert prefill.name == name
@@ -342,13 +341,7 @@ def test_calibration_is_made_only_for_a_policy_that_needs_it():
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [
-        {"n_workers": 0},
-        {"prefix_block_tokens": 0},
-        {"group_size": 0},
-        {"group_size": 3},
-    ],
+    "bad", [{"n_workers": 0}, {"prefix_block_tokens": 0}, {"group_size": 0}, {"group_size": 3}]
 )
 def test_context_refuses(bad):
     field = next(iter(bad))

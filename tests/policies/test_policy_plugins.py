@@ -103,6 +103,7 @@ def test_the_example_package_makes_every_decision_of_a_run(installed, monkeypatc
     own = {
         "policy": "p3c", "prefill_policy": "fewest_tokens", "queue_order": "longest",
         "expert_placement": "striped", "replica_choice": "own_gpu",
+        "autoscale": "one_for_eight",
     }  # fmt: skip
     ours = {"replica_choice": "hash"}
     fields = {
@@ -226,6 +227,7 @@ WORKING = {
     "placement": "def place(self, group):\n"
     "  ranks = np.arange(group.n_experts) % group.n_ranks\n"
     "  return Placement.of_ranks(np.tile(ranks, (group.n_layers, 1)), group.n_ranks)",
+    "scaling": "def decide(self, fleet):\n  return ()",
 }
 KIND = {
     "decode": "RouterPolicy",
@@ -233,6 +235,7 @@ KIND = {
     "queue": "QueueOrder",
     "placement": "PlacementPolicy",
     "replica": "ReplicaChoice",
+    "scaling": "Autoscaler",
 }
 MISTAKES = [
     (
@@ -242,7 +245,7 @@ MISTAKES = [
     ),
     ("decode", "99", r"select of request 0 returns 99 \(allowed: the index of a worker, 0 to 1"),
     ("decode", "1.0", r"select of request 0 returns 1\.0 \(allowed"),
-    ("prefill", "{}[0]", r"select of request 0 raises KeyError: 0 \(eldr_mine\.py, line 10\)"),
+    ("prefill", "{}[0]", r"select of request 0 raises KeyError: 0 \(eldr_mine\.py, line 11\)"),
     ("queue", "requests.prompt_len / None", "keys raises TypeError: "),
     ("queue", "[1.0]", r"keys returns \[1\.0\] \(allowed: 5 numbers, one a request\)"),
     ("replica", "1 / 0", "choose in layer 0 raises ZeroDivisionError: division by zero "),
@@ -250,6 +253,11 @@ MISTAKES = [
         "replica",
         "experts + 1",
         r"choose in layer 0 returns .* \(allowed: slots of the tokens\' experts, ",
+    ),
+    (
+        "scaling",
+        "[fleet.now_s, 1]",
+        r"decide at 0\.01 s returns .* \(allowed: Target and Switch of ",
     ),
     ("placement", "None.ranks", "place for engines 0 to 1 raises AttributeError: "),
     ("placement", "None", r"place for engines 0 to 1 returns None \(allowed: a Placement of 128 "),
@@ -264,6 +272,7 @@ def offer(decision, method, folder, monkeypatch, base=None):
         "from eldr_sim.policies.queue.orders import QueueOrder\n"
         "from eldr_sim.policies.placement.base import Placement, PlacementPolicy\n"
         "from eldr_sim.policies.replicas.base import ReplicaChoice, slots_of_experts\n"
+        "from eldr_sim.policies.scaling.base import Autoscaler\n"
         f"class Policy{base}:\n name = 'mine'\n decision = '{decision}'\n {method}\n"
     )
     package(folder, "eldr_mine", source, {"mine": "eldr_mine:Policy"})
@@ -275,7 +284,7 @@ def offer(decision, method, folder, monkeypatch, base=None):
         fields |= {"topology": "2C", "data_parallel_size": 2, "enable_expert_parallel": True}
     if decision == "replica":
         fields |= {"num_redundant_experts": 32, "expert_placement": "eplb:load=none"}
-    return fields | {FIELDS[decision]: "mine"}
+    return fields | {FIELDS[decision]: "mine:interval=0.01" if decision == "scaling" else "mine"}
 
 
 @pytest.mark.parametrize("decision", WORKING)

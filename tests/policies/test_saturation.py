@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.kernels.flops import PrefillWork
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import (
-    PolicyContext,
-    RequestInfo,
-    RouterPolicy,
-    Workers,
-)
+from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
 
 BLOCK = 16
 WORK = PrefillWork(

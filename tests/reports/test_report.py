@@ -217,11 +217,7 @@ def test_runs_of_one_policy_have_colours_of_their_own(report_folders, tmp_path):
 
 @given(
     st.lists(
-        st.tuples(
-            st.floats(0, 10),
-            st.one_of(st.none(), st.floats(0, 5)),
-            st.booleans(),
-        ),
+        st.tuples(st.floats(0, 10), st.one_of(st.none(), st.floats(0, 5)), st.booleans()),
         max_size=12,
     )
 )

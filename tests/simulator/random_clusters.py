@@ -23,6 +23,7 @@ from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.plane.front_end import FrontEndSpec, Mode
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
+from eldr_sim.simulator.setup.config_groups import EngineConfig
 from eldr_sim.simulator.setup.memory import WindowBlocks
 from eldr_sim.simulator.setup.replay import Replay, rank_masks
 from eldr_sim.simulator.setup.speculation import Speculation
@@ -199,13 +200,11 @@ def random_speculation(rng, k, cost, method):
     if rng.random() < 0.3:
         by_batch = ((1, 2, k), (3, 4, int(rng.integers(k + 1))), (5, 9, 0))
     config = SpeculativeConfig(
-        method=method,
-        num_speculative_tokens=k,
-        num_speculative_tokens_per_batch_size=by_batch,
+        method=method, num_speculative_tokens=k, num_speculative_tokens_per_batch_size=by_batch
     )
     draft = Draft(steps, float(cost.host_s), kv_bytes_per_token=2, n_kv_tensors=1)
     by_row, key = bool(rng.random() < 0.3), int(rng.integers(2**63))
-    return Speculation(config, Acceptance(tuple(rates), "test"), draft, by_row, key)
+    return Speculation(config, {"": Acceptance(tuple(rates), "test")}, draft, by_row, key)
 
 
 RANDOM_CLUSTER = {
@@ -316,7 +315,7 @@ def random_cluster(
         max_concurrency=some(None, None, None, 1, 3, 6),
         signal_interval_s=signal_intervals * unit,
         enable_prefix_caching=rng.random() < 0.9,
-        async_scheduling=async_scheduling,
+        scheduler=EngineConfig(async_scheduling=async_scheduling),
         preempt_by_key=preempt_by_key and aging is None,
         aging_s=np.inf if aging is None else aging * unit,
         capture_s=some(0.0, unit),

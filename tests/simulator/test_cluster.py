@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.policies.base import RouterPolicy
+from eldr_sim.policies.base import Needs, RouterPolicy
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.setup.transfer import TransferModel
 
@@ -181,6 +181,7 @@ class Spy(RouterPolicy):
     """Takes the workers in turn and keeps what it was shown."""
 
     name = "spy"
+    needs = Needs(signature="count")
 
     def __init__(self, n_workers):
         self.n, self.cluster, self.seen = n_workers, None, []

@@ -237,10 +237,10 @@ def test_fields_may_stand_in_their_groups(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"engine": {"policy": "jsq"}}, "engine.policy: no such field (allowed: model, "),
+        ({"engine": {"policy": "jsq"}}, "engine.policy: no such field (allowed: engine, "),
         ({"engine": {"blok_size": 1}}, "engine.blok_size: no such field"),
         ({"block_size": 1, "engine": {"block_size": 2}}, "block_size: given twice"),
-        ({"engine": 3}, "engine: no such field"),
+        ({"engine": 3}, "engine: 3"),
         ({"workload": {"request_rate": -1}}, "request_rate: -1"),
         ({"cluster": {"decode": {"gup": "H100"}}}, "decode.gup: no such field"),
     ],

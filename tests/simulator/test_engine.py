@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eldr_sim.policies.base import Needs
 from eldr_sim.simulator.control import cluster as cluster_module
 from eldr_sim.simulator.plane import loop, state
 
@@ -174,6 +175,8 @@ def expand(ranges):
 class Reader(Books):
     """Sees to it that a prompt's signature is that of a prefill from nothing."""
 
+    needs = Needs(signature="count", ends=True)
+
     def __init__(self, n_workers, workload):
         super().__init__(n_workers)
         self.workload = workload
@@ -199,9 +202,7 @@ PAIRS = st.sampled_from([(1, 1), (2, 1), (3, 3)])
 
 
 @settings(max_examples=60)
-@given(
-    **RANDOM_CLUSTER | {"topology": PAIRS, "prefix": st.sampled_from([2, 4, 16])},
-)
+@given(**RANDOM_CLUSTER | {"topology": PAIRS, "prefix": st.sampled_from([2, 4, 16])})
 def test_signatures_equal_those_of_cold_prefills(**drawn):
     """A cached block brings the rows of the prompt that was computed into it."""
     run_and_read_signatures(random_cluster(**drawn))

@@ -34,16 +34,7 @@ def test_a_fault_is_said_as_it_is_spelled():
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "decode3@60",
-        "decode:3",
-        "decode:-1@2",
-        "decode:1@x",
-        "decode:1@1e99",
-        7,
-        {"a": 1},
-        [3],
-    ],
+    ["decode3@60", "decode:3", "decode:-1@2", "decode:1@x", "decode:1@1e99", 7, {"a": 1}, [3]],
 )
 def test_a_bad_spelling_is_an_input_error(text):
     with pytest.raises(InputError, match="fail"):

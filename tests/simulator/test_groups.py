@@ -62,7 +62,15 @@ def random_group(rng, slots, per_engine, gpus_per_node, copy_per):
     choice = list(REPLICA_CHOICES.values())[int(rng.integers(len(REPLICA_CHOICES)))]
     gathers, choice_s = bool(rng.integers(2)), 1e-5 * float(rng.integers(3))
     return GroupCost(
-        int(copy_per), gathers, choice, choice_s, per_engine, gpus_per_node, moe, *costs
+        int(copy_per),
+        gathers,
+        choice,
+        choice_s,
+        per_engine,
+        gpus_per_node,
+        moe,
+        *costs,
+        int(rng.choice([0, 0, 3])),
     )
 
 
@@ -109,7 +117,8 @@ def grouped_cluster(
     }
     if engines[0] == 0:
         pools["prefill"] = pools["decode"]
-    arguments["spec"] = with_engines(spec, **pools, prefill_schedule_interval=interval)
+    scheduler = spec.scheduler.model_copy(update={"prefill_schedule_interval": interval})
+    arguments["spec"] = with_engines(spec, **pools, scheduler=scheduler)
     arguments["prompts"] = random_prompts(
         rng, arguments["workload"], N_TRACE, trace_layers, n_experts
     )
@@ -236,7 +245,7 @@ def test_one_busy_engine_steps_as_if_alone(seed):
     by_experts = np.arange(n_experts + 1) * 1e-5
     tables = np.broadcast_to(by_experts, (len(rows), n_experts + 1)).copy()
     free = free_all_to_all()
-    group = GroupCost(0, False, 0, 0.0, 1, 8, RankMoE(1, rows, tables, tables), free, free)
+    group = GroupCost(0, False, 0, 0.0, 1, 8, RankMoE(1, rows, tables, tables), free, free, 0)
     plain_cost = cost._replace(
         moe_s=np.broadcast_to(by_experts, cost.moe_s.shape).copy(),
         mixed_moe_s=np.broadcast_to(by_experts, cost.mixed_moe_s.shape).copy(),

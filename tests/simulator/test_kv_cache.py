@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.simulator.plane import kv_cache, state
+from eldr_sim.simulator.plane import block_lists, kv_cache, state
 from eldr_sim.traces.requests.request_logs import chain_blocks
 
 from ..kv_hashes import block_hashes
@@ -46,7 +46,7 @@ def take_blank(kv, workers, w, n):
 @numba.njit
 def block_at(kv, w, key):
     """Return the block that the hash table has for a key, -1 if none."""
-    return kv.hash_slots[w, kv_cache._slot(kv, w, key)] - 1
+    return kv.hash_slots[w, block_lists.slot_of(kv.hash_slots, kv.blocks, w, key)] - 1
 
 
 @numba.njit
@@ -69,6 +69,7 @@ class Cache:
         self.prefix = prefix or size
         self.workload = SimpleNamespace(
             prompt_len=np.array(prompt_len, np.int32),
+            answered=None,
             prefix_hash=chain_blocks(ids, indptr),
             prefix_indptr=indptr,
             prefix_block_tokens=self.prefix,

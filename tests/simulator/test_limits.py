@@ -115,10 +115,7 @@ BASE = {"trace": "reference-moe", "num_requests": 150, "policy": "jsq", "output_
             },
         ),
         ("decode batch", {"topology": "4P1D", "request_rate": 300, "max_num_seqs": 4}),
-        (
-            "decode KV",
-            {"topology": "4P1D", "request_rate": 300, "num_gpu_blocks_override": 60},
-        ),
+        ("decode KV", {"topology": "4P1D", "request_rate": 300, "num_gpu_blocks_override": 60}),
         ("client", {"topology": "2P4D", "request_rate": 100, "max_concurrency": 2}),
     ],
 )

@@ -261,7 +261,8 @@ def a_record(requests, first, window=(0.0, np.inf), end_s=10.0, steps=(), gaps=(
     nothing, gaps = np.zeros(0, state.STEP), np.array(list(gaps), state.GAP)
     groups = np.zeros(0, state.GROUP_STEP)
     moved = np.zeros(0, RELOCATION)
-    return RunRecord(requests, nothing, log, groups, groups, gaps, moved, window, end_s)
+    numbers = np.arange(len(requests))
+    return RunRecord(requests, numbers, nothing, log, groups, groups, gaps, moved, window, end_s)
 
 
 def test_goodput_takes_every_bound_and_no_tpot_of_single_tokens():

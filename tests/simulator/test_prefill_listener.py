@@ -107,6 +107,54 @@ def test_the_router_knows_the_prefix_caches_and_the_work_done(seed, topology, pr
     assert sum(mirror.tokens) == done.sum()
 
 
+class Longest(RouterPolicy):
+    """Holds at will, and notes whom it is asked about, and when."""
+
+    name = "longest"
+    needs = Needs(in_order=True, longest_first=True)
+
+    def __init__(self):
+        self.asked, self.taken = [], []
+
+    def select(self, request, workers):
+        self.asked.append((request.request_id, workers.now_s, tuple(self.taken)))
+        if workers.loads.min() > 0 and workers.loads.sum() % 3:
+            return None
+        self.taken.append(request.request_id)
+        return int(np.argmin(workers.loads))
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32))
+def test_the_longest_of_those_held_is_asked_about_first(seed):
+    """Against all that have arrived and are not placed, the first of equals first."""
+    arguments = random_cluster(seed, (2, 0), 0, 0, 1, False, True, False)
+    arguments["workload"] = random_workload(np.random.default_rng(seed), 60, 0.003, 0, 40, 5)
+    arguments["queue_keys"] = None
+    spec = arguments["spec"]
+    arguments["spec"] = with_engines(
+        spec,
+        prefill=dataclasses.replace(spec.prefill, n_blocks=10_000),  # room for everybody
+        max_concurrency=None,
+        load_report_delay_s=0.0,
+        max_model_len=300,
+    )
+    arguments |= {"window": (0.0, np.inf), "time_limit_s": np.inf}
+    policy = Longest()
+    cluster = cluster_of(
+        **arguments, prefill_policy=policy, decode_policy=None, signatures=lambda ranges: (0, None)
+    )
+    record = cluster.run()
+    assert record.outcomes().count("completed") == 60
+    arrival, length = record.requests["arrival_s"], record.requests["prompt_len"]
+    held_longer = 0
+    for request, now, taken in policy.asked:
+        here = [r for r in range(60) if (arrival[r] < now and r not in taken) or r == request]
+        assert request == max(here, key=lambda r: (length[r], -r))
+        held_longer += request != min(here)
+    assert held_longer  # it was not the order of arrival
+
+
 class Told(RouterPolicy):
     """Notes when it is told of tokens, and when the engines had published."""
 

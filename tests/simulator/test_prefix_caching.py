@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from eldr_sim.cli.main import cli
 from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.policies.base import Needs, RouterPolicy
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.transfer import PRESETS
@@ -72,6 +73,26 @@ def test_blocks_are_all_free_at_the_end(
     assert (not_fetched.sum() > 0) == caching
     computed = record.prefill_steps["chunk_tokens"].sum()
     assert computed == workload.prompt_len.sum() - cached.sum()
+
+
+def test_an_answer_that_nobody_goes_on_with_is_found_by_nobody(
+    make_workload, make_cluster, run_to_rest
+):
+    """Equal prompts that end within a prefix block share that block, not their answers."""
+    n, prompt, output = 6, 10, 20
+    workload = dataclasses.replace(
+        make_workload(np.zeros(n), np.full(n, prompt), output),
+        prefix_hash=np.full(n, 7, np.uint64),
+        prefix_indptr=np.arange(n + 1),
+        prefix_text=np.zeros(n, np.int32),
+        prefix_block_tokens=32,
+    )
+    cluster = make_cluster(workload, n_prefill=0, n_decode=1, block_size=2, n_blocks=40)
+    record = run_to_rest(cluster)
+    assert record.requests["preemptions"].sum() > 0
+    kv = cluster.arrays.engines.kv
+    written = kv.blocks["block_hash"][kv.blocks["block_hash"] != 0]
+    assert (written & 0xFFFFFFFF).max() == prompt // 2 - 1
 
 
 def test_routers_see_cold_signatures():
@@ -175,6 +196,19 @@ def endless_hits(n, block_size=16):
     return np.array(hits)
 
 
+class Reader(RouterPolicy):
+    """Sends all to the first worker; sees signatures."""
+
+    name = "reader"
+    needs = Needs(signature="count")
+
+    def __init__(self):
+        pass
+
+    def select(self, request, workers):
+        return 0
+
+
 @pytest.mark.skipif(not MOONCAKE.exists(), reason="the recorded request log is not here")
 def test_an_endless_cache_finds_what_mooncake_shares(make_cluster, make_step_time):
     """One request after the other, each alone on the worker."""
@@ -203,7 +237,7 @@ def test_an_endless_cache_finds_what_mooncake_shares(make_cluster, make_step_tim
 
         cluster = make_cluster(
             workload, step_time=step_time, block_size=16, n_blocks=n_blocks,
-            max_num_batched_tokens=longest, decode_policy="random", signatures=signatures,
+            max_num_batched_tokens=longest, decode_policy=Reader(), signatures=signatures,
         )  # fmt: skip
         record = cluster.run()
         assert record.completed.all()

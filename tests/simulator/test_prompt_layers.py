@@ -177,10 +177,7 @@ def test_without_a_kv_cache_prompts_are_computed_whole_or_refused():
         ({"topology": "1P1D", "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({**SHARED, "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"tensor_parallel_size": 4, "pipeline_parallel_size": 4}, "pipeline_parallel_size"),
-        (
-            {**SHARED, "expert_gather": "collective", "tensor_parallel_size": 2},
-            "expert_gather",
-        ),
+        ({**SHARED, "expert_gather": "collective", "tensor_parallel_size": 2}, "expert_gather"),
     ],
 )
 def test_refusals(fields, field):

@@ -53,8 +53,7 @@ def experts_in(row, layer):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    n_layers=st.integers(LAYERS, 11),
-    requests=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    n_layers=st.integers(LAYERS, 11), requests=st.lists(st.integers(0, 3), min_size=1, max_size=6)
 )
 def test_replay_against_every_bit(trace, n_layers, requests):
     """Model layer l of row p: trace layer l mod T of the token ``p + shift`` of the window."""

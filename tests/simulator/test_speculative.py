@@ -160,6 +160,12 @@ def test_a_draft_pass_is_what_its_layers_take():
     )
     difference = slow.record.decode_steps["draft_s"] - fast.record.decode_steps["draft_s"]
     assert difference == pytest.approx(0.75e-3)
+    each = run(
+        drafts(1, synthetic_acceptance_length=1.0, draft_host_ms=0.25, draft_host_ms_per_request=2),
+        **fields,
+    )
+    difference = each.record.decode_steps["draft_s"] - fast.record.decode_steps["draft_s"]
+    assert difference == pytest.approx(2e-3 * (each.record.decode_steps["sequences"] > 0))
 
 
 def test_drafts_take_memory():
@@ -246,3 +252,153 @@ def test_bad_input(fields, message):
 def test_runs_that_cannot_draft(fields, message):
     with pytest.raises(InputError, match=message):
         run(drafts(acceptance="glm-5.2"), **fields)
+
+
+# -- other spellings, trees, domains, files, alternatives -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_num_steps": 2,
+             "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3},
+            ("mtp", 2, 2, 1),
+        ),
+        (
+            {"--speculative-algorithm": "EAGLE3", "speculative-num-steps": 3,
+             "speculative-eagle-topk": 4, "speculative-num-draft-tokens": 16},
+            ("eagle3", 15, 3, 4),
+        ),
+        ({"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}, ("mtp", 3, 3, 1)),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}, ("ngram", 7, 7, 1)),
+        ({"decoding_type": "MTP", "num_nextn_predict_layers": 3}, ("mtp", 3, 3, 1)),
+        ({"decoding_type": "Eagle", "max_draft_len": 4}, ("eagle3", 4, 4, 1)),
+    ],
+)  # fmt: skip
+def test_other_engines_spellings(theirs, ours):
+    names = {name.removeprefix("--"): value for name, value in theirs.items()}
+    drafting = make_config(RUN | {"speculative_config": names}).speculative_config
+    assert (drafting.method, drafting.num_speculative_tokens, drafting.depth,
+            drafting.eagle_topk) == ours  # fmt: skip
+
+
+def test_a_tree_accepts_as_many_as_its_passes():
+    """All rows are verified, at most a path is accepted, and branches activate more experts."""
+    fields = {"num_requests": 1, "topology": "1C", "output_len": 300}
+    tree = {"method": "eagle3", "num_speculative_tokens": 8, "num_steps": 3, "eagle_topk": 4}
+    wide, chain = (
+        run(config | {"synthetic_acceptance_length": 4.0}, **fields)
+        for config in (tree, drafts(method="eagle3"))
+    )
+    log = wide.record.decode_steps
+    log = log[log["sequences"] > 0]
+    assert log["tokens"].tolist()[1:] == [9] * (len(log) - 1)
+    assert set(log["outputs"].tolist()[1:-1]) == {4}
+    assert log["outputs"].tolist() == chain.record.decode_steps["outputs"][-len(log) :].tolist()
+    more, less = (r.summary["verify_experts_over_plain"] for r in (wide, chain))
+    assert more > 1.2 * less
+    group = {"data_parallel_size": 2, "enable_expert_parallel": True, "topology": "1P1D"}
+    shared = run(tree | {"synthetic_acceptance_length": 2.0}, **group, num_requests=20)
+    assert shared.record.decode_steps["outputs"].sum() == 20 * 60
+
+
+def test_alternatives_for_rejected_drafts_change_experts_alone():
+    """Acceptances are the same, and the union grows from no other experts to any request's."""
+    config = drafts(synthetic_acceptance_rates=[0.7, 0.5, 0.3])
+    fields = {"max_concurrency": 1, "topology": "1C", "num_requests": 8, "trace": "gpt-oss-20b",
+              "model": "GPT-OSS-20B"}  # fmt: skip
+    over, counters = {}, []
+    for choice in ("none", "next", "place", "request"):
+        result = run(config | {"rejected_experts": choice}, **fields)
+        over[choice] = result.summary["verify_experts_over_plain"]
+        counters.append(result.record.drafted.tolist())
+        told = result.summary["speculative_decoding"]["rejected_drafts_experts"]
+        assert told.startswith("those of")
+    assert counters == [counters[0]] * 4
+    assert over["none"] < over["next"] < over["place"] < over["request"]
+    everything = drafts(synthetic_acceptance_length=4.0)
+    same = {
+        run(everything | {"rejected_experts": choice}, **fields).summary["mean_tpot_ms"]
+        for choice in ("none", "next", "request")
+    }
+    assert len(same) == 1  # nothing is rejected
+
+
+def test_acceptance_by_domain():
+    config = drafts(1, acceptance={"code": "mtp-code", "other": 1.5})
+    result = run(config, num_requests=200, domain_mix={"code": 1, "math": 1})
+    told = result.summary["speculative_decoding"]
+    rates = told["acceptance_rates"]
+    assert (rates["code"], rates["math"]) == ([0.91], [pytest.approx(0.5)])
+    code = int((result.record.requests["domain"] == list(rates).index("code")).sum())
+    steps = {0.91: code * 59 / 1.91, 0.5: (200 - code) * 59 / 1.5}
+    expected = sum(rate * n for rate, n in steps.items()) / sum(steps.values())
+    share = told["spec_decode_num_accepted_tokens"] / told["spec_decode_num_drafts"]
+    assert 0 < code < 200
+    assert share == pytest.approx(expected, abs=0.02)
+    with pytest.raises(InputError, match="no domain cod"):
+        run(drafts(1, acceptance={"cod": 1.5}))
+    with pytest.raises(InputError, match="nothing for"):
+        run(drafts(1, acceptance={"code": 1.5}), domain_mix={"code": 1, "math": 1})
+
+
+VLLM = """# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="a b"} 100.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="a b"} 100.0
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 200.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 90.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 70.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="1"} 8e1
+vllm:spec_decode_num_accepted_tokens_per_pos_created{position="1"} 1.7e9
+"""
+SGLANG = 'sglang:spec_accept_length{tp_rank="0"} 2.5\nsglang:spec_accept_rate{tp_rank="0"} 0.5\n'
+BENCH = '{"spec_decode_num_drafts": 5, "spec_decode_per_position_acceptance_rates": [1.0, 0.6]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "rates"),
+    [
+        (VLLM, (0.8, 0.4, 0.2)),
+        (BENCH, (1.0, 0.6, 0.36)),
+        (SGLANG, rates_of_length(2.5, 3)),
+        ('{"accept_length": 2.5}', rates_of_length(2.5, 3)),
+        (
+            '{"spec_decode_acceptance_length": 2.5, "spec_decode_draft_tokens": 20, '
+            '"spec_decode_num_drafts": 10}',
+            tuple(rates_of_length(2.5, 2)[0] ** i for i in (1, 2, 3)),
+        ),
+    ],
+)
+def test_a_users_own_acceptance(tmp_path, text, rates):
+    (tmp_path / "metrics.txt").write_text(text)
+    config = drafts(acceptance=str(tmp_path / "metrics.txt"))
+    drafting = prepare(make_config(RUN | {"speculative_config": config})).spec.decode.speculation
+    assert drafting.acceptances[""].rates == pytest.approx(rates)
+    over = RUN | {"acceptance": config["acceptance"], "speculative_config": drafts()}
+    drafting = prepare(make_config(over)).spec.decode.speculation
+    assert drafting.acceptances[""].rates == pytest.approx(rates)
+    with pytest.raises(InputError, match="nothing is drafted"):
+        run(None, acceptance="glm-5.2")
+    (tmp_path / "none.txt").write_text("vllm:num_requests_running 3\n")
+    with pytest.raises(InputError, match="no accepted drafts"):
+        run(drafts(acceptance=str(tmp_path / "none.txt")))
+
+
+def test_a_pool_drafts_by_itself():
+    fields = {"topology": "1P1D", "num_requests": 8}
+    config = {"speculative_config": drafts(synthetic_acceptance_length=2.0)}
+    own = simulate(make_config(RUN | fields | {"decode": config}))
+    assert own.summary["acceptance_length"] == pytest.approx(2.0)  # one draft, always
+    both = run(config["speculative_config"], **fields)
+    assert own.record.drafted.tolist() == both.record.drafted.tolist()
+    spec = prepare(make_config(RUN | fields | {"decode": config})).spec
+    assert spec.prefill.speculation is None
+
+
+def test_a_synthetic_length_is_spent_on_the_first_drafts():
+    """As vLLM: 2.4 of four tokens are one draft always, the second in 40% of the steps."""
+    result = run(drafts(synthetic_acceptance_length=2.4), num_requests=100, output_len=200)
+    told = result.summary["speculative_decoding"]
+    assert told["acceptance_rates"] == pytest.approx([1.0, 0.4, 0.0])
+    assert told["spec_decode_num_accepted_tokens_per_pos"][0] == told["spec_decode_num_drafts"]

@@ -12,11 +12,7 @@ from eldr_sim.traces.requests.domains import DOMAIN_MIXES, wanted_domains
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.synthetic import drawn
-from eldr_sim.traces.routing.synthetic.drawn import (
-    Shape,
-    drawn_trace,
-    nearest_preset,
-)
+from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace, nearest_preset
 from eldr_sim.traces.routing.synthetic.presets import PRESETS, preset_model
 from eldr_sim.traces.routing.synthetic.sampler import sample_experts
 
@@ -117,9 +113,11 @@ def test_a_trace_is_drawn_once_and_again_when_a_part_is_gone(few, monkeypatch):
         assert (made.path / part).exists()
 
 
-def test_splits_that_are_drawn_apart_are_those_of_the_trace_of_both(few):
+def test_splits_that_are_drawn_apart_are_those_of_the_trace_of_both(few, tmp_path):
     domains = wanted_domains("task", None)
-    both = drawn_trace("Some-Model", SMALL, domains, gate_scores=True)
+    preset = drawn.nearest_preset("Some-Model", SMALL)
+    drawn._draw(preset, "middle", SMALL, domains, "both", tmp_path / "both")
+    both = open_trace(tmp_path / "both")
     apart = drawn_trace("Some-Model", SMALL, domains).with_top_k(3)
     assert both.for_calibration is both
     for calibration, split in ((False, apart), (True, apart.for_calibration)):

@@ -59,11 +59,7 @@ def test_import_keeps_every_row(tmp_path):
 
 @pytest.mark.parametrize(
     ("fraction", "calibration"),
-    [
-        (0.5, [0, 1, 2, 3, 7, 8]),
-        (0.01, [0, 7]),
-        (0.99, [0, 1, 2, 3, 4, 5, 7, 8]),
-    ],
+    [(0.5, [0, 1, 2, 3, 7, 8]), (0.01, [0, 7]), (0.99, [0, 1, 2, 3, 4, 5, 7, 8])],
 )
 def test_split_is_stratified(tmp_path, fraction, calibration):
     archive(tmp_path / "a.npz")

@@ -372,3 +372,28 @@ def test_a_time_that_is_a_number_needs_its_unit(tmp_path):
     with pytest.raises(InputError, match=r"time 0\.5 is a number, whose unit time_s"):
         read_request_log(log, columns="time=t,input=i,output=o")
     assert len(read_request_log(log, columns="time_s=t,input=i,output=o").arrival_s) == 2
+
+
+def test_sessions_by_name_and_by_parent(tmp_path):
+    lines = [
+        {"chat_id": 7, "parent_chat_id": -1, "timestamp": 1.5, "type": "text", "turn": 1},
+        {"chat_id": 9, "parent_chat_id": -1, "timestamp": 2.0, "type": "text", "turn": 1},
+        {"chat_id": 12, "parent_chat_id": 7, "timestamp": 8.25, "type": "text", "turn": 2},
+    ]
+    path = tmp_path / "bailian.jsonl"
+    lengths = {"input_length": 20, "output_length": 3, "hash_ids": [1, 2]}
+    path.write_text("\n".join(json.dumps(line | lengths) for line in lines))
+    log = read_request_log(path)
+    assert (log.format, log.prefix_block_tokens) == ("bailian", 16)
+    assert log.session.tolist() == [0, 1, 0]
+    assert log.parent.tolist() == [-1, -1, 0]
+    assert log.gaps(1000, 100).tolist() == [0, 0, 6.75 - 1.2]
+    path.write_text(
+        "\n".join(
+            json.dumps({"timestamp": at, "session_id": name, "delay": delay} | lengths)
+            for at, name, delay in ((0, "a", None), (10, "b", None), (20, "a", 500))
+        )
+    )
+    log = read_request_log(path)
+    assert log.parent.tolist() == [-1, -1, 0]
+    assert log.gaps(1000, 100)[2] == 0.5

@@ -69,6 +69,7 @@ def test_families_are_those_planted_whatever_their_sizes():
     exact = 1 / ((np.bincount(family) / 500) ** 2).sum()
     found = spectrum_of(halves, np.zeros(500, int), 4)
     assert found.families == pytest.approx(exact, rel=0.02)
+    assert found.scatter == pytest.approx(exact**-0.5, rel=0.02)
     # All of their own: as many as requests.
     halves = rng.standard_normal((300, 4, 50)) + 0.3 * rng.standard_normal((2, 300, 4, 50))
     assert spectrum_of(halves, np.zeros(300, int), 4).families == pytest.approx(300)

@@ -107,10 +107,7 @@ def test_without_any_term_choice_is_uniform():
 def test_first_draw_follows_the_weights():
     """Plackett-Luce: the first expert's chance is its weight's share, the second's as renewed."""
     log_weight = np.log(np.array([4.0, 2.0, 1.0, 1.0]))
-    model = replace(
-        model_of(experts=4, top_k=2, layers=1),
-        kinds=log_weight[None, None],
-    )
+    model = replace(model_of(experts=4, top_k=2, layers=1), kinds=log_weight[None, None])
     experts, _ = drawn(model, n=300)
     first, second = experts[:, 0, 0], experts[:, 0, 1]
     n = len(experts)

@@ -50,7 +50,7 @@ class Linear:
             self.asked.append(rate)
             assert configs[0].trace == "gpt-oss-20b"  # of the runner, as all other runs
             try:
-                configs = search.send([{P99: self.ms * rate}])
+                configs = search.send([{P99: self.ms * rate}] * len(configs))
             except StopIteration as end:
                 return end.value
 

@@ -60,11 +60,7 @@ def test_gathers_hide_behind_long_steps_and_bound_short_ones():
 @pytest.mark.parametrize(
     ("strategy", "engines", "within"),
     # Recorded routing does not load GPUs as evenly as the closed form has it.
-    [
-        (Strategy("async_ep"), 4, 1e-3),
-        (Strategy("tp_ep"), 1, 0.1),
-        (Strategy("dp_ep"), 4, 0.2),
-    ],
+    [(Strategy("async_ep"), 4, 1e-3), (Strategy("tp_ep"), 1, 0.1), (Strategy("dp_ep"), 4, 0.2)],
 )
 def test_a_step_of_the_engine_takes_what_the_closed_form_says(tmp_path, strategy, engines, within):
     prompts = [Prompt("p", 1024, tuple(range(64 * i, 64 * i + 64))) for i in range(4 * engines)]

@@ -13,7 +13,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks
 from eldr_sim.traces.streams import stream
 
-Arrivals = Literal["recorded", "poisson"]  #: where a request log's arrival times come from
+#: Where a request log's arrival times come from.
+Arrivals = Literal["recorded", "poisson", "closed"]
 
 MAX_REQUESTS = 10_000_000  #: most requests of a workload
 #: Highest shape of the gamma distribution: gaps then differ by 0.003%, and more is not drawn.
@@ -114,6 +115,7 @@ def repeated(log: RequestLog, n: int) -> RequestLog:
         priority=None if log.priority is None else np.tile(log.priority, rounds),
         prefix_hash=others(blocks),
         prefix_indptr=np.append(begins.ravel(), rounds * int(log.prefix_indptr[-1])),
+        parent=None,  # arrivals that are drawn know no parent
     )
 
 

@@ -40,10 +40,7 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def column_rows(file: Path, text: str) -> tuple[str, Iterator[Row]]:
-    """Return the kind of a table, and its requests.
-
-    ``file``: Parquet, JSON lines, or CSV with a heading, told apart by how it begins; ``text``: as
-    `parse_columns` reads it.
+    """Return the kind of a table, told by how it begins, and its requests.
 
     Raises InputError if a column is missing, or a row is bad, named by number.
     """

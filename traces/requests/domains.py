@@ -20,9 +20,9 @@ MIX_SOURCES: dict[str, str] = {
 }
 """Source of each mix."""
 
-NAMED_WORKLOADS = (*DOMAIN_MIXES, "trace")
-"""Workloads without a file; ``trace`` has the domains of the routing trace, as its serving requests
-have them."""
+NAMED_WORKLOADS = (*DOMAIN_MIXES, "trace", "chat", "agent")
+"""Workloads without a file; all but the first two have the domains of the routing trace, as its
+serving requests have them. The last two are sessions."""
 
 
 def wanted_domains(

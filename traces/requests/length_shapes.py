@@ -50,6 +50,7 @@ def shaped_log(log: RequestLog, shape: LengthShape, n: int, seed: int) -> Reques
     blocks = [log.prefix_hash[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
     return replace(
         log,
+        parent=None,
         arrival_s=arrival_s - arrival_s[0],
         prompt_len=log.prompt_len[chosen],
         output_len=log.output_len[chosen],
@@ -63,16 +64,9 @@ def shaped_log(log: RequestLog, shape: LengthShape, n: int, seed: int) -> Reques
 def draw_by_length(
     prompt_len: NDArray[np.integer], shape: LengthShape, n: int, seed: int
 ) -> NDArray[np.int64]:
-    """Draw requests whose prompt lengths have a shape.
+    """Draw ``n`` requests whose prompt lengths have a shape; return their indices, ascending.
 
-    ``prompt_len``: shape [N]: prompt tokens of all requests; ``shape``: one of `LENGTH_SHAPES`;
-    ``n``: requests to draw, at least 1.
-
-    Raises InputError: there is no such shape, or the log has too few requests of a length.
-
-    Returns
-    -------
-    Shape [n]: indices, ascending.
+    Raises InputError if there is no such shape, or the log has too few requests of a length.
     """
     import numpy as np
 

@@ -46,14 +46,10 @@ def check_lengths(
 
 
 def draw_lengths(length: int, ratio: float, n: int, seed: int, purpose: str) -> NDArray[np.int32]:
-    """Draw ``n`` lengths around one.
+    """Draw ``n`` lengths around one, int32 ``[n]``.
 
-    ``length``: tokens, at least 1; ``ratio``: half the width of the range as a share of the length,
-    0 to 1; ``n``, ``seed``: how many, and the seed; ``purpose``: name of the random stream.
-
-    Returns
-    -------
-    int32 ``[n]``.
+    ``ratio``: half the width of the range as a share of the length; ``purpose``: of the random
+    stream.
     """
     low = max(1, math.floor(length * (1.0 - ratio)))
     high = max(1, math.ceil(length * (1.0 + ratio)))
@@ -63,10 +59,7 @@ def draw_lengths(length: int, ratio: float, n: int, seed: int, purpose: str) -> 
 
 
 def describe_lengths(
-    texts: Texts,
-    text: NDArray[np.int64],
-    prompt: NDArray[np.int32],
-    output: NDArray[np.int32],
+    texts: Texts, text: NDArray[Any], prompt: NDArray[Any], output: NDArray[Any]
 ) -> dict[str, Any]:
     """Describe the lengths of all requests, and how far prompts exceed recorded ones."""
     described = told_lengths(prompt, output)
@@ -77,7 +70,7 @@ def describe_lengths(
     return described
 
 
-def told_lengths(prompt: NDArray[np.int32], output: NDArray[np.int32]) -> dict[str, Any]:
+def told_lengths(prompt: NDArray[Any], output: NDArray[Any]) -> dict[str, Any]:
     """Return mean, median and 99th percentile of both lengths, tokens."""
     return {
         name: {

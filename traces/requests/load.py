@@ -22,6 +22,7 @@ from eldr_sim.traces.requests.length_shapes import LengthShape
 from eldr_sim.traces.requests.lengths import check_lengths
 from eldr_sim.traces.requests.log_window import LogPart
 from eldr_sim.traces.requests.request_logs import RequestLog, known_log
+from eldr_sim.traces.requests.session_shape import SessionShape
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Load:
     #: the last arrival is at n / rate; here they stay as drawn.) Not for request logs, whose
     #: arrivals are recorded.
     burstiness: float = 1.0
+    #: How the rate changes while the run lasts (`load_shapes`), with ``request_rate`` as its mean.
+    load: str | None = None
     horizon_s: float | None = None  #: take the requests that arrive before this time, s
     #: Take this many requests. A named workload needs one of the two; a log may take none (all of
     #: it), and at most one may be given.
@@ -61,7 +64,8 @@ class Load:
     columns: str | None = None  #: names of a log's columns, see `column_logs`
     #: ``poisson`` draws the arrivals of a log's requests at ``request_rate``, as those of a named
     #: workload are; a log that is too short begins again, with sessions and prefixes of its own.
-    #: ``recorded``, the default, keeps or stretches those of the log.
+    #: ``recorded``, the default, keeps or stretches those of the log; ``closed`` does so for the
+    #: first requests of its sessions, and the next turns come a while after the turn before.
     arrivals: Arrivals | None = None
     #: Prompt tokens of every request, beside a prefix; as recorded when None. A prompt that is
     #: longer than its text repeats it.
@@ -79,6 +83,16 @@ class Load:
     #: Replay this part of a log, as it is stretched, instead of taking ``horizon_s`` or
     #: ``num_requests`` of it.
     part: LogPart | None = None
+    #: What drawn sessions are like, of the workloads ``chat`` and ``agent``; ``num_requests`` and
+    #: ``request_rate`` are then those of sessions.
+    session: SessionShape | None = None
+    sessions_file: str | None = (
+        None  #: which requests of a log go on with which, see `log_sessions`
+    )
+    #: ``recorded_ttft_ms``, ``recorded_tpot_ms``: what a log's own system took, which the gaps
+    #: between its arrivals contain.
+    recorded_ttft_ms: float = 0.0
+    recorded_tpot_ms: float = 0.0
 
     @property
     def is_named(self) -> bool:
@@ -88,7 +102,7 @@ class Load:
     @property
     def draws_arrivals(self) -> bool:
         """Whether arrivals are drawn, not recorded."""
-        return self.is_named or self.arrivals == "poisson"
+        return self.is_named or self.arrivals == "poisson" or self.load is not None
 
     def check(self) -> None:
         """Raise InputError if a value is not valid, or contradicts another."""
@@ -101,6 +115,9 @@ class Load:
             raise InputError("output_len", f"got {self.output_len!r}", "an integer >= 1, recorded")
         if self.prompts not in ("unique", "shared"):
             raise InputError("prompts", f"got {self.prompts!r}", "unique, shared")
+        if self.prompts == "shared" and self.session is not None:
+            problem = "got 'shared', but prompts of sessions share their history"
+            raise InputError("prompts", problem, "unique")
         if self.prompts == "shared" and not self.is_named:
             problem = "got 'shared', but a request log's blocks say it"
             raise InputError("prompts", problem, "unique")
@@ -127,6 +144,10 @@ class Load:
         if not drawn and self.burstiness != 1:
             problem = f"got {self.burstiness}, but a request log's arrivals are recorded"
             raise InputError("burstiness", problem, "1, or --arrivals poisson")
+        if self.load is not None and (rate == math.inf or self.arrivals not in (None, "poisson")):
+            field = "request_rate" if rate == math.inf else "arrivals"
+            problem = f"got {getattr(self, field)!r} beside load, whose arrivals are drawn"
+            raise InputError(field, problem, "a finite rate, arrivals poisson")
         if self.horizon_s is not None and count is not None:
             raise InputError("horizon_s", "given together with num_requests", "one of the two")
         if drawn and self.horizon_s is None and count is None:
@@ -145,10 +166,17 @@ class Load:
 
         Raises InputError: where a named workload is treated as a log, or a log as none.
         """
-        log = None if self.is_named else named_log(self.workload, self.columns)
-        if self.arrivals not in (None, "recorded", "poisson"):
-            raise InputError("arrivals", f"got {self.arrivals!r}", "recorded, poisson")
+        log = None
+        if not self.is_named:
+            log = named_log(self.workload, self.columns, self.sessions_file)
+        if self.arrivals not in (None, "recorded", "poisson", "closed"):
+            raise InputError("arrivals", f"got {self.arrivals!r}", "recorded, poisson, closed")
+        if self.arrivals == "closed" and (log is None or log.parent is None):
+            problem = f"no request of {Path(self.workload).name} goes on with another"
+            raise InputError("arrivals", problem, "a log with sessions, or --sessions-file")
         if log is None:
+            if self.sessions_file is not None:
+                raise InputError("sessions_file", f"workload {self.workload} is no log", "none")
             if self.columns is not None:
                 problem = f"workload {self.workload} has none"
                 raise InputError("columns", problem, "the path of a request log")
@@ -167,7 +195,7 @@ class Load:
         return log
 
 
-def named_log(name: str, columns: str | None) -> RequestLog:
+def named_log(name: str, columns: str | None, sessions: str | None = None) -> RequestLog:
     """Return the log that a workload names; raises InputError where it names none."""
     if not Path(name).is_file():
         raise InputError(
@@ -175,4 +203,4 @@ def named_log(name: str, columns: str | None) -> RequestLog:
             f"{name!r} is neither a named workload nor a file",
             ", ".join([*NAMED_WORKLOADS, "path of a request log"]),
         )
-    return known_log(name, columns)
+    return known_log(name, columns, sessions)

@@ -20,6 +20,12 @@ class Row(NamedTuple):
     hashes: Sequence[int] = ()  #: of the prompt's blocks
     session: str = ""
     priority: int | None = None
+    #: ``after_s``, ``name``, ``parent``: seconds that it comes after the end of the turn before,
+    #: where a log says so; what it is called, and the request that it goes on with: the one before
+    #: it of its session where the log does not name it.
+    after_s: float | None = None
+    name: str = ""
+    parent: str = ""
 
 
 def timestamp_ns(text: str) -> int:

@@ -50,6 +50,10 @@ class LogPart:
         times = (log.arrival_s[first:last] - self.replayed[0]) * self.stretch
         indptr = log.prefix_indptr[first : last + 1]
         _, session = np.unique(log.session[first:last], return_inverse=True)
+        goes_on: dict[str, Any] = {}
+        if log.parent is not None and log.gap_s is not None and log.after_end is not None:
+            goes_on = {"gap_s": log.gap_s[first:last], "after_end": log.after_end[first:last]}
+            goes_on["parent"] = np.maximum(log.parent[first:last] - first, -1)
         return replace(
             log,
             arrival_s=np.rint(times * 1e9) / 1e9,
@@ -59,6 +63,7 @@ class LogPart:
             priority=None if log.priority is None else log.priority[first:last],
             prefix_hash=log.prefix_hash[indptr[0] : indptr[-1]],
             prefix_indptr=indptr - indptr[0],
+            **goes_on,
         )
 
 
@@ -71,23 +76,12 @@ def choose_part(
     warmup_s: float = 0.0,
     rate: float | None = None,
 ) -> LogPart:
-    """Return the part of a log that a run replays.
+    """Return the part of a log that a run replays; raises InputError if the log has none such.
 
-    Raises InputError if the log has no such part.
-
-    Parameters
-    ----------
-    log
-        The log.
-    since, until
-        Begin and end of the measured part, seconds of the log; its own where None.
-    busiest
-        Length of the part with the most requests, in their place.
-    warmup_s
-        Seconds of the run before the measured part; as many as the log has.
-    rate
-        Mean requests per second to which the measured part is stretched evenly; ``inf`` sends it
-        at once.
+    ``since``, ``until``: begin and end of the measured part, seconds of the log; its own where
+    None; ``busiest``: length of the part with the most requests, in their place; ``warmup_s``:
+    seconds of the run before it; as many as the log has; ``rate``: mean requests per second to
+    which the measured part is stretched evenly; ``inf`` sends it at once.
     """
     times, end = log.arrival_s, float(log.arrival_s[-1])
     name = log.path.name
@@ -138,10 +132,9 @@ def describe_part(
 ) -> dict[str, Any]:
     """Return what of a log is measured, for the result: counts, seconds of the log, its rates.
 
-    ``log``: the whole log; ``arrival_s``: of the requests that are replayed, seconds of the run;
-    ``window``: the measured one, seconds of the run; ``part``: what is replayed; from the log's
-    first request on where None; ``rate``: to which the log, its part or its first requests are
-    stretched.
+    ``arrival_s``: of the requests that are replayed, and ``window``: the measured one, seconds of
+    the run; ``part``: what is replayed; from the log's first request on where None; ``rate``: to
+    which the log, its part or its first requests are stretched.
     """
     times, end = log.arrival_s, float(log.arrival_s[-1])
     last = end

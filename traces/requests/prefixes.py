@@ -45,10 +45,8 @@ def share_prefixes(
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
     """Give each request one of some prefixes, all equally likely.
 
-    ``text``: int64 ``[n]``: text of each request; ``num_prefixes``: number of different prefixes.
-
-    Returns ``blocks``, ``indptr``, ``source``: one block a request: the number of its prefix;
-    ``indptr`` as in `Requests`; the text that the prefix is of, that of the first request with it.
+    Returns one block a request, the number of its prefix; ``indptr`` as in `Requests`; and the text
+    that the prefix is of, that of the first request with it. ``text``: int64 ``[n]``.
     """
     n = len(text)
     prefix = stream(seed, "prefix").integers(0, num_prefixes, n)
@@ -62,23 +60,14 @@ def assign_blocks(
     """Assign to each prefix block the text that its tokens are of.
 
     In order of arrival, a request has blocks that were seen before, then new ones. New blocks that
-    make up half of the prompt or more are a text of its own: the one drawn for it, with its domain.
-    Otherwise the request continues an earlier prompt (the next turn of a conversation, another
-    question about a document), and its new blocks are of the text of the last block that it shares.
-    So requests with a common system prompt keep domains of their own, and a conversation keeps one.
+    make up half of the prompt or more are a text of its own: the one ``drawn`` for it, with its
+    domain. Otherwise the request continues an earlier prompt, and its new blocks are of the text of
+    the last block that it shares. So requests with a common system prompt keep domains of their
+    own, and a conversation keeps one.
 
-    ``blocks``, ``indptr``: numbers of `request_logs.chain_blocks` of the requests in order of
-    arrival; ``drawn``: int64 ``[requests]``: text drawn for each.
-
-    Returns
-    -------
-    source
-        int64, as long as ``blocks``: text of each block.
-    request
-        int64 ``[requests]``: text of each prompt's last block, the most specific one, or
-        the one drawn where there are no blocks.
-    description
-        How much of the prompts is shared.
+    Returns the text of each block, int64, as long as ``blocks``; the text of each prompt's last
+    block, int64 ``[requests]``, the most specific one; and how much of the prompts is shared.
+    ``blocks``, ``indptr``: of `request_logs.chain_blocks`, in order of arrival.
     """
     known: list[int] = []  # text of each block number
     source: list[int] = []

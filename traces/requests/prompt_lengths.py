@@ -48,11 +48,7 @@ _MEDQA = _of_mean(1.3 * (116.6 + 4 * 3.5), _USUAL)
 # 2024, "WildChat", arXiv 2405.01470, Table 1).
 _WILD = math.sqrt(math.log(1 + (1609.18 / 295.58) ** 2))
 _WILDCHAT = DataSet(
-    "WildChat",
-    1,
-    _of_mean(295.58, _WILD),
-    _WILD,
-    "mean, deviation of a message, arXiv 2405.01470",
+    "WildChat", 1, _of_mean(295.58, _WILD), _WILD, "mean, deviation of a message, arXiv 2405.01470"
 )
 
 #: By domain. Of code, 1,475 prompts (DS-1000, MBPP) have no figure, of math 1,425 (MATH-500,
@@ -72,13 +68,7 @@ DATA_SETS: dict[str, tuple[DataSet, ...]] = {
     "math": (DataSet("GSM8K", 1319, 222 / CHARACTERS, 0.39, "measured, 5-95% 119-431 characters"),),
     "medical": (
         DataSet("PubMedQA", 1000, 91 / CHARACTERS, 0.32, "measured, 5-95% 52-148 characters"),
-        DataSet(
-            "MedQA",
-            1273,
-            _MEDQA,
-            _USUAL,
-            "mean words, arXiv 2009.13081",
-        ),
+        DataSet("MedQA", 1273, _MEDQA, _USUAL, "mean words, arXiv 2009.13081"),
         DataSet("MMLU, professional medicine", 272, _MEDQA, _USUAL, "MedQA's: the same exam"),
     ),
     "legal": (

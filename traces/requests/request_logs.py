@@ -1,21 +1,16 @@
-"""Request logs in the formats that serving traces are published in.
+"""Request logs in the formats that serving traces are published in (docs/formats.md).
 
-Azure CSV
-    ``TIMESTAMP,ContextTokens,GeneratedTokens`` (Azure LLM inference traces 2023 and 2024).
-BurstGPT CSV
-    ``Timestamp`` (s), ``Request tokens``, ``Response tokens`` and, from release 1.2 on,
-    ``Session ID``, which is empty for API requests; other columns are not used. A file of the
-    size of ``BurstGPT_3.csv`` (5.3 million rows, 246 MB) takes 21 s and 1.9 GB of memory.
-Mooncake JSONL
-    ``timestamp`` or ``timestamp_ms`` (both ms), ``input_length``, ``output_length`` and
-    optionally ``hash_ids``: one id for each block of the prompt, equal ids for equal
-    prefixes. Mooncake's blocks have 512 tokens and the last may be partial; other tools
-    write the same lines with smaller, full blocks, so the block size is found from the data.
+Azure CSV (2023, 2024); BurstGPT CSV, with ``Session ID`` from release 1.2 on, empty for API
+requests: its 5.3 million rows (246 MB) take 21 s and 1.9 GB of memory; Mooncake JSONL:
+``timestamp`` or ``timestamp_ms`` (both ms), ``input_length``, ``output_length`` and optionally
+``hash_ids``, ``session_id`` and ``delay``, the ms from the answer before. Equal ids of blocks mean
+equal prefixes; Mooncake's blocks have 512 tokens and the last may be partial, other tools write
+smaller, full ones, so the block size is found from the data. Bailian JSONL is the same with
+``chat_id``, ``parent_chat_id`` (-1: none) and ``timestamp`` in seconds
+(alibaba-edu/qwen-bailian-usagetraces-anon).
 
-All three may have a ``priority``, an integer as in vLLM's API: the lowest is served first.
-
-Results of benchmarks are read too (`benchmark_logs`), and any table whose columns are named
-(`column_logs`).
+All may have a ``priority``, an integer as in vLLM's API. Results of benchmarks are read too
+(`benchmark_logs`), and any table whose columns are named (`column_logs`).
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
@@ -44,11 +39,14 @@ from eldr_sim.traces.requests.benchmark_logs import (
 )
 from eldr_sim.traces.requests.column_logs import column_rows
 from eldr_sim.traces.requests.log_rows import Row, scaled_ns, timestamp_ns
+from eldr_sim.traces.requests.log_sessions import read_sessions, sessions_of
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 _SESSION = "Session ID"
 _PRIORITY = "priority"
+_MOONCAKE = "timestamp or timestamp_ms, input_length, output_length, hash_ids"
+_BAILIAN = "chat_id, parent_chat_id, timestamp, input_length, output_length, hash_ids"
 _BLOCK_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 1024, 2048)
 _MAX_TOKENS = 2**31 - 1
 
@@ -80,12 +78,30 @@ class RequestLog:
     #: Requests left out because they have no prompt or no output tokens: they failed.
     n_dropped: int
     checksum: str  #: SHA-256 of the file
+    #: ``parent``, ``gap_s``: int32 and float64 ``[n]``: the request before it that a request goes
+    #: on with, -1 where it begins a session; seconds from that one's arrival, or its end where the
+    #: log says so (`after_end`), to its own. None where the log has no sessions.
+    parent: NDArray[np.int32] | None = None
+    gap_s: NDArray[np.float64] | None = None
+    after_end: NDArray[np.bool_] | None = None
+
+    def gaps(self, ttft_ms: float, tpot_ms: float) -> NDArray[np.float64]:
+        """Return the seconds from the end of a parent to the arrival, float64 ``[n]``.
+
+        Gaps between arrivals contain what the recording system took: of each the TTFT and TPOT
+        given are taken away.
+        """
+        assert self.parent is not None
+        assert self.gap_s is not None
+        assert self.after_end is not None
+        tokens = np.where(self.parent >= 0, self.output_len[self.parent], 1)
+        own = np.where(self.after_end, 0.0, (ttft_ms + tpot_ms * (tokens - 1)) / 1e3)
+        return np.rint(np.maximum(self.gap_s - own, 0.0) * 1e9) / 1e9
 
 
 def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -> RequestLog:
-    """Read a request log in the format that its first line shows.
-
-    ``columns``: which columns of any other table are what, see `column_logs`.
+    """Read a request log in the format that its first line shows, or by ``columns``
+    (`column_logs`).
 
     Raises InputError if the file cannot be read, is of no known format, or has a bad line, named by
     number.
@@ -119,11 +135,19 @@ def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -
     )
 
 
-def known_log(path: str | os.PathLike[str], columns: str | None = None) -> RequestLog:
-    """Return a log as `read_request_log` does; not read again unless the file has changed."""
+def known_log(
+    path: str | os.PathLike[str], columns: str | None = None, sessions: str | None = None
+) -> RequestLog:
+    """Return a log as `read_request_log` does; not read again unless the file has changed.
+
+    ``sessions``: a file that says which requests go on with which, see `log_sessions`.
+    """
     file = regular_file(Path(path), str(path))
     about = file.stat()
-    return _known(str(file), str(file.resolve()), columns, (about.st_mtime_ns, about.st_size))
+    log = _known(str(file), str(file.resolve()), columns, (about.st_mtime_ns, about.st_size))
+    if sessions is None:
+        return log
+    return replace(log, **read_sessions(Path(sessions), log))
 
 
 @lru_cache(maxsize=2)
@@ -145,7 +169,9 @@ def _json_rows(file: Path, first: str, lines: TextIO) -> tuple[str, Iterator[Row
     if is_aiperf(record):
         return "aiperf", aiperf_rows(file, chain([record], map(_json, filter(str.strip, lines))))
     lines.seek(0)
-    return "mooncake", _mooncake_rows(file, lines)
+    if isinstance(record, dict) and "parent_chat_id" in record:
+        return "bailian", _json_lines(file, lines, _BAILIAN, _bailian_row)
+    return "mooncake", _json_lines(file, lines, _MOONCAKE, _mooncake_row)
 
 
 def _json(text: str) -> Any:
@@ -185,28 +211,40 @@ def _seconds_ns(text: str) -> int:
     return scaled_ns(float(text), 1e9)
 
 
-def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[Row]:
+def _json_lines(
+    file: Path, lines: Iterator[str], fields: str, row: Callable[[Any], Row]
+) -> Iterator[Row]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-            when = entry["timestamp"] if "timestamp" in entry else entry["timestamp_ms"]
-            hashes = entry.get("hash_ids", ())
-            lengths = entry["input_length"], entry["output_length"]
-            if not all(type(n) is int for n in (*lengths, *hashes)):
-                raise TypeError
-            priority = entry.get(_PRIORITY)
-            if priority is not None and type(priority) is not int:
-                raise TypeError
-            session = str(entry.get("session_id", ""))
-            yield Row(scaled_ns(float(when), 1e6), *lengths, hashes, session, priority)
+            yield row(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            raise InputError(
-                f"{file} line {number}",
-                f"got {line.strip()!r:.80}",
-                "timestamp or timestamp_ms, input_length, output_length, hash_ids",
-            ) from None
+            raise InputError(f"{file} line {number}", f"got {line.strip()!r:.80}", fields) from None
+
+
+def _mooncake_row(entry: Any) -> Row:
+    when = entry["timestamp"] if "timestamp" in entry else entry["timestamp_ms"]
+    priority, delay = entry.get(_PRIORITY), entry.get("delay")
+    if priority is not None and type(priority) is not int:
+        raise TypeError
+    after = None if delay is None else float(delay) / 1e3
+    session = str(entry.get("session_id", ""))
+    return Row(scaled_ns(float(when), 1e6), *_sizes(entry), session, priority, after)
+
+
+def _bailian_row(entry: Any) -> Row:
+    parent, name = str(entry["parent_chat_id"]), str(entry["chat_id"])
+    when = scaled_ns(float(entry["timestamp"]), 1e9)
+    return Row(when, *_sizes(entry), name=name, parent="" if parent == "-1" else parent)
+
+
+def _sizes(entry: Any) -> tuple[int, int, list[int]]:
+    """Return the tokens of prompt and answer, and the prompt's blocks."""
+    hashes, lengths = entry.get("hash_ids", []), (entry["input_length"], entry["output_length"])
+    if not all(type(n) is int for n in (*lengths, *hashes)):
+        raise TypeError
+    return *lengths, hashes
 
 
 def _assemble(file: Path, kind: str, rows: Iterator[Row]) -> RequestLog:
@@ -236,16 +274,13 @@ def _assemble(file: Path, kind: str, rows: Iterator[Row]) -> RequestLog:
         )
     except (OverflowError, ValueError):
         raise InputError(str(file), "a hash id is out of range", "0..2^64-1") from None
-    names: list[str | int] = [row[4] or i for i, row in enumerate(kept)]
-    numbers: dict[str | int, int] = {}
-    session = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int32)
     return RequestLog(
         path=file,
         format=kind,
         arrival_s=(when - when[0]) / 1e9,
         prompt_len=prompt,
         output_len=np.array([row[2] for row in kept], dtype=np.int32),
-        session=session,
+        **sessions_of(kept),
         priority=_priorities(file, [row[5] for row in kept]),
         prefix_hash=hashes,
         prefix_indptr=indptr.astype(np.int64),
@@ -285,14 +320,8 @@ def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDA
     """Number the prefix blocks so that equal numbers mean equal tokens from the prompt's start.
 
     A log's ids may identify a block's own tokens or, as Mooncake's do, all tokens up to its end.
-    Here a block is identified by its id and the number of the block before it.
-
-    ``hash_ids``: uint64 ``[n]``: the ids of all requests' blocks; ``indptr``: int64 ``[requests +
-    1]``: request ``i`` has ``hash_ids[indptr[i]:indptr[i + 1]]``.
-
-    Returns
-    -------
-    uint64 ``[n]``, numbered from 0 in order of first appearance.
+    Here a block is identified by its id and the number of the block before it: uint64 ``[n]``, from
+    0 in order of first appearance. Request ``i`` has ``hash_ids[indptr[i]:indptr[i + 1]]``.
     """
     numbers: dict[tuple[int, int], int] = {}
     chained: list[int] = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -28,9 +29,11 @@ from eldr_sim.traces.requests.arrivals import (
 from eldr_sim.traces.requests.length_shapes import shaped_log
 from eldr_sim.traces.requests.lengths import describe_lengths, draw_lengths
 from eldr_sim.traces.requests.load import Load
+from eldr_sim.traces.requests.load_shapes import load_shape
 from eldr_sim.traces.requests.prefixes import Ranges, assign_blocks, join_ranges, share_prefixes
 from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks
 from eldr_sim.traces.requests.served_lengths import served_prompt_lengths
+from eldr_sim.traces.requests.sessions import unfold, with_answers
 from eldr_sim.traces.requests.texts import Texts, resolve_domain_mix
 from eldr_sim.traces.streams import stream
 
@@ -49,10 +52,11 @@ class Requests:
     text: NDArray[np.int32]
     domain: NDArray[np.int16]  #: int16 ``[n]``, index into the texts' domains
     session: NDArray[np.int32]  #: int32 ``[n]``; requests of one conversation share a number
-    #: ``prefix_hash``, ``prefix_indptr``: request ``i``'s prompt blocks are
+    #: ``prefix_hash``, ``prefix_indptr``: request ``i``'s blocks are
     #: ``prefix_hash[prefix_indptr[i]:prefix_indptr[i + 1]]`` (uint64): equal numbers stand for
-    #: equal tokens from the prompt's start to the block's end (`request_logs.chain_blocks`). A
-    #: prompt without blocks, or what follows its last, is shared with no other.
+    #: equal tokens from the prompt's start to the block's end (`request_logs.chain_blocks`): those
+    #: of its prompt, and of its answer where another request goes on with it. A prompt without
+    #: blocks, or what follows the last, is shared with no other.
     prefix_hash: NDArray[np.uint64]
     prefix_indptr: NDArray[np.int64]
     #: int32, as long as `prefix_hash`: text that the block's tokens are of.
@@ -64,6 +68,13 @@ class Requests:
     description: dict[str, Any]
     #: int32 ``[n]``: the lowest is served first, as in vLLM; None where requests have none.
     priority: NDArray[np.int32] | None = None
+    #: ``parent``, ``gap_s``: int32 and float64 ``[n]``: the request before it that a request goes
+    #: on with, -1 where it comes by itself; and how long after that one's end it comes, s. None
+    #: where all come by themselves.
+    parent: NDArray[np.int32] | None = None
+    gap_s: NDArray[np.float64] | None = None
+    #: bool ``[n]``: whether a request's blocks are those of its answer, too; None: of no request.
+    answered: NDArray[np.bool_] | None = None
 
     @property
     def n_requests(self) -> int:
@@ -74,8 +85,16 @@ class Requests:
         return len(self.arrival_s)
 
     def blocks(self, request: int) -> NDArray[np.uint64]:
-        """Return the prefix block hashes of one request, uint64 ``[n_blocks]``."""
-        return self.prefix_hash[self.prefix_indptr[request] : self.prefix_indptr[request + 1]]
+        """Return the prefix block hashes of one request's prompt, uint64 ``[n_blocks]``."""
+        begin = int(self.prefix_indptr[request])
+        return self.prefix_hash[begin : begin + int(self.n_prompt_blocks[request])]
+
+    @cached_property
+    def n_prompt_blocks(self) -> NDArray[np.int64]:
+        """Blocks of each prompt, int64 ``[n]``: the last one may be partial."""
+        size = max(1, self.prefix_block_tokens)
+        reach = -(-self.prompt_len.astype(np.int64) // size)
+        return np.minimum(np.diff(self.prefix_indptr), reach)
 
     def repeated(self, rounds: int) -> Self:
         """Return so many rounds of these requests, each with sessions and prefixes of its own."""
@@ -88,21 +107,26 @@ class Requests:
         n_blocks = int(self.prefix_indptr[-1])
         begins = self.prefix_indptr[:-1] + np.arange(rounds)[:, None] * n_blocks
         same = {name: v for name, v in vars(self).items() if isinstance(v, np.ndarray)}
+        same.pop("n_prompt_blocks", None)
         changed: dict[str, Any] = {name: np.tile(v, rounds) for name, v in same.items()} | {
+            "parent": None,
+            "gap_s": None,
             "session": others(self.session),
             "prefix_hash": others(self.prefix_hash),
             "prefix_indptr": np.append(begins.ravel(), rounds * n_blocks),
         }
         return replace(self, **changed)
 
-    def prompt_ranges(self, request: int) -> Ranges:
-        """Return which texts the tokens of a prompt are of."""
+    def prompt_ranges(self, request: int, *, answer: bool = False) -> Ranges:
+        """Return which texts the tokens of a prompt are of, and of its ``answer`` if asked."""
         own, length = int(self.text[request]), int(self.prompt_len[request])
+        length += int(self.output_len[request]) if answer else 0
         begin, end = self.prefix_indptr[request : request + 2].tolist()
         size = self.prefix_block_tokens
         parts = [
             (source, i * size, min((i + 1) * size, length))
             for i, source in enumerate(self.prefix_text[begin:end].tolist())
+            if i * size < length
         ]
         covered = parts[-1][2] if parts else 0
         return join_ranges([*parts, (own, covered, length)] if covered < length else parts)
@@ -128,6 +152,15 @@ def make_requests(texts: Texts, load: Load) -> Requests:
     mix = _mix(texts, load, arrival_s)
     text, prefixes = _prefixes(texts, load, log, _deal(texts, mix, n, load.seed))
     prompt, output = _lengths(texts, load, log, text)
+    parent, gap_s, answered = None, None, None
+    if log is not None and log.parent is not None and not load.draws_arrivals:
+        before = log.parent[:n]
+        if prefixes.block_tokens:
+            parts = with_answers(*prefixes[:3], before, prompt, output, prefixes.block_tokens)
+            prefixes = prefixes._replace(blocks=parts[0], indptr=parts[1], text=parts[2])
+            answered = parts[3]
+        if load.arrivals == "closed":
+            parent, gap_s = before, log.gaps(load.recorded_ttft_ms, load.recorded_tpot_ms)[:n]
     drawn = np.bincount(texts.domain[text], minlength=len(texts.domains))
     described |= {
         **({} if load.input_len is None else {"input_len": load.input_len}),
@@ -143,7 +176,7 @@ def make_requests(texts: Texts, load: Load) -> Requests:
             if count
         },
     }
-    return Requests(
+    requests = Requests(
         arrival_s=arrival_s,
         prompt_len=prompt,
         output_len=output,
@@ -156,7 +189,11 @@ def make_requests(texts: Texts, load: Load) -> Requests:
         prefix_block_tokens=prefixes.block_tokens,
         description=described,
         priority=None if log is None or log.priority is None else log.priority[:n],
+        parent=parent,
+        gap_s=gap_s,
+        answered=answered,
     )
+    return requests if load.session is None else unfold(requests, texts, load)
 
 
 def _arrivals(load: Load, log: RequestLog | None) -> tuple[NDArray[np.float64], dict[str, Any]]:
@@ -165,7 +202,8 @@ def _arrivals(load: Load, log: RequestLog | None) -> tuple[NDArray[np.float64], 
     how_many = load.horizon_s, load.num_requests
     if drawn:
         assert rate is not None
-        arrival_s = draw_arrivals(rate, load.burstiness, *how_many, load.seed)
+        drawing = draw_arrivals if load.load is None else load_shape(load.load).draw
+        arrival_s = drawing(rate, load.burstiness, *how_many, load.seed)
     else:
         assert log is not None
         arrival_s = log.arrival_s if load.part is not None else recorded_arrivals(
@@ -180,6 +218,7 @@ def _arrivals(load: Load, log: RequestLog | None) -> tuple[NDArray[np.float64], 
         "workload": load.workload if log is None else Path(load.workload).name,
         "arrivals": describe_arrivals(log, rate, load.burstiness, drawn),
         "request_rate": "inf" if rate == math.inf else rate,
+        **({} if load.load is None else {"load": Path(load.load).name}),
         "burstiness": load.burstiness if drawn else None,
         "seed": load.seed,
         "n_requests": n,

@@ -77,24 +77,12 @@ def resolve_domain_mix(
     domain_mix: Mapping[str, float] | None = None,
     field: str = "domain_mix",
 ) -> tuple[dict[str, float], str]:
-    """Return the share of each domain in a workload, and where the shares come from.
+    """Return the share of each domain in a workload, and a phrase on where the shares come from.
 
-    Returns ``shares``, ``source``: positive shares that sum to 1, in the order of the texts'
-    domains; and a phrase for the result. Raises InputError if a weight is not a finite number of at
-    least 0, all are 0, or the texts lack a domain.
-
-    Parameters
-    ----------
-    texts
-        What the workload's requests are dealt from.
-    workload
-        ``task``, ``language``; or ``trace`` or the name of a request log, which says nothing about
-        domains: requests have the domains of the served texts.
-    domain_mix
-        Weights that replace the default, by domain name: any of the texts'. A domain left out
-        gets none.
-    field
-        What errors call it.
+    Positive shares that sum to 1, in the order of the texts' domains: those of ``task`` and
+    ``language``; for ``trace`` and logs the served texts' own; or the weights given, which may
+    leave domains out. Raises InputError, which names ``field``, if a weight is not a finite number
+    of at least 0, all are 0, or the texts lack a domain.
     """
     if domain_mix is None:
         missing = [name for name in DOMAIN_MIXES.get(workload, {}) if name not in texts.domains]
@@ -115,9 +103,7 @@ def resolve_domain_mix(
     for name, weight in weights.items():
         if name not in texts.domains:
             raise InputError(
-                field,
-                f"{name!r} is not a domain of trace {texts.name}",
-                ", ".join(texts.domains),
+                field, f"{name!r} is not a domain of trace {texts.name}", ", ".join(texts.domains)
             )
         if not math.isfinite(weight) or weight < 0:
             raise InputError(field, f"weight of {name} is {weight}", "a finite number >= 0")

@@ -31,13 +31,10 @@ _HEADER_BYTES = 128
 
 
 def pack_bits(experts: NDArray[Any], n_experts: int, where: str = "experts") -> NDArray[np.uint64]:
-    """Pack expert ids into bit sets.
+    """Pack expert ids ``[tokens, layers, top_k]`` into uint64 ``[tokens, layers, words]``.
 
-    ``experts``: integer ids ``[tokens, layers, top_k]``; ``n_experts``: experts per layer;
-    ``where``: name of the ids in an error.
-
-    Returns bits: uint64 ``[tokens, layers, ceil(n_experts / 64)]``. Raises InputError if an id is
-    no expert, or a token chose one twice in a layer.
+    Raises InputError, which names ``where``, if an id is no expert, or a token chose one twice in a
+    layer.
     """
     bits = np.zeros((*experts.shape[:2], -(-n_experts // 64)), dtype=np.uint64)
     for start in range(0, len(experts), _CHUNK_ROWS):
@@ -115,14 +112,11 @@ def add_counts(bits: Any, first: int, end: int, counts: Any) -> None:
 
 
 def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
-    """Return a trace's bit sets, memory-mapped from `eldr_sim.cache`, where they are built once.
+    """Return a trace's bit sets, read-only, memory-mapped from `eldr_sim.cache`, built there once.
 
-    A file there is ``bitsets/<first 16 digits of the trace's checksum>-top<k>-v<version>.bits``:
-    128 bytes of header, then the sets as they lie in memory. The header identifies the trace
-    (`_OWNER`) and has a CRC-32 of the sets, which is verified whenever the file is opened; a
-    damaged file is built again. Where the cache cannot be written the sets stay in memory.
-
-    Returns bits: uint64 ``[n_tokens, n_layers, ceil(n_experts / 64)]``, read-only.
+    A file is named by the trace's checksum, top-k and version: 128 bytes of header, which
+    identifies the trace (`_OWNER`) and has a CRC-32 of the sets, then these as they lie in memory.
+    A damaged file is built again; where the cache cannot be written the sets stay in memory.
     """
     checksum, top_k = trace.manifest.checksum, trace.top_k
     shape = (trace.manifest.n_tokens, trace.n_layers, -(-trace.n_experts // 64))

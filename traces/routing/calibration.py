@@ -83,18 +83,16 @@ def calibration_set(
     domain_mix: Mapping[str, float] | None = None,
     score: PromptScore = "count",
 ) -> CalibrationSet:
-    """Pick calibration requests in proportion to a workload's domain mix.
+    """Pick calibration requests in proportion to a workload's domain mix, each once.
 
-    It takes as many as the split holds at these shares, each once, the first of each domain in
-    trace order: of N requests, domain d gives ``round(N share_d)``, with the largest N at which no
-    domain runs out. A domain of positive share gives at least one.
+    Of N requests, domain d gives the first ``round(N share_d)`` in trace order, at least one, with
+    the largest N at which no domain runs out.
 
     Raises InputError if the mix is not valid, a domain in it has no calibration request (with the
     score), or the trace carries no such score at all.
 
-    ``workload``, ``domain_mix``: as for `Load`: ``task``, ``language``, ``trace`` or the path of a
-    request log; ``score``: with ``prob`` or ``logit``, only requests that have this gate score are
-    picked: a trace may carry it for a part of its calibration split.
+    ``workload``, ``domain_mix``: as for `Load`; ``score``: with ``prob`` or ``logit``, only
+    requests that have this gate score are picked: a trace may carry it for a part of the split.
     """
     shares, _ = resolve_domain_mix(trace.texts, workload, domain_mix)
     trace = trace.for_calibration
@@ -106,8 +104,7 @@ def calibration_set(
     if empty:
         which = "" if score == "count" else f" with gate scores ({score})"
         raise InputError(
-            "trace",
-            f"{trace.path.name} has no calibration request{which} of domain {empty[0]!r}",
+            "trace", f"{trace.path.name} has no calibration request{which} of domain {empty[0]!r}"
         )
     # 1e-9 keeps a quotient that should be whole from falling one short.
     total = min(int(len(pool) / shares[name] + 1e-9) for name, pool in pools.items())
@@ -154,17 +151,10 @@ def check_fraction(fraction: float) -> None:
 
 
 def split_calibration(domain: Sequence[str], fraction: float) -> NDArray[np.bool_]:
-    """Return which requests of a new trace become its calibration split.
+    """Return which requests of a new trace become its calibration split, bool ``[requests]``.
 
-    These are the first ones of each domain, so that neighbours, which may be cut from one document,
+    The first ``fraction`` of each domain, so that neighbours, which may be cut from one document,
     mostly fall on one side. Each split gets at least one request of a domain that has two.
-
-    ``domain``: domain of each request; ``fraction``: share of each domain's requests, between 0 and
-    1.
-
-    Returns
-    -------
-    bool ``[requests]``
     """
     labels = np.array(domain)
     calibration = np.zeros(len(labels), dtype=bool)

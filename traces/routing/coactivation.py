@@ -21,16 +21,11 @@ Tokens = Literal["all", "decode", "prompt"]  #: which tokens of requests are cou
 def coactivation(
     trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all"
 ) -> NDArray[np.int64]:
-    """Count the tokens of requests that chose each pair of experts.
+    """Count the tokens that chose each pair of experts, int64 ``[n_layers, n_experts, n_experts]``.
 
-    ``requests``: indices of requests, ``[n]``; each token of theirs counts the same; ``tokens``:
-    ``decode`` are generated tokens, ``prompt`` those of prompts, ``all`` whatever is recorded.
-
-    Raises InputError if the prompts' tokens are asked of a decode-only trace.
-
-    Returns
-    -------
-    int64 ``[n_layers, n_experts, n_experts]``, symmetric; the diagonal is the load.
+    Symmetric; the diagonal is the load. ``requests``: indices, ``[n]``; ``tokens``: ``decode`` are
+    generated tokens, ``prompt`` those of prompts, ``all`` whatever is recorded. Raises InputError
+    if the prompts' tokens are asked of a decode-only trace.
     """
     return count_coactivation(trace.bits, token_rows(trace, requests, tokens), trace.n_experts)
 

@@ -32,9 +32,7 @@ def expected_copy_share(
     ``pools``: trace requests that are served, by domain; ``shares``: share of each domain among the
     requests; sums to 1; ``batch``: requests in the batch, at least 1; may be a mean.
 
-    Returns
-    -------
-    mixed, one_domain
+    Returns mixed, one_domain.
     """
     mixed = sum(p * (1 - (1 - p / pools[d]) ** (batch - 1)) for d, p in shares.items())
     alone = sum(p * (1 - (1 - 1 / pools[d]) ** (batch - 1)) for d, p in shares.items())
@@ -50,12 +48,7 @@ def copy_share(
     """Return the share of decode time that requests spent beside a copy of themselves.
 
     ``worker``: decode worker of each request; ``start_s``, ``end_s``: when it was in the worker's
-    batch; ``request``: trace request whose decode it replayed.
-
-    Returns
-    -------
-    Of all requests' time in a batch, the share in which the batch held another request that
-    replayed the same; 0 where there is no time.
+    batch; ``request``: trace request whose decode it replayed. 0 where there is no time.
     """
     order = np.lexsort((start_s, request, worker))
     total = float((end_s - start_s).sum())

@@ -1,20 +1,15 @@
-"""The file of expert ids in a trace folder: plain for memory-mapping, or compressed.
+"""The file of expert ids in a trace folder: ``[token, layer, top_k]``, plain or compressed.
 
-``experts.npy``
-    uint8 (uint16 beyond 256 experts) ``[token, layer, top_k]``, C order, to be memory-mapped.
-``experts.npy.xz``
-    The same file in an ``.xz`` container, which ``xz -d`` opens. Routing repeats whole choices of a
-    token, often over several layers, at distances of whole tokens, so LZMA's literal and position
-    contexts are aligned to the ``top_k`` ids of a layer. The embedded trace (50.0 MB plain) takes
-    20.2 MB; LZMA's defaults give 21.9 MB, zstd-22 24.1 MB, 7 bits an id 43.8 MB. It is read in
-    1.2 s (zstd: 0.1 s), once: the bit sets that runs replay are cached.
+``experts.npy`` is uint8 (uint16 beyond 256 experts) in C order, to be memory-mapped;
+``experts.npy.xz`` the same in an ``.xz`` container. Routing repeats whole choices of a token, often
+over several layers, so LZMA's literal and position contexts are aligned to the ``top_k`` ids of a
+layer: the embedded trace (50.0 MB plain) takes 20.2 MB; LZMA's defaults give 21.9 MB, zstd-22 24.1
+MB.
 
-Rank groups
-    How much of the gate's order the ids keep: ``[1] * top_k`` all of it, ```[4, 4]``` which four of
-    eight came first, None (the same as ``[top_k]``) nothing. Groups stand in the gate's order;
-    within a group the order means nothing. A model of a smaller top-k can be served where a group
-    ends there, and ids that ascend within few groups compress best: ``[4, 4]`` costs the embedded
-    trace 20.2 MB, no order 15.0 MB.
+Rank groups say how much of the gate's order the ids keep: ``[1] * top_k`` all of it, ``[4, 4]``
+which four of eight came first, None nothing. Within a group the order means nothing. A model of a
+smaller top-k can be served where a group ends there, and ids that ascend within few groups compress
+best.
 """
 
 from __future__ import annotations

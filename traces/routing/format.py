@@ -1,29 +1,17 @@
 """Routing trace format v2: a folder that records which experts a model chose, token by token.
 
-A trace folder holds three files, and may hold a fourth:
+``manifest.json`` says what the trace is, see `Manifest`. ``requests.parquet`` has a row a request:
+`COLUMNS`; lengths are tokens, ``split`` is ``calibration`` or ``serving``. ``experts.npy`` or
+``experts.npy.xz`` has the chosen expert ids ``[token, layer, top_k]``, see ``encoding``: from
+``first_row`` on a row for each prompt token of a request, then one for each generated token whose
+forward pass was recorded (``output_len`` counts those). The requests' rows cover the file without
+gap or overlap; a decode-only trace (``prompt_rows`` false) leaves the prompts' out.
+``gate_scores.npz`` is optional, see ``gate_scores``.
 
-``manifest.json``
-    What the trace is and where it came from, see `Manifest`.
-``requests.parquet``
-    One row a request: ``request_id`` (string), ``domain`` (string), ``prompt_len`` and
-    ``output_len`` (int32 tokens), ``first_row`` (int64), ``session`` (int32) and ``split``
-    (``calibration`` or ``serving``).
-``experts.npy`` or ``experts.npy.xz``
-    Chosen expert ids, uint8 or uint16 ``[token, layer, top_k]``, plain or compressed; the
-    manifest's ``rank_groups`` says what their order within a token and layer means, see
-    ``encoding``. The rows of a request are contiguous: from ``first_row`` on, one row for each
-    prompt token, then one for each generated token whose forward pass was recorded
-    (``output_len`` counts those). The requests' rows cover the file without gap or overlap.
-    A decode-only trace (``prompt_rows`` false in the manifest) leaves the prompt's rows out.
-``gate_scores.npz``
-    Optional: the gate's scores summed over the prompts of some requests, see ``gate_scores``.
-
-The forward pass of the last prompt token yields the first generated token, and that of
-generated token ``j`` yields token ``j + 1``. A decode worker that receives a request computes
-its last prompt token first (vLLM's KV connectors leave it one token short of the prompt), so
-the rows that a decode replays are ``1 + output_len`` from the last prompt row on, see
-`RoutingTrace.decode_window`. A decode-only trace lacks that prompt row, so its decodes replay the
-``output_len`` rows that there are.
+The forward pass of the last prompt token yields the first generated token, and that of generated
+token ``j`` yields token ``j + 1``. A decode worker computes a request's last prompt token first
+(vLLM's KV connectors leave it one short of the prompt), so a decode replays ``1 + output_len`` rows
+from the last prompt row on; of a decode-only trace, the ``output_len`` that there are.
 
 Version 1 is the same without ``experts.npy.xz``, rank groups and decode-only traces.
 """
@@ -34,7 +22,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -44,6 +32,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import reading
 from eldr_sim.parquet import numbers, read_table
 from eldr_sim.traces.requests.texts import Texts
 from eldr_sim.traces.routing import gate_scores as gate_scores_file
@@ -60,13 +49,8 @@ from eldr_sim.traces.routing.manifest import (
 )
 
 __all__ = [
-    "REFERENCE_TRACE",
-    "Manifest",
-    "Provenance",
-    "RoutingTrace",
-    "builtin_traces",
-    "open_trace",
-]
+    "REFERENCE_TRACE", "Manifest", "Provenance", "RoutingTrace", "builtin_traces", "open_trace",
+]  # fmt: skip
 
 SPLITS = ("calibration", "serving")
 COLUMNS = {
@@ -106,6 +90,9 @@ class RoutingTrace:
     #: Opens the trace of the calibration split, where that lies in a folder of its own; None where
     #: it is a part of this one.
     calibration_apart: Callable[[], RoutingTrace] | None = field(default=None, repr=False)
+    #: Where a token's place in its step's batch decides, not its request: rows after which rows
+    #: come again, see `forced`; 0 where requests do.
+    period: int = 0
 
     @cached_property
     def experts(self) -> NDArray[np.uint8] | NDArray[np.uint16]:
@@ -186,13 +173,12 @@ class RoutingTrace:
         return self.manifest.domains
 
     def decode_window(self, requests: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where the recorded decode of each request lies.
+        """Return where the recorded decode of each request lies: ``first``, ``length``, int64
+        ``[n]``.
 
-        ``requests``: indices of requests, ``[n]``.
-
-        Returns ``first``, ``length``: int64 ``[n]`` each: row of the last prompt token (what a
-        decode worker computes first) and ``1 + output_len`` rows from there; without prompt rows,
-        the ``output_len`` rows of the generated tokens.
+        From the row of the last prompt token, what a decode worker computes first, ``1 +
+        output_len`` rows; without prompt rows, the ``output_len`` rows of the generated tokens.
+        ``requests``: indices, ``[n]``.
         """
         q = np.asarray(requests, dtype=np.int64)
         if not self.has_prompts:
@@ -218,12 +204,9 @@ class RoutingTrace:
     def prompt_counts(self, requests: ArrayLike) -> NDArray[np.uint16] | NDArray[np.uint32]:
         """Count how often each expert was chosen by the prompt tokens of each request.
 
-        This is ``c_r(l, e)`` of ELDR Sec. 4.2, what prefill workers hand to the router.
-
-        ``requests``: indices of requests, ``[n]``.
-
-        Returns counts: ``[n, n_layers, n_experts]``, uint16, or uint32 where a prompt is longer
-        than 65,535 tokens. Raises InputError if the trace is decode-only.
+        ``c_r(l, e)`` of ELDR Sec. 4.2, what prefill workers hand to the router: ``[n, n_layers,
+        n_experts]``, uint16, or uint32 where a prompt is longer than 65,535 tokens. Raises
+        InputError if the trace is decode-only. ``requests``: indices, ``[n]``.
         """
         self.require_prompts("expert signatures")
         q = np.asarray(requests, dtype=np.int64)
@@ -232,13 +215,9 @@ class RoutingTrace:
         return self._counts(self.first_row[q], self.prompt_len[q], kind)
 
     def prompt_scores(self, requests: ArrayLike, kind: PromptScore) -> NDArray[Any]:
-        """Sum up the prompts of requests in the way that a signature asks for.
+        """Return `prompt_counts`, or the gate's scores, ``[n, n_layers, n_experts]`` (float32).
 
-        ``requests``: indices of requests, ``[n]``; ``kind``: ``count`` for `prompt_counts`;
-        ``prob`` or ``logit`` for the gate's scores.
-
-        Returns scores: ``[n, n_layers, n_experts]``, float32 for gate scores. Raises InputError if
-        the trace does not carry the gate's scores of all of the requests.
+        Raises InputError if the trace does not carry the gate's scores of all of the requests.
         """
         if kind == "count":
             return self.prompt_counts(requests)
@@ -247,12 +226,9 @@ class RoutingTrace:
     def decode_activation(self, requests: ArrayLike) -> NDArray[np.float32]:
         """Return the fraction of decode steps in which each request chose each expert.
 
-        This is ``p_i(l, e)`` of ELDR Sec. 4.2.1, over the generated tokens' forward passes.
-
-        ``requests``: indices of requests, ``[n]``.
-
-        Returns activation: float32 ``[n, n_layers, n_experts]`` in [0, 1]; each layer sums to
-        ``top_k``.
+        ``p_i(l, e)`` of ELDR Sec. 4.2.1, over the generated tokens' forward passes: float32 ``[n,
+        n_layers, n_experts]`` in [0, 1]; each layer sums to ``top_k``. ``requests``: indices,
+        ``[n]``.
         """
         q = np.asarray(requests, dtype=np.int64)
         first, _ = self.decode_window(q)
@@ -261,9 +237,6 @@ class RoutingTrace:
 
     def requests_of(self, domains: Sequence[str], calibration: bool) -> NDArray[np.int64]:
         """Return the indices of one split's requests in some domains, in trace order.
-
-        ``domains``: names out of ``manifest.domains``; ``calibration``: the calibration split if
-        true, else the serving split.
 
         Raises InputError if a domain is not in the trace.
         """
@@ -288,19 +261,12 @@ class RoutingTrace:
 def open_trace(
     path_or_name: str | os.PathLike[str] = REFERENCE_TRACE, *, verify_checksum: bool = True
 ) -> RoutingTrace:
-    """Open and validate a routing trace.
+    """Open and validate a routing trace; raises InputError if anything about it is wrong.
 
-    Raises InputError if anything about the trace is wrong, in one line.
-
-    Parameters
-    ----------
-    path_or_name
-        Name of an embedded trace (`builtin_traces`) or a trace folder. A name wins over a
-        folder of the same name; write ``./name`` for the folder.
-    verify_checksum
-        Read the files through to verify their checksums and, of a plain file, every expert id
-        (compressed ids are verified whenever they are decompressed). Turn it off only for a
-        trace that was verified before, e.g. by the parent of a worker process.
+    ``path_or_name``: name of an embedded trace (`builtin_traces`), which wins over a folder of the
+    same name, or a trace folder; ``verify_checksum``: read the files through to verify their
+    checksums and, of a plain file, every expert id. Turn it off only for a trace that was verified
+    before, e.g. by the parent of a worker process.
     """
     if isinstance(path_or_name, str) and path_or_name in builtin_traces():
         path = BUILTIN / path_or_name.replace("-", "_")
@@ -352,25 +318,20 @@ def open_trace(
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file; InputError names it if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(str(path), error.strerror or "cannot be read") from None
+    with reading(str(path)), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_experts(folder: Path, manifest: Manifest) -> NDArray[Any]:
     path = folder / manifest.experts_file
-    experts = load_ids(path, manifest.encoding)
+    bad, experts = partial(InputError, str(path)), load_ids(path, manifest.encoding)
     want = (manifest.n_tokens, manifest.n_layers, manifest.top_k)
     if experts.shape != want:
-        raise InputError(
-            str(path), f"shape {list(experts.shape)}", f"{list(want)} as the manifest says"
-        )
+        raise bad(f"shape {list(experts.shape)}", f"{list(want)} as the manifest says")
     if experts.dtype not in (np.dtype(np.uint8), np.dtype("<u2")):
-        raise InputError(str(path), f"dtype {experts.dtype}", "uint8, uint16")
+        raise bad(f"dtype {experts.dtype}", "uint8, uint16")
     if not experts.flags.c_contiguous:
-        raise InputError(str(path), "Fortran order", "C order")
+        raise bad("Fortran order", "C order")
     if manifest.encoding != "npy":
         check_ids(experts, manifest.n_experts, str(path))
     return experts
@@ -378,77 +339,52 @@ def _read_experts(folder: Path, manifest: Manifest) -> NDArray[Any]:
 
 def _read_requests(path: Path, manifest: Manifest) -> RoutingTrace:
     file = path / "requests.parquet"
+    bad = partial(InputError, str(file))
     try:
         table = read_table(file)
     except OSError as error:
-        raise InputError(str(file), error.strerror or f"{error}".splitlines()[0]) from None
+        raise bad(error.strerror or f"{error}".splitlines()[0]) from None
     except pa.ArrowException as error:
-        raise InputError(str(file), f"{error}".splitlines()[0], "a Parquet file") from None
+        raise bad(f"{error}".splitlines()[0], "a Parquet file") from None
     columns: dict[str, Any] = {}
     for name, kind in COLUMNS.items():
         if name not in table.column_names:
-            raise InputError(str(file), f"column {name} is missing", ", ".join(COLUMNS))
+            raise bad(f"column {name} is missing", ", ".join(COLUMNS))
         column = table.column(name)
         if column.type != kind or column.null_count:
-            raise InputError(
-                str(file),
-                f"column {name} is {column.type} with {column.null_count} nulls",
-                f"{kind}, no nulls",
-            )
+            found = f"column {name} is {column.type} with {column.null_count} nulls"
+            raise bad(found, f"{kind}, no nulls")
         columns[name] = column.to_pylist() if kind == pa.string() else numbers(column)
     if table.num_rows != manifest.n_requests:
-        raise InputError(
-            str(file), f"{table.num_rows} requests", f"{manifest.n_requests} as the manifest says"
-        )
+        raise bad(f"{table.num_rows} requests", f"{manifest.n_requests} as the manifest says")
     for name, allowed in (("domain", manifest.domains), ("split", list(SPLITS))):
         unknown = sorted(set(columns[name]) - set(allowed))
         if unknown:
-            raise InputError(str(file), f"unknown {name} {unknown[0]!r}", ", ".join(allowed))
+            raise bad(f"unknown {name} {unknown[0]!r}", ", ".join(allowed))
     if len(set(columns["request_id"])) != table.num_rows:
-        raise InputError(str(file), "request_id values are not unique")
+        raise bad("request_id values are not unique")
     index = {name: i for i, name in enumerate(manifest.domains)}
-    return RoutingTrace(
-        path=path,
-        manifest=manifest,
-        request_id=columns["request_id"],
-        domain=np.array([index[name] for name in columns["domain"]], dtype=np.int16),
-        prompt_len=columns["prompt_len"],
-        output_len=columns["output_len"],
-        first_row=columns["first_row"],
-        session=columns["session"],
-        is_calibration=np.array([s == SPLITS[0] for s in columns["split"]], dtype=bool),
-    )
+    domain = np.array([index[name] for name in columns.pop("domain")], dtype=np.int16)
+    held = np.array([split == SPLITS[0] for split in columns.pop("split")], dtype=bool)
+    return RoutingTrace(path, manifest, domain=domain, is_calibration=held, **columns)
 
 
 def _check_rows(trace: RoutingTrace) -> None:
-    file = str(trace.path / "requests.parquet")
+    bad = partial(InputError, str(trace.path / "requests.parquet"))
     for name, lengths in (("prompt_len", trace.prompt_len), ("output_len", trace.output_len)):
         if lengths.min() < 1:
-            bad = int(lengths.argmin())
-            raise InputError(
-                file, f"{name} of request {trace.request_id[bad]} is {lengths[bad]}", "at least 1"
-            )
+            at = int(lengths.argmin())
+            raise bad(f"{name} of request {trace.request_id[at]} is {lengths[at]}", "at least 1")
     order = np.argsort(trace.first_row, kind="stable")
     first, length = trace.recorded_rows(order)
     end = first + length
     expected = np.concatenate([[0], end[:-1]])
-    wrong = np.flatnonzero(first != expected)
-    name = trace.request_id[int(order[wrong[0]])] if wrong.size else ""
-    if wrong.size and first[wrong[0]] < expected[wrong[0]]:
-        raise InputError(
-            file,
-            f"rows of request {name} start at {first[wrong[0]]}, before row "
-            f"{expected[wrong[0]]} where the request before it ends",
-        )
-    if wrong.size:
-        raise InputError(
-            file,
-            f"rows {expected[wrong[0]]} to {first[wrong[0]] - 1} before "
-            f"request {name} belong to no request",
-        )
+    for wrong in np.flatnonzero(first != expected)[:1]:
+        name, begins, ends = trace.request_id[order[wrong]], first[wrong], expected[wrong]
+        if begins < ends:
+            before = f"before row {ends} where the request before it ends"
+            raise bad(f"rows of request {name} start at {begins}, {before}")
+        raise bad(f"rows {ends} to {begins - 1} before request {name} belong to no request")
     if end[-1] != trace.manifest.n_tokens:
-        raise InputError(
-            file,
-            f"the requests' rows end at {end[-1]}",
-            f"{trace.manifest.n_tokens}, the rows of {trace.manifest.experts_file}",
-        )
+        rows = f"{trace.manifest.n_tokens}, the rows of {trace.manifest.experts_file}"
+        raise bad(f"the requests' rows end at {end[-1]}", rows)

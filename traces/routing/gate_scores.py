@@ -1,23 +1,16 @@
-"""Summed gate scores of prompts: an optional part of a routing trace.
+"""Summed gate scores of prompts: an optional part of a routing trace (ELDR Sec. 4.2.3).
 
-A trace records which experts were chosen. Where the capture also kept the gate's scores, their
-sums over each prompt lie beside it in ``gate_scores.npz``:
-
-``requests``
-    int64 ``[m]``: the requests that are covered, as ascending row numbers of ``requests.parquet``.
-    They may be a part only, such as the calibration split: fitting needs that one, serving with
-    a signature of gate scores needs the served requests too.
-``prob``, ``logit``
-    float32 ``[m, n_layers, n_experts]``, at least one of them: the gate's probability (after the
-    softmax or sigmoid) and raw score of every expert, summed over the prompt's tokens.
-
-They are the continuous signals that ELDR compares its counts with (Sec. 4.2.3).
+``gate_scores.npz`` holds ``requests``, int64 ``[m]``, ascending row numbers of
+``requests.parquet``, and ``prob`` or ``logit`` or both, float32 ``[m, n_layers, n_experts]``: the
+gate's probability (after softmax or sigmoid) and raw score of every expert, summed over the
+prompt's tokens. They may cover a part of the requests: fitting needs the calibration split, serving
+the served requests too.
 """
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import check_arrays
+from eldr_sim.inputs import load_arrays
 
 FILE_NAME = "gate_scores.npz"
 
@@ -98,13 +91,7 @@ def write(path: Path, scores: GateScores) -> None:
 
 def read(path: Path) -> GateScores:
     """Read the file as it is; :func:`check` tells whether it fits its trace."""
-    try:
-        with np.load(check_arrays(path, str(path)), allow_pickle=False) as archive:
-            arrays: dict[str, NDArray[Any]] = {name: archive[name] for name in archive.files}
-    except OSError as error:
-        raise InputError(str(path), error.strerror or "cannot be read") from None
-    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise InputError(str(path), f"not a .npz archive of plain arrays: {error}") from None
+    arrays = load_arrays(path)
     unknown = sorted(set(arrays) - {"requests", *_KINDS})
     if unknown or "requests" not in arrays:
         problem = f"unknown array {unknown[0]}" if unknown else "array requests is missing"
@@ -115,44 +102,35 @@ def read(path: Path) -> GateScores:
 def check(
     scores: GateScores, where: str, prompt_len: NDArray[Any], n_layers: int, n_experts: int
 ) -> None:
-    """Check that gate scores fit their trace.
+    """Raise InputError where gate scores do not fit their trace.
 
-    ``where``: the file or argument that an error names; ``prompt_len``: prompt tokens of all
-    requests of the trace.
+    A shape or type is wrong, a request unknown or out of order, a score not finite, or a summed
+    probability negative or above the prompt's tokens.
 
-    Raises InputError if a shape or type is wrong, a request is unknown or out of order, a score is
-    not finite, or a summed probability is negative or above the number of prompt tokens.
+    ``where``: what an error names; ``prompt_len``: prompt tokens of all requests of the trace.
     """
-    requests = np.asarray(scores.requests)
+    bad = partial(InputError, where)
+    requests, n = np.asarray(scores.requests), len(prompt_len)
     if requests.ndim != 1 or not len(requests) or requests.dtype != np.int64:
-        raise InputError(
-            where, f"requests is {requests.dtype} {list(requests.shape)}", "int64 [m], m at least 1"
-        )
-    if requests[0] < 0 or requests[-1] >= len(prompt_len) or not (np.diff(requests) > 0).all():
-        raise InputError(
-            where, "requests are not ascending numbers", f"0..{len(prompt_len) - 1}, each once"
-        )
+        found = f"requests is {requests.dtype} {list(requests.shape)}"
+        raise bad(found, "int64 [m], m at least 1")
+    if requests[0] < 0 or requests[-1] >= n or not (np.diff(requests) > 0).all():
+        raise bad("requests are not ascending numbers", f"0..{n - 1}, each once")
     if not scores.kinds:
-        raise InputError(where, "holds neither prob nor logit", "one of them at least")
+        raise bad("holds neither prob nor logit", "one of them at least")
     want = (len(requests), n_layers, n_experts)
     for kind in scores.kinds:
         values: NDArray[Any] = getattr(scores, kind)
         if values.dtype != np.float32 or values.shape != want:
-            raise InputError(
-                where, f"{kind} is {values.dtype} {list(values.shape)}", f"float32 {list(want)}"
-            )
+            raise bad(f"{kind} is {values.dtype} {list(values.shape)}", f"float32 {list(want)}")
         if not bool(np.isfinite(values).all()):
-            raise InputError(where, f"{kind} holds NaN or infinity", "finite numbers")
+            raise bad(f"{kind} holds NaN or infinity", "finite numbers")
     if scores.prob is not None:
         # Sums of float32 probabilities may exceed the number of tokens by their rounding.
         most = prompt_len[requests] * (1 + 1e-3)
         wrong = np.argwhere((scores.prob < 0) | (scores.prob > most[:, None, None]))
         if len(wrong):
             row, layer, expert = wrong[0].tolist()
-            tokens = int(prompt_len[requests[row]])
-            raise InputError(
-                where,
-                f"prob of request {requests[row]} layer {layer} expert {expert} is "
-                f"{scores.prob[row, layer, expert]:g}",
-                f"0 to its {tokens} prompt tokens",
-            )
+            which = f"prob of request {requests[row]} layer {layer} expert {expert}"
+            allowed = f"0 to its {int(prompt_len[requests[row]])} prompt tokens"
+            raise bad(f"{which} is {scores.prob[row, layer, expert]:g}", allowed)

@@ -159,18 +159,15 @@ def _members(trace: RoutingTrace) -> dict[str, NDArray[np.int64]]:
 def expected_distinct(
     groups: Sequence[NDArray[np.float64]], takes: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Return the exact expected number of distinct experts per layer in a random batch.
+    """Return the exact expected number of distinct experts of a random batch, ``[layers]``.
 
     The batch takes ``takes`` different requests at random from each group, each at a random step.
     An expert is absent if every request misses it, so the expectation needs the mean, over all
     choices of requests, of the product of their probabilities to miss it. That mean over the
-    k-subsets of the first j requests follows from those of the first j - 1:
-    ``m_j(k) = (j - k) / j m_{j-1}(k) + k / j x_j m_{j-1}(k - 1)``.
+    k-subsets of the first j requests follows from those of the first j - 1: ``m_j(k) = (j - k) / j
+    m_{j-1}(k) + k / j x_j m_{j-1}(k - 1)``.
 
-    ``groups``: per group the requests' `RoutingTrace.decode_activation`, ``[n, layers, experts]``;
-    ``takes``: requests to take from each group, 0 to n.
-
-    Returns distinct: float64 ``[layers]``.
+    ``groups``: per group the requests' `RoutingTrace.decode_activation`, ``[n, layers, experts]``.
     """
     absent = np.ones(groups[0].shape[1:])
     for activation, take in zip(groups, takes, strict=True):

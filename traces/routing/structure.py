@@ -93,16 +93,10 @@ def next_layer_entropy(trace: RoutingTrace) -> list[NextLayer]:
 def transitions(
     trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all"
 ) -> NDArray[np.int64]:
-    """Count the tokens that chose expert i in a layer and expert j in the next one.
+    """Count the tokens that chose expert i in a layer and j in the next, ``[n_layers - 1, E, E]``.
 
     The recorded layers alone: a model of more layers replays them tile by tile, each tile with
-    other tokens, so that from the last layer of a tile to the first of the next no token goes on.
-
-    ``requests``, ``tokens``: as of :func:`~eldr_sim.traces.routing.coactivation.coactivation`.
-
-    Returns
-    -------
-    int64 ``[n_layers - 1, n_experts, n_experts]``.
+    other tokens. ``requests``, ``tokens``: as of `coactivation`.
     """
     found = np.zeros((max(0, trace.n_layers - 1), trace.n_experts, trace.n_experts), np.int64)
     rows = token_rows(trace, requests, tokens)

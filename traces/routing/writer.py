@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,19 +15,14 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 from pydantic import ValidationError
 
+from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_folder
 from eldr_sim.traces.routing import gate_scores as gate_scores_file
 from eldr_sim.traces.routing.encoding import FILE_NAMES, Encoding, check_groups, save_ids
-from eldr_sim.traces.routing.format import (
-    COLUMNS,
-    SPLITS,
-    RoutingTrace,
-    open_trace,
-    sha256,
-)
+from eldr_sim.traces.routing.format import COLUMNS, SPLITS, RoutingTrace, open_trace, sha256
 from eldr_sim.traces.routing.gate_scores import GateScores
-from eldr_sim.traces.routing.manifest import Manifest, Provenance, manifest_error
+from eldr_sim.traces.routing.manifest import Manifest, manifest_error
 
 
 def write_trace(
@@ -38,62 +34,32 @@ def write_trace(
     prompt_len: ArrayLike,
     output_len: ArrayLike,
     is_calibration: ArrayLike,
-    model: str,
-    n_experts: int,
-    domains: Sequence[str],
-    captured_by: str,
-    source_data: str,
-    tool_versions: Mapping[str, str],
-    provenance: Provenance,
-    notes: str = "",
     session: ArrayLike | None = None,
     gate_scores: GateScores | None = None,
-    rank_groups: Sequence[int] | None = None,
-    prompt_rows: bool = True,
-    recorded_phase: Literal["prompt", "generated"] | None = None,
-    prompt_share: float | None = None,
-    encoding: Encoding = "npy",
     force: bool = False,
+    **about: Any,
 ) -> RoutingTrace:
-    """Write a routing trace: a whole and valid folder, or nothing.
+    """Write a routing trace: a whole and valid folder, or nothing; return it as read back.
 
-    Returns RoutingTrace: the trace as read back from ``out``. Raises InputError if ``out`` exists
-    and ``force`` is false, or if the trace would not be valid.
+    Raises InputError if ``out`` exists and ``force`` is false, or if the trace would not be valid.
 
-    Parameters
-    ----------
-    out
-        Folder to make.
-    experts
-        Expert ids ``[tokens, layers, top_k]``, the requests' rows one after the other: of each
-        its prompt tokens, unless ``prompt_rows`` is false, and its generated tokens.
-    request_id, domain, prompt_len, output_len, is_calibration
-        One entry a request, see `RoutingTrace`; ``domain`` by name.
-    model, n_experts, domains, captured_by, source_data, tool_versions, provenance, notes
-        See `Manifest`.
-    session
-        Conversation number of each request; by default each request is its own.
-    gate_scores
-        The gate's scores summed over the prompts of some requests.
-    rank_groups
-        How much of the gate's order the ids keep, see ``encoding``: ``[1] * top_k`` if they are
-        ranked, None if not.
-    prompt_rows
-        Whether ``experts`` has rows for prompt tokens.
-    recorded_phase, prompt_share
-        See `Manifest`.
-    encoding
-        How to store the ids: ``npy`` to be memory-mapped, ``xz`` compressed.
-    force
-        Replace ``out`` if it is there.
+    ``experts``: expert ids ``[tokens, layers, top_k]``, the requests' rows one after the other: of
+    each its prompt tokens, unless ``prompt_rows`` is false, and its generated tokens;
+    ``request_id``, ``domain``, ``prompt_len``, ``output_len``, ``is_calibration``: one entry a
+    request, see `RoutingTrace`; ``domain`` by name; ``session``: conversation number of each
+    request; by default each request is its own; ``about``: fields of `Manifest`. Those that follow
+    from the rest are not given; of versions those of this package and of NumPy are added.
     """
     target = Path(out)
     _check_target(target, force)
-    ids = _checked_ids(experts, n_experts)
-    groups = check_groups(rank_groups, ids.shape[2], "rank_groups")
+    ids = _checked_ids(experts, about["n_experts"])
+    encoding: Encoding = about.setdefault("encoding", "npy")
+    about["rank_groups"] = check_groups(about.get("rank_groups"), ids.shape[2], "rank_groups")
+    ours = {"eldr-sim": __version__, "numpy": np.__version__}
+    about["tool_versions"] = about["tool_versions"] | ours
     n = len(request_id)
     requests = _requests_table(
-        prompt_rows,
+        about.get("prompt_rows", True),
         request_id=list(request_id),
         domain=list(domain),
         prompt_len=np.asarray(prompt_len, dtype=np.int64),
@@ -109,21 +75,9 @@ def write_trace(
             gate_scores_file.write(scores_path, gate_scores)
         try:
             manifest = Manifest(
-                model=model,
+                **about,
                 n_layers=ids.shape[1],
-                n_experts=n_experts,
                 top_k=ids.shape[2],
-                rank_groups=groups,
-                prompt_rows=prompt_rows,
-                recorded_phase=recorded_phase,
-                prompt_share=prompt_share,
-                encoding=encoding,
-                domains=list(domains),
-                captured_by=captured_by,
-                source_data=source_data,
-                tool_versions=dict(tool_versions),
-                notes=notes,
-                provenance=provenance,
                 checksum=sha256(temporary / FILE_NAMES[encoding]),
                 requests_checksum=sha256(temporary / "requests.parquet"),
                 gate_scores_checksum=None if gate_scores is None else sha256(scores_path),
@@ -148,15 +102,11 @@ def _check_target(target: Path, force: bool) -> None:
 
 def _checked_ids(experts: NDArray[Any], n_experts: int) -> NDArray[Any]:
     """Return expert ids in the type and order of the file."""
-    ids = np.asarray(experts)
+    bad, ids = partial(InputError, "experts"), np.asarray(experts)
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
-        raise InputError(
-            "experts", f"got {ids.dtype} {list(ids.shape)}", "integers [tokens, layers, top_k]"
-        )
+        raise bad(f"got {ids.dtype} {list(ids.shape)}", "integers [tokens, layers, top_k]")
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= n_experts):
-        raise InputError(
-            "experts", f"ids span {int(ids.min())}..{int(ids.max())}", f"0..{n_experts - 1}"
-        )
+        raise bad(f"ids span {int(ids.min())}..{int(ids.max())}", f"0..{n_experts - 1}")
     return np.ascontiguousarray(ids, dtype=np.uint8 if n_experts <= 256 else np.uint16)
 
 

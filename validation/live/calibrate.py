@@ -25,7 +25,8 @@ from eldr_sim.kernel_profiles.tables.format import (
     LatencyTable,
     TableMetadata,
     attention_shape,
-    moe_shape,
+    engine_step_shape,
+    moe_shape_of,
 )
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.validation.live.drift import Drift, DriftModel, exponent
@@ -64,14 +65,9 @@ def calibration_bursts(
 ) -> list[Burst]:
     """Return the bursts that cover the steps of an engine, in sending order.
 
-    Parameters
-    ----------
-    max_num_seqs, max_num_batched_tokens, max_model_len
-        The engine's limits.
-    kv_tokens, block_size
-        Tokens that its KV cache holds, and tokens of a block: no burst needs more. None: enough.
-    seed
-        Seed of the order within each round.
+    ``max_num_seqs``, ``max_num_batched_tokens``, ``max_model_len``: the engine's limits;
+    ``kv_tokens``, ``block_size``: tokens that its KV cache holds, and tokens of a block: no burst
+    needs more. None: enough; ``seed``: seed of the order within each round.
     """
     rng = np.random.default_rng(seed)
 
@@ -127,11 +123,7 @@ def _round(number: int, max_num_seqs: int, budget: int, max_model_len: int) -> l
 
 
 def engine_tables(
-    log: EngineLog,
-    dims: ModelDims,
-    device: str,
-    framework: str,
-    versions: Mapping[str, str],
+    log: EngineLog, dims: ModelDims, device: str, framework: str, versions: Mapping[str, str]
 ) -> tuple[list[LatencyTable], DriftModel | None]:
     """Make the latency tables of a model from the steps of one engine's calibration.
 
@@ -184,13 +176,8 @@ def engine_tables(
     moe_samples = _well_covered(moe.seconds, dims.n_experts, dims.top_k)
     head = _head(device, framework, versions)
     attention = attention_shape(dims.n_heads, dims.n_kv_heads, dims.head_dim, 0)
-    forced = {"routing": "forced"}
-    experts = moe_shape(dims.hidden_size, dims.expert_intermediate_size, dims.n_experts, dims.top_k)
-    whole = {
-        "n_layers": dims.n_layers,
-        "hidden_size": dims.hidden_size,
-        "vocab_size": dims.vocab_size,
-    }
+    forced, experts = {"routing": "forced"}, moe_shape_of(dims)
+    whole = engine_step_shape(dims.n_layers, dims.hidden_size, dims.vocab_size)
     tables = [
         _table(head, "moe", experts, ("batch", "distinct_experts"), moe_samples, forced),
         _table(head, "attention_decode", attention, ("batch", "context"), decode.seconds),
@@ -333,19 +320,10 @@ def outside_times(
     bytes; the set-up time of a transfer is the remaining wait of a lone request between the decode
     engine's queue and its first step there. Raises InputError if a request is not in the logs.
 
-    Parameters
-    ----------
-    requests
-        ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``.
-    logs, prefill
-        Log of each engine, and the names of prefill engines.
-    prefilled
-        Whether these computed the prompts before the requests were sent.
-    dims
-        The model.
-    measure_link
-        Returns transfer times by (bytes, descriptors), s, and their source; called only if there
-        are prefill engines.
+    ``requests``: ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``; ``logs``, ``prefill``:
+    Log of each engine, and the names of prefill engines; ``prefilled``: whether these computed the
+    prompts before the requests were sent; ``dims``: the model; ``measure_link``: returns transfer
+    times by (bytes, descriptors), s, and their source; called only if there are prefill engines.
     """
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
     lengths = requests["prompt_len"].to_numpy().astype(float)

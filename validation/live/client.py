@@ -38,23 +38,12 @@ def send_load(
     to the proxy are null, and ``engine`` is 0, until `proxy_log.join_proxy_log` fills them. Raises
     InputError if aiohttp is not installed or a request fails; the others are then cancelled.
 
-    Parameters
-    ----------
-    load
-        The load.
-    url
-        Base URL of an engine or of the proxy, such as ``http://127.0.0.1:8000``. It must stream
-        completions with ``continuous_usage_stats``, as vLLM does.
-    model
-        Name of the model that the engine serves.
-    temperature
-        Sampling temperature.
-    timeout_s
-        Longest time of one request, s.
-    start_s
-        Time by `time.monotonic` from which the load's times count; 0.2 s from now if None.
-    progress
-        Called with the share of requests that have ended.
+    ``load``: the load; ``url``: base URL of an engine or of the proxy, such as
+    ``http://127.0.0.1:8000``. It must stream completions with ``continuous_usage_stats``, as vLLM
+    does; ``model``: name of the model that the engine serves; ``temperature``: sampling
+    temperature; ``timeout_s``: longest time of one request, s; ``start_s``: time by
+    `time.monotonic` from which the load's times count; 0.2 s from now if None; ``progress``: called
+    with the share of requests that have ended.
 
     Notes
     -----
@@ -115,11 +104,11 @@ async def _send(
     )
 
 
-def prefill_ahead(load: Load, url: str, *, model: str, temperature: float = 1.0) -> Load:
+def prefill_ahead(load: Load, url: str, *, model: str) -> Load:
     """Compute all prompts of a load on a prefill engine before the load is sent.
 
     ``load``: the load; ``url``: base URL of the prefill engine, which keeps the KV cache until a
-    decode engine fetches it; ``model``, ``temperature``: as for `send_load`.
+    decode engine fetches it; ``model``: as for `send_load`.
 
     Returns Load: the same requests with the location of their KV cache. Raises InputError if
     aiohttp is not installed, a request fails, or the engine has no KV connector.
@@ -131,7 +120,7 @@ def prefill_ahead(load: Load, url: str, *, model: str, temperature: float = 1.0)
         found = []
         async with open_session() as session:
             for request in load.requests:  # one after the other: the order of the load
-                body = prefill_body(json.loads(_body(request, model, temperature)))
+                body = prefill_body(json.loads(_body(request, model)))
                 headers = {"X-Request-Id": request.request_id}
                 try:
                     async with session.post(address, json=body, headers=headers) as response:
@@ -147,7 +136,7 @@ def prefill_ahead(load: Load, url: str, *, model: str, temperature: float = 1.0)
     return replace(load, requests=tuple(asyncio.run(compute())))
 
 
-def _body(request: LoadRequest, model: str, temperature: float) -> bytes:
+def _body(request: LoadRequest, model: str, temperature: float = 1.0) -> bytes:
     body: dict[str, Any] = {
         "model": model,
         "prompt": request.prompt,

@@ -5,66 +5,32 @@
 JSON, and the underlying tables. Errors are ``100 * (simulated / live - 1)``, in %, unless noted; in
 each list of ``summary`` all rows have the same keys, and a missing figure is None.
 
-``summary`` = ::
+``summary`` has lists of rows. Each but ``steps`` names ``setup``, ``policy``, ``load``
+(``LoadInfo.name``) and ``repeat``; a load or repeat of None is the mean over them.
 
-    {"runs": [                    # one per recorded run, in the order given
-        {"setup", "policy", "load",                     # names; load is LoadInfo.name
-         "repeat": int,
-         "request_rate", "burstiness", "lengths", "num_requests",  # of LoadInfo
-         "incomplete": int,       # requests without all their tokens, excluded below
-         "duration_s",            # first post to last token, live
-         "simulated_duration_s",
-         "output_tokens_per_s",   # live
-         "steps": int,            # of all engines
-         "mean_batch", "max_batch",  # running sequences of live steps that decode
-         "simulated_mean_batch",
-         "same_engine_percent",   # requests on the same engine, live and simulated
-         "drift"}],               # by how much steps took longer than at the tables' speed
-     "steps": [                   # open loop: each live step predicted from its composition
-        {"setup": str | None,     # None: all set-ups
-         "role": "prefill" | "decode" | "colocated" | None,   # of the engine; None: all
-         "group": "all" | "decode only" | "with prompts" | "batch 1" | "batch 2-3" | "batch 4-7"
-                  | "batch 8-15" | ...,                 # batch: of steps that decode only
-         "component": "step" | "moe" | "attention" | "rest",
-         "steps": int,
-         "live_ms", "predicted_ms",                     # means
-         "median_percent", "p90_percent",               # of the absolute errors
-         "bias_percent",                                # mean of the errors with their sign
-         "median_of_step_percent",   # median |predicted - live| / whole step
-         "noise_median_percent", "noise_p90_percent"}],  # noise floor of steps; None if unknown
-     "distinct": [                # distinct experts; every "wrong" must be 0
-        {"setup", "policy", "load", "repeat",
-         "steps", "layers": int,          # compared: steps * MoE layers
-         "wrong_steps", "wrong_layers",   # live log compared with the union of trace rows
-         "simulated_steps": int,
-         "matched_steps": int,            # simulated steps with the {(request, position,
-                                          # tokens)} of a live one
-         "matched_wrong": int}],          # of those, with a different sum of distinct experts
-     "requests": [
-        {"setup", "policy",
-         "load": str | None,      # None: mean over the loads of a set-up and policy
-         "repeat": int | None,    # None: mean over the repeats of a load
-         "metric": "ttft" | "tpot" | "itl" | "e2el",
-         "statistic": "mean" | "p50" | "p90" | "p99",
-         "live_ms", "simulated_ms",       # None where load is None
-         "error_percent",         # of that repeat; else the mean of the errors with their sign
-         "abs_error_percent",     # of that repeat; else the mean of the absolute errors
-         "noise_percent",         # noise floor of the live repeats: None with fewer than two
-         "range_percent",         # (largest - smallest) / mean of the live repeats
-         "drift"}],               # of the runs
-     "components": [              # means over requests
-        {"setup", "policy", "load", "repeat": int | None,
-         "of": "e2el" | "ttft",
-         "component": "queue" | "prefill" | "transfer" | "decode" | "host" | "sum",
-         "live_ms", "simulated_ms",
-         "difference_ms",         # simulated - live
-         "percent"}],             # difference over the live mean of what it is a component of
-     "headline": {                # of all runs
-        "decode_step": {"steps", "median_percent", "p90_percent", "bias_percent",
-                        "noise_median_percent", "noise_p90_percent"},
-        "tpot_p50" | "tpot_p99" | "ttft_p50" | "e2el_p50":
-            {"abs_error_percent", "noise_percent"},     # means over set-ups, policies and loads
-        "distinct": {"layers", "wrong_layers", "matched_steps", "matched_wrong"}}}
+``runs``
+    One per recorded run: its load, ``incomplete`` (requests without all their tokens, which are
+    left out below), durations from the first post to the last token, the running sequences of steps
+    that decode, ``same_engine_percent`` (requests on the same engine live and simulated), ``drift``
+    (by how much steps took longer than at the tables' speed).
+``steps``
+    Open loop: each live step predicted from its composition, by ``setup`` and ``role`` (None: all),
+    ``group`` (``all``, ``decode only``, ``with prompts``; batches of steps that decode only) and
+    ``component`` (``step``, ``moe``, ``attention``, ``rest``): means, absolute errors, their noise
+    floor, ``bias_percent`` (mean of the errors with their sign), ``median_of_step_percent`` (median
+    difference over the whole step).
+``distinct``
+    Layers whose logged distinct experts differ from the union of trace rows, and simulated steps of
+    the same {(request, position, tokens)} as a live one with another sum: ``wrong`` must be 0.
+``requests``
+    By ``metric`` and ``statistic``: of a repeat ``error_percent``, else the mean of the errors with
+    their sign; ``abs_error_percent`` likewise; ``noise_percent``, ``range_percent`` ((largest -
+    smallest) / mean) of the live repeats; ``drift``.
+``components``
+    Means over requests ``of`` e2el or ttft; ``percent``: difference over the live mean of that.
+
+``headline`` holds the figures of all runs that goals are set for, means over set-ups, policies and
+loads.
 
 Noise floor
     Mean of ``|a - b|`` over all pairs of live repeats of a load, relative to the mean of the
@@ -81,21 +47,14 @@ Components
     first step there (KV reservation, read, step boundaries). *decode*: the rest. Arrival in an
     engine's queue is not observed: live and simulated figures use post plus calibrated ingress.
 
-Tables of :class:`LiveComparison` (all have ``setup, policy, load, repeat``)::
-
-    steps     engine, role, kind ("prefill" | "decode" | "mixed"), start_s, batch, tokens, context,
-              active (distinct experts, summed over layers), layers, live_ms, predicted_ms, drift,
-              live_moe_ms, predicted_moe_ms, live_attention_ms, predicted_attention_ms,
-              live_rest_ms, predicted_rest_ms
-    requests  request (row of requests.parquet), prompt_len, output_len, live_ttft_ms,
-              simulated_ttft_ms, live_tpot_ms, simulated_tpot_ms, live_e2el_ms, simulated_e2el_ms
-              (tpot null where a request has one token)
-    gaps      live_ms, simulated_ms: gaps between tokens, pooled, a row per gap
+Tables of :class:`LiveComparison`: ``steps``, ``requests`` (``request`` is the row of
+``requests.parquet``; TPOT is null where a request has one token) and ``gaps`` (between tokens,
+pooled).
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -108,13 +67,7 @@ from eldr_sim.planning.intervals import mean_known
 from eldr_sim.validation.live.engine_calibration import EngineCalibration
 from eldr_sim.validation.live.live_run import EngineInfo, LiveRun
 from eldr_sim.validation.live.simulated_run import SimulatedRun, check_run, run_clock
-from eldr_sim.validation.live.steps import (
-    Composition,
-    StepUnions,
-    compositions,
-    durations,
-    predict,
-)
+from eldr_sim.validation.live.steps import Composition, StepUnions, compositions, durations, predict
 from eldr_sim.validation.live.timestamps import COMPONENTS, RequestTimestamps, live_timestamps
 
 FloatArray = NDArray[np.float64]
@@ -138,20 +91,16 @@ class LiveComparison:
 
 
 def compare_runs(
-    pairs: Iterable[tuple[LiveRun, SimulatedRun]],
-    calibrated: EngineCalibration,
-    progress: Callable[[str], None] = lambda _label: None,
+    pairs: Iterable[tuple[LiveRun, SimulatedRun]], calibrated: EngineCalibration
 ) -> LiveComparison:
     """Compare recorded runs with their simulations.
 
     ``pairs``: recordings with their simulations; runs of the same set-up, policy and load are
-    repeats; ``calibrated``: the calibration that the simulations used; ``progress``: called with
-    the label of a run before it is compared.
+    repeats; ``calibrated``: the calibration that the simulations used.
     """
     parts: dict[str, list[pd.DataFrame]] = defaultdict(list)
     rows: dict[str, list[Row]] = defaultdict(list)
     for run, replayed in pairs:
-        progress(run.label)
         name: Row = {
             "setup": run.info.setup,
             "policy": run.info.policy,
@@ -162,7 +111,9 @@ def compare_runs(
         whole = np.flatnonzero(np.isfinite(live.e2el_s))
         steps, distinct = _steps(run, replayed, calibrated, live)
         requests = _requests(run, replayed, live, whole)
-        gaps = _gaps(live, replayed.timestamps, whole)
+        sides = {"live": live, "simulated": replayed.timestamps}
+        between = {f"{side}_ms": 1e3 * times.gaps_s(whole) for side, times in sides.items()}
+        gaps = pd.DataFrame(between)
         for kind, frame in (("steps", steps), ("requests", requests), ("gaps", gaps)):
             for place, (key, value) in enumerate(name.items()):
                 frame.insert(place, key, value)
@@ -174,13 +125,14 @@ def compare_runs(
         rows["components"] += [name | row for row in _components(live, replayed, whole)]
     tables = {kind: pd.concat(frames, ignore_index=True) for kind, frames in parts.items()}
     requests_rows = _with_repeats(rows["requests"])
-    step_rows = _step_rows(tables["steps"])
+    step_rows, components = _step_rows(tables["steps"]), rows["components"]
+    repeats = grouped(components, *_LOAD, "of", "component")
     summary = {
         "runs": rows["runs"],
         "steps": step_rows,
         "distinct": rows["distinct"],
         "requests": requests_rows,
-        "components": _mean_components(rows["components"]),
+        "components": components + [_mean_row(same, {"repeat": None}) for _, same in repeats],
         "headline": _headline(step_rows, requests_rows, rows["distinct"]),
     }
     return LiveComparison(
@@ -315,11 +267,7 @@ def _step_rows(steps: pd.DataFrame) -> list[Row]:
     places += list(roles.itertuples(index=False, name=None))
     rows = []
     for setup, role in places:
-        here = np.ones(len(steps), bool)
-        if setup is not None:
-            here &= steps.setup == setup
-        if role is not None:
-            here &= steps.role == role
+        here = (steps.setup == (setup or steps.setup)) & (steps.role == (role or steps.role))
         for group, inside in groups.items():
             some = steps[here & inside]
             if len(some):
@@ -384,17 +332,6 @@ def _requests(
     return pd.DataFrame(columns)
 
 
-def _gaps(
-    live: RequestTimestamps, simulated: RequestTimestamps, whole: NDArray[np.intp]
-) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "live_ms": 1e3 * live.gaps_s(whole),
-            "simulated_ms": 1e3 * simulated.gaps_s(whole),
-        }
-    )
-
-
 def _run_row(
     run: LiveRun,
     replayed: SimulatedRun,
@@ -452,11 +389,8 @@ def _statistics(requests: pd.DataFrame, gaps: pd.DataFrame) -> list[Row]:
 
 def _with_repeats(rows: list[Row]) -> list[Row]:
     """Add each load's noise floor, and the means over repeats and over loads."""
-    of_load: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        of_load[tuple(row[key] for key in (*_LOAD, "metric", "statistic"))].append(row)
     means: list[Row] = []
-    for repeats in of_load.values():
+    for _, repeats in grouped(rows, *_LOAD, "metric", "statistic"):
         live = [row["live_ms"] / row["drift"] for row in repeats if row["live_ms"] is not None]
         noise = noise_floor(live)
         spread = (
@@ -465,12 +399,17 @@ def _with_repeats(rows: list[Row]) -> list[Row]:
         for row in repeats:
             row |= {"noise_percent": noise, "range_percent": spread}
         means.append(_mean_row(repeats, {"repeat": None}))
-    of_setup: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    for row in means:
-        of_setup[row["setup"], row["policy"], row["metric"], row["statistic"]].append(row)
     nothing = {"load": None, "live_ms": None, "simulated_ms": None}
-    overall = [_mean_row(loads, nothing) for loads in of_setup.values()]
-    return rows + means + overall
+    setups = grouped(means, "setup", "policy", "metric", "statistic")
+    return rows + means + [_mean_row(loads, nothing) for _, loads in setups]
+
+
+def grouped(rows: Iterable[Row], *keys: str) -> list[tuple[tuple[Any, ...], list[Row]]]:
+    """Return the values of some keys, each with its rows, in the order in which they come."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return list(groups.items())
 
 
 def _mean_row(rows: Sequence[Row], fixed: Row) -> Row:
@@ -505,14 +444,6 @@ def _components(
                 }
             )
     return rows
-
-
-def _mean_components(rows: list[Row]) -> list[Row]:
-    """Add the means over the repeats of a load."""
-    repeats: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        repeats[tuple(row[key] for key in (*_LOAD, "of", "component"))].append(row)
-    return rows + [_mean_row(same, {"repeat": None}) for same in repeats.values()]
 
 
 def _headline(steps: list[Row], requests: list[Row], distinct: list[Row]) -> Row:

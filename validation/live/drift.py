@@ -62,11 +62,9 @@ class Drift:
 class Clock:
     """A clock on which the machine always has the reference speed.
 
-    Parameters
-    ----------
-    at_s, factors
-        Ascending times, and by how much steps take longer there; in between, the geometric mean of
-        both ends. Outside, the time-weighted mean of all. None of them: the clock is the wall's.
+    ``at_s``, ``factors``: ascending times, and by how much steps take longer there; in between, the
+    geometric mean of both ends. Outside, the time-weighted mean of all. None of them: the clock is
+    the wall's.
     """
 
     def __init__(self, at_s: FloatArray, factors: FloatArray) -> None:

@@ -23,7 +23,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, list_gpus, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
-from eldr_sim.kernel_profiles.tables.format import LatencyTable, load_table, table_name
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, load_table, save_tables
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.validation.live.drift import Drift, DriftModel
 from eldr_sim.validation.live.live_run import EngineInfo
@@ -155,8 +155,7 @@ def write_calibration(
     """Write a calibration into an existing folder."""
     base = Path(folder)
     (base / "tables").mkdir(exist_ok=True)
-    for table in tables:
-        table.save(base / "tables" / table_name(table.metadata))
+    save_tables(tables, base / "tables")
     text = info.model_dump_json(indent=2) + "\n"
     (base / "calibration.json").write_text(text, encoding="utf-8")
 

@@ -67,31 +67,19 @@ def make_load(
 
     Raises InputError if an argument is not valid.
 
-    Parameters
-    ----------
-    info
-        Rate, burstiness, kind of lengths, number of requests, seed. Arrivals are drawn as the
-        simulator draws them (`traces.requests.arrivals`).
-    domains
-        Slice ``[low, high)`` of the vocabulary of each domain's prompts. Tokens of the slice are
-        equally likely, and so are domains unless ``domain_mix`` weighs them.
-    prompt_len, output_len
-        Tokens of every request if ``info.lengths`` is ``fixed``; if ``recorded``, the means that
-        recorded lengths are scaled to before they are clipped to the ranges.
-    prompt_range, output_range
-        Fewest and most tokens of a request.
-    workload
-        Path of a request log (`requests.request_logs`) whose pairs of lengths are drawn. None draws
-        prompt and output lengths independently from percentiles of Azure's conversation trace,
-        which reproduces its means to 2%.
-    domain_mix
-        Weights of domains; those without one are left out. None or empty: all alike.
-    prefix
-        Request ``i`` is named ``<prefix>-<i>``. Runs that share a capture log need different
-        prefixes.
+    ``info``: rate, burstiness, kind of lengths, number of requests, seed. Arrivals are drawn as the
+    simulator draws them (`traces.requests.arrivals`); ``domains``: slice ``[low, high)`` of the
+    vocabulary of each domain's prompts. Tokens of the slice are equally likely, and so are domains
+    unless ``domain_mix`` weighs them; ``prompt_len``, ``output_len``: tokens of every request if
+    ``info.lengths`` is ``fixed``; if ``recorded``, the means that recorded lengths are scaled to
+    before they are clipped to the ranges; ``prompt_range``, ``output_range``: fewest and most
+    tokens of a request; ``workload``: path of a request log (`requests.request_logs`) whose pairs
+    of lengths are drawn. None draws prompt and output lengths independently from percentiles of
+    Azure's conversation trace, which reproduces its means to 2%; ``domain_mix``: weights of
+    domains; those without one are left out. None or empty: all alike; ``prefix``: request ``i`` is
+    named ``<prefix>-<i>``. Runs that share a capture log need different prefixes.
     """
-    _check(info, domains, workload)
-    _check_mix(domains, domain_mix or {})
+    _check(info, domains, workload, domain_mix or {})
     for name, length, (low, high) in (
         ("prompt", prompt_len, prompt_range),
         ("output", output_len, output_range),
@@ -140,6 +128,7 @@ def _check(
     info: LoadInfo,
     domains: Mapping[str, tuple[int, int]],
     workload: str | os.PathLike[str] | None,
+    mix: Mapping[str, float],
 ) -> None:
     for name in ("request_rate", "burstiness"):
         value = getattr(info, name)
@@ -154,26 +143,17 @@ def _check(
     for name, (low, high) in domains.items():
         if not 0 <= low < high:
             raise InputError("domains", f"{name}: token ids {low} to {high}", "0 <= low < high")
-
-
-def _check_mix(domains: Mapping[str, tuple[int, int]], domain_mix: Mapping[str, float]) -> None:
-    if not domain_mix:
-        return
-    for name, weight in domain_mix.items():
+    for name, weight in mix.items():
         if name not in domains:
             raise InputError("domain_mix", f"unknown domain {name!r}", ", ".join(domains))
         if not 0 <= weight < np.inf:
             raise InputError("domain_mix", f"{name}: {weight}", "0 or more")
-    if not sum(domain_mix.values()):
+    if mix and not sum(mix.values()):
         raise InputError("domain_mix", "all weights are 0", "one above 0")
 
 
 def _recorded(
-    n: int,
-    seed: int,
-    prompt_len: int,
-    output_len: int,
-    workload: str | os.PathLike[str] | None,
+    n: int, seed: int, prompt_len: int, output_len: int, workload: str | os.PathLike[str] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Draw ``n`` recorded lengths, scaled to the given means."""
     random = stream(seed, "live lengths").random((n, 2))

@@ -49,29 +49,15 @@ def write_report(
 ) -> Row:
     """Simulate the runs of a campaign again, compare, and write the report.
 
-    Parameters
-    ----------
-    campaign
-        Folder of ``runs/*/`` (:mod:`~.live_run`) and, for each of their set-ups,
-        ``calibration/SETUP/`` (:mod:`~.engine_calibration`), with ELDR's offline fit
-        ``artifact.npz`` if its policy ran.
-    out
-        Folder to make.
-    force
-        Replace an earlier report.
-    progress
-        Called with the share that is done.
+    ``campaign``: folder of ``runs/*/`` (:mod:`~.live_run`) and, for each of their set-ups,
+    ``calibration/SETUP/`` (:mod:`~.engine_calibration`), with ELDR's offline fit ``artifact.npz``
+    if its policy ran; ``out``: folder to make; ``force``: replace an earlier report; ``progress``:
+    Called with the share that is done.
 
-    Returns
-    -------
-    dict
-        Content of ``comparison.json``.
+    Returns dict: content of ``comparison.json``.
 
-    Raises
-    ------
-    InputError
-        If the campaign is incomplete, its runs differ in model, build or machine, or ``out`` cannot
-        be written.
+    Raises InputError if the campaign is incomplete, its runs differ in model, build or machine, or
+    ``out`` cannot be written.
     """
     with result_folder(out, force, "comparison.json") as folder:
         runs, calibrated = read_campaign(campaign)
@@ -171,10 +157,7 @@ def _check(runs: Sequence[LiveRun]) -> None:
             ("machine", info.machine == first.machine),
             ("load of that name", loads.setdefault(load, info.load) == info.load),
             ("set of engines", engines.setdefault(info.setup, info.engines) == info.engines),
-            (
-                "build",
-                all(versions.setdefault(k, v) == v for k, v in info.versions.items()),
-            ),
+            ("build", all(versions.setdefault(k, v) == v for k, v in info.versions.items())),
         ):
             if not same:
                 raise InputError("campaign", f"{run.label} has another {what}", "one campaign")

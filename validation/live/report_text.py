@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from eldr_sim.validation.live.comparison import grouped
 from eldr_sim.validation.live.timestamps import COMPONENTS
 
 Row = dict[str, Any]
@@ -37,7 +38,7 @@ def markdown(document: Row) -> str:
     )
     environment.filters |= {
         "fixed": _fixed,
-        "grouped": _grouped,
+        "grouped": grouped,
         "json": json.dumps,
         "named": _named,
         "percent": _percent,
@@ -99,14 +100,6 @@ def _named(figure: str) -> str:
 def _where(rows: Iterable[Row], **values: Any) -> list[Row]:
     """Return the rows that have these values."""
     return [row for row in rows if values.items() <= row.items()]
-
-
-def _grouped(rows: Iterable[Row], *keys: str) -> list[tuple[tuple[Any, ...], list[Row]]]:
-    """Return the values of some keys, each with its rows, in the order in which they come."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return list(groups.items())
 
 
 def _spent(parts: Iterable[Row]) -> list[str]:

@@ -84,13 +84,20 @@ class EngineProcess:
             )
 
     def wait(self) -> None:
-        """Wait until it answers, then pin its threads."""
-        assert self._process is not None
-        if not answers(self.url, self._process, _START_LIMIT_S):
+        """Wait until it answers, then pin its threads; begin again where a port was taken."""
+        for starts_left in (2, 1, 0):
+            assert self._process is not None
+            if answers(self.url, self._process, _START_LIMIT_S):
+                break
+            error, late = self._last_error(), self._process.poll() is None
             self.stop()
-            raise InputError(
-                "vllm", f"{self.name} did not start: {self._last_error()}", str(self._output)
-            )
+            # Between the choice of a port and its use, NIXL's side channel among them.
+            if "Address already in use" in error and starts_left:
+                self.start()
+                continue
+            if late:
+                error = f"/health did not answer in {_START_LIMIT_S:.0f} s; last: {error}"
+            raise InputError("vllm", f"{self.name} did not start: {error}", str(self._output))
         self.check_alive()
         if self.host_core is not None:
             self._pin(self.host_core)

@@ -15,11 +15,7 @@ from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, ni
 from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.validation.live.calibrate import (
-    calibration_bursts,
-    engine_tables,
-    outside_times,
-)
+from eldr_sim.validation.live.calibrate import calibration_bursts, engine_tables, outside_times
 from eldr_sim.validation.live.client import prefill_ahead, send_load
 from eldr_sim.validation.live.engine_calibration import (
     EngineCalibration,
@@ -64,18 +60,10 @@ def calibrate(
 ) -> None:
     """Measure the tables and delays of a set-up and write its calibration folder.
 
-    Parameters
-    ----------
-    out
-        The folder.
-    setup, options, config
-        The running engines, their options and their model's ``config.json``.
-    progress
-        Called with the share that is done.
-    fit_prompt
-        Prompt tokens of the requests of ELDR's offline fit; None makes no fit.
-    seed
-        Seed of prompts and of the order of the bursts.
+    ``out``: the folder; ``setup``, ``options``, ``config``: the running engines, their options and
+    their model's ``config.json``; ``progress``: called with the share that is done; ``fit_prompt``:
+    Prompt tokens of the requests of ELDR's offline fit; None makes no fit; ``seed``: seed of
+    prompts and of the order of the bursts.
     """
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
@@ -165,16 +153,8 @@ def _fit_artifact(
 ) -> None:
     """Record calibration requests and make ELDR's offline fit."""
     slices = domain_slices(dims.vocab_size)
-    info = LoadInfo(
-        name="fit",
-        request_rate=1e6,
-        burstiness=1.0,
-        lengths="fixed",
-        num_requests=_FIT_REQUESTS,
-        seed=seed + 1,
-    )
     load = make_load(
-        info,
+        _at_once("fit", _FIT_REQUESTS, seed + 1),
         slices,
         prompt_len=prompt_len,
         output_len=_FIT_OUTPUT,
@@ -255,18 +235,16 @@ def engine_infos(setup: Setup, logs: Mapping[str, EngineLog]) -> list[EngineInfo
 
 def send_at_once(requests: list[LoadRequest], url: str, ahead: str | None = None) -> pa.Table:
     """Send requests together and wait for their tokens; ``ahead`` computes their prompts first."""
-    info = LoadInfo(
-        name="calibration",
-        request_rate=1.0,
-        burstiness=1.0,
-        lengths="fixed",
-        num_requests=len(requests),
-        seed=0,
-    )
-    load = Load(info, tuple(requests))
+    load = Load(_at_once("calibration", len(requests), 0), tuple(requests))
     if ahead is not None:
         load = prefill_ahead(load, ahead, model=SERVED_NAME)
     return send_load(load, url, model=SERVED_NAME)
+
+
+def _at_once(name: str, n: int, seed: int) -> LoadInfo:
+    """Describe requests whose arrivals nobody asks for."""
+    return LoadInfo(name=name, request_rate=1e6, burstiness=1.0, lengths="fixed",
+                    num_requests=n, seed=seed)  # fmt: skip
 
 
 def _of(log: EngineLog, prefix: str) -> EngineLog:

@@ -26,6 +26,7 @@ from eldr_sim.serving.router.decisions import build_decode_policy
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
+from eldr_sim.simulator.setup.config_groups import EngineConfig
 from eldr_sim.simulator.setup.replay import fit_trace, make_replay, prompt_rows
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
@@ -121,7 +122,9 @@ def simulate_run(
         queue_keys=_queue_keys(run)[order],
     )
     record = cluster.run()
-    _check_record(record)
+    for outcome in record.outcomes():
+        if outcome != "completed":
+            raise InputError("run", f"the simulation ends a request with {outcome!r}")
     _read_back(record, clock)
     return _in_rows(run, spec, record, order, sent, calibrated.info.egress_s)
 
@@ -165,7 +168,7 @@ def _cluster_spec(
         load_report_delay_s=calibration.egress_s,
         max_concurrency=None,
         enable_prefix_caching=False,
-        async_scheduling=False,
+        scheduler=EngineConfig(async_scheduling=False),
         preempt_by_key=info.load.queue_order == "sjf",
         routing_s=0.0 if info.prefilled else calibration.handoff_s.base_s,
         routing_token_s=0.0 if info.prefilled else calibration.handoff_s.per_token_s,
@@ -241,12 +244,6 @@ def _common(engines: list[EngineInfo]) -> EngineInfo:
     return engines[0]
 
 
-def _check_record(record: RunRecord) -> None:
-    for outcome in record.outcomes():
-        if outcome != "completed":
-            raise InputError("run", f"the simulation ends a request with {outcome!r}")
-
-
 def _in_rows(
     run: LiveRun,
     spec: ClusterSpec,
@@ -257,54 +254,36 @@ def _in_rows(
 ) -> SimulatedRun:
     """Convert a record to client times and to the rows of the recording."""
     requests, colocated = record.requests, spec.n_prefill == 0
-    names = [e.name for e in run.info.engines]
-    prompt_len, output_len = requests["prompt_len"].tolist(), requests["output_len"].tolist()
-    preempted = requests["preemptions"] > 0
-    whole = not preempted.any()
-    steps: list[tuple[str, float, float, dict[int, tuple[int, int]], int | None, int | None]] = []
-    for worker in range(spec.n_prefill):
-        own = np.flatnonzero(requests["prefill_worker"] == worker)  # first come, first served
-        log = record.prefill_steps[record.prefill_steps["worker"] == worker]
-        prompts = [(r, prompt_len[r]) for r in own.tolist()]
-        chunks = _assigned(prompts, log["chunk_tokens"].tolist()) if whole else [{} for _ in log]
-        steps += [
-            (names[worker], float(row["start"]), float(row["end"]), members, None, None)
-            for row, members in zip(log, chunks, strict=True)
-        ]
+    output_len, preempted = requests["output_len"], requests["preemptions"] > 0
+    steps: list[dict[str, Any]] = []
     ends: dict[int, NDArray[np.float64]] = {}  # step ends of each request's output tokens
-    for worker in range(spec.n_decode):
-        rows = record.decode_steps[record.decode_steps["worker"] == worker]
-        own = np.flatnonzero(requests["decode_worker"] == worker)
-        order_begun = np.argsort(requests["prefill_start_s"][own], kind="stable")
-        begun = own[order_begun].tolist() if colocated else []
-        members: list[dict[int, tuple[int, int]]] = [{} for _ in rows]
-        if whole:
-            computed = [(r, prompt_len[r] - 1) for r in begun]
-            members = _assigned(computed, rows["chunk_tokens"].tolist())
-        for r in own.tolist():
+    for worker, engine in enumerate(run.info.engines):
+        prefills = worker < spec.n_prefill
+        log, number = record.prefill_steps, worker
+        if not prefills:
+            log, number = record.decode_steps, worker - spec.n_prefill
+        log = log[log["worker"] == number]
+        own = np.flatnonzero(requests["prefill_worker" if prefills else "decode_worker"] == number)
+        for r in () if prefills else own.tolist():
             if preempted[r]:  # only its first and last tokens are recorded
                 ends[r] = np.full(output_len[r], np.nan)
                 ends[r][[0, -1]] = requests["first_token_s"][r], requests["finish_s"][r]
                 continue
-            begin = int(np.searchsorted(rows["end"], requests["first_token_s"][r]))
-            ends[r] = rows["end"][begin : begin + output_len[r]]
+            begin = int(np.searchsorted(log["end"], requests["first_token_s"][r]))
+            ends[r] = log["end"][begin : begin + output_len[r]]
             assert ends[r][-1] == requests["finish_s"][r], "no step is skipped while decoding"
-            for k in range(output_len[r] if whole else 0):
-                position = prompt_len[r] - 1 + k
-                start, tokens = members[begin + k].get(r, (position, 0))
-                members[begin + k][r] = (start, tokens + 1)
-        steps += [
-            (
-                names[spec.n_prefill + worker],
-                float(row["start"]),
-                float(row["end"]),
-                m,
-                int(row["active"]),
-                int(row["sequences"]),
-            )
-            for row, m in zip(rows, members, strict=True)
-        ]
-    steps.sort(key=lambda step: (step[1], step[0]))
+        members: list[_Members] = [{} for _ in log]
+        if not preempted.any():
+            members = _members(requests, log, own, prefills, colocated)
+        for row, held in zip(log, members, strict=True):
+            step = {"engine": engine.name, "start_s": float(row["start"])}
+            step |= {"end_s": float(row["end"]), "request": [int(order[i]) for i in held]}
+            step |= {"position": [position for position, _ in held.values()]}
+            step |= {"tokens": [tokens for _, tokens in held.values()]}
+            if not prefills:
+                step |= {"active": int(row["active"]), "batch": int(row["sequences"])}
+            steps.append(step)
+    steps.sort(key=lambda step: (step["start_s"], step["engine"]))
 
     back = np.argsort(order)
 
@@ -312,53 +291,51 @@ def _in_rows(
         return requests[field][back].astype(np.float64)
 
     prefill_end = at("prefill_end_s")
-    first = at("first_token_s")
     handed, decode_start = prefill_end, prefill_end
     if not colocated:
         lengths = run.requests["prompt_len"].to_numpy()
         handed = prefill_end + (spec.routing_s + spec.routing_token_s * lengths)
         decode_start = at("decode_start_s")
+    tokens = [ends[i] + egress_s for i in back]
+    moments = (sent, at("sent_s"), at("prefill_start_s"), prefill_end, handed, decode_start)
     return SimulatedRun(
-        RequestTimestamps(
-            sent,
-            at("sent_s"),
-            at("prefill_start_s"),
-            prefill_end,
-            handed,
-            decode_start,
-            first,
-            at("finish_s"),
-            [ends[i] + egress_s for i in back],
-        ),
+        RequestTimestamps(*moments, at("first_token_s"), at("finish_s"), tokens),
         at("decode_worker").astype(np.int16),
-        pa.table(
-            [
-                [step[0] for step in steps],
-                [step[1] for step in steps],
-                [step[2] for step in steps],
-                [[int(order[i]) for i in step[3]] for step in steps],
-                [[position for position, _ in step[3].values()] for step in steps],
-                [[tokens for _, tokens in step[3].values()] for step in steps],
-                [step[4] for step in steps],
-                [step[5] for step in steps],
-            ],
-            schema=SIMULATED_STEPS,
-        ),
+        pa.Table.from_pylist(steps, schema=SIMULATED_STEPS),
     )
 
 
-def _assigned(
-    prompts: list[tuple[int, int]], tokens: list[int]
-) -> list[dict[int, tuple[int, int]]]:
+_Members = dict[int, tuple[int, int]]  # first token and tokens of each request in a step
+
+
+def _members(
+    requests: Any, log: Any, own: NDArray[np.intp], prefills: bool, colocated: bool
+) -> list[_Members]:
+    """Return what each step of an engine computed of its requests, none of them preempted."""
+    prompt_len, output_len = requests["prompt_len"].tolist(), requests["output_len"].tolist()
+    chunks = log["chunk_tokens"].tolist()
+    if prefills:  # first come, first served
+        return _assigned([(r, prompt_len[r]) for r in own.tolist()], chunks)
+    begun = own[np.argsort(requests["prefill_start_s"][own], kind="stable")].tolist()
+    members = _assigned([(r, prompt_len[r] - 1) for r in begun if colocated], chunks)
+    for r in own.tolist():
+        begin = int(np.searchsorted(log["end"], requests["first_token_s"][r]))
+        for k in range(output_len[r]):
+            start, tokens = members[begin + k].get(r, (prompt_len[r] - 1 + k, 0))
+            members[begin + k][r] = (start, tokens + 1)
+    return members
+
+
+def _assigned(prompts: list[tuple[int, int]], tokens: list[int]) -> list[_Members]:
     """Assign prompt tokens, first come first served, to steps of the given numbers of tokens.
 
     Returns (first token, tokens) of each request in each step.
     """
     queue, done = iter([p for p in prompts if p[1] > 0]), 0
     request, length = next(queue, (-1, 0))
-    assigned: list[dict[int, tuple[int, int]]] = []
+    assigned: list[_Members] = []
     for unassigned in tokens:
-        members: dict[int, tuple[int, int]] = {}
+        members: _Members = {}
         while unassigned > 0:
             n = min(unassigned, length - done)
             assert n > 0, "every computed token belongs to a request"

@@ -28,12 +28,7 @@ from eldr_sim.inputs import parse_json, read_text
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.published import silicon_routing
-from eldr_sim.validation.published.predictions import (
-    PublishedRow,
-    predict,
-    shipped_rows,
-    simulate,
-)
+from eldr_sim.validation.published.predictions import PublishedRow, predict, shipped_rows, simulate
 from eldr_sim.validation.published.silicon import Form, front_end
 from eldr_sim.validation.published.silicon_rows import MeasuredModel
 

@@ -24,12 +24,7 @@ from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.setup.transfer import HAND_OVERS
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.published import silicon_routing
-from eldr_sim.validation.published.predictions import (
-    PublishedRow,
-    predict,
-    shipped_rows,
-    simulate,
-)
+from eldr_sim.validation.published.predictions import PublishedRow, predict, shipped_rows, simulate
 from eldr_sim.validation.published.silicon import Form, front_end, tokenizer_mode
 from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS
 

@@ -32,7 +32,6 @@ from eldr_sim.kernel_profiles.parallel import Padding, Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     attention_tables,
     gemm_tables,
-    mla_tables,
     moe_tables,
 )
 from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
@@ -40,14 +39,10 @@ from eldr_sim.kernel_profiles.steps.parts import bytes_alone
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, table_name
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.plane.front_end import Mode
+from eldr_sim.simulator.setup.engines import default_fields
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.published import silicon_routing
-from eldr_sim.validation.published.predictions import (
-    PublishedRow,
-    errors_of,
-    predict,
-    simulate,
-)
+from eldr_sim.validation.published.predictions import PublishedRow, errors_of, predict, simulate
 from eldr_sim.validation.published.silicon_routing import Routing
 from eldr_sim.validation.published.silicon_rows import (
     MEASURED_MODELS,
@@ -127,30 +122,65 @@ class Load(NamedTuple):
 def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]:
     """Return the fields of a configuration's run, less its tables and API servers."""
     pool = case.prefill
-    return {
-        "topology": f"{pool.count}P{case.decode_workers}D" if pool.count else "1C",
-        "model": target.model,
-        "gpu": case.gpu,
-        "tensor_parallel_size": case.tensor_parallel_size,
-        "enable_expert_parallel": case.expert_parallel,
-        "data_parallel_size": case.data_parallel_size,
-        "prefill": {
-            "tensor_parallel_size": pool.tensor_parallel_size,
-            "enable_expert_parallel": pool.expert_parallel,
-            "data_parallel_size": pool.data_parallel_size,
+    engine = {"engine": target.backend, "gpu": case.gpu,
+              "tensor_parallel_size": case.tensor_parallel_size,
+              "data_parallel_size": case.data_parallel_size}  # fmt: skip
+    return (
+        engine
+        | launch_options(case, target)
+        | {
+            "gpu_memory_utilization": default_fields(engine).get("gpu_memory_utilization", 0.9),
+            "topology": f"{pool.count}P{case.decode_workers}D" if pool.count else "1C",
+            "model": target.model,
+            "enable_expert_parallel": case.expert_parallel,
+            "prefill": {
+                "tensor_parallel_size": pool.tensor_parallel_size,
+                "enable_expert_parallel": pool.expert_parallel,
+                "data_parallel_size": pool.data_parallel_size,
+            }
+            if pool.count
+            else {},
+            "prefill_policy": "round_robin" if pool.count else "prefix_hash",
+            "gpus_per_node": 72 if case.gpu == "GB200" else 8,
+            "request_rate": "inf",
+            "max_concurrency": case.concurrency,
+            "max_num_seqs": _seats(case, target),
+            "kv_cache_dtype": "fp8" if target.kv_cache_dtype == "fp8" else "auto",
+            "enable_prefix_caching": False,
+            "cudagraph_padding": form.graphs,
         }
-        if pool.count
-        else {},
-        "prefill_policy": "round_robin" if pool.count else "prefix_hash",
-        "gpus_per_node": 72 if case.gpu == "GB200" else 8,
-        "request_rate": "inf",
-        "max_concurrency": case.concurrency,
-        "max_num_seqs": _seats(case, target),
-        "max_num_batched_tokens": 8192,
-        "kv_cache_dtype": "fp8" if target.kv_cache_dtype == "fp8" else "auto",
-        "enable_prefix_caching": False,
-        "cudagraph_padding": form.graphs,
-    }
+    )
+
+
+def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
+    """Return what the launch scripts of a row's engine said of its scheduler.
+
+    InferenceX's (``benchmarks/*.sh`` of September 2025 to April 2026): on B200 SGLang polls every
+    30 steps from 16 streams on on 8 GPUs, else every 10; TensorRT-LLM's ``max_num_tokens`` are
+    20,000 for GPT-OSS, 16,384 where Llama-70B waits (20 steps or nine tenths of them, 1k prompts
+    and outputs on fewer than 8 GPUs), else those of all prompts of a step, 8,192 at least.
+    """
+    trtllm, blackwell = target.backend == "trtllm", case.gpu not in ("H100", "H200")
+    engines = case.data_parallel_size
+    if target.backend == "sglang":
+        told: dict[str, Any] = {"max_num_batched_tokens": (16384 if blackwell else 8192) // engines}
+        if target.inferencex and blackwell and engines == 1:
+            wide = case.tensor_parallel_size == 8 and case.concurrency >= 16
+            told["scheduler_recv_interval"] = 30 if wide else 10
+        return told
+    if not (trtllm and target.inferencex):
+        return {"max_num_batched_tokens": 8192}
+    if target.dims().name.startswith("gpt-oss"):
+        return {"max_num_batched_tokens": 20000}
+    short = case.input_len == case.output_len == 1024
+    if target.dims().is_dense and short and case.tensor_parallel_size < 8:
+        return {"max_num_batched_tokens": 16384, "batch_wait_timeout_iters": 20,
+                "batch_wait_max_tokens_ratio": 0.9}  # fmt: skip
+    tokens = max(8192, -(-(case.concurrency + case.input_len) // 64) * 64)
+    told = {"max_num_batched_tokens": tokens}
+    if case.gpu == "B200" and short and case.concurrency >= 64 and not target.dims().is_dense:
+        told |= {"batch_wait_timeout_iters": 40, "batch_wait_max_tokens_ratio": 0.8}
+    return told
 
 
 def front_end(form: Form, mode: Mode) -> dict[str, Any]:
@@ -185,6 +215,8 @@ def tokenizer_mode(version: str, backend: str = "vllm") -> Mode:
 
 def _seats(case: Case, target: MeasuredModel) -> int | None:
     """Return max_num_seqs: the scripts' on Hopper, GPT-OSS and Llama, vLLM's default elsewhere."""
+    if target.backend != "vllm":
+        return case.concurrency  # the loop has no more
     if not target.inferencex:
         return None
     if case.gpu in ("H100", "H200"):
@@ -244,14 +276,12 @@ def case_tables(
         elif target.shipped is None and not model.is_dense:  # those tables ship
             # A rank that tokens are dispatched to is read as a GPU that holds all experts.
             shared = parallelism.data_parallel_size > 1
-            moe = need(
-                "MoE",
-                gpu,
-                size,
-                list(moe_tables(gpu, model, Parallelism() if shared else parallelism)),
-            )
+            spread = Parallelism() if shared else parallelism
+            moe = list(moe_tables(gpu, model, spread, target.backend))
+            moe = need("MoE", gpu, size, moe or list(moe_tables(gpu, model, spread)))
             found.append(moe[-1 if moe_kernel == "oldest" else 0])  # they come newest first
-            attention = [*attention_tables(gpu, shard), *mla_tables(gpu, shard)]
+            attention = list(attention_tables(gpu, shard, target.backend))
+            attention = attention or list(attention_tables(gpu, shard))
             found += need("attention", gpu, size, attention)
             found += need("GEMM", gpu, size, list(gemm_tables(gpu, model.linear_dtype)))
         if not form.norms:
@@ -303,16 +333,23 @@ def predict_rows(
             trace = silicon_routing.make_routing(work / "trace", form.routing, target)
         cases = sorted({row.case for row in rows})
         tables = case_tables(work / "tables", cases, moe_kernel, target, form)
-
-        def predicted(load: Load) -> dict[str, float]:
-            fields = case_fields(load.case, target, form) | front_end(form, load.tokenizer_mode)
-            fields |= {} if tables is None else {"tables": str(tables)}
-            times = request_times(simulate(fields, trace, _closed_loop(load.case, target)))
-            return {name: 1e3 * float(np.nanmean(times[name])) for name in ("tpot", "ttft")}
-
-        return predicted
+        return lambda load: predict_load(load, target, form, tables, trace)
 
     return predict([_published(row, target, form) for row in rows], begin, progress)
+
+
+def predict_load(
+    load: Load, target: MeasuredModel, form: Form, tables: Path | None, trace: Path | None
+) -> dict[str, float]:
+    """Return the mean ``tpot`` and ``ttft`` of a configuration, ms.
+
+    ``tables``: beyond the shipped ones, from :func:`case_tables`; ``trace``: routing of a MoE
+    model.
+    """
+    fields = case_fields(load.case, target, form) | front_end(form, load.tokenizer_mode)
+    fields |= {} if tables is None else {"tables": str(tables)}
+    times = request_times(simulate(fields, trace, _closed_loop(load.case, target)))
+    return {name: 1e3 * float(np.nanmean(times[name])) for name in ("tpot", "ttft")}
 
 
 def _published(row: MeasuredRun, target: MeasuredModel, form: Form) -> PublishedRow[Load]:

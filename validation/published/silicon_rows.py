@@ -31,7 +31,7 @@ started. The labels often say something else, and the scripts are followed:
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -139,7 +139,44 @@ MEASURED_MODELS = {
         "Qwen/Qwen3-32B", None, _DENSE, checkpoint="Qwen/Qwen3-32B-FP8", inferencex=False
     ),
     "deepseek-r1": MeasuredModel("deepseek-ai/DeepSeek-R1", None, _KERNELS[::-1], backend="sglang"),
-}
+    # Of DeepSeek the rows labelled V3 alone are known to be without multi-token prediction: of
+    # InferenceX's database dump of configurations that say so.
+    "deepseek-v3-sglang": MeasuredModel(
+        "deepseek-ai/DeepSeek-V3", None, _KERNELS[::-1], backend="sglang", kv_cache_dtype="fp8"
+    ),
+    "deepseek-v3-trtllm": MeasuredModel(
+        "deepseek-ai/DeepSeek-V3", None, _KERNELS[::-1], backend="trtllm", kv_cache_dtype="fp8"
+    ),
+    "qwen3-235b-sglang": MeasuredModel(
+        "Qwen/Qwen3-235B-A22B-FP8", None, _KERNELS[::-1], backend="sglang", inferencex=False
+    ),
+    "qwen3-235b-trtllm": MeasuredModel(
+        "Qwen/Qwen3-235B-A22B-FP8", None, _KERNELS[::-1], backend="trtllm", inferencex=False
+    ),
+    "llama-70b-fp8-trtllm": MeasuredModel(
+        "meta-llama/Llama-3.1-70B", "Llama-3.1-70B-FP8", _DENSE, backend="trtllm",
+        kv_cache_dtype="fp8",
+    ),
+    "llama-70b-nvfp4-trtllm": MeasuredModel(
+        "meta-llama/Llama-3.1-70B", "Llama-3.1-70B-NVFP4", _DENSE, "fp4", backend="trtllm",
+        kv_cache_dtype="fp8",
+    ),
+    "llama-8b-trtllm": MeasuredModel(
+        "meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B", _DENSE, "", backend="trtllm",
+        inferencex=False,
+    ),
+    "llama-8b-fp8-sglang": MeasuredModel(
+        "meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B-FP8", _DENSE, backend="sglang",
+        inferencex=False,
+    ),
+    "qwen3-32b-fp8-trtllm": MeasuredModel(
+        "Qwen/Qwen3-32B", None, _DENSE, checkpoint="Qwen/Qwen3-32B-FP8", backend="trtllm",
+        inferencex=False,
+    ),
+    "qwen3-32b-sglang": MeasuredModel(
+        "Qwen/Qwen3-32B", "Qwen3-32B", _DENSE, "", backend="sglang", inferencex=False
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, order=True)
@@ -187,6 +224,7 @@ class Case:
             (False, False): "experts cut",
             (True, False): "experts spread",
             (True, True): "data-parallel attention, experts spread",
+            (False, True): "data-parallel engines",
         }
         pools = [self.parallelism] + ([self.prefill.parallelism] if self.prefill.count else [])
         spread = any(pool.expert_parallel for pool in pools)
@@ -226,6 +264,15 @@ def package_folder() -> Path:
         ) from None
 
 
+def target_of(record: Mapping[str, str]) -> str:
+    """Return which of :data:`MEASURED_MODELS` a record of the file is of; empty if of none."""
+    key = (record["model_path"], record["backend"], record["precision"])
+    for name, target in MEASURED_MODELS.items():
+        if (target.model_path, target.backend, target.precision) == key:
+            return name
+    return ""
+
+
 def read_rows(
     path: Path | None = None, target: MeasuredModel = MEASURED_MODELS["gpt-oss-120b"]
 ) -> list[MeasuredRun]:
@@ -241,7 +288,7 @@ def read_rows(
     if not found:
         what = f"{target.backend} row of {target.model_path} in {target.precision}"
         raise InputError("silicon", f"the file has no {what} that can be predicted")
-    return _marked(sorted(found, key=lambda r: (r.case, r.date, r.tpot_ms)))
+    return marked(sorted(found, key=lambda r: (r.case, r.date, r.tpot_ms)))
 
 
 def uncovered_rows(target: MeasuredModel, path: Path | None = None) -> Counter[tuple[str, str]]:
@@ -259,14 +306,17 @@ def _records(path: Path | None, target: MeasuredModel) -> Iterator[tuple[str, Me
             if (record["model_path"], record["backend"], record["precision"]) == wanted:
                 model = model or target.dims()
                 gpu = GPUS.get(record["system"], record["system"])
-                yield gpu, _row(record, model, target.backend)
+                yield gpu, read_record(record, model, target.backend)
 
 
-def _row(record: dict[str, str], model: ModelDims, backend: str) -> MeasuredRun | str:
+def read_record(record: dict[str, str], model: ModelDims, backend: str) -> MeasuredRun | str:
+    """Return the run of a record of the file, or why it cannot be predicted."""
     if record["system"] not in GPUS:
         return "this GPU is not modelled"
     gpu, source = GPUS[record["system"]], record["silicon_data_source"]
-    if backend == "sglang" and gpu != "H200":
+    if record["model_path"] == "deepseek-ai/DeepSeek-R1" and (backend, gpu) != ("sglang", "H200"):
+        return "runs with and without multi-token prediction are not told apart"
+    if record["model_path"] == "deepseek-ai/DeepSeek-V3" and not source.startswith("db-dump"):
         return "runs with and without multi-token prediction are not told apart"
     date = re.search(r"measured=([\d-]+)", source)
     given = re.search(r"silicon_concurrency=(\d+)", source)
@@ -349,6 +399,9 @@ def _colocated(record: dict[str, str], gpu: str, date: str, concurrency: int) ->
     name, fp4 = record["model_path"], record["precision"] == "fp4"
     if name == "moonshotai/Kimi-K2.5":
         return Parallelism(tp)
+    if cut == ranks and cut > 1 and cut * ranks in (tp * dp, dp) and record["backend"] != "vllm":
+        # n GPUs labelled n * n: attention data-parallel where dp says so, else cut.
+        return Parallelism(1, True, ranks) if dp > 1 else Parallelism(cut, True)
     if dp == tp > 1 and (cut, ranks) == (1, tp * tp):
         if name != "MiniMaxAI/MiniMax-M2.5":
             raise _UnusableError(f"labels contradict: {tp} or {tp * tp} GPUs")
@@ -383,7 +436,7 @@ def _pool(record: dict[str, str], pool: str, gpu: str) -> Parallelism:
     return Parallelism(tp, ranks > 1, dp)
 
 
-def _marked(rows: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+def marked(rows: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """Mark rows that contradict themselves or their neighbours."""
     fallen: set[MeasuredRun] = set()
 

@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.plane.compiled import compiled, execute
-from eldr_sim.simulator.plane.engine import Engines, blocks_needed, slots_of, wake
+from eldr_sim.simulator.plane.engine import wake
 from eldr_sim.simulator.plane.events import schedule_step
 from eldr_sim.simulator.plane.kv_cache import blocks_of, n_free, take_blank
+from eldr_sim.simulator.plane.kv_manager import Engines, blocks_needed, keep_tokens, slots_of
 from eldr_sim.simulator.plane.state import HERE
-from eldr_sim.simulator.plane.steps.verify import Drafts, accepted
+from eldr_sim.simulator.plane.steps.verify import Drafts, accepted, draft_row
 
 _NONE = np.int64(0)
 
@@ -62,11 +63,15 @@ def run_step(world: Any, leader: int) -> Any:
         return True
     for w in engines_of:
         workers[w].next_start = clock[0].now
+        if not pool.mixed_steps:
+            _sit_out(clock, engines, w)
         scratch.needed[w] = blocks_needed(engines, w)
         if scratch.needed[w] > n_free(workers, w):
             wake(clock, events, workers, w)  # this engine has to preempt, then all start
             short = True
     if short:
+        for w in engines_of:
+            _come_back(engines, w)
         schedule_step(clock, events, workers, leader)
         return True
     for w in engines_of:
@@ -75,29 +80,97 @@ def run_step(world: Any, leader: int) -> Any:
     end = execute(pool.executor, world, leader)
     if end < 0.0:
         return False
+    if engines.kv.tiers.links.shape[1] > 0:
+        end = _with_loads(clock, engines, engines_of, end)
     for w in engines_of:
         if workers[w].batch > 0 or workers[w].chunk_tokens > 0:
             drafts = run.drafts[engines.pool_of[w]]
             _finish(clock, events, engines, w, end, scratch, drafts, world.log, world.gaps)
+            _come_back(engines, w)
         else:
             workers[w].next_start = end
     return True
 
 
 @compiled()
-def list_rows(engines: Engines, w: int, scratch: Scratch) -> Any:
-    """List the bit-set rows of the batch's tokens, drafts last; return how many there are."""
+def _with_loads(clock: Any, engines: Engines, engines_of: range, end: float) -> Any:
+    """Return when a step ends that waits for KV blocks from tiers layer by layer.
+
+    The longer of the two, and of the other what a single layer takes: its first or last one.
+    """
+    seconds, longest = end - clock[0].now, end - clock[0].now
+    for w in engines_of:
+        load = engines.workers[w].load_end - clock[0].now
+        if load > 0.0:
+            layers = engines.kv.tiers.loading[0].layers
+            longest = max(longest, max(seconds, load) + min(seconds, load) / layers)
+    return clock[0].now + longest
+
+
+@compiled()
+def _sit_out(clock: Any, engines: Engines, w: int) -> None:
+    """Set the sequences aside that decode, if the step computes prompts (SGLang's steps).
+
+    They stand behind all places of a batch for so long.
+    """
+    worker, sequences, requests = engines.workers[w], engines.sequences, engines.requests
+    n, places = worker.batch - worker.joined, sequences.shape[1] // 2
+    if n == 0 or (worker.chunk_tokens == 0 and worker.joined == 0):
+        return
+    worker.resting, worker.batch = n, worker.joined
+    for i in range(n):
+        sequences[w, places + i] = sequences[w, i]
+        sequences[w, places + i].got = 0
+    for i in range(worker.rested, n):
+        requests[sequences[w, i].request].last_token_s = clock[0].now
+    worker.rested = n
+    tokens, context = _NONE, _NONE
+    for i in range(worker.batch + worker.prefilling):
+        sequences[w, i] = sequences[w, n + i]
+        if i < worker.batch:
+            tokens += sequences[w, i].tokens
+            context += sequences[w, i].computed + sequences[w, i].todo
+    worker.resting_tokens, worker.resting_context = worker.tokens - tokens, worker.context - context
+    worker.tokens, worker.context = tokens, context
+
+
+@compiled()
+def _come_back(engines: Engines, w: int) -> None:
+    """Put the sequences back that sat a step out."""
+    worker, sequences = engines.workers[w], engines.sequences
+    n, places = worker.resting, sequences.shape[1] // 2
+    if n == 0:
+        return
+    for i in range(worker.batch + worker.prefilling - 1, -1, -1):
+        sequences[w, n + i] = sequences[w, i]
+    for i in range(n):
+        sequences[w, i] = sequences[w, places + i]
+    worker.batch += n
+    worker.tokens += worker.resting_tokens
+    worker.context += worker.resting_context
+    worker.resting = 0
+
+
+@compiled()
+def list_rows(engines: Engines, w: int, scratch: Scratch, drafts: Drafts, n_rows: int) -> Any:
+    """List the bit-set rows, of ``n_rows``, of the batch's tokens, drafts last; return how many."""
     sequences, batch = engines.sequences[w], engines.workers[w].batch
     n = batch
     for i in range(batch):
         row = sequences[i].row
         scratch.rows[i] = row
-        for _ in range(sequences[i].tokens - 1):
+        for j in range(1, sequences[i].tokens):
             row += 1
             if row == sequences[i].row_end:
                 row -= sequences[i].row_span
             scratch.rows[n] = row
+            if not drafts.in_a_row:
+                record = engines.requests[sequences[i].request]
+                scratch.rows[n] = draft_row(drafts, record, sequences[i], j, n_rows)
             n += 1
+    if engines.settings[0].period > 0:
+        for i in range(n):
+            scratch.rows[i] = i % engines.settings[0].period
     return n
 
 
@@ -128,10 +201,11 @@ def _finish(
 ) -> None:  # fmt: skip
     """Move worker ``w`` to the end of its step: tokens, contexts, log, and what comes next."""
     worker, sequences = engines.workers[w], engines.sequences[w]
-    lookahead = engines.pools[engines.pool_of[w]].lookahead
+    pool = engines.pools[engines.pool_of[w]]
+    lookahead = pool.lookahead
     batch, outputs, ended = worker.batch, _NONE, False
     n_chunks, _ = list_chunks(engines, w, scratch)
-    size, n_rates, next_drafts = engines.settings[0].block_size, drafts.rates.shape[0], _NONE
+    size, n_rates, next_drafts = engines.settings[0].block_size, drafts.rates.shape[1], _NONE
     if n_rates > 0:
         next_drafts = drafts.k_of[batch]
     for i in range(batch):
@@ -140,8 +214,7 @@ def _finish(
         if sequence.free_slots < slots:
             sequence.free_slots += blocks_of(slots - sequence.free_slots, size) * size
         if sequence.drafts > 0:
-            position = engines.requests[sequence.request].output_len - sequence.tokens_left
-            found = accepted(drafts, sequence.request, position, sequence.drafts)
+            found = accepted(drafts, engines.requests[sequence.request], sequence)
             drafts.counts[found] += 1
             drafts.counts[n_rates + 1] += sequence.drafts
             got = min(found + 1, sequence.tokens_left)
@@ -157,6 +230,12 @@ def _finish(
             sequence.row -= sequence.row_span
         sequence.drafts, sequence.tokens = next_drafts, 1 + next_drafts
     worker.context += outputs
+    if worker.resting == 0:
+        for i in range(worker.rested):
+            gap = gaps[clock[0].n_gaps]
+            clock[0].n_gaps += 1
+            gap.last_token_s = engines.requests[sequences[i].request].last_token_s
+            gap.resumed_s = end
     for i in range(batch - worker.joined, batch):
         record = engines.requests[sequences[i].request]
         if record.first_token_s < 0.0:
@@ -168,6 +247,8 @@ def _finish(
     if n_chunks > 0:
         for i in range(batch - worker.joined, batch + worker.prefilling):
             sequences[i].computed += sequences[i].chunk
+            if sequences[i].chunk > 0:
+                keep_tokens(engines, w, sequences[i].request, sequences[i].computed, end)
             sequences[i].todo -= sequences[i].chunk
             sequences[i].chunk = 0
         ended = ended or worker.filled > 0
@@ -177,7 +258,14 @@ def _finish(
     row.start, row.end, row.context = worker.next_start, end, worker.context
     row.worker = w
     row.sequences, row.tokens, row.outputs = batch, worker.tokens, outputs
-    row.joined = worker.joined
+    row.joined, row.rested = worker.joined, 0
+    if worker.resting == 0:
+        row.rested, worker.rested = worker.rested, 0
+    if n_chunks > 0 or (not pool.mixed_steps and worker.joined > 0):
+        worker.polled = 0  # who computes prompts looks at once
+    else:
+        worker.polled += 1
+        worker.share = max(pool.least_share, worker.share - pool.share_step)
     row.active, row.busiest = scratch.active[w], scratch.busiest[w]
     row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
     row.plain, row.draft_s = scratch.plain[w], scratch.draft_s[w]

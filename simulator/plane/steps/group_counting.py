@@ -29,7 +29,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
     add_to_node,
 )
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.engine import Engines
+from eldr_sim.simulator.plane.kv_manager import Engines
 from eldr_sim.simulator.plane.steps.bit_planes import (
     EIGHT,
     add_block,
@@ -53,14 +53,16 @@ from eldr_sim.simulator.plane.steps.token_choices import (
     place_of,
     take_tokens,
 )
+from eldr_sim.simulator.plane.steps.verify import Drafts, draft_row
 
 _NONE, _EVERY = np.uint64(0), ~np.uint64(0)
 
 
 @compiled()
 def count_step(
-    engines: Engines, size: int, bits: Any, prompts: Any, c: Counting, loads: ExpertLoads
-) -> None:
+    engines: Engines, drafts: Drafts, size: int, bits: Any, prompts: Any, c: Counting,
+    loads: ExpertLoads,
+) -> None:  # fmt: skip
     """Count what the engines of a group compute in their step, into ``c.work``.
 
     ``engines``, ``bits``, ``prompts``: as of `group_step.group_step`; ``size``: engines of the
@@ -77,7 +79,7 @@ def count_step(
     if by_count:
         hold_single(c)
         only = Pass(1, n_planes, True, False, False)
-        _count_group(engines, size, bits, prompts, c, only)
+        _count_group(engines, drafts, size, bits, prompts, c, only)
         if relocates:
             add_counts(loads, c.leader, work.planes[0], n_planes, work.carry)
         settle_totals(c)
@@ -88,7 +90,7 @@ def count_step(
         instances = hold_placed(c)
     to_each, once = per == EXPERT, per in (RANK, NODE)
     this = Pass(instances, n_planes, to_each or not by_count, to_each, once)
-    _count_group(engines, size, bits, prompts, c, this)
+    _count_group(engines, drafts, size, bits, prompts, c, this)
     if not this.counts:
         return
     total = work.node_planes[_add_nodes(c, this)] if to_each else work.planes
@@ -125,7 +127,7 @@ def count_rows(bits: Any, rows: Any, c: Counting) -> None:
 
 @compiled()
 def _count_group(
-    engines: Engines, size: int, bits: Any, prompts: Any, c: Counting, this: Pass
+    engines: Engines, drafts: Drafts, size: int, bits: Any, prompts: Any, c: Counting, this: Pass
 ) -> None:
     """Pass over the tokens of all engines."""
     work = c.work
@@ -142,12 +144,12 @@ def _count_group(
         hold_by_word(c, this.instances)
     for w in range(c.leader, c.leader + size):
         if engines.workers[w].tokens + engines.workers[w].chunk_tokens > 0:
-            _count_engine(engines, w, bits, prompts, c, this)
+            _count_engine(engines, drafts, w, bits, prompts, c, this)
 
 
 @compiled()
 def _count_engine(
-    engines: Engines, w: int, bits: Any, prompts: Any, c: Counting, this: Pass
+    engines: Engines, drafts: Drafts, w: int, bits: Any, prompts: Any, c: Counting, this: Pass
 ) -> None:
     """Count the tokens that an engine computes in its step.
 
@@ -158,12 +160,17 @@ def _count_engine(
     run = worker.tokens + worker.chunk_tokens + c.group.ranks_per_engine - 1
     run //= c.group.ranks_per_engine
     n_planes = n_planes_for(run) if this.by_home else this.n_planes
-    left, n = run, np.int64(0)
+    left, n, place, period = run, np.int64(0), np.int64(0), engines.settings[0].period
     for i in range(worker.batch):
         row = sequences[i].row
-        for _ in range(sequences[i].tokens):
+        for j in range(sequences[i].tokens):
             work.rows[n] = row
-            n += 1
+            if period > 0:
+                work.rows[n] = place % period
+            elif j > 0 and not drafts.in_a_row:
+                record = engines.requests[sequences[i].request]
+                work.rows[n] = draft_row(drafts, record, sequences[i], j, bits.shape[0])
+            n, place = n + 1, place + 1
             row += 1
             if row == sequences[i].row_end:
                 row -= sequences[i].row_span

@@ -49,6 +49,7 @@ class GroupCost(NamedTuple):
     moe: Any  #: `RankMoE`
     all_to_all: Any  #: `AllToAllCost`
     gathered: Any  #: `AllToAllCost` of the steps that gather
+    chunk: int  #: tokens of an engine that MoE layers compute at once; 0: all of a step
 
 
 def no_group() -> GroupCost:
@@ -56,7 +57,7 @@ def no_group() -> GroupCost:
     rows, table = np.arange(2.0), np.zeros((2, 2))
     knots = np.arange(2.0), np.zeros(2)
     free = AllToAllCost(0.0, 0.0, *knots * 4)
-    return GroupCost(0, False, 0, 0.0, 1, 1, RankMoE(1, rows, table, table), free, free)
+    return GroupCost(0, False, 0, 0.0, 1, 1, RankMoE(1, rows, table, table), free, free, 0)
 
 
 class Replicas(NamedTuple):

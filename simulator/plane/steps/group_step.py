@@ -77,7 +77,7 @@ def execute(world: Any, leader: int) -> float:
         attention = attention_s(
             cost, sequences, context, scratch.cached, scratch.new, n_chunks
         )  # fmt: skip
-        if drafts.rates.shape[0] > 0:
+        if drafts.rates.shape[1] > 0:
             k = max(k, drafts.k_of[worker.batch])
             passes_s = max(passes_s, _passes_s(drafts, worker, scratch, n_chunks))
         wait -= attention + cost.dense_s[tokens] + cost.head_s[rows] + cost.collectives_s[tokens]
@@ -91,7 +91,7 @@ def execute(world: Any, leader: int) -> float:
     asks = choice == ASKED and world.groups.replicas.multi.shape[0] > 0
     if asks and ask(decide, CHOOSE, leader) < 0:
         return -1.0
-    count_step(engines, size, run.bits, run.prompts, counting, loads)
+    count_step(engines, drafts, size, run.bits, run.prompts, counting, loads)
     shared = _shared_layers(group, work, ranks, computes)
     choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[1]
     slowest = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
@@ -129,15 +129,16 @@ def _passes_s(drafts: Drafts, worker: Any, scratch: Any, n_chunks: int) -> Any:
     """Return what an engine's draft passes take but for their shared experts, s."""
     n, k, cost = worker.batch, drafts.k_of[worker.batch], drafts.cost
     if drafts.lookup_s >= 0.0:
-        return drafts.lookup_s if min(k, n) > 0 else 0.0
+        return drafts.lookup_s + n * drafts.request_s if min(k, n) > 0 else 0.0
     seconds, tokens, context = 0.0, worker.tokens + worker.chunk_tokens, worker.context
     chunks: Any = n_chunks
-    for i in range(k if n > 0 else min(k, np.int64(1))):
-        context += worker.tokens if i == 0 else n
+    wide, m = n * drafts.width, n
+    for i in range(min(k, drafts.depth) if n > 0 else min(k, np.int64(1))):
+        context += worker.tokens if i == 0 else wide
         seconds += attention_s(cost, n, context, scratch.cached, scratch.new, chunks)
-        seconds += cost.dense_s[tokens] + cost.collectives_s[tokens] + cost.head_s[n] + cost.host_s
-        tokens, chunks = n, _NONE
-    return seconds
+        seconds += cost.dense_s[tokens] + cost.collectives_s[tokens] + cost.head_s[m] + cost.host_s
+        tokens, m, chunks = wide, wide, _NONE
+    return seconds + n * drafts.request_s
 
 
 @compiled()
@@ -152,10 +153,10 @@ def _draft_layers_s(
     if drafts.cost.n_moe_layers == 0 or drafts.lookup_s >= 0.0:
         return 0.0
     sent = (shared.dispatch_s + shared.combine_s) / layers
-    pairs = shared.busiest_pairs / layers / (1 + k)
+    pairs = shared.busiest_pairs / layers / (1 + k) * drafts.width
     experts = min(shared.busiest / layers, pairs)
     later = rank_moe_s(group.moe, pairs, experts, False)
-    return shared.moe_s / layers + sent + (k - 1) * (later + sent)
+    return shared.moe_s / layers + sent + (min(k, drafts.depth) - 1) * (later + sent)
 
 
 class SharedLayers(NamedTuple):
@@ -174,12 +175,17 @@ class SharedLayers(NamedTuple):
 
 @compiled()
 def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: bool) -> Any:
-    """Return what the MoE layers take whose tokens have been counted; ``computes``: prompts."""
+    """Return what the MoE layers take whose tokens have been counted; ``computes``: prompts.
+
+    In chunks all ranks compute and exchange as many as the engine with most tokens has; of each,
+    an expert has its share of the tokens.
+    """
     moe = dispatched = combined = 0.0
     inside_bytes, between_bytes = 0.0, 0.0
     active, most_active, busiest_pairs, pairs_sum = 0, 0, 0.0, 0.0
     gathers = group.gathers and not computes
     table = group.gathered if gathers else group.all_to_all
+    n_chunks = _n_chunks(group, work, ranks)
     for layer in range(work.pairs.shape[1]):
         slowest, most, most_pairs = 0.0, 0, 0.0
         for r in range(ranks):
@@ -188,24 +194,73 @@ def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: b
             active += count
             pairs_sum += pairs
             most, most_pairs = max(most, count), max(most_pairs, pairs)
-            if pairs > 0:
+            if pairs > 0 and n_chunks == 1:
                 slowest = max(slowest, rank_moe_s(group.moe, pairs, instances, computes))
         most_active += most
         busiest_pairs += most_pairs
-        moe += slowest
         inside, between = _busiest(group, work, layer, ranks)
-        combined += combine_s(table, inside, between)
+        if n_chunks > 1:
+            for chunk in range(n_chunks):
+                part = _part(group, work, ranks, chunk)
+                moe += _slowest_s(group.moe, work, layer, ranks, part, computes)
+                combined += combine_s(table, part * inside, part * between)
+                dispatched += dispatch_s(table, part * inside, part * between)
+        else:
+            moe += slowest
+            combined += combine_s(table, inside, between)
         inside_bytes += table.combine_bytes * inside
         between_bytes += table.combine_bytes * between
         if gathers:
             inside, between = busiest_all(work.tokens[:ranks], group.gpus_per_node)
-        dispatched += dispatch_s(table, inside, between)
+        if n_chunks == 1:
+            dispatched += dispatch_s(table, inside, between)
         inside_bytes += table.dispatch_bytes * inside
         between_bytes += table.dispatch_bytes * between
     return SharedLayers(
         moe, dispatched, combined, inside_bytes, between_bytes, active, most_active, pairs_sum,
         busiest_pairs,
     )  # fmt: skip
+
+
+@compiled()
+def _n_chunks(group: GroupCost, work: GroupScratch, ranks: int) -> Any:
+    """Return the chunks of the engine that has most tokens; 1 where steps are not cut."""
+    if group.chunk == 0:
+        return np.int64(1)
+    most = np.int64(1)
+    for first in range(0, ranks, group.ranks_per_engine):
+        most = max(most, work.tokens[first : first + group.ranks_per_engine].sum())
+    return (most + group.chunk - 1) // group.chunk
+
+
+@compiled()
+def _part(group: GroupCost, work: GroupScratch, ranks: int, chunk: int) -> Any:
+    """Return the part of a step's tokens that a chunk of every engine holds."""
+    held, tokens = 0.0, 0.0
+    for first in range(0, ranks, group.ranks_per_engine):
+        own = work.tokens[first : first + group.ranks_per_engine].sum()
+        tokens += own
+        held += min(max(own - chunk * group.chunk, 0), group.chunk)
+    return held / tokens
+
+
+@compiled()
+def _slowest_s(
+    moe: Any, work: GroupScratch, layer: int, ranks: int, part: float, computes: bool
+) -> Any:
+    """Return the time of a layer's slowest rank for a part of the tokens, s.
+
+    Experts are missed by all tokens of a chunk that chose them in the step with chance
+    ``(1 - part) ** (pairs / experts)``.
+    """
+    slowest = 0.0
+    for r in range(ranks):
+        pairs, experts = work.pairs[r, layer], work.instances[r, layer]
+        if pairs > 0:
+            missed = (1.0 - part) ** (pairs / experts)
+            seconds = rank_moe_s(moe, part * pairs, experts * (1.0 - missed), computes)
+            slowest = max(slowest, seconds)
+    return slowest
 
 
 @njit(_nrt=False)
@@ -216,6 +271,12 @@ def route_tokens(bits: Any, rows: Any, c: Counting) -> Any:
     """
     count_rows(bits, rows, c)
     return _shared_layers(c.group, c.work, c.ranks, c.computes)
+
+
+@njit(_nrt=False)
+def price_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: bool) -> Any:
+    """Return what the MoE layers of a step take, `SharedLayers`, whose work is in ``work``."""
+    return _shared_layers(group, work, ranks, computes)
 
 
 @compiled()

@@ -9,7 +9,7 @@ import numpy as np
 from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.engine import Engines
+from eldr_sim.simulator.plane.kv_manager import Engines
 from eldr_sim.simulator.plane.steps import expert_union
 from eldr_sim.simulator.plane.steps.executor import list_chunks, list_rows
 from eldr_sim.simulator.plane.steps.verify import attended, draft_s, last_layer
@@ -25,7 +25,7 @@ def execute(world: Any, w: int) -> float:
     n_chunks, rows = list_chunks(engines, w, scratch)
     scratch.active[w] = scratch.busiest[w] = scratch.plain[w] = 0
     if tokens > 0 or pool.own_experts:
-        list_rows(engines, w, scratch)
+        list_rows(engines, w, scratch, drafts, run.bits.shape[0])
         first = np.int64(0)
         if tokens > worker.batch:
             first = worker.batch
@@ -45,7 +45,7 @@ def execute(world: Any, w: int) -> float:
         scratch.activated, not pool.own_experts,
     )  # fmt: skip
     seconds = total_s(parts) + pool.capture_s
-    if drafts.rates.shape[0] > 0:
+    if drafts.rates.shape[1] > 0:
         last_layer(run.bits, scratch.rows, worker.batch, run.masks[w], scratch)
         scratch.draft_s[w] = draft_s(
             drafts, worker.batch, tokens, worker.context, scratch, n_chunks, not pool.own_experts

@@ -25,7 +25,7 @@ from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.step_cost import StepParts, step_parts
 from eldr_sim.kernel_profiles.steps.weight_streaming import Stream, streamed_ends
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.engine import Engines
+from eldr_sim.simulator.plane.kv_manager import Engines
 from eldr_sim.simulator.plane.steps import expert_union
 from eldr_sim.simulator.plane.steps.executor import Scratch, list_chunks
 from eldr_sim.simulator.plane.steps.plain import add_chunks

@@ -4,7 +4,8 @@ A sequence that decodes computes its sampled token and ``k`` drafts in one step,
 more than were accepted, in the order of their positions. The rows of the step are those of its
 next ``k + 1`` recorded tokens: accepted drafts are these tokens, and a rejected one takes the row
 of its place as if it had been the true one. A wrong token's experts are not recorded; with its
-neighbours and the batch it overlaps as much as the true one (docs/speculative.md).
+neighbours and the batch it overlaps as much as the true one (docs/speculative.md). The drafts of a
+tree beyond its depth, and rejected ones where a run asks for it, take another row.
 """
 
 from __future__ import annotations
@@ -19,43 +20,75 @@ from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.simulator.plane.compiled import compiled
 
+#: Whose row a rejected draft takes: `SpeculativeConfig.rejected_experts`, in its order.
+NEXT, PLACE, REQUEST, NO_OTHER = range(4)
+
 
 class Drafts(NamedTuple):
     """What the engines of a pool draft; see `no_drafts`."""
 
     k_of: NDArray[np.int64]  #: ``[sequences + 1]``: drafts of each, by the sequences of a step
-    rates: NDArray[np.float64]  #: ``[k]``: of accepting at least so many; none: nothing is drafted
+    #: ``[domains or 1, k]``: of accepting at least so many; none: nothing is drafted.
+    rates: NDArray[np.float64]
     #: ``[k + 2]``: verify steps of sequences by the drafts accepted, and all drafts verified.
     counts: NDArray[np.int64]
     key: NDArray[np.uint64]  #: ``[1]``: of the random stream
     reads_by_row: bool  #: attention reads a context once for each token of a step
     cost: StepCost  #: of a draft pass
     lookup_s: float  #: of a step in the place of passes; negative where there are passes
+    request_s: float  #: host of each request of a step
+    depth: int  #: passes, and most drafts that are accepted
+    width: int  #: drafts of a sequence that a pass computes, after the first
+    rejected: int  #: `NEXT`, `PLACE`, `REQUEST` or `NO_OTHER`
+    in_a_row: bool  #: whether all drafts take the rows behind the sampled token's
 
 
 def no_drafts(cost: StepCost) -> Drafts:
     """Return what stands for engines that draft nothing."""
-    none = np.zeros(0)
+    none = np.zeros((1, 0))
     return Drafts(np.zeros(1, np.int64), none, np.zeros(0, np.int64), np.zeros(1, np.uint64),
-                  False, cost, 0.0)  # fmt: skip
+                  False, cost, 0.0, 0.0, 0, 1, NEXT, True)  # fmt: skip
 
 
 @compiled()
-def accepted(drafts: Drafts, request: int, position: int, n: int) -> Any:
-    """Return how many of ``n`` drafts behind an output position of a request are accepted.
-
-    A draw depends on seed, request and position alone (Steele, Lea, Flood 2014, SplitMix64), so
-    every policy meets the same acceptances.
-    """
+def _drawn(drafts: Drafts, request: int, position: int) -> Any:
+    """Return a random word of seed, request and position (SplitMix64: Steele, Lea, Flood 2014)."""
     x = drafts.key[0] + np.uint64(request) * np.uint64(0x9E3779B97F4A7C15)
     x += np.uint64(position) * np.uint64(0xD1B54A32D192ED03)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    u, got = float(x >> np.uint64(11)) / 9007199254740992.0, np.int64(0)
-    while got < n and u < drafts.rates[got]:
+    return x ^ (x >> np.uint64(31))
+
+
+@compiled()
+def accepted(drafts: Drafts, record: Any, sequence: Any) -> Any:
+    """Return how many of a sequence's drafts are accepted.
+
+    A draw depends on seed, request and output position alone, so every policy meets the same
+    acceptances. ``record``: of the sequence's request.
+    """
+    word = _drawn(drafts, sequence.request, record.output_len - sequence.tokens_left)
+    u, got = float(word >> np.uint64(11)) / 9007199254740992.0, np.int64(0)
+    kind = min(np.int64(record.domain), drafts.rates.shape[0] - 1)
+    while got < sequence.drafts and u < drafts.rates[kind, got]:
         got += 1
     return got
+
+
+@compiled()
+def draft_row(drafts: Drafts, record: Any, sequence: Any, i: int, n_rows: int) -> Any:
+    """Return the row of draft ``i``, from 1 on, of all ``n_rows``; as of `accepted`."""
+    if i <= drafts.depth and (drafts.rejected == NEXT or i <= accepted(drafts, record, sequence)):
+        row = sequence.row + i
+        while row >= sequence.row_end:
+            row -= sequence.row_span
+        return row
+    if drafts.rejected == NO_OTHER:
+        return sequence.row
+    word = _drawn(drafts, sequence.request, -1 - 64 * sequence.row - i) >> np.uint64(1)
+    if drafts.rejected == REQUEST:
+        return np.int64(word) % n_rows
+    return sequence.row_end - 1 - np.int64(word) % sequence.row_span
 
 
 @compiled()
@@ -79,11 +112,11 @@ def draft_s(
 
     ``drafts``: of the pool; ``sequences``, ``tokens``, ``context``, ``n_chunks``, ``uniform``: as
     of `step_cost.step_parts`, of the step; ``scratch``: of the step, whose last layer's experts
-    count as those of the first pass; ``later`` are those of the others.
+    count as those of the first pass, and of all of a tree; ``later`` are those of the others.
     """
     k = drafts.k_of[sequences]
     if drafts.lookup_s >= 0.0:
-        return drafts.lookup_s if min(k, sequences) > 0 else 0.0
+        return drafts.lookup_s + sequences * drafts.request_s if min(k, sequences) > 0 else 0.0
     if k == 0:
         return 0.0
     last = scratch.activated[scratch.activated.shape[0] - 1 :]
@@ -93,14 +126,16 @@ def draft_s(
             n_chunks, sequences, last, uniform,
         )
     )  # fmt: skip
-    for i in range(1, k if sequences > 0 else 1):
+    n = sequences * drafts.width
+    experts = scratch.later if drafts.width == 1 else last
+    for i in range(1, min(k, drafts.depth) if sequences > 0 else 1):
         seconds += total_s(
             step_parts(
-                drafts.cost, sequences, sequences, context + tokens + i * sequences,
-                scratch.cached, scratch.new, np.int64(0), sequences, scratch.later, False,
+                drafts.cost, sequences, n, context + tokens + i * n, scratch.cached, scratch.new,
+                np.int64(0), n, experts, False,
             )
         )  # fmt: skip
-    return seconds
+    return seconds + sequences * drafts.request_s
 
 
 @compiled()

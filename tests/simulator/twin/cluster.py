@@ -74,12 +74,12 @@ class Twin:
         prefill = Pool(
             PREFILL if spec.n_decode else PREFILL_ONLY, 0, spec.n_prefill, spec.prefill,
             prefix_caching=caching and not whole, own_experts=own_experts,
-            async_scheduling=spec.async_scheduling, capture_s=spec.capture_s,
+            async_scheduling=spec.scheduler.async_scheduling, capture_s=spec.capture_s,
         )  # fmt: skip
         decode = Pool(
             COLOCATED if colocated else DECODE, spec.n_prefill, spec.n_decode, spec.decode,
             prefix_caching=caching, own_experts=own_experts,
-            async_scheduling=spec.async_scheduling, capture_s=0.0,
+            async_scheduling=spec.scheduler.async_scheduling, capture_s=0.0,
         )  # fmt: skip
         return prefill, decode
 
@@ -105,7 +105,7 @@ class Twin:
                 measured=window[0] <= arrival < window[1],
                 token_experts=[],
                 window=[windows[first + (offset + k) % span] for k in range(span)],
-                block_keys=self.block_keys(workload, prompt, blocks),
+                block_keys=self.block_keys(workload, i, blocks),
                 info=RequestInfo(
                     i,
                     prompt,
@@ -126,11 +126,17 @@ class Twin:
             made.append(request)
         return made
 
-    def block_keys(self, workload, prompt, prefix_blocks):
-        """A full KV block is told by its number and the prefix block its last token lies in."""
+    def block_keys(self, workload, i, prefix_blocks):
+        """A full KV block is told by its number and the prefix block its last token lies in.
+
+        Those of an answer that another request goes on with have keys, too.
+        """
         size, prefix = self.spec.block_size, workload.prefix_block_tokens
+        context = int(workload.prompt_len[i])
+        if workload.answered is not None and workload.answered[i]:
+            context += int(workload.output_len[i]) - 1
         keys = []
-        for number in range(prompt // size):
+        for number in range(context // size):
             last = (number + 1) * size - 1
             if prefix == 0 or last // prefix >= len(prefix_blocks):
                 break

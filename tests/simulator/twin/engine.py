@@ -169,6 +169,7 @@ class Worker:
                 request = sequence.request
                 request.prefill_end_s = request.decode_start_s = request.first_token_s
             self.requests.remove(sequence.request)
+            self.publish(sequence.request, sequence.request.prompt - 1 + sequence.request.output)
             self.release(sequence.request)
             twin.todo.append((twin.complete, sequence.request))
 
@@ -206,6 +207,7 @@ class Worker:
                 self.prefilling.remove(victim)
             else:
                 self.decoding.remove(victim)
+                self.publish(request, request.prompt - 1 + request.generated)
                 if victim in self.joined:  # there has been no step since
                     self.joined.remove(victim)
                 else:
@@ -220,7 +222,7 @@ class Worker:
 
     def defers_prompts(self):
         """Whether it leaves prompts alone in this step of its group, which decodes meanwhile."""
-        interval = self.twin.spec.prefill_schedule_interval
+        interval = self.twin.spec.scheduler.prefill_schedule_interval
         if len(self.group) == 1 or not self.decoding:
             return False
         return self.group[0].group_steps % interval != 0
@@ -455,7 +457,7 @@ class Worker:
             x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
             x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
             share = ((x ^ x >> 31) >> 11) / 2**53
-            found = sum(share < rate for rate in self.drafts.rates[: sequence.drafts].tolist())
+            found = sum(share < rate for rate in self.drafts.rates[0, : sequence.drafts].tolist())
             self.twin.accepted[found] += 1
         return min(1 + found, request.output - request.generated)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate
+from itertools import accumulate, product
 
 import numpy as np
 
@@ -34,6 +34,14 @@ def own_seconds(cost, batch, context, chunks, tokens, rows):
     if chunks:
         attention += chunk_attention_seconds(cost, chunks)
     return attention, cost.dense_s[tokens], cost.head_s[rows], cost.collectives_s[tokens]
+
+
+def chunk_parts(engine_of_token, size):
+    """The part of the tokens in each chunk; all engines have as many as the fullest."""
+    tokens = Counter(engine_of_token)
+    chunks = range(-(-max(tokens.values(), default=1) // size)) if size else range(1)
+    held = [sum(min(max(n - c * size, 0), size or n) for n in tokens.values()) for c in chunks]
+    return [n / len(engine_of_token) for n in held] if engine_of_token else [1.0]
 
 
 class Traffic:
@@ -203,26 +211,34 @@ def group_step(twin, group):
             for way in traffic:
                 way[layer].token(home, targets)
     counts = [[len(found) for found in activated[layer]] for layer in layers]
+    parts = chunk_parts([home // per_engine for home, _, _ in routed], shared.chunk)
+
+    def rank_chunk(layer, r, part):
+        """A rank's time for a part of the tokens; experts that none of them chose are not read."""
+        own, experts = pairs[layer, r], counts[layer][r]
+        if not own:
+            return 0.0
+        seen = experts * (1 - (1 - part) ** (own / experts))
+        low = min(int(seen), shared.moe.decode_s.shape[1] - 2)
+        below, above = (rank_seconds(shared.moe, part * own, n, prompts) for n in (low, low + 1))
+        return below + (seen - low) * (above - below)
+
     moe = sum(
-        max(
-            rank_seconds(shared.moe, pairs[layer, r], counts[layer][r], prompts)
-            if pairs[layer, r]
-            else 0.0
-            for r in range(n_ranks)
-        )
+        max(rank_chunk(layer, r, part) for r in range(n_ranks))
         for layer in layers
+        for part in parts
     )
     table = shared.gathered if gathers else shared.all_to_all
     out, back = ([each.busiest() for each in way] for way in traffic)
 
     def phase(name, n_bytes, sent):
         total = 0.0
-        for inside, between in sent:
+        for (inside, between), share in product(sent, parts):
             knots, seconds = getattr(table, f"{name}_knots"), getattr(table, f"{name}_s")
-            longest = line(n_bytes * inside, knots, seconds)
+            longest = line(n_bytes * share * inside, knots, seconds)
             if between > 0:
                 knots, seconds = (getattr(table, f"{name}_far_{part}") for part in ("knots", "s"))
-                longest = max(longest, line(n_bytes * between, knots, seconds))
+                longest = max(longest, line(n_bytes * share * between, knots, seconds))
             total += longest
         return total
 

@@ -189,8 +189,5 @@ def _as_recorded(run, replayed, calibrated):
             | {"distinct": distinct}
         )
     return LiveRun(
-        run.info,
-        pa.table(columns).cast(REQUESTS),
-        pa.Table.from_pylist(steps, schema=STEPS),
-        trace,
+        run.info, pa.table(columns).cast(REQUESTS), pa.Table.from_pylist(steps, schema=STEPS), trace
     )

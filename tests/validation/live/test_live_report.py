@@ -359,11 +359,7 @@ def test_the_worst_tenth_of_the_steps_may_have_another_cause(live_runs, live_cal
     late = np.where(batch == late_batch, 0.03, 0.0)
     faster = run.steps[moe].to_numpy() / 1.6
     shift = np.concatenate([[0.0], np.cumsum(late - 0.6 * faster)[:-1]])
-    columns = {
-        "start_s": start + shift,
-        "end_s": end + shift + late - 0.6 * faster,
-        moe: faster,
-    }
+    columns = {"start_s": start + shift, "end_s": end + shift + late - 0.6 * faster, moe: faster}
     steps = run.steps
     for name, values in columns.items():
         steps = steps.set_column(steps.schema.get_field_index(name), name, pa.array(values))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.calibration import check_fraction, split_calibration
 from eldr_sim.traces.routing.capture.prompts import Prompt
@@ -49,20 +48,15 @@ def write_captured(
     captured: CapturedRouting,
     prompts: Sequence[Prompt],
     *,
-    model: str,
-    source_data: str,
     calibration_fraction: float = 0.5,
     notes: str = "",
     force: bool = False,
+    **about: Any,
 ) -> RoutingTrace:
-    """Write captured routing as a routing trace.
+    """Write captured routing, one entry a prompt, as a routing trace.
 
-    Raises InputError if ``out`` exists and ``force`` is false, the fraction is not within (0, 1),
-    or the trace would not be valid.
-
-    ``out``: trace folder to make; ``captured``: one entry a prompt; ``prompts``: the requests, in
-    the order of ``captured``; ``model``, ``source_data``, ``notes``: see `Manifest`;
-    ``calibration_fraction``: within (0, 1); see `calibration_split`.
+    Raises InputError as `check_options`, or if the trace would not be valid. ``about``: ``model``
+    and ``source_data``, see `Manifest`.
     """
     check_options(out, force, calibration_fraction)
     rows = np.array([len(request) for request in captured.experts])
@@ -78,21 +72,16 @@ def write_captured(
         prompt_len=prompt_len,
         output_len=rows - prompt_len,
         is_calibration=calibration_split(prompts, calibration_fraction),
-        model=model,
         n_experts=captured.n_experts,
         domains=list(dict.fromkeys(prompt.domain for prompt in prompts)),
         captured_by=captured.captured_by,
-        source_data=source_data,
-        tool_versions={
-            **captured.tool_versions,
-            "eldr-sim": __version__,
-            "numpy": np.__version__,
-        },
+        tool_versions=captured.tool_versions,
         provenance="recorded",
         notes="; ".join(filter(None, [captured.layer_note(), *captured.notes, notes])),
         gate_scores=scores,
         rank_groups=[1] * captured.experts[0].shape[-1] if captured.ranked else None,
         force=force,
+        **about,
     )
 
 

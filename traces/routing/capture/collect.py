@@ -26,9 +26,7 @@ def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Colle
     """Join the log of an engine with the requests that were sent to it.
 
     A request is matched by its ``request_id`` (what the client sent as ``X-Request-Id``), or else
-    by its prompt where that is a list of token ids.
-
-    ``folder``: what ``ELDR_SIM_CAPTURE`` named; ``requests``: the requests with their domains.
+    by its prompt where that is a list of token ids. ``folder``: what ``ELDR_SIM_CAPTURE`` named.
 
     Raises InputError if the log is broken, none of the requests is in it, or prompt tokens of one
     were never computed (prefix caching was on, or a worker's log is missing).

@@ -83,16 +83,10 @@ def _has_experts(modules: dict[str, Any], parent: str) -> bool:
 def read_gate(output: Any, module: Any) -> tuple[Any, Any]:
     """Return the chosen experts of a gate's output, the highest weight first, and all scores.
 
-    Returns ``ids``, ``scores``: integers ``[tokens, top_k]``, equal weights in the gate's order,
-    and floats ``[tokens, experts]``. Raises InputError if the gate returned something else.
-
-    Parameters
-    ----------
-    output
-        The gate's output: scores, weights and ids. Older versions return them in another order, so
-        types and shapes tell which is which.
-    module
-        The gate, for messages.
+    Integers ``[tokens, top_k]``, equal weights in the gate's order, and floats ``[tokens,
+    experts]``. Older versions return scores, weights and ids in another order, so types and shapes
+    tell which is which. Raises InputError, which names ``module``, if the gate returned something
+    else.
     """
     tensors = output if isinstance(output, tuple) and len(output) == 3 else ()
     ids = [t for t in tensors if not t.is_floating_point()]

@@ -18,13 +18,11 @@ _INSTALL = "pip install 'eldr-sim[capture]'"
 
 
 def load_model(model: str, *, device: str = "cpu", dtype: str = "auto") -> Any:
-    """Load a causal language model for `capture_transformers`.
+    """Load a causal language model for `capture_transformers`, of a folder or hub name.
 
-    ``model``: local folder or hub name; ``device``: ``cpu`` or ``cuda``; ``dtype``: ``auto`` (as
-    the checkpoint says), ``float32``, ``bfloat16`` or ``float16``.
-
-    Raises InputError if torch, transformers or the device is missing, or the model cannot be
-    loaded.
+    ``device``: ``cpu`` or ``cuda``; ``dtype``: ``auto`` (the checkpoint's), ``float32``,
+    ``bfloat16`` or ``float16``. Raises InputError if torch, transformers or the device is missing,
+    or the model cannot be loaded.
     """
     try:
         import torch
@@ -55,35 +53,20 @@ def capture_transformers(
     gate_scores: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> CapturedRouting:
-    """Generate from prompts and record the experts that every gate chooses.
+    """Generate from prompts and record the experts that every gate chooses, ranked by weight.
 
-    Prompts of similar length share a batch, padded on the left; padding is not recorded. The
-    token at which a request stops (end of sequence, or the one after ``max_new_tokens``) has no
-    forward pass in an engine and no row here. A request never stops before its first token.
+    Prompts of similar length share a batch, padded on the left; padding is not recorded. The token
+    at which a request stops (end of sequence, or the one after ``max_new_tokens``) has no forward
+    pass in an engine and no row here. A request never stops before its first token. The same seed,
+    batch size and prompts give the same tokens.
 
-    Returns CapturedRouting: experts ranked by the weight that the gate gave them. Raises InputError
-    if a gate is not known, layers differ in their experts, or a prompt does not fit the model.
+    Raises InputError if a gate is not among `gates.GATES`, layers differ in their experts, or a
+    prompt does not fit the model.
 
-    Parameters
-    ----------
-    model
-        A model of transformers with gates that `gates.GATES` lists.
-    token_ids
-        The prompts, at least one token each.
-    max_new_tokens
-        Generated tokens to record, each by its own forward pass.
-    batch_size
-        Requests in a forward pass.
-    temperature
-        Temperature of plain sampling over the whole vocabulary; 0 is greedy.
-    seed
-        Seed of the sampling. The same seed, batch size and prompts give the same tokens.
-    ignore_eos
-        Generate ``max_new_tokens`` tokens whether or not the model ends earlier.
-    gate_scores
-        Also sum the gate's probabilities and raw scores over each prompt.
-    progress
-        Called with the share done after every batch.
+    ``token_ids``: the prompts, at least one token each; ``batch_size``: requests in a forward pass;
+    ``temperature``: of plain sampling over the whole vocabulary; 0 is greedy; ``ignore_eos``:
+    generate ``max_new_tokens`` in any case; ``gate_scores``: also sum the gate's probabilities and
+    raw scores over each prompt.
     """
     import torch
     import transformers

@@ -29,22 +29,15 @@ class Prompt:
 def read_prompts(
     path: str | os.PathLike[str], *, domain_field: str = "domain", need_prompt: bool = True
 ) -> list[Prompt]:
-    """Read prompts from a JSONL file.
+    """Read prompts, a JSON object a line.
+
+    ``prompt`` (text, a list of token ids, or chat messages with ``role`` and ``content``), the
+    domain label (``domain_field``), and optionally ``request_id`` and ``split`` (``calibration`` or
+    ``serving``). Without ``need_prompt``, for requests that another client has sent, ``prompt`` may
+    be left out where ``request_id`` is there.
 
     Raises InputError if the file cannot be read, a line is not of this form, or a ``request_id``
     comes twice.
-
-    Parameters
-    ----------
-    path
-        One JSON object a line: ``prompt`` (text, a list of token ids, or a list of chat messages
-        with ``role`` and ``content``), the domain label, and optionally ``request_id`` and
-        ``split`` (``calibration`` or ``serving``).
-    domain_field
-        Key of the domain label.
-    need_prompt
-        False for requests that another client has sent: then ``prompt`` may be left out where
-        ``request_id`` is there.
     """
     file = Path(path)
     lines = read_text(file, str(file), ARRAY_LIMIT).splitlines()
@@ -98,16 +91,11 @@ def _check_content(where: str, content: Any) -> Content:
 def tokenize(
     model: str, prompts: Sequence[Prompt], *, max_prompt_tokens: int | None = None
 ) -> list[list[int]]:
-    """Turn prompts into token ids with the model's own tokenizer.
+    """Turn prompts into token ids, at least one each, with the model's own tokenizer.
 
-    The tokenizer is loaded only where a prompt is text or chat messages, which go through the
-    chat template.
-
-    ``model``: folder or hub name that the tokenizer comes from; ``prompts``: prompts from
-    `read_prompts`; ``max_prompt_tokens``: most tokens to keep of each prompt, from its start.
-
-    Returns token_ids: one list a prompt, at least one token each. Raises InputError if there is no
-    tokenizer, or a prompt has no token.
+    It is loaded only where a prompt is text or chat messages, which go through the chat template.
+    ``max_prompt_tokens``: most tokens to keep of each prompt, from its start. Raises InputError if
+    there is no tokenizer, or a prompt has no token.
     """
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
         raise InputError("max_prompt_tokens", f"got {max_prompt_tokens}", "at least 1")

@@ -153,15 +153,7 @@ Step = tuple[list[tuple[str, int, int]], dict[str, list[int]], NDArray[Any]]
 
 
 class LogReader:
-    """Reader of one worker's log, also while the worker writes it.
-
-    ``file``: ``<name>.jsonl``.
-
-    Attributes
-    ----------
-    header
-        None until it has been read.
-    """
+    """Reader of one worker's log, also while the worker writes it; ``header``: None until read."""
 
     def __init__(self, file: Path) -> None:
         self.header: Header | None = None

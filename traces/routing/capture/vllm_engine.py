@@ -59,31 +59,13 @@ def capture_vllm(
     """Generate from prompts with vLLM, in a process of its own, and record its experts.
 
     The engine runs without prefix caching, because prompt tokens found in a cache are never
-    computed. The token at which a request stops has no forward pass and no row, and a request
-    never stops before its first token, as in `capture_transformers`.
+    computed. Stops and the parameters not named here are as in `capture_transformers`.
 
     Raises InputError if vLLM is missing, fails (its reason in one line), or returns no experts.
 
-    Parameters
-    ----------
-    model
-        Local folder or hub name.
-    token_ids
-        The prompts, at least one token each.
-    max_new_tokens, temperature, ignore_eos
-        As in `capture_transformers`.
-    seed
-        Seed of the sampling; request ``i`` samples with ``seed + i``, independent of the others.
-    dtype
-        ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-    tensor_parallel_size
-        GPUs of the tensor-parallel group.
-    max_model_len
-        Longest sequence; the model's own by default.
-    method
-        ``engine`` needs the model runner V2 of vLLM, and so a GPU.
-    progress
-        Called with the share of the tokens done (with ``plugin``).
+    ``seed``: request ``i`` samples with ``seed + i``, independent of the others; ``max_model_len``:
+    longest sequence; the model's own by default; ``method``: ``engine`` needs the model runner V2
+    of vLLM, and so a GPU; ``progress``: called with the share of the tokens done (with ``plugin``).
     """
     generation = describe_generation(max_new_tokens, temperature, seed, ignore_eos)
     if importlib.util.find_spec("vllm") is None:
@@ -201,13 +183,12 @@ def _from_arrays(
 def from_routed_experts(
     arrays: Sequence[NDArray[Any]], prompt_len: Sequence[int], generated: Sequence[int]
 ) -> CapturedRouting:
-    """Return the routing that vLLM returned as ``routed_experts``.
+    """Return the routing that vLLM returned as ``routed_experts``, in the order of its kernel.
 
     ``arrays``: one a request, integers ``[tokens, decoder layers, top_k]``: every token that was
     computed, that is all but the last one generated; ``prompt_len``, ``generated``: tokens of each
-    request. Returns CapturedRouting: the experts in the order of the engine's kernel; the caller
-    fills in ``n_experts``, ``captured_by`` and ``tool_versions``. Raises InputError if a request
-    has more or fewer rows than tokens computed.
+    request. The caller fills in ``n_experts``, ``captured_by`` and ``tool_versions``. Raises
+    InputError if a request has more or fewer rows than tokens computed.
     """
     for array, prompt, output in zip(arrays, prompt_len, generated, strict=True):
         if len(array) != prompt + output - 1:

@@ -1,18 +1,9 @@
-"""Formats of recordings that name no requests or domains: engines' dumps and logs by layer.
+"""Recordings that name no requests or domains: engines' dumps and logs by layer (docs/formats.md).
 
-``sglang``
-    Files of SGLang's expert distribution recorder in the mode ``per_token``
-    (``expert_distribution_recorder_*.pt``), or a folder of them, one a data-parallel rank. They
-    hold forward passes; which request a token belongs to follows from its position, see `_Passes`.
-    Physical experts become logical ones by the map in the file.
-``moe_trace``
-    CSV of llama.cpp's moe-trace, one request a file, or a folder of them: ``layer,expert`` (a row
-    for each activation, in the order of computation, with or without that header) or
-    ``phase,token,layer,rank,expert``. llama.cpp computes the last layer for the tokens whose output
-    is asked for only: where that layer has fewer tokens, it is left out.
-``moe_beyond``
-    CSV of moe-beyond, one request a file, or a folder of them: ``Layer ID, Batch Number, Token,
-    Activated Expert IDs``, prompt tokens only.
+SGLang's recorder holds forward passes; which request a token belongs to follows from its position,
+see `_Passes`, and physical experts become logical ones by the map in the file. llama.cpp computes
+the last layer for the tokens whose output is asked for only: where that layer has fewer tokens, it
+is left out.
 """
 
 import csv

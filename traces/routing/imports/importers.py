@@ -1,20 +1,17 @@
 """Import of routing that other tools recorded, in the formats of `import_formats`."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.calibration import check_fraction, split_calibration
-from eldr_sim.traces.routing.encoding import Encoding
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.imports.formats import READERS, detect_format
 from eldr_sim.traces.routing.imports.imported import ImportedRouting
-from eldr_sim.traces.routing.manifest import Provenance
 from eldr_sim.traces.routing.writer import write_trace
 
 DECODE_ONLY = (
@@ -29,52 +26,27 @@ def import_trace(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    model: str,
-    captured_by: str,
-    source_data: str,
-    tool_versions: Mapping[str, str],
     format: str | None = None,
     n_experts: int | None = None,
     domain: str = "all",
     ranked: bool = False,
     prompt_share: float | None = None,
-    encoding: Encoding = "npy",
-    provenance: Provenance = "imported",
-    notes: str = "",
     calibration_fraction: float = 0.5,
-    force: bool = False,
+    notes: str = "",
+    **about: Any,
 ) -> RoutingTrace:
     """Import a file of chosen experts as a routing trace.
 
     Raises InputError if the file is not of its format, a fraction or share is not within (0, 1),
     the number of experts is unknown, the file has no generated tokens and ``prompt_share`` is None,
-    it has both and ``prompt_share`` is given, or ``out`` exists and ``force`` is false.
+    it has both and ``prompt_share`` is given, or ``out`` exists and may not be replaced.
 
-    Parameters
-    ----------
-    path
-        The file or folder.
-    out
-        Trace folder to make.
-    model, captured_by, source_data, tool_versions, provenance, notes
-        See `Manifest`; what the file says of itself is added to the notes.
-    format
-        One of `import_formats.READERS`; by default detected from the content.
-    n_experts
-        Experts per layer, where the file does not say.
-    domain
-        Domain of the requests, where the file knows none.
-    ranked
-        The ids of a token stand in the gate's order, the highest score first.
-    prompt_share
-        Where the file has tokens of one phase only: the first share of each request's that is to
-        stand for its prompt, the rest for its generated tokens.
-    encoding
-        See `write_trace`.
-    calibration_fraction
-        See `split_calibration`.
-    force
-        Replace ``out`` if it is there.
+    ``path``: the file or folder; ``format``: one of `formats.READERS`; by default detected from the
+    content; ``n_experts``, ``domain``: experts per layer and domain of the requests, where the file
+    does not say; ``ranked``: the ids of a token stand in the gate's order, the highest score first;
+    ``prompt_share``: where the file has tokens of one phase only: the first share of each request's
+    that is to stand for its prompt, the rest for its generated tokens; ``notes``: what the file
+    says of itself is added; ``about``: more of `write_trace`, such as ``model``.
     """
     check_fraction(calibration_fraction)
     source = Path(path)
@@ -86,19 +58,16 @@ def import_trace(
     if prompt_share is not None:
         imported = _parted(imported, prompt_share, source)
     elif phase == "prompt":
-        raise InputError(
-            "prompt_share", f"{source} has prompt tokens only", "a share that stands for the prompt"
-        )
+        problem = f"{source} has prompt tokens only"
+        raise InputError("prompt_share", problem, "a share that stands for the prompt")
     experts = imported.n_experts or n_experts
     if experts is None:
-        raise InputError(
-            "experts", f"{source} does not say how many experts a layer has", "a number"
-        )
+        problem = f"{source} does not say how many experts a layer has"
+        raise InputError("experts", problem, "a number")
     if imported.domain is None:
         names, domains = [domain] * len(imported.request_id), [domain]
     else:
         names, domains = imported.domain, imported.domains
-    top_k = imported.experts.shape[-1]
     return write_trace(
         out,
         experts=imported.experts,
@@ -107,21 +76,15 @@ def import_trace(
         prompt_len=imported.prompt_len,
         output_len=imported.output_len,
         is_calibration=split_calibration(names, calibration_fraction),
-        model=model,
         n_experts=experts,
         domains=domains,
-        captured_by=captured_by,
-        source_data=source_data,
-        tool_versions={**tool_versions, "eldr-sim": __version__, "numpy": np.__version__},
-        provenance=provenance,
         notes=" ".join(part for part in (notes, imported.notes) if part),
         gate_scores=imported.gate_scores,
-        rank_groups=[1] * top_k if ranked or imported.ranked else None,
+        rank_groups=[1] * imported.experts.shape[-1] if ranked or imported.ranked else None,
         prompt_rows=imported.phase == "both",
         recorded_phase=None if prompt_share is None or phase == "both" else phase,
         prompt_share=prompt_share,
-        encoding=encoding,
-        force=force,
+        **{"tool_versions": {}, "provenance": "imported"} | about,
     )
 
 

@@ -25,19 +25,14 @@ from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.presets import PRESETS, Band, fitted_path, preset_model
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 
-Split = Literal["both", "calibration", "serving"]
+Split = Literal["calibration", "serving"]
 #: Modules that say what is drawn: when they change, it is drawn anew.
 _SOURCES = (
-    "traces.requests.domains",
-    "traces.routing.synthetic.drawn",
-    "traces.routing.synthetic.model",
-    "traces.routing.synthetic.presets",
-    "traces.requests.prompt_lengths",
-    "traces.requests.texts",
-    "traces.routing.synthetic.reshape",
-    "traces.routing.synthetic.sampler",
+    "traces.requests.domains", "traces.routing.synthetic.drawn", "traces.routing.synthetic.model",
+    "traces.routing.synthetic.presets", "traces.requests.prompt_lengths", "traces.requests.texts",
+    "traces.routing.synthetic.reshape", "traces.routing.synthetic.sampler",
     "traces.routing.synthetic.synthesize",
-)
+)  # fmt: skip
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []  # of this process, where there is no cache
 
@@ -71,53 +66,31 @@ def nearest_preset(model: str, shape: Shape) -> str:
 
 
 def drawn_trace(
-    model: str,
-    shape: Shape,
-    domains: tuple[tuple[str, float], ...],
-    *,
-    gate_scores: bool = False,
-    band: Band = "middle",
+    model: str, shape: Shape, domains: tuple[tuple[str, float], ...], *, band: Band = "middle"
 ) -> RoutingTrace:
     """Draw the routing of a model, or open what was drawn before on this machine.
 
     The calibration split lies apart, and is drawn when it is asked for.
 
-    Parameters
-    ----------
-    model, shape
-        Name and shape of the served model.
-    domains
-        Domains and their weights, see `domains.wanted_domains`.
-    gate_scores
-        Whether to draw the gate's probabilities, too, of both splits in one folder; the experts
-        are the same either way.
-    band
-        Where in the preset's band, see `presets`.
+    ``model``, ``shape``: name and shape of the served model; ``domains``: domains and their
+    weights, see `domains.wanted_domains`; ``band``: where in the preset's band, see `presets`.
     """
     split = partial(_split, model, shape, domains, band=band)
-    if gate_scores:
-        return split("both", gate_scores=True)
     return replace(split("serving"), calibration_apart=partial(split, "calibration"))
 
 
 def _split(
-    model: str,
-    shape: Shape,
-    domains: tuple[tuple[str, float], ...],
-    split: Split,
-    *,
-    band: Band,
-    gate_scores: bool = False,
+    model: str, shape: Shape, domains: tuple[tuple[str, float], ...], split: Split, *, band: Band
 ) -> RoutingTrace:
-    """Draw a split, or both, of a model's routing, or open what was drawn before."""
+    """Draw a split of a model's routing, or open what was drawn before."""
     preset = nearest_preset(model, shape)
     fitted = hashlib.sha256(fitted_path(PRESETS[preset].fitted).read_bytes()).hexdigest()
-    what = [preset, band, asdict(shape), domains, split, gate_scores, cache.stamp(_SOURCES), fitted]
+    what = [preset, band, asdict(shape), domains, split, cache.stamp(_SOURCES), fitted]
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     name = f"{re.sub('[^a-z0-9.]+', '-', model.lower())}-{digest[:16]}"
 
     def draw(folder: Path) -> None:
-        _draw(preset, band, shape, domains, split, gate_scores, folder)
+        _draw(preset, band, shape, domains, split, folder)
 
     for kept in (cache.find, partial(cache.keep_folder, write=draw)):
         found = kept(cache.TRACES, name)
@@ -138,7 +111,6 @@ def _draw(
     shape: Shape,
     domains: tuple[tuple[str, float], ...],
     split: Split,
-    gate_scores: bool,
     folder: Path,
 ) -> None:
     wanted = asdict(shape)
@@ -155,7 +127,6 @@ def _draw(
         output_len=(OUTPUT_LEN, OUTPUT_LEN),
         seed=0,
         shares=[weights.get(name, 0.0) / total for name in model.domains],
-        gate_scores=gate_scores,
         split=split,
         force=True,
     )

@@ -22,15 +22,14 @@ Floats = NDArray[np.float64]
 def drift_factors(
     ids: NDArray[np.uint16], kind: NDArray[np.int64], kind_share: Floats, length: NDArray[np.int64]
 ) -> Floats:
-    """Find the directions of the drift of some requests.
+    """Find the directions of the drift of some requests, ``[factors, layers, experts]``.
 
-    Returns loadings: ``[factors, layers, experts]``: change of an expert's log weight at a score of
-    one standard deviation; zero without two windows of one request. The root of the mean square of
-    an expert's norm, weighted by load, is 1.
+    Change of an expert's log weight at a score of one standard deviation; zero without two windows
+    of one request. The root of the mean square of an expert's norm, weighted by load, is 1.
 
-    ``ids``: ``[tokens, layers, top_k]``, requests one after the other; ``kind``: ``[tokens]``, kind
-    of each; ``kind_share``: ``[kinds, layers, experts]``: share of a kind's tokens that chose an
-    expert; ``length``: ``[requests]``, tokens of each.
+    ``ids``: ``[tokens, layers, top_k]``, requests one after the other; ``kind``: ``[tokens]``;
+    ``kind_share``: ``[kinds, layers, experts]``: share of a kind's tokens that chose an expert;
+    ``length``: ``[requests]``, tokens of each.
     """
     layers, experts = kind_share.shape[1:]
     windows = length // WINDOW

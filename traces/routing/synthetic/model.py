@@ -36,7 +36,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import check_arrays
+from eldr_sim.inputs import check_arrays, reading
 from eldr_sim.outputs import whole_file
 
 DRIFT_BLOCK = 4  #: tokens over which the drift is constant
@@ -159,19 +158,12 @@ class RoutingModel:
         Raises InputError if the file cannot be read or is not such a model.
         """
         names = [f.name for f in fields(cls)]
-        try:
+        with reading(str(path), "is no routing model", "what trace fit-synthetic writes"):
             with np.load(check_arrays(path, str(path)), allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in names}
             facts = json.loads(str(arrays["facts"]))
             if not isinstance(facts, dict) or facts.pop("format", None) != _FORMAT:
                 raise InputError(str(path), "is no routing model", f"a file of {_FORMAT!r}")
-        except OSError as error:
-            raise InputError(str(path), error.strerror or "cannot be read") from None
-        except (ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
-            if isinstance(error, InputError):
-                raise
-            problem = f"is no routing model: {error}".splitlines()[0]
-            raise InputError(str(path), problem, "what trace fit-synthetic writes") from None
         values: dict[str, Any] = {
             name: value.astype(np.float64) if value.dtype.kind == "f" else value
             for name, value in arrays.items()

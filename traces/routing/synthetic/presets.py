@@ -101,7 +101,7 @@ class Parameters:
 class Preset:
     """Shape of a model, and what it inherits."""
 
-    #: ``n_layers``, ``n_experts``, ``top_k``: MoE layers, routed experts a layer, experts a token
+    #: ``n_layers``, ``n_experts``, ``top_k``: moE layers, routed experts a layer, experts a token
     #: chooses; see kernel_profiles.
     n_layers: int
     n_experts: int
@@ -187,24 +187,13 @@ def preset_model(
     seed: int = 0,
     band: Band = "middle",
 ) -> RoutingModel:
-    """Make a model of a preset, with changes.
+    """Make a model of one of `PRESETS`, of another shape or with other `Parameters` where given.
 
     Raises InputError if there is no such preset or parameter, or the shape is not possible.
 
-    Parameters
-    ----------
-    name
-        One of `PRESETS`.
-    n_layers, n_experts, top_k
-        Another shape than the preset's.
-    domains
-        By default those of the workloads ``task`` and ``language``.
-    settings
-        Other values of `Parameters`, by name.
-    seed
-        Seed of what is drawn: which topics domains have, and permutations of experts.
-    band
-        Where in the preset's band; ``settings`` come on top.
+    ``domains``: by default those of the workloads ``task`` and ``language``; ``settings``: values
+    of `Parameters`, by name, on top of ``band``; ``seed``: of which topics domains have, and of
+    permutations of experts.
     """
     if name not in PRESETS:
         raise InputError("preset", f"{name!r} is none", ", ".join(PRESETS))

@@ -27,11 +27,9 @@ _BALANCING_TURNS, _BALANCING_TOPICS = 6, 24
 def with_layers(model: RoutingModel, n_layers: int, seed: int = 0) -> RoutingModel:
     """Return a model of another depth.
 
-    Layer ``i`` takes the parameters of layer ``floor(i L / n_layers)`` of the present L layers. Its
-    experts are permuted at random, so that layers of one origin have the same statistics but not
-    the same experts.
-
-    ``n_layers``: layers of the new model; ``seed``: seed of the permutation.
+    Layer ``i`` takes the parameters of layer ``floor(i L / n_layers)`` of the present L. Its
+    experts are permuted at random (``seed``), so that layers of one origin have the same statistics
+    but not the same experts.
     """
     if n_layers < 1:
         raise InputError("layers", f"got {n_layers}", "at least 1")
@@ -55,15 +53,12 @@ def with_layers(model: RoutingModel, n_layers: int, seed: int = 0) -> RoutingMod
 
 
 def with_experts(model: RoutingModel, n_experts: int, top_k: int, seed: int = 0) -> RoutingModel:
-    """Return a model of another width.
+    """Return a model of another width and top-k.
 
     Wider layers hold the experts of several present layers side by side: each has its own
     preferences, and a token of one kind and topic favours experts in all of them, as it did. Each
-    present layer brings the same total weight. Surplus experts are left out at random. Topics are
-    scaled until requests differ as much as they did, in shares of a token's experts.
-
-    ``n_experts``, ``top_k``: experts a layer, and those that a token chooses; ``seed``: seed of
-    what is left out.
+    present layer brings the same total weight. Surplus experts are left out at random (``seed``).
+    Topics are scaled until requests differ as much as they did, in shares of a token's experts.
     """
     for name, value in (("experts", n_experts), ("top_k", top_k)):
         if value < 1:
@@ -111,21 +106,7 @@ def scaled(
     topics: float = 1.0,
     reuse: float = 1.0,
 ) -> RoutingModel:
-    """Return a model whose choices differ more or less.
-
-    Parameters
-    ----------
-    model
-        The model.
-    popularity
-        Power to which the experts' shares of all tokens are raised: 0 for an even load.
-    kinds
-        Factor on what a kind of tokens adds to the log weights, and on the drift.
-    topics
-        Factor on what a topic and the request itself add.
-    reuse
-        Factor on what is added for an expert that the token before chose.
-    """
+    """Return a model whose choices differ more or less; the factors are those of `Parameters`."""
     if popularity == kinds == topics == reuse == 1.0:
         return model
     usual = np.log(_first_chance(model))

@@ -24,6 +24,7 @@ from eldr_sim.traces.streams import stream
 _LIMIT = 20.0  #: bound on the terms of a log weight, at both sides
 _COLUMNS = 16  #: experts are searched in so many columns first
 _CHUNK = 16  #: requests that a thread draws before it reports
+_TIMES, _DRAWS = 4096, 5  #: exponential times of gate scores, and those drawn by one number
 
 Progress = Callable[[float], None]
 Floats = NDArray[np.float32]
@@ -42,28 +43,14 @@ def sample_experts(
     gate: Floats | None = None,
     first: int = 0,
 ) -> NDArray[np.uint8] | NDArray[np.uint16]:
-    """Draw the experts of every token of some requests.
+    """Draw the experts of every token of some requests, ``[tokens, layers, top_k]``.
 
-    Returns experts: uint8 or uint16 ``[tokens, layers, top_k]``, in the order in which they were
-    chosen; requests one after the other, prompt before generation.
+    In the order in which they were chosen; requests one after the other, prompt before generation.
 
-    Parameters
-    ----------
-    model
-        What to draw from.
-    domain
-        ``[n]``, index into ``model.domains``.
-    prompt_len, output_len
-        ``[n]``, tokens, each at least 1.
-    seed
-        Non-negative integer.
-    progress
-        Called with the share of the tokens done.
-    gate
-        ``[n, L, E]``: where to put the gate's probabilities, summed over each prompt, if wanted.
-        The experts are the same either way.
-    first
-        Requests before these, which are not drawn.
+    ``domain``: ``[n]``, index into ``model.domains``; ``prompt_len``, ``output_len``: ``[n]``,
+    tokens, each at least 1; ``gate``: ``[n, L, E]``: where to put the gate's probabilities, summed
+    over each prompt, if wanted; the experts are the same either way; ``first``: requests before
+    these, which are not drawn.
     """
     lengths = np.asarray(prompt_len, np.int64), np.asarray(output_len, np.int64)
     choice = []
@@ -110,6 +97,7 @@ def sample_kinds_and_experts(
     decay = np.exp(-DRIFT_BLOCK / model.drift_tokens)
     drift = np.stack([model.drift_sd, decay, np.sqrt(1 - decay**2)]).astype(np.float32)
     loadings = _transposed(model.loadings).reshape(len(model.loadings), -1)
+    later = np.array([-math.log((i + 0.5) / _TIMES) for i in range(_TIMES)], np.float32)
 
     def draw(begin: int) -> int:
         last = min(begin + _CHUNK, n)
@@ -138,6 +126,7 @@ def sample_kinds_and_experts(
                 kinds[rows],
                 chosen,
                 summed,
+                later,
             )
             experts[rows] = chosen
             if gate is not None and summed is not None:
@@ -240,12 +229,13 @@ def _sample_request(
     kind_of: Ints,
     out: NDArray[np.uint16],
     gate: Doubles | None,
+    later: Floats,
 ) -> None:
     """Fill ``out [tokens, layers, top_k]`` with the experts of one request, ``kind_of`` with kinds.
 
     ``base`` and each of the ``loadings`` are tables ``[E, L]`` that lie flat, ``path`` holds the
     scores of drift and topic by block; ``bits`` to ``state`` are room to work in, of `_room`.
-    ``gate [E, L]`` takes the probabilities of prompt tokens, if given.
+    ``gate [E, L]`` takes the probabilities of prompt tokens, if given; ``later``: of `_add_gate`.
     """
     tokens, layers, top_k = out.shape
     state[0] = seed
@@ -271,7 +261,7 @@ def _sample_request(
         for slot in range(top_k):
             _choose(state, weight, before, target, column, out, t, slot)
         if gate is not None and t < prompt:
-            _add_gate(noise, before_choice, out, t, gate)
+            _add_gate(noise, before_choice, out, t, gate, later)
 
 
 @njit(inlined=True)
@@ -400,34 +390,44 @@ def _add_gate(
     out: NDArray[np.uint16],
     t: int,
     gate: Doubles,
+    later: Floats,
 ) -> None:
     """Add a token's softmax over all experts, of scores that rank the chosen ones as they are.
 
     A choice by weights is a race: who arrives first after exponential times is chosen first. Given
     the order, the times between the chosen are exponential in the weight of all that are left, and
-    the others arrive after them. The score, weight and Gumbel noise, is minus the time's logarithm.
+    the others arrive after them, by one of the equally likely times ``later``. The score, weight
+    and Gumbel noise, is minus the time's logarithm; scores take the place of ``weight``.
     """
     width, layers = weight.shape
-    time = np.empty(width)
-    for layer in range(layers):
-        left = 0.0
-        for e in range(width):
-            left += weight[e, layer]
-            time[e] = 0.0
-        last = 0.0
-        for slot in range(out.shape[2]):
-            e = out[t, layer, slot]
-            last -= math.log(1.0 - _uniform(noise)) / max(left, 1e-30)
-            left -= weight[e, layer]
-            time[e] = last
-        total = 0.0
-        for e in range(width):
-            if time[e] == 0.0:
-                after = -math.log(1.0 - _uniform(noise))
-                time[e] = last + after / weight[e, layer] if weight[e, layer] > 0 else math.inf
-            total += 1.0 / time[e]
-        for e in range(width):
-            gate[e, layer] += 1.0 / time[e] / total
+    slots, bits = out.shape[2], np.uint64(0)
+    left, last, time = np.zeros(layers), np.zeros(layers), np.empty((slots, layers))
+    for e in range(width):
+        for layer in range(layers):
+            left[layer] += weight[e, layer]
+    for slot in range(slots):
+        for layer in range(layers):
+            last[layer] -= math.log(1.0 - _uniform(noise)) / max(left[layer], 1e-30)
+            left[layer] -= weight[out[t, layer, slot], layer]
+            time[slot, layer] = last[layer]
+    left[:] = 0.0
+    for e in range(width):
+        for layer in range(layers):
+            if layer % _DRAWS == 0:
+                bits = _random(noise)
+            one = weight[e, layer]
+            wait = later[np.int64(bits & np.uint64(_TIMES - 1))]
+            weight[e, layer] = one / (np.float32(last[layer]) * one + wait)
+            bits >>= np.uint64(64 // _DRAWS)
+    for slot in range(slots):
+        for layer in range(layers):
+            weight[out[t, layer, slot], layer] = np.float32(1.0 / time[slot, layer])
+    for e in range(width):
+        for layer in range(layers):
+            left[layer] += weight[e, layer]
+    for e in range(width):
+        for layer in range(layers):
+            gate[e, layer] += weight[e, layer] / left[layer]
 
 
 @njit(inlined=True)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import ARRAY_LIMIT, within
 from eldr_sim.traces.requests.prompt_lengths import draw_prompt_lengths
@@ -48,29 +47,12 @@ def synthesize(
     Raises InputError if a number is out of range, a domain has no data set whose prompts to follow,
     or ``out`` exists and may not be replaced.
 
-    Parameters
-    ----------
-    model
-        Model to draw from.
-    out
-        Folder to make.
-    requests, calibration
-        Requests of the serving and the calibration split.
-    prompt_len, output_len
-        Least and greatest number of tokens, drawn uniformly. Without ``prompt_len``, prompts are as
-        long as those of their domains' data sets (`prompt_lengths`).
-    seed
-        Non-negative integer. The same model, lengths and seed give the same trace.
-    shares
-        Share of each of the model's domains in both splits, which sum to 1; by default all alike.
-    gate_scores
-        Whether to draw the gate's probabilities, too; the experts are the same either way.
-    split
-        Which requests to draw: those of a split are the same as in the trace of both.
-    force
-        Replace ``out`` if it is a trace.
-    progress
-        Called with the share done.
+    ``requests``, ``calibration``: of the serving and the calibration split; ``prompt_len``,
+    ``output_len``: least and greatest number of tokens, drawn uniformly. Without ``prompt_len``,
+    prompts are as long as those of their domains' data sets (`prompt_lengths`); ``shares``: of each
+    of the model's domains in both splits, which sum to 1; by default all alike; ``gate_scores``:
+    whether to draw the gate's probabilities, too; ``split``: which requests to draw: they are the
+    same as in the trace of both.
     """
     if requests < 0 or calibration < 0 or requests + calibration < 1:
         raise InputError("requests", f"got {requests} and {calibration}", "at least 1 in all")
@@ -117,9 +99,7 @@ def synthesize_like(
 ) -> RoutingTrace:
     """Write a trace of requests with the domains, lengths and split of another trace's.
 
-    ``model``: model to draw from; it must have the trace's domains; ``trace``: trace whose requests
-    to follow; ``out``, ``seed``, ``force``, ``progress``: as for `synthesize`. Raises InputError if
-    the model lacks a domain, or ``out`` exists and may not be replaced.
+    Raises InputError if the model lacks a domain, or ``out`` exists and may not be replaced.
     """
     missing = [name for name in trace.domains if name not in model.domains]
     if missing:
@@ -181,7 +161,7 @@ def _write(
         domains=used,
         captured_by=f"drawn by eldr-sim trace synthesize, seed {seed}",
         source_data="none: no text, no model",
-        tool_versions={"eldr-sim": __version__, "numpy": np.__version__},
+        tool_versions={},
         provenance="synthetic",
         notes=f"{SYNTHETIC}{model.facts['source']}.",
         gate_scores=None if prob is None else GateScores(np.arange(n), prob),

@@ -15,15 +15,13 @@ _TURNS = 12
 
 
 def token_kinds(experts: NDArray[Any], n_experts: int, n_kinds: int, seed: int) -> NDArray[Any]:
-    """Cluster tokens by their choices in all layers at once.
+    """Cluster tokens by their choices in all layers at once; return the kind of each, from 0 up.
 
     K-means on the first principal components of the indicators ``[layers, experts]`` of the
     choices, which are found by subspace iteration (Halko, Martinsson and Tropp 2011, SIAM Review
     53:217).
 
-    ``experts``: ``[tokens, layers, top_k]``; ``n_experts``, ``n_kinds``: experts a layer; most
-    clusters to make; ``seed``: of the starting points. Returns kind: int64 ``[tokens]``, 0 up;
-    every number up to the greatest occurs.
+    ``experts``: ``[tokens, layers, top_k]``; ``n_kinds``: most clusters to make.
     """
     rng = np.random.default_rng(seed)
     tokens, layers, _ = experts.shape

@@ -8,10 +8,9 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.prepare import routing_of
-from eldr_sim.traces.requests.domains import wanted_domains
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
-from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace
 from eldr_sim.validation.reproduce.eldr import motivation, results, scaling, signature
+from eldr_sim.validation.reproduce.eldr_measured.cells import scored_routing
 from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
 MODEL, GPU = "Qwen3-30B-A3B", "MI300X"
@@ -49,7 +48,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "figure_11": lambda: results.main_results(runner, "task", rates, MODELS),
         "figure_12": lambda: results.main_results(runner, "language", rates, MODELS),
         "figure_13": lambda: results.figure_13(runner, rates),
-        "figure_14": lambda: results.figure_14(runner, rates, MODELS, _scored),
+        "figure_14": lambda: results.figure_14(runner, rates, MODELS, scored_routing),
         "figure_15": lambda: results.figure_15(runner, rates, MODELS),
         "figure_16": lambda: results.figure_16(runner, rates, MODELS),
         "figure_17": lambda: scaling.figure_17(runner),
@@ -60,14 +59,6 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
             runner, QUICK_RATES[:1] if quick else QUICK_RATES, range(2 if quick else 5)
         ),
     }
-
-
-def _scored(model: str, workload: str) -> str:
-    """Return the default routing of a model and workload, with gate scores of all requests."""
-    dims = load_model(model)
-    shape = Shape(dims.n_moe_layers, dims.n_experts, dims.top_k)
-    domains = wanted_domains(workload)
-    return str(drawn_trace(dims.name, shape, domains, gate_scores=True).path)
 
 
 class _OfTheText(Runner):

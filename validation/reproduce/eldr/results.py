@@ -187,10 +187,7 @@ def _of_variants(
 
 
 def figure_14(
-    runner: Runner,
-    rates: Sequence[float],
-    models: Sequence[str],
-    scored: Callable[[str, str], str],
+    runner: Runner, rates: Sequence[float], models: Sequence[str], scored: Callable[[str, str], str]
 ) -> Reproduction:
     """Gain of count-idf over the other signature transforms (section 6.3).
 

@@ -14,13 +14,7 @@ from eldr_sim.policies.eldr.router import EldrPolicy
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.validation.reproduce.eldr.results import P50, P99, TTFT, mean_difference, run_grid
-from eldr_sim.validation.reproduce.reproduction import (
-    Claim,
-    Reproduction,
-    Runner,
-    change,
-    percent,
-)
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, change, percent
 
 _FREE = {"policy": "eldr:capture_overhead_ms=0,routing_overhead_ms=0"}
 

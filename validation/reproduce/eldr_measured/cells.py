@@ -20,12 +20,13 @@ from typing import Any, Literal
 import pyarrow as pa
 from pyarrow import csv
 
-from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.sources.mi300x import write_tables
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.simulator.setup.presets import preset_fields
 from eldr_sim.traces.requests.domains import wanted_domains
-from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace
+from eldr_sim.traces.requests.texts import CALIBRATION, SERVING
+from eldr_sim.traces.routing.synthetic.presets import preset_model
+from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 from eldr_sim.validation.reproduce.reproduction import Runner, percent
 
 Kernels = Literal["published", "derived"]
@@ -65,6 +66,7 @@ _VARIANTS = {
     **{f"tau-{tau}": f"eldr:tau={tau}" for tau in ("0", "0.1", "0.2", "0.3")},
 }
 _N_DECODE = 16
+OUTPUT_LEN = 512  #: tokens of an answer
 _kept: list[tempfile.TemporaryDirectory[str]] = []  # of this process
 
 
@@ -95,7 +97,7 @@ class Cell:
 
     def batch(self, tpot_ms: float) -> float:
         """Return the mean batch of a decode worker at this TPOT, by Little's law."""
-        return self.rate * 511 * tpot_ms / 1e3 / self.n_decode
+        return self.rate * (OUTPUT_LEN - 1) * tpot_ms / 1e3 / self.n_decode
 
 
 @cache
@@ -142,19 +144,35 @@ def _fields(row: dict[str, Any], kernels: Kernels, quick: bool) -> dict[str, Any
         "num_requests": round(45 * rate) if quick else int(row["requests"]),
         "tables": tables_of(kernels),
     }
-    if figure == "13":
-        fields["trace"] = _scored(row["model"], row["dataset"])
     if figure == "16":  # one prefill worker, and prompts that come again
         fields |= {"topology": "1P16D", "prompts": "shared", "prompt_lengths": "trace"}
         fields["enable_prefix_caching"] = row["variant"] == "cache-on"
     return preset_fields(f"eldr-artifact:{row['model']}", fields)
 
 
-def _scored(model: str, workload: str) -> str:
-    """Return the default routing of a model and workload, with gate scores of all requests."""
-    dims = load_model(model)
-    shape = Shape(dims.n_moe_layers, dims.n_experts, dims.top_k)
-    return str(drawn_trace(dims.name, shape, wanted_domains(workload), gate_scores=True).path)
+@cache
+def scored_routing(model: str, workload: str) -> str:
+    """Return a folder with the default routing of a model and workload, for answers like theirs.
+
+    That is, as long as theirs: a request of the default goes through 64 tokens again and again.
+    And with gate scores, which Figure 13 asks for. The folder lasts as long as this process.
+    """
+    drawn, wanted = preset_model(model), dict(wanted_domains(workload))
+    total = sum(wanted.values())
+    _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-routing-"))
+    synthesize(
+        drawn,
+        _kept[-1].name,
+        requests=SERVING,
+        calibration=CALIBRATION,
+        prompt_len=None,
+        output_len=(OUTPUT_LEN, OUTPUT_LEN),
+        seed=0,
+        shares=[wanted.get(name, 0.0) / total for name in drawn.domains],
+        gate_scores=True,
+        force=True,
+    )
+    return _kept[-1].name
 
 
 Pair = tuple[Cell, Summary]
@@ -162,7 +180,8 @@ Pair = tuple[Cell, Summary]
 
 def run_cells(runner: Runner, cells: Sequence[Cell]) -> list[Pair]:
     """Run the cells, each beside its summary."""
-    return list(zip(cells, runner.run([cell.fields for cell in cells]), strict=True))
+    cases = [cell.fields | {"trace": scored_routing(cell.model, cell.dataset)} for cell in cells]
+    return list(zip(cells, runner.run(cases), strict=True))
 
 
 def ours(summary: Summary, metric: str) -> float:

@@ -17,13 +17,7 @@ from eldr_sim.validation.reproduce.gimbal.settings import (
     lognormal,
     spelled,
 )
-from eldr_sim.validation.reproduce.reproduction import (
-    Claim,
-    Reproduction,
-    change,
-    mean,
-    percent,
-)
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, change, mean, percent
 
 #: Figure 11: vLLM's hits in five runs, and Gimbal's, the same in all.
 VLLM_HITS, GIMBAL_HITS = (19888, 17056, 18800, 16096, 20416), 18992
@@ -33,7 +27,7 @@ _NEW_TOKENS = (60.0, 110.0)  # median and mean of what a user writes
 _TURNS = 2.0
 _RATE = 8.0  # requests per second
 _THINKS_S = 10.0
-_POLICIES = ("round_robin", "vllm_dp", "gimbal", "gimbal:reading=prose")
+_POLICIES = ("round_robin", "vllm_dp", "gimbal", "gimbal:reading=queues")
 
 
 def t_test() -> tuple[float, float]:

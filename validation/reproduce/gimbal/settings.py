@@ -1,16 +1,17 @@
 """Gimbal's evaluation: what it ran on, and what stands for it here.
 
-2 x A100-80GB, Qwen3-30B-A3B, vLLM 0.9.1 with two engines that share the experts over pplx, chunked
-prompts, no prefix cache (Sec. V-A). BurstGPT cannot be had here; lengths are a log's, if one is
-given, or drawn, lognormal and independent. Of prompts 97.6% are within 3,000 tokens, as the paper
+2 x A100-80GB, Qwen3-30B-A3B, vLLM 0.9.1 with two engines that share the experts over pplx, whose
+MoE layers exchange 256 tokens of an engine at once, chunked prompts, no prefix cache, 1,000
+requests a run (Sec. V-A). BurstGPT cannot be had here; lengths are a log's, if one is given, or
+drawn, lognormal and independent. Of prompts 97.6% are within 3,000 tokens, as the paper
 says of BurstGPT; their mean of 750 is assumed. Outputs have the median of the Azure conversation
 trace of 2023 (Patel et al., Splitwise, ISCA 2024) and its mean. The five shapes of prompt lengths
 are `traces.requests.length_shapes`; arrivals are Poisson.
 
-Rates and times are relative. The paper sends 1.0, 1.2 and 1.4 requests/s, and its engines' p99 TTFT
-is 4.9 s at 1.4 (Sec. V-A.2); the kernels of our tables carry about ten times as much. So the knee
-of a shape is the rate at which `round_robin`'s p99 TTFT is a tenth of that, and a request ages in a
-tenth of the paper's 5 s. Thresholds in tokens and steps are the paper's.
+Rates are relative. The paper sends 1.0, 1.2 and 1.4 requests/s, and its engines' p99 TTFT is 4.9 s
+at 1.4 (Sec. V-A.2); the kernels of our tables carry about seven times as much. So the knee of a
+shape is the rate at which `round_robin`'s p99 TTFT is 4.9 s in the mean of the first seeds: prompts
+wait as long as the paper's. Thresholds in tokens, seconds and steps are the paper's.
 """
 
 import json
@@ -23,7 +24,7 @@ import numpy as np
 from eldr_sim.planning.intervals import Interval
 from eldr_sim.planning.search.search import highest_rate
 from eldr_sim.policies.eldr.signature import Ints
-from eldr_sim.simulator.setup.config import RunConfig, make_config
+from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.traces.requests.length_shapes import LENGTH_SHAPES, LengthShape, draw_by_length
 from eldr_sim.traces.requests.request_logs import read_request_log
 from eldr_sim.validation.reproduce.reproduction import Claim, Runner, write_requests
@@ -31,11 +32,11 @@ from eldr_sim.validation.reproduce.reproduction import Claim, Runner, write_requ
 #: Median and mean of prompts (97.6% within 3,000 tokens) and of outputs.
 PROMPTS, OUTPUTS = (495.0, 750.0), (129.0, 211.0)
 SHARES = (0.71, 0.86, 1.0)  # of the knee: 1.0, 1.2 and 1.4 requests/s of 1.4
-P99_TTFT_MS = 490.0
+P99_TTFT_MS = 4900.0
 TTFT, P99, TPOT, THROUGHPUT = (
     "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "output_throughput",
 )  # fmt: skip
-_POOL = 20_000  # requests that lengths are drawn for
+_POOL = 60_000  # requests that lengths are drawn for
 
 FIELDS: dict[str, Any] = {
     "topology": "1C",
@@ -64,17 +65,19 @@ class System(NamedTuple):
         return values | {"eplb_interval": None if self.eplb_interval is None else interval}
 
 
-SJF, EDR = "sjf_aging:age=0.5", "gimbal"
+SJF, EDR = "sjf_aging", "gimbal"
 VLLM = System()
-#: The paper's systems, with Algorithm 1 as printed; ``prose`` is as its text has it.
+#: The paper's systems, with Algorithm 1 as printed; ``queues`` balances the prompt tokens that
+#: wait, as the text has it ("prefill workload in their queues"), also below a KV usage of 0.9.
 SYSTEMS = {
     "vLLM": VLLM,
     "DPLB": System(policy="gimbal"),
-    "DPLB, prose": System(policy="gimbal:reading=prose"),
+    "DPLB, queues": System(policy="gimbal:reading=queues"),
     "SJFS": System(queue_order=SJF),
     "EDR": System(expert_placement=EDR, eplb_interval=1),
     "Gimbal": System("gimbal", SJF, EDR, 1),
-    "Gimbal, prose": System("gimbal:reading=prose", SJF, EDR, 1),
+    "Gimbal, queues": System("gimbal:reading=queues", SJF, EDR, 1),
+    "vLLM's first balancer": System(policy="vllm_dp_first"),
 }
 
 
@@ -88,7 +91,7 @@ class Scale(NamedTuple):
     shapes: tuple[LengthShape, ...] = LENGTH_SHAPES
 
 
-FULL, QUICK = Scale(120, 25, 3, 3000), Scale(60, 2, 2, 100, ("random", "two_end"))
+FULL, QUICK = Scale(1000, 10, 5, 3000), Scale(60, 2, 2, 100, ("random", "two_end"))
 
 
 class Experiment:
@@ -129,16 +132,18 @@ class Experiment:
         ]  # fmt: skip
 
     def knee(self, shape: LengthShape, **more: Any) -> float:
-        """Return the highest rate at which round robin's p99 TTFT is in bounds, to 2%."""
+        """Return the highest rate at which round robin's mean p99 TTFT is in bounds, to 2%."""
         key = shape, json.dumps(more, sort_keys=True)
         if key not in self._knees:
-            case = self.base | VLLM._asdict() | more | {"workload": self.workload(shape, 0)}
+            case = self.runner.base | self.base | VLLM._asdict() | more
 
             def meets(rate: float) -> Any:
-                own = {"request_rate": rate, "seed": 0}
-                config: RunConfig = make_config(self.runner.base | case | own)
-                found = yield [config]
-                return found[0][P99] <= P99_TTFT_MS
+                logs = [self.workload(shape, seed) for seed in range(self.scale.few)]
+                found = yield [
+                    make_config(case | {"workload": log, "request_rate": rate, "seed": seed})
+                    for seed, log in enumerate(logs)
+                ]
+                return float(np.mean([run[P99] for run in found])) <= P99_TTFT_MS
 
             search = highest_rate(8.0, 0.25, meets, tolerance=0.02, high=1000.0)
             found = self.runner.search(search)

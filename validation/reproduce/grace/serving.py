@@ -35,10 +35,7 @@ _GROUP: dict[str, Any] = {
     "all2all_backend": "deepep_ht",
 }
 #: Redundant experts and the choice of instances.
-REPLICAS = (
-    *((n, "local_first") for n in (0, 8, 16, 32, 64)),
-    *((n, "weighted") for n in (16, 64)),
-)
+REPLICAS = (*((n, "local_first") for n in (0, 8, 16, 32, 64)), *((n, "weighted") for n in (16, 64)))
 _RATE, _PROMPT, _OUTPUT = 24.0, 1024, 384
 _SLO = {"ttft": 2000.0, "tpot": 60.0}
 #: Gb/s of a node.

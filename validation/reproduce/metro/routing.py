@@ -109,7 +109,7 @@ def route(
         table = np.zeros((2, n_experts + 1))
         moe = RankMoE(1, np.arange(2.0), table, table)
     number, n_ranks = REPLICA_CHOICES[choice], placement.n_ranks
-    group = GroupCost(ALL, False, number, 0.0, 1, n_ranks, moe, free, free)
+    group = GroupCost(ALL, False, number, 0.0, 1, n_ranks, moe, free, free, 0)
     bits = routing.trace.bits.reshape(len(routing.trace.bits), -1)
     work = make_group_scratch(n_layers, bits.shape[1], n_ranks, n_experts, replicas.rank.shape[3])
     masks = rank_masks([placement], n_experts, n_layers)

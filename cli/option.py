@@ -1,0 +1,84 @@
+"""Options of commands in short, and those that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eldr_sim.cli.completion import complete, models
+
+Decorator = Callable[[Any], Any]
+
+#: By field of a run's configuration: the spellings that users know from vLLM.
+ALIASES = {
+    "num_requests": ("--num-prompts",),
+    "log_from": ("--from",),
+    "log_to": ("--to",),
+    "input_len": ("--random-input-len",),
+    "output_len": ("--random-output-len",),
+    "prefix_len": ("--random-prefix-len", "--prefix-repetition-prefix-len"),
+    "num_prefixes": ("--prefix-repetition-num-prefixes",),
+    "tensor_parallel_size": ("-tp", "--tp"),
+    "data_parallel_size": ("-dp", "--dp"),
+}
+#: For commands with an option of their own.
+TENSOR_PARALLEL_SIZE = " ".join(("--tensor-parallel-size", *ALIASES["tensor_parallel_size"]))
+
+
+def option(names: str, kind: Any = None, help: str | None = None, **more: Any) -> Decorator:
+    """Return ``click.option``.
+
+    ``names``: its spellings, and the parameter's name where that is another, with spaces between;
+    ``kind``: bool for a flag, Path, a list of choices, or a type of click's.
+    """
+    if kind is bool:
+        more["is_flag"] = True
+    elif kind is Path:
+        more = {"type": click.Path(path_type=Path), "metavar": "DIR", **more}
+    else:
+        more["type"] = click.Choice(kind) if isinstance(kind, list) else kind
+    return click.option(*names.split(), help=help, **more)
+
+
+def together(*options: Decorator) -> Decorator:
+    """Return a decorator that adds several options, in the order of the help."""
+
+    def decorate(command: Any) -> Any:
+        for each in reversed(options):
+            command = each(command)
+        return command
+
+    return decorate
+
+
+def output(help: str, replaced: str, *, plot: bool = False) -> Decorator:
+    """Return --out and --force of a command that writes a folder and, where asked for, --plot."""
+    pictures = (option("--plot", bool, "Draw pictures (PNG) into --out."),)
+    return together(
+        option("--out", Path, help),
+        option("--force", bool, f"Replace {replaced}."),
+        *(pictures if plot else ()),
+    )
+
+
+def model_option(help: str | None = None, default: str | None = "Qwen3-30B-A3B") -> Decorator:
+    """Return the option that names a model."""
+    named = {"default": default, "metavar": "NAME|PATH"}
+    return option("--model", None, help, **named, shell_complete=complete(models, "file"))
+
+
+def parallel_options(what: str) -> Decorator:
+    """Return the options of a worker of several GPUs; ``what`` the command has of one of them."""
+    spread = "Whole experts spread over those GPUs."
+    both = "--enable-expert-parallel/--no-enable-expert-parallel"
+    gpus = f"GPUs of a worker: {what} of one GPU's part of the model."
+    return together(
+        option(TENSOR_PARALLEL_SIZE, int, gpus, default=1, metavar="N"),
+        option(both, None, spread, default=False),
+    )
+
+
+jobs_option = option("--jobs", int, "Processes.  [default: one a CPU]", metavar="N")

@@ -1,0 +1,115 @@
+"""Autoscalers side by side on the same load, beside the best fixed fleet and a timetable."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.planning.compare.paired import run_paired
+from eldr_sim.planning.compare.policies import MARKER
+from eldr_sim.planning.intervals import mean_known, paired_percent
+from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.policies import registry
+from eldr_sim.simulator.outcome.headline import Headline, Shown, number
+from eldr_sim.simulator.results import result_folder, write_json
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.paths import portable
+
+#: The best fixed fleet is the cheapest one that serves so many requests well.
+_WELL = 0.95
+#: What is told of a rule, by the heading of its column; means over seeds.
+_FIGURES = {
+    "gpu_hours": "GPU-hours", "slo_attainment": "attainment", "minutes_below_95": "minutes < 95%",
+    "mean_ttft_ms": "mean TTFT (ms)", "p99_ttft_ms": "p99 TTFT (ms)",
+    "gpu_hours_per_1000_good": "GPU-hours / 1,000 good", "starts": "starts", "stops": "stops",
+    "switches": "switches", "reversals": "reversals",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class ScalingComparison(Shown):
+    """Figures of each rule, means over seeds; ``fixed``: which of them is the best fixed fleet.
+
+    ``percent``, ``low``, ``high`` of a rule: its GPU-hours from those of the best fixed fleet, and
+    the 95% interval (None for one seed).
+    """
+
+    config: RunConfig
+    n_seeds: int
+    fixed: str
+    rules: dict[str, dict[str, float | None]]
+
+    def headline(self) -> Headline:
+        """Return a row a rule, the best fixed fleet marked."""
+        rows = [
+            (
+                f"{name}{' *' if name == self.fixed else ''}",
+                f"{told['percent']:+.1f}"
+                + ("" if told["low"] is None else f" [{told['low']:+.1f}, {told['high']:+.1f}]"),
+                *(number(told[tag]) for tag in _FIGURES),
+            )
+            for name, told in self.rules.items()
+        ]
+        title = f"{self.config.model} on {self.config.gpu}, up to {self.config.topology}"
+        columns = ("autoscaler", "GPU-hours from *, %", *_FIGURES.values())
+        return Headline(f"{title}, mean over seeds ({self.n_seeds})", columns, rows)
+
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write ``summary.json`` into a folder, whole or not at all."""
+        record: dict[str, Any] = {
+            "config": self.config.model_dump(mode="json"),
+            "seeds": self.n_seeds,
+            "best_fixed": self.fixed,
+            "autoscalers": self.rules,
+        }
+        with result_folder(Path(out), force, MARKER) as folder:
+            write_json(folder / MARKER, portable(record, out))
+
+
+def compare_autoscalers(
+    config: RunConfig,
+    rules: Sequence[str],
+    n_seeds: int,
+    *,
+    jobs: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> ScalingComparison:
+    """Run rules, every fixed fleet and a timetable; raises InputError as `simulate` does.
+
+    Fixed fleets have so many workers of the only pool, or of each in proportion to the topology's;
+    the best one takes the fewest GPU-hours of those that serve 95% of the requests well, or serves
+    most so.
+    """
+    names = [registry.canonical("scaling", rule) for rule in rules]
+    if len(set(names)) != len(names) or "none" in names:
+        problem = f"{', '.join(names)} names one twice, or none"
+        raise InputError("autoscale", problem, "rules, and none:n=5 for a fixed fleet")
+    sizes = [pool.workers for pool in config.pools]
+    fleets = [
+        ",".join(str(math.ceil(size * k / max(sizes))) for size in sizes)
+        for k in range(1, max(sizes) + 1)
+    ]
+    fixed = [registry.canonical("scaling", f"none:n={n}") for n in fleets]
+    whole = dict.fromkeys([*names, registry.canonical("scaling", "timetable"), *fixed])
+    configs = {name: config.replace(autoscale=name) for name in whole}
+    runs = run_paired(configs, n_seeds, jobs, progress).summaries
+    figures = {name: _figures(own) for name, own in runs.items()}
+
+    def cost(name: str) -> tuple[bool, float]:
+        share, hours = (figures[name][tag] or 0.0 for tag in ("slo_attainment", "gpu_hours"))
+        return share < _WELL, hours if share >= _WELL else -share
+
+    best = min(fixed, key=cost)
+    for name in whole:
+        ours, theirs = ([s["scaling"]["gpu_hours"] for s in runs[of]] for of in (name, best))
+        ends = zip(("percent", "low", "high"), paired_percent(ours, theirs), strict=True)
+        figures[name] |= {end: None if math.isnan(value) else value for end, value in ends}
+    shown = [name for name in whole if name not in fixed or name in names or name == best]
+    return ScalingComparison(config, n_seeds, best, {name: figures[name] for name in shown})
+
+
+def _figures(runs: Sequence[Summary]) -> dict[str, float | None]:
+    return {tag: mean_known([s["scaling"].get(tag, s.get(tag)) for s in runs]) for tag in _FIGURES}

@@ -1,0 +1,1 @@
+"""Files that launch the answer of a plan on real engines."""

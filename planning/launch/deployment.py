@@ -1,0 +1,141 @@
+"""What a configuration says of each pool that real engines must be told."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.parallel import Backend
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.prepare import prepare
+from eldr_sim.simulator.setup.speculative_config import SpeculativeConfig
+
+#: What a user must put in the place of: names of images, models and secrets are not guessed.
+REPLACE = "REPLACE_ME"
+#: TCP ports of the engines of each role.
+PORTS = {"prefill": 8100, "decode": 8200, "serve": 8000}
+
+
+@dataclass(frozen=True)
+class Role:
+    """The workers of one pool; a worker is an instance of an engine, on a node or more."""
+
+    name: Literal["prefill", "decode", "serve"]  #: ``serve``: co-located
+    workers: int
+    tensor_parallel_size: int
+    data_parallel_size: int
+    expert_parallel: bool
+    backend: Backend
+    redundant: int
+    experts: int  #: of a layer, without the redundant ones
+    placement: str
+    max_num_seqs: int  #: of an engine
+    max_num_batched_tokens: int
+    block_size: int
+    memory: float  #: share of the GPU's memory
+    kv_cache_dtype: Literal["auto", "fp8"]
+    prefix_caching: bool
+    speculation: SpeculativeConfig | None
+    gpus_per_node: int
+
+    @property
+    def is_group(self) -> bool:
+        """Whether engines share experts."""
+        return self.data_parallel_size > 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a worker."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a worker."""
+        return math.ceil(self.gpus / self.gpus_per_node)
+
+    @property
+    def local_engines(self) -> int:
+        """Engines of a worker on each of its nodes."""
+        return self.data_parallel_size // self.nodes
+
+    @property
+    def port(self) -> int:
+        """TCP port of the engines."""
+        return PORTS[self.name]
+
+    def unlaunchable(self, target: str) -> list[str]:
+        """Say what was simulated and the engine cannot be told."""
+        found = []
+        if self.placement not in ("linear", "eplb"):
+            found.append(f"expert placement {self.placement}: {target} places experts itself")
+        return found
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A cluster as it is launched."""
+
+    config: RunConfig
+    roles: tuple[Role, ...]
+    head: tuple[str, ...]  #: first lines of every file: what it is and what it was made from
+
+    @property
+    def apart(self) -> bool:
+        """Whether prefill and decode are apart."""
+        return len(self.roles) == 2
+
+    @property
+    def n_gpus(self) -> int:
+        """GPUs of all workers."""
+        return sum(role.workers * role.gpus for role in self.roles)
+
+    def comment(self, target: str, mark: str = "#") -> str:
+        """Return the first comment of a file for an engine or a platform."""
+        lines = [f"For {target}. {self.head[0]}", *self.head[1:]]
+        lines += [
+            f"{role.name}: {role.workers} worker{'s' if role.workers > 1 else ''} of "
+            f"{role.gpus} GPU{'s' if role.gpus > 1 else ''} on {role.nodes} "
+            f"node{'s' if role.nodes > 1 else ''} each"
+            for role in self.roles
+        ]
+        lines += [f"total: {self.n_gpus} GPUs"]
+        for role in self.roles:
+            lines += [f"simulated, not launched: {each}" for each in role.unlaunchable(target)]
+        return "".join(f"{mark} {line}\n" for line in lines)
+
+
+def deployment_of(config: RunConfig, head: tuple[str, ...]) -> Deployment:
+    """Return what a cluster's pools are; raises InputError for what no engine is launched as."""
+    if not isinstance(config.topology, str) or not config.generates:
+        raise InputError("emit", f"{config.topology} is not launched", "xPyD or xC")
+    prepared, roles = prepare(config), []
+    for pool, spec in zip(config.pools, prepared.spec.pools, strict=True):
+        own, engine = pool.own, spec.engine
+        if engine.parallelism.data_parallel_size > 1 and engine.parallelism.n_gpus % (
+            min(engine.parallelism.n_gpus, config.gpus_per_node)
+        ):
+            problem = f"{engine.parallelism.n_gpus} GPUs of a worker do not fill whole nodes"
+            raise InputError("emit", problem, f"multiples of {config.gpus_per_node}")
+        name: Literal["prefill", "decode", "serve"] = "decode" if pool.decodes else "prefill"
+        roles.append(
+            Role(
+                name if config.n_prefill else "serve",
+                pool.workers,
+                engine.parallelism.tensor_parallel_size,
+                engine.parallelism.data_parallel_size,
+                engine.parallelism.expert_parallel,
+                own.all2all_backend or config.all2all_backend,
+                engine.n_redundant,
+                prepared.model.n_experts,
+                own.expert_placement or "linear",
+                engine.max_num_seqs,
+                engine.max_num_batched_tokens,
+                config.block_size,
+                config.gpu_memory_utilization,
+                config.kv_cache_dtype,
+                config.enable_prefix_caching,
+                own.speculative_config if pool.decodes else None,
+                config.gpus_per_node,
+            )
+        )
+    return Deployment(config, tuple(roles), head)

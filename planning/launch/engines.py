@@ -1,0 +1,216 @@
+"""Command lines of vLLM, SGLang and TensorRT-LLM for the pools of a deployment.
+
+Options are those of the versions named: they change between minor versions. Sources: vLLM 0.32
+``engine/arg_utils.py``, ``config/{parallel,kv_transfer,speculative}.py``; SGLang 0.5.23
+``arg_groups/fields``; TensorRT-LLM 1.3 ``llmapi/llm_args.py`` and ``examples/disaggregated``.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from eldr_sim.errors import InputError
+from eldr_sim.planning.launch.deployment import REPLACE, Deployment, Role
+
+VLLM, SGLANG, TRTLLM = "vLLM 0.32.0", "SGLang 0.5.23", "TensorRT-LLM 1.3.0rc"
+#: Backends by the engines' names.
+_VLLM_BACKENDS = {
+    "allgather_reducescatter": "allgather_reducescatter",
+    "deepep_ll": "deepep_low_latency",
+    "deepep_ht": "deepep_high_throughput",
+}
+_SGLANG_BACKENDS = {
+    "allgather_reducescatter": ["none"],
+    "deepep_ll": ["deepep", "--deepep-mode", "low_latency"],
+    "deepep_ht": ["deepep", "--deepep-mode", "normal"],
+    "pplx": ["pplx"],
+}
+_SGLANG_METHODS = {
+    "mtp": "NEXTN", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE",
+    "ngram": "NGRAM",
+}  # fmt: skip
+#: What is shell, not a word.
+_SHELL = ('"$MODEL"', '"$HEAD"', '"$HEAD:5000"', '"$node"')
+
+
+def _refuse(target: str, what: str, value: object, known: Sequence[str]) -> InputError:
+    return InputError("emit", f"{target} has no {what} {value}", ", ".join(known))
+
+
+def vllm_arguments(role: Role, apart: bool, *, spread: bool = True) -> list[str]:
+    """Return vLLM's options for a role.
+
+    ``apart``: whether prefill and decode are; ``spread``: whether to say which of the engines a
+    node runs: Dynamo's operator says it itself.
+    """
+    found = ["--tensor-parallel-size", str(role.tensor_parallel_size)]
+    if role.is_group:
+        if role.backend not in _VLLM_BACKENDS:
+            raise _refuse(VLLM, "all-to-all backend", role.backend, list(_VLLM_BACKENDS))
+        found += ["--data-parallel-size", str(role.data_parallel_size)]
+        if role.nodes > 1 and spread:
+            start = f"$(({role.local_engines}*node))"
+            found += ["--data-parallel-size-local", str(role.local_engines)]
+            found += ["--data-parallel-start-rank", start, "--data-parallel-hybrid-lb"]
+            found += ["--data-parallel-address", '"$HEAD"', "--data-parallel-rpc-port", "29550"]
+        found += ["--all2all-backend", _VLLM_BACKENDS[role.backend]]
+    if role.expert_parallel and role.gpus > 1:
+        found.append("--enable-expert-parallel")
+    if role.redundant or role.placement == "eplb":
+        eplb = {"num_redundant_experts": role.redundant}
+        found += ["--enable-eplb", "--eplb-config", json.dumps(eplb)]
+    found += ["--max-num-seqs", str(role.max_num_seqs)]
+    found += ["--max-num-batched-tokens", str(role.max_num_batched_tokens)]
+    found += ["--block-size", str(role.block_size)]
+    found += ["--gpu-memory-utilization", f"{role.memory:g}"]
+    if role.kv_cache_dtype != "auto":
+        found += ["--kv-cache-dtype", role.kv_cache_dtype]
+    if not role.prefix_caching:
+        found.append("--no-enable-prefix-caching")
+    if role.speculation is not None and role.speculation.num_speculative_tokens:
+        drafting: dict[str, Any] = {
+            "method": role.speculation.method,
+            "num_speculative_tokens": role.speculation.num_speculative_tokens,
+        }
+        if role.speculation.method in ("draft_model", "eagle", "eagle3"):
+            drafting["model"] = REPLACE
+        found += ["--speculative-config", json.dumps(drafting)]
+    if apart:
+        side = "kv_producer" if role.name == "prefill" else "kv_consumer"
+        transfer = {"kv_connector": "NixlConnector", "kv_role": side}
+        found += ["--kv-transfer-config", json.dumps(transfer)]
+    return found
+
+
+def sglang_arguments(role: Role, apart: bool) -> list[str]:
+    """Return SGLang's options for a role."""
+    found = ["--tp-size", str(role.gpus)]
+    if role.is_group:
+        if role.backend not in _SGLANG_BACKENDS:
+            raise _refuse(SGLANG, "all-to-all backend", role.backend, list(_SGLANG_BACKENDS))
+        found += ["--attn-dp-size", str(role.data_parallel_size)]
+        found += ["--moe-a2a-backend", *_SGLANG_BACKENDS[role.backend]]
+    if role.expert_parallel and role.gpus > 1:
+        found += ["--ep-size", str(role.gpus)]
+    if role.nodes > 1:
+        found += ["--nnodes", str(role.nodes), "--node-rank", '"$node"']
+        found += ["--dist-init-addr", '"$HEAD:5000"']
+    if role.redundant:
+        found += ["--ep-num-redundant-experts", str(role.redundant)]
+    if role.placement == "eplb":
+        found.append("--enable-eplb")
+    # The server's, which it divides by the engines.
+    found += ["--max-running-requests", str(role.max_num_seqs * role.data_parallel_size)]
+    found += ["--chunked-prefill-size", str(role.max_num_batched_tokens)]
+    found += ["--page-size", str(role.block_size), "--mem-fraction-static", f"{role.memory:g}"]
+    if role.kv_cache_dtype == "fp8":
+        found += ["--kv-cache-dtype", "fp8_e4m3"]
+    if not role.prefix_caching:
+        found.append("--disable-radix-cache")
+    if role.speculation is not None and (k := role.speculation.num_speculative_tokens):
+        if role.speculation.method not in _SGLANG_METHODS:
+            method = role.speculation.method
+            raise _refuse(SGLANG, "speculative method", method, list(_SGLANG_METHODS))
+        found += ["--speculative-algorithm", _SGLANG_METHODS[role.speculation.method]]
+        found += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
+        found += ["--speculative-num-draft-tokens", str(k + 1)]
+    if apart:
+        found += ["--disaggregation-mode", role.name]
+        found += ["--disaggregation-transfer-backend", "nixl"]
+    return found
+
+
+def trtllm_config(role: Role, longest: int) -> dict[str, Any]:
+    """Return the YAML of TensorRT-LLM's worker of a role; ``longest``: tokens of a request."""
+    if role.is_group and role.tensor_parallel_size > 1:
+        problem = f"{role.data_parallel_size} engines of {role.tensor_parallel_size} GPUs"
+        raise InputError("emit", f"{TRTLLM} has no {problem}", "engines of one GPU")
+    whole = role.expert_parallel and role.gpus > 1
+    found: dict[str, Any] = {
+        "backend": "pytorch",
+        "tensor_parallel_size": role.gpus,
+        "moe_expert_parallel_size": role.gpus if whole else 1,
+        "moe_tensor_parallel_size": 1 if whole else role.gpus,
+        "enable_attention_dp": role.is_group,
+        "max_batch_size": role.max_num_seqs,
+        "max_num_tokens": role.max_num_batched_tokens,
+        "max_seq_len": longest,
+        "kv_cache_config": {
+            "free_gpu_memory_fraction": role.memory,
+            "dtype": role.kv_cache_dtype,
+            "tokens_per_block": role.block_size,
+            "enable_block_reuse": role.prefix_caching,
+        },
+    }
+    if role.name != "serve":
+        found["cache_transceiver_config"] = {"backend": "NIXL", "max_tokens_in_buffer": longest}
+    if role.name == "prefill":
+        found["disable_overlap_scheduler"] = True
+    if role.redundant:
+        found["moe_config"] = {
+            "backend": "WIDEEP",
+            "load_balancer": {"num_slots": role.experts + role.redundant},
+        }
+    if role.speculation is not None and (k := role.speculation.num_speculative_tokens):
+        if role.speculation.method != "mtp":
+            raise _refuse(TRTLLM, "mapped speculative method", role.speculation.method, ["mtp"])
+        found["speculative_config"] = {"decoding_type": "MTP", "num_nextn_predict_layers": k}
+    return found
+
+
+def _command(words: Sequence[str]) -> str:
+    """Return a shell command, an option a line."""
+    lines: list[str] = []
+    for word in words:
+        text = word if word in _SHELL or word.startswith("$((") else shlex.quote(word)
+        if word.startswith("-") or not lines:
+            lines.append(text)
+        else:
+            lines[-1] += f" {text}"
+    return " \\\n    ".join(lines)
+
+
+def script(deployment: Deployment, target: str) -> str:
+    """Return a shell script that launches a worker's node: ``ROLE [NODE OF THE WORKER]``."""
+    cases = []
+    for role in deployment.roles:
+        if target == VLLM:
+            words = ["vllm", "serve", '"$MODEL"', "--port", str(role.port)]
+            words += vllm_arguments(role, deployment.apart)
+        else:
+            words = ["python", "-m", "sglang.launch_server", "--model-path", '"$MODEL"']
+            words += ["--port", str(role.port), *sglang_arguments(role, deployment.apart)]
+        cases.append(f"{role.name})\n  exec {_command(words)}\n  ;;\n")
+    usage = "|".join(role.name for role in deployment.roles)
+    several = any(role.nodes > 1 for role in deployment.roles)
+    needs = ': "${HEAD:?the address of the node 0 of this worker}"\n' if several else ""
+    return (
+        "#!/usr/bin/env bash\n"
+        + deployment.comment(target)
+        + f"# usage: MODEL=... {'HEAD=... ' if several else ''}{{0}} {usage} [node]\n"
+        + 'set -euo pipefail\n: "${MODEL:?the path or name of '
+        + f'{deployment.config.model}}}"\n{needs}node=${{2:-0}}\ncase ${{1:?{usage}}} in\n'
+        + "".join(cases)
+        + f"*) echo 'one of {usage}' >&2; exit 2 ;;\nesac\n"
+    ).replace("{0}", "this file,")
+
+
+def trtllm_files(deployment: Deployment, longest: int) -> dict[str, str]:
+    """Return the files of TensorRT-LLM's workers and of the server in front of them."""
+    files = {}
+    for role in deployment.roles:
+        text = yaml.safe_dump(trtllm_config(role, longest), sort_keys=False)
+        line = f"trtllm-serve {REPLACE} --port {role.port} --extra_llm_api_options {role.name}.yaml"
+        files[f"trtllm/{role.name}.yaml"] = f"{deployment.comment(TRTLLM)}# {line}\n{text}"
+    if deployment.apart:
+        proxy: dict[str, Any] = {"hostname": "0.0.0.0", "port": 8000, "backend": "pytorch"}
+        for role, name in zip(deployment.roles, ("context", "generation"), strict=True):
+            urls = [f"{REPLACE}:{role.port}"] * role.workers
+            proxy[f"{name}_servers"] = {"num_instances": role.workers, "urls": urls}
+        text = yaml.safe_dump(proxy, sort_keys=False)
+        line = "# trtllm-serve disaggregated -c disagg.yaml\n"
+        files["trtllm/disagg.yaml"] = deployment.comment(TRTLLM) + line + text
+    return files

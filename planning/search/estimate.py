@@ -1,0 +1,180 @@
+"""What a step of engines that share experts takes on mean work, without a simulation.
+
+An expert e that a share p_e of the tokens chooses gets ``B p_e`` pairs of a step of B tokens, and
+is active with probability ``1 - (1 - p_e)^B``: exact in the mean for tokens that choose
+independently. The ranks' sums go through the formula of the simulator's steps (`group_step`), so
+the MoE part is that of the busiest rank of each layer. It errs to the low side, by up to 4% of the
+step: the mean of a maximum is above the maximum of means. What it leaves out is queueing, engines
+of unlike batches and routers that put like requests together, which make steps shorter.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.kernel_profiles.steps.step_cost import decode_attention_s
+from eldr_sim.policies.placement.base import EMPTY, Placement
+from eldr_sim.simulator.plane.steps.group_state import (
+    ALL,
+    EVEN,
+    EXPERT,
+    METRO,
+    NODE,
+    make_group_scratch,
+)
+from eldr_sim.simulator.plane.steps.group_step import SharedLayers, price_layers
+from eldr_sim.simulator.setup.cluster_spec import EngineSpec
+from eldr_sim.traces.routing.bitsets import count_rows
+from eldr_sim.traces.routing.format import RoutingTrace
+
+FloatArray = NDArray[np.float64]
+
+_ROWS, _REACHED_ROWS = 65536, 2048  # tokens that shares are counted over
+
+
+@lru_cache(maxsize=8)
+def _rows(trace: RoutingTrace, prompts: bool, most: int) -> NDArray[np.int64]:
+    """Return rows of the tokens that requests feed: of prompts, or of decode steps."""
+    requests = np.flatnonzero(~trace.is_calibration)
+    first, length = trace.decode_window(requests)
+    if prompts and trace.has_prompts:
+        first, length = trace.first_row[requests], trace.prompt_len[requests].astype(np.int64)
+    ends = np.cumsum(length)
+    chosen = np.linspace(0, ends[-1] - 1, min(most, int(ends[-1]))).astype(np.int64)
+    request = np.searchsorted(ends, chosen, side="right")
+    return np.asarray(first[request] + chosen - (ends - length)[request])
+
+
+@lru_cache(maxsize=8)
+def expert_shares(trace: RoutingTrace, prompts: bool = False) -> FloatArray:
+    """Return the share of tokens that choose each expert, ``[layers, experts]``."""
+    rows = np.ascontiguousarray(trace.bits[_rows(trace, prompts, _ROWS)])
+    return count_rows(rows, trace.n_experts) / len(rows)
+
+
+def activated(share: FloatArray, tokens: float) -> FloatArray:
+    """Return the probability that any of so many independent tokens chooses an expert."""
+    return np.asarray(-np.expm1(tokens * np.log1p(-np.minimum(share, 1.0 - 1e-12))))
+
+
+class MeanWork:
+    """The mean work of a group's ranks, for any number of tokens.
+
+    ``engine``: of a pool whose engines share experts; ``placement``: of the experts on the ranks;
+    ``trace``: whose tokens are served; ``prompts``: whether they are those of prompts.
+    """
+
+    def __init__(
+        self, engine: EngineSpec, placement: Placement, trace: RoutingTrace, prompts: bool
+    ) -> None:
+        assert engine.group is not None
+        self.engine, self.group, self.computes = engine, engine.group, prompts
+        self.ranks, layers = placement.n_ranks, engine.step_time.n_moe_layers
+        self._tile = np.arange(layers) % len(placement.expert)
+        self.shares, n = expert_shares(trace, prompts), trace.n_experts
+        self.copies = placement.instances(n)
+        #: ``[layers, experts, ranks]``: the part of an expert's instances that a rank holds.
+        self.held = np.zeros((*self.shares.shape, self.ranks))
+        layer, slot = np.nonzero(placement.expert != EMPTY)
+        np.add.at(self.held, (layer, placement.expert[layer, slot], placement.rank[layer, slot]), 1)
+        self.held /= self.copies[:, :, None]
+        #: ``[layers, ranks]``: token-expert pairs of a rank, a token of the step.
+        self.pairs = self._by_rank(self.shares)
+        self.node = min(self.group.gpus_per_node, self.ranks)
+        self.n_nodes = -(-self.ranks // self.node)
+        self._work = make_group_scratch(layers, 1, self.ranks, 1, 1)
+        self._traffic = None if self.group.copy_per == ALL else self._sent(trace, placement)
+
+    def _sent(self, trace: RoutingTrace, placement: Placement) -> FloatArray:
+        """Return copies that ranks send and receive, a token of each rank: `all_to_all_cost`."""
+        ranks, node, kind = self.ranks, self.node, self.group.copy_per
+        home = np.arange(ranks) // node
+        same = home[:, None] == home[None, :]
+        direct = self.pairs if kind == EXPERT else self._reached(trace, placement, 1)
+        other = ~np.eye(ranks, dtype=bool)
+        near, far = (same & other).astype(float), (~same).astype(float)
+        copies = [direct @ near, direct * near.sum(axis=0), direct @ far, direct * far.sum(axis=0)]
+        if kind == NODE:
+            there = self._reached(trace, placement, node)  # [layers, nodes]
+            others = (self.n_nodes - 1.0) * there[:, home]
+            copies = [
+                self.n_nodes * copies[0], self.n_nodes * copies[1],
+                (there.sum(axis=1, keepdims=True) - there[:, home]), others,
+            ]  # fmt: skip
+        return np.stack([each.T[:, self._tile] for each in copies])
+
+    def _reached(self, trace: RoutingTrace, placement: Placement, size: int) -> FloatArray:
+        """Return the share of tokens with any expert on each run of ``size`` ranks.
+
+        Of an expert's instances the first counts.
+        """
+        first = np.argmax(self.held > 0, axis=2) // size  # [layers, experts]
+        rows = np.ascontiguousarray(trace.bits[_rows(trace, self.computes, _REACHED_ROWS)])
+        found = np.zeros((len(self.shares), -(-self.ranks // size)))
+        for layer, target in enumerate(first):
+            words = rows[:, layer].view(np.uint8)
+            bits = np.unpackbits(words, axis=-1, bitorder="little")[:, : len(target)]
+            onto = np.zeros((len(target), found.shape[1]), np.float32)
+            onto[np.arange(len(target)), target] = 1.0
+            found[layer] = (bits.astype(np.float32) @ onto > 0).mean(axis=0)
+        return found
+
+    def _by_rank(self, values: FloatArray) -> FloatArray:
+        """Sum what experts have, ``[layers, experts]``, over the ranks that hold their parts."""
+        return np.asarray(np.einsum("le,ler->lr", values, self.held))
+
+    def _active(self, tokens: int) -> FloatArray:
+        """Return the activated instances of each rank, ``[layers, ranks]``."""
+        choice, most = self.group.replica_choice, int(self.copies.max())
+        if most == 1 or (choice >= METRO and not self.computes):  # one instance, whichever
+            return self._by_rank(activated(self.shares, tokens))
+        if choice < EVEN:  # each token chooses by itself
+            each = activated(self.shares / self.copies, tokens) * self.copies
+            return self._by_rank(each)
+        # In turn: n tokens activate min(n, copies) instances.
+        share = np.minimum(self.shares, 1.0 - 1e-12)
+        exactly = np.exp(tokens * np.log1p(-share))
+        above, total = 1.0 - exactly, np.zeros_like(share)
+        for j in range(most):
+            total += np.where(self.copies > j, above, 0.0)
+            exactly = exactly * (tokens - j) / (j + 1) * share / (1.0 - share)
+            above = np.maximum(above - exactly, 0.0)
+        return self._by_rank(total)
+
+    def layers(self, tokens: int) -> SharedLayers:
+        """Return what the MoE layers of a step of so many tokens of the group take."""
+        work, at_home = self._work, tokens / self.ranks
+        work.pairs[:] = (tokens * self.pairs).T[:, self._tile]
+        work.instances[:] = self._active(tokens).T[:, self._tile]
+        if self._traffic is not None:
+            work.traffic[:] = at_home * self._traffic
+        work.tokens[: self.ranks] = np.diff(np.rint(at_home * np.arange(self.ranks + 1)))
+        found: SharedLayers = price_layers(self.group, work, self.ranks, self.computes)
+        return found
+
+    def _moe_s(self, tokens: int) -> float:
+        shared = self.layers(tokens)
+        choice_s = self.group.choice_s * len(self._tile)
+        return float(shared.moe_s + shared.dispatch_s + shared.combine_s) + choice_s
+
+    def decode_s(self, batch: int, context: float, each: int = 1) -> float:
+        """Return the seconds of a step of ``batch`` sequences of every engine.
+
+        ``context``: mean tokens that a sequence attends to; ``each``: tokens that the step computes
+        for a sequence, more than one where it verifies drafts.
+        """
+        cost, tokens = self.engine.step_time.cost, batch * each
+        own = cost.dense_s[tokens] + cost.head_s[tokens] + cost.collectives_s[tokens]
+        own += cost.host_s + decode_attention_s(cost, batch, batch * context)
+        return float(own) + self._moe_s(tokens * self.engine.parallelism.data_parallel_size)
+
+    def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Return the seconds of a step in which every engine computes such chunks.
+
+        ``chunks``: cached and new tokens of each.
+        """
+        parts = self.engine.step_time.parts(chunks=chunks)
+        tokens = sum(new for _, new in chunks) * self.engine.parallelism.data_parallel_size
+        return float(sum(parts) - parts.moe) + self._moe_s(tokens)

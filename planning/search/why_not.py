@@ -1,0 +1,95 @@
+"""Why a cluster is not a plan's answer: what refuses it, what it costs, what it attains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.planning.runs.shared_runs import Search
+from eldr_sim.planning.search.answer import Row
+from eldr_sim.planning.search.bounds import bounds
+from eldr_sim.planning.search.candidates import cost
+from eldr_sim.planning.search.trial import try_cluster
+from eldr_sim.planning.slo import Objective, Verdict
+from eldr_sim.simulator.setup.config import RunConfig, make_config, set_field
+from eldr_sim.simulator.setup.pools import parse_topology
+
+_ALLOWED = "TOPOLOGY[:SIZES] such as 1P2D:tp8, 4C:tp2,dp4 or 1P2D:tp2+tp1,dp8 (prefill + decode)"
+_PART = re.compile(r"(tp|dp)([1-9]\d{0,3})|ep")
+
+
+def named(config: RunConfig, text: str) -> dict[str, Any]:
+    """Return the fields of a cluster: ``1P2D:tp8``, ``4C:tp2,dp4``, ``1P2D:tp2+tp1,dp8``.
+
+    ``tp``: GPUs of an engine, ``dp``: engines of a worker, which share experts, ``ep``: experts
+    spread over an engine's GPUs; after a ``+`` those of decode workers where they differ.
+
+    Raises InputError if the text is no such cluster.
+    """
+    topology, _, workers = text.partition(":")
+    n_prefill, n_decode = parse_topology(topology)
+    pools = [_sizes(text, part) for part in workers.split("+")]
+    if len(pools) > (2 if n_prefill else 1) or not n_decode:
+        raise InputError("why_not", repr(text), _ALLOWED)
+    fields = config.model_dump(exclude_unset=True) | {"topology": topology} | pools[-1]
+    if len(pools) == 2:
+        for name, value in pools[0].items():
+            set_field(fields, f"prefill.{name}", value)
+    return fields
+
+
+def _sizes(text: str, part: str) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"tensor_parallel_size": 1, "data_parallel_size": 1}
+    for word in filter(None, part.split(",")):
+        if (match := _PART.fullmatch(word.strip())) is None:
+            raise InputError("why_not", repr(text), _ALLOWED)
+        if match[1]:
+            sizes["tensor_parallel_size" if match[1] == "tp" else "data_parallel_size"] = int(
+                match[2]
+            )
+        else:
+            sizes["enable_expert_parallel"] = True
+    return {"enable_expert_parallel": sizes["data_parallel_size"] > 1} | sizes
+
+
+def why(
+    fields: dict[str, Any], rows: Sequence[Row], objective: Objective, max_gpus: int
+) -> Search[str]:
+    """Say why a cluster is not the answer, simulating it where arithmetic does not tell.
+
+    ``fields``: see `named`; ``rows``: of the plan, the best first; policy and GPU are those of the
+    best.
+    """
+    best = rows[0]
+    if best.trial is not None:
+        own = best.trial.config
+        fields = fields | {"policy": own.policy, "gpu": own.gpu, "goodput": objective.level}
+    try:
+        config = make_config(fields)
+        least = bounds(config, objective)
+    except InputError as error:
+        return f"refused: {error}"
+    if config.n_gpus > max_gpus:
+        return f"its {config.n_gpus} GPUs are more than {max_gpus}"
+    if least.impossible:
+        return least.impossible
+    if config.n_prefill < least.n_prefill or max(config.n_decode, 1) < least.n_decode:
+        apart = f"{least.n_prefill} prefill and " if config.n_prefill else ""
+        return f"the load takes at least {apart}{least.n_decode} decode workers at full speed"
+    trial = yield from try_cluster(config, objective)
+    bounds_of = config.goodput.model_dump(exclude_none=True)
+    parts = ", ".join(f"{name.upper()} {100 * trial.attained(name):.1f}%" for name in bounds_of)
+    attained = f"attains {100 * trial.attainment.mean:.1f}% ({parts})"
+    if trial.verdict is Verdict.MISSES or best.trial is None:
+        return f"it {attained}, not {100 * objective.attainment:g}%"
+    if trial.verdict is Verdict.UNDECIDED:
+        return f"it {attained}: undecided after {len(trial.summaries)} seeds"
+    unit = "GPUs" if config.price_per_hour is None else "$ an hour"
+    ours, theirs = cost(best.trial.config), cost(config)
+    return (
+        f"it {attained} and takes {theirs:g} {unit} where the answer takes {ours:g}"
+        if theirs > ours
+        else f"it {attained} at {theirs:g} {unit}, as good as the answer's {ours:g}"
+    )

@@ -1,0 +1,1 @@
+"""How many workers? Decisions over what an autoscaler may see of each pool."""

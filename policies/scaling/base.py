@@ -1,0 +1,199 @@
+"""What an autoscaler is, what it sees, and what a worker can do.
+
+An autoscaler looks at a `Fleet` every ``interval_s`` seconds and says how many workers each pool
+should have, or that workers change their pool. Who starts and drains them, within bounds, is not
+its business (`simulator.control.autoscaling`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from eldr_sim.policies.base import Policy, PolicyContext
+from eldr_sim.policies.choice import Parameters
+
+Ints: TypeAlias = NDArray[np.int64]
+
+
+class PoolView(NamedTuple):
+    """A pool as an autoscaler sees it. ``ready`` workers serve; what they report is of these."""
+
+    name: str
+    #: ``ready``, ``starting``, ``draining``: workers that serve, that do not yet, that finish what
+    #: they have. ``minimum``, ``maximum``: what there may be of the first two together.
+    ready: int
+    starting: int
+    draining: int
+    minimum: int
+    maximum: int
+    #: Requests counted in the interval: that came (``--demand entry``) or were done (``exit``).
+    arrived: int
+    completed: int  #: requests that completed in the interval
+    #: ``prompt_tokens``: mean of the requests counted; ``output_tokens``, ``cached_tokens``: of
+    #: those completed, as are ``ttft_s`` and ``itl_s``, means too. NaN where there are none.
+    prompt_tokens: float
+    output_tokens: float
+    cached_tokens: float
+    ttft_s: float
+    itl_s: float
+    #: int64 ``[ready]``: of each worker that serves, see `policies.base.Workers`.
+    waiting: Ints
+    running: Ints
+    waiting_tokens: Ints
+    running_tokens: Ints
+    kv_usage: NDArray[np.float64]  #: float64 ``[ready]``
+
+    @property
+    def workers(self) -> int:
+        """Workers that serve or will."""
+        return self.ready + self.starting
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait or run."""
+        return int(self.waiting.sum() + self.running.sum())
+
+
+class Fleet(NamedTuple):
+    """All pools at a time, s, and since the last time that they were looked at."""
+
+    now_s: float
+    interval_s: float
+    pools: tuple[PoolView, ...]
+
+
+class Target(NamedTuple):
+    """A pool should have so many workers that serve or will."""
+
+    pool: str
+    workers: int
+
+
+class Switch(NamedTuple):
+    """So many workers of a pool should go to another one."""
+
+    source: str
+    target: str
+    workers: int = 1
+
+
+#: What an autoscaler says; a pool that it does not name stays as it is.
+Decision: TypeAlias = Sequence[Target | Switch]
+
+
+class Offered(NamedTuple):
+    """Requests that come in a stretch of time, and means of their tokens."""
+
+    requests: float
+    prompt_tokens: float
+    output_tokens: float
+
+
+class PoolFacts(NamedTuple):
+    """What is known of a pool beforehand: its part, its workers' speed, and how they start."""
+
+    name: str
+    computes: bool  #: prompts
+    decodes: bool
+    engines: int  #: of a worker
+    gpus: int  #: of a worker
+    max_num_seqs: int
+    kv_tokens: int  #: that an engine has room for
+    start_up_s: float
+    switch_s: float
+    #: Seconds that a prompt of so many tokens takes an engine, whose steps hold others like it.
+    prompt_s: Callable[[int], float]
+    #: Seconds of an engine's step of so many sequences at a mean context, under uniform routing.
+    step_s: Callable[[int, float], float]
+
+    def decode_batch(self, context: float, itl_s: float) -> int:
+        """Return the most sequences whose steps take at most ``itl_s`` and whose KV fits; >= 1."""
+        low, high = 1, max(1, min(self.max_num_seqs, int(self.kv_tokens // max(context, 1.0))))
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (
+                (middle, high) if self.step_s(middle, context) <= itl_s else (low, middle - 1)
+            )
+        return low
+
+    def work_s(
+        self, prompt: float, output: float, cached: float = 0.0, itl_s: float = 0.05
+    ) -> float:
+        """Return the seconds of a worker that a request of so many tokens takes in this pool.
+
+        Its prompt, and its share of decode steps that are as full as ``itl_s`` allows.
+        """
+        seconds = 0.0
+        if self.computes:
+            seconds += self.prompt_s(max(1, round(prompt - cached)))
+        if self.decodes and output > 0.0:
+            context = 64.0 * max(1, round((prompt + output / 2.0) / 64.0))
+            batch = self.decode_batch(context, itl_s)
+            seconds += output * self.step_s(batch, context) / batch
+        return seconds / self.engines
+
+
+class ScalingContext(NamedTuple):
+    """What an autoscaler is built from: `PolicyContext.scaling`."""
+
+    pools: tuple[PoolFacts, ...]
+    #: The requests that come from one time, s, to another, which only a timetable and an oracle
+    #: know.
+    known: Callable[[float, float], Offered]
+
+    def of(self, pool: str) -> PoolFacts:
+        """Return what is known of a pool."""
+        return next(facts for facts in self.pools if facts.name == pool)
+
+
+class ScalingParameters(Parameters):
+    """What every autoscaler may be told."""
+
+    interval: float = Field(default=15.0, gt=0, le=86400)
+    """Seconds from one look to the next."""
+
+
+class Autoscaler(Policy):
+    """Says how many workers each pool should have."""
+
+    decision = "scaling"
+    Parameters = ScalingParameters
+
+    def __init__(self, context: PolicyContext, parameters: ScalingParameters | None = None) -> None:
+        self.told = parameters if parameters is not None else type(self).Parameters()
+        self.facts = context.require_scaling(self)
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds from one look to the next; infinite: only the beginning counts."""
+        return float(getattr(self.told, "interval", 15.0))
+
+    def begin(self) -> Mapping[str, int]:
+        """Return the workers that pools have at time 0; as configured where a pool is missing."""
+        return {}
+
+    def decide(self, fleet: Fleet) -> Decision:
+        """Return what should be, as of ``fleet``.
+
+        Targets may lie outside of the pools' bounds, which are kept in any case.
+        """
+        raise NotImplementedError
+
+
+def up(workers: float) -> int:
+    """Return the fewest whole workers that are so many, up to a rounding error; at least 0."""
+    return max(0, math.ceil(workers - 1e-9))
+
+
+def remembered(facts: PoolFacts) -> PoolFacts:
+    """Return facts whose seconds are computed once for each argument."""
+    return facts._replace(
+        prompt_s=lru_cache(4096)(facts.prompt_s), step_s=lru_cache(65536)(facts.step_s)
+    )

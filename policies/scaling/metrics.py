@@ -1,0 +1,278 @@
+"""Autoscalers that follow a number of requests: a fixed fleet, HPA, KEDA, Knative and llm-d's."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.scaling.base import (
+    Autoscaler,
+    Decision,
+    Fleet,
+    PoolView,
+    ScalingParameters,
+    Target,
+    up,
+)
+
+
+class FixedParameters(ScalingParameters):
+    """Parameters of `Fixed`."""
+
+    n: tuple[int, ...] = ()
+    """Workers of each pool, in order, or of all alike; those of the topology when not given."""
+
+    @field_validator("n", mode="before")
+    @classmethod
+    def _counts(cls, value: object) -> object:
+        words = value.split(",") if isinstance(value, str) else value
+        return (words,) if isinstance(words, int) else words
+
+
+class Fixed(Autoscaler):
+    """A fleet that stays as it is: ``none``, or ``none:n=5``, ``none:n=2,4`` for two pools."""
+
+    name = "none"
+    Parameters = FixedParameters
+
+    @property
+    def interval_s(self) -> float:
+        """Nobody looks."""
+        return float("inf")
+
+    def begin(self) -> Mapping[str, int]:
+        """Return ``n`` for each pool."""
+        assert isinstance(self.told, FixedParameters)
+        return per_pool("autoscale.n", self.told.n, [pool.name for pool in self.facts.pools])
+
+    def decide(self, fleet: Fleet) -> Decision:
+        """Change nothing."""
+        return ()
+
+
+def per_pool(field: str, values: tuple[int, ...], pools: list[str]) -> dict[str, int]:
+    """Return a value of each pool, of one for all or one each; raises InputError."""
+    if len(values) not in (0, 1, len(pools)) or any(value < 0 for value in values):
+        problem = f"{','.join(map(str, values))} for {len(pools)} pools ({', '.join(pools)})"
+        raise InputError(field, problem, "one number from 0 on, or one a pool")
+    return dict(zip(pools, values * len(pools) if len(values) == 1 else values, strict=False))
+
+
+Metric = Literal["in_flight", "running", "waiting", "kv"]
+
+
+def total(pool: PoolView, metric: Metric) -> float:
+    """Return a metric's sum over the workers that serve."""
+    if metric == "kv":
+        return float(pool.kv_usage.sum())
+    return float(pool.in_flight if metric == "in_flight" else getattr(pool, metric).sum())
+
+
+class Stabilised:
+    """The largest (or smallest) wish of the last seconds, as Kubernetes' HPA has it."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._wishes: dict[str, deque[tuple[float, int]]] = defaultdict(deque)
+
+    def of(self, pool: str, now_s: float, wish: int) -> int:
+        """Note a wish, and return the largest of the window."""
+        wishes = self._wishes[pool]
+        while wishes and wishes[-1][1] <= wish:
+            wishes.pop()
+        wishes.append((now_s, wish))
+        while wishes[0][0] <= now_s - self._window_s and len(wishes) > 1:
+            wishes.popleft()
+        return wishes[0][1]
+
+
+class HpaParameters(ScalingParameters):
+    """Parameters of `HorizontalPodAutoscaler`; the defaults are Kubernetes'."""
+
+    metric: Metric = "in_flight"
+    """What is followed: requests in flight, running or waiting, or the share of KV in use."""
+    target: float = Field(default=16.0, gt=0)
+    """Its value for each worker (production-stack: 5 waiting)."""
+    tolerance: float = Field(default=0.1, ge=0)
+    """No change while the ratio to the target is so near 1."""
+    down_s: float = Field(default=300.0, ge=0)
+    """A wish for fewer workers acts when it has lasted so long."""
+
+
+class HorizontalPodAutoscaler(Autoscaler):
+    """Kubernetes' HPA: ``ceil(n * metric / target)``.
+
+    Up by the larger of doubling and 4 workers every 15 s, down to the largest wish of the last 300
+    s; a worker that starts counts as one whose metric is 0 (kubernetes.io, Horizontal Pod
+    Autoscaling, algorithm details and default behaviour).
+    """
+
+    name = "hpa"
+    Parameters = HpaParameters
+
+    def __init__(self, context: PolicyContext, parameters: HpaParameters | None = None) -> None:
+        super().__init__(context, parameters)
+        assert isinstance(self.told, HpaParameters)
+        self._own, self._down = self.told, Stabilised(self.told.down_s)
+
+    def decide(self, fleet: Fleet) -> Decision:
+        """Return the wish of each pool, limited upwards and stabilised downwards."""
+        return [Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
+
+    def _wish(self, pool: PoolView, now_s: float) -> int:
+        own, n = self._own, pool.workers
+        load = total(pool, own.metric) / own.target
+        wish = n if n and abs(load / n - 1.0) <= own.tolerance else max(1, up(load))
+        steady = self._down.of(pool.name, now_s, wish)
+        if wish > n:
+            return min(wish, max(2 * n, n + 4))
+        return min(n, steady)
+
+
+class KedaParameters(ScalingParameters):
+    """Parameters of `Keda`; the defaults are those of llm-d's guide."""
+
+    queue: float = Field(default=1.0, gt=0)
+    """Waiting requests of a worker."""
+    running: float = Field(default=16.0, gt=0)
+    """Running requests of a worker."""
+    down_s: float = Field(default=300.0, ge=0)
+    """A wish for fewer workers acts when it has lasted so long."""
+
+
+class Keda(Autoscaler):
+    """llm-d with KEDA: the larger of what the queue and what the running requests ask for.
+
+    Workers that start are not asked for twice: beyond those that there are, demand counts less
+    them.
+    """
+
+    name = "keda"
+    Parameters = KedaParameters
+
+    def __init__(self, context: PolicyContext, parameters: KedaParameters | None = None) -> None:
+        super().__init__(context, parameters)
+        assert isinstance(self.told, KedaParameters)
+        self._own, self._down = self.told, Stabilised(self.told.down_s)
+
+    def decide(self, fleet: Fleet) -> Decision:
+        """Return the demand of each pool, guarded against overshoot."""
+        targets = []
+        for pool in fleet.pools:
+            queue, running = total(pool, "waiting"), total(pool, "running")
+            wish = max(1, up(queue / self._own.queue), up(running / self._own.running))
+            if wish > pool.workers:
+                wish = max(wish - pool.starting, pool.workers)
+            steady = self._down.of(pool.name, fleet.now_s, wish)
+            targets.append(Target(pool.name, max(wish, min(steady, pool.workers))))
+        return targets
+
+
+class KnativeParameters(ScalingParameters):
+    """Parameters of `Knative`; the defaults are Knative's."""
+
+    interval: float = Field(default=2.0, gt=0, le=86400)
+    """Seconds from one look to the next."""
+    target: float = Field(default=100.0, gt=0)
+    """Requests in flight of a worker."""
+    utilisation: float = Field(default=0.7, gt=0, le=1)
+    """Share of the target that is aimed at."""
+    window: float = Field(default=60.0, gt=0)
+    """Seconds over which requests in flight are averaged; a tenth of it to see a panic."""
+    panic: float = Field(default=2.0, gt=1)
+    """Panic where the short window asks for so many times the workers that serve."""
+
+
+class Knative(Autoscaler):
+    """Knative's KPA: requests in flight over 60 s, and panic over 6 s.
+
+    In panic, which lasts until the short window has asked for less than twice the workers for 60 s,
+    the short window decides and nothing goes down (knative.dev, Autoscaling concepts).
+    """
+
+    name = "knative"
+    Parameters = KnativeParameters
+
+    def __init__(self, context: PolicyContext, parameters: KnativeParameters | None = None) -> None:
+        super().__init__(context, parameters)
+        assert isinstance(self.told, KnativeParameters)
+        self._own = self.told
+        self._seen: dict[str, deque[tuple[float, int]]] = defaultdict(deque)
+        self._panics_until: dict[str, float] = {}
+        self._most: dict[str, int] = {}
+
+    def panics(self, pool: str, now_s: float) -> bool:
+        """Whether a pool is in panic."""
+        return now_s < self._panics_until.get(pool, -1.0)
+
+    def decide(self, fleet: Fleet) -> Decision:
+        """Return what the window that counts asks for."""
+        return [Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
+
+    def _wish(self, pool: PoolView, now_s: float) -> int:
+        own, seen = self._own, self._seen[pool.name]
+        seen.append((now_s, pool.in_flight))
+        while seen[0][0] <= now_s - own.window:
+            seen.popleft()
+        each = own.target * own.utilisation
+        slow, fast = (
+            max(1, up(float(np.mean([n for at, n in seen if at > now_s - length])) / each))
+            for length in (own.window, own.window / 10.0)
+        )
+        if fast >= own.panic * max(1, pool.ready):
+            if not self.panics(pool.name, now_s):
+                self._most[pool.name] = pool.workers
+            self._panics_until[pool.name] = now_s + own.window
+        if not self.panics(pool.name, now_s):
+            return slow
+        self._most[pool.name] = max(self._most[pool.name], fast)
+        return self._most[pool.name]
+
+
+class SaturationParameters(ScalingParameters):
+    """Parameters of `LlmdSaturation`; the defaults are llm-d's."""
+
+    interval: float = Field(default=30.0, gt=0, le=86400)
+    """Seconds from one look to the next."""
+    kv: float = Field(default=0.8, gt=0, le=1)
+    """A worker with more of its KV cache in use is saturated."""
+    queue: float = Field(default=5.0, gt=0)
+    """A worker with more waiting requests is saturated."""
+    spare_kv: float = Field(default=0.1, ge=0, lt=1)
+    """One more worker where others have less KV to spare on average."""
+    spare_queue: float = Field(default=3.0, ge=0)
+    """One more worker where others have less room in their queues on average."""
+
+
+class LlmdSaturation(Autoscaler):
+    """llm-d's variant autoscaler: one more where workers are nearly full, one less if all fits."""
+
+    name = "llmd_saturation"
+    Parameters = SaturationParameters
+
+    def decide(self, fleet: Fleet) -> Decision:
+        """Return one worker more, or less, for pools where none starts."""
+        return [Target(p.name, p.workers + self._step(p)) for p in fleet.pools if not p.starting]
+
+    def _step(self, pool: PoolView) -> int:
+        own, n = self.told, pool.ready
+        assert isinstance(own, SaturationParameters)
+        free = (pool.kv_usage <= own.kv) & (pool.waiting <= own.queue)
+        if not free.any():
+            return 1
+
+        def fits(kv: float, queue: float) -> bool:
+            return own.kv - kv >= own.spare_kv and own.queue - queue >= own.spare_queue
+
+        kv, queue = float(pool.kv_usage[free].mean()), float(pool.waiting[free].mean())
+        if not fits(kv, queue):
+            return 1
+        rest = n / (n - 1) if n > 1 else 0.0
+        kv, queue = float(pool.kv_usage.mean()), float(pool.waiting.mean())
+        return -1 if n > 1 and fits(kv * rest, queue * rest) else 0

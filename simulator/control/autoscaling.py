@@ -1,0 +1,194 @@
+"""An autoscaler at work: a process that looks at a cluster, asks, starts, stops and switches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import simpy
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.scaling.base import Autoscaler, Fleet, PoolView, ScalingContext, Switch
+from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.control.control import Control, Worker
+from eldr_sim.simulator.control.record import DRAINING, OFF, READY, RESERVED, STARTING
+from eldr_sim.simulator.plane import state
+
+
+@dataclass(frozen=True)
+class ScalingRule:
+    """What bounds an autoscaler, and how it sees and acts; workers are by pool."""
+
+    minimum: Mapping[str, int]
+    initial: Mapping[str, int]
+    gpu_budget: int | None = None
+    at_exit: bool = False  #: requests are counted when they are done
+    metric_delay_s: float = 0.0
+    drain_timeout_s: float = math.inf
+
+
+class Autoscaling:
+    """Lets a policy decide how many workers there are.
+
+    ``control``: of the cluster; ``policy``: who decides; ``facts``: of its pools; ``rule``: bounds.
+
+    A pool has at most the workers of its topology. One that is to go is the one that starts last,
+    or the one with the fewest tokens of running and waiting requests: others take its sessions
+    and experts best.
+    """
+
+    def __init__(
+        self, control: Control, policy: Autoscaler, facts: ScalingContext, rule: ScalingRule
+    ) -> None:
+        self.control, self.policy, self.rule = control, policy, rule
+        self._cluster: Cluster = control.cluster
+        self._env = control.cluster.env
+        self._gpus = {pool.name: pool.gpus for pool in facts.pools}
+        self._switch_s = {pool.name: pool.switch_s for pool in facts.pools}
+        self._states, begin = control.states, policy.begin()
+        self._seen = self._oldest = 0  # requests that have arrived, and the first that is open
+        self._last_s = 0.0
+        for name, states in self._states.items():
+            wanted = begin.get(name, rule.initial.get(name, len(states)))
+            n = min(max(wanted, rule.minimum[name]), len(states))
+            for number in range(n, len(states)):
+                control.absent(Worker(name, number))
+        if rule.gpu_budget is not None and self._used() > rule.gpu_budget:
+            problem = f"{rule.gpu_budget} GPUs, and {self._used()} at the beginning"
+            raise InputError("gpu_budget", problem, "more, or fewer initial_workers")
+        control.acted = True
+        if math.isfinite(policy.interval_s):
+            self._env.at(policy.interval_s, self._look)
+
+    def _look(self, event: simpy.Event) -> None:
+        """Look now, and an interval later again; a process would hide whose mistake it is."""
+        fleet, delay = self.fleet(), self.rule.metric_delay_s
+        if delay:
+            self._env.at(self._env.now + delay, partial(self._do, fleet))
+        else:
+            self._do(fleet, event)
+        self._env.at(self._env.now + self.policy.interval_s, self._look)
+
+    def _do(self, seen: Fleet, _event: simpy.Event) -> None:
+        """Ask, and let happen what is said."""
+        for said in self.policy.decide(seen):
+            if isinstance(said, Switch):
+                self._switch(said)
+            else:
+                self._aim(said.pool, int(said.workers))
+
+    # --- what there is ---
+
+    def _of(self, pool: str, *states: int) -> list[int]:
+        return [number for number, what in enumerate(self._states[pool]) if what in states]
+
+    def _used(self) -> int:
+        """Return the GPUs that workers hold; a place that waits for one holds none."""
+        return sum(
+            self._gpus[pool] * sum(what not in (OFF, RESERVED) for what in states)
+            for pool, states in self._states.items()
+        )
+
+    def fleet(self) -> Fleet:
+        """Return what an autoscaler may see now."""
+        now, last = float(self._env.now), self._last_s
+        order = self._cluster.arrays.engines.sessions.order
+        arrived = int(self._cluster.arrays.clock["arrived"][0])
+        requests = self._cluster.requests[order[self._oldest : arrived]]
+        ended = requests["outcome"] != state.OPEN
+        at_s = requests["finish_s"]
+        done = requests[(requests["outcome"] == state.COMPLETED) & (at_s > last) & (at_s <= now)]
+        coming = done if self.rule.at_exit else self._cluster.requests[order[self._seen : arrived]]
+        self._seen, self._last_s = arrived, now
+        still = np.flatnonzero(~(ended & (at_s <= last)))
+        self._oldest += int(still[0]) if len(still) else len(requests)
+        several = done[done["output_len"] > 1]
+        gaps = (several["finish_s"] - several["first_token_s"]) / (several["output_len"] - 1)
+        figures = {
+            "arrived": len(coming),
+            "completed": len(done),
+            "prompt_tokens": _mean(coming["prompt_len"]),
+            "output_tokens": _mean(done["output_len"]),
+            "cached_tokens": _mean(np.maximum(done["cached_tokens"], 0)),
+            "ttft_s": _mean(done["first_token_s"] - done["sent_s"]),
+            "itl_s": _mean(gaps),
+        }
+        pools = tuple(self._view(name, figures) for name in self._states)
+        return Fleet(now, now - last, pools)
+
+    def _view(self, pool: str, figures: dict[str, Any]) -> PoolView:
+        ready = self._of(pool, READY)
+        return PoolView(
+            name=pool,
+            ready=len(ready),
+            starting=len(self._of(pool, STARTING, RESERVED)),
+            draining=len(self._of(pool, DRAINING)),
+            minimum=self.rule.minimum[pool],
+            maximum=len(self._states[pool]),
+            **figures,
+            **self._signals(pool, ready),
+        )
+
+    def _signals(self, pool: str, workers: list[int]) -> dict[str, Any]:
+        """Return the columns of some workers of a pool, all their engines together."""
+        engines = self._cluster.arrays.engines
+        mine = [self.control.acts.engines(pool, number) for number in workers]
+        size = len(mine[0]) if mine else 1
+        at = np.array([w for each in mine for w in each], np.int64)
+        told, n_blocks = engines.workers[at], engines.pools["n_blocks"][engines.pool_of[at]]
+        kv = 1.0 - (told["n_blank"] + told["n_idle"]) / np.maximum(n_blocks, 1)
+
+        def each(values: NDArray[Any]) -> NDArray[Any]:
+            return np.asarray(values.reshape(-1, size).sum(axis=1))
+
+        return {
+            "waiting": each(told["n_waiting"]),
+            "running": each(told["batch"] + told["prefilling"] + told["leaving"]),
+            "waiting_tokens": each(told["waiting_tokens"]),
+            "running_tokens": each(told["context"] + told["leaving_tokens"]),
+            "kv_usage": each(kv) / size,
+        }
+
+    # --- what is done ---
+
+    def _aim(self, pool: str, wanted: int) -> None:
+        """Let a pool have so many workers that serve or will, within the bounds."""
+        states = self._states[pool]
+        wanted = min(max(wanted, self.rule.minimum[pool]), len(states))
+        more = wanted - len(self._of(pool, READY, STARTING, RESERVED))
+        budget, each = self.rule.gpu_budget, self._gpus[pool]
+        for number in self._of(pool, OFF)[: max(0, more)]:
+            if budget is None or self._used() + each <= budget:
+                self.control.start(Worker(pool, number))
+        if more < 0:
+            for number in self._to_go(pool)[:-more]:
+                self.control.stop(Worker(pool, number), self.rule.drain_timeout_s)
+
+    def _to_go(self, pool: str) -> list[int]:
+        """Return workers in the order in which they can be spared."""
+        ready = self._of(pool, READY)
+        told = self._signals(pool, ready)
+        tokens = (told["waiting_tokens"] + told["running_tokens"]).tolist()
+        idle_first = sorted(zip(tokens, [-number for number in ready], strict=True))
+        starting = [n for n in self._of(pool, STARTING) if self.control.starts(Worker(pool, n))]
+        return [*starting[::-1], *(-number for _, number in idle_first)]
+
+    def _switch(self, said: Switch) -> None:
+        """Let workers change their pool, as many as may go and find a place."""
+        source = said.source
+        spare = len(self._of(source, READY)) - self.rule.minimum[source]
+        n = min(said.workers, spare, len(self._of(said.target, OFF)))
+        ready = set(self._of(source, READY))
+        going = [number for number in self._to_go(source) if number in ready]
+        for number in going[: max(0, n)]:
+            seconds = self._switch_s[said.target]
+            self.control.switch(Worker(source, number), said.target, seconds)
+
+
+def _mean(values: NDArray[Any]) -> float:
+    return float(values.mean()) if len(values) else math.nan

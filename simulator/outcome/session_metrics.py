@@ -1,0 +1,104 @@
+"""Figures of prefix reuse and of sessions: what the workload allows, turn by turn."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.control.record import RunRecord
+from eldr_sim.simulator.outcome.metrics import request_times
+from eldr_sim.simulator.outcome.tier_metrics import hits_by_tier
+from eldr_sim.simulator.plane.state import AFTER_WINDOW, OVERLOADED
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
+from eldr_sim.traces.requests.reuse import reuse_of
+from eldr_sim.traces.requests.sessions import turn_numbers
+from eldr_sim.traces.workload import Workload
+
+_MOST_TURNS = 10  #: rows of the table by turn; the last one has all later turns
+
+
+def reuse_figures(workload: Workload, block_size: int, caching: bool) -> dict[str, float | None]:
+    """Return the prefix hit rate of a cache without bounds, and the part that all have in common.
+
+    Both of all requests of a workload, in their order; None where prompts share nothing.
+    """
+    if not (caching and workload.prefix_block_tokens and len(workload)):
+        return {"ideal_prefix_cache_hit_rate": None, "common_prefix_share": None}
+    found = reuse_of(workload, block_size)
+    return {
+        "ideal_prefix_cache_hit_rate": found.ideal_hit_rate,
+        "common_prefix_share": found.common_share,
+    }
+
+
+def session_figures(workload: Workload, record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
+    """Return figures of a run's sessions, and a row a turn; nothing where it has none.
+
+    A session counts as completed when all its requests have, as abandoned when one of them ended
+    otherwise; its duration is from its first arrival to its last end.
+    """
+    if workload.parent is None:
+        return {}
+    numbers, requests, done = record.numbers, record.requests, record.completed
+    turn, session = turn_numbers(workload.parent), workload.session
+    begun, kind = session[numbers], requests["outcome"]
+    size = np.bincount(session)
+    complete = np.bincount(begun[done], minlength=len(size)) == size
+    over = ~done & (kind != AFTER_WINDOW) & (kind != OVERLOADED)
+    lost = np.bincount(begun[over], minlength=len(size)) > 0
+    first, last = np.full(len(size), np.inf), np.zeros(len(size))
+    np.minimum.at(first, begun, requests["arrival_s"])
+    np.maximum.at(last, begun, np.where(done, requests["finish_s"], 0.0))
+    served = np.zeros(len(size))
+    np.add.at(served, begun[done], (requests["finish_s"] - requests["arrival_s"])[done])
+    seconds = (last - first)[complete]
+    total, n = math.fsum(seconds.tolist()), len(seconds)
+    return {
+        "sessions": {
+            "begun": len(np.unique(begun)),
+            "completed": int(complete.sum()),
+            "abandoned": int(lost.sum()),
+            "turns_begun": len(numbers),
+            "turns_completed": int(done.sum()),
+            "turns_unfinished": int((~done & ~over).sum()),
+            "turns_abandoned": int(over.sum()),
+            "mean_duration_s": total / n if n else None,
+            "served_share_of_duration": math.fsum(served[complete].tolist()) / total
+            if total
+            else None,
+            "by_turn": _by_turn(record, turn[numbers], spec),
+        }
+    }
+
+
+def _by_turn(
+    record: RunRecord, turn: NDArray[np.int32], spec: ClusterSpec
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return what measured requests of each turn met."""
+    times, measured = request_times(record), record.requests["measured"] & record.completed
+    rows = []
+    for number in range(1, min(_MOST_TURNS, int(turn.max(initial=0))) + 1):
+        mine = measured & ((turn == number) if number < _MOST_TURNS else (turn >= number))
+        if not mine.any():
+            continue
+        of = record.requests[mine]
+        tokens = int(of["prompt_len"].sum())
+        cached = int(np.maximum(of["cached_tokens"], 0).sum())
+        ttft, tpot = times["ttft"][mine], times["tpot"][mine]
+        tpot = tpot[~np.isnan(tpot)]
+        rows.append(
+            {
+                "turn": number,
+                "requests": len(of),
+                "mean_prompt_tokens": tokens / len(of),
+                "mean_ttft_ms": 1e3 * math.fsum(ttft.tolist()) / len(of),
+                "p99_ttft_ms": 1e3 * float(np.percentile(ttft, 99)),
+                "mean_tpot_ms": 1e3 * math.fsum(tpot.tolist()) / len(tpot) if len(tpot) else None,
+                "prefix_cache_hit_rate": cached / tokens,
+            }
+            | ({} if (rates := hits_by_tier(record, spec, mine)) == {} else {"hit_rate": rates})
+        )
+    return rows

@@ -1,0 +1,53 @@
+"""How long workers are there, and what that takes: GPU-hours and dollars."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.control.record import DRAINING, READY, RESERVED, STARTING, RunRecord
+from eldr_sim.simulator.setup.config import RunConfig
+
+#: The states in which a worker holds its GPUs.
+PAID = {"starting": STARTING, "ready": READY, "draining": DRAINING}
+
+
+class Spent(NamedTuple):
+    """What the workers of a run take in a stretch of time."""
+
+    workers: NDArray[np.float64]  #: float64 ``[pools, states]``: hours of workers
+    gpus: NDArray[np.int64]  #: int64 ``[pools]``: of a worker
+    gpu_hours: float
+    dollars: float | None  #: None unless every pool has a price
+
+
+def spent_hours(record: RunRecord, config: RunConfig, begin: float, end: float) -> Spent:
+    """Return what the workers of a run take from ``begin`` to ``end``, s."""
+    pools = config.pools
+    gpus = np.array([pool.own.parallelism.n_gpus for pool in pools], np.int64)
+    hours = worker_seconds(record, [pool.workers for pool in pools], begin, end) / 3600.0
+    by_pool = hours[:, list(PAID.values())].sum(axis=1) * gpus
+    prices = [pool.own.price_per_gpu_hour for pool in pools]
+    known = [price for price in prices if price is not None]
+    dollars = float(by_pool @ np.array(known)) if len(known) == len(prices) else None
+    return Spent(hours, gpus, float(by_pool.sum()), dollars)
+
+
+def worker_seconds(
+    record: RunRecord, workers: list[int], begin: float, end: float
+) -> NDArray[np.float64]:
+    """Return the seconds that workers of each pool are in each state, float64 ``[pools, states]``.
+
+    ``workers``: of each pool.
+    """
+    spent = np.zeros((len(workers), RESERVED + 1))
+    spent[:, READY] = np.array(workers) * (end - begin)
+    last: dict[tuple[int, int], int] = {}
+    for at, pool, worker, what in [] if record.states is None else record.states.tolist():
+        rest = end - min(max(at, begin), end)
+        spent[pool, last.get((pool, worker), READY)] -= rest
+        spent[pool, what] += rest
+        last[pool, worker] = what
+    return spent

@@ -1,0 +1,93 @@
+"""Blocks that are found by their hash and stand in the order in which they were used.
+
+``blocks [owners, blocks]`` and ``slots [owners, slots]``: of each worker's cache, or each store of
+a tier: records of ``BLOCK``, and a hash table of block number + 1, 0 is empty. ``owners`` have the
+list of blocks that may go, the least recently used first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.simulator.plane.compiled import compiled
+
+
+@compiled()
+def slot_of(slots: Any, blocks: Any, w: int, key: int) -> Any:
+    """Return the slot of the hash table that holds ``key``, or the empty one where it belongs."""
+    mask = slots.shape[1] - 1
+    mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
+    slot = np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
+    while slots[w, slot] != 0 and blocks[w, slots[w, slot] - 1].block_hash != key:
+        slot = (slot + 1) & mask
+    return slot
+
+
+@compiled()
+def forget(slots: Any, blocks: Any, w: int, slot: int) -> None:
+    """Empty a slot and move back those behind it that it had pushed away."""
+    mask = slots.shape[1] - 1
+    hole = slot
+    while True:
+        slots[w, hole] = 0
+        moved = hole
+        while True:
+            moved = (moved + 1) & mask
+            if slots[w, moved] == 0:
+                return
+            key = blocks[w, slots[w, moved] - 1].block_hash
+            mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
+            home = np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
+            if ((moved - home) & mask) >= ((moved - hole) & mask):
+                break
+        slots[w, hole] = slots[w, moved]
+        hole = moved
+
+
+@compiled()
+def append(blocks: Any, owners: Any, w: int, block: int) -> None:
+    """Put a block at the end of its owner's list: the most recently used."""
+    tail = owners[w].idle_tail
+    blocks[w, block].before, blocks[w, block].behind = tail, -1
+    if tail < 0:
+        owners[w].idle_head = block
+    else:
+        blocks[w, tail].behind = block
+    owners[w].idle_tail = block
+    owners[w].n_idle += 1
+
+
+@compiled()
+def take_out(blocks: Any, owners: Any, w: int, block: int) -> None:
+    """Take a block out of its owner's list."""
+    before, behind = blocks[w, block].before, blocks[w, block].behind
+    if before < 0:
+        owners[w].idle_head = behind
+    else:
+        blocks[w, before].behind = behind
+    if behind < 0:
+        owners[w].idle_tail = before
+    else:
+        blocks[w, behind].before = before
+    owners[w].n_idle -= 1
+
+
+@compiled()
+def new_record(blocks: Any, owners: Any, w: int) -> Any:
+    """Return a record of an owner's that is not in use."""
+    block = owners[w].spare
+    if block >= 0:
+        owners[w].spare = blocks[w, block].behind
+    else:
+        block = owners[w].n_made
+        owners[w].n_made += 1
+    return block
+
+
+@compiled()
+def give_up_record(blocks: Any, owners: Any, w: int, block: int) -> None:
+    """Let a record be in use no more."""
+    blocks[w, block].behind = owners[w].spare
+    owners[w].spare = block

@@ -1,0 +1,233 @@
+"""What a request takes from KV tiers when an engine admits it, and what it gives them, compiled.
+
+Behind the blocks that its worker's cache holds, a request loads those that tiers hold, as long a
+run as there is, or computes them where that is faster. It has blocks for its whole context then,
+but no place in the batch: others pass. When its blocks have come it is the first to begin. Where
+loads and steps overlap, it begins at once and the step lasts until the blocks are there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.jit import njit
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.kv_cache import block_hash, publish
+from eldr_sim.simulator.plane.kv_tiers import (
+    DELAY,
+    DUPLICATE,
+    SELECTIVE,
+    THROUGH,
+    load_end,
+    prompt_seconds,
+    put,
+    take,
+    tier_of,
+    touch,
+)
+
+_NONE = np.int64(0)
+#: What `look` returns where a request has to wait before it does anything.
+WAITS = np.int64(-2)
+
+
+@compiled()
+def look(engines: Any, w: int, side: int, request: int, found: int) -> Any:
+    """Return how many of ``found`` cached blocks a request takes, or WAITS; note for whom it waits.
+
+    The others are on their way to this worker for another request.
+    """
+    tiers, kv = engines.kv.tiers, engines.kv
+    load, first = tiers.loads[request], kv.first_listed[request]
+    taken: Any = np.int64(found)
+    load.waits_for, load.delayed, load.kept = -1, False, 0
+    if engines.workers[w].loading_head < 0:
+        return taken
+    in_flight = tiers.loading[0].in_flight
+    for number in range(found):
+        loader = kv.blocks[w, kv.listed[side, first + number]].loader
+        if loader < 0:
+            continue
+        if in_flight == DUPLICATE:
+            return np.int64(number)
+        load.waits_for = loader
+        if in_flight == DELAY:
+            taken = WAITS
+    return taken
+
+
+@compiled()
+def count_idle(engines: Any, w: int, side: int, request: int, found: int) -> Any:
+    """Return how many of a request's first cached blocks nobody holds."""
+    kv, idle = engines.kv, _NONE
+    for number in range(found):
+        block = kv.listed[side, kv.first_listed[request] + number]
+        if kv.blocks[w, block].n_held == 0:
+            idle += 1
+    return idle
+
+
+@compiled()
+def reach(engines: Any, w: int, request: int, found: int, tokens: int) -> Any:
+    """Count the blocks behind ``found`` ones that tiers hold; 0 if it is faster to compute them.
+
+    Never the last token of the context of ``tokens`` tokens.
+    """
+    kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
+    size, prefix = settings.block_size, settings.prefix_block_tokens
+    n_listed = kv.first_listed[request + 1] - kv.first_listed[request]
+    limit, number = min(n_listed, (tokens - 1) // size), found
+    tiers.counts[:] = 0
+    while number < limit:
+        t = tier_of(tiers, w, block_hash(kv, request, number, size, prefix))
+        if t < 0:
+            break
+        tiers.counts[t] += 1
+        number += 1
+    more = np.int64(number - found)
+    if more > 0 and tiers.loading[0].cheaper:
+        seconds = load_end(tiers, w, False) - tiers.clock[0].now
+        if seconds >= _saved(engines, w, found, number):
+            tiers.counts[:] = 0
+            return _NONE
+    return more
+
+
+@njit(_nrt=False)
+def match_tiers(
+    kv: Any, first: int, request: int, tokens: int, matched: Any, reachable: Any, load_s: Any
+) -> None:
+    """Fill in the tokens of a prompt that workers from ``first`` on have in caches and tiers.
+
+    ``matched``: int64, one a worker: those in caches, see `kv_cache.match`; ``load_s``: float64:
+    what it takes to load the others, s.
+    """
+    size, prefix = kv.block_size, kv.prefix_block_tokens
+    n_listed = kv.first_listed[request + 1] - kv.first_listed[request]
+    limit = min(n_listed, (tokens - 1) // size)
+    for i in range(matched.shape[0]):
+        number: Any = np.int64(matched[i] // size)
+        kv.tiers.counts[:] = 0
+        while number < limit:
+            key = block_hash(kv, request, number, size, prefix)
+            t = tier_of(kv.tiers, first + i, key)
+            if t < 0:
+                break
+            kv.tiers.counts[t] += 1
+            number += 1
+        reachable[i] = number * size
+        load_s[i] = load_end(kv.tiers, first + i, False) - kv.tiers.clock[0].now
+
+
+@compiled()
+def _saved(engines: Any, w: int, found: int, end: int) -> Any:
+    """Return what it takes to compute the blocks from ``found`` to ``end``, s."""
+    size, pool = engines.settings[0].block_size, engines.pool_of[w]
+    after = prompt_seconds(engines.prompt_s, pool, end * size)
+    return after - prompt_seconds(engines.prompt_s, pool, found * size)
+
+
+@compiled()
+def secure(engines: Any, w: int, request: int, found: int, more: int) -> None:
+    """Renew the blocks that are to be loaded in their tiers, or take them out of exclusive ones."""
+    kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
+    size, prefix = settings.block_size, settings.prefix_block_tokens
+    for number in range(found + more - 1, found - 1, -1):
+        key = block_hash(kv, request, number, size, prefix)
+        t = tier_of(tiers, w, key)
+        touch(tiers, w, key)
+        if t >= 0 and tiers.rules[t].exclusive:
+            take(tiers, w, t, key)
+
+
+@compiled()
+def begin(engines: Any, w: int, side: int, request: int, more: int) -> None:
+    """Begin to load ``more`` blocks behind a request's cached ones, which it holds.
+
+    Others find them in the worker's cache from now on.
+    """
+    kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
+    size, prefix = settings.block_size, settings.prefix_block_tokens
+    load, found = tiers.loads[request], np.int64(engines.tables[request, side].found)
+    for t in range(tiers.links.shape[1]):
+        if tiers.rules[t].write == SELECTIVE and tiers.links[w, t].store >= 0:
+            for number in range(found):
+                key = block_hash(kv, request, number, size, prefix)
+                put(tiers, w, t, key, tiers.clock[0].now)
+    if engines.requests[request].prefill_start_s < 0.0:  # later ones are after a preemption
+        for t in range(tiers.links.shape[1]):
+            tiers.hits[request, t] = tiers.counts[t] * size
+    now = tiers.clock[0].now
+    load.cached, load.until_s, load.since_s, load.loading = (found + more) * size, -1.0, now, False
+    if more > 0:
+        end = load_end(tiers, w, True)
+        load.saved_s += _saved(engines, w, found, found + more)
+        tokens = (found + more) * size
+        publish(kv, engines.tables, engines.workers, w, side, request, tokens, size, prefix)
+        if tiers.loading[0].layers > 0:
+            engines.workers[w].load_end = max(engines.workers[w].load_end, end)
+        elif end > now:
+            load.until_s = end
+            for number in range(found, found + more):
+                kv.blocks[w, kv.listed[side, kv.first_listed[request] + number]].loader = request
+    load.loading = load.until_s >= 0.0 or load.waits_for >= 0
+
+
+@compiled()
+def line_up(engines: Any, w: int, request: int) -> None:
+    """Put a request behind the others that wait for blocks or for a place with theirs."""
+    requests, worker = engines.requests, engines.workers[w]
+    requests[request].next = -1
+    if worker.loading_head < 0:
+        worker.loading_head = request
+        return
+    at: Any = np.int64(worker.loading_head)
+    while requests[at].next >= 0:
+        at = np.int64(requests[at].next)
+    requests[at].next = request
+
+
+@compiled()
+def have_come(engines: Any, w: int, side: int, request: int) -> None:
+    """Let a request's blocks be here, and so those of who waited for them alone."""
+    kv, loads = engines.kv, engines.kv.tiers.loads
+    worker = engines.workers[w]
+    loads[request].until_s = -1.0
+    done = loads[request].waits_for < 0
+    last: Any = np.int64(request)
+    while done:
+        load = loads[last]
+        load.loading = False
+        load.waited_s += kv.tiers.clock[0].now - load.since_s
+        first = kv.first_listed[last]
+        for number in range(engines.tables[last, side].listed):
+            block = kv.blocks[w, kv.listed[side, first + number]]
+            if block.loader == last:
+                block.loader = -1
+        at: Any = np.int64(worker.loading_head)
+        while at >= 0:
+            if loads[at].waits_for == last:
+                loads[at].waits_for = -1
+            at = np.int64(engines.requests[at].next)
+        done, at = False, np.int64(worker.loading_head)
+        while at >= 0 and not done:
+            load = loads[at]
+            if load.loading and load.waits_for < 0 and load.until_s < 0.0:
+                last, done = at, True
+            at = np.int64(engines.requests[at].next)
+
+
+@compiled()
+def keep(engines: Any, w: int, side: int, request: int, tokens: int, at_s: float) -> None:
+    """Store the full blocks of a context's first ``tokens`` tokens, that are computed, in tiers."""
+    kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
+    size, prefix = settings.block_size, settings.prefix_block_tokens
+    load = tiers.loads[request]
+    n = min(engines.tables[request, side].listed, tokens // size)
+    for t in range(tiers.links.shape[1]):
+        if tiers.rules[t].write == THROUGH and tiers.links[w, t].store >= 0:
+            for number in range(load.kept, n):
+                put(tiers, w, t, block_hash(kv, request, number, size, prefix), at_s)
+    load.kept = max(load.kept, n)

@@ -1,0 +1,189 @@
+"""The KV blocks of an engine's sequences: vLLM's ``kv_cache_manager.py``, compiled.
+
+What a step needs, whether it is free, taking it and giving it back; `kv_cache` has the blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.plane import kv_loads
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.kv_cache import (
+    KVCache,
+    blocks_of,
+    find,
+    hold,
+    n_free,
+    publish,
+    release,
+)
+from eldr_sim.simulator.plane.sessions import Sessions
+from eldr_sim.simulator.plane.state import HERE, OF_SHARE, TO_THE_END
+
+_NONE = np.int64(0)
+_CLIPPED = np.int64(4096)  # most tokens still to come that SGLang counts
+
+
+class Engines(NamedTuple):
+    """The arrays of all workers and their requests."""
+
+    settings: NDArray[np.void]  #: ``SETTINGS [1]``
+    pools: NDArray[np.void]  #: ``POOL [pools]``
+    pool_of: NDArray[np.int64]  #: ``[workers]``
+    workers: NDArray[np.void]  #: ``WORKER [workers]``
+    sequences: NDArray[np.void]  #: ``SEQUENCE [workers, max_num_seqs]``
+    requests: NDArray[np.void]  #: ``REQUEST [requests]``
+    tables: NDArray[np.void]  #: ``BLOCK_TABLE [requests, 2]``, see `side_of`
+    kv: KVCache
+    pending: NDArray[np.int64]  #: ``[capacity, 2]``: what to do, request
+    sessions: Sessions
+    prompt_s: NDArray[np.float64]  #: see `kv_tiers.prompt_seconds`
+
+
+@compiled()
+def side_of(engines: Engines, w: int) -> Any:
+    """Return where a request's KV blocks on a worker stand: of its source, or where it decodes."""
+    return np.int64(engines.pools[engines.pool_of[w]].then == HERE)
+
+
+@compiled()
+def fits(engines: Engines, w: int, blocks: int) -> Any:
+    """Whether ``blocks`` are free beside those that the batch needs for its next tokens."""
+    spare, worker = n_free(engines.workers, w) - blocks, engines.workers[w]
+    lookahead = engines.pools[engines.pool_of[w]].lookahead
+    if spare >= worker.tokens + worker.batch * lookahead:  # a token needs one at most
+        return True
+    if spare < 0:
+        return False
+    return blocks_needed(engines, w) <= spare
+
+
+@compiled()
+def blocks_needed(engines: Engines, w: int) -> Any:
+    """Return the KV blocks that the batch needs beside its own for the next step's tokens."""
+    sequences, size, needed = engines.sequences[w], engines.settings[0].block_size, _NONE
+    lookahead = engines.pools[engines.pool_of[w]].lookahead
+    for i in range(engines.workers[w].batch):
+        slots = slots_of(sequences[i], lookahead)
+        if sequences[i].free_slots < slots:
+            needed += blocks_of(slots - sequences[i].free_slots, size)
+    return needed
+
+
+@compiled()
+def slots_of(sequence: Any, lookahead: int) -> Any:
+    """Return the KV slots that a sequence needs for its next step (vLLM's ``allocate_slots``)."""
+    return min(sequence.tokens + lookahead, sequence.room)
+
+
+@compiled()
+def allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool) -> Any:
+    """Take the KV blocks of a context of ``tokens`` tokens; return how many of them are cached.
+
+    Who does not fetch them takes those of its first drafts, too, and loads from tiers what these
+    hold: cached, but perhaps not here yet; some engines reserve for tokens still to come. Returns
+    -1 if too few blocks are free, WAITS of `kv_loads` where it waits for others' blocks first, and
+    changes nothing.
+    """
+    pool, side = engines.pool_of[w], side_of(engines, w)
+    found, idle, size = _NONE, _NONE, engines.settings[0].block_size
+    more = _NONE
+    slots = tokens
+    if not fetches:
+        slots += 2 * engines.pools[pool].lookahead
+        slots = min(slots, engines.settings[0].max_model_len)
+    if engines.pools[pool].prefix_caching:
+        prefix = engines.settings[0].prefix_block_tokens
+        found, idle = find(engines.kv, w, side, request, tokens, size, prefix)
+    tiers = not fetches and engines.kv.tiers.links.shape[1] > 0
+    if tiers:
+        taken = kv_loads.look(engines, w, side, request, found)
+        if taken == kv_loads.WAITS:
+            return taken
+        if taken < found:
+            found, idle = taken, kv_loads.count_idle(engines, w, side, request, taken)
+        more = kv_loads.reach(engines, w, request, found, tokens)
+    record, reserve = engines.requests[request], engines.pools[pool].reserve
+    if reserve == TO_THE_END:
+        last = record.prompt_len + record.output_len + engines.pools[pool].lookahead
+        slots = max(slots, min(last, engines.settings[0].max_model_len))
+    new = blocks_of(slots, size) - found + record.window_blocks
+    if reserve == OF_SHARE:
+        beside = (new + idle + 1) * size + min(record.output_len - record.generated, _CLIPPED)
+        if beside >= n_free(engines.workers, w) * size - promised(engines, w):
+            return -1
+    elif not fits(engines, w, new + idle):
+        return -1
+    engines.tables[request, side].found = found
+    if tiers:
+        kv_loads.secure(engines, w, request, found, more)
+    hold(engines.kv, engines.tables, engines.workers, w, side, request, new)
+    if tiers:
+        kv_loads.begin(engines, w, side, request, more)
+    return int((found + more) * size)
+
+
+@compiled()
+def cached_tokens(engines: Engines, w: int, request: int, tokens: int) -> Any:
+    """Return how many of a context's tokens are in a worker's prefix cache."""
+    if not engines.pools[engines.pool_of[w]].prefix_caching:
+        return _NONE
+    size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
+    found, _ = find(engines.kv, w, side_of(engines, w), request, tokens, size, prefix)
+    return found * size
+
+
+@compiled()
+def promised(engines: Engines, w: int) -> Any:
+    """Return the tokens that the running sequences' outputs are expected to take (SGLang).
+
+    A share of what each has still to come, all of it for those that join in this step.
+    """
+    worker, tokens = engines.workers[w], 0.0
+    for i in range(worker.batch):
+        left = float(min(engines.sequences[w, i].tokens_left, _CLIPPED))
+        tokens += left if i >= worker.batch - worker.joined else worker.share * left
+    return tokens
+
+
+@compiled()
+def publish_tokens(engines: Engines, w: int, request: int, tokens: int) -> None:
+    """Let other requests find the first ``tokens`` tokens of a context on worker ``w``."""
+    if engines.pools[engines.pool_of[w]].prefix_caching:
+        size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
+        side = side_of(engines, w)
+        publish(engines.kv, engines.tables, engines.workers, w, side, request, tokens, size, prefix)
+
+
+@compiled()
+def keep_tokens(engines: Engines, w: int, request: int, tokens: int, at_s: float) -> None:
+    """Let tiers have the first ``tokens`` tokens of a context, computed at ``at_s``, s."""
+    if engines.kv.tiers.links.shape[1] > 0:
+        kv_loads.keep(engines, w, side_of(engines, w), request, tokens, at_s)
+
+
+@compiled()
+def release_context(engines: Engines, w: int, request: int, slots: int) -> None:
+    """Give the blocks of a sequence back that have room for ``slots`` tokens."""
+    side = side_of(engines, w)
+    table = engines.tables[request, side]
+    held = blocks_of(slots, engines.settings[0].block_size)
+    table.private = held + engines.requests[request].window_blocks - table.listed
+    release(engines.kv, engines.tables, engines.workers, w, side, request)
+
+
+@compiled()
+def can_join(engines: Engines, w: int, request: int) -> Any:
+    """Whether there are blocks for the drafts of a request whose KV cache has arrived."""
+    lookahead, record = engines.pools[engines.pool_of[w]].lookahead, engines.requests[request]
+    if lookahead == 0:
+        return True
+    size, context = engines.settings[0].block_size, record.prompt_len + record.generated - 1
+    slots = min(context + 1 + 2 * lookahead, engines.settings[0].max_model_len)
+    table = engines.tables[request, side_of(engines, w)]
+    held = table.listed + table.private - record.window_blocks
+    return fits(engines, w, max(blocks_of(slots, size) - held, _NONE))

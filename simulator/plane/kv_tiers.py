@@ -1,0 +1,264 @@
+"""KV tiers: stores of KV blocks beside the workers' own caches, compiled.
+
+A tier is host memory, an SSD or a store that many workers share. It has one store or several: one a
+worker, a node or the cluster. A store holds blocks by their hashes; the least recently used go
+first, or the first that came. A block comes to it when it is computed (``THROUGH``), when another
+request finds it in a worker's cache (``SELECTIVE``), or when that cache evicts it (``BACK``); what
+a tier evicts goes to the next one that is written back. Use in a worker's cache renews a block in
+all its tiers, and who loads from an exclusive tier takes the block out.
+
+Copies of one direction over a worker's link run one after the other, as on one CUDA stream, and
+those of a store, where its bandwidth is a limit, too. A block can be loaded when it has been
+stored. A cache may reuse a block whose store still goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.plane.block_lists import (
+    append,
+    forget,
+    give_up_record,
+    new_record,
+    slot_of,
+    take_out,
+)
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.state import BLOCK, CLOCK
+
+#: ``RULES.write``: when a block comes to a tier.
+THROUGH, SELECTIVE, BACK = map(np.int64, range(3))
+#: ``LOADING.in_flight``: who wants a block that is on its way to its worker for another request
+#: waits for that one, and loads the others meanwhile; waits before it does anything (vLLM); or
+#: loads it once more.
+JOIN, DELAY, DUPLICATE = map(np.int64, range(3))
+#: Tokens between two entries of ``Engines.prompt_s``.
+GRAIN = 256
+
+#: A tier.
+RULES = np.dtype(
+    [
+        ("write", np.int64),
+        ("exclusive", np.bool_),
+        ("renews", np.bool_),  # use moves a block to the end: else first in, first out
+        ("latency_s", np.float64),  # before the bytes of a load flow
+    ]
+)
+#: How blocks are loaded.
+LOADING = np.dtype(
+    [
+        ("cheaper", np.bool_),  # only where that takes less time than to compute them
+        ("layers", np.int64),  # a step waits for its loads layer by layer, of so many; 0: before it
+        ("in_flight", np.int64),
+    ]
+)
+#: A store; the names are those of a worker's cache.
+STORE = np.dtype(
+    [
+        ("n_blank", np.int64),  # blocks that it has room for
+        ("n_idle", np.int64),
+        ("n_made", np.int64),
+        ("spare", np.int64),
+        ("idle_head", np.int64),
+        ("idle_tail", np.int64),
+        ("load_s", np.float64),  # that its own bandwidth gives a block,
+        ("store_s", np.float64),
+        ("load_free_s", np.float64),  # and when it will have done what it has to, s
+        ("store_free_s", np.float64),
+        ("evicted", np.int64),  # blocks
+    ]
+)
+#: What connects a worker with a tier.
+LINK = np.dtype(
+    [
+        ("store", np.int64),  # -1: it has none
+        ("load_s", np.float64),
+        ("store_s", np.float64),
+        ("load_free_s", np.float64),
+        ("store_free_s", np.float64),
+        ("loaded", np.int64),  # blocks
+        ("stored", np.int64),
+    ]
+)
+#: What a request takes from tiers.
+LOAD = np.dtype(
+    [
+        ("loading", np.bool_),  # waits for blocks
+        ("delayed", np.bool_),  # and has none itself
+        ("until_s", np.float64),  # its own come; negative: have come
+        ("waits_for", np.int64),  # request whose blocks on their way it shares, or -1
+        ("cached", np.int64),  # tokens of its context that it has then
+        ("kept", np.int64),  # blocks of its context that have been offered to tiers
+        ("since_s", np.float64),
+        ("waited_s", np.float64),
+        ("saved_s", np.float64),  # that computing what it has loaded would have taken
+    ]
+)
+
+
+class Tiers(NamedTuple):
+    """The arrays of all tiers; all are empty where there are none."""
+
+    clock: NDArray[np.void]  #: ``CLOCK [1]``, the run's
+    loading: NDArray[np.void]  #: ``LOADING [1]``
+    rules: NDArray[np.void]  #: ``RULES [tiers]``: the one that is looked into first, first
+    links: NDArray[np.void]  #: ``LINK [workers, tiers]``
+    stores: NDArray[np.void]  #: ``STORE [stores]``
+    blocks: NDArray[np.void]  #: ``BLOCK [stores, blocks]``
+    slots: NDArray[np.int32]  #: ``[stores, slots]``, see `block_lists`
+    ready_s: NDArray[np.float64]  #: ``[stores, blocks]``: when they have been stored
+    counts: NDArray[np.int64]  #: ``[tiers]``: scratch
+    loads: NDArray[np.void]  #: ``LOAD [requests]``
+    hits: NDArray[np.int32]  #: ``[requests, tiers]``: tokens that they have loaded
+
+
+def no_tiers() -> Tiers:
+    """Return what stands for a cluster without tiers, of the same types: the loop is one."""
+    return Tiers(
+        np.zeros(0, CLOCK), np.zeros(1, LOADING), np.zeros(0, RULES),
+        np.zeros((0, 0), LINK), np.zeros(0, STORE), np.zeros((0, 0), BLOCK),
+        np.zeros((0, 0), np.int32), np.zeros((0, 0)), np.zeros(0, np.int64), np.zeros(0, LOAD),
+        np.zeros((0, 0), np.int32),
+    )  # fmt: skip
+
+
+@compiled()
+def tier_of(tiers: Any, w: int, key: int) -> Any:
+    """Return the first tier that worker ``w`` can load a block from now; -1: none."""
+    for t in range(tiers.links.shape[1]):
+        s = tiers.links[w, t].store
+        if s >= 0:
+            block = tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] - 1
+            if block >= 0 and tiers.ready_s[s, block] <= tiers.clock[0].now:
+                return np.int64(t)
+    return np.int64(-1)
+
+
+@compiled()
+def touch(tiers: Any, w: int, key: int) -> None:
+    """Renew a block in all tiers of a worker."""
+    for t in range(tiers.links.shape[1]):
+        s = tiers.links[w, t].store
+        if s >= 0 and tiers.rules[t].renews:
+            block = tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] - 1
+            if block >= 0:
+                take_out(tiers.blocks, tiers.stores, s, block)
+                append(tiers.blocks, tiers.stores, s, block)
+
+
+@compiled()
+def _drop(tiers: Any, s: int, block: int) -> None:
+    """Take a block out of a store."""
+    slot = slot_of(tiers.slots, tiers.blocks, s, tiers.blocks[s, block].block_hash)
+    take_out(tiers.blocks, tiers.stores, s, block)
+    forget(tiers.slots, tiers.blocks, s, slot)
+    give_up_record(tiers.blocks, tiers.stores, s, block)
+    tiers.stores[s].n_blank += 1
+
+
+@compiled()
+def take(tiers: Any, w: int, t: int, key: int) -> None:
+    """Take a block out of an exclusive tier."""
+    s = tiers.links[w, t].store
+    block = tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] - 1
+    if block >= 0:
+        _drop(tiers, s, np.int64(block))
+
+
+@compiled()
+def _next_back(tiers: Any, w: int, t: int) -> Any:
+    """Return the first tier from ``t`` on that a worker writes back to; -1: none."""
+    for other in range(t, tiers.links.shape[1]):
+        if tiers.rules[other].write == BACK and tiers.links[w, other].store >= 0:
+            return np.int64(other)
+    return np.int64(-1)
+
+
+@compiled()
+def put(tiers: Any, w: int, tier: int, block_hash: int, at_s: float) -> None:
+    """Let a worker store a block in a tier, from ``at_s`` on; if it is there, renew it."""
+    t, key = np.int64(tier), np.int64(block_hash)
+    while t >= 0:
+        link = tiers.links[w, t]
+        s = link.store
+        store = tiers.stores[s]
+        block: Any = np.int64(tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] - 1)
+        if block >= 0:
+            if tiers.rules[t].renews:
+                take_out(tiers.blocks, tiers.stores, s, block)
+                append(tiers.blocks, tiers.stores, s, block)
+            return
+        below, victim_hash = np.int64(-1), np.int64(0)
+        if store.n_blank == 0:
+            victim: Any = np.int64(store.idle_head)
+            if victim < 0:
+                return  # it has no room at all
+            victim_hash = np.int64(tiers.blocks[s, victim].block_hash)
+            below = _next_back(tiers, w, t + 1)
+            _drop(tiers, s, victim)
+            store.evicted += 1
+        block = np.int64(new_record(tiers.blocks, tiers.stores, s))
+        tiers.blocks[s, block].block_hash = key
+        tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] = block + 1
+        append(tiers.blocks, tiers.stores, s, block)
+        store.n_blank -= 1
+        link.stored += 1
+        link.store_free_s = max(at_s, link.store_free_s) + link.store_s
+        store.store_free_s = max(at_s, store.store_free_s) + store.store_s
+        tiers.ready_s[s, block] = max(link.store_free_s, store.store_free_s)
+        t, key = below, victim_hash
+
+
+@compiled()
+def write_back(tiers: Any, w: int, key: int) -> None:
+    """Store a block that a worker's cache evicts, where that is when it is stored."""
+    t = _next_back(tiers, w, np.int64(0))
+    if t >= 0:
+        put(tiers, w, t, key, tiers.clock[0].now)
+
+
+@compiled()
+def load_end(tiers: Any, w: int, begins: bool) -> Any:
+    """Return when ``counts`` blocks of each tier have come to a worker, s; and begin, if so."""
+    now = tiers.clock[0].now
+    latest = now
+    for t in range(tiers.links.shape[1]):
+        n, link = tiers.counts[t], tiers.links[w, t]
+        if n == 0:
+            continue
+        store, start = tiers.stores[link.store], now + tiers.rules[t].latency_s
+        own = max(start, link.load_free_s) + n * link.load_s
+        shared = max(start, store.load_free_s) + n * store.load_s
+        latest = max(latest, own, shared)
+        if begins:
+            link.load_free_s, store.load_free_s = own, shared
+            link.loaded += n
+    return latest
+
+
+@compiled()
+def prompt_seconds(prompt_s: Any, pool: int, tokens: int) -> Any:
+    """Return what it takes to compute the first tokens of a prompt by itself, s.
+
+    ``prompt_s``: ``[pools, lengths / GRAIN]``: the same of some lengths; more goes on as the last.
+    """
+    at, last = tokens / GRAIN, prompt_s.shape[1] - 1
+    below = min(np.int64(at), last - 1)
+    low, high = prompt_s[pool, below], prompt_s[pool, below + 1]
+    return low + (high - low) * (at - below)
+
+
+def forget_stores(tiers: Tiers, w: int) -> None:
+    """Empty the stores that are a worker's own: it has died."""
+    for t in range(tiers.links.shape[1]):
+        s = int(tiers.links["store"][w, t])
+        if s >= 0 and (tiers.links["store"] == s).sum() == 1:
+            store = tiers.stores[s]
+            store["n_blank"] += store["n_idle"]
+            store["n_idle"] = store["n_made"] = 0
+            store["spare"] = store["idle_head"] = store["idle_tail"] = -1
+            tiers.slots[s] = 0

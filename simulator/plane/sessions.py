@@ -1,0 +1,120 @@
+"""Sessions in the compiled loop: requests that go on with others, and who begins next.
+
+A request that goes on with others is released when the last of them has completed, and arrives a
+gap later; if one of them does not complete, it never comes, nor does what would go on with it.
+Requests that go on with none arrive in their order, or, where sessions are limited, when they may.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.events import schedule
+from eldr_sim.simulator.plane.state import ABANDONED, ARRIVAL, COMPLETED, SESSIONS
+from eldr_sim.traces.workload import Workload
+
+
+class Sessions(NamedTuple):
+    """Who goes on with whom; arrays are empty where requests go on with none."""
+
+    record: NDArray[np.void]  #: ``SESSIONS [1]``
+    order: NDArray[np.int32]  #: ``[requests]``: the requests that have arrived, in their order
+    #: ``first``, ``children``: who goes on with request ``i``: ``children[first[i]:first[i + 1]]``.
+    first: NDArray[np.int64]
+    children: NDArray[np.int32]
+    waits: NDArray[np.int32]  #: ``[requests]``: for so many others; -1: given up
+    gap_s: NDArray[np.float64]  #: ``[requests]``: from the end of the last of them
+    session: NDArray[np.int32]  #: ``[requests]``
+    left: NDArray[np.int32]  #: ``[sessions]``: requests that have not ended
+
+
+def make_sessions(
+    workload: Workload, window: tuple[float, float], most: int | None = None
+) -> Sessions:
+    """Return the sessions of a workload, none of which has begun; ``most``: active at a time."""
+    n = len(workload)
+    record = np.zeros(1, SESSIONS)
+    record["most"], record["next"] = -1 if most is None else most, -1
+    record["start"], record["end"] = window
+    order, none = np.zeros(n, np.int32), np.zeros(0, np.int32)
+    parent = workload.parent
+    if parent is None and most is None:
+        return Sessions(record, order, np.zeros(1, np.int64), none, none, np.zeros(0), none, none)
+    parent = np.full(n, -1, np.int32) if parent is None else parent
+    gap_s = np.zeros(n) if workload.gap_s is None else workload.gap_s
+    children = np.argsort(parent, kind="stable")[int((parent < 0).sum()) :]
+    first = np.searchsorted(parent[children], np.arange(n + 1))
+    return Sessions(
+        record, order, first, children.astype(np.int32), (parent >= 0).astype(np.int32), gap_s,
+        workload.session, np.bincount(workload.session).astype(np.int32),
+    )  # fmt: skip
+
+
+@compiled()
+def arrive(clock: Any, events: Any, engines: Any, request: int) -> None:
+    """Let a request arrive, and the next one in its turn; below 0 the measured window ends."""
+    sessions = engines.sessions
+    if request < 0:
+        clock[0].open_measured -= 1
+        return
+    sessions.order[clock[0].arrived] = request
+    clock[0].arrived += 1
+    record, own = engines.requests[request], sessions.record[0]
+    record.arrival_s = clock[0].now
+    if sessions.waits.shape[0] > 0:
+        measured = own.start <= clock[0].now < own.end
+        clock[0].open_measured += measured - record.measured
+        record.measured = measured
+    if record.parent < 0:
+        own.active += 1
+        own.next = record.next
+        _begin(clock, events, engines)
+
+
+@compiled()
+def _begin(clock: Any, events: Any, engines: Any) -> None:
+    """Let the next request come that goes on with none, if it may."""
+    own = engines.sessions.record[0]
+    if own.next >= 0 and (own.most < 0 or own.active < own.most):
+        at = max(clock[0].now, engines.requests[own.next].arrival_s)
+        schedule(clock, events, at, ARRIVAL, own.next)
+        own.next = -1
+
+
+@compiled()
+def go_on(clock: Any, events: Any, engines: Any, request: int) -> None:
+    """Release who waits for a request that has ended, or give them up."""
+    sessions, requests = engines.sessions, engines.requests
+    if sessions.waits.shape[0] == 0:
+        return
+    own, s = sessions.record[0], sessions.session[request]
+    sessions.left[s] -= 1
+    completed = requests[request].outcome == COMPLETED
+    lost: Any = np.int64(-1)  # given up, linked by REQUEST.next, who goes on with them not yet
+    at: Any = np.int64(request)
+    while at >= 0:
+        for i in range(sessions.first[at], sessions.first[at + 1]):
+            child: Any = np.int64(sessions.children[i])
+            if sessions.waits[child] < 0:
+                continue
+            if completed:
+                sessions.waits[child] -= 1
+                if sessions.waits[child] == 0:
+                    time = clock[0].now + sessions.gap_s[child]
+                    schedule(clock, events, time, ARRIVAL, child)
+                continue
+            sessions.waits[child] = -1
+            sessions.left[s] -= 1
+            clock[0].open_measured -= requests[child].measured
+            requests[child].outcome, requests[child].next = ABANDONED, lost
+            lost = child
+        at = lost
+        if at >= 0:
+            lost = requests[at].next
+    if sessions.left[s] == 0:
+        own.active -= 1
+        _begin(clock, events, engines)

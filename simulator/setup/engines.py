@@ -1,0 +1,140 @@
+"""The engines that are known: vLLM's, SGLang's and TensorRT-LLM's rules as values of one engine.
+
+Sources, read in November 2026: SGLang 0.5.9 and 0.5.23 (``srt/managers/scheduler.py``,
+``schedule_policy.py``, ``schedule_batch.py``, ``scheduler_recv_skipper.py``, ``server_args.py``),
+TensorRT-LLM at 002f3cc (``tensorrt_llm/_torch/pyexecutor/scheduler/scheduler.py``,
+``llmapi/llm_args.py``), vLLM 0.33 (``v1/core/sched/scheduler.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.simulator.plane.state import OF_PROMPT, OF_SHARE, TO_THE_END
+from eldr_sim.simulator.setup.pools import Engine
+
+#: Options that one engine alone knows: fields of `config_groups.SchedulerConfig`.
+OPTIONS: dict[str, Engine] = {
+    "enable_mixed_chunk": "sglang",
+    "scheduler_recv_interval": "sglang",
+    "schedule_conservativeness": "sglang",
+    "enable_chunked_prefill": "trtllm",
+    "capacity_scheduler_policy": "trtllm",
+    "batch_wait_timeout_iters": "trtllm",
+    "batch_wait_max_tokens_ratio": "trtllm",
+}
+_FIRST, _LEAST, _STEPS = 0.7, 0.14, 600  # SGLang's new_token_ratio: start, of it at last, steps
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class EngineRules:
+    """What an engine decides otherwise than vLLM; the defaults are vLLM's."""
+
+    mixed_steps: bool = True  #: sequences decode beside prompts, and count against the budget
+    whole_prompts: bool = False  #: no chunks: a prompt waits until the step has room for all of it
+    poll_steps: int = 1  #: steps of decoding after which the engine looks for requests
+    wait_steps: int = 0  #: steps at most that prompts wait for more of them,
+    wait_tokens: int = 0  #: until a step has so many tokens
+    reserve: int = int(OF_PROMPT)  #: `state.OF_PROMPT`, ``OF_SHARE`` or ``TO_THE_END``
+    first_share: float = 0.0  #: of tokens still to come that ``OF_SHARE`` reserves at first,
+    least_share: float = 0.0  #: at last,
+    share_step: float = 0.0  #: and how much less each step of decoding
+    fewest_first: bool = False  #: the sequence with the fewest outputs is preempted first
+    token_with_kv: bool = False  #: the first token comes with a KV cache that is handed over
+
+
+def rules_of(engine: Engine, options: Any, budget: int, engines_of_worker: int) -> EngineRules:
+    """Return an engine's rules.
+
+    ``options``: has the fields of :data:`OPTIONS`; ``budget``: tokens of a step;
+    ``engines_of_worker``: its data-parallel size.
+    """
+    if engine == "sglang":
+        # `_handle_data_parallelism` of server_args.py
+        conservative = options.schedule_conservativeness or 1.0
+        conservative *= 0.3 if engines_of_worker > 1 else 1.0
+        first = min(_FIRST * conservative, 1.0)
+        return EngineRules(
+            mixed_steps=bool(options.enable_mixed_chunk),
+            poll_steps=options.scheduler_recv_interval or 1,
+            reserve=int(OF_SHARE),
+            first_share=first,
+            least_share=_LEAST * first,
+            share_step=(1.0 - _LEAST) * first / _STEPS,
+            fewest_first=True,
+            token_with_kv=True,
+        )
+    if engine == "trtllm":
+        evicts = options.capacity_scheduler_policy == "MAX_UTILIZATION"
+        ratio = options.batch_wait_max_tokens_ratio or 0.0
+        waits = ratio > 0.0 and engines_of_worker == 1
+        return EngineRules(
+            whole_prompts=not options.enable_chunked_prefill,
+            wait_steps=(options.batch_wait_timeout_iters or 0) if waits else 0,
+            wait_tokens=math.ceil(ratio * budget),
+            reserve=int(OF_PROMPT if evicts else TO_THE_END),
+            token_with_kv=True,
+        )
+    return EngineRules()
+
+
+def default_budget(engine: Engine, gpu: GPU, engines_of_worker: int = 1) -> int:
+    """Return the tokens that a step computes at most where nothing is said.
+
+    SGLang's chunk goes by the card's memory (``_handle_gpu_memory_settings``), and is shared by the
+    engines of data-parallel attention; TensorRT-LLM's ``max_num_tokens`` is 8,192.
+    """
+    if engine == "sglang":
+        mib = gpu.memory_bytes / _MIB
+        chunk = 4096 if mib < 60e3 else 8192 if mib < 160e3 else 16384
+        return max(1, chunk // engines_of_worker)
+    return 8192 if engine == "trtllm" else gpu.max_num_batched_tokens
+
+
+def default_seats(engine: Engine, gpu: GPU, engines_of_worker: int = 1) -> int:
+    """Return the running requests of an engine where nothing is said.
+
+    2,048 of TensorRT-LLM (``max_batch_size``) and, at least, of a worker of SGLang's.
+    """
+    if engine == "sglang":
+        return max(1, 2048 // engines_of_worker)
+    return 2048 if engine == "trtllm" else gpu.max_num_seqs
+
+
+def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run that an engine has other defaults of, whatever else is given.
+
+    SGLang's share of the memory is its ``mem_fraction_static``, as ``server_args.py`` works it out;
+    TensorRT-LLM's that of what is free (``free_gpu_memory_fraction``). Blocks of SGLang stay at 16
+    tokens: its pages of one hold at most 15 tokens a sequence less.
+    """
+    engine = values.get("engine")
+    if engine == "trtllm":
+        return {"gpu_memory_utilization": 0.9, "block_size": 32}
+    if engine != "sglang":
+        return {}
+    try:
+        gpu = load_gpu(values.get("gpu", "H100"))
+        width, engines = (
+            int(values.get("tensor_parallel_size", 1)),
+            int(values.get("data_parallel_size", 1)),
+        )
+    except (TypeError, ValueError):
+        return {}  # the field itself says what is wrong
+    chunk = values.get("max_num_batched_tokens") or default_budget("sglang", gpu, engines)
+    return {"gpu_memory_utilization": _static_share(gpu, width, engines, int(chunk))}
+
+
+def _static_share(gpu: GPU, width: int, engines: int, chunk: int) -> float:
+    """Return SGLang's mem_fraction_static: what activations and CUDA graphs leave, all in MiB."""
+    mib = gpu.memory_bytes / _MIB
+    graphs = 512 if mib >= 160e3 or width * engines >= 4 else 256
+    held = 512 + 1.5 * max(chunk * engines, 2048) + 2 * graphs + width * engines * 128
+    if engines > 1:
+        held += graphs * engines * (4.5 if graphs > 300 else 3)
+    return round((mib - max(held, 10240)) / mib, 3)

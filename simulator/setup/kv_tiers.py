@@ -1,0 +1,187 @@
+"""KV tiers as they are configured, ``--kv-tier host:126GB,load=20GB/s``, and their arrays."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import seconds
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.policies.routing.seconds import prompt_s
+from eldr_sim.simulator.plane import kv_tiers as plane
+from eldr_sim.simulator.plane.entry import SECONDS
+from eldr_sim.simulator.plane.state import BLOCK
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
+    from eldr_sim.simulator.setup.config_groups import KVTierConfig
+
+_UNITS = {unit: 1000.0**k for k, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))}
+_UNITS |= {unit: 1024.0**k for k, unit in enumerate(("kib", "mib", "gib", "tib"), 1)}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([kmgtp]?i?b)(/s)?", re.IGNORECASE)
+_SCOPES, _WRITES = ("worker", "node", "cluster"), ("through", "selective", "back")
+_EVICTIONS, _IN_FLIGHT = ("lru", "fifo"), ("join", "delay", "duplicate")
+_ALLOWED = "NAME:BYTES,load=BYTES/s,... such as host:126GB,load=20GB/s,write=through"
+#: Blocks of a store whose arrays are laid out at least; no more than a workload can fill.
+_LEAST_BLOCKS = 1 << 20
+
+
+class Tier(NamedTuple):
+    """A tier; bandwidths are bytes/s of one GPU's part of the KV cache."""
+
+    name: str
+    n_bytes: float  #: of each store
+    load: float  #: to a worker
+    store: float  #: from a worker
+    total: float  #: of a store, to and from all its workers
+    latency_s: float = 0.0  #: of a load
+    scope: str = "worker"  #: who shares a store
+    write: str = "through"
+    exclusive: bool = False
+    evict: str = "lru"
+
+
+def _amount(text: str, rate: bool) -> float:
+    if text.lower() in ("inf", "infinite"):
+        return math.inf
+    match = _BYTES.fullmatch(text)
+    unit = match[2].lower() if match else ""
+    if match is None or unit not in _UNITS or bool(match[3]) != rate:
+        allowed = "bytes a second such as 20GB/s" if rate else "bytes such as 126GB or 100GiB"
+        raise InputError("kv_tier", repr(text), allowed)
+    return float(match[1]) * _UNITS[unit]
+
+
+def parse_tier(text: str) -> Tier:
+    """Read a tier's spelling; raises InputError."""
+    first, *rest = (part.strip() for part in text.split(","))
+    name, colon, size = first.partition(":")
+    values: dict[str, str] = {}
+    for part in rest:
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or key in values:
+            raise InputError("kv_tier", repr(text), _ALLOWED)
+        values[key] = value
+    if not colon or not re.fullmatch(r"[a-z][a-z0-9_-]{0,31}", name) or "load" not in values:
+        raise InputError("kv_tier", repr(text), _ALLOWED)
+
+    def one_of(key: str, words: Sequence[str]) -> str:
+        word = values.pop(key, words[0])
+        if word not in words:
+            raise InputError("kv_tier", f"{key}={word!r}", ", ".join(words))
+        return word
+
+    load = _amount(values.pop("load"), True)
+    store = _amount(values.pop("store", "inf"), True) if "store" in values else load
+    scope = one_of("scope", _SCOPES)
+    total = _amount(values.pop("total"), True) if "total" in values else math.inf
+    if scope == "node":
+        total = min(total, load)
+    tier = Tier(
+        name, _amount(size, False), load, store, total,
+        seconds(values.pop("latency", "0"), "kv_tier"), scope, one_of("write", _WRITES),
+        one_of("exclusive", ("no", "yes")) == "yes", one_of("evict", _EVICTIONS),
+    )  # fmt: skip
+    if values:
+        allowed = "load, store, total, latency, scope, write, exclusive, evict"
+        raise InputError("kv_tier", f"{next(iter(values))!r} is no such word", allowed)
+    if min(load, store, total) <= 0.0:
+        raise InputError("kv_tier", f"{text!r} moves no bytes", "bandwidths above 0")
+    if tier.exclusive and tier.write != "back":
+        raise InputError("kv_tier", f"{text!r}: exclusive", "write=back beside it")
+    return tier
+
+
+def tiers_of(config: KVTierConfig) -> tuple[Tier, ...]:
+    """Return the tiers of a configuration; raises InputError where two have one name."""
+    tiers = tuple(map(parse_tier, config.kv_tier))
+    if len({tier.name for tier in tiers}) < len(tiers):
+        raise InputError("kv_tier", "two tiers have one name", "a name for each")
+    return tiers
+
+
+def _members(spec: ClusterSpec, tier: Tier, gpus_per_node: int) -> NDArray[np.int64]:
+    """Return the number of each worker's store, ``[workers]``; -1: none.
+
+    A worker that takes over KV caches computes no prompts: it stores in what all share.
+    """
+    numbers, gpu = list[int](), 0
+    for pool in spec.pools:
+        for _ in range(pool.n):
+            at = {"worker": len(numbers), "node": gpu // gpus_per_node, "cluster": 0}[tier.scope]
+            numbers.append(at if pool.router == 0 or tier.scope == "cluster" else -1)
+            layout = pool.engine.parallelism
+            gpu += layout.n_gpus // layout.data_parallel_size
+    return np.array(numbers)
+
+
+def make_tiers(
+    spec: ClusterSpec, shards: Sequence[ModelDims], clock: NDArray[np.void], n_listed: int,
+    n_requests: int,
+) -> plane.Tiers:  # fmt: skip
+    """Return empty tiers: ``n_listed`` KV blocks that requests have."""
+    config, n_tiers = spec.kv_tiers, len(spec.tiers)
+    rules, loading = np.zeros(n_tiers, plane.RULES), np.zeros(1, plane.LOADING)
+    links, stores = np.zeros((spec.n_workers, n_tiers), plane.LINK), list[NDArray[np.void]]()
+    token_bytes = np.repeat(
+        [shard.kv_bytes_per_token for shard in shards], [pool.n for pool in spec.pools]
+    )
+    layout = spec.prefill.parallelism
+    engine_gpus = layout.n_gpus // layout.data_parallel_size
+    links["store"], n_stores = -1, 0
+    for t, tier in enumerate(spec.tiers):
+        rules[t] = _WRITES.index(tier.write), tier.exclusive, tier.evict == "lru", tier.latency_s
+        own = _members(spec, tier, spec.gpus_per_node)
+        known, numbers = np.unique(own[own >= 0], return_inverse=True)
+        links["store"][own >= 0, t] = n_stores + numbers
+        links["load_s"][:, t] = token_bytes * spec.block_size / tier.load
+        links["store_s"][:, t] = token_bytes * spec.block_size / tier.store
+        block = float(token_bytes[0]) * spec.block_size
+        blocks = min(tier.n_bytes / (block * engine_gpus), max(n_listed, _LEAST_BLOCKS))
+        made = np.zeros(len(known), plane.STORE)
+        made["n_blank"] = int(blocks)
+        made["load_s"] = made["store_s"] = block / tier.total
+        stores.append(made)
+        n_stores += len(known)
+    every = np.concatenate(stores)
+    for name in ("spare", "idle_head", "idle_tail"):
+        every[name] = -1
+    most = max(int(every["n_blank"].max()), 1)
+    loading["cheaper"] = config.kv_load == "cheaper"
+    loading["in_flight"] = _IN_FLIGHT.index(config.kv_in_flight)
+    if config.kv_overlap == "layers":
+        loading["layers"] = spec.n_layers
+    return plane.Tiers(
+        clock, loading, rules, links, every, np.zeros((n_stores, most), BLOCK),
+        np.zeros((n_stores, 1 << max(2, (2 * most - 1).bit_length())), np.int32),
+        np.zeros((n_stores, most)), np.zeros(n_tiers, np.int64),
+        np.zeros(n_requests, plane.LOAD), np.zeros((n_requests, n_tiers), np.int32),
+    )  # fmt: skip
+
+
+def prompt_table(spec: ClusterSpec, longest: int) -> NDArray[np.float64]:
+    """Return what prompts up to ``longest`` tokens take in each pool, if anything asks for it, s.
+
+    See `plane.kv_tiers.prompt_seconds`.
+    """
+    if not spec.tiers and spec.conditional.entry != SECONDS:
+        return np.zeros((len(spec.pools), 2))
+    return np.array([_prompts_s(pool.engine, longest) for pool in spec.pools])
+
+
+def _prompts_s(engine: Any, longest: int) -> list[float]:
+    """Return what prompts of each multiple of ``GRAIN`` take; those above ``longest`` go on."""
+    cost, budget, seconds = engine.step_time.cost, engine.max_num_batched_tokens, [0.0]
+    slope = 0.0
+    for start in range(0, longest + plane.GRAIN, plane.GRAIN):
+        tokens = min(start + plane.GRAIN, longest, len(cost.prompt_alone_s) - 1) - start
+        if tokens > 0:  # else beyond what step times cover
+            slope = (prompt_s(cost, start + tokens, 0, budget) - seconds[-1]) / tokens
+        seconds.append(seconds[-1] + slope * plane.GRAIN)
+    return seconds

@@ -1,0 +1,76 @@
+"""What autoscalers know of a run beforehand: its pools, and for some the load to come."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.policies.scaling.base import Offered, PoolFacts, ScalingContext, remembered
+from eldr_sim.simulator.setup.cluster_spec import EngineSpec
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.prepare import PreparedRun
+from eldr_sim.traces.workload import Workload
+
+
+def scaling_facts(config: RunConfig, prepared: PreparedRun, workload: Workload) -> ScalingContext:
+    """Return what is known of the pools of a run, and of the requests of its workload."""
+    spec, fetching = prepared.spec, {name for p in config.pools for name in p.takes_over}
+    pools = [
+        remembered(
+            PoolFacts(
+                name=pool.name,
+                computes=pool.name not in fetching,
+                decodes=pool.decodes,
+                engines=pool.engine.group_size,
+                gpus=pool.engine.parallelism.n_gpus,
+                max_num_seqs=pool.engine.max_num_seqs,
+                kv_tokens=pool.engine.n_blocks * config.block_size,
+                start_up_s=pool.engine.start_up_s,
+                switch_s=config.switch_time,
+                prompt_s=_Prompts(pool.engine),
+                step_s=_Steps(prepared.model, pool.engine),
+            )
+        )
+        for pool in spec.pools
+    ]
+    arrival_s = workload.arrival_s
+    prompts, outputs = (
+        np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
+        for tokens in (workload.prompt_len, workload.output_len)
+    )
+
+    def known(begin: float, end: float) -> Offered:
+        first, last = np.searchsorted(arrival_s, (begin, end))
+        n = max(1, int(last - first))
+        sums = prompts[last] - prompts[first], outputs[last] - outputs[first]
+        return Offered(float(last - first), float(sums[0]) / n, float(sums[1]) / n)
+
+    return ScalingContext(tuple(pools), known)
+
+
+class _Prompts:
+    """Seconds that a prompt takes an engine whose steps hold as many like it as they can."""
+
+    def __init__(self, engine: EngineSpec) -> None:
+        self._engine = engine
+
+    def __call__(self, tokens: int) -> float:
+        engine, step_time = self._engine, self._engine.step_time
+        n = max(1, min(engine.max_num_batched_tokens // tokens, engine.max_num_seqs))
+        if n == 1:
+            return step_time.prompt_s(tokens)
+        return step_time.prefill_s([tokens] * n, [0] * n) / n
+
+
+class _Steps:
+    """Seconds of a pool's decode steps, with the experts that uniform routing activates."""
+
+    def __init__(self, model: ModelDims, engine: EngineSpec) -> None:
+        self._model, self._engine = model, engine
+
+    def __call__(self, sequences: int, context: float) -> float:
+        model, step_time = self._model, self._engine.step_time
+        share = model.top_k / model.n_experts if model.n_experts else 0.0
+        union = model.n_experts * (1.0 - (1.0 - share) ** sequences)
+        activated = [union / self._engine.n_expert_ranks] * step_time.n_moe_layers
+        return step_time.decode_s(activated, sequences, context)

@@ -1,0 +1,260 @@
+"""Launch files: they parse, their options exist, and they use the GPUs that were planned."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+import yaml
+
+from eldr_sim.errors import InputError
+from eldr_sim.planning.launch.files import launch_files, write_launch_files
+from eldr_sim.simulator.setup.config import make_config
+
+#: Options that these versions have, of those that may be written.
+VLLM = [
+    "tensor-parallel-size",
+    "data-parallel-size",
+    "data-parallel-size-local",
+    "data-parallel-start-rank",
+    "data-parallel-hybrid-lb",
+    "data-parallel-address",
+    "data-parallel-rpc-port",
+    "all2all-backend",
+    "enable-expert-parallel",
+    "enable-eplb",
+    "eplb-config",
+    "max-num-seqs",
+    "max-num-batched-tokens",
+    "block-size",
+    "gpu-memory-utilization",
+    "kv-cache-dtype",
+    "no-enable-prefix-caching",
+    "speculative-config",
+    "kv-transfer-config",
+    "port",
+]  # vLLM 0.32.0, engine/arg_utils.py
+VLLM_BACKENDS = ("allgather_reducescatter", "deepep_low_latency", "deepep_high_throughput")
+SGLANG = [
+    "model-path",
+    "port",
+    "tp-size",
+    "attn-dp-size",
+    "ep-size",
+    "moe-a2a-backend",
+    "deepep-mode",
+    "nnodes",
+    "node-rank",
+    "dist-init-addr",
+    "ep-num-redundant-experts",
+    "enable-eplb",
+    "max-running-requests",
+    "chunked-prefill-size",
+    "page-size",
+    "mem-fraction-static",
+    "kv-cache-dtype",
+    "disable-radix-cache",
+    "speculative-algorithm",
+    "speculative-num-steps",
+    "speculative-eagle-topk",
+    "speculative-num-draft-tokens",
+    "disaggregation-mode",
+    "disaggregation-transfer-backend",
+]  # SGLang 0.5.23, arg_groups/fields
+TRTLLM = [
+    "backend",
+    "tensor_parallel_size",
+    "moe_expert_parallel_size",
+    "moe_tensor_parallel_size",
+    "enable_attention_dp",
+    "max_batch_size",
+    "max_num_tokens",
+    "max_seq_len",
+    "kv_cache_config",
+    "cache_transceiver_config",
+    "disable_overlap_scheduler",
+    "moe_config",
+    "speculative_config",
+]
+LLM_D = {  # the top of values.schema.json, which is closed
+    "modelArtifacts", "multinode", "accelerator", "routing", "decode", "prefill",
+}  # fmt: skip
+WIDE = {
+    "model": "Qwen3-235B-A22B", "gpu": "H200", "topology": "2P1D", "data_parallel_size": 16,
+    "enable_expert_parallel": True, "all2all_backend": "deepep_ll", "goodput": {"tpot": 50},
+    "num_redundant_experts": 16,
+    "prefill": {"data_parallel_size": 8, "all2all_backend": "deepep_ht",
+                "num_redundant_experts": 0},
+}  # fmt: skip
+PLAIN = {"topology": "3C", "tensor_parallel_size": 2, "goodput": {"ttft": 500, "tpot": 30}}
+DRAFTS = {
+    "topology": "1P1D", "tensor_parallel_size": 8, "kv_cache_dtype": "fp8",
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                           "synthetic_acceptance_length": 1.3},
+}  # fmt: skip
+GPUS = {"wide": 32, "plain": 6, "drafts": 16}
+CONFIGS = {"wide": WIDE, "plain": PLAIN, "drafts": DRAFTS}
+
+
+@pytest.fixture(params=CONFIGS, scope="module")
+def made(request):
+    config = make_config({"request_rate": 20, "policy": "jsq"} | CONFIGS[request.param])
+    return request.param, config, launch_files(config, "1", (1000.0, 300.0, 20.0))
+
+
+def commands(script):
+    """The words of each role's command."""
+    found = {}
+    for role, body in re.findall(r"^(\w+)\)\n  exec (.*?)\n  ;;", script, re.M | re.S):
+        found[role] = shlex.split(body.replace("\\\n", " "))
+    return found
+
+
+def options(words):
+    """Values by option."""
+    named, last = {}, None
+    for word in words:
+        if word.startswith("--"):
+            named[last := word[2:]] = []
+        elif last is not None:
+            named[last].append(word)
+    return named
+
+
+@pytest.mark.parametrize(("name", "known"), [("vllm.sh", VLLM), ("sglang.sh", SGLANG)])
+def test_options_exist_and_gpus_are_those_of_the_plan(made, name, known):
+    kind, config, files = made
+    total = 0
+    text = files[name]
+    for role, words in commands(text).items():
+        named = options(words)
+        assert set(named) <= set(known)
+        workers = int(re.search(rf"# {role}: (\d+) worker", text)[1])
+        size = int(named.get("tensor-parallel-size", named.get("tp-size"))[0])
+        total += workers * size * int(named.get("data-parallel-size", ["1"])[0])
+        if "all2all-backend" in named:
+            assert named["all2all-backend"][0] in VLLM_BACKENDS
+        for option in ("kv-transfer-config", "eplb-config", "speculative-config"):
+            if option in named:
+                assert json.loads(named[option][0])
+    assert total == GPUS[kind] == config.n_gpus
+    assert f"total: {total} GPUs" in text
+
+
+def test_wide_groups_are_launched_node_by_node(made):
+    kind, _, files = made
+    if kind != "wide":
+        return
+    words = options(commands(files["vllm.sh"])["decode"])
+    assert words["data-parallel-size-local"] == ["8"]
+    assert words["data-parallel-start-rank"] == ["$((8*node))"]
+    assert json.loads(words["eplb-config"][0]) == {"num_redundant_experts": 16}
+    words = options(commands(files["sglang.sh"])["decode"])
+    assert (words["nnodes"], words["attn-dp-size"], words["ep-size"]) == (["2"], ["16"], ["16"])
+
+
+def test_tensorrt_llm_has_its_keys(made):
+    kind, _, files = made
+    if kind == "plain":
+        return
+    if kind == "drafts":
+        assert "no mapped speculative method ngram" in files["trtllm.txt"]
+        return
+    total = 0
+    for role in ("prefill", "decode"):
+        worker = yaml.safe_load(files[f"trtllm/{role}.yaml"])
+        assert set(worker) <= set(TRTLLM)
+        size = worker["tensor_parallel_size"]
+        assert worker["moe_expert_parallel_size"] * worker["moe_tensor_parallel_size"] == size
+        side = {"prefill": "context", "decode": "generation"}[role]
+        servers = yaml.safe_load(files["trtllm/disagg.yaml"])[f"{side}_servers"]
+        assert len(servers["urls"]) == servers["num_instances"]
+        total += size * servers["num_instances"]
+    assert total == GPUS[kind]
+
+
+def test_kubernetes_files_keep_their_schemas(made):
+    """llm-d's closed top level; the rules of Dynamo's v1beta1 that its schema cannot say."""
+    kind, _, files = made
+    values = yaml.safe_load(files["llm-d-values.yaml"])
+    assert set(values) <= LLM_D
+    total = 0
+    for role in ("prefill", "decode"):
+        if values[role]["create"]:
+            (container,) = values[role]["containers"]
+            assert container["modelCommand"] in ("vllmServe", "imageDefault", "custom")
+            gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+            split = values[role]["parallelism"]
+            assert split["dataLocal"] * split["workers"] == split["data"]
+            assert split["dataLocal"] * split["tensor"] == gpus
+            total += values[role]["replicas"] * split["workers"] * gpus
+    assert total == GPUS[kind]
+
+    graph = yaml.safe_load(files["dynamo.yaml"])
+    assert (graph["apiVersion"], graph["kind"]) == (
+        "nvidia.com/v1beta1", "DynamoGraphDeployment",
+    )  # fmt: skip
+    names = [each["name"].lower() for each in graph["spec"]["components"]]
+    assert len(set(names)) == len(names) <= 25
+    total = 0
+    for each in graph["spec"]["components"]:
+        assert each["type"] in ("frontend", "worker", "prefill", "decode")
+        assert len(each["name"]) <= 63
+        (container,) = each["podTemplate"]["spec"]["containers"]
+        assert container["name"] == "main"
+        assert container["image"]
+        if each["type"] == "frontend":
+            continue
+        assert all(isinstance(word, str) for word in container["args"])
+        nodes = each.get("multinode", {"nodeCount": 1})["nodeCount"]
+        assert nodes >= 2 or "multinode" not in each
+        gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+        total += each["replicas"] * nodes * gpus
+        if each["type"] == "prefill":
+            assert "--kv-transfer-config" in container["args"]
+    assert total == GPUS[kind]
+
+
+def test_the_benchmark_asks_for_the_objective(made):
+    kind, _, files = made
+    words = options(shlex.split(files["bench.sh"].split("exec ")[1].replace("\\\n", " ")))
+    assert words["request-rate"] == ["20"]
+    if kind == "plain":
+        assert words["goodput"] == ["ttft:500", "tpot:30"]
+
+
+def test_what_an_engine_cannot_do_is_said():
+    config = make_config(
+        WIDE | {"all2all_backend": "nccl_alltoall", "prefill": {}, "request_rate": 1}
+    )
+    files = launch_files(config, "1", (100.0, 10.0, 1.0))
+    assert "vLLM 0.32.0 has no all-to-all backend nccl_alltoall" in files["vllm.sh.txt"]
+    assert "vllm.sh" not in files
+    with pytest.raises(InputError, match="emit"):
+        launch_files(make_config({"topology": "2P"}), "1", (100.0, 1.0, 1.0))
+
+
+def test_files_are_written_whole(tmp_path):
+    config = make_config({"request_rate": 20, "policy": "jsq"} | PLAIN)
+    files = launch_files(config, "1", (1000.0, 300.0, 20.0))
+    write_launch_files(files, tmp_path / "launch")
+    assert (tmp_path / "launch" / "vllm.sh").stat().st_mode & 0o100
+    with pytest.raises(InputError, match="exists"):
+        write_launch_files(files, tmp_path / "launch")
+
+
+def test_a_plan_writes_what_launches_its_answer(run_cli, tmp_path):
+    code, out, err = run_cli(
+        "plan", "--slo", "ttft:500,tpot:50", "--request-rate", 20, "--policy", "jsq", "-tp", 1,
+        "--max-gpus", 3, "--duration", 6, "--warmup", 1, "--output-len", 16, "--seeds", 2,
+        "--attainment", 0.9, "--jobs", 1, "--trace", "reference-moe", "--emit", tmp_path / "run",
+    )  # fmt: skip
+    assert code == 0, err
+    assert f"Wrote {tmp_path / 'run'}" in out
+    bench = (tmp_path / "run" / "bench.sh").read_text()
+    assert "--random-output-len 16" in bench
+    assert "--request-rate 20 " in bench
+    gpus = int(re.search(r"total: (\d+) GPUs", bench)[1])
+    assert f", {gpus} GPU" in next(line for line in out.splitlines() if line.startswith("Answer"))

@@ -1,0 +1,202 @@
+"""Routers that know caches: their rules by hand, and what must hold of any."""
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.registry import prefill_policy
+from eldr_sim.policies.routing.seconds import PromptSeconds, prompt_s
+from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.prepare import prepare
+
+AWARE = ("dynamo_kv", "lmetric", "llmd", "cache_aware", "preble", "load_aware", "session")
+CHAT = {
+    "trace": "reference-moe", "workload": "chat", "sessions": 12, "policy": "jsq", "turns": "4",
+    "think_time": "exponential:2", "new_tokens": "90", "output_len": 40, "prefix_len": 512,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cost():
+    return prepare(make_config({"trace": "reference-moe", "topology": "1P1D"})).step_time.cost
+
+
+def context(n=3, **given):
+    return PolicyContext(n, np.random.default_rng(0), **given)
+
+
+def view(loads, matched, **columns):
+    return Workers.idle(loads)._replace(
+        matched=np.asarray(matched), **{name: np.asarray(v) for name, v in columns.items()}
+    )
+
+
+def pick(word, workers, prompt=1000, number=0, **of):
+    policy = prefill_policy(word, context(len(workers.loads)))
+    return policy.select(RequestInfo(number, prompt, 0, **of), workers)
+
+
+def test_prompts_split_by_what_is_left_of_them():
+    for cached in ([4500, 0, 0, 0], [0, 4500, 0, 0]):
+        workers = view([0] * 4, cached)
+        assert pick("split:tokens=1000", workers, 5000) == cached.index(4500)
+        assert pick("split:tokens=1000,remaining=no", workers, 5000) in (2, 3)
+    assert pick("split:tokens=400", view([0] * 4, [0, 0, 500, 0])) == 2
+
+
+def test_tokens_in_tiers_count_by_their_credit():
+    tiers = {"reachable": [0, 800], "load_s": [0.0, 0.1]}
+    for word, blind in (("dynamo_kv", "dynamo_kv:tier=0"), ("llmd", "llmd:tier=0")):
+        assert pick(word, view([0, 0], [0, 0], **tiers)) == 1
+        assert pick(word, view([0, 0], [1, 0], **tiers)) == 1
+        assert pick(blind, view([0, 0], [1, 0], **tiers)) == 0
+
+
+def test_seconds_load_what_takes_less_time(cost):
+    for load_s, expected in ((0.0, 1), (10.0, 0)):
+        tiers = {"reachable": [0, 1600], "load_s": [0.0, load_s]}
+        made = context(2, step_times=cost)
+        policy = prefill_policy("seconds", made)
+        request = RequestInfo(0, 2000, 0)
+        assert policy.select(request, view([0, 0], [0, 0], **tiers)) == expected
+        blind = prefill_policy("seconds:tiers=false", made)
+        assert blind.select(request, view([0, 0], [0, 0], **tiers)) == 0
+
+
+def test_rules_by_hand():
+    # Dynamo: blocks that are queued and not matched; its credit weighs the latter.
+    policy = prefill_policy("dynamo_kv", context(2))
+    assert policy.select(RequestInfo(0, 1000, 0), view([0, 0], [0, 600])) == 1
+    assert policy.select(RequestInfo(1, 1000, 0), view([0, 1], [0, 300])) == 0  # 1000 to 1100
+    policy.on_complete(0, 1)
+    assert policy.queued.tolist() == [1000, 0]
+    assert pick("dynamo_kv:credit=0,load=1", view([1, 0], [900, 0])) == 1
+    # LMetric: (work + 1000 - match) x (requests + 1).
+    assert pick("lmetric", view([1, 0], [400, 0])) == 1
+    assert pick("lmetric", view([1, 0], [600, 0])) == 0
+    # llm-d: 3 x match + 2 x (fewest waiting) + 2 x free KV blocks.
+    usage = {"waiting": [4, 0], "kv_usage": [0.0, 0.0]}
+    assert pick("llmd", view([0, 0], [600, 0], **usage)) == 1
+    assert pick("llmd", view([0, 0], [700, 0], **usage)) == 0
+    assert pick("llmd", view([0, 0], [700, 0], **usage | {"kv_usage": [0.1, 0.0]})) == 1
+    # SGLang: the best match above a share, unless loads differ by so much.
+    assert pick("cache_aware", view([9, 0], [400, 0])) == 0
+    assert pick("cache_aware", view([9, 0], [300, 0])) == 1
+    assert pick("cache_aware:absolute=8", view([9, 0], [400, 0])) == 1
+    # Preble: more matched than not; production-stack: share less excess load.
+    assert pick("preble", view([9, 0], [501, 0])) == 0
+    assert pick("preble", view([0, 0, 0], [500, 0, 0])) == 0
+    assert pick("load_aware", view([3, 1], [900, 0])) == 1
+    assert pick("load_aware:beta=0.5", view([3, 1], [900, 0])) == 0
+
+
+def test_a_session_keeps_its_worker_for_its_lifetime():
+    policy = prefill_policy("session:lifetime_s=10", context(3))
+    first = policy.select(RequestInfo(0, 9, 0, session=5), view([0, 1, 1], [0, 0, 0]))
+    busy = view([7, 1, 1], [0, 0, 0])
+    assert first == 0
+    assert policy.select(RequestInfo(1, 9, 0, session=5), busy._replace(now_s=10.0)) == 0
+    assert policy.select(RequestInfo(2, 9, 0, session=6), busy._replace(now_s=10.0)) != 0
+    assert policy.select(RequestInfo(3, 9, 0, session=5), busy._replace(now_s=20.5)) != 0
+
+
+@pytest.mark.parametrize("word", [*AWARE, "seconds"])
+def test_equals_are_served_in_turn(word, cost):
+    policy = prefill_policy(word, context(4, step_times=cost))
+    chosen = [
+        policy.select(RequestInfo(i, 100, 0, session=i), view([0] * 4, [0] * 4)) for i in range(8)
+    ]
+    assert np.bincount(chosen).tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("word", [*AWARE, "seconds"])
+def test_sick_workers_get_nothing(word, cost):
+    policy = prefill_policy(word, context(3, step_times=cost))
+    sick = view([0, 5, 5], [90, 0, 0])._replace(healthy=np.array([False, True, True]))
+    assert policy.select(RequestInfo(0, 100, 0), sick) in (1, 2)
+    nobody = sick._replace(healthy=np.zeros(3, bool))
+    assert policy.select(RequestInfo(1, 100, 0), nobody) is None
+
+
+def test_seconds_go_where_the_prompt_is_computed_first(cost):
+    """To A, which has some of the prompt, iff its wait and the rest take less than B's whole."""
+    whole, rest = prompt_s(cost, 4000, 0, 8192), prompt_s(cost, 1000, 3000, 8192)
+    assert rest < whole
+    for wait, chosen in ((whole - rest - 1e-3, 0), (whole - rest + 1e-3, 1)):
+        policy = prefill_policy("seconds", context(2, step_times=cost))
+        policy._prompts.send(0, 0.0, wait)
+        assert policy.select(RequestInfo(0, 4000, 0), view([1, 0], [3000, 0])) == chosen
+        # A worker without requests has no wait, whatever was predicted.
+        policy._prompts.send(0, 0.0, 99.0)
+        assert policy.select(RequestInfo(1, 4000, 0), view([0, 0], [3000, 0])) == 0
+
+
+def test_prompts_take_what_their_chunks_do(cost):
+    assert prompt_s(cost, 3000, 500, 1024) == pytest.approx(
+        sum(prompt_s(cost, n, at, 8192) for n, at in ((1024, 500), (1024, 1524), (952, 2548)))
+    )
+    prompts = PromptSeconds(cost, context(2))
+    _, own = prompts.of(RequestInfo(0, 1000, 0), view([0, 0], [0, 999]))
+    assert own == pytest.approx([prompt_s(cost, 1000, 0, 8192), prompt_s(cost, 1, 999, 8192)])
+
+
+def test_one_worker_leaves_no_choice():
+    fields = CHAT | {"topology": "1P1D"}
+    tables = [
+        simulate(make_config(fields | {"prefill_policy": word})).requests
+        for word in ("least_loaded", *AWARE, "seconds")
+    ]
+    assert all(table == tables[0] for table in tables)
+
+
+@pytest.mark.parametrize("topology", ["2P2D", "2C"])
+def test_what_a_router_knows_is_what_the_engine_finds(topology, monkeypatch):
+    """Where nothing happens between a decision and the admission."""
+    from eldr_sim.policies.routing.kv_aware import KVAwarePolicy
+
+    known, select = {}, KVAwarePolicy.select
+
+    def spied(self, request, workers):
+        worker = select(self, request, workers)
+        known[request.request_id] = int(workers.matched[worker])
+        return worker
+
+    monkeypatch.setattr(KVAwarePolicy, "select", spied)
+    field = "policy" if topology == "2C" else "prefill_policy"
+    fields = CHAT | {"topology": topology, field: "llmd", "max_active_sessions": 1}
+    rows = simulate(make_config(fields)).requests.to_pandas().set_index("request_id")
+    assert len(known) == len(rows) == 48
+    assert all(rows.cached_tokens[i] == tokens for i, tokens in known.items())
+    assert sum(known.values()) > 0.5 * rows.prompt_len.sum()
+
+
+def test_affinity_finds_what_balance_loses():
+    fields = CHAT | {"topology": "4P2D", "sessions": 60}
+    hits = {
+        word: simulate(make_config(fields | {"prefill_policy": word})).summary[
+            "prefix_cache_hit_rate"
+        ]
+        for word in ("round_robin", "session", "seconds")
+    }
+    assert hits["round_robin"] < hits["seconds"] <= hits["session"] + 0.02
+
+
+@pytest.mark.parametrize("topology", ["2P2D", "2C"])
+def test_seconds_decodes_with_and_without_experts(topology):
+    fields = CHAT | {"topology": topology, "sessions": 30, "prefill_policy": "seconds"}
+    for word in ("seconds", "seconds:experts=false", "seconds:tokens=40"):
+        summary = simulate(make_config(fields | {"policy": word})).summary
+        assert summary["completed"] == 120
+        if topology == "2C":
+            assert summary["prefix_cache_hit_rate"] > 0.6
+
+
+def test_seconds_needs_experts_on_one_gpu():
+    fields = CHAT | {
+        "topology": "1P2D", "tensor_parallel_size": 2, "enable_expert_parallel": True,
+        "policy": "seconds",
+    }  # fmt: skip
+    with pytest.raises(InputError, match="several GPUs"):
+        simulate(make_config(fields))

@@ -1,0 +1,226 @@
+"""Autoscalers, each against what its makers say of it."""
+
+import math
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.registry import autoscaler
+from eldr_sim.policies.scaling.base import (
+    Fleet,
+    Offered,
+    PoolFacts,
+    PoolView,
+    ScalingContext,
+    Switch,
+    Target,
+)
+from eldr_sim.policies.scaling.work import Forecast
+
+NAN = math.nan
+
+
+def facts(name="decode", **changes):
+    """A pool whose worker takes a second for 1,000 prompt tokens, and 10 ms a step of any batch."""
+    known = {
+        "computes": True, "decodes": True, "engines": 1, "gpus": 1, "max_num_seqs": 10,
+        "kv_tokens": 10**9, "start_up_s": 60.0, "switch_s": 5.0, "prompt_s": lambda n: n / 1000,
+        "step_s": lambda batch, context: 0.01,
+    } | changes  # fmt: skip
+    return PoolFacts(name=name, **known)
+
+
+def make(word, *pools, known=lambda begin, end: Offered(0, 0, 0)):
+    context = ScalingContext(pools or (facts(),), known)
+    return autoscaler(word, PolicyContext(1, np.random.default_rng(0), scaling=context))
+
+
+def view(ready, *, name="decode", waiting=0, running=0, kv=0.0, **changes):
+    """A pool whose requests are spread evenly."""
+
+    def even(total):
+        return np.diff(np.round(np.linspace(0, total, ready + 1))).astype(int)
+
+    told = {
+        "starting": 0, "draining": 0, "minimum": 1, "maximum": 100, "arrived": 0, "completed": 0,
+        "prompt_tokens": NAN, "output_tokens": NAN, "cached_tokens": NAN, "ttft_s": NAN,
+        "itl_s": NAN, "waiting_tokens": np.zeros(ready, int),
+        "running_tokens": np.zeros(ready, int),
+    } | changes  # fmt: skip
+    return PoolView(name, ready, waiting=even(waiting), running=even(running),
+                    kv_usage=np.full(ready, kv), **told)  # fmt: skip
+
+
+def wish(rule, now, *pools, interval=15.0):
+    """What a rule says of the (first) pool: workers, None where it says nothing."""
+    said = {each.pool: each.workers for each in rule.decide(Fleet(now, interval, pools))}
+    return said.get(pools[0].name)
+
+
+def test_none_has_a_number_for_each_pool():
+    pools = facts("prefill"), facts("decode")
+    assert make("none", *pools).begin() == {}
+    assert make("none:n=3", *pools).begin() == {"prefill": 3, "decode": 3}
+    assert make("none:n=2,4", *pools).begin() == {"prefill": 2, "decode": 4}
+    with pytest.raises(InputError, match="2 pools"):
+        make("none:n=1,2,3", *pools).begin()
+
+
+def test_hpa_goes_by_the_ratio_to_the_target():
+    for load in range(1, 200):
+        n, target = 5, 16
+        rule, ratio = make("hpa:down_s=0"), load / (5 * 16)
+        expected = n if abs(ratio - 1) <= 0.1 else math.ceil(load / target)
+        assert wish(rule, 0, view(n, running=load)) == min(max(expected, 1), 10), load
+
+
+def test_hpa_doubles_or_adds_four():
+    rule, n, path = make("hpa"), 1, [1]
+    for step in range(4):
+        n = wish(rule, 15 * step, view(n, waiting=100_000))
+        path.append(n)
+    assert path == [1, 5, 10, 20, 40]
+
+
+def test_hpa_goes_down_when_a_wish_has_lasted_300_s():
+    rule = make("hpa")
+    assert wish(rule, 0, view(8, running=128)) == 8
+    path = [wish(rule, at, view(8, running=32)) for at in range(15, 316, 15)]
+    assert path == [8] * 19 + [2] * 2  # at 300 s the wish for 8 is 300 s old
+
+
+def test_keda_takes_the_larger_and_counts_who_starts():
+    assert wish(make("keda"), 0, view(2, waiting=7, running=3)) == 7
+    assert wish(make("keda"), 0, view(2, waiting=0, running=65)) == 5
+    assert wish(make("keda"), 0, view(2, waiting=7, starting=4)) == 6  # 7 less those that start
+    assert wish(make("keda"), 0, view(2, waiting=12, starting=4)) == 8
+    rule = make("keda")
+    assert wish(rule, 0, view(6, running=96)) == 6
+    assert wish(rule, 290, view(6)) == 6
+    assert wish(rule, 301, view(6)) == 1
+
+
+def test_knative_panics_and_never_goes_down_then():
+    rule, n = make("knative:target=10,utilisation=1"), 2
+    for at in range(0, 60, 2):
+        n = wish(rule, at, view(n, running=20))
+        assert n == 2
+    seen = []
+    for at in range(60, 72, 2):  # a step to three times the load
+        n = wish(rule, at, view(2, running=60, starting=n - 2))
+        seen.append(n)
+    assert max(seen) == seen[-1] == 6
+    assert rule.panics("decode", 72)
+    for at in range(72, 120, 2):  # nobody is left, and it stays in panic
+        assert wish(rule, at, view(6)) == 6
+    later = [wish(rule, at, view(6)) for at in range(120, 200, 2)]
+    assert later[-1] == 1
+
+
+def test_saturation_adds_one_where_little_is_spare():
+    rule = make("llmd_saturation")
+    assert wish(rule, 0, view(4, kv=0.5)) == 3  # .5 * 4/3 leaves .13 of .8
+    assert wish(rule, 0, view(4, kv=0.6)) == 4
+    assert wish(rule, 0, view(4, kv=0.71)) == 5
+    assert wish(rule, 0, view(4, kv=0.9)) == 5
+    assert wish(rule, 0, view(4, kv=0.2, waiting=12)) == 5
+    assert wish(rule, 0, view(1, kv=0.0)) == 1
+    assert wish(rule, 0, view(4, kv=0.9, starting=1)) is None
+
+
+def test_dynamos_load_rule_waits_until_all_workers_miss():
+    told = {"prompt_tokens": 100.0}
+    rule = make("dynamo_load:ttft=1000")
+    some, every = np.array([2000, 0, 2000]), np.full(3, 950)
+    assert wish(rule, 0, view(3, waiting_tokens=some, **told)) == 3
+    assert wish(rule, 0, view(3, waiting_tokens=every, **told)) == 4
+    assert wish(rule, 0, view(3, waiting_tokens=every, starting=1, **told)) is None
+    # .8 * (1 - .1) = .72 s of queue may be left when two do the work of three
+    assert wish(rule, 0, view(3, waiting_tokens=np.full(3, 470), **told)) == 2
+    assert wish(rule, 0, view(3, waiting_tokens=np.full(3, 490), **told)) == 3
+    slow = make("dynamo_load:ttft=1000,itl=5")
+    assert wish(slow, 0, view(2, running=4, **told)) == 3
+
+
+def test_throughput_is_the_rate_over_what_a_worker_serves():
+    told = {"prompt_tokens": 500.0, "output_tokens": 100.0, "cached_tokens": 0.0}
+    # a request takes .5 s of prompt and 100 steps of .01 s shared by 10
+    rule = make("dynamo_throughput:forecast=constant")
+    assert wish(rule, 180, view(1, arrived=1800, **told), interval=180.0) == 6
+    half = told | {"cached_tokens": 250.0}
+    assert wish(rule, 360, view(6, arrived=1800, **half), interval=180.0) == 4
+    assert wish(rule, 540, view(6), interval=180.0) is None
+    with pytest.raises(InputError, match="forecast"):
+        make("dynamo_throughput:forecast=prophecy")
+
+
+@pytest.mark.parametrize("kind", ["constant", "trend", "kalman"])
+def test_forecasts_of_what_does_not_change_and_of_a_line(kind):
+    steady, line = Forecast(kind), Forecast(kind)
+    assert [steady.next(7.0) for _ in range(50)][-1] == pytest.approx(7.0, abs=1e-3)
+    last = [line.next(3.0 * n) for n in range(100)][-1]
+    assert last == pytest.approx(3.0 * (99 if kind == "constant" else 100), rel=1e-3)
+
+
+def test_a_timetable_begins_a_line_one_start_up_early():
+    def known(begin, end):
+        return Offered(1800.0 * (4 if begin >= 1800 else 1), 1000.0, 0.0)
+
+    rule = make("timetable:utilisation=0.5,interval=10", known=known)
+    assert rule.begin() == {"decode": 2}
+    path = [wish(rule, at, view(2), interval=10.0) for at in (1700, 1720, 1740, 1800, 3000)]
+    assert path == [2, 2, 8, 8, 8]
+
+
+def test_an_oracle_knows_bursts_as_long_as_its_period():
+    def known(begin, end):
+        return Offered(60.0 if begin == 120.0 else 0.0, 1000.0, 0.0)
+
+    rule = make("oracle:utilisation=1", known=known)
+    assert [wish(rule, at, view(2), interval=5.0) for at in (40, 60, 145, 155)] == [1, 2, 2, 1]
+
+
+def test_seconds_staffs_by_offered_work_one_start_up_ahead():
+    told = {"prompt_tokens": 1000.0, "output_tokens": 0.0, "cached_tokens": 0.0}
+    for rate in (1, 4, 9, 25):
+        rule = make("seconds:utilisation=1,spare=1,interval=10")
+        for step in range(40):
+            n = wish(rule, 10 * step, view(1, arrived=10 * rate, **told), interval=10.0)
+        assert n == rate + math.sqrt(rate)  # a second each: R + sqrt(R)
+    rising = make("seconds:utilisation=1,spare=0,interval=10")
+    for step in range(60):  # a tenth more a second
+        n = wish(rising, 10 * step, view(1, arrived=10 * step, **told), interval=10.0)
+    assert n == pytest.approx(59 + 6.5, abs=2)  # what comes when one started now serves
+
+
+def test_seconds_survives_the_end_of_a_load():
+    told = {"prompt_tokens": 1000.0, "output_tokens": 0.0, "cached_tokens": 0.0}
+    rule = make("seconds")
+    path = [
+        wish(rule, 10 * step, view(9, arrived=max(0, 300 - 30 * step), **told), interval=10.0)
+        for step in range(100)
+    ]
+    assert path[-1] == 1
+
+
+def test_seconds_switches_roles_where_that_is_faster():
+    pools = facts("prefill", decodes=False), facts("decode", computes=False)
+    told = {"prompt_tokens": 1000.0, "output_tokens": 1000.0, "cached_tokens": 0.0}
+
+    def said(rule, ready):
+        for step in range(60):
+            fleet = Fleet(10.0 * step, 10.0, (
+                view(2, name="prefill", arrived=40, **told),
+                view(ready, name="decode", arrived=40, **told),
+            ))  # fmt: skip
+            answer = rule.decide(fleet)
+        return answer
+
+    # 4 s of prompts a second, and 4 of decoding: 6 workers each
+    told_twice = said(make("seconds", *pools), 9)
+    assert told_twice[0] == Switch("decode", "prefill", 3)
+    assert Target("prefill", 3) in told_twice
+    slow = tuple(pool._replace(switch_s=100.0) for pool in pools)
+    assert not any(isinstance(each, Switch) for each in said(make("seconds", *slow), 9))

@@ -1,0 +1,369 @@
+"""Rules of SGLang and TensorRT-LLM: by hand, and against small twins of their schedulers.
+
+A twin here is one co-located engine written from the engine's rules as docs/engines.md states them;
+it knows no KV cache but counts of tokens, and requests that come to an engine at work are seen when
+the next step has been planned, as overlapped scheduling sees them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from eldr_sim.errors import EldrSimWarning, InputError
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.engines import EngineRules, rules_of
+from eldr_sim.simulator.setup.prepare import prepare
+
+from .test_engine_by_hand import by_hand
+
+STEP_S, TOKEN_S, CHUNK_STEP_S = 1.0, 0.03125, 0.25
+
+
+def options(**given):
+    names = (
+        "enable_mixed_chunk", "scheduler_recv_interval", "schedule_conservativeness",
+        "enable_chunked_prefill", "capacity_scheduler_policy", "batch_wait_timeout_iters",
+        "batch_wait_max_tokens_ratio",
+    )  # fmt: skip
+    return SimpleNamespace(**dict.fromkeys(names) | given)
+
+
+class Twin:
+    """One engine of SGLang or TensorRT-LLM, whose steps take what `by_hand` says."""
+
+    def __init__(self, engine, told, seats, budget, blocks, size):
+        self.engine, self.told = engine, told
+        self.seats, self.budget, self.blocks, self.size = seats, budget, blocks, size
+        self.queue, self.running, self.part = [], [], []  # running: they decode; part: in chunks
+        self.free, self.now = blocks, 0.0
+        factor = told.schedule_conservativeness or 1.0
+        self.first_ratio = min(0.7 * factor, 1.0)
+        self.ratio, self.polls, self.waited = self.first_ratio, 0, 0
+
+    def run(self, requests):
+        """Serve requests: dictionaries of ``at``, ``prompt``, ``output``; adds what happened."""
+        coming = sorted(requests, key=lambda r: r["at"])
+        for r in requests:
+            r.update(done=0, computed=0, held=0, retracted=0)
+        unseen = []  # came while a step ran
+        while coming or unseen or self.queue or self.running or self.part:
+            if not (self.queue or self.running or self.part):
+                self.ratio = self.first_ratio
+                self.queue += unseen
+                unseen = []
+                if not self.queue:
+                    self.now = max(self.now, coming[0]["at"])
+                    while coming and coming[0]["at"] <= self.now:
+                        self.queue.append(coming.pop(0))
+            chunks, decoding = self.plan()
+            if self.polls % (self.told.scheduler_recv_interval or 1) == 0:
+                self.queue += unseen
+                unseen = []
+            self.step(chunks, decoding)
+            while coming and coming[0]["at"] < self.now:
+                unseen.append(coming.pop(0))
+        return requests
+
+    def step(self, chunks, decoding):
+        ends = [r for r, n in chunks if r["computed"] + n == r["target"]]
+        tokens = sum(n - (r in ends) for r, n in chunks)  # the last one is decoded
+        self.now += CHUNK_STEP_S * (tokens > 0) + TOKEN_S * tokens
+        self.now += STEP_S * bool(ends or decoding)
+        for r, n in chunks:
+            r["computed"] += n
+        for r in ends:
+            self.part.remove(r)
+            self.running.append(r)
+        for r in [*ends, *decoding]:
+            r["done"] += 1
+            r.setdefault("first", self.now)
+        for r in [r for r in self.running if r["done"] == r["output"]]:
+            r["end"] = self.now
+            self.running.remove(r)
+            self.free += r.pop("held")
+        self.polls = 0 if chunks else self.polls + 1
+        if not chunks:
+            least = 0.14 * self.first_ratio
+            self.ratio = max(least, self.ratio - (self.first_ratio - least) / 600)
+
+    def take(self, r, tokens):
+        """Let a request begin: it computes all it has, in blocks for so many tokens."""
+        r["target"], r["computed"] = r["prompt"] + r["done"], 0
+        r["held"] = -(-tokens // self.size)
+        self.free -= r["held"]
+        self.part.append(r)
+
+    def chunk(self, r, budget):
+        return min(r["target"] - r["computed"], budget)
+
+    def plan(self):
+        return self.plan_sglang() if self.engine == "sglang" else self.plan_trtllm()
+
+    def plan_sglang(self):
+        budget, chunks, fresh = self.budget, [], []
+        for r in list(self.part):
+            chunks.append((r, self.chunk(r, budget)))
+            budget -= chunks[-1][1]
+            fresh += [r] * (r["computed"] + chunks[-1][1] == r["target"])
+        while self.queue and budget > 0 and len(self.running) + len(self.part) < self.seats:
+            r = self.queue[0]
+            tokens = r["prompt"] + r["done"]
+            promised = sum(self.ratio * (s["output"] - s["done"]) for s in self.running)
+            promised += sum(s["output"] - s["done"] for s in fresh)
+            wants = (-(-tokens // self.size) + 1) * self.size + r["output"] - r["done"]
+            if wants >= self.free * self.size - promised:
+                break
+            self.queue.pop(0)
+            self.take(r, tokens)
+            chunks.append((r, self.chunk(r, budget)))
+            budget -= chunks[-1][1]
+            fresh += [r] * (chunks[-1][1] == r["target"])
+        if chunks:
+            return chunks, []
+        before = len(self.running)
+        while sum(self.grows(r) for r in self.running) > self.free:
+            r = min(self.running, key=lambda s: (s["done"], -s["prompt"]))
+            self.running.remove(r)
+            self.free += r["held"]
+            r["held"] = 0
+            r["retracted"] += 1
+            self.queue.append(r)
+        if len(self.running) < before:
+            got = sum(r["done"] + 20 for r in self.running)
+            self.ratio = min(1.0, got / (1 + sum(r["output"] for r in self.running)))
+        for r in self.running:
+            self.free -= self.grows(r)
+            r["held"] += self.grows(r)
+        return [], list(self.running)
+
+    def grows(self, r):
+        """Blocks that the next token needs."""
+        return max(0, -(-(r["prompt"] + r["done"]) // self.size) - r["held"])
+
+    def plan_trtllm(self):
+        decoding = list(self.running)
+        budget, chunks = self.budget - len(decoding), []
+        ready, left, free = [], budget, self.free
+        for r in self.queue[: self.seats - len(decoding)]:  # what a step without waiting would do
+            free -= -(-(r["prompt"] + r["output"]) // self.size)
+            if r["prompt"] > left or free < 0:
+                break
+            ready.append(r)
+            left -= r["prompt"]
+        tokens = len(decoding) + sum(r["prompt"] for r in ready)
+        ratio = self.told.batch_wait_max_tokens_ratio or 0.0
+        if ready and decoding and ratio > 0:
+            if self.waited < (self.told.batch_wait_timeout_iters or 0) and (
+                tokens < ratio * self.budget
+            ):
+                self.waited += 1
+                return [], decoding
+            self.waited = 0
+        for r in ready:
+            self.queue.remove(r)
+            self.take(r, r["prompt"] + r["output"])
+            chunks.append((r, r["prompt"]))
+        return chunks, decoding
+
+
+@pytest.fixture
+def one_engine(make_cluster, make_workload):
+    """Run a co-located engine under rules; returns its record."""
+
+    def run(requests, rules, seats=8, budget=64, blocks=100, size=4):
+        cluster = make_cluster(
+            make_workload(*([r[name] for r in requests] for name in ("at", "prompt", "output"))),
+            n_prefill=0,
+            decode={
+                "step_time": by_hand(STEP_S, TOKEN_S, CHUNK_STEP_S, seqs=seats),
+                "max_num_seqs": seats, "max_num_batched_tokens": budget, "n_blocks": blocks,
+                "rules": rules,
+            },
+            block_size=size,
+            async_scheduling=True,
+        )  # fmt: skip
+        return cluster.run()
+
+    return run
+
+
+def request(at, prompt, output):
+    return {"at": at, "prompt": prompt, "output": output}
+
+
+TOLD = {
+    "sglang": [
+        options(), options(scheduler_recv_interval=4), options(schedule_conservativeness=0.3),
+    ],
+    "trtllm": [
+        options(), options(batch_wait_timeout_iters=5, batch_wait_max_tokens_ratio=0.5),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["sglang", "trtllm"])
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_an_engine_equals_its_twin(one_engine, engine, data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    n, told = int(rng.integers(1, 25)), data.draw(st.sampled_from(TOLD[engine]))
+    seats, budget = int(rng.integers(1, 9)), int(rng.choice([24, 40, 64]))
+    at = np.cumsum(rng.exponential(float(rng.choice([0.5, 2.0, 6.0])), n)) + 1e-4
+    requests = [request(float(a), int(rng.integers(2, 24)), int(rng.integers(2, 40))) for a in at]
+    size = int(rng.choice([1, 4]))
+    most = max(-(-(r["prompt"] + r["output"]) // size) for r in requests)
+    blocks = most + 2 + int(rng.choice([0, 3, 10, 500]))
+    rules = rules_of(engine, told, budget, 1)
+    record = one_engine(requests, rules, seats, budget, blocks, size)
+    found = Twin(engine, told, seats, budget, blocks, size).run(requests)
+    for name, column in (("first", "first_token_s"), ("end", "finish_s")):
+        np.testing.assert_allclose(record.requests[column], [r[name] for r in found], rtol=1e-12)
+    assert record.requests["preemptions"].tolist() == [r["retracted"] for r in found]
+
+
+def test_twins_see_retractions_and_waits():
+    """The property above would be empty if nothing were retracted or put off."""
+    requests = [request(0.0, 8, 30) for _ in range(4)]
+    twin = Twin("sglang", options(schedule_conservativeness=0.1), 8, 64, 26, 4)
+    assert sum(r["retracted"] for r in twin.run(requests)) > 0
+    twin = Twin("trtllm", TOLD["trtllm"][1], 8, 64, 100, 4)
+    _, second = twin.run([request(0.0, 8, 30), request(2.5, 8, 4)])
+    assert second["first"] - second["at"] > 5 * STEP_S
+
+
+def test_prompts_alone_hold_up_those_that_decode(one_engine):
+    """SGLang: while the second prompt is computed, the first request gets no token; vLLM: it does.
+
+    The first has its first token at 0.25 + 7/32 + 1 s. The second comes in its second step.
+    """
+    requests = [request(0.0, 8, 6), request(1.6, 17, 2)]
+    start = 0.25 + 7 / 32 + 1
+    alone = one_engine(requests, rules_of("sglang", options(), 64, 1)).requests
+    mixed = one_engine(requests, EngineRules()).requests
+    prompt_s = 0.25 + 16 / 32
+    assert alone["finish_s"].tolist() == [start + 5 + prompt_s + 1, start + 3 + prompt_s + 1]
+    assert mixed["finish_s"].tolist() == [start + 5 + prompt_s, start + 3 + prompt_s + 1]
+
+
+@pytest.mark.parametrize(("every", "seen"), [(1, 2), (10, 10)])
+def test_polls_come_every_so_many_steps(one_engine, every, seen):
+    """A request that comes in step 2 of decoding joins the step after that planned at the poll."""
+    requests = [request(0.0, 2, 40), request(2.5, 2, 2)]
+    start = 0.25 + 1 / 32 + 1
+    told = options(scheduler_recv_interval=every)
+    record = one_engine(requests, rules_of("sglang", told, 64, 1)).requests
+    assert record["prefill_start_s"][1] == pytest.approx(start + seen + 1)
+
+
+def test_who_reserves_to_the_end_is_never_preempted(one_engine):
+    """TensorRT-LLM: two of 10 + 30 tokens fit into 80, the third waits; vLLM lets all in."""
+    requests = [request(0.0, 10, 30) for _ in range(3)]
+    sure = one_engine(requests, rules_of("trtllm", options(), 64, 1), blocks=20).requests
+    assert not sure["preemptions"].any()
+    assert sure["prefill_start_s"][2] == pytest.approx(sure["finish_s"][0])
+    told = options(capacity_scheduler_policy="MAX_UTILIZATION")
+    bold = one_engine(requests, rules_of("trtllm", told, 64, 1), blocks=20).requests
+    assert bold["prefill_start_s"][2] < bold["finish_s"][0]
+    assert bold["preemptions"].sum() > 0
+
+
+def test_the_fewest_outputs_are_retracted_first_and_go_to_the_back(one_engine):
+    requests = [request(0.0, 4, 30), request(3.0, 4, 30)]
+    told = options(schedule_conservativeness=0.01)
+    record = one_engine(requests, rules_of("sglang", told, 64, 1), blocks=12, size=4).requests
+    assert record["preemptions"].tolist() == [0, 1]
+
+
+def test_gaps_of_those_that_sit_out_are_whole(one_engine):
+    """Whatever the order of steps, the gaps between a request's tokens add up to its decoding."""
+    from eldr_sim.simulator.outcome.metrics import _token_gaps
+
+    rng = np.random.default_rng(5)
+    requests = [request(float(a), int(rng.integers(2, 30)), 12) for a in rng.random(30) * 40]
+    record = one_engine(requests, rules_of("sglang", options(), 64, 1))
+    gaps, counts = _token_gaps(record, record.decode_steps, 0.0, math.inf)
+    decoding = record.requests["finish_s"] - record.requests["first_token_s"]
+    assert (gaps * counts).sum() == pytest.approx(decoding.sum())
+    assert counts.sum() == 11 * 30
+
+
+def spec_of(**fields):
+    fields = {"model": "Llama-3.1-8B", "topology": "1C", "gpu": "H200"} | fields
+    return prepare(make_config(fields)).spec
+
+
+def test_defaults_are_the_engines():
+    sglang, trtllm = spec_of(engine="sglang").decode, spec_of(engine="trtllm").decode
+    assert (sglang.max_num_batched_tokens, sglang.max_num_seqs) == (8192, 2048)
+    assert spec_of(engine="sglang", gpu="B200").decode.max_num_batched_tokens == 16384
+    assert (trtllm.max_num_batched_tokens, trtllm.max_num_seqs) == (8192, 2048)
+    assert make_config({"engine": "trtllm"}).block_size == 32
+    # H200: 143,771 MiB, less 512 + 1.5 x 8192 + 2 x 256 + 128
+    share = make_config({"engine": "sglang", "gpu": "H200"}).gpu_memory_utilization
+    assert share == pytest.approx(1 - 13440 / 143771, abs=0.01)
+
+
+def test_launch_lines_are_read():
+    line = "python -m sglang.launch_server --model-path Llama-3.1-8B --tp 2 --max-running-requests"
+    line += " 64 --mem-fraction-static=0.8 --disable-radix-cache --chunked-prefill-size 4096"
+    config = make_config({"engine": "sglang", "engine_args": line, "topology": "1C"})
+    assert (config.model, config.tensor_parallel_size) == ("Llama-3.1-8B", 2)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (64, 4096)
+    assert (config.gpu_memory_utilization, config.enable_prefix_caching) == (0.8, False)
+    line = "vllm serve --max-num-seqs 32 --no-enable-prefix-caching -tp 4"
+    config = make_config({"engine_args": line, "max_num_seqs": 8})
+    assert (config.max_num_seqs, config.enable_prefix_caching) == (8, False)
+    assert config.tensor_parallel_size == 4
+    line = "--tp 8 --dp 8 --enable-dp-attention --ep-size 8 --chunked-prefill-size 16384"
+    config = make_config({"engine": "sglang", "engine_args": line})
+    assert (config.tensor_parallel_size, config.data_parallel_size) == (1, 8)
+    assert config.enable_expert_parallel
+    assert config.max_num_batched_tokens == 2048
+
+
+def test_what_is_not_simulated_is_said_in_one_line():
+    with pytest.warns(EldrSimWarning, match="not simulated of the launch line: lora_paths, x$"):
+        make_config({"engine": "sglang", "engine_args": "--lora-paths a b --x 3 --host 0.0.0.0"})
+
+
+def test_an_option_file_is_read(tmp_path):
+    file = tmp_path / "extra.yaml"
+    file.write_text(
+        "kv_cache_config:\n  free_gpu_memory_fraction: 0.8\n  enable_block_reuse: false\n"
+        "  dtype: fp8\nbatch_wait_timeout_iters: 20\nbatch_wait_max_tokens_ratio: 0.9\n"
+        "enable_attention_dp: true\ntensor_parallel_size: 4\n"
+    )
+    with pytest.warns(EldrSimWarning, match="taken as spread"):
+        config = make_config({"extra_llm_api_options": str(file)})
+    assert config.engine == "trtllm"
+    assert (config.gpu_memory_utilization, config.kv_cache_dtype) == (0.8, "fp8")
+    assert (config.batch_wait_timeout_iters, config.enable_prefix_caching) == (20, False)
+    assert (config.tensor_parallel_size, config.data_parallel_size) == (1, 4)
+    assert dataclasses.asdict(spec_of(engine="trtllm").decode.rules)["whole_prompts"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"engine": "tgi"}, "engine"),
+        ({"scheduler_recv_interval": 4}, "scheduler_recv_interval.*--engine sglang"),
+        ({"engine": "sglang", "engine_args": "a --b c"}, None),
+        ({"extra_llm_api_options": "missing.yaml"}, "missing.yaml"),
+    ],
+)
+def test_bad_engines_are_refused(fields, message):
+    if message is None:
+        with pytest.warns(EldrSimWarning, match="b$"):
+            make_config(fields)
+        return
+    with pytest.raises((InputError, FileNotFoundError), match=message):
+        spec_of(**fields)

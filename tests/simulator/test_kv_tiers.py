@@ -1,0 +1,309 @@
+"""KV tiers against one cache of their sum, by hand, by a list-by-list twin, and as laws."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.setup.config_groups import KVTierConfig
+from eldr_sim.simulator.setup.kv_tiers import parse_tier
+from eldr_sim.traces.requests.request_logs import chain_blocks
+
+BLOCK, BYTES = 4, 8  # tokens of a block, bytes of its KV cache: two a token
+FOREVER = 1e3
+
+
+def tree(make_workload, n, seed, gap_s, deep=6, branches=3, output=1):
+    """Requests that walk down a tree of blocks; ``gap_s`` apart."""
+    rng = np.random.default_rng(seed)
+    n_blocks = rng.integers(1, deep + 1, n)
+    # What a block stands for is its own and all before it: chained below.
+    ids = np.concatenate([np.minimum(rng.geometric(0.45, k), branches) for k in n_blocks])
+    indptr = np.concatenate([[0], np.cumsum(n_blocks)])
+    # No prompt ends with a block: its last token is computed again, and the block is there twice.
+    length = n_blocks * BLOCK + rng.integers(1, BLOCK, n)
+    work = make_workload(gap_s * np.arange(n), length, output)
+    hashes = chain_blocks(ids.astype(np.uint64), indptr)
+    return dataclasses.replace(
+        work, prefix_hash=hashes, prefix_indptr=indptr, prefix_block_tokens=BLOCK,
+        prefix_text=np.zeros(len(hashes), np.int32),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(make_cluster, make_step_time):
+    def run(work, tiers=(), n_blocks=40, step_s=0.01, prefill=(0.001, 0.0), **rest):
+        config = {name: rest.pop(name) for name in list(rest) if name.startswith("kv_")}
+        longest = int((work.prompt_len + work.output_len).max())
+        step_time = make_step_time(
+            8, 1, 8, constant=step_s, prefill=prefill, max_context=longest + 1, max_tokens=256
+        )
+        cluster = make_cluster(
+            work, step_time=step_time, n_blocks=n_blocks, kv_bytes_per_token=BYTES // BLOCK,
+            n_prefill=0, prompts=False, tiers=tuple(map(parse_tier, tiers)),
+            kv_tiers=KVTierConfig(**config), **rest,
+        )  # fmt: skip
+        record = cluster.run()
+        assert record.completed.all()
+        return record, cluster
+
+    return run
+
+
+def tier(blocks, load="1TB/s", **words):
+    """Spell a tier of so many blocks."""
+    more = "".join(f",{key}={value}" for key, value in words.items())
+    return f"host:{blocks * BYTES}B,load={load}{more}"
+
+
+def cached(record):
+    return record.requests["cached_tokens"].tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_inclusive_tier_no_larger_than_the_cache_adds_nothing(make_workload, run, seed):
+    work = tree(make_workload, 300, seed, FOREVER)  # one at a time
+    alone, _ = run(work, n_blocks=20)
+    for blocks in (3, 12, 19):  # a request has a block that nobody can find
+        both, _ = run(work, [tier(blocks)], n_blocks=20)
+        assert both.tiers.hits.sum() == 0
+        assert cached(both) == cached(alone)
+    larger, _ = run(work, [tier(60)], n_blocks=20)
+    assert larger.tiers.hits.sum() > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_exclusive_tiers_are_one_cache_of_their_sum(make_workload, run, seed):
+    work = tree(make_workload, 400, seed, FOREVER)
+    words = {"write": "back", "exclusive": "yes"}
+    for small, more in ((14, 9), (20, 31)):
+        one, _ = run(work, n_blocks=small + more)
+        two, _ = run(work, [tier(more, **words)], n_blocks=small)
+        assert cached(two) == cached(one)
+        assert two.tiers.hits.sum() > 0
+    three, _ = run(work, [tier(10, **words), "ssd:168B,load=1TB/s,write=back,exclusive=yes"])
+    one, _ = run(work, n_blocks=40 + 10 + 21)
+    assert cached(three) == cached(one)
+
+
+@pytest.mark.parametrize("gap_s", [0.004, 0.03])
+def test_an_endless_tier_without_cost_is_an_endless_cache(make_workload, run, gap_s):
+    work = tree(make_workload, 400, 1, gap_s, output=3)
+    small, _ = run(work, ["host:inf,load=inf"], n_blocks=80)
+    large, _ = run(work, n_blocks=1 << 14)
+    assert small.tiers.hits.sum() > 0
+    for name in small.requests.dtype.names:
+        assert (small.requests[name] == large.requests[name]).all(), name
+
+
+def test_no_room_and_no_bandwidth_are_no_tier(make_workload, run):
+    work = tree(make_workload, 300, 2, 0.01)
+    none, _ = run(work, n_blocks=30)
+    for tiers, config in ((tier(0), {}), (tier(500, load="1B/s"), {"kv_load": "cheaper"})):
+        record, _ = run(work, [tiers], n_blocks=30, **config)
+        assert record.requests.tobytes() == none.requests.tobytes()
+
+
+def test_bytes_are_conserved(make_workload, run):
+    work = tree(make_workload, 500, 3, 0.005, output=3)
+    for words in ({}, {"write": "back"}, {"write": "selective"}, {"evict": "fifo"}):
+        record, cluster = run(work, [tier(35, load="5KB/s", **words)], n_blocks=30)
+        tiers, kv = record.tiers, cluster.arrays.engines.kv.tiers
+        resident = int(kv.stores["n_idle"][0])
+        assert tiers.stored[0] == resident + tiers.evicted[0]
+        assert (kv.slots[0] > 0).sum() == resident <= 35
+        assert kv.stores["n_blank"][0] + resident == 35
+        assert tiers.loaded[0] * BLOCK == tiers.hits.sum() > 0
+        assert (record.requests["cached_tokens"] >= tiers.hits.sum(axis=1)).all()
+
+
+def chain(make_workload, at, blocks):
+    """Requests of one chain of blocks: ``blocks[i]`` of it, and a token more."""
+    blocks = np.array(blocks)
+    indptr = np.concatenate([[0], np.cumsum(blocks)])
+    ids = np.concatenate([np.arange(k) for k in blocks]).astype(np.uint64)
+    return dataclasses.replace(
+        make_workload(np.array(at, float), blocks * BLOCK + 1, 1),
+        prefix_hash=chain_blocks(ids, indptr), prefix_indptr=indptr, prefix_block_tokens=BLOCK,
+        prefix_text=np.zeros(int(indptr[-1]), np.int32),
+    )  # fmt: skip
+
+
+def flushed(make_workload, at, blocks):
+    """The first of a chain's requests, others that evict it, and the rest of the chain's."""
+    n, own = 12, [np.arange(k) for k in blocks]
+    others = [7_000 + 15 * i + np.arange(15) for i in range(n)]
+    ids = [own[0], *others, *own[1:]]
+    indptr = np.concatenate([[0], np.cumsum([len(each) for each in ids])])
+    length = [blocks[0] * BLOCK + 1, *[60] * n, *(k * BLOCK + 1 for k in blocks[1:])]
+    return dataclasses.replace(
+        make_workload(np.array([0.0, *(10.0 + np.arange(n)), *at]), np.array(length), 1),
+        prefix_hash=chain_blocks(np.concatenate(ids).astype(np.uint64), indptr),
+        prefix_indptr=indptr, prefix_block_tokens=BLOCK,
+        prefix_text=np.zeros(int(indptr[-1]), np.int32),
+    )  # fmt: skip
+
+
+def test_loads_take_their_latency_and_bytes_one_after_the_other(make_workload, run):
+    work = flushed(make_workload, [100.0, 100.0], [8, 8, 8])
+    words = {"load": "16B/s", "store": "inf", "latency": "0.25"}
+    record, _ = run(work, [tier(999, **words)], n_blocks=18, kv_in_flight="duplicate")
+    one, two = record.requests[-2:]
+    seconds = 8 * BYTES / 16
+    assert record.tiers.hits[-2:, 0].tolist() == [8 * BLOCK] * 2
+    assert one["prefill_start_s"] - 100.0 == pytest.approx(0.25 + seconds, abs=1e-9)
+    assert two["prefill_start_s"] - 100.0 == pytest.approx(0.25 + 2 * seconds, abs=1e-9)
+    # Who joins waits for the one load; a step that overlaps with it lasts as long.
+    record, _ = run(work, [tier(999, **words)], n_blocks=18)
+    assert record.tiers.hits[-2:, 0].tolist() == [8 * BLOCK, 0]
+    assert (record.requests["prefill_start_s"][-2:] == 100.0 + 0.25 + seconds).all()
+    record, _ = run(
+        work, [tier(999, **words)], n_blocks=18, kv_overlap="layers", n_layers=4, prefill=(0, 0)
+    )
+    step, load = 0.01, 0.25 + seconds
+    assert record.requests["finish_s"][-1] - 100.0 == pytest.approx(load + step / 4, abs=1e-9)
+
+
+def test_a_convoy_waits_longer_than_who_joins(make_workload, run):
+    """vLLM #44294: who wants a block that is in flight does nothing until it is here."""
+    blocks = [2, 6, 10, 14]
+    first = flushed(make_workload, [100.0] * 4, [14, *blocks])
+    ends = {}
+    for rule in ("join", "delay"):
+        record, _ = run(
+            first,
+            [tier(999, load="16B/s", store="inf", latency="0.25")],
+            n_blocks=60,
+            kv_in_flight=rule,
+        )
+        assert record.requests["cached_tokens"][-4:].tolist() == [k * BLOCK for k in blocks]
+        ends[rule] = record.requests["finish_s"][-4:] - 100.0
+    assert (ends["join"] <= ends["delay"] + 1e-9).all()
+    assert ends["delay"][-1] == pytest.approx(ends["join"][-1] + 3 * 0.25, abs=0.1)
+
+
+class Twin:
+    """A cache of blocks and a tier of the most recently used: lists of keys, one user at a time."""
+
+    def __init__(self, hbm, host, renews):
+        self.hbm, self.host, self.sizes, self.renews = [], [], (hbm, host), renews
+
+    def serve(self, keys, findable, private):
+        """Return the tokens found: a run in the cache, and behind it one in the tier."""
+        n = 0
+        while n < findable and keys[n] in self.hbm:
+            n += 1
+        more = n
+        while more < findable and keys[more] in self.host:
+            more += 1
+        if self.renews:
+            for key in reversed(keys[n:more]):
+                self.host.remove(key)
+                self.host.append(key)
+        held, room = keys[:n], self.sizes[0]
+        free = [key for key in self.hbm if key not in held]
+        while len(free) > room - len(keys) - private:
+            free.pop(0)
+        for key in keys:  # stored when computed
+            if key in self.host:
+                if self.renews:
+                    self.host.remove(key)
+                    self.host.append(key)
+                continue
+            if len(self.host) == self.sizes[1]:
+                self.host.pop(0)
+            self.host.append(key)
+        self.hbm = [key for key in free if key not in keys] + keys[::-1]
+        if self.renews:
+            for key in reversed(keys):
+                if key in self.host:
+                    self.host.remove(key)
+                    self.host.append(key)
+        return n * BLOCK, (more - n) * BLOCK
+
+
+@pytest.mark.parametrize("evict", ["lru", "fifo"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_twin_finds_the_same(make_workload, run, seed, evict):
+    work = tree(make_workload, 300, 10 + seed, FOREVER, deep=5)
+    record, _ = run(work, [tier(30, evict=evict)], n_blocks=16)
+    twin, found = Twin(16, 30, evict == "lru"), []
+    for i in range(len(work)):
+        keys = [(k, int(h)) for k, h in enumerate(work.blocks(i).tolist())]
+        context = int(work.prompt_len[i])  # and no token of the answer
+        keys = keys[: context // BLOCK]
+        findable = min(len(keys), (context - 1) // BLOCK)
+        found.append(twin.serve(keys, findable, -(-(context + 0) // BLOCK) - len(keys)))
+    assert record.tiers.hits[:, 0].tolist() == [more for _, more in found]
+    assert cached(record) == [sum(both) for both in found]
+
+
+def test_a_shared_store_has_what_any_worker_computed(make_workload, run):
+    work = chain(make_workload, [0.0, 100.0], [9, 9])
+    words = {"decode_policy": "round_robin", "n_decode": 2}
+    record, _ = run(work, [tier(99, scope="cluster")], **words)
+    assert cached(record) == [0, 9 * BLOCK]
+    assert record.tiers.hits.ravel().tolist() == [0, 9 * BLOCK]
+    alone, _ = run(work, [tier(99)], **words)
+    assert cached(alone) == [0, 0]
+    record, _ = run(work, [tier(99, scope="cluster", store="0.5B/s")], **words)
+    assert record.tiers.hits[1, 0] == 100 // 16 * BLOCK  # stored by then, 16 s each
+
+
+def test_fifo_misses_as_belady_says(make_workload, run):
+    """Belady, Nelson and Shedler 1969: 9 misses with 3 frames and 10 with 4."""
+    pages = np.array([1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5], np.uint64)
+    n = len(pages)
+    work = dataclasses.replace(
+        make_workload(FOREVER * np.arange(n), BLOCK + 1, 1),
+        prefix_hash=chain_blocks(pages, np.arange(n + 1)), prefix_indptr=np.arange(n + 1),
+        prefix_block_tokens=BLOCK, prefix_text=np.zeros(n, np.int32),
+    )  # fmt: skip
+    for frames, misses in ((3, 9), (4, 10)):
+        record, _ = run(work, [tier(frames, evict="fifo")], n_blocks=2)
+        assert (record.tiers.hits == 0).sum() == misses
+
+
+def test_hit_rates_follow_ches_approximation(make_workload, run):
+    """Independent references of Zipf weights (Che, Tung and Wang 2002)."""
+    items, n, size = 400, 12_000, 100
+    weights = 1.0 / np.arange(1, items + 1)
+    weights /= weights.sum()
+    pages = np.random.default_rng(0).choice(items, n, p=weights).astype(np.uint64)
+    work = dataclasses.replace(
+        make_workload(FOREVER * np.arange(n), BLOCK + 1, 1),
+        prefix_hash=chain_blocks(pages, np.arange(n + 1)), prefix_indptr=np.arange(n + 1),
+        prefix_block_tokens=BLOCK, prefix_text=np.zeros(n, np.int32),
+    )  # fmt: skip
+    record, _ = run(work, [tier(size)], n_blocks=2)
+    low, high = 0.0, 1e6
+    for _ in range(100):
+        middle = (low + high) / 2
+        filled = (1 - np.exp(-weights * middle)).sum()
+        low, high = (middle, high) if filled < size else (low, middle)
+    expected = (weights * (1 - np.exp(-weights * low))).sum()
+    assert (record.requests["cached_tokens"][2000:] > 0).mean() == pytest.approx(
+        expected, abs=0.012
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["host", "host:1GB", "host:1GB,load=1GB", "host:1GB/s,load=1GB/s", "host:1GB,load=0GB/s",
+     "host:1GB,load=1GB/s,write=never", "host:1GB,load=1GB/s,color=red", "H:1GB,load=1GB/s",
+     "host:1GB,load=1GB/s,exclusive=yes", "host:1GB,load=1GB/s,load=2GB/s"],
+)  # fmt: skip
+def test_bad_spellings_are_refused(text):
+    with pytest.raises(InputError) as refused:
+        parse_tier(text)
+    assert refused.value.field == "kv_tier"
+
+
+def test_spelling():
+    assert SimpleNamespace(**parse_tier("host:126GB,load=20GB/s")._asdict()) == SimpleNamespace(
+        name="host", n_bytes=126e9, load=20e9, store=20e9, total=np.inf, latency_s=0.0,
+        scope="worker", write="through", exclusive=False, evict="lru",
+    )  # fmt: skip
+    assert parse_tier("a:1GiB,load=1MB/s,latency=1s,scope=node").total == 1e6

@@ -1,0 +1,71 @@
+"""Prefix reuse against caches that forget the least recently used, simulated block by block."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eldr_sim.traces.requests.requests import Requests
+from eldr_sim.traces.requests.reuse import reuse_of
+
+SIZE = 4
+
+
+def made_of(chains, lengths):
+    n = len(chains)
+    none = np.zeros(n, np.int32)
+    return Requests(
+        arrival_s=np.arange(n, dtype=float),
+        prompt_len=np.array([prompt for prompt, _ in lengths], np.int32),
+        output_len=np.array([output for _, output in lengths], np.int32),
+        text=none, domain=none.astype(np.int16), session=none,
+        prefix_hash=np.array([b for chain in chains for b in chain], np.uint64),
+        prefix_indptr=np.cumsum([0, *map(len, chains)]),
+        prefix_text=np.zeros(sum(map(len, chains)), np.int32),
+        prefix_block_tokens=SIZE, description={},
+    )  # fmt: skip
+
+
+@st.composite
+def sessions(draw):
+    """Chains that are prefixes of a few long ones, of prompts and answers."""
+    chains, lengths = [], []
+    for _ in range(draw(st.integers(1, 25))):
+        family, prompt = draw(st.integers(0, 3)), draw(st.integers(1, 30))
+        output = draw(st.integers(1, 12))
+        chain = [0] + [100 * family + j for j in range(1, (prompt + output - 1) // SIZE)]
+        chains.append(chain[: (prompt + output - 1) // SIZE])
+        lengths.append((prompt, output))
+    return chains, lengths
+
+
+@given(sessions(), st.integers(1, 20))
+def test_hit_rates_are_those_of_lru_caches(drawn, capacity):
+    chains, lengths = drawn
+    requests = made_of(chains, lengths)
+    cache, hits = OrderedDict(), 0
+    for chain, (prompt, _) in zip(chains, lengths, strict=True):
+        for j, block in enumerate(chain):
+            if block not in cache or (j + 1) * SIZE > prompt - 1:
+                if block in cache:
+                    hits += prompt - 1 - j * SIZE if j * SIZE < prompt - 1 else 0
+                break
+            hits += SIZE
+        for block in reversed(chain):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    found = reuse_of(requests)
+    assert found.hit_rate(capacity) * found.n_tokens == pytest.approx(hits)
+    assert found.hit_rate(10**9) == pytest.approx(found.ideal_hit_rate)
+    assert (np.diff([found.hit_rate(c) for c in range(8)]) >= 0).all()
+
+
+def test_the_common_part_is_that_of_all():
+    requests = made_of([[0, 1, 2], [0, 1], [0, 1, 5]], [(12, 1), (9, 1), (12, 1)])
+    found = reuse_of(requests, granule=SIZE)
+    assert found.common_tokens == 3 * 2 * SIZE
+    assert found.ideal.tolist() == [0, 8, 8]

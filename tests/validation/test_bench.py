@@ -1,0 +1,80 @@
+"""A user's benchmark beside predictions: what is read of it, and a gap of the host found again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.validation.published.bench import calibrate, errors, predict_bench, read_bench
+
+CONFIG = {"model": "Llama-3.1-8B", "gpu": "H100", "topology": "1C"}
+RESULT = {
+    "request_rate": "inf", "max_concurrency": 2, "completed": 6, "num_prompts": 6,
+    "total_input_tokens": 600, "total_output_tokens": 60, "mean_ttft_ms": 20.0,
+    "mean_tpot_ms": 8.0, "p99_ttft_ms": 40.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def result_file(tmp_path):
+    def write(**changes):
+        path = tmp_path / "result.json"
+        path.write_text(json.dumps(RESULT | changes))
+        return path
+
+    return write
+
+
+def test_a_result_of_vllm_bench_is_read(result_file):
+    found = read_bench(result_file())
+    assert found.load == {
+        "num_requests": 6, "request_rate": "inf", "max_concurrency": 2, "input_len": 100,
+        "output_len": 10,
+    }  # fmt: skip
+    assert found.figures == {"mean_ttft_ms": 20.0, "mean_tpot_ms": 8.0, "p99_ttft_ms": 40.0}
+    detailed = read_bench(result_file(input_lens=[10, 20], output_lens=[3, 4]))
+    assert detailed.lengths == ((10, 3), (20, 4))
+
+
+def test_a_result_of_aiperf_is_read(tmp_path):
+    path = tmp_path / "aiperf.json"
+    statistics = {"unit": "ms", "avg": 12.0, "p50": 11.0, "p99": 30.0}
+    path.write_text(
+        json.dumps(
+            {
+                "time_to_first_token": statistics,
+                "input_config": {"loadgen": {"concurrency": 4}},
+                "request_count": {"avg": 20},
+                "input_sequence_length": {"avg": 99.6},
+                "output_sequence_length": {"avg": 10.0},
+            }
+        )
+    )
+    found = read_bench(path)
+    assert found.figures == {"mean_ttft_ms": 12.0, "median_ttft_ms": 11.0, "p99_ttft_ms": 30.0}
+    assert found.load["max_concurrency"] == 4
+    assert (found.load["num_requests"], found.load["input_len"]) == (20, 100)
+
+
+@pytest.mark.parametrize("text", ["no json", "[]", "{}", '{"mean_ttft_ms": 3, "completed": 0}'])
+def test_what_is_no_result_is_refused(tmp_path, text):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match="bench"):
+        read_bench(path)
+
+
+@pytest.mark.parametrize("lens", [{}, {"input_lens": [100] * 6, "output_lens": [10] * 6}])
+def test_a_gap_of_the_host_is_found_again(result_file, tmp_path, lens):
+    """Measured is what a run with 2.5 ms more a step gives: calibration has to return that."""
+    config = make_config(CONFIG)
+    bench = read_bench(result_file(**lens))
+    truth = predict_bench(bench, config.replace(host_gap_ms=2.5), tmp_path)
+    measured = {n: truth[n] for n in ("mean_ttft_ms", "mean_tpot_ms")}
+    bench = read_bench(result_file(**lens, **measured))
+    assert calibrate([bench], config, tmp_path) == pytest.approx(2.5, abs=0.1)
+    again = errors(bench, truth)
+    assert [error for key, _, _, error in again if key in measured] == pytest.approx([0.0, 0.0])

@@ -1,0 +1,127 @@
+"""What prefix caches of any size would find in requests with block hashes, in one pass.
+
+The stack distance of a block (Mattson, Gecsei, Slutz and Traiger, IBM Systems Journal 1970) is the
+number of other blocks that were used since it was: a cache of more blocks that forgets the least
+recently used holds it. Requests come one after the other; each looks up the blocks of its prompt,
+then uses those of its prompt and its answer, the last one first, as engines free them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.jit import njit
+from eldr_sim.traces.requests.requests import Requests
+
+
+class Reuse(NamedTuple):
+    """Who finds what; tokens are those of prompts."""
+
+    #: int64 ``[blocks of prompts]``: blocks used since then of each block that a cache without
+    #: bounds would find, those of its request in order; and tokens of each.
+    distance: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    ideal: NDArray[np.int64]  #: int64 ``[requests]``: tokens that a cache without bounds would find
+    n_tokens: int  #: of all prompts
+    common_tokens: int  #: of prompts, in the blocks that all requests begin with
+    block_tokens: int
+
+    def hit_rate(self, blocks: int) -> float:
+        """Return the share of prompt tokens that a cache of so many blocks finds."""
+        return int(self.tokens[self.distance < blocks].sum()) / self.n_tokens
+
+    @property
+    def ideal_hit_rate(self) -> float:
+        """Share of prompt tokens that a cache without bounds finds."""
+        return int(self.ideal.sum()) / self.n_tokens
+
+    @property
+    def common_share(self) -> float:
+        """Share of prompt tokens that all requests begin with: any cache finds them."""
+        return self.common_tokens / self.n_tokens
+
+
+def reuse_of(requests: Requests, granule: int = 1) -> Reuse:
+    """Return what requests, in their order, find of those before them.
+
+    ``granule``: tokens of an engine's KV block: found are whole ones, and never a prompt's last
+    token.
+    """
+    size, n = requests.prefix_block_tokens, len(requests)
+    _, blocks = np.unique(requests.prefix_hash, return_inverse=True)
+    context = requests.prompt_len.astype(np.int64) + requests.output_len - 1
+    distance, tokens = np.empty((2, len(blocks)), np.int64)
+    ideal = np.zeros(n, np.int64)
+    found = _pass(
+        blocks.astype(np.int64), requests.prefix_indptr, requests.n_prompt_blocks, context,
+        requests.prompt_len.astype(np.int64), size, granule, distance, tokens, ideal,
+    ) if size else 0  # fmt: skip
+    common = 0
+    if size:
+        first = blocks[: int(requests.n_prompt_blocks.min())]
+        begins = requests.prefix_indptr[:-1]
+        while common < len(first) and (blocks[begins + common] == first[common]).all():
+            common += 1
+    in_common = np.minimum(requests.prompt_len, common * size).sum(dtype=np.int64)
+    return Reuse(
+        distance[:found], tokens[:found], ideal, int(requests.prompt_len.sum(dtype=np.int64)),
+        int(in_common), size,
+    )  # fmt: skip
+
+
+@njit()
+def _pass(
+    blocks: Any, indptr: Any, n_prompt: Any, context: Any, prompt: Any, size: int, granule: int,
+    distance: Any, tokens: Any, ideal: Any,
+) -> int:  # fmt: skip
+    """Fill in what is found; return how many blocks are."""
+    n_blocks = blocks.max() + 1 if blocks.shape[0] else 0
+    used = np.full(n_blocks, -1)  # when each block was used last,
+    reach = np.zeros(n_blocks, np.int64)  # and tokens of it that are known
+    tree = np.zeros(blocks.shape[0] + 1, np.int64)  # Fenwick: uses that are the last of a block
+    now, n_found = 0, 0
+    for i in range(prompt.shape[0]):
+        begin, end = indptr[i], indptr[i + 1]
+        deepest, got = -1, 0
+        for k in range(begin, begin + n_prompt[i]):
+            block = blocks[k]
+            start = (k - begin) * size
+            known = min(reach[block], min(start + size, prompt[i] - 1) - start)
+            if used[block] < 0 or known <= 0:
+                break
+            older = 0
+            at = used[block] + 1
+            while at > 0:  # uses up to its own
+                older += tree[at]
+                at -= at & -at
+            total = 0
+            at = now
+            while at > 0:
+                total += tree[at]
+                at -= at & -at
+            deepest = max(deepest, total - older)
+            whole = (start + known) // granule * granule
+            distance[n_found], tokens[n_found] = deepest, whole - got
+            n_found += 1
+            got = whole
+            if known < size:
+                break
+        ideal[i] = got
+        for k in range(end - 1, begin - 1, -1):
+            block = blocks[k]
+            if used[block] >= 0:
+                at = used[block] + 1
+                while at < tree.shape[0]:
+                    tree[at] -= 1
+                    at += at & -at
+            used[block] = now
+            at = now + 1
+            while at < tree.shape[0]:
+                tree[at] += 1
+                at += at & -at
+            now += 1
+            reach[block] = max(reach[block], min(size, context[i] - (k - begin) * size))
+    return n_found

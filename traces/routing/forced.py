@@ -1,0 +1,90 @@
+"""Routing as engines' benchmarks force it, for the same texts: what a benchmark then measures.
+
+With weights at hand, a gate chooses; benchmarks that have none, or want a round number, replace its
+choice in every layer (token ``t`` of a step's batch, expert ``j`` of ``k``, of ``E``):
+
+uniform
+    Any ``k`` distinct experts, each token and layer anew (vLLM's
+    ``VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random``).
+balanced
+    ``(t k + j) mod E``: experts are dealt in turn (Megatron Bridge, prime-rl, vLLM-Ascend's forced
+    balance), each engine's batch from expert 0.
+round_robin
+    ``(t + layer + j floor(E / k)) mod E`` (SGLang's ``SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS``).
+dummy-weights
+    One set of experts a request and layer, at random: with random weights a token's embedding
+    decides, and greedy answers repeat one token.
+
+Balanced and round robin go by a token's place in its step, not by its request: see ``period``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.routing.manifest import SYNTHETIC
+from eldr_sim.traces.streams import stream
+
+Forced = Literal["uniform", "balanced", "round_robin", "dummy-weights"]
+
+
+def forced(trace: RoutingTrace, how: Forced) -> RoutingTrace:
+    """Return the trace's requests with forced experts; without gate scores.
+
+    ``how``: see the module. The same trace and ``how`` give the same experts.
+    """
+    apart = trace.calibration_apart
+    checksum = hashlib.sha256(f"{how} {trace.top_k} {trace.manifest.checksum}".encode())
+    changes: dict[str, object] = {
+        "checksum": checksum.hexdigest(),
+        "top_k": trace.top_k,
+        "rank_groups": None,
+        "provenance": "synthetic",
+        "notes": f"{SYNTHETIC}routing forced as benchmarks do, {how}, for the requests of a trace.",
+    }
+    made = replace(
+        trace,
+        manifest=trace.manifest.model_copy(update=changes),
+        gate_scores=None,
+        kept_top_k=None,
+        calibration_apart=None if apart is None else lambda: forced(apart(), how),
+        period=_period(how, trace.n_experts, trace.top_k),
+    )
+    made.__dict__["experts"] = _experts(made, how)
+    return made
+
+
+def _period(how: Forced, n_experts: int, top_k: int) -> int:
+    """Tokens after which their places in a batch choose the same again; 0: they do not matter."""
+    if how == "balanced":
+        return n_experts // int(np.gcd(n_experts, top_k))
+    if how == "round_robin":
+        return n_experts if n_experts % top_k else n_experts // top_k
+    return 0
+
+
+def _experts(trace: RoutingTrace, how: Forced) -> NDArray[np.uint16]:
+    n, layers = trace.manifest.n_tokens, trace.n_layers
+    n_experts, top_k = trace.n_experts, trace.top_k
+    if trace.period:
+        at = np.arange(trace.period)[:, None, None]
+        place = at * top_k if how == "balanced" else at + np.arange(layers)[:, None]
+        step = 1 if how == "balanced" else n_experts // top_k
+        table = (place + np.zeros((layers, 1), np.int64) + np.arange(top_k) * step) % n_experts
+        return np.resize(table.astype(np.uint16), (n, layers, top_k))
+    sets = n if how == "uniform" else trace.n_requests
+    rng, drawn = stream(0, f"forced {how}"), np.empty((sets, layers, top_k), np.uint16)
+    for first in range(0, sets, 1024):
+        part = drawn[first : first + 1024]
+        random = rng.random((*part.shape[:2], n_experts), np.float32)
+        part[:] = np.argpartition(random, top_k - 1, axis=-1)[..., :top_k]
+    if how == "uniform":
+        return drawn
+    order = np.argsort(trace.first_row, kind="stable")
+    return np.repeat(drawn, trace.recorded_rows(order)[1], axis=0)

@@ -1,0 +1,320 @@
+"""The whole public record: every row of the package's file, predicted or refused with a reason.
+
+Rows of one configuration are simulated once, on processes; what has ended stands in a journal, so
+that a run that was cut goes on. Nothing that was measured reaches a prediction.
+"""
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from eldr_sim.errors import InputError
+from eldr_sim.validation.published import silicon_routing
+from eldr_sim.validation.published.silicon import (
+    Form,
+    Load,
+    case_tables,
+    predict_load,
+    tokenizer_mode,
+)
+from eldr_sim.validation.published.silicon_rows import (
+    GPUS,
+    MEASURED_MODELS,
+    MeasuredRun,
+    marked,
+    package_folder,
+    read_record,
+    target_of,
+)
+
+JOURNAL = "predictions.jsonl"
+_METRICS = ("tpot", "ttft")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the file."""
+
+    row: int  #: of the file, from 0
+    labels: dict[str, Any]  #: ``engine``, ``mode``, ``gpu``, ``model``, ``precision``
+    measured: dict[str, float]  #: ``tpot``, ``ttft``, ms
+    target: str = ""  #: of `MEASURED_MODELS`
+    run: MeasuredRun | None = None  #: None where it cannot be predicted
+    refused: str = ""  #: and why
+
+    @property
+    def key(self) -> str:
+        """What rows share that one simulation predicts."""
+        assert self.run is not None
+        mode = tokenizer_mode(self.run.version, MEASURED_MODELS[self.target].backend)
+        return f"{self.target} {mode} {self.run.case}"
+
+
+def read(path: Path | None = None) -> list[Row]:
+    """Return all rows of the file (the package's when None), the doubtful ones marked."""
+    file_path = path or package_folder() / "systems" / "silicon_sample.csv"
+    models = {name: target.dims() for name, target in MEASURED_MODELS.items()}
+    rows = []
+    with file_path.open(encoding="utf-8", newline="") as file:
+        for number, record in enumerate(csv.DictReader(file)):
+            labels = {
+                "engine": record["backend"],
+                "mode": record["mode"],
+                "gpu": GPUS.get(record["system"], record["system"]),
+                "model": record["model_path"].split("/")[-1],
+                "precision": record["precision"],
+            }
+            measured = {name: float(record[f"silicon_{name}_ms"]) for name in _METRICS}
+            target = target_of(record)
+            row = Row(number, labels, measured, target)
+            if not target:
+                rows.append(replace(row, refused="this checkpoint is not modelled on this engine"))
+                continue
+            found = read_record(record, models[target], record["backend"])
+            if isinstance(found, str):
+                rows.append(replace(row, refused=found))
+            else:
+                rows.append(replace(row, run=found))
+    for name in MEASURED_MODELS:
+        own = [i for i, row in enumerate(rows) if row.target == name and row.run is not None]
+        for i, run in zip(own, marked([r for j in own if (r := rows[j].run)]), strict=True):
+            rows[i] = replace(rows[i], run=run)
+    return rows
+
+
+def sample(rows: Sequence[Row], every: int) -> list[Row]:
+    """Return every so-manieth row of each engine, mode, card and model, the first of them first."""
+    seen: Counter[tuple[str, ...]] = Counter()
+    kept = []
+    for row in rows:
+        cell = row.labels["engine"], row.labels["mode"], row.labels["gpu"], row.target
+        if seen[cell] % every == 0:
+            kept.append(row)
+        seen[cell] += 1
+    return kept
+
+
+def predict_record(
+    rows: Sequence[Row],
+    folder: Path,
+    jobs: int | None = None,
+    progress: Callable[[float], None] = lambda _share: None,
+) -> dict[str, dict[str, float] | str]:
+    """Predict all rows that can be; return figures, ms, or why not, by `Row.key`.
+
+    ``folder``: of the journal, which is gone on with, and of tables and traces. Configurations of
+    few tokens come first.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    journal = folder / JOURNAL
+    found: dict[str, dict[str, float] | str] = {}
+    if journal.exists():
+        text = journal.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # the last line may be cut
+        for line in whole.splitlines():
+            entry = json.loads(line)
+            found[entry["key"]] = entry["found"]
+        if whole != text:
+            journal.write_text(whole, encoding="utf-8")
+    todo = {row.key: row for row in rows if row.run is not None and row.key not in found}
+    order = sorted(todo.values(), key=_size)
+    from joblib import Parallel, delayed  # takes long to import
+
+    calls = (delayed(_predict)(row, str(folder)) for row in order)
+    with journal.open("a", encoding="utf-8") as file:
+        made = Parallel(n_jobs=jobs or -1, return_as="generator_unordered", batch_size=1)(calls)
+        for done, (key, what) in enumerate(made, 1):
+            found[key] = what
+            file.write(json.dumps({"key": key, "found": what}) + "\n")
+            file.flush()
+            progress(done / len(order))
+    return found
+
+
+def _size(row: Row) -> tuple[bool, int]:
+    """Return what orders rows: dense models first, then by the tokens of the loop."""
+    assert row.run is not None
+    case = row.run.case
+    return "llama" not in row.target, case.concurrency * (case.input_len + 8 * case.output_len)
+
+
+def _predict(row: Row, folder: str) -> tuple[str, dict[str, float] | str]:
+    """Predict a row's configuration in this process."""
+    assert row.run is not None
+    target, form, case = MEASURED_MODELS[row.target], Form(), row.run.case
+    pool = "-".join(map(str, (case.gpu, *vars(case.parallelism).values(), case.prefill)))
+    own = Path(folder) / "work" / row.target
+    try:
+        with _Once(own / "trace") as trace:
+            if not trace.exists() and not target.dims().is_dense:
+                silicon_routing.make_routing(trace, form.routing, target)
+        with _Once(own / pool) as tables:
+            if not tables.exists():
+                tables.mkdir(parents=True)
+                case_tables(tables, [case], target.moe_kernels[0], target, form)
+        load = Load(case, tokenizer_mode(row.run.version, target.backend))
+        has_tables = any(tables.iterdir())
+        of_experts = None if target.dims().is_dense else trace
+        return row.key, predict_load(load, target, form, tables if has_tables else None, of_experts)
+    except InputError as error:
+        return row.key, f"{error.field}: {error.problem}"
+
+
+class _Once:
+    """Hold a path while one process makes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Path:
+        import fcntl  # POSIX alone
+
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = self._path.with_name(f"{self._path.name}.lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return self._path
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+
+def table_of(
+    rows: Sequence[Row], found: dict[str, dict[str, float] | str], others: Path | None = None
+) -> pa.Table:
+    """Return a line a row: labels, measured and predicted figures, errors in %, and reasons.
+
+    ``others``: another estimator's predictions of the rows, a CSV of ``row``, ``ttft_ms`` and
+    ``tpot_ms``, empty where it has none.
+    """
+    other: dict[int, dict[str, str]] = {}
+    if others is not None:
+        with others.open(encoding="utf-8", newline="") as file:
+            other = {int(line["row"]): line for line in csv.DictReader(file)}
+    lines = []
+    for row in rows:
+        what = found.get(row.key, "not simulated yet") if row.run is not None else row.refused
+        line: dict[str, Any] = {"row": row.row, **row.labels, "target": row.target}
+        line["refused"] = what if isinstance(what, str) else ""
+        line["excluded"] = row.run.excluded if row.run is not None else ""
+        if row.run is not None:
+            case = row.run.case
+            line |= {"gpus": case.parallelism.n_gpus, "input_len": case.input_len}
+            line |= {"output_len": case.output_len, "concurrency": case.concurrency}
+            line |= {"kind": case.kind}
+        for name in _METRICS:
+            measured = row.measured[name]
+            line[f"{name}_ms"] = measured
+            if not isinstance(what, str):
+                line[f"{name}_predicted_ms"] = what[name]
+                line[f"{name}_error"] = 100.0 * (what[name] / measured - 1.0)
+            if said := other.get(row.row, {}).get(f"{name}_ms"):
+                line[f"{name}_other"] = 100.0 * (float(said) / measured - 1.0)
+        lines.append(line)
+    columns = dict.fromkeys(name for line in lines for name in line)
+    return pa.Table.from_pylist([dict.fromkeys(columns) | line for line in lines])
+
+
+def cells(table: pa.Table, by: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the errors of each group of rows: median, 90th percentile, signed median, %.
+
+    Of all rows that are predicted, and (``kept``) of those that are not marked; ``other``'s are of
+    the kept rows that both predict, and so are ``beside``, ours.
+    """
+    frame = table.to_pandas()
+    for name in [f"{n}_{what}" for n in _METRICS for what in ("error", "other")]:
+        frame[name] = pd.to_numeric(frame.get(name), errors="coerce")
+    groups = frame.groupby(list(by), sort=True) if by else [((), frame)]
+    for key, every in groups:
+        names = key if isinstance(key, tuple) else (key,)
+        predicted = every[every.refused == ""]
+        kept = predicted[predicted.excluded == ""]
+        cell: dict[str, Any] = dict(zip(by, names, strict=True))
+        cell |= {"rows": len(every), "predicted": len(predicted), "kept": len(kept)}
+        for name in _METRICS:
+            both = kept[kept[f"{name}_other"].notna()] if len(kept) else kept
+            cell[f"{name}_all"] = _errors(predicted[f"{name}_error"])
+            cell[f"{name}_kept"] = _errors(kept[f"{name}_error"])
+            cell[f"{name}_beside"] = _errors(both[f"{name}_error"])
+            cell[f"{name}_other"] = _errors(both[f"{name}_other"])
+        cell["both"] = int((kept["tpot_other"].notna()).sum())
+        yield cell
+
+
+def _errors(errors: Any) -> tuple[float, float, float] | None:
+    """Return median and 90th percentile of the sizes, and the signed median."""
+    if not len(errors):
+        return None
+    size = np.abs(np.asarray(errors, float))
+    return float(np.median(size)), float(np.quantile(size, 0.9)), float(np.median(errors))
+
+
+def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
+    """Write the page of the record: cells, refusals, the worst rows, and the command and its date.
+
+    ``path``: of the Markdown file; a picture of predicted over measured figures stands beside it.
+    """
+    lines = ["# The public record", "", f"`{command}`, {date}.", ""]
+    for title, by in (
+        ("Engines", ("engine", "mode")),
+        ("Cards", ("engine", "mode", "gpu")),
+        ("Models", ("engine", "mode", "model", "precision")),
+    ):
+        lines += [f"## {title}", "", *cell_lines(list(cells(table, by)), by), ""]
+    frame = table.to_pandas()
+    refused = frame[frame.refused != ""].groupby(["engine", "mode", "model", "refused"]).size()
+    lines += [
+        "## Not predicted",
+        "",
+        "| rows | engine | mode | model | why |",
+        "|---|---|---|---|---|",
+    ]
+    for (engine, mode, model, why), n in refused.sort_values(ascending=False).items():
+        lines.append(f"| {n} | {engine} | {mode} | {model} | {why} |")
+    kept = frame[(frame.refused == "") & (frame.excluded == "")]
+    columns = "row | engine | model | GPU | GPUs | in | out | streams | TPOT, ms | predicted"
+    lines += ["", "## The worst twenty in TPOT", "", f"| {columns} | TTFT, ms | predicted |"]
+    lines += ["|" + "---|" * 12]
+    if len(kept):
+        worst = kept.reindex(kept.tpot_error.abs().sort_values(ascending=False).index)[:20]
+        for line in worst.itertuples():
+            figures = [line.tpot_ms, line.tpot_predicted_ms, line.ttft_ms, line.ttft_predicted_ms]
+            said = [line.row, line.engine, line.model, line.gpu, int(line.gpus)]
+            said += [int(line.input_len), int(line.output_len), int(line.concurrency)]
+            said += [f"{figure:.4g}" for figure in figures]
+            lines.append("| " + " | ".join(map(str, said)) + " |")
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def cell_lines(found: Sequence[dict[str, Any]], by: Sequence[str]) -> list[str]:
+    """Return cells as a Markdown table."""
+
+    def said(errors: tuple[float, float, float] | None) -> str:
+        return "" if errors is None else "{:.1f} / {:.1f} / {:+.1f}".format(*errors)
+
+    columns = [*by, "rows", "predicted", "after the filters", "TPOT", "TTFT", "TPOT, all",
+               "TTFT, all", "other's TPOT", "other's TTFT", "ahead"]  # fmt: skip
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for cell in found:
+        values = [*(str(cell[name]) for name in by), *map(str, (cell["rows"], cell["predicted"]))]
+        values += [str(cell["kept"]), said(cell["tpot_kept"]), said(cell["ttft_kept"])]
+        values += [said(cell["tpot_all"]), said(cell["ttft_all"])]
+        values += [said(cell["tpot_other"]), said(cell["ttft_other"])]
+        values.append(_ahead(cell))
+        lines.append("| " + " | ".join(values) + " |")
+    return lines
+
+
+def _ahead(cell: dict[str, Any]) -> str:
+    """Say in which medians our errors are smaller than the other's on the rows of both."""
+    if cell["tpot_other"] is None:
+        return ""
+    names = [n.upper() for n in _METRICS if cell[f"{n}_beside"][0] <= cell[f"{n}_other"][0]]
+    return ", ".join(names) or "none"
