@@ -326,7 +326,8 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
     """Dimensions of a shipped model, or of a Hugging Face configuration on disk.
 
     ``name``: a name of :func:`list_models` or its Hugging Face id (case does not matter), or the
-    path of a ``config.json`` or of the folder that holds one.
+    path of a ``config.json`` or of the folder that holds one, with ``hf_quant_config.json``
+    beside it where weights are quantised by ModelOpt.
 
     Raises InputError: neither a known name nor a readable configuration.
     """
@@ -342,9 +343,12 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
 
 
 def _from_hf_config(path: Path) -> ModelDims:
-    raw = parse_json(read_text(path, "model"), "model", str(path))
-    if not isinstance(raw, dict):
-        raise InputError("model", f"{path} does not hold a JSON object")
+    raw = _json_object(path)
+    beside = path.with_name(path.name.replace("config.json", "hf_quant_config.json"))
+    if beside != path and not raw.get("quantization_config") and beside.is_file():
+        # ModelOpt's checkpoints say it there.
+        said = _object(_json_object(beside), "quantization", beside)
+        raw |= {"quantization_config": said | {"quant_method": "modelopt"}}
     try:
         return ModelDims(**_fields_of(raw, path))
     except KeyError as error:
@@ -357,6 +361,13 @@ def _from_hf_config(path: Path) -> ModelDims:
         raise
     except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise InputError("model", f"{path}: a field cannot be: {error}") from None
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    raw = parse_json(read_text(path, "model"), "model", str(path))
+    if not isinstance(raw, dict):
+        raise InputError("model", f"{path} does not hold a JSON object")
+    return raw
 
 
 def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:

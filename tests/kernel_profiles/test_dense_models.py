@@ -92,6 +92,21 @@ def test_quantised_checkpoints_keep_embedding_and_head(
     assert model.weight_bytes == pytest.approx(rest + bytes_per_weight * linear, rel=1e-9)
 
 
+def test_what_modelopt_says_beside_the_configuration(tmp_path):
+    """Its checkpoints hold ``hf_quant_config.json``; weights were taken for 16 bits before."""
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    assert read(tmp_path, LLAMA).linear_dtype == "nvfp4"
+    moe = {"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 6}
+    model = read(tmp_path, QWEN3 | moe | {"moe_intermediate_size": 1408})
+    assert (model.expert_dtype, model.linear_dtype) == ("nvfp4", "bfloat16")
+    (tmp_path / "hf_quant_config.json").write_text("[]")
+    with pytest.raises(InputError, match="hf_quant_config"):
+        read(tmp_path, LLAMA)
+    stated = LLAMA | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+    assert read(tmp_path, stated).linear_dtype == "fp8"  # the configuration's own goes first
+
+
 def test_a_model_is_dense_or_has_whole_experts():
     fields = load_model("Llama-3.1-8B").model_dump()
     for change in ({"n_experts": 8}, {"top_k": 2}, {"n_dense_layers": 31}, {"n_dense_layers": 33}):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
 
-from eldr_sim.validation.published import record
-from eldr_sim.validation.published.silicon import launch_options
-from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS, Case
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.validation.published import record, silicon_rows
+from eldr_sim.validation.published.silicon import ACCEPTANCE, Form, case_fields, launch_options
+from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS, Case, Workers
 
 from .test_silicon import COLUMNS, POOL
 
@@ -99,6 +102,17 @@ def test_errors_are_those_of_the_rows(make_file, tmp_path):
         ("deepseek-v3-sglang", Case("B200", 8, 1024, 1024, 64), {"scheduler_recv_interval": 30}),
         ("deepseek-v3-sglang", Case("B200", 4, 1024, 1024, 64), {"scheduler_recv_interval": 10}),
         ("deepseek-v3-sglang", Case("H200", 8, 1024, 1024, 64), {"scheduler_recv_interval": None}),
+        ("deepseek-v3-sglang", Case("H200", 8, 1024, 1024, 64), {"max_num_batched_tokens": 32768}),
+        (
+            "deepseek-v3-sglang",
+            Case("B200", 1, 1024, 1024, 64, True, 8),
+            {"max_num_batched_tokens": 4096, "scheduler_recv_interval": None},
+        ),
+        (
+            "deepseek-v3-sglang",  # a chunk bounds prompts, not the sequences that decode
+            Case("B200", 1, 1024, 1024, 6144, True, 32, drafts=2),
+            {"max_num_batched_tokens": 18432},
+        ),
         ("llama-70b-fp8-trtllm", Case("H200", 4, 1024, 1024, 4), {"batch_wait_timeout_iters": 20}),
         ("llama-70b-fp8-trtllm", Case("H200", 8, 1024, 1024, 4), {"max_num_batched_tokens": 8192}),
         ("llama-70b-fp8-trtllm", Case("H200", 8, 8192, 1024, 4), {"max_num_batched_tokens": 8256}),
@@ -118,3 +132,79 @@ def test_launch_options_are_the_scripts(monkeypatch, target, case, told):
         monkeypatch.setattr(type(model), "dims", lambda _self: found)
     options = launch_options(case, model)
     assert {name: options.get(name) for name in told} == told
+
+
+DEEPSEEK = {"model_path": "deepseek-ai/DeepSeek-R1", "backend": "trtllm", "tp_size": 8}
+DUMP = DEEPSEEK | {
+    "model_path": "deepseek-ai/DeepSeek-V3", "moe_tp_size": 8, "moe_ep_size": 1,
+    "silicon_data_source": "db-dump/2026-04-27; silicon_concurrency=16; measured=2026-03-27T08:01",
+}  # fmt: skip
+
+
+@pytest.fixture
+def deepseek(monkeypatch):
+    """Read without the package's copy of the model's configuration."""
+    target = replace(MEASURED_MODELS["deepseek-v3-trtllm"], shipped="DeepSeek-V3")
+    for module in (record, silicon_rows):
+        monkeypatch.setattr(module, "MEASURED_MODELS", {"deepseek": target})
+
+
+def test_a_run_under_two_names_is_what_the_dump_says(make_file, deepseek):
+    """The same figures under R1 are the dump's run, its labels and all; others are not told."""
+    path = make_file(DEEPSEEK, DUMP, DEEPSEEK | {"silicon_tpot_ms": 7.0})
+    deepseek_rows = record.read(path)
+    assert deepseek_rows[0].run == deepseek_rows[1].run
+    assert deepseek_rows[0].run.case.concurrency == 16  # the dump's, not the row's own
+    assert [row.labels["model"] for row in deepseek_rows[:2]] == ["DeepSeek-R1", "DeepSeek-V3"]
+    assert "are not told apart" in deepseek_rows[2].refused
+
+
+def test_launches_of_deepseek_say_workers_and_drafts(make_file, deepseek):
+    """One recipe read by hand: ctx1_gen3_dep8_batch384_eplb0_mtp3_1184 on B200."""
+    launched = DEEPSEEK | {
+        "mode": "disagg", "system": "b200_sxm", "isl": 1024, "osl": 1024, "decode_tp_size": 8,
+        "decode_attention_dp_size": 1, "decode_moe_ep_size": 8,
+        "silicon_data_source": "x; silicon_concurrency=1184; measured=2026-02-12T08:01",
+    }  # fmt: skip
+    (row,) = record.read(make_file(launched))
+    case = row.run.case
+    assert case.drafts == 3
+    assert case.prefill == Workers(1, 1, True, 8)
+    assert (case.decode_workers, case.parallelism) == (3, Parallelism(1, True, 8))
+    fields = case_fields(case, MEASURED_MODELS["deepseek-v3-trtllm"], Form())
+    config = fields["speculative_config"]
+    assert config["num_speculative_tokens"] == 3
+    assert config["synthetic_acceptance_rates"] == pytest.approx(
+        [ACCEPTANCE["trtllm"] ** i for i in (1, 2, 3)]
+    )
+
+
+def test_a_prefill_worker_has_a_step_of_its_own():
+    case = Case("B200", 1, 1024, 1024, 6144, True, 32, 1, Workers(2, 1, True, 8))
+    target = replace(MEASURED_MODELS["deepseek-v3-sglang"], shipped="DeepSeek-V3")
+    fields = case_fields(case, target, Form())
+    assert fields["max_num_batched_tokens"] == 6144
+    assert fields["prefill"]["max_num_batched_tokens"] == 32768 // 8
+    assert fields["prefill"]["max_num_seqs"] == 4096
+    assert fields["kv_cache_dtype"] == "fp8"
+    assert case_fields(replace(case, gpu="H200"), target, Form())["kv_cache_dtype"] == "auto"
+
+
+def test_every_launch_is_of_known_sizes():
+    for key, (prefill, decode, drafts) in silicon_rows._launches().items():
+        assert key[0] in ("sglang", "trtllm")
+        assert (prefill.count > 0) == (key[1] == "disagg")
+        assert decode.count >= 1
+        assert 0 <= drafts <= 3
+
+
+def test_tables_that_are_refused_are_refused_again(make_file, tmp_path, monkeypatch):
+    """Tables that miss a kernel leave no folder that a later row would take for whole."""
+    rows = record.read(make_file({}, {"isl": 128}))
+
+    def refuse(*_args):
+        raise InputError("silicon", "no MoE table")
+
+    monkeypatch.setattr(record, "case_tables", refuse)
+    said = [record._predict(row, str(tmp_path))[1] for row in rows]
+    assert said == ["silicon: no MoE table"] * 2

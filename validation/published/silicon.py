@@ -11,7 +11,7 @@ Of all models but GPT-OSS and dense ones the tables are imported for the run. Le
 activations before a dense FP8 or FP4 GEMM, FP8 KV caches of MoE models, FP4 dense and shared MLPs
 (NVFP4 checkpoints of these), and what MiniMax's norm of queries and keys over all heads adds under
 tensor parallelism, an all-reduce of 8 bytes a token in every layer (vllm-project/vllm#31493).
-Multi-token prediction is taken to be off.
+Drafts of multi-token prediction are a configuration's, how many are accepted :data:`ACCEPTANCE`.
 
 Engines that share experts take vLLM's defaults for what the file does not say:
 ``allgather_reducescatter``, and a node of 8 GPUs; on GB200 the NVLink domain, 72.
@@ -28,6 +28,7 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.models import KVDtype
 from eldr_sim.kernel_profiles.parallel import Padding, Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     attention_tables,
@@ -71,6 +72,11 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("gpu", "tensor_parallel_size"),
     ("concurrency",),
 )
+
+#: Share of multi-token prediction's drafts that are accepted where the one before is. Nobody
+#: published it for these prompts: that of each engine's row of 4 streams with 1k prompts and
+#: outputs, which is not judged (DeepSeek-R1 FP8, 8 H200 under TensorRT-LLM, 8 B200 under SGLang).
+ACCEPTANCE = {"trtllm": 0.774, "sglang": 0.631}
 
 _PROMPTS_PER_SLOT, _MOST_PROMPTS = 10, 5120
 _GPT_OSS = MEASURED_MODELS["gpt-oss-120b"]
@@ -138,6 +144,7 @@ def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]
                 "enable_expert_parallel": pool.expert_parallel,
                 "data_parallel_size": pool.data_parallel_size,
             }
+            | _prefill_chunk(case, target)
             if pool.count
             else {},
             "prefill_policy": "round_robin" if pool.count else "prefix_hash",
@@ -145,25 +152,44 @@ def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]
             "request_rate": "inf",
             "max_concurrency": case.concurrency,
             "max_num_seqs": _seats(case, target),
-            "kv_cache_dtype": "fp8" if target.kv_cache_dtype == "fp8" else "auto",
+            "kv_cache_dtype": "fp8" if _kv_dtype(case.gpu, target) == "fp8" else "auto",
             "enable_prefix_caching": False,
             "cudagraph_padding": form.graphs,
         }
+        | _drafts(case, target)
     )
+
+
+def _kv_dtype(gpu: str, target: MeasuredModel) -> KVDtype:
+    """Return the type of the KV cache: SGLang's scripts name FP8 on Blackwell alone."""
+    hopper = gpu in ("H100", "H200") and target.backend == "sglang"
+    return "bfloat16" if hopper else target.kv_cache_dtype
+
+
+def _drafts(case: Case, target: MeasuredModel) -> dict[str, Any]:
+    """Return the drafts of a run; each is accepted with the engine's share if those before are."""
+    if not case.drafts:
+        return {}
+    rates = [ACCEPTANCE[target.backend] ** (i + 1) for i in range(case.drafts)]
+    config = {"method": "mtp", "num_speculative_tokens": case.drafts}
+    return {"speculative_config": config | {"synthetic_acceptance_rates": rates}}
 
 
 def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
     """Return what the launch scripts of a row's engine said of its scheduler.
 
     InferenceX's (``benchmarks/*.sh`` of September 2025 to April 2026): on B200 SGLang polls every
-    30 steps from 16 streams on on 8 GPUs, else every 10; TensorRT-LLM's ``max_num_tokens`` are
-    20,000 for GPT-OSS, 16,384 where Llama-70B waits (20 steps or nine tenths of them, 1k prompts
-    and outputs on fewer than 8 GPUs), else those of all prompts of a step, 8,192 at least.
+    30 steps from 16 streams on on 8 GPUs, else every 10, and its chunks of FP8 models are 32,768
+    tokens; TensorRT-LLM's ``max_num_tokens`` are 20,000 for GPT-OSS, 16,384 where Llama-70B waits
+    (20 steps or nine tenths of them, 1k prompts and outputs on fewer than 8 GPUs), else those of
+    all prompts of a step, 8,192 at least.
     """
     trtllm, blackwell = target.backend == "trtllm", case.gpu not in ("H100", "H200")
     engines = case.data_parallel_size
     if target.backend == "sglang":
-        told: dict[str, Any] = {"max_num_batched_tokens": (16384 if blackwell else 8192) // engines}
+        chunk = _sglang_chunk(case, target)
+        verified = case.concurrency * (1 + case.drafts)  # the chunk does not bound these
+        told: dict[str, Any] = {"max_num_batched_tokens": max(chunk // engines, verified)}
         if target.inferencex and blackwell and engines == 1:
             wide = case.tensor_parallel_size == 8 and case.concurrency >= 16
             told["scheduler_recv_interval"] = 30 if wide else 10
@@ -176,11 +202,27 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
     if target.dims().is_dense and short and case.tensor_parallel_size < 8:
         return {"max_num_batched_tokens": 16384, "batch_wait_timeout_iters": 20,
                 "batch_wait_max_tokens_ratio": 0.9}  # fmt: skip
-    tokens = max(8192, -(-(case.concurrency + case.input_len) // 64) * 64)
+    verified = case.concurrency * (1 + case.drafts)
+    tokens = max(8192, -(-(verified + case.input_len) // 64) * 64)
     told = {"max_num_batched_tokens": tokens}
     if case.gpu == "B200" and short and case.concurrency >= 64 and not target.dims().is_dense:
         told |= {"batch_wait_timeout_iters": 40, "batch_wait_max_tokens_ratio": 0.8}
     return told
+
+
+def _sglang_chunk(case: Case, target: MeasuredModel) -> int:
+    """Return ``--chunked-prefill-size``, which SGLang divides by its data-parallel engines."""
+    if target.inferencex and target.precision == "fp8":
+        return 32768
+    return 8192 if case.gpu in ("H100", "H200") else 16384
+
+
+def _prefill_chunk(case: Case, target: MeasuredModel) -> dict[str, int]:
+    """Return what bounds a step of a prefill worker where it is not what bounds a decode step."""
+    if target.backend != "sglang":
+        return {}
+    chunk = _sglang_chunk(case, target) // case.prefill.data_parallel_size
+    return {"max_num_batched_tokens": chunk, "max_num_seqs": min(case.concurrency, chunk)}
 
 
 def front_end(form: Form, mode: Mode) -> dict[str, Any]:
@@ -270,6 +312,7 @@ def case_tables(
     for gpu, parallelism in sorted(pools, key=str):
         size = parallelism.tensor_parallel_size
         shard = parallelism.shard(model)
+        shard = shard.model_copy(update={"kv_cache_dtype": _kv_dtype(gpu, target)})
         if moe_kernel == "marlin":
             if gpu in ("H100", "H200"):
                 found.append(derive_marlin_table(gpu, model, parallelism, padding=form.padding))
@@ -278,7 +321,18 @@ def case_tables(
             shared = parallelism.data_parallel_size > 1
             spread = Parallelism() if shared else parallelism
             moe = list(moe_tables(gpu, model, spread, target.backend))
-            moe = need("MoE", gpu, size, moe or list(moe_tables(gpu, model, spread)))
+            moe = moe or list(moe_tables(gpu, model, spread))
+            if parallelism.expert_parallel and not moe:  # read at the count of a rank's experts
+                moe = list(moe_tables(gpu, model, engine=target.backend))
+            if (target.backend, model.expert_dtype) == ("trtllm", "nvfp4") and not shared:
+                # Scripts name CUTLASS where engines share experts, else TRTLLM, which FlashInfer
+                # has, too: vLLM's rows stand in on the cards where TensorRT-LLM's are missing.
+                whole = [Parallelism()] if spread.expert_parallel else []
+                for layout in (spread, *whole):
+                    moe += moe_tables(gpu, model, layout, "trtllm")
+                    moe += moe_tables(gpu, model, layout)
+                moe.sort(key=lambda table: not _is_trtllm_gen(table))
+            moe = need("MoE", gpu, size, moe)
             found.append(moe[-1 if moe_kernel == "oldest" else 0])  # they come newest first
             attention = list(attention_tables(gpu, shard, target.backend))
             attention = attention or list(attention_tables(gpu, shard))
@@ -289,6 +343,11 @@ def case_tables(
     for table in found:
         table.save(folder / table_name(table.metadata))
     return folder if found else None
+
+
+def _is_trtllm_gen(table: LatencyTable) -> bool:
+    kernel = table.metadata.kernel_source
+    return "min_latency" in kernel or "flashinfer_trtllm" in kernel
 
 
 def predict_rows(

@@ -23,6 +23,14 @@ started. The labels often say something else, and the scripts are followed:
 - Llama-3.1-70B: NVIDIA's FP8 and NVFP4 checkpoints with ``kv-cache-dtype: fp8``, and the seats of
   GPT-OSS (``benchmarks/70b_fp8_h100_slurm.sh``, ``70b_fp8_h200_slurm.sh``,
   ``70b_fp8_b200_docker.sh``, ``70b_fp4_b200_docker.sh``).
+- DeepSeek-R1: the dump of InferenceX's database, which calls it V3, has runs without multi-token
+  prediction and the workers of disaggregated ones; most of them stand under R1, too. Of the others
+  ``rows/deepseek_launches.csv`` has workers and drafts where the configurations of the sixty days
+  before the run (else the first one after it; InferenceX 843c6254f) start the run's GPU, precision,
+  lengths, GPUs of a worker and concurrency in one way, or in one with drafts and one without, which
+  the dump has of that day. Of the dump's own rows this finds 398 plain and 2 with drafts. Drafts
+  are the recipe's (``mtp3``); else those of the scripts, under TensorRT-LLM 3, or 1 where engines
+  share experts, under SGLang 2.
 - GPT-OSS on GB200 under TensorRT-LLM, disaggregated: the file has no workers, ``gptoss-fp4-gb200-
   dynamo-trt`` of the configuration has (:data:`_GPT_OSS_WORKERS`). Loads that it starts in several
   ways, or with ``dp-attn: true`` (labelled ``dp 1``), are not told apart.
@@ -33,6 +41,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
@@ -117,6 +126,13 @@ MEASURED_MODELS = {
     "kimi-k2.5-nvfp4": MeasuredModel(
         "moonshotai/Kimi-K2.5", None, _KERNELS, "fp4", "nvidia/Kimi-K2.5-NVFP4"
     ),
+    "kimi-k2.5-nvfp4-trtllm": MeasuredModel(
+        "moonshotai/Kimi-K2.5", None, ("newest",), "fp4", "nvidia/Kimi-K2.5-NVFP4",
+        backend="trtllm", kv_cache_dtype="fp8",
+    ),
+    "qwen3-32b-trtllm": MeasuredModel(
+        "Qwen/Qwen3-32B", "Qwen3-32B", _DENSE, "", backend="trtllm", inferencex=False
+    ),
     "gpt-oss-120b-trtllm": MeasuredModel(
         "openai/gpt-oss-120b", None, ("newest",), "fp4", backend="trtllm"
     ),
@@ -138,14 +154,20 @@ MEASURED_MODELS = {
     "qwen3-32b-fp8": MeasuredModel(
         "Qwen/Qwen3-32B", None, _DENSE, checkpoint="Qwen/Qwen3-32B-FP8", inferencex=False
     ),
-    "deepseek-r1": MeasuredModel("deepseek-ai/DeepSeek-R1", None, _KERNELS[::-1], backend="sglang"),
-    # Of DeepSeek the rows labelled V3 alone are known to be without multi-token prediction: of
-    # InferenceX's database dump of configurations that say so.
+    # The configurations of InferenceX's runs of DeepSeek-R1, which the dump calls V3.
     "deepseek-v3-sglang": MeasuredModel(
         "deepseek-ai/DeepSeek-V3", None, _KERNELS[::-1], backend="sglang", kv_cache_dtype="fp8"
     ),
     "deepseek-v3-trtllm": MeasuredModel(
         "deepseek-ai/DeepSeek-V3", None, _KERNELS[::-1], backend="trtllm", kv_cache_dtype="fp8"
+    ),
+    "deepseek-v3-nvfp4-sglang": MeasuredModel(
+        "deepseek-ai/DeepSeek-V3", None, ("newest",), "fp4", "nvidia/DeepSeek-V3.1-NVFP4",
+        backend="sglang", kv_cache_dtype="fp8",
+    ),
+    "deepseek-v3-nvfp4-trtllm": MeasuredModel(
+        "deepseek-ai/DeepSeek-V3", None, ("newest",), "fp4", "nvidia/DeepSeek-V3.1-NVFP4",
+        backend="trtllm", kv_cache_dtype="fp8",
     ),
     "qwen3-235b-sglang": MeasuredModel(
         "Qwen/Qwen3-235B-A22B-FP8", None, _KERNELS[::-1], backend="sglang", inferencex=False
@@ -211,6 +233,7 @@ class Case:
     data_parallel_size: int = 1
     decode_workers: int = 1
     prefill: Workers = Workers()
+    drafts: int = 0  #: of multi-token prediction, each step
 
     @property
     def parallelism(self) -> Parallelism:
@@ -229,7 +252,8 @@ class Case:
         pools = [self.parallelism] + ([self.prefill.parallelism] if self.prefill.count else [])
         spread = any(pool.expert_parallel for pool in pools)
         shared = any(pool.data_parallel_size > 1 for pool in pools)
-        return ("disaggregated, " if self.prefill.count else "") + words[spread, shared]
+        drafts = f", {self.drafts} drafts" if self.drafts else ""
+        return ("disaggregated, " if self.prefill.count else "") + words[spread, shared] + drafts
 
 
 @dataclass(frozen=True)
@@ -249,6 +273,10 @@ class MeasuredRun:
     excluded: str = ""
 
 
+#: The row that tells how many of SGLang's drafts are accepted.
+_DRAFTS_FITTED = Case("B200", 8, 1024, 1024, 4, drafts=2)
+
+
 def package_folder() -> Path:
     """Return the folder of the installed package ``aiconfigurator-core``.
 
@@ -266,11 +294,21 @@ def package_folder() -> Path:
 
 def target_of(record: Mapping[str, str]) -> str:
     """Return which of :data:`MEASURED_MODELS` a record of the file is of; empty if of none."""
-    key = (record["model_path"], record["backend"], record["precision"])
+    model = record["model_path"].replace("DeepSeek-R1", "DeepSeek-V3")  # of the same shape
+    key = (model, record["backend"], record["precision"])
     for name, target in MEASURED_MODELS.items():
         if (target.model_path, target.backend, target.precision) == key:
             return name
     return ""
+
+
+def is_plain(record: Mapping[str, str]) -> bool:
+    """Whether a run of DeepSeek is known to be without multi-token prediction.
+
+    Of InferenceX's database dump, which labels R1 as V3, holds none with it and has its workers.
+    """
+    name, source = record["model_path"], record["silicon_data_source"]
+    return name == "deepseek-ai/DeepSeek-V3" and source.startswith("db-dump")
 
 
 def read_rows(
@@ -314,17 +352,21 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
     if record["system"] not in GPUS:
         return "this GPU is not modelled"
     gpu, source = GPUS[record["system"]], record["silicon_data_source"]
-    if record["model_path"] == "deepseek-ai/DeepSeek-R1" and (backend, gpu) != ("sglang", "H200"):
-        return "runs with and without multi-token prediction are not told apart"
-    if record["model_path"] == "deepseek-ai/DeepSeek-V3" and not source.startswith("db-dump"):
-        return "runs with and without multi-token prediction are not told apart"
     date = re.search(r"measured=([\d-]+)", source)
     given = re.search(r"silicon_concurrency=(\d+)", source)
     concurrency = int(given[1]) if given else 0
     lengths = int(record["isl"]), int(record["osl"])
-    prefill, decode_workers = Workers(), 1
+    prefill, decode_workers, drafts = Workers(), 1, 0
     try:
-        if record["mode"] == "disagg":
+        if "DeepSeek" in record["model_path"] and not is_plain(record):
+            launch = _launches().get(_launch_key(record, date[1] if date else "", concurrency))
+            if launch is None:
+                return "runs with and without multi-token prediction are not told apart"
+            prefill, workers, drafts = launch
+            layout, decode_workers = workers.parallelism, workers.count
+            if prefill.count:
+                prefill.parallelism.check(model)
+        elif record["mode"] == "disagg":
             known = _n_workers(record, concurrency)
             if isinstance(known, str):
                 return known
@@ -362,12 +404,36 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
             layout.data_parallel_size,
             decode_workers,
             prefill,
+            drafts,
         ),
         round(float(record["silicon_ttft_ms"]), 3),
         round(float(record["silicon_tpot_ms"]), 3),
         record["backend_version"],
         date[1] if date else "",
     )
+
+
+def _launch_key(record: Mapping[str, str], date: str, concurrency: int) -> tuple[str, ...]:
+    """Return what names a run of DeepSeek in ``rows/deepseek_launches.csv``."""
+    pool = "decode_" if record["mode"] == "disagg" else ""
+    sizes = (record[f"{pool}{name}_size"] or "0" for name in ("tp", "attention_dp", "moe_ep"))
+    names = ("backend", "mode", "system", "precision", "isl", "osl")
+    return (*(record[name] for name in names), str(concurrency), date, *sizes)
+
+
+@lru_cache
+def _launches() -> dict[tuple[str, ...], tuple[Workers, Workers, int]]:
+    """Return the prefill and decode workers, and the drafts, of runs of DeepSeek by their key."""
+    text = (resources.files(__package__) / "rows" / "deepseek_launches.csv").read_text("utf-8")
+    found = {}
+    for line in list(csv.reader(text.splitlines()))[1:]:
+        drafts, *sizes = map(int, line[11:])
+        pools = []
+        for count, gpus, ranks, shared in (sizes[:4], sizes[4:]):
+            layout = (1, ranks > 1, gpus) if shared else (gpus, ranks > 1, 1)
+            pools.append(Workers(count, *layout) if count else Workers())
+        found[tuple(line[:11])] = pools[0], pools[1], drafts
+    return found
 
 
 def _n_workers(record: dict[str, str], concurrency: int) -> tuple[int, int] | str:
@@ -443,7 +509,8 @@ def marked(rows: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     def setting(row: MeasuredRun) -> tuple[object, ...]:
         case = row.case
         lengths = case.input_len, case.output_len
-        return case.gpu, case.parallelism, case.prefill, *lengths, row.date
+        pools = case.parallelism, case.decode_workers, case.prefill
+        return case.gpu, *pools, case.drafts, *lengths, row.date
 
     for i, row in enumerate(rows):
         for other in rows[i + 1 :]:
@@ -455,6 +522,8 @@ def marked(rows: Sequence[MeasuredRun]) -> list[MeasuredRun]:
                 fallen |= {row, other}
 
     def reason(row: MeasuredRun) -> str:
+        if row.case == _DRAFTS_FITTED:
+            return "the acceptance of SGLang's drafts is fitted to it"
         if row.case.gpu == "H100" and row.case.concurrency == 512:
             return "H100 at concurrency 512: TTFT of minutes beside TPOT of milliseconds"
         if row.ttft_ms > 0.25 * row.tpot_ms * row.case.output_len:
