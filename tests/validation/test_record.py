@@ -190,6 +190,25 @@ def test_a_prefill_worker_has_a_step_of_its_own():
     assert case_fields(replace(case, gpu="H200"), target, Form())["kv_cache_dtype"] == "auto"
 
 
+@pytest.mark.parametrize(
+    ("gpu", "precision", "mode", "date", "layout", "drafts", "runner"),
+    [
+        ("B200", "fp8", "agg", "2025-12-15", Parallelism(8, True), 0, "DEEPGEMM"),
+        ("B200", "fp8", "agg", "2026-01-29", Parallelism(8), 0, "TRTLLM"),
+        ("B200", "fp8", "agg", "2026-02-05", Parallelism(8), 3, "DEEPGEMM"),
+        ("B200", "fp8", "agg", "2026-01-29", Parallelism(1, True, 8), 0, "DEEPGEMM"),
+        ("B200", "fp8", "disagg", "2026-01-29", Parallelism(8), 0, ""),
+        ("GB300", "fp4", "disagg", "2026-01-29", Parallelism(8, True), 0, "TRTLLM"),
+        ("B200", "fp4", "agg", "2026-01-29", Parallelism(1, True, 8), 1, "CUTLASS"),
+        ("H200", "fp8", "agg", "2026-01-29", Parallelism(8), 0, ""),
+    ],
+)
+def test_moe_runners_are_the_scripts(gpu, precision, mode, date, layout, drafts, runner):
+    record = DEEPSEEK | {"precision": precision, "mode": mode}
+    assert silicon_rows._moe_runner(record, gpu, date, layout, drafts) == runner
+    assert silicon_rows._moe_runner(record | {"backend": "sglang"}, gpu, date, layout, 0) == ""
+
+
 def test_every_launch_is_of_known_sizes():
     for key, (prefill, decode, drafts) in silicon_rows._launches().items():
         assert key[0] in ("sglang", "trtllm")

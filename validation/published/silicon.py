@@ -47,6 +47,7 @@ from eldr_sim.validation.published.predictions import PublishedRow, errors_of, p
 from eldr_sim.validation.published.silicon_routing import Routing
 from eldr_sim.validation.published.silicon_rows import (
     MEASURED_MODELS,
+    MOE_RUNNERS,
     Case,
     MeasuredModel,
     MeasuredRun,
@@ -307,9 +308,13 @@ def case_tables(
             raise InputError("silicon", f"no {kind} table of {model.name} on {size} {gpu}")
         return tables
 
-    pools = {(case.gpu, case.parallelism) for case in cases}
-    pools |= {(case.gpu, case.prefill.parallelism) for case in cases if case.prefill.count}
-    for gpu, parallelism in sorted(pools, key=str):
+    pools = {(case.gpu, case.parallelism, case.moe_runner) for case in cases}
+    pools |= {
+        (case.gpu, case.prefill.parallelism, case.moe_runner)
+        for case in cases
+        if case.prefill.count
+    }
+    for gpu, parallelism, runner in sorted(pools, key=str):
         size = parallelism.tensor_parallel_size
         shard = parallelism.shard(model)
         shard = shard.model_copy(update={"kv_cache_dtype": _kv_dtype(gpu, target)})
@@ -324,14 +329,12 @@ def case_tables(
             moe = moe or list(moe_tables(gpu, model, spread))
             if parallelism.expert_parallel and not moe:  # read at the count of a rank's experts
                 moe = list(moe_tables(gpu, model, engine=target.backend))
-            if (target.backend, model.expert_dtype) == ("trtllm", "nvfp4") and not shared:
-                # Scripts name CUTLASS where engines share experts, else TRTLLM, which FlashInfer
-                # has, too: vLLM's rows stand in on the cards where TensorRT-LLM's are missing.
-                whole = [Parallelism()] if spread.expert_parallel else []
+            if runner:  # its kernel, of whichever engine and shape, before those of the layout
+                whole = [Parallelism()] if parallelism.expert_parallel else []
                 for layout in (spread, *whole):
-                    moe += moe_tables(gpu, model, layout, "trtllm")
+                    moe += moe_tables(gpu, model, layout, target.backend)
                     moe += moe_tables(gpu, model, layout)
-                moe.sort(key=lambda table: not _is_trtllm_gen(table))
+                moe.sort(key=lambda table: not _is_of(table, runner))
             moe = need("MoE", gpu, size, moe)
             found.append(moe[-1 if moe_kernel == "oldest" else 0])  # they come newest first
             attention = list(attention_tables(gpu, shard, target.backend))
@@ -345,9 +348,8 @@ def case_tables(
     return folder if found else None
 
 
-def _is_trtllm_gen(table: LatencyTable) -> bool:
-    kernel = table.metadata.kernel_source
-    return "min_latency" in kernel or "flashinfer_trtllm" in kernel
+def _is_of(table: LatencyTable, runner: str) -> bool:
+    return any(name in table.metadata.kernel_source for name in MOE_RUNNERS[runner])
 
 
 def predict_rows(

@@ -201,6 +201,15 @@ MEASURED_MODELS = {
 }  # fmt: skip
 
 
+#: Names of kernels in the package's tables, by TensorRT-LLM's name of the backend. FlashInfer has
+#: TRTLLM's, too.
+MOE_RUNNERS = {
+    "CUTLASS": ("cutlass",),
+    "DEEPGEMM": ("deepgemm",),
+    "TRTLLM": ("min_latency", "flashinfer_trtllm"),
+}
+
+
 @dataclass(frozen=True, order=True)
 class Workers:
     """The prefill workers of a disaggregated run; none where workers are co-located."""
@@ -234,6 +243,7 @@ class Case:
     decode_workers: int = 1
     prefill: Workers = Workers()
     drafts: int = 0  #: of multi-token prediction, each step
+    moe_runner: str = ""  #: the kernel of :data:`MOE_RUNNERS` that its script names, if it is known
 
     @property
     def parallelism(self) -> Parallelism:
@@ -405,12 +415,29 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
             decode_workers,
             prefill,
             drafts,
+            _moe_runner(record, gpu, date[1] if date else "", layout, drafts),
         ),
         round(float(record["silicon_ttft_ms"]), 3),
         round(float(record["silicon_tpot_ms"]), 3),
         record["backend_version"],
         date[1] if date else "",
     )
+
+
+def _moe_runner(
+    record: Mapping[str, str], gpu: str, date: str, layout: Parallelism, drafts: int
+) -> str:
+    """Return ``MOE_BACKEND`` of TensorRT-LLM's scripts of DeepSeek-R1 on Blackwell."""
+    if record["backend"] != "trtllm" or "DeepSeek" not in record["model_path"]:
+        return ""
+    if gpu in ("H100", "H200"):
+        return ""
+    if record["precision"] == "fp4":
+        return "CUTLASS" if layout.data_parallel_size > 1 else "TRTLLM"
+    if record["mode"] == "disagg":
+        return ""  # recipes of other repositories
+    newer = date >= "2026-01-29" and not (drafts or layout.expert_parallel)
+    return "TRTLLM" if newer else "DEEPGEMM"
 
 
 def _launch_key(record: Mapping[str, str], date: str, concurrency: int) -> tuple[str, ...]:
