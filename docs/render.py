@@ -263,6 +263,8 @@ def picture(page: str, rows: list[Row]) -> None:
 
     own = [r for r in chosen(rows) if r["page"] == page and r["unit"] in ("%", "points")]
     own = [r for r in own if r["ours"] and r["high"] and r["stated"] == "yes"][:30]
+    if not own:  # tables of other units, or of what only we state
+        return
     figure_, axes = plt.subplots(figsize=(9, 1 + 0.27 * len(own)), layout="constrained")
     for y, row in enumerate(own):
         low, high = float(row["low"]), float(row["high"])

@@ -74,6 +74,11 @@ def open_run(path: str | os.PathLike[str]) -> Folder:
             if np.isnan(columns["finish_s"][done]).any():
                 problem = f"{file} has completed requests without finish_s"
                 raise InputError("RESULT", problem, _WRITTEN)
+        else:
+            decode = np.array(table.column("role").to_pylist()) == "decode"
+            if np.isnan(columns["context_tokens"][decode]).any():
+                problem = f"{file} has decode steps without context_tokens"
+                raise InputError("RESULT", problem, _WRITTEN)
     return folder
 
 

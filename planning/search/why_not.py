@@ -59,13 +59,18 @@ def why(
 ) -> Search[str]:
     """Say why a cluster is not the answer, simulating it where arithmetic does not tell.
 
-    ``fields``: see `named`; ``rows``: of the plan, the best first; policy and GPU are those of the
-    best.
+    ``fields``: see `named`; ``rows``: of the plan, the best first; policy, GPU, price and drafts
+    are those of the best.
     """
     best = rows[0]
     if best.trial is not None:
         own = best.trial.config
         fields = fields | {"policy": own.policy, "gpu": own.gpu, "goodput": objective.level}
+        fields |= {"speculative_config": own.speculative_config}
+        price = own.pool("decode").price_per_gpu_hour
+        for role in ("prefill", "decode"):
+            its = getattr(own, role).price_per_gpu_hour
+            set_field(fields, f"{role}.price_per_gpu_hour", price if its is None else its)
     try:
         config = make_config(fields)
         least = bounds(config, objective)
@@ -88,8 +93,7 @@ def why(
         return f"it {attained}: undecided after {len(trial.summaries)} seeds"
     unit = "GPUs" if config.price_per_hour is None else "$ an hour"
     ours, theirs = cost(best.trial.config), cost(config)
-    return (
-        f"it {attained} and takes {theirs:g} {unit} where the answer takes {ours:g}"
-        if theirs > ours
-        else f"it {attained} at {theirs:g} {unit}, as good as the answer's {ours:g}"
-    )
+    if theirs > ours:
+        return f"it {attained} and takes {theirs:g} {unit} where the answer takes {ours:g}"
+    how = "as good as" if theirs == ours else "not searched, and cheaper than"
+    return f"it {attained} at {theirs:g} {unit}, {how} the answer's {ours:g}"

@@ -225,13 +225,13 @@ class Actions:
 
     def _bound_to(self, engines: range) -> list[int]:
         """Return the requests that a worker's death takes along."""
-        sent = self.requests[self._came("sent")]
+        sent = self.requests[self.came("sent")]
         bound = np.isin(sent["worker"], engines)
         bound |= np.isin(sent["source"], engines) & ~sent["kv_here"]
         bound &= sent["outcome"] == state.OPEN
-        return [r for r in self._came("sent")[bound].tolist() if r not in self.lost]
+        return [r for r in self.came("sent")[bound].tolist() if r not in self.lost]
 
-    def _came(self, how_far: str) -> NDArray[np.int32]:
+    def came(self, how_far: str) -> NDArray[np.int32]:
         """Return the requests that have ``arrived``, or been ``sent``, in order."""
         order = self.cluster.arrays.engines.sessions.order
         return order[: int(self.clock[how_far][0])]
@@ -412,7 +412,7 @@ class Actions:
         """End what no worker is left to serve; False if there is nothing that waits for one."""
         if not (self.troubles > 0).any():
             return False
-        came = self._came("arrived")
+        came = self.came("arrived")
         waits = came[self.requests["outcome"][came] == state.OPEN].tolist()
         for request in waits:
             self._end(request, state.NO_WORKER)

@@ -436,7 +436,11 @@ class Cluster:
         """Return what became of drafts, of all pools; None where there are none."""
         pools = zip(self.spec.pools, self.arrays.drafts, strict=False)
         counts = [drafts.counts for pool, drafts in pools if pool.engine.speculation is not None]
-        return np.sum(counts, axis=0) if counts else None
+        if not counts:
+            return None
+        most = max(map(len, counts))  # accepted drafts, and last the drafts verified
+        wide = [np.insert(of, len(of) - 1, np.zeros(most - len(of))) for of in counts]
+        return np.sum(wide, axis=0)
 
     # --- decisions ---
 

@@ -10,6 +10,7 @@ import numpy as np
 import simpy
 
 from eldr_sim.simulator.control.actions import Actions
+from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.setup.fault_plan import Fault
 
 #: When something happens, s, and what.
@@ -22,8 +23,13 @@ def start_faults(acts: Actions) -> None:
     for fault in plan.faults:
         _begin(acts, list(_DEEDS[fault.kind](acts, fault, _engines(acts, fault))))
     if plan.cancel_s is not None:
+        after_s = plan.cancel_s - acts.cluster.workload.arrival_s
+        of_sessions = len(acts.cluster.arrays.engines.sessions.waits) > 0
         for request in np.flatnonzero(np.isfinite(plan.cancel_s)).tolist():
-            _begin(acts, [(float(plan.cancel_s[request]), partial(acts.cancel, request))])
+            give_up = partial(acts.cancel, request)
+            if of_sessions:
+                give_up = partial(_give_up, acts, request, float(after_s[request]))
+            _begin(acts, [(float(plan.cancel_s[request]), give_up)])
 
 
 def _begin(acts: Actions, deeds: list[_Deed]) -> None:
@@ -37,6 +43,22 @@ def _begin(acts: Actions, deeds: list[_Deed]) -> None:
             act()
 
     acts.env.process(fault())
+
+
+def _give_up(acts: Actions, request: int, after_s: float) -> None:
+    """Let a client give up ``after_s`` behind the arrival of its request, a turn of a session.
+
+    One that has not come is looked at again so much later, 10 ms at least.
+    """
+    if acts.requests["outcome"][request] != state.OPEN:
+        return
+    at_s = acts.now + max(after_s, 0.01)
+    if request in acts.came("arrived"):
+        at_s = float(acts.requests["arrival_s"][request]) + after_s
+    if at_s > acts.now:
+        acts.env.at(at_s, lambda _event: _give_up(acts, request, after_s))
+    else:
+        acts.cancel(request)
 
 
 def _engines(acts: Actions, fault: Fault) -> range:

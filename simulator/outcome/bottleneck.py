@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.simulator.control.record import RunRecord
+from eldr_sim.simulator.control.record import DRAINING, READY, RunRecord
+from eldr_sim.simulator.outcome.worker_hours import worker_seconds
 from eldr_sim.simulator.plane.state import AFTER_WINDOW, COMPLETED, OPEN, OUTCOMES, OVERLOADED
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 
@@ -124,30 +125,40 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
         if values.any()
     }
     use: dict[str, float] = {}
-    for role, steps, n in (
-        ("prefill", record.prefill_steps, spec.n_prefill),
-        ("decode", record.decode_steps, spec.n_decode),
+    there = _there(record, spec, start, end)
+    decodes = np.array([pool.decodes for pool in spec.pools])
+    for role, steps, seconds in (
+        ("prefill", record.prefill_steps, there * ~decodes),
+        ("decode", record.decode_steps, there * decodes),
     ):
-        if not n or end <= start:
+        if not seconds.any():
             continue
         time = np.clip(steps["end"], start, end) - np.clip(steps["start"], start, end)
-        use[f"{role}_busy"] = _share(time, n * (end - start))
+        use[f"{role}_busy"] = _share(time, seconds.sum())
         if role == "decode":
-            seats = spec.of_decoders(lambda engine: engine.max_num_seqs).sum()
-            use["decode_seats"] = _share(time * steps["sequences"], seats * (end - start))
-            room = spec.of_decoders(lambda engine: engine.n_blocks).sum() * spec.block_size
+            seats = seconds @ [pool.engine.max_num_seqs for pool in spec.pools]
+            use["decode_seats"] = _share(time * steps["sequences"], seats)
+            room = seconds @ [pool.engine.n_blocks for pool in spec.pools] * spec.block_size
             windows = spec.block_size * float(np.mean(requests["window_blocks"]))
             held = steps["context"] + steps["sequences"] * windows
-            use["decode_kv"] = _share(time * held, room * (end - start))
+            use["decode_kv"] = _share(time * held, room)
     moved = requests[requests["transfer_start_s"] >= 0.0]
     if len(moved) and spec.n_decode and end > start:
         done = np.where(moved["transfer_end_s"] >= 0.0, moved["transfer_end_s"], record.end_s)
         time = np.clip(done, start, end) - np.clip(moved["transfer_start_s"], start, end)
-        use["kv_transfers"] = _share(time, spec.n_decode * (end - start))
+        use["kv_transfers"] = _share(time, (there * decodes).sum())
     decode = record.decode_steps
     step_ms = 1e3 * float(np.mean(decode["end"] - decode["start"])) if len(decode) else 0.0
     name, why = _bottleneck(mean_ms, use, step_ms)
     return {"bottleneck": name, "because": why, "mean_phase_ms": mean_ms, "utilisation": use}
+
+
+def _there(record: RunRecord, spec: ClusterSpec, start: float, end: float) -> NDArray[np.float64]:
+    """Return the seconds that each pool's engines serve or drain in the window, ``[pools]``."""
+    sizes = np.array([pool.engine.group_size for pool in spec.pools])
+    workers = [pool.n // size for pool, size in zip(spec.pools, sizes.tolist(), strict=True)]
+    spent = worker_seconds(record, workers, start, max(start, end))
+    return np.asarray(spent[:, [READY, DRAINING]].sum(axis=1) * sizes)
 
 
 def _share(values: NDArray[np.float64], whole: float) -> float:

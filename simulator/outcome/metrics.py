@@ -137,7 +137,12 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     inside = (steps["start"] >= start) & (steps["start"] < end)
     batch = steps["sequences"][inside].astype(np.int64)
     decoding = batch > 0
-    tokens = int(steps["outputs"][inside].sum())
+    computed = requests["prefill_end_s"]
+    computed_inside = (start <= computed) & (computed <= end)
+    # Where it comes with the KV cache, a request has its first token when it joins the batch.
+    brought = (requests["transfer_start_s"] >= 0.0) & (requests["first_token_s"] >= 0.0)
+    brought &= requests["first_token_s"] == requests["decode_start_s"]
+    tokens = int(steps["outputs"][inside].sum()) + int((brought & computed_inside).sum())
     # The last request may end the run, so its end belongs to it.
     finish = requests["finish_s"]
     finished = int((record.completed & (start <= finish) & (finish <= end)).sum())
@@ -145,8 +150,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     begun = (prefills["start"] >= start) & (prefills["start"] < end)
     prompt_tokens = int(prefills["chunk_tokens"][begun].sum())
     prompt_tokens += int(steps["chunk_tokens"][inside & _computes_prompts(config, steps)].sum())
-    computed = requests["prefill_end_s"]
-    prefilled = requests["prompt_len"][(start <= computed) & (computed <= end)]
+    prefilled = requests["prompt_len"][computed_inside]
     good = good_requests(times, config.goodput) & measured
 
     hours, price = seconds / 3600.0, config.price_per_hour
@@ -229,8 +233,10 @@ def _token_gaps(
 
 
 def _computes_prompts(config: RunConfig, steps: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Return which steps are of workers that requests come to, and that decode them, too."""
+    """Return which steps are of workers that compute requests' prompts, and decode them, too."""
     fetching = {name for pool in config.pools for name in pool.takes_over}
+    if config.conditional_disagg is not None:
+        fetching.clear()
     pools = [pool for pool in config.pools if pool.decodes]
     n_engines = [pool.workers * pool.own.parallelism.data_parallel_size for pool in pools]
     computes = np.array([pool.name not in fetching for pool in pools], np.bool_)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.simulator.control.record import DRAINING, READY, RESERVED, STARTING, RunRecord
+from eldr_sim.simulator.control.record import DRAINING, OFF, READY, RESERVED, STARTING, RunRecord
 from eldr_sim.simulator.outcome.metrics import good_requests, request_times
 from eldr_sim.simulator.outcome.worker_hours import PAID, spent_hours
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
@@ -72,24 +72,26 @@ def _by_minute(record: RunRecord, good: NDArray[np.bool_]) -> list[dict[str, flo
 def _events(record: RunRecord, spec: ClusterSpec) -> dict[str, int]:
     """Return how often workers were started, stopped and switched, and how often for nothing.
 
-    A reversal is a stop of a pool's worker within twice the start-up, at least a minute, of the
-    start before it.
+    A reversal is a stop of a pool's worker, or of one that starts, within twice the start-up, at
+    least a minute, of the start before it. A switch is neither a start nor a stop.
     """
     assert record.states is not None
     n = {"starts": 0, "stops": 0, "switches": 0, "reversals": 0}
     started: dict[int, float] = {}
-    for at, pool, _, what in record.states.tolist():
+    was: dict[tuple[int, int], int] = {}
+    switches = np.flatnonzero(record.states["state"] == RESERVED)  # behind what drains for them
+    for at, pool, worker, what in np.delete(record.states, switches - 1).tolist():
+        before = was.get((pool, worker), READY)
+        was[pool, worker] = what
         if what == RESERVED:
             n["switches"] += 1
-        elif what == STARTING:
+        elif what == STARTING and before != RESERVED:
             n["starts"] += 1
             started[pool] = at
-        elif what == DRAINING:
+        elif what == DRAINING or (what, before) == (OFF, STARTING):
             n["stops"] += 1
             late = max(2.0 * spec.pools[pool].engine.start_up_s, _MINUTE_S)
             n["reversals"] += at - started.pop(pool, -math.inf) <= late
-    n["starts"] -= n["switches"]
-    n["stops"] -= n["switches"]
     return n
 
 

@@ -154,7 +154,8 @@ def _prefill_mfu(config: RunConfig, prepared: PreparedRun, record: RunRecord) ->
         return None
     start, end = record.window[0], min(record.window[1], record.end_s)
     ended, requests = record.requests["prefill_end_s"], record.requests
-    inside = requests[(start <= ended) & (ended <= end)]
+    stayed = (requests["decode_start_s"] >= 0.0) & (requests["transfer_start_s"] < 0.0)
+    inside = requests[(start <= ended) & (ended <= end) & ~stayed]
     work = prefill_work(prepared.model)
     lengths = (inside["prompt_len"] - inside["cached_tokens"]).tolist()
     flops = math.fsum(map(work.flops, lengths, inside["cached_tokens"].tolist()))
@@ -337,8 +338,9 @@ def summary_of(
         **tier_figures(record, spec, _block_bytes(prepared)),
         **scaling_figures(record, config, spec),
     }
-    if (drafting := spec.decode.speculation) is not None:
-        summary["speculative_decoding"] = drafting.describe() | draft_counters(record)
+    drafts = {pool.name: pool.engine.speculation for pool in spec.pools if pool.decodes}
+    if told := [drafting.describe() for drafting in drafts.values() if drafting is not None]:
+        summary["speculative_decoding"] = told[0] | draft_counters(record)
     summary["limits"] = limits_of(record, spec)
     summary["prefill_mfu"] = _prefill_mfu(config, prepared, record)
     summary |= _workers(spec.decode)
@@ -349,6 +351,7 @@ def summary_of(
         summary["pools"] = {
             pool.name: {"workers": made.workers, "gpu": pool.engine.step_time.gpu.name}
             | _workers(pool.engine)
+            | ({"drafts": drafting.k} if (drafting := drafts.get(pool.name)) else {})
             for made, pool in zip(config.pools, spec.pools, strict=True)
         }
     summary |= _streaming(config, spec.prefill, record) | _front_end(spec, record)

@@ -57,7 +57,8 @@ class FaultPlan:
     """All that goes wrong in a run, and what routers do about it."""
 
     faults: tuple[Fault, ...] = ()  #: what happens to workers
-    #: float64 ``[requests]``: when each client gives up, s; ``inf``: never. None: nobody does.
+    #: float64 ``[requests]``: when each client gives up, s, if its request comes when it is to;
+    #: later ones give up later. ``inf``: never. None: nobody does.
     cancel_s: NDArray[np.float64] | None = None
     #: How long after a worker has died, hangs or is back the routers know it.
     health_delay_s: float = 0.0

@@ -33,13 +33,13 @@ _LEAST_BLOCKS = 1 << 20
 
 
 class Tier(NamedTuple):
-    """A tier; bandwidths are bytes/s of one GPU's part of the KV cache."""
+    """A tier; bandwidths are bytes/s."""
 
     name: str
     n_bytes: float  #: of each store
-    load: float  #: to a worker
-    store: float  #: from a worker
-    total: float  #: of a store, to and from all its workers
+    load: float  #: to a GPU, which has its part of the KV cache
+    store: float  #: from a GPU
+    total: float  #: of a store, to and from all GPUs of its workers
     latency_s: float = 0.0  #: of a load
     scope: str = "worker"  #: who shares a store
     write: str = "through"
@@ -146,7 +146,7 @@ def make_tiers(
         blocks = min(tier.n_bytes / (block * engine_gpus), max(n_listed, _LEAST_BLOCKS))
         made = np.zeros(len(known), plane.STORE)
         made["n_blank"] = int(blocks)
-        made["load_s"] = made["store_s"] = block / tier.total
+        made["load_s"] = made["store_s"] = block * engine_gpus / tier.total
         stores.append(made)
         n_stores += len(known)
     every = np.concatenate(stores)

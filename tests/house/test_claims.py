@@ -130,3 +130,13 @@ REFERENCE = {"claims.md", "cli.md", "data.md", "formats.md", "metrics.md", "tabl
 def test_a_page_is_short(page):
     words = len(page.read_text(encoding="utf-8").split())
     assert words <= (1600 if page.parent == DOCS else 1200), f"{words} words"
+
+
+def test_pictures_are_of_pages_with_percentages(monkeypatch, tmp_path):
+    """Not of one whose claims are times, or that we state alone."""
+    monkeypatch.setattr(render, "DOCS", tmp_path)
+    (tmp_path / "images").mkdir()
+    for changes in ({}, {"page": "times", "unit": "ms"}, {"page": "ours", "stated": "no"}):
+        row = CLAIM | {"shown": "yes", "direction": "agrees", "size": "agrees"} | changes
+        render.picture(row["page"], [row])
+    assert [path.name for path in (tmp_path / "images").iterdir()] == ["claims_paper.png"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -460,6 +461,21 @@ def test_why_not_is_answered(cluster, said):
     ((name, text),) = found.why_not
     assert name == cluster
     assert said in text
+
+
+def test_why_not_compares_prices_where_there_are_some():
+    found = ask(policies=["jsq"], gpus=["h100"], prices={"h100": 0.4}, why_not=["6P14D", "9P20D"])
+    cost = found.best.cost
+    for (_, text), gpus in zip(found.why_not, (20, 29), strict=True):
+        told = f"takes {0.4 * gpus:g} $ an hour where the answer takes {cost:g}"
+        assert text.endswith(told), text
+
+
+def test_a_cluster_that_was_not_searched_may_be_cheaper():
+    """Only workers of four GPUs are searched."""
+    sizes = {"tensor_parallel_sizes": [4], "policies": ["jsq"], "gpus": ["h100"]}
+    ((_, text),) = ask(**sizes, why_not=["6P14D"]).why_not
+    assert re.search(r"at 20 GPUs, not searched, and cheaper than the answer's \d+$", text)
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ DAMAGE = [
     ("steps", dropped("active_experts"), "has no column 'active_experts' of numbers"),
     ("steps", worded("start_s"), "has no column 'start_s' of numbers"),
     ("steps", unknown("role"), "lacks values of 'role'"),
+    ("steps", unknown("context_tokens"), "has decode steps without context_tokens"),
 ]
 
 
@@ -166,14 +167,7 @@ def test_a_damaged_folder_is_one_line(folders, tmp_path, run_cli, name, how, pro
 
 
 def test_what_cannot_be_read_as_a_run_s_is_one_line_too(folders, tmp_path, run_cli):
-    folder = damaged(folders / "pd", tmp_path / "run", "steps", unknown("context_tokens"))
-    code, _, error = run_cli("explain", folder, folders / "fewer")
-    assert code == 2
-    assert (
-        "run or fewer has a run's files but not its contents (IndexError: "
-        in error.splitlines()[-1]
-    )
-    assert "Traceback" not in error
+    folder = shutil.copytree(folders / "pd", tmp_path / "run")
     document = folder / "config.json"
     document.write_text(document.read_text().replace('"config"', '"other"'))
     code, _, error = run_cli("explain", folder, folders / "fewer")

@@ -233,3 +233,36 @@ def test_start_ups_in_parts():
 def test_what_does_not_fit_is_refused(changes, said):
     with pytest.raises(InputError, match=said):
         simulate(CONFIG.replace(**{"autoscale": "hpa"} | changes))
+
+
+def events_of(topology, absent, *deeds, **fields):
+    """Run what is done to workers at times, s; return the scaling figures."""
+    rest = {"load": None, "num_requests": 30, "request_rate": 10, "initial_workers": ()} | fields
+    sim = Simulation(CONFIG.replace(topology=topology, **rest), absent=(absent,))
+    for at, deed, *words in deeds:
+        sim.env.at(at, lambda _, deed=deed, words=words: getattr(sim.cluster, deed)(*words))
+    return sim.run().summary["scaling"]
+
+
+def test_a_worker_that_is_stopped_while_it_starts_is_a_reversal():
+    two = Worker("decode", 1)
+    told = events_of("2C", "decode:1", (0.5, "start", two), (0.9, "stop", two), (1.2, "start", two),
+                     (1.9, "stop", two), start_up="100")  # fmt: skip
+    assert [told[name] for name in ("starts", "stops", "reversals")] == [2, 2, 2]
+    assert told["gpu_hours_by_state"]["starting"] == pytest.approx(1.1 / 3600)
+
+
+def test_a_switch_that_the_run_s_end_cuts_is_no_start_and_no_stop():
+    for one, other in ("decode", "prefill"), ("prefill", "decode"):
+        deed = (0.25, "switch", Worker(one, 0), other, 100.0)
+        told = events_of("2P2D", f"{other}:1", deed, num_requests=1)
+        assert [told[name] for name in ("starts", "stops", "switches")] == [0, 0, 1], one
+
+
+def test_who_is_not_there_is_not_idle():
+    """One worker of four serves: it is as busy as that of a topology of one."""
+    one = simulate(CONFIG.replace(topology="1C", initial_workers=()))
+    four = simulate(CONFIG.replace(autoscale="none:n=1"))
+    for summary in (one.summary, four.summary):
+        assert summary["limits"]["utilisation"] == one.summary["limits"]["utilisation"]
+        assert summary["limits"]["because"] == one.summary["limits"]["because"]

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.flops import peak_flops, prefill_work
 from eldr_sim.simulator.plane.entry import BUSY, SECONDS, SHORT
+from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.conditional import NEVER, Conditional, parse_conditional
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
@@ -91,3 +94,25 @@ def test_rules():
     assert parse_conditional("noncached:64") == Conditional(int(SHORT), 64.0, 1.0)
     with pytest.raises(InputError, match="hands no prompts over"):
         prepare(make_config({"topology": "2C", "conditional_disagg": "seconds"}))
+
+
+def test_prompts_that_stay_are_computed_tokens_of_no_prefill_worker():
+    """The steps' tokens by pool; a prefill worker's FLOPs are those of the prompts that it gets."""
+    chat = {
+        "trace": "reference-moe", "topology": "1P2D", "workload": "chat", "sessions": 10,
+        "think_time": "1", "output_len": 30, "policy": "jsq",
+    }  # fmt: skip
+    result = simulate(make_config(chat | {"conditional_disagg": "noncached:2000"}))
+    summary, record = result.summary, result.record
+    rows, seconds = record.requests, summary["duration"]
+    tokens = [steps["chunk_tokens"].sum() for steps in (record.prefill_steps, record.decode_steps)]
+    assert min(tokens) > 1000
+    assert summary["computed_prompt_throughput"] == pytest.approx(sum(tokens) / seconds)
+    moved = rows[rows["transfer_start_s"] >= 0]
+    work = prefill_work(prepare(make_config(chat)).model)
+    flops = sum(
+        work.flops(int(row["prompt_len"] - row["cached_tokens"]), int(row["cached_tokens"]))
+        for row in moved
+    )
+    peak = peak_flops(prepare(make_config(chat)).model, load_gpu("H100"))
+    assert summary["prefill_mfu"] == pytest.approx(flops / peak / seconds)

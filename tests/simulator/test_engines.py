@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import EldrSimWarning, InputError
+from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.engines import EngineRules, rules_of
 from eldr_sim.simulator.setup.prepare import prepare
@@ -367,3 +368,16 @@ def test_bad_engines_are_refused(fields, message):
         return
     with pytest.raises((InputError, FileNotFoundError), match=message):
         spec_of(**fields)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+def test_the_first_token_is_generated_wherever_it_is(engine):
+    """A prefill worker's, where it comes with the KV cache: 20 requests have 60 tokens."""
+    summary = simulate(make_config({
+        "engine": engine, "topology": "1P1D", "model": "Qwen3-8B", "num_requests": 20,
+        "request_rate": 20, "input_len": 200, "output_len": 3,
+    })).summary  # fmt: skip
+    assert summary["output_throughput"] * summary["duration"] == pytest.approx(60)
+    assert summary["gpu_hours_per_million_output_tokens"] == pytest.approx(
+        2 * summary["duration"] / 3600 / 60e-6
+    )

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.config_groups import KVTierConfig
 from eldr_sim.simulator.setup.kv_tiers import parse_tier
 from eldr_sim.traces.requests.request_logs import chain_blocks
@@ -307,3 +309,19 @@ def test_spelling():
         scope="worker", write="through", exclusive=False, evict="lru",
     )  # fmt: skip
     assert parse_tier("a:1GiB,load=1MB/s,latency=1s,scope=node").total == 1e6
+
+
+def test_a_store_moves_no_more_than_its_bandwidth():
+    """Blocks of four GPUs go over a store's link whole; each GPU's part over its own."""
+    for scope, total in (("worker", ",total=2GB/s"), ("cluster", ",total=2GB/s"), ("node", "")):
+        config = make_config({
+            "trace": "reference-moe", "topology": "1C", "tensor_parallel_size": 4,
+            "workload": "chat", "sessions": 20, "turns": "3", "think_time": "0", "output_len": 20,
+            "prefix_len": 2000, "num_prefixes": 4, "num_gpu_blocks_override": 300,
+            "kv_tier": (f"host:9GB,load=2GB/s,scope={scope}{total}",),
+        })  # fmt: skip
+        result = simulate(config)
+        moved = result.summary["kv_tiers"]["tiers"]["host"]["loaded_gb"]
+        loads = result.record.tiers.loads
+        assert moved > 0.1
+        assert loads["waited_s"].sum() >= moved / 2 - 1e-9, scope

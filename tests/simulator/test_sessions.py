@@ -231,3 +231,21 @@ def test_what_contradicts_itself_is_refused(changes, field):
     with pytest.raises(InputError) as caught:
         requests_of(**changes)
     assert caught.value.field == field
+
+
+def test_clients_give_up_so_long_after_a_turn_has_come(tmp_path):
+    """Whichever turn it is; who is served sooner does not give up."""
+    rows = requests_of()[0].record.requests
+    events = tmp_path / "events.yaml"
+    for share in (0.7, 0.9):
+        after_s = float(np.quantile(rows["finish_s"] - rows["arrival_s"], share))
+        events.write_text(f"[{{cancel: 1, after_s: {after_s}}}]")
+        result, work = requests_of(events=str(events))
+        requests = result.record.requests
+        took = requests["finish_s"] - requests["arrival_s"]
+        left = np.array(result.record.outcomes()) == "cancelled"
+        assert left.any()
+        assert (work.parent[result.record.numbers[~left]] >= 0).sum() > 10
+        steps = result.steps.to_pandas()
+        assert took.max() <= after_s + (steps.end_s - steps.start_s).max()
+        assert (took[left] >= after_s - 1e-9).all()

@@ -402,3 +402,19 @@ def test_a_synthetic_length_is_spent_on_the_first_drafts():
     told = result.summary["speculative_decoding"]
     assert told["acceptance_rates"] == pytest.approx([1.0, 0.4, 0.0])
     assert told["spec_decode_num_accepted_tokens_per_pos"][0] == told["spec_decode_num_drafts"]
+
+
+def test_pools_may_draft_differently():
+    """Two decode pools of two and three drafts, and one that drafts nothing, behind one router."""
+    first, second = ({"workers": 1, "speculative_config": drafts(k, synthetic_acceptance_length=k)}
+                     for k in (2, 3))  # fmt: skip
+    pools = {"p": {"workers": 1, "then": ["none", "a", "b"]}, "none": {"workers": 1}}
+    topology = pools | {"a": first, "b": second}
+    summary = run(None, topology=topology, num_requests=30).summary
+    told = summary["speculative_decoding"]
+    assert [summary["pools"][name].get("drafts") for name in topology] == [None, None, 2, 3]
+    by_place = told["spec_decode_num_accepted_tokens_per_pos"]
+    steps = told["spec_decode_num_drafts"]  # each accepts its first draft, and "b" its second
+    assert by_place[0] == steps > by_place[1] > 0 == by_place[2]
+    assert told["spec_decode_num_draft_tokens"] == 2 * (steps - by_place[1]) + 3 * by_place[1]
+    assert summary["acceptance_length"] == pytest.approx(1 + sum(by_place) / steps)
