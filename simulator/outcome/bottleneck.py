@@ -110,7 +110,8 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
     """Return the figures ``limits`` of a summary: phases, utilisation, and the bottleneck.
 
     ``utilisation`` holds means over the measured window: the share of worker-time in steps, of
-    running requests (``max_num_seqs``), and of the KV blocks' tokens that the decode batch fills;
+    running requests (``max_num_seqs``), and of the KV blocks' tokens that the decode batch fills
+    (blocks that its requests share count for each, up to all there are);
     ``kv_transfers`` is the mean number in progress on a decode worker. Phases are those of requests
     that were not refused, did not give up and did not lose their worker.
     """
@@ -141,6 +142,8 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
             room = seconds @ [pool.engine.n_blocks for pool in spec.pools] * spec.block_size
             windows = spec.block_size * float(np.mean(requests["window_blocks"]))
             held = steps["context"] + steps["sequences"] * windows
+            most = spec.of_decoders(lambda engine: engine.n_blocks) * spec.block_size
+            held = np.minimum(held, most[steps["worker"]])  # blocks that prompts share count twice
             use["decode_kv"] = _share(time * held, room)
     moved = requests[requests["transfer_start_s"] >= 0.0]
     if len(moved) and spec.n_decode and end > start:

@@ -29,6 +29,10 @@ _Found = Iterator[tuple[str, str]]
 _WITHOUT_COPIES = {"linear", "eplb", "affinity", "home"}
 #: Of prompts alone; a plan of them tells the price of prompt tokens.
 NO_TOKEN = "generates none"
+#: Autoscalers that know the load and so how many workers there are at the beginning, and those that
+#: follow gauges of engines.
+_BEGIN = ("none", "timetable", "oracle")
+_BY_METRICS = ("hpa", "keda", "knative", "llmd_saturation")
 _OF_GROUPS = (
     "replica_choice", "all2all_backend", "moe_dp_chunk_size", "gpus_per_node",
     "prefill_schedule_interval", "prefill.all2all_backend", "decode.all2all_backend",
@@ -145,6 +149,10 @@ def _of_workers(
     window = config.offload_window
     if window is not None and window >= prepared.model.n_moe_layers - 1:
         yield "offload_window", "the GPUs have room for the experts of so many layers: of all"
+    if not config.batch_wait_max_tokens_ratio:
+        yield "batch_wait_timeout_iters", "prompts wait for no tokens (batch_wait_max_tokens_ratio)"
+    if not config.batch_wait_timeout_iters:
+        yield "batch_wait_max_tokens_ratio", "prompts wait for no step (batch_wait_timeout_iters)"
     if config.tokenizer_mode == "microbatch_sequential":
         yield "tokenizer_threads", "microbatch_sequential tokenises one prompt after the other"
 
@@ -171,6 +179,9 @@ def _of_requests(config: RunConfig) -> _Found:
     if config.workload not in SESSIONS:
         for name in ("sessions", "history", *SESSIONS["chat"]):
             yield name, f"workload {config.workload} draws no sessions (chat, agent)"
+    calls = config.calls_per_turn or SESSIONS.get(config.workload, {}).get("calls_per_turn")
+    if calls == "1":
+        yield "tool_time", "no turn calls a tool (--calls-per-turn)"
     if config.arrivals != "closed":
         for name in ("recorded_ttft_ms", "recorded_tpot_ms"):
             yield name, "gaps between recorded arrivals are not used (--arrivals closed)"
@@ -207,6 +218,16 @@ def _of_scaling(config: RunConfig) -> _Found:
             yield name, "nobody starts a worker (--autoscale)"
         for name in ScalingConfig.model_fields:
             yield name, "there is no autoscaler (--autoscale)"
+    rule = parse(config.autoscale, "autoscale").name
+    if rule in _BEGIN:
+        yield "initial_workers", f"{rule} says how many there are"
+    if rule == "none":
+        for name in ("metric_delay", "drain_timeout"):
+            yield name, "the number of workers stays (--autoscale none)"
+    if rule in (*_BEGIN, *_BY_METRICS):
+        yield "demand", f"{rule} counts no requests"
+    if rule in (*_BEGIN, *_BY_METRICS, "dynamo_load", "dynamo_throughput"):
+        yield "switch_time", f"{rule} switches no worker"
     if config.drain_timeout is None and not config.fail and config.events is None:
         for name in ("retry", "max_retries"):
             yield name, "no worker leaves before its requests have ended (--drain-timeout)"

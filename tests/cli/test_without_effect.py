@@ -273,3 +273,29 @@ def test_what_failed_too_late_is_not_said_to_recover():
     assert early["at_s"] == 0.1
     (said,) = [line for line in warnings_of(found) if "has no effect" in line]
     assert said.startswith("fail decode:0@60 has no effect: the run ends at ")
+
+
+LADDER = "--topology 3C --load ladder:5,20@3 --output-len 9 --autoscale"
+NAMELESS = {  # where an option that means something elsewhere means nothing
+    "demand": f"{LADDER} hpa:interval=1 --demand exit",
+    "switch_time": f"--topology 2P2D {LADDER[14:]} hpa:interval=1 --switch-time 3",
+    "initial_workers": f"{LADDER} oracle:interval=1 --initial-workers 1",
+    "metric_delay": f"{LADDER} none:n=2 --metric-delay 2",
+    "drain_timeout": f"{LADDER} none:n=2 --drain-timeout 2",
+    "tool_time": "--topology 2C --workload chat --sessions 3 --think-time 1 --tool-time 4",
+    "batch_wait_timeout_iters": "--topology 2C --engine trtllm --batch-wait-timeout-iters 9",
+    "batch_wait_max_tokens_ratio": "--topology 2C --engine trtllm "
+                                   "--batch-wait-max-tokens-ratio .9",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMELESS)
+def test_an_option_of_what_this_rule_or_load_has_not_is_named(name):
+    base = "--model Qwen3-8B --policy jsq --seed 3"
+    base += " --num-requests 6" if name.startswith("batch") else ""
+    found, other = (summary(f"{base} {text}") for text in (
+        NAMELESS[name], left_out(NAMELESS[name], name)))  # fmt: skip
+    said = [line for line in found.pop("without_effect") if line.startswith(f"{name} has no ")]
+    assert len(said) == 1
+    assert said[0] not in other.pop("without_effect")
+    assert found == other

@@ -151,19 +151,24 @@ def test_utilisation_by_hand():
     request = [("measured", bool), ("outcome", int), ("window_blocks", int)]
     request += [(name, float) for name in times]
     step = [("start", float), ("end", float), ("sequences", int), ("context", int)]
+    step += [("worker", int)]
     record = SimpleNamespace(
         # One transfer began before the window, one has not ended, one has not begun.
         requests=np.array([(True, COMPLETED, 3, 0.0, 5.0, 15.0, 16.0),
                            (True, OPEN, 3, 0.0, 18.0, -1.0, -1.0),
                            (True, OPEN, 3, 0.0, -1.0, -1.0, -1.0)], request),
         window=(10.0, 20.0), end_s=30.0, states=None,
-        prefill_steps=np.array([], step), decode_steps=np.array([(8.0, 12.0, 2, 100)], step),
+        prefill_steps=np.array([], step), decode_steps=np.array([(8.0, 12.0, 2, 100, 0)], step),
     )  # fmt: skip
     engine = SimpleNamespace(max_num_seqs=4, n_blocks=50, group_size=1)
     pools = [SimpleNamespace(n=1, decodes=decodes, engine=engine) for decodes in (False, True)]
-    spec = SimpleNamespace(pools=pools, n_decode=1, block_size=16)
+    spec = SimpleNamespace(
+        pools=pools, n_decode=1, of_decoders=lambda of: np.array([of(engine)]), block_size=16
+    )
     used = limits_of(record, spec)["utilisation"]
     assert used == pytest.approx(
         {"prefill_busy": 0.0, "decode_busy": 0.2, "decode_seats": 0.2 * 2 / 4,
          "decode_kv": 0.2 * (100 + 2 * 3 * 16) / (50 * 16), "kv_transfers": (5 + 2) / 10}
     )  # fmt: skip
+    record.decode_steps["context"] = 9000  # of requests that share blocks: no more than there are
+    assert limits_of(record, spec)["utilisation"]["decode_kv"] == pytest.approx(0.2)

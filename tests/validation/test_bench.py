@@ -78,3 +78,44 @@ def test_a_gap_of_the_host_is_found_again(result_file, tmp_path, lens):
     assert calibrate([bench], config, tmp_path) == pytest.approx(2.5, abs=0.1)
     again = errors(bench, truth)
     assert [error for key, _, _, error in again if key in measured] == pytest.approx([0.0, 0.0])
+
+
+def test_lengths_that_are_known_change_no_arrivals(result_file, tmp_path):
+    """At a rate requests come at Poisson times, or burstier ones, whether their lengths are told
+    one by one or in the mean."""
+    load = {
+        "request_rate": 20.0, "max_concurrency": None, "completed": 300, "num_prompts": 300,
+        "total_input_tokens": 300 * 500, "total_output_tokens": 300 * 20,
+    }  # fmt: skip
+    lens = {"input_lens": [500] * 300, "output_lens": [20] * 300}
+    for burstiness in (0.3, 1.0):
+        both = [
+            predict_bench(read_bench(result_file(**load, burstiness=burstiness, **more)),
+                          make_config(CONFIG), tmp_path)
+            for more in ({}, lens)
+        ]  # fmt: skip
+        mean, each = both
+        assert each["mean_ttft_ms"] == pytest.approx(mean["mean_ttft_ms"], rel=0.1)
+        assert each["p99_ttft_ms"] == pytest.approx(mean["p99_ttft_ms"], rel=0.2)
+        assert not any(line.startswith("burstiness") for line in each["without_effect"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mean_ttft_ms": "soon"}, {"mean_ttft_ms": [1]}, {"completed": "all"},
+        {"request_rate": "fast", "burstiness": 1.0}, {"total_input_tokens": None},
+        {"input_lens": 5, "output_lens": 7}, {"input_lens": ["a"], "output_lens": ["b"]},
+        {"time_to_first_token": 3}, {"time_to_first_token": {}, "input_config": None},
+        {"time_to_first_token": {}, "request_count": 3},
+    ],
+)  # fmt: skip
+def test_what_is_no_number_is_one_line(result_file, changes):
+    with pytest.raises(InputError, match="bench"):
+        read_bench(result_file(**changes))
+
+
+def test_what_has_no_tpot_calibrates_nothing(result_file, tmp_path):
+    bench = read_bench(result_file(mean_tpot_ms=None))
+    with pytest.raises(InputError, match="has no TPOT"):
+        calibrate([bench], make_config(CONFIG), tmp_path)

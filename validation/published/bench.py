@@ -43,8 +43,18 @@ def read_bench(path: Path) -> Bench:
         found = json.loads(read_text(path, "bench"))
     except ValueError:
         raise InputError("bench", f"{path} is no JSON", "a result of vllm bench serve") from None
-    if isinstance(found, dict) and any(name in found for name in _AIPERF):
-        return _aiperf(path.name, found)
+    try:
+        if isinstance(found, dict) and any(name in found for name in _AIPERF):
+            return _aiperf(path.name, found)
+        return _vllm(path, found)
+    except InputError:
+        raise
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        problem = f"{path} is not read: {type(error).__name__}: {error}"
+        raise InputError("bench", problem, "numbers, as its benchmark writes them") from None
+
+
+def _vllm(path: Path, found: Any) -> Bench:
     keys = [f"{s}_{m}_ms" for m in _METRICS for s in _STATISTICS]
     if not isinstance(found, dict) or "mean_ttft_ms" not in found:
         problem = f"{path} has no mean_ttft_ms"
@@ -102,6 +112,8 @@ def predict_bench(bench: Bench, config: RunConfig, folder: Path) -> dict[str, An
             for i, both in enumerate(bench.lengths):
                 lines.writerow([day + datetime.timedelta(milliseconds=i), *both])
         load |= {"workload": str(log), "num_requests": len(bench.lengths)}
+        if not math.isinf(float(load["request_rate"])):
+            load["arrivals"] = "poisson"
     return simulate(config.replace(**load)).summary
 
 
@@ -119,6 +131,10 @@ def calibrate(benches: Sequence[Bench], config: RunConfig, folder: Path) -> floa
 
     Found by halving; it is what kernels do not explain, at least 0 and at most 50 ms.
     """
+
+    for bench in benches:
+        if not bench.figures.get("mean_tpot_ms", 0.0) > 0.0:
+            raise InputError("calibrate", f"{bench.name} has no TPOT", "results of several tokens")
 
     def bias(gap_ms: float) -> float:
         with_gap = config.replace(host_gap_ms=gap_ms)
