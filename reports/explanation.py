@@ -23,7 +23,15 @@ Floats = NDArray[np.float64]
 #: What explanations read of each table: numbers that each row has, numbers that it may lack, words.
 _READ: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "requests": (
-        ("measured", "prompt_len", "output_len", "prefill_worker", "decode_worker", "arrival_s"),
+        (
+            "request_id",
+            "measured",
+            "prompt_len",
+            "output_len",
+            "prefill_worker",
+            "decode_worker",
+            "arrival_s",
+        ),
         tuple(name for name in PHASES if name != "tokenized_s"),  # a front end's
         ("domain", "outcome"),
     ),
@@ -124,9 +132,12 @@ def explain_request(run: Folder, number: int) -> Explanation:
     Raises InputError: there is no such request.
     """
     requests = _requests(run)
-    n = len(requests["arrival_s"])
-    if not 0 <= number < n:
-        raise InputError("request", str(number), f"0 to {n - 1}")
+    ids = requests["request_id"].astype(np.int64)  # of sessions: not in the order of arrival
+    if number not in ids:
+        one_by_one = len(ids) == ids.max() + 1
+        allowed = f"0 to {ids.max()}" + ("" if one_by_one else ", those of requests.parquet")
+        raise InputError("request", str(number), allowed)
+    ident, number = number, int(np.flatnonzero(ids == number)[0])
     spent, in_line = _spent(run, requests)
     served = requests["measured"].astype(bool) & in_line
     domain = np.array(run.tables["requests"].column("domain").to_pylist())
@@ -161,7 +172,7 @@ def explain_request(run: Folder, number: int) -> Explanation:
         if requests[f"{role}_worker"][number] >= 0
     )
     lines = [
-        f"Request {number} of {domain[number]}, {length}, {places}: {outcome}",
+        f"Request {ident} of {domain[number]}, {length}, {places}: {outcome}",
         f"Beside the median of {who}",
     ]
     return Explanation(lines, ["phase", "this request", "its like", "difference"], rows)

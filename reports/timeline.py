@@ -31,9 +31,10 @@ def timeline_events(requests: pa.Table, steps: pa.Table) -> list[dict[str, Any]]
         at = {"ts": _us(step["start_s"]), "pid": pid}
         args = {"batch": step["batch"], "tokens": step["tokens"]}
         if step["role"] == "decode":
-            experts = round(step["active_experts"], 2)
-            args |= {"context_tokens": step["context_tokens"], "active_experts": experts}
-            counters = {"batch": step["batch"], "active_experts": experts}
+            counters = {"batch": step["batch"]}
+            if step["active_experts"] is not None:  # a dense model's
+                counters["active_experts"] = round(step["active_experts"], 2)
+            args |= {"context_tokens": step["context_tokens"]} | counters
             events.append({"name": f"decode {tid}", "ph": "C", **at, "args": counters})
         took = {"dur": _us(step["end_s"] - step["start_s"]), "tid": tid, "args": args}
         events.append({"name": "step", "cat": step["role"], "ph": "X", **at, **took})

@@ -97,6 +97,22 @@ def test_a_request_beside_its_like(runs, run_cli, tmp_path):
         explain_request(runs["pd"], 80)
 
 
+def test_a_request_of_a_session_is_that_of_its_number(tmp_path):
+    """Its turns come between those of others: requests are numbered session by session."""
+    chat = {"workload": "chat", "sessions": 5, "think_time": "1", "output_len": 9, "seed": 4}
+    write_result(simulate(RunConfig(**BASE | {"num_requests": None} | chat)), tmp_path / "chat")
+    run = open_run(tmp_path / "chat")
+    table = run.tables["requests"].to_pandas()
+    assert (table.request_id != table.index).any()
+    for row in table.itertuples():
+        said = explain_request(run, row.request_id).lines[0]
+        assert f"Request {row.request_id} of " in said
+        assert f" {row.prompt_len} prompt tokens" in said
+    missing = min(set(range(99)) - set(table.request_id))
+    with pytest.raises(InputError, match=rf"request: {missing} \(allowed: 0 to "):
+        explain_request(run, missing)
+
+
 def test_the_command(run_cli, tmp_path):
     argv = ["run", "--trace", "reference-moe", "--num-prompts", 6, "--output-len", 3]
     for name in "ab":

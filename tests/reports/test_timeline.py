@@ -44,3 +44,13 @@ def test_stages_of_a_request_join(result, tmp_path):
     ends = [e["ts"] for e in mine if e["ph"] == "e"]
     begins = [e["ts"] for e in mine if e["ph"] == "b"]
     assert begins[1:] == ends[:-1]
+
+
+def test_a_dense_model_has_no_experts_to_count(tmp_path):
+    config = {"model": "Qwen3-8B", "topology": "1C", "num_requests": 3, "output_len": 8}
+    dense = simulate(make_config(config))
+    write_timeline(tmp_path / "timeline.json", dense.requests, dense.steps)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    counters = [event["args"] for event in events if event["ph"] == "C"]
+    assert len(counters) == dense.steps.num_rows
+    assert {name for args in counters for name in args} == {"batch"}
