@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError
@@ -67,6 +68,20 @@ def read(path: str, n: int) -> Acceptance:
     mean. Or JSON of ``vllm bench serve``, SGLang's ``bench_serving`` or a run; ``n``: drafts; see
     `shipped`.
     """
+    try:
+        found = _read(path, n)
+        known = all(0.0 <= b <= a <= 1.0 for a, b in pairwise((1.0, *found.rates)))
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        known = False
+    if not known:
+        allowed = "shares of accepted drafts that do not rise"
+        raise InputError(_FIELD, f"{path}: its figures are none of an acceptance", allowed)
+    return found
+
+
+def _read(path: str, n: int) -> Acceptance:
     text = read_text(path, _FIELD)
     entry: dict[str, Any] = {"name": path, "text": "measured", "source": "metrics endpoint"}
     if text.lstrip().startswith("{"):
@@ -92,6 +107,9 @@ def read(path: str, n: int) -> Acceptance:
     if rates:
         entry["rates"] = rates
     elif length:
+        if not 1.0 <= float(length) <= round(k) + 1.0:
+            problem = f"{path}: a mean length of {float(length):g} with {round(k)} drafts"
+            raise InputError(_FIELD, problem, "1 to a token more than there are drafts")
         entry["lengths"] = {str(round(k)): float(length)}
     else:
         raise InputError(

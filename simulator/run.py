@@ -204,7 +204,7 @@ def autoscale(
     policy = autoscaler(config.autoscale, PolicyContext(1, rng, scaling=facts))
     names = [pool.name for pool in facts.pools]
     rule = ScalingRule(
-        per_pool("min_workers", config.min_workers, names),
+        per_pool("min_workers", config.min_workers or (1,), names),
         per_pool("initial_workers", config.initial_workers, names),
         config.gpu_budget,
         config.demand == "exit",

@@ -156,7 +156,7 @@ class ScalingContext(NamedTuple):
 class ScalingParameters(Parameters):
     """What every autoscaler may be told."""
 
-    interval: float = Field(default=15.0, gt=0, le=86400)
+    interval: float = Field(default=15.0, ge=0.001, le=86400)
     """Seconds from one look to the next."""
 
 

@@ -55,6 +55,12 @@ class Autoscaling:
         self._last_s = 0.0
         for name, states in self._states.items():
             wanted = begin.get(name, rule.initial.get(name, len(states)))
+            fixed = begin.get(name, 0) if policy.name == "none" else 0
+            told = {"min_workers": rule.minimum[name], "autoscale": fixed}
+            for field, most in (told | {"initial_workers": rule.initial.get(name, 0)}).items():
+                if most > len(states):
+                    problem = f"{most} {name} workers"
+                    raise InputError(field, problem, f"up to the topology's {len(states)}")
             n = min(max(wanted, rule.minimum[name]), len(states))
             for number in range(n, len(states)):
                 control.absent(Worker(name, number))

@@ -228,6 +228,10 @@ def test_start_ups_in_parts():
         ({"fail": "decode:0@3"}, "autoscale"),
         ({"autoscale": "best"}, "autoscale"),
         ({"min_workers": "x"}, "min_workers"),
+        ({"min_workers": "5"}, "min_workers: 5 decode workers"),
+        ({"initial_workers": "5"}, "initial_workers: 5 decode workers"),
+        ({"autoscale": "none:n=5"}, "autoscale: 5 decode workers"),
+        ({"autoscale": "hpa:interval=1e-9"}, "autoscale"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, said):

@@ -383,6 +383,15 @@ def test_a_users_own_acceptance(tmp_path, text, rates):
     (tmp_path / "none.txt").write_text("vllm:num_requests_running 3\n")
     with pytest.raises(InputError, match="no accepted drafts"):
         run(drafts(acceptance=str(tmp_path / "none.txt")))
+    name = "vllm:spec_decode_num_"
+    place = name + 'accepted_tokens_per_pos_total{position="0"}'
+    for text in (f"{name}drafts_total -4\n{place} 5\n", f"{name}drafts_total 4\n{place} 5\n",
+                 '{"acceptance_rates": [0.5, 0.7]}', '{"acceptance_rates": "most"}',
+                 '{"accept_length": "two"}', '{"accept_length": -3}',
+                 '{"accept_length": 9}'):  # fmt: skip
+        (tmp_path / "none.txt").write_text(text)
+        with pytest.raises(InputError, match=r"none of an acceptance|a mean length of"):
+            run(drafts(acceptance=str(tmp_path / "none.txt")))
 
 
 def test_a_pool_drafts_by_itself():
