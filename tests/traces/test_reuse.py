@@ -1,5 +1,6 @@
 """Prefix reuse against caches that forget the least recently used, simulated block by block."""
 
+import json
 from collections import OrderedDict
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.traces.requests.requests import Requests
 from eldr_sim.traces.requests.reuse import reuse_of
 
@@ -24,7 +27,7 @@ def made_of(chains, lengths):
         prefix_hash=np.array([b for chain in chains for b in chain], np.uint64),
         prefix_indptr=np.cumsum([0, *map(len, chains)]),
         prefix_text=np.zeros(sum(map(len, chains)), np.int32),
-        prefix_block_tokens=SIZE, description={},
+        prefix_block_tokens=SIZE, description={}, answered=np.ones(n, bool),
     )  # fmt: skip
 
 
@@ -69,3 +72,19 @@ def test_the_common_part_is_that_of_all():
     found = reuse_of(requests, granule=SIZE)
     assert found.common_tokens == 3 * 2 * SIZE
     assert found.ideal.tolist() == [0, 8, 8]
+
+
+def test_an_endless_cache_finds_of_a_log_what_is_ideal(tmp_path):
+    """One engine, one request after the other; a log's answers are in no block of its hashes."""
+    log = tmp_path / "log.jsonl"
+    turns = [(700, [1, 2]), (1024, [1, 2]), (1500, [1, 2, 3]), (1000, [1, 2]), (1030, [1, 2, 4])]
+    lines = [
+        {"timestamp": 5000 * i, "input_length": n, "output_length": 300, "hash_ids": ids}
+        for i, (n, ids) in enumerate(turns)
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fields = {"model": "Qwen3-8B", "topology": "1C", "workload": str(log)}
+    summary = simulate(make_config(fields)).summary
+    assert summary["prefix_cache_hits"] == (700 // 16 + 1024 // 16 + 999 // 16 + 1024 // 16) * 16
+    ideal = summary["ideal_prefix_cache_hit_rate"]
+    assert ideal == pytest.approx(summary["prefix_cache_hit_rate"], abs=1e-12)

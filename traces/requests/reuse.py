@@ -52,7 +52,9 @@ def reuse_of(requests: Requests, granule: int = 1) -> Reuse:
     """
     size, n = requests.prefix_block_tokens, len(requests)
     _, blocks = np.unique(requests.prefix_hash, return_inverse=True)
-    context = requests.prompt_len.astype(np.int64) + requests.output_len - 1
+    context = requests.prompt_len.astype(np.int64)
+    if requests.answered is not None:  # answers whose tokens the hashes tell
+        context += np.where(requests.answered, requests.output_len - 1, 0)
     distance, tokens = np.empty((2, len(blocks)), np.int64)
     ideal = np.zeros(n, np.int64)
     found = _pass(
