@@ -440,7 +440,7 @@ class Cluster:
             return None
         most = max(map(len, counts))  # accepted drafts, and last the drafts verified
         wide = [np.insert(of, len(of) - 1, np.zeros(most - len(of))) for of in counts]
-        return np.sum(wide, axis=0)
+        return np.asarray(np.sum(wide, axis=0), np.int64)
 
     # --- decisions ---
 
