@@ -171,7 +171,7 @@ def test_launches_of_deepseek_say_workers_and_drafts(make_file, deepseek):
     assert case.drafts == 3
     assert case.prefill == Workers(1, 1, True, 8)
     assert (case.decode_workers, case.parallelism) == (3, Parallelism(1, True, 8))
-    fields = case_fields(case, MEASURED_MODELS["deepseek-v3-trtllm"], Form())
+    fields = case_fields(case, record.MEASURED_MODELS["deepseek"], Form())
     config = fields["speculative_config"]
     assert config["num_speculative_tokens"] == 3
     assert config["synthetic_acceptance_rates"] == pytest.approx(
