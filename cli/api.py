@@ -210,11 +210,8 @@ def _typed(param: click.Parameter, value: Any) -> Any:
     if param.multiple:
         each = [value] if isinstance(value, str | Mapping) else value
         return tuple(_text(param, item) for item in each)
-    if param.name in RunConfig.model_fields or not isinstance(
-        param.type, click.types.StringParamType
-    ):
-        return value
-    return _text(param, value)
+    is_text = isinstance(param.type, click.types.StringParamType)
+    return _text(param, value) if is_text and param.name not in RunConfig.model_fields else value
 
 
 def _text(param: click.Parameter, value: Any) -> str:
@@ -308,9 +305,9 @@ def what_if(
     """
     base = config_from_options(_options(run_command.run, config, {}))
     with _shown(progress_bar, progress)("what if") as update:
-        found = what_if_asked.what_if(
-            base, changes, n_seeds=seeds, together=together, jobs=jobs, progress=update
-        )
+        how: dict[str, Any] = {"n_seeds": seeds, "together": together, "jobs": jobs}
+        how["progress"] = update
+        found = what_if_asked.what_if(base, changes, **how)
     return WhatIf(**vars(found))
 
 

@@ -1,6 +1,6 @@
 """``eldr-sim cache``: what lies in the user's cache folder, and out with it."""
 
-import time
+from time import localtime, strftime
 
 import click
 
@@ -19,14 +19,13 @@ def info() -> None:
     limit = user_cache.size_limit()
     files = user_cache.files()
     rows = [
-        [_name(file), _megabytes(file.size), _age(file.used_s)]
+        [_name(file), _megabytes(file.size), strftime("%Y-%m-%d %H:%M", localtime(file.used_s))]
         for file in files
         if file.part != user_cache.NUMBA
     ]
-    compiled = [file for file in files if file.part == user_cache.NUMBA]
+    compiled = [file.size for file in files if file.part == user_cache.NUMBA]
     if compiled:
-        size = sum(file.size for file in compiled)
-        rows.append([f"compiled code, {len(compiled)} files", _megabytes(size), ""])
+        rows.append([f"compiled code, {len(compiled)} files", _megabytes(sum(compiled)), ""])
     click.echo(f"Folder: {user_cache.folder() or 'none: there is no home folder'}")
     click.echo(
         f"Size:   {_megabytes(sum(file.size for file in files))} MB in {len(files)} files, of "
@@ -63,7 +62,3 @@ def _name(file: user_cache.CacheFile) -> str:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f}"
-
-
-def _age(used_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(used_s))

@@ -136,11 +136,8 @@ def collect_(log: Path, requests_file: Path, domain_field: str, about: dict[str,
         if names:
             click.echo(f"Left out: {len(names)} requests {what}, such as {names[0]}", err=True)
     if collected.unlabelled:
-        click.echo(
-            f"Left out: {collected.unlabelled} requests of the log that {requests_file.name} does "
-            "not name",
-            err=True,
-        )
+        what = f"requests of the log that {requests_file.name} does not name"
+        click.echo(f"Left out: {collected.unlabelled} {what}", err=True)
 
 
 def _write(
@@ -154,12 +151,6 @@ def _write(
     source_data: str | None,
     **options: Any,
 ) -> None:
-    trace = write_captured(
-        out,
-        captured,
-        prompts,
-        model=model_name or Path(model).name,
-        source_data=source_data or describe_prompts(prompts_file),
-        **options,
-    )
-    print_written(out, trace)
+    options["model"] = model_name or Path(model).name
+    options["source_data"] = source_data or describe_prompts(prompts_file)
+    print_written(out, write_captured(out, captured, prompts, **options))

@@ -15,6 +15,7 @@ from eldr_sim.cli.console import (
     number_text,
     print_log_part,
     print_table,
+    print_warnings,
     progress_bar,
 )
 from eldr_sim.cli.groups import GroupedCommand
@@ -72,15 +73,25 @@ def compare(
     """
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.compare.policies import MARKER
-    from eldr_sim.simulator.outcome.metrics import warnings_of
 
     check_out(out, force, MARKER)
     extras = plot_extras(plot, out)
-    if drafts is not None:
-        _compare_drafts(policies, seeds, jobs, drafts, concurrencies, out, force, options)
-        return
-    if autoscalers:
-        _compare_autoscalers(policies, seeds, jobs, autoscalers, out, force, options)
+    if drafts is not None or autoscalers:
+        if named := _names(policies):
+            options["policy"] = named[0]
+        config = config_from_options(options)
+        found: DraftComparison | ScalingComparison
+        if drafts is not None:
+            found, *notes = _drafts(config, seeds, jobs, drafts, concurrencies)
+        else:
+            found, *notes = _autoscalers(config, seeds, jobs, _names(autoscalers))
+        title, columns, rows, _ = found.headline()
+        print_table(title, list(columns), [list(row) for row in rows])
+        for note in notes:
+            click.echo(note)
+        if out is not None:
+            found.write(out, force=force)
+            click.echo(f"Wrote {out}")
         return
     if concurrencies is not None:
         raise InputError("concurrencies", "without drafts to compare", "--drafts beside it")
@@ -90,8 +101,7 @@ def compare(
         comparison.write(out, force=force, extras=extras)
         click.echo(f"Wrote {out}")
     for name, summary in comparison.summaries.items():
-        for warning in warnings_of(dict(summary)):
-            click.echo(f"Warning: {name}: {warning}", err=True)
+        print_warnings(summary, f"{name}: ")
 
 
 def compared(
@@ -106,10 +116,13 @@ def compared(
     from eldr_sim.planning.compare.policies import compare as compare_policies
 
     config = config_from_options(options)
-    names = [name for text in policies for name in split(text)] or [*LOAD_BALANCERS, *_OF_EXPERTS]
-    names = served(config, names)
+    names = served(config, _names(policies) or [*LOAD_BALANCERS, *_OF_EXPERTS])
     with progress("comparing policies") as update:
         return compare_policies(config, names, seeds, jobs=jobs, progress=update)
+
+
+def _names(texts: tuple[str, ...]) -> list[str]:
+    return [name for text in texts for name in split(text)]
 
 
 def _numbers(text: str, field: str) -> list[int]:
@@ -119,96 +132,53 @@ def _numbers(text: str, field: str) -> list[int]:
         raise InputError(field, repr(text), "whole numbers with commas between them") from None
 
 
-def _under_first(policies: tuple[str, ...], options: dict[str, Any]) -> RunConfig:
-    """Return the configuration under the first of the policies, if any is named."""
-    if names := [name for text in policies for name in split(text)]:
-        options["policy"] = names[0]
-    return config_from_options(options)
-
-
-def _tell(
-    found: DraftComparison | ScalingComparison, out: Path | None, force: bool, *notes: str
-) -> None:
-    """Print a comparison's headline and the notes below it; write it where asked to."""
-    title, columns, rows, _ = found.headline()
-    print_table(title, list(columns), [list(row) for row in rows])
-    for note in notes:
-        click.echo(note)
-    if out is not None:
-        found.write(out, force=force)
-        click.echo(f"Wrote {out}")
-
-
-def _compare_drafts(
-    policies: tuple[str, ...],
-    seeds: int,
-    jobs: int | None,
-    drafts: str,
-    concurrencies: str | None,
-    out: Path | None,
-    force: bool,
-    options: dict[str, Any],
-) -> None:
+def _drafts(
+    config: RunConfig, seeds: int, jobs: int | None, drafts: str, concurrencies: str | None
+) -> tuple[DraftComparison, str, str]:
+    """Compare numbers of drafts; returns what is to be said below the table, too."""
     from eldr_sim.planning.compare.drafts import compare_drafts
 
-    config = _under_first(policies, options)
     wanted = _numbers(drafts, "drafts"), _numbers(concurrencies or "1,4,16,64", "concurrencies")
     with progress_bar("comparing drafts") as update:
         found = compare_drafts(config, *wanted, seeds, jobs=jobs, progress=update)
-    ranges = [list(drafts) for drafts in found.by_batch]
-    _tell(
-        found, out, force, f"acceptance: {found.acceptance_source}; *: the fastest",
-        f"by batch: num_speculative_tokens_per_batch_size {ranges}",
-    )  # fmt: skip
+    ranges = f"num_speculative_tokens_per_batch_size {[list(each) for each in found.by_batch]}"
+    source = f"acceptance: {found.acceptance_source}; *: the fastest"
+    return found, source, f"by batch: {ranges}"
 
 
-def _compare_autoscalers(
-    policies: tuple[str, ...],
-    seeds: int,
-    jobs: int | None,
-    rules: tuple[str, ...],
-    out: Path | None,
-    force: bool,
-    options: dict[str, Any],
-) -> None:
+def _autoscalers(
+    config: RunConfig, seeds: int, jobs: int | None, rules: list[str]
+) -> tuple[ScalingComparison, str]:
+    """Compare autoscalers; returns what is to be said below the table, too."""
     from eldr_sim.planning.compare.autoscalers import compare_autoscalers
 
-    config = _under_first(policies, options)
-    named = [name for text in rules for name in split(text)]
     with progress_bar("comparing autoscalers") as update:
-        found = compare_autoscalers(config, named, seeds, jobs=jobs, progress=update)
-    _tell(found, out, force, "*: the best fixed fleet; GPU-hours from its, in %")
+        found = compare_autoscalers(config, rules, seeds, jobs=jobs, progress=update)
+    return found, "*: the best fixed fleet; GPU-hours from its, in %"
 
 
 def _print(comparison: Comparison) -> None:
     from eldr_sim.planning.intervals import mean_known
 
-    paired = comparison.paired.summaries
-    names, n_seeds = list(paired), comparison.n_seeds
+    paired, n_seeds = comparison.paired.summaries, comparison.n_seeds
+    columns = ["policy", *map(label, HEADLINE)]
     rows = []
-    for name in names:
-        means = [mean_known([summary[metric] for summary in paired[name]]) for metric in HEADLINE]
+    for name, runs in paired.items():
+        means = [mean_known([summary[metric] for summary in runs]) for metric in HEADLINE]
         cells = [number_text(mean, ".2f") for mean in means]
-        rows.append([name, *cells, str(sum(summary["failed"] for summary in paired[name]))])
+        rows.append([name, *cells, str(sum(summary["failed"] for summary in runs))])
     first = next(iter(comparison.summaries.values()))
-    print_table(
+    title = (
         f"Mean over {n_seeds} seed{'s' if n_seeds > 1 else ''}: {first['model_id']} on "
-        f"{first['gpu']}, {first['topology']}, {first['weakest_provenance']} tables",
-        ["policy", *(label(metric) for metric in HEADLINE), "failed"],
-        rows,
+        f"{first['gpu']}, {first['topology']}, {first['weakest_provenance']} tables"
     )
+    print_table(title, [*columns, "failed"], rows)
     print_log_part(first)
-    references = list(dict.fromkeys(d.reference for d in comparison.differences))
-    for reference in references:
+    for reference in dict.fromkeys(d.reference for d in comparison.differences):
         best = " (best load balancer)" if reference == comparison.best_load_balancer else ""
-        rows = []
-        for name in names:
-            own = [d for d in comparison.differences if d.name == name and d.reference == reference]
-            if own:
-                rows.append([name, *(difference_cell(d) for d in own)])
+        against = [d for d in comparison.differences if d.reference == reference]
+        own = {name: [difference_cell(d) for d in against if d.name == name] for name in paired}
+        rows = [[name, *cells] for name, cells in own.items() if cells]
         click.echo()
-        print_table(
-            f"Difference from {reference}{best}, % [95% confidence interval]",
-            ["policy", *(label(metric) for metric in HEADLINE)],
-            rows,
-        )
+        title = f"Difference from {reference}{best}, % [95% confidence interval]"
+        print_table(title, columns, rows)

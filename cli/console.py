@@ -191,13 +191,13 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
         task = progress.add_task(title, total=1.0, runs="")
 
         def update(now: SweepProgress) -> None:
-            progress.update(
-                task,
-                # rich takes the speed from the first step on, so there is one at the start.
-                completed=max(now.share, 1e-9),
-                runs=f"{now.done}/{now.total} runs"
-                + (f", {now.failed} failed" if now.failed else ""),
-            )
+            failed = f", {now.failed} failed" if now.failed else ""
+            # rich takes the speed from the first step on, so there is one at the start.
+            done: dict[str, Any] = {
+                "completed": max(now.share, 1e-9),
+                "runs": f"{now.done}/{now.total} runs{failed}",
+            }
+            progress.update(task, **done)
 
         yield update
 
@@ -256,6 +256,11 @@ def number_text(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
+def value_text(value: object) -> str:
+    """Return a value of a table, numbers with two decimals."""
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
 def interval_text(mean: float, low: float, high: float, form: str) -> str:
     """Return ``mean [low, high]`` in a format; without the ends where there are none."""
     if math.isnan(mean):
@@ -278,10 +283,15 @@ def print_summary(summary: dict[str, Any]) -> None:
         _text(limits["because"], "  ")
     _print_basis(summary)
     click.echo("=" * _WIDTH)
+    print_warnings(summary)
+
+
+def print_warnings(summary: Mapping[str, Any], of: str = "") -> None:
+    """Print the warnings about a run on standard error, each with what it is ``of``."""
     from eldr_sim.simulator.outcome.metrics import warnings_of  # the simulator, not for listings
 
-    for warning in warnings_of(summary):
-        click.echo(f"Warning: {warning}", err=True)
+    for warning in warnings_of(dict(summary)):
+        click.echo(f"Warning: {of}{warning}", err=True)
 
 
 def _heading(title: str) -> None:
@@ -450,9 +460,8 @@ def _print_basis(summary: dict[str, Any]) -> None:
         _text(trace["rests_on"], "  ")
         _text(trace["layers"], "  ")
     if beyond := trace.get("prompt_tokens_beyond_recorded_share"):
-        click.echo(
-            f"  {100 * beyond:.0f}% of the prompt tokens repeat recorded ones: prompts are longer"
-        )
+        share = f"  {100 * beyond:.0f}% of the prompt tokens"
+        click.echo(f"{share} repeat recorded ones: prompts are longer")
 
 
 def print_log_part(summary: Mapping[str, Any]) -> None:

@@ -36,9 +36,8 @@ def hits(log: Path, sessions_file: str | None, model: str) -> None:
     from eldr_sim.traces.requests.reuse import reuse_of
     from eldr_sim.traces.requests.texts import draw_texts
 
-    requests = make_requests(
-        draw_texts((("en", 1.0),)), Load(str(log), sessions_file=sessions_file)
-    )
+    load = Load(str(log), sessions_file=sessions_file)
+    requests = make_requests(draw_texts((("en", 1.0),)), load)
     if not requests.prefix_block_tokens:
         raise InputError("log", f"{log.name} has no hash_ids", "a log with block hashes")
     found, size = reuse_of(requests), load_model(model).kv_bytes_per_token

@@ -10,7 +10,7 @@ from click import IntRange
 
 from eldr_sim.cli.completion import complete, traces, workloads
 from eldr_sim.cli.option import model_option, option
-from eldr_sim.errors import InputError
+from eldr_sim.cli.options import check_file
 from eldr_sim.policies.eldr.signature import (
     METHODS,
     TRANSFORMS,
@@ -63,19 +63,13 @@ def fit(
     # Imported here because of the compiler, which --help and completion do not need.
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.policies.eldr.artifact import fit as fit_artifact
-    from eldr_sim.simulator.results import check_output
     from eldr_sim.simulator.setup.config import RunConfig
     from eldr_sim.simulator.setup.prepare import routing_of
     from eldr_sim.traces.routing.calibration import calibration_set
     from eldr_sim.traces.routing.format import open_trace
     from eldr_sim.validation.signature_report import measured_fits, signature_report
 
-    if out.exists() and not force:
-        raise InputError("out", f"{out} exists", "a new file, or --force")
-    if report is not None:
-        check_output(report, force)
-        if report.resolve() in (out.resolve(), *out.resolve().parents):
-            raise InputError("report", f"{report} would hold {out}", "a folder beside the artifact")
+    check_file(out, force, report, "artifact")
     mask = parse_layer_mask(options.pop("layer_mask"))
     choices = FitOptions(options.pop("signature"), mask, **options)
     if trace is None:

@@ -41,16 +41,9 @@ class GroupedCommand(click.Command):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.params.append(
-            click.Option(
-                ["--help-all"],
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                callback=_print_all,
-                help="Show all options, in groups.",
-            )
-        )
+        eager: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+        eager |= {"callback": _print_all, "help": "Show all options, in groups."}
+        self.params.append(click.Option(["--help-all"], **eager))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, by group."""

@@ -101,11 +101,8 @@ def schema() -> None:
 
     document = RunConfig.model_json_schema()
     fields = document["properties"]
-    named: dict[str, Any] = {
-        "type": "object",
-        "properties": {"name": {"type": "string"}},
-        "required": ["name"],
-    }
+    named: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}}
+    named["required"] = ["name"]
     for name, field in RunConfig.model_fields.items():
         more = named  # a policy is a word, or a mapping with parameters
         if name not in DECISION_OF:
@@ -193,11 +190,10 @@ def list_tables() -> None:
     """List the latency tables of the package."""
     from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
-    shipped = ((table, table.metadata) for table in shipped_tables())
-    rows = [
-        [table.name, table.kind, table.gpu, metadata.provenance, metadata.origin]
-        for table, metadata in shipped
-    ]
+    rows = []
+    for table in shipped_tables():
+        about = table.metadata
+        rows.append([table.name, table.kind, table.gpu, about.provenance, about.origin])
     print_table("Latency tables", ["table", "kind", "GPU", "provenance", "origin"], rows)
 
 

@@ -34,15 +34,10 @@ _COMMANDS = {
 }
 
 
-@click.group(
-    cls=LazyGroup,
-    lazy=_COMMANDS,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-        "show_default": True,
-    },
-)
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+
+
+@click.group(cls=LazyGroup, lazy=_COMMANDS, context_settings=_SETTINGS)
 @click.version_option(package_name="eldr-sim")
 @click.option(
     "--debug",

@@ -161,6 +161,18 @@ def check_out(out: Path | None, force: bool, marker: str = "summary.json") -> No
         raise InputError("force", "--force without --out", "--out DIR beside it")
 
 
+def check_file(out: Path, force: bool, report: Path | None, what: str) -> None:
+    """Raise InputError, before anything runs, if ``what``'s --out, --report and --force fail."""
+    from eldr_sim.simulator.results import check_output  # takes long to import
+
+    if out.exists() and not force:
+        raise InputError("out", f"{out} exists", "a new file, or --force")
+    if report is not None:
+        check_output(report, force)
+        if report.resolve() in (out.resolve(), *out.resolve().parents):
+            raise InputError("report", f"{report} would hold {out}", f"a folder beside the {what}")
+
+
 def plot_extras(plot: bool, out: Path | None, name: str = "") -> list[Callable[[Path], None]]:
     """Return what draws a result's pictures beside it; raises InputError for --plot alone."""
     if not plot:

@@ -159,22 +159,19 @@ def planned(
         options["topology"] = topology
     elif prefill_only:
         options["topology"] = "1P"
-    worker_sizes = _integers("tensor_parallel_size", sizes)
-    groups = _integers("data_parallel_size", engines)
-    for field, text, listed in (
-        ("tensor_parallel_size", sizes, worker_sizes), ("data_parallel_size", engines, groups),
-    ):  # fmt: skip
-        if len(set(listed)) < len(listed):
-            raise InputError(field, f"{text} names one twice")
-    counts = _integers("num_redundant_experts", redundant)
+    given = {"tensor_parallel_size": sizes, "data_parallel_size": engines}
+    lists = {field: _integers(field, text) for field, text in given.items()}
+    for field, numbers in lists.items():
+        if len(set(numbers)) < len(numbers):
+            raise InputError(field, f"{given[field]} names one twice")
+    worker_sizes, groups = lists.values()
+    given["num_redundant_experts"] = redundant
+    lists["num_redundant_experts"] = counts = _integers("num_redundant_experts", redundant)
     if topology is not None:
-        for field, text, numbers, one in (
-            ("tensor_parallel_size", sizes, worker_sizes, "one size"),
-            ("data_parallel_size", engines, groups, "one number"),
-            ("num_redundant_experts", redundant, counts, "one number"),
-        ):
+        for field, numbers in lists.items():
             if len(numbers) > 1:
-                raise InputError(field, f"{text} for one cluster", one)
+                one = "one size" if field == "tensor_parallel_size" else "one number"
+                raise InputError(field, f"{given[field]} for one cluster", one)
             if numbers:
                 options[field] = numbers[0]
     config = config_from_options(options)

@@ -140,14 +140,14 @@ def _report(found: Profile, took: float) -> None:
     print_table("Coverage", ["kernel", "done", "planned", "skipped because"], rows)
     for name, fit in summary["moe_fits"].items():
         linear = fit["linear"]
+        held_out = ", ".join(
+            f"{form} {fit[form]['held_out_mean']:.1%} (max {fit[form]['held_out_max']:.1%})"
+            for form in ("linear", "max_form", "grid")
+            if "held_out_mean" in fit[form]
+        )
         click.echo(
             f"{name}: {linear['a_us']:.1f} + {linear['b_us']:.3f} d + {linear['c_us']:.3f} tokens "
-            f"us up to 128 tokens; held-out error "
-            + ", ".join(
-                f"{form} {fit[form]['held_out_mean']:.1%} (max {fit[form]['held_out_max']:.1%})"
-                for form in ("linear", "max_form", "grid")
-                if "held_out_mean" in fit[form]
-            )
+            f"us up to 128 tokens; held-out error {held_out}"
         )
     for name, entry in summary["moe_bandwidth"].items():
         shares = entry["share_of_copy_bandwidth"]

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from pyarrow import csv
 
-from eldr_sim.cli.console import print_table, progress_bar
+from eldr_sim.cli.console import number_text, print_table, progress_bar, value_text
 from eldr_sim.cli.option import Decorator, option, output, together
 from eldr_sim.cli.options import check_out
 from eldr_sim.errors import InputError
@@ -109,10 +109,8 @@ def _reproduce(
             for reproduction in made:
                 write_reproduction(folder, reproduction)
             csv.write_csv(claims_table(made), folder / "claims.csv")
-            write_json(
-                folder / "summary.json",
-                {"paper": paper, "quick": quick, "figures": [r.name for r in made]},
-            )
+            about = {"paper": paper, "quick": quick, "figures": [r.name for r in made]}
+            write_json(folder / "summary.json", about)
         click.echo(f"Wrote {out}")
 
 
@@ -125,7 +123,7 @@ def _show(reproduction: Reproduction) -> None:
     else:
         table = reproduction.table
         shown = table.select(table.column_names[:_MOST_COLUMNS])
-        rows = [[_cell(value) for value in row.values()] for row in shown.to_pylist()]
+        rows = [[value_text(value) for value in row.values()] for row in shown.to_pylist()]
         print_table(title, shown.column_names, rows)
         if table.num_columns > shown.num_columns:
             more = table.num_columns - shown.num_columns
@@ -133,19 +131,8 @@ def _show(reproduction: Reproduction) -> None:
     click.echo()
 
 
-def _cell(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
 def _row(claim: Claim) -> list[str]:
     span = f"{claim.low:g}" if claim.low == claim.high else f"{claim.low:g} to {claim.high:g}"
     paper = f"{span} {claim.unit}".strip() if claim.stated else "no figure"
-    ours = "-" if claim.ours is None else f"{claim.ours:.2f}"
-    return [
-        claim.statement,
-        paper,
-        ours,
-        claim.direction,
-        claim.size,
-        "" if claim.size == "agrees" else claim.reason,
-    ]
+    ours, why = number_text(claim.ours, ".2f"), "" if claim.size == "agrees" else claim.reason
+    return [claim.statement, paper, ours, claim.direction, claim.size, why]

@@ -34,11 +34,8 @@ def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: An
         if timeline:
             from eldr_sim.reports.timeline import write_timeline
 
-            extras.append(
-                lambda folder: write_timeline(
-                    folder / "timeline.json", result.requests, result.steps
-                )
-            )
+            tables = result.requests, result.steps
+            extras.append(lambda folder: write_timeline(folder / "timeline.json", *tables))
         write_result(result, out, force=force, extras=extras)
     print_summary(result.summary)
     if out is not None:

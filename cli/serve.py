@@ -74,8 +74,7 @@ def serve(
             raise InputError("engine_ports", f"of {config.topology}", allowed)
         ports = [engine_ports + n for n in range(config.n_decode)]
         configs = [config.replace(topology="1C", seed=config.seed + n) for n in range(len(ports))]
-    click.echo(
-        "Getting ready: compiling, and drawing the model's routing where it is new", err=True
-    )
+    what = "compiling, and drawing the model's routing where it is new"
+    click.echo(f"Getting ready: {what}", err=True)
     services = [Service(each, **own) for each in configs]
     serve_all(services, host, ports, lambda line: click.echo(line, err=True))

@@ -87,12 +87,9 @@ def _print_points(spec: SweepSpec) -> None:
     ]
     configs = [config for point in spec.points for config in point.configs]
     tokens = sum(map(expected_tokens, configs)) / 1e6
-    print_table(
-        f"{_count(len(spec.points), 'point')}, {_count(len(configs), 'run')}, "
-        f"about {tokens:.1f} million output tokens to simulate",
-        ["point", *paths],
-        rows,
-    )
+    size = f"{_count(len(spec.points), 'point')}, {_count(len(configs), 'run')}"
+    title = f"{size}, about {tokens:.1f} million output tokens to simulate"
+    print_table(title, ["point", *paths], rows)
 
 
 def _print(result: SweepResult) -> None:
@@ -100,15 +97,8 @@ def _print(result: SweepResult) -> None:
     columns = [name for name in _FIGURES if name in result.aggregate.column_names]
     if len({row.get(_MEMORY[1]) for row in points} - {None}) > 1:
         columns += _MEMORY
-    rows = [
-        [
-            str(row["point"]),
-            *(_cell(row[path]) for path in result.parameters),
-            *(_cell(row[name]) for name in columns),
-            str(row["runs_failed"]),
-        ]
-        for row in points[:_MOST_ROWS]
-    ]
+    shown = ("point", *result.parameters, *columns, "runs_failed")
+    rows = [[_cell(row[name]) for name in shown] for row in points[:_MOST_ROWS]]
     runs = result.points.num_rows // len(points)
     title = f"{_count(len(points), 'point')}, mean over {_count(runs, 'seed')}"
     if "weakest_provenance" in result.points.column_names:

@@ -10,8 +10,8 @@ import click
 
 from eldr_sim.cli.console import print_table, print_written, progress_bar
 from eldr_sim.cli.option import option
+from eldr_sim.cli.options import check_file
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.results import check_output
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.model import RoutingModel
 from eldr_sim.traces.routing.synthetic.model_fit import fit_routing_model
@@ -37,12 +37,7 @@ from eldr_sim.validation.synthetic_twin import TwinStatistic, compare_with_twin,
 @option("--force", bool, "Replace the file and the report.")
 def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: bool) -> None:
     """Fit a generative model of routing to a trace."""
-    if out.exists() and not force:
-        raise InputError("out", f"{out} exists", "a new file, or --force")
-    if report is not None:
-        check_output(report, force)
-        if report.resolve() in (out.resolve(), *out.resolve().parents):
-            raise InputError("report", f"{report} would hold {out}", "a folder beside the model")
+    check_file(out, force, report, "model")
     opened = open_trace(name)
     start = time.perf_counter()
     with progress_bar("fitting") as update:
@@ -93,21 +88,19 @@ def synthesize(
         raise InputError("preset", "give --preset or --from, one of both", ", ".join(PRESETS))
     model = _preset(preset, options) if preset is not None else _fitted(str(fitted), options)
     with progress_bar("drawing experts") as update:
-        shared = {"seed": options["seed"], "force": options["force"], "progress": update}
+        shared: dict[str, Any] = {"seed": options["seed"], "force": options["force"]}
+        shared["progress"] = update
         if like is not None:
             _refuse(options, _OF_REQUESTS, "--like", "one of both")
             made = synthesize_like(model, open_trace(like), out, **shared)
         else:
-            n, held = options["requests"], options["calibration"]
-            made = write_synthetic(
-                model,
-                out,
-                requests=800 if n is None else n,
-                calibration=640 if held is None else held,
-                prompt_len=_span("prompt-len", options["prompt_len"], model.facts["prompt_len"]),
-                output_len=_span("output-len", options["output_len"], model.facts["output_len"]),
-                **shared,
-            )
+            shared["requests"] = 800 if options["requests"] is None else options["requests"]
+            held = options["calibration"]
+            shared["calibration"] = 640 if held is None else held
+            for name in ("prompt_len", "output_len"):
+                flag = name.replace("_", "-")
+                shared[name] = _span(flag, options[name], model.facts[name])
+            made = write_synthetic(model, out, **shared)
     print_written(out, made, ", synthetic")
 
 
@@ -149,20 +142,15 @@ def _compare(opened: RoutingTrace, model: RoutingModel, seed: int) -> list[TwinS
         tempfile.TemporaryDirectory(prefix="eldr-sim-twin-") as folder,
         progress_bar("drawing the twin") as update,
     ):
-        # A seed that the fit did not use.
-        twin = synthesize_like(
-            model, opened, Path(folder) / "twin", seed=seed + 1_000_003, progress=update
-        )
+        other = seed + 1_000_003  # that the fit did not use
+        twin = synthesize_like(model, opened, Path(folder) / "twin", seed=other, progress=update)
         return compare_with_twin(opened, twin)
 
 
 def _print(rows: list[TwinStatistic]) -> None:
     for title, fitted in (("Fitted", True), ("Checked: the model was not fitted to these", False)):
-        cells = [
-            [row.name, f"{row.real:.3f}", f"{row.synthetic:.3f}"]
-            for row in rows
-            if row.fitted == fitted
-        ]
+        shown = (row for row in rows if row.fitted == fitted)
+        cells = [[row.name, f"{row.real:.3f}", f"{row.synthetic:.3f}"] for row in shown]
         print_table(title, ["statistic", "real", "synthetic"], cells)
         click.echo()
 

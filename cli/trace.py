@@ -100,9 +100,8 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     )
     for found in statistics.next_layer:
         before, after = (sum(x) / len(x) for x in (found.entropy, found.conditional))
-        click.echo(
-            f"Next layer's expert ({found.of}): {before:.2f} bits, {after:.2f} given this layer's"
-        )
+        bits = f"{before:.2f} bits, {after:.2f} given this layer's"
+        click.echo(f"Next layer's expert ({found.of}): {bits}")
     if report.coactivation:
         inside = {name: sum(x) / len(x) for name, x in report.coactivation.items()}
         click.echo(
@@ -113,12 +112,11 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     for group, rho in report.rho.items():
         click.echo(f"Rho of count-idf signatures on all layers, {group}: {rho:.4f}")
     _print_grouping(report)
-    pearson = statistics.prefill_decode_pearson
-    if pearson:
+    if pearson := statistics.prefill_decode_pearson:
+        each = ", ".join(f"{domain} {value:.2f}" for domain, value in pearson.items())
         click.echo(
-            "Prefill-decode correlation of expert use, by domain: "
-            + ", ".join(f"{domain} {value:.2f}" for domain, value in pearson.items())
-            + " (an untrained model is high here too)"
+            f"Prefill-decode correlation of expert use, by domain: {each} (an untrained model is "
+            "high here too)"
         )
     else:
         click.echo(DECODE_ONLY)
@@ -213,11 +211,8 @@ def _print_copies(statistics: TraceStatistics) -> None:
         [entry.group, str(entry.batch), f"{entry.mixed:.1%}", f"{entry.one_domain:.1%}"]
         for entry in statistics.copies
     ]
-    title = (
-        "Requests of a random batch that have a copy of themselves in it, where a run is longer "
-        "than the trace"
-    )
-    print_table(title, ["domains", "batch", "mixed", "one domain"], rows)
+    title = "Requests of a random batch that have a copy of themselves in it, where a run is longer"
+    print_table(f"{title} than the trace", ["domains", "batch", "mixed", "one domain"], rows)
 
 
 def _print_overlap(overlap: Overlap) -> None:
@@ -271,15 +266,10 @@ def _print_domains(statistics: TraceStatistics) -> None:
     if pairs:
         halves = [*divergence.split_half.values()]
         apart = f", halves of a domain {max(halves):.4f} at most" if halves else ""
-        click.echo(
-            f"Jensen-Shannon divergence of two domains: {min(pairs):.3f} to {max(pairs):.3f} bits"
-            + apart
-        )
-    if statistics.nearest_neighbour_accuracy is not None:
-        click.echo(
-            "Requests whose nearest other request is of their domain: "
-            f"{statistics.nearest_neighbour_accuracy:.3f}"
-        )
+        between = f"{min(pairs):.3f} to {max(pairs):.3f} bits"
+        click.echo(f"Jensen-Shannon divergence of two domains: {between}{apart}")
+    if (nearest := statistics.nearest_neighbour_accuracy) is not None:
+        click.echo(f"Requests whose nearest other request is of their domain: {nearest:.3f}")
 
 
 def _lengths(summary: dict[str, float]) -> str:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from click import FloatRange, IntRange
 from pyarrow import csv
 
-from eldr_sim.cli.console import print_table, progress_bar, task_bar
+from eldr_sim.cli.console import print_table, progress_bar, task_bar, value_text
 from eldr_sim.cli.groups import GroupedCommand
 from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, option
 from eldr_sim.cli.options import check_out, config_from_options, run_options
@@ -99,17 +99,8 @@ def silicon(
     with progress_bar("silicon") as update:
         table = predict_rows(rows, target=target, moe_kernel=moe_kernel, progress=update)
     found = errors_of(table, GROUPS)
-    columns = [
-        "rows",
-        "metric",
-        "n",
-        "ours",
-        "bias",
-        "signed median",
-        "all n",
-        "all rows",
-        "AIConfigurator",
-    ]
+    columns = ["rows", "metric", "n", "ours", "bias", "signed median", "all n", "all rows"]
+    columns += ["AIConfigurator"]
     others = AICONFIGURATOR.get(model, {})
     cells = [_error(error, others) for error in found]
     print_table("Absolute error, %: median | 90th percentile", columns, cells)
@@ -121,7 +112,8 @@ def silicon(
             click.echo(f"Growth of {metric.upper()} with concurrency: mean error {grown:.1f}%")
     click.echo()
     worst = worst_rows(table).to_pylist()
-    print_table("Worst TPOT", list(worst[0]), [[_cell(v) for v in row.values()] for row in worst])
+    cells = [[value_text(value) for value in row.values()] for row in worst]
+    print_table("Worst TPOT", list(worst[0]), cells)
     uncovered = sorted(uncovered_rows(target).items())
     if uncovered:
         missing = [[card, str(n), reason] for (card, reason), n in uncovered]
@@ -129,14 +121,8 @@ def silicon(
     if out is not None:
         with result_folder(out, force) as folder:
             csv.write_csv(table, folder / "rows.csv")
-            write_json(
-                folder / "summary.json",
-                {
-                    "model": model,
-                    "moe_kernel": moe_kernel,
-                    "errors": [vars(error) for error in found],
-                },
-            )
+            summary = {"model": model, "moe_kernel": moe_kernel, "errors": [*map(vars, found)]}
+            write_json(folder / "summary.json", summary)
         click.echo(f"Wrote {out}")
 
 
@@ -177,7 +163,7 @@ def published(
         if row.run is not None
         and (not models or row.target in models)
         and engine in (None, row.labels["engine"])
-        and (most is None or row.run.case.concurrency <= most)
+        and row.run.case.concurrency <= (most or math.inf)
     ]
     wanted = record.sample(wanted, every)
     with progress_bar("rows") as update:
@@ -336,8 +322,10 @@ def _error(error: Errors, others: dict[str, dict[str, tuple[float, float]]]) -> 
     ]
 
 
-def _cell(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+#: Options of `vllm` that an engine is started with; all others by these names are a campaign's.
+_OF_ENGINES = (
+    "dtype", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
 
 
 @validate.command()
@@ -390,21 +378,15 @@ def vllm(
     model: str | None,
     prefill_urls: tuple[str, ...],
     decode_urls: tuple[str, ...],
-    policies: tuple[str, ...],
-    repeats: int,
     duration: float,
-    prompt_len: int,
-    output_len: int,
-    seed: int,
     shares: tuple[float, ...],
     rates: tuple[float, ...],
     lengths: Literal["recorded", "fixed"],
     burstiness: float,
-    workload: Path | None,
     domain_mix: str | None,
     num_gpu_blocks_override: int | None,
     shortest_first: bool,
-    **engine: Any,
+    **fields: Any,
 ) -> None:
     """Load a real vLLM, simulate the same requests again, and report the errors.
 
@@ -417,18 +399,14 @@ def vllm(
     own = [LoadShape(share, lengths, burstiness) for share in shares]
     own += [LoadShape(0.0, lengths, burstiness, rate=rate) for rate in rates]
     loads = tuple(own) or LOADS
+    engine = {name: fields.pop(name) for name in _OF_ENGINES}
     campaign = Campaign(
         out,
         EngineOptions(model or str(out / "model"), **engine, extra=extra),
         loads=with_shortest_first(loads) if shortest_first else loads,
-        policies=policies,
-        repeats=repeats,
         duration_s=duration,
-        prompt_len=prompt_len,
-        output_len=output_len,
-        seed=seed,
-        workload=workload,
         domain_mix=parse_mix(domain_mix) if domain_mix else {},
+        **fields,
     )
     with task_bar() as update:
         folders = record_campaign(

@@ -14,6 +14,7 @@ from eldr_sim.cli.console import (
     number_text,
     print_log_part,
     print_table,
+    print_warnings,
     progress_bar,
 )
 from eldr_sim.cli.option import jobs_option, option, output
@@ -51,7 +52,6 @@ def what_if(
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.compare.what_if import MARKER, read_base
     from eldr_sim.planning.compare.what_if import what_if as make_what_if
-    from eldr_sim.simulator.outcome.metrics import warnings_of
 
     config = make_config(read_base(base))
     check_out(out, force, MARKER)
@@ -73,20 +73,17 @@ def what_if(
     if out is not None:
         click.echo(f"Wrote {out}")
     for name, summary in [("base", first), *((c.name, c.summaries[0]) for c in result.changes)]:
-        for warning in warnings_of(dict(summary)):
-            click.echo(f"Warning: {name}: {warning}", err=True)
+        print_warnings(summary, f"{name}: ")
 
 
 def _print_change(change: Change) -> None:
-    told = [e for e in change.effects if e.reference_mean is not None or e.mean is not None]
-    print_table(
-        change.name,
-        ["figure", "base", "changed", "difference, % [95% confidence interval]"],
-        [
-            [label(e.metric), _number(e.reference_mean), _number(e.mean), difference_cell(e)]
-            for e in told
-        ],
-    )
+    rows = [
+        [label(e.metric), _number(e.reference_mean), _number(e.mean), difference_cell(e)]
+        for e in change.effects
+        if e.reference_mean is not None or e.mean is not None
+    ]
+    columns = ["figure", "base", "changed", "difference, % [95% confidence interval]"]
+    print_table(change.name, columns, rows)
     _print_faults(change.summaries)
     if change.other_requests:
         click.echo(
@@ -100,10 +97,9 @@ def _print_faults(summaries: Sequence[Summary]) -> None:
     """Print what each fault did, means over the seeds."""
     seeds = [summary.get("faults", {}).get("events", []) for summary in summaries]
     for events in zip(*seeds, strict=True):
-        goodput = ", ".join(
-            f"{_mean(event[f'goodput_{when}'] for event in events)} {when}"
-            for when in ("before", "during", "after")
-        )
+        whens = ("before", "during", "after")
+        means = (_mean(event[f"goodput_{when}"] for event in events) for when in whens)
+        goodput = ", ".join(map("{} {}".format, means, whens))
         times = [event["time_to_recover_s"] for event in events]
         recovered = [time for time in times if time is not None]
         click.echo(

@@ -78,14 +78,7 @@ def train(
     names = domains.split(",") if domains else None
     documents = data.split_documents(data.read_documents(text, names), held_out, config.seed)
     try:
-        run(
-            documents,
-            out,
-            model,
-            config,
-            resume=resume,
-            log=lambda entry: click.echo(json.dumps(entry)),
-        )
+        run(documents, out, model, config, resume, lambda entry: click.echo(json.dumps(entry)))
     except KeyboardInterrupt:
         click.echo(f"Interrupted: --resume continues from what {out} holds.", err=True)
         sys.exit(130)
@@ -136,9 +129,8 @@ def record(
     try:
         lengths = tuple(int(length) for length in prompt_lengths.split(","))
     except ValueError:
-        raise InputError(
-            "prompt_lengths", f"got {prompt_lengths!r}", "numbers with commas"
-        ) from None
+        problem = f"got {prompt_lengths!r}"
+        raise InputError("prompt_lengths", problem, "numbers with commas") from None
     config = recorder.RecordConfig(prompt_lengths=lengths, **options)
     described = read_description(checkpoint)
     documents = _documents_of(checkpoint, text, described["documents"])
@@ -147,13 +139,12 @@ def record(
     terminal = sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=not terminal) as bar:
         task = bar.add_task("Recording", total=1.0)
-        routing = recorder.record(
-            checkpoint,
-            prompts,
-            config,
-            processes=processes,
-            progress=lambda share: bar.update(task, completed=share),
-        )
+
+        def update(share: float) -> None:
+            bar.update(task, completed=share)
+
+        routing = recorder.record(checkpoint, prompts, config, processes, update)
+    versions = {"eldr-sim": __version__, "torch": torch.__version__}
     trace = recorder.write_routing_trace(
         routing,
         out,
@@ -166,11 +157,7 @@ def record(
             f"{config.temperature:g}, seed {config.seed}; expert ids in rank order"
         ),
         source_data=source_data,
-        tool_versions={
-            "eldr-sim": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        tool_versions=versions | {"python": platform.python_version()},
         notes=notes,
         force=force,
     )
@@ -209,9 +196,8 @@ def main() -> None:
     try:
         run_command(cli)
     except ModuleNotFoundError as error:
-        hint = InputError(
-            "reference model", f"needs {error.name}", "pip install '.[reference-model]'"
-        )
+        allowed = "pip install '.[reference-model]'"
+        hint = InputError("reference model", f"needs {error.name}", allowed)
         click.echo(f"Error: {hint}", err=True)
         sys.exit(2)
 

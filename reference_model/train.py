@@ -89,19 +89,15 @@ def train(
     out: Path,
     model_config: ModelConfig,
     config: TrainConfig,
-    *,
     resume: bool = False,
     log: Callable[[dict[str, Any]], None] = lambda entry: None,
 ) -> Qwen3Moe:
     """Train a model and leave its checkpoint, its state and a log in a folder.
 
-    An interrupted training leaves what it saved last; ``resume`` continues from there. Raises
-    InputError if a setting or the text does not allow training.
-
-    ``documents``: training text, and held-out text to evaluate on; ``out``: checkpoint folder; see
-    `export` for what lies in it; ``model_config``, ``config``: dimensions, and how to train;
-    ``resume``: continue from the state in ``out``, with its dimensions instead of ``model_config``;
-    ``log``: called with each entry of the log.
+    An interrupted training leaves what it saved last; ``resume`` continues from there, with its
+    dimensions instead of ``model_config``. ``out``: checkpoint folder; see `export` for what lies
+    in it; ``log``: called with each entry of the log. Raises InputError if a setting or the text
+    does not allow training.
     """
     _check(documents, out, model_config, config, resume)
     torch.manual_seed(config.seed)
@@ -207,11 +203,8 @@ def _check(
         if value is not None and value <= 0:
             raise InputError(name, f"got {value}", "more than 0")
     if config.sequences < 1 or config.sequences % len(documents.domains):
-        raise InputError(
-            "sequences",
-            f"got {config.sequences}",
-            f"a multiple of the {len(documents.domains)} domains",
-        )
+        allowed = f"a multiple of the {len(documents.domains)} domains"
+        raise InputError("sequences", f"got {config.sequences}", allowed)
     if not 257 <= model_config.vocab_size <= 65536:
         raise InputError("vocab_size", f"got {model_config.vocab_size}", "257 to 65536")
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -282,9 +275,8 @@ def _streams(
         parts = [part for ids in encode(tokenizer, docs) for part in (ids, end)]
         out[domain] = np.concatenate(parts) if parts else end
         if len(out[domain]) <= least:
-            raise InputError(
-                f"{domain}.txt", f"{len(out[domain])} tokens to train on", f"more than {least}"
-            )
+            problem = f"{len(out[domain])} tokens to train on"
+            raise InputError(f"{domain}.txt", problem, f"more than {least}")
     return out
 
 

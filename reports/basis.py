@@ -29,10 +29,7 @@ def basis(
     summaries: Mapping[str, Mapping[str, Any]],
     warn: Callable[[Mapping[str, Any]], Sequence[str]] = warnings_of,
 ) -> Basis:
-    """Return warnings, the weakest provenance and the sources of some summaries, by name.
-
-    ``warn``: returns the warnings of a summary.
-    """
+    """Return warnings, the weakest provenance and the sources of some summaries, by name."""
     warned = _merged({name: warn(summary) for name, summary in summaries.items()})
     if not summaries:
         return Basis(warned)
@@ -42,27 +39,20 @@ def basis(
         for part, source in summary["provenance"].items()
         if part not in ("kv_transfer", "handover")  # with their presets below
     }
-    rows |= {
-        ("Hand-over", *_split(str(s["handover"]))) for s in summaries.values() if "handover" in s
-    }
-    rows |= {("KV transfer", *_split(str(s["kv_transfer"]))) for s in summaries.values()}
-    return Basis(
-        warned,
-        weakest([s["weakest_provenance"] for s in summaries.values()]),
-        [
-            *trace_facts([summary["trace"] for summary in summaries.values()]),
-            *_merged({name: s.get("latency_notes", ()) for name, s in summaries.items()}),
-        ],
-        table("Sources of the step times", ["part", "provenance", "origin"], sorted(rows)),
-    )
+    found = summaries.values()
+    rows |= {("Hand-over", *_split(str(s["handover"]))) for s in found if "handover" in s}
+    rows |= {("KV transfer", *_split(str(s["kv_transfer"]))) for s in found}
+    facts = trace_facts([summary["trace"] for summary in found])
+    facts += _merged({name: s.get("latency_notes", ()) for name, s in summaries.items()})
+    sources = table("Sources of the step times", ["part", "provenance", "origin"], sorted(rows))
+    label = weakest([s["weakest_provenance"] for s in found])
+    return Basis(warned, label, facts, sources)
 
 
 def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return origin, tiling and reuse of the routing traces, a line each.
-
-    ``traces``: ``trace`` of each run's summary.
-    """
-    lines = _merged_parts(traces)
+    """Return origin, tiling and reuse of the routing traces, a line each."""
+    parts = (trace["log_window"] for trace in traces if trace.get("log_window"))
+    lines = list(dict.fromkeys(f"Measured: {part_in_words(part)}." for part in parts))
     by_trace: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for trace in traces:
         if trace.get("name") is None:  # a dense model's run
@@ -88,12 +78,6 @@ def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
                 "tokens lie beyond what was recorded of their request and replay it again."
             )
     return lines
-
-
-def _merged_parts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what of their logs runs measure, each once."""
-    parts = (trace["log_window"] for trace in traces if trace.get("log_window"))
-    return list(dict.fromkeys(f"Measured: {part_in_words(part)}." for part in parts))
 
 
 def _span(traces: Sequence[Mapping[str, Any]], key: str, factor: float | None = None) -> str:

@@ -32,11 +32,7 @@ class Table:
 
 
 def table(
-    caption: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[Value]],
-    *,
-    note: str | None = None,
+    caption: str, columns: Sequence[str], rows: Iterable[Sequence[Value]], note: str | None = None
 ) -> Table:
     """Return a table of values; see :class:`Table`."""
     cells = [[cell(value) for value in row] for row in rows]
@@ -76,9 +72,9 @@ def number(value: float | int | None) -> str:
 
 def decimals(largest: float) -> int:
     """Return the number of decimals for values of a size."""
-    return (
-        0 if largest >= 1000 else 1 if largest >= 100 else 2 if largest >= 1 or not largest else 4
-    )
+    if largest >= 100:
+        return 0 if largest >= 1000 else 1
+    return 2 if largest >= 1 or not largest else 4
 
 
 def interval(mean: float, low: float, high: float, *, signs: bool = False) -> str:

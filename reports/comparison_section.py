@@ -61,10 +61,7 @@ def _differences(summary: Row, reference: str, metrics: list[str], colours: Colo
         label = f"difference from {reference}, %"
         pictures.append(intervals(without_unit(METRICS[metric]), label, dots))
     columns = ["policy", *(without_unit(METRICS[metric]) for metric in metrics)]
-    paired = table(
-        f"Difference from {reference}{best}, % [95% interval]",
-        columns,
-        [[policy, *row] for policy, row in cells.items()],
-        note="Paired over seeds, Student's t. Filled dots: the interval leaves 0 out.",
-    )
+    title = f"Difference from {reference}{best}, % [95% interval]"
+    note = "Paired over seeds, Student's t. Filled dots: the interval leaves 0 out."
+    paired = table(title, columns, [[policy, *row] for policy, row in cells.items()], note)
     return {"table": paired, "pictures": pictures}

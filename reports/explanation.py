@@ -105,21 +105,18 @@ def explain_run(run: Folder) -> Explanation:
             middle, high = np.quantile(own, [0.5, 0.99])
             share = f"{own.mean() / (1e3 * total):.1%}"
             rows.append([name, float(own.mean()), float(middle), float(high), share])
-    rows.append(["all", 1e3 * total, *(float(q) for q in _quantiles(spent, measured)), "100%"])
+    whole = 1e3 * np.sum([values[measured] for values in spent.values()], axis=0)
+    rows.append(["all", 1e3 * total, *np.quantile(whole, [0.5, 0.99]).tolist(), "100%"])
     lines = [f"{summary['label']}, {int(measured.sum())} requests"]
     if left := int(requests["measured"].sum()) - int(measured.sum()):
         lines.append(f"{left} more were refused, cancelled or lost: they are not in this table")
     if limits := summary.get("limits"):
         lines.append(f"Bottleneck: {limits['bottleneck']}: {limits['because']}")
-        lines.append(
-            "Utilisation: "
-            + ", ".join(
-                f"{name.replace('_', ' ')} {value:.2f}"
-                if name == "kv_transfers"
-                else f"{name.replace('_', ' ')} {value:.0%}"
-                for name, value in limits["utilisation"].items()
-            )
+        used = ", ".join(
+            f"{name.replace('_', ' ')} {value:{'.2f' if name == 'kv_transfers' else '.0%'}}"
+            for name, value in limits["utilisation"].items()
         )
+        lines.append(f"Utilisation: {used}")
     return Explanation(lines, ["phase", "mean", "median", "p99", "share"], rows)
 
 
@@ -127,9 +124,8 @@ def explain_request(run: Folder, number: int) -> Explanation:
     """Say where one request's time went, beside the median of its like.
 
     Its like are the measured requests of its domain whose prompts and outputs are as long within a
-    quarter, or all requests where those are fewer than five.
-
-    Raises InputError: there is no such request.
+    quarter, or all requests where those are fewer than five. Raises InputError: there is no such
+    request.
     """
     requests = _requests(run)
     ids = requests["request_id"].astype(np.int64)  # of sessions: not in the order of arrival
@@ -162,8 +158,7 @@ def explain_request(run: Folder, number: int) -> Explanation:
             others = float(np.nanmedian(each[1:]))
             rows.append([f"{name}, mean of its steps", each[0], others, each[0] - others])
     length = ", ".join(
-        f"{int(requests[name][number])} {what} tokens"
-        for name, what in (("prompt_len", "prompt"), ("output_len", "output"))
+        f"{int(requests[f'{what}_len'][number])} {what} tokens" for what in ("prompt", "output")
     )
     outcome = run.tables["requests"].column("outcome")[number].as_py()
     places = ", ".join(
@@ -187,9 +182,7 @@ def explain_difference(first: Folder, second: Folder) -> tuple[Explanation, Expl
     the change of experts at either batch is theirs, the rest the batch's.
     """
     a, b = _parts_of(first), _parts_of(second)
-    rows = [
-        [name, a[name], b[name], b[name] - a[name]] for name in TTFT_PHASES if a[name] or b[name]
-    ]
+    rows = [[n, a[n], b[n], b[n] - a[n]] for n in TTFT_PHASES if a[n] or b[n]]
     whole = math.fsum(a.values()), math.fsum(b.values())
     rows.append(["TTFT", *whole, whole[1] - whole[0]])
     titles = [f"A: {first.name}: {first.documents['summary']['label']}"]
@@ -199,38 +192,26 @@ def explain_difference(first: Folder, second: Folder) -> tuple[Explanation, Expl
 
 
 def _tpot_difference(first: Folder, second: Folder) -> Explanation:
-    runs = _StepMeans.of(first), _StepMeans.of(second)
-    a, b = runs
-    experts = (
-        a.moe_at(a.batch, b.active)
-        - a.moe_at(a.batch, a.active)
-        + b.moe_at(b.batch, b.active)
-        - b.moe_at(b.batch, a.active)
-    ) / 2.0
+    a, b = _StepMeans.of(first), _StepMeans.of(second)
     routed = a.n_moe_layers or b.n_moe_layers
-    moe = [
-        ["MoE: activated experts", None, None, experts],
-        ["MoE: batch", None, None, b.parts["moe"] - a.parts["moe"] - experts],
-    ]
-    rows: list[list[Any]] = [
-        *(moe if routed else []),
-        *(
-            [name, a.parts[key], b.parts[key], b.parts[key] - a.parts[key]]
-            for key, name in _STEP_PARTS.items()
-            if key != "moe" and (a.parts[key] or b.parts[key])
-        ),
+    rows: list[list[Any]] = []
+    if routed:
+        at_a = a.moe_at(a.batch, b.active) - a.moe_at(a.batch, a.active)
+        at_b = b.moe_at(b.batch, b.active) - b.moe_at(b.batch, a.active)
+        experts = (at_a + at_b) / 2.0
+        rows.append(["MoE: activated experts", None, None, experts])
+        rows.append(["MoE: batch", None, None, b.parts["moe"] - a.parts["moe"] - experts])
+    rows += [
+        [name, a.parts[key], b.parts[key], b.parts[key] - a.parts[key]]
+        for key, name in _STEP_PARTS.items()
+        if key != "moe" and (a.parts[key] or b.parts[key])
     ]
     rows.append(["TPOT", a.tpot, b.tpot, b.tpot - a.tpot])
-    lines = [
-        f"{name}: batch {run.batch:.1f}"
-        + (
-            f", {run.active:.1f} activated experts a layer, by token; "
-            f"MoE layers {run.parts['moe']:.3f} ms"
-            if routed
-            else ""
-        )
-        for name, run in zip("AB", runs, strict=True)
-    ]
+    lines = []
+    for name, run in (("A", a), ("B", b)):
+        moe = f"activated experts a layer, by token; MoE layers {run.parts['moe']:.3f} ms"
+        experts_said = f", {run.active:.1f} {moe}" if routed else ""
+        lines.append(f"{name}: batch {run.batch:.1f}{experts_said}")
     return Explanation(lines, ["part of mean TPOT", "A", "B", "B - A"], rows)
 
 
@@ -298,10 +279,12 @@ class _StepMeans:
 
         rows = batch.astype(np.int64)
         context = steps["context_tokens"] / batch / cost.context_stride
+        if "moe_ms" in steps:
+            moe_ms = mean(steps["moe_ms"])
+        else:
+            moe_ms = 1e3 * cost.n_moe_layers * mean(_at(cost.moe_s, batch, active))
         parts = {
-            "moe": mean(steps["moe_ms"])
-            if "moe_ms" in steps
-            else 1e3 * cost.n_moe_layers * mean(_at(cost.moe_s, batch, active)),
+            "moe": moe_ms,
             "attention": 1e3 * mean(_at(cost.attention_s, batch, context)),
             "dense": 1e3 * mean(cost.dense_s[rows] + cost.head_s[rows]),
             "collectives": 1e3 * mean(cost.collectives_s[rows]),
@@ -311,10 +294,9 @@ class _StepMeans:
         }
         step_ms = 1e3 * mean(steps["end_s"] - steps["start_s"])
         parts["rest"] = step_ms - math.fsum(parts.values())
-        parts["queue"] = summary["mean_tpot_ms"] - step_ms
-        return cls(
-            mean(batch), mean(active), parts, summary["mean_tpot_ms"], cost.moe_s, cost.n_moe_layers
-        )
+        tpot = summary["mean_tpot_ms"]
+        parts["queue"] = tpot - step_ms
+        return cls(mean(batch), mean(active), parts, tpot, cost.moe_s, cost.n_moe_layers)
 
 
 def _sum_of(steps: Mapping[str, Floats], *names: str) -> Floats:
@@ -350,12 +332,9 @@ def _spent(
 ) -> tuple[dict[str, Floats], NDArray[np.bool_]]:
     """Return how long each request was in each phase, s, and which were served or waited for it."""
     in_line = np.isin(run.tables["requests"].column("outcome").to_pylist(), IN_LINE)
-    return phases_of(requests, _end(requests), in_line), in_line
-
-
-def _quantiles(spent: Mapping[str, Floats], kept: NDArray[np.bool_]) -> Floats:
-    whole = 1e3 * np.sum([values[kept] for values in spent.values()], axis=0)
-    return np.asarray(np.quantile(whole, [0.5, 0.99]))
+    times = [requests[name] for name in (*PHASES, "arrival_s") if name in requests]
+    end = float(max(np.nan_to_num(values).max(initial=0.0) for values in times))
+    return phases_of(requests, end, in_line), in_line
 
 
 def _requests(run: Folder) -> dict[str, Floats]:
@@ -376,11 +355,6 @@ def _columns(table: pa.Table) -> dict[str, Floats]:
             column = column.cast("int8") if pa.types.is_boolean(kind) else column
             found[name] = numbers(column.cast("float64", safe=False).fill_null(math.nan))
     return found
-
-
-def _end(requests: Mapping[str, Floats]) -> float:
-    times = [requests[name] for name in (*PHASES, "arrival_s") if name in requests]
-    return float(max(np.nan_to_num(values).max(initial=0.0) for values in times))
 
 
 def _steps_of(run: Folder) -> dict[str, Floats]:

@@ -27,9 +27,7 @@ _MARKERS = {
 def pictures_of(path: Path, name: str = "") -> list[Picture]:
     """Return the pictures of a result folder that have something to show.
 
-    ``name`` stands for the folder where a picture names it.
-
-    Raises InputError if the folder is no result.
+    ``name`` stands for the folder where a picture names it. Raises InputError if it is no result.
     """
     (folder,) = open_folders([path])
     folder = replace(folder, name=name or folder.name)
@@ -38,10 +36,7 @@ def pictures_of(path: Path, name: str = "") -> list[Picture]:
 
 
 def pick(pictures: list[Picture], title: str) -> Picture:
-    """Return the first picture whose title contains some text, in any case of letters.
-
-    Raises InputError if there is none, with the titles that there are.
-    """
+    """Return the first picture whose title has some text, in any case; InputError if none has."""
     for picture in pictures:
         if title.lower() in picture.title.lower():
             return picture
@@ -119,18 +114,17 @@ def _draw(axes: Any, spec: dict[str, Any]) -> None:
             line, marker = trace.get("line", {}), trace["marker"]
             symbol = marker.get("symbol", "circle")
             y = [unescape(y) if isinstance(y, str) else y for y in trace["y"]]
+            look = {"color": marker["color"], "markersize": 5, "capsize": 3, "label": name}
+            if symbol.endswith("-open"):
+                look["markerfacecolor"] = "none"
             axes.errorbar(
                 trace["x"],
                 y,
                 xerr=_ends(trace.get("error_x")),
                 yerr=_ends(trace.get("error_y")),
-                color=marker["color"],
                 linestyle=_DASHES[line["dash"]] if "lines" in trace["mode"] else "",
                 marker=_MARKERS[symbol.removesuffix("-open")] if "markers" in trace["mode"] else "",
-                markerfacecolor="none" if symbol.endswith("-open") else None,
-                markersize=5,
-                capsize=3,
-                label=name,
+                **look,
             )
     if layout["xaxis"].get("zeroline"):
         axes.axvline(0.0, color="grey", linewidth=0.8)

@@ -62,31 +62,22 @@ def contents_of(*folders: Folder) -> Iterator[None]:
         LookupError, TypeError, AttributeError, ArithmeticError, ValueError, pa.ArrowException
     ) as error:  # fmt: skip
         which = " or ".join(folder.name for folder in folders)
-        raise InputError(
-            "DIR",
+        problem = (
             f"{which} has a {folders[0].kind}'s files but not its contents "
-            f"({type(error).__name__}: {' '.join(str(error).split())})",
-            "a folder written by this version of eldr-sim",
-        ) from error
+            f"({type(error).__name__}: {' '.join(str(error).split())})"
+        )
+        raise InputError("DIR", problem, "a folder written by this version of eldr-sim") from error
 
 
 def _open(path: Path, name: str) -> Folder:
-    kind = next(
-        (k for k, files in _FILES.items() if all((path / file).is_file() for file in files)), None
-    )
-    if kind is None:
-        raise InputError(
-            "DIR",
-            f"{path} is no result" if path.is_dir() else f"{path} is no folder",
-            "a folder that eldr-sim run, compare, sweep or plan wrote with --out",
-        )
-    files = [path / file for file in _FILES[kind]]
-    return Folder(
-        name,
-        kind,
-        {file.stem: _read_json(file) for file in files if file.suffix == ".json"},
-        {file.stem: _read_table(file) for file in files if file.suffix == ".parquet"},
-    )
+    kinds = [k for k, files in _FILES.items() if all((path / file).is_file() for file in files)]
+    if not kinds:
+        allowed = "a folder that eldr-sim run, compare, sweep or plan wrote with --out"
+        raise InputError("DIR", f"{path} is no {'result' if path.is_dir() else 'folder'}", allowed)
+    files = [path / file for file in _FILES[kinds[0]]]
+    documents = {file.stem: _read_json(file) for file in files if file.suffix == ".json"}
+    tables = {file.stem: _read_table(file) for file in files if file.suffix == ".parquet"}
+    return Folder(name, kinds[0], documents, tables)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -31,10 +31,9 @@ _SECTIONS = {"comparison": comparison_section, "sweep": sweep_section, "plan": p
 def report(folders: Sequence[str | os.PathLike[str]]) -> str:
     """Return the HTML of a report.
 
-    Raises InputError if a folder is not a result or cannot be read.
-
     ``folders``: folders that ``eldr-sim run``, ``compare``, ``sweep`` or ``plan`` wrote, in any
-    mixture; runs share a section, side by side; each other folder has its own.
+    mixture; runs share a section, side by side; each other folder has its own. Raises InputError if
+    one is not a result or cannot be read.
     """
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -56,9 +55,8 @@ def write_report(
 ) -> None:
     """Write a report, whole or not at all.
 
-    Raises InputError if a folder is not a result, or ``out`` exists or cannot be written.
-
-    ``folders``: see :func:`report`; ``out``: file to make; ``force``: replace an earlier file.
+    Raises InputError if a folder is not a result, or ``out`` exists, without ``force``, or cannot
+    be written.
     """
     out = Path(out)
     if out.is_dir():

@@ -120,15 +120,11 @@ def intervals(
         known = math.isfinite(low) and math.isfinite(high)
         clear = not differences or (known and (low > 0 or high < 0))
         hover = f"%{{y}}<br>{_text(x_label)}: %{{x:{form}}}"
-        dot: Spec = {
-            "type": "scatter",
-            "mode": "markers",
-            "name": _text(name),
-            "x": [value],
-            "y": [_text(name)],
-            "marker": {"color": _colour(colour), "size": 10}
-            | ({} if clear else {"symbol": "circle-open"}),
-        }
+        dot: Spec = {"type": "scatter", "mode": "markers", "name": _text(name)}
+        dot |= {"x": [value], "y": [_text(name)]}
+        dot["marker"] = {"color": _colour(colour), "size": 10}
+        if not clear:
+            dot["marker"]["symbol"] = "circle-open"
         if known:
             ends = {"array": [high - value], "arrayminus": [value - low]}
             dot["error_x"] = {"type": "data", "symmetric": False, "color": _colour(colour), **ends}
@@ -151,31 +147,20 @@ def stacked_bars(
     bars: Sequence[str],
     parts: Sequence[tuple[str, Sequence[float], int]],
 ) -> Picture:
-    """Draw stacked bars.
-
-    ``x_label``, ``y_label``: axis titles with units; ``bars``: name of each bar; ``parts``: (name,
-    height of the part in each bar, colour number).
-    """
+    """Draw stacked bars; ``parts``: (name, height of the part in each bar, colour number)."""
     totals = [math.fsum(values[i] for _, values, _ in parts) for i in range(len(bars))]
+    hover = (
+        f"{_text(x_label)} %{{x}}<br>%{{fullData.name}}: %{{y:{_NUMBER}}} "
+        f"(%{{customdata[0]:.0f}}%)<br>{_text(y_label)}: %{{customdata[1]:{_NUMBER}}}"
+        "<extra></extra>"
+    )
     data: list[Spec] = []
     for name, values, colour in parts:
-        said = [
-            [100 * value / total if total else 0.0, total]
-            for value, total in zip(values, totals, strict=True)
-        ]
-        data.append(
-            {
-                "type": "bar",
-                "name": _text(name),
-                "x": [_text(bar) for bar in bars],
-                "y": list(values),
-                "customdata": said,
-                "marker": {"color": _colour(colour)},
-                "hovertemplate": f"{_text(x_label)} %{{x}}<br>%{{fullData.name}}: %{{y:{_NUMBER}}} "
-                f"(%{{customdata[0]:.0f}}%)<br>{_text(y_label)}: %{{customdata[1]:{_NUMBER}}}"
-                "<extra></extra>",
-            }
-        )
+        both = zip(values, totals, strict=True)
+        said = [[100 * value / total if total else 0.0, total] for value, total in both]
+        bar: Spec = {"type": "bar", "name": _text(name), "x": [_text(each) for each in bars]}
+        bar |= {"y": list(values), "customdata": said, "marker": {"color": _colour(colour)}}
+        data.append(bar | {"hovertemplate": hover})
     layout: Spec = {"xaxis": {"type": "category"}, "barmode": "stack", "showlegend": True}
     return _picture(title, (x_label, y_label), data if bars else [], layout)
 
@@ -193,13 +178,10 @@ def pareto_picture(
     # The front is drawn first, under the points, in a neutral colour.
     series = [_cloud("Pareto front", -1, 1, front, line=True)]
     series += [_cloud(name, colour, mark, own, False) for name, colour, mark, own in clouds]
-    return curves(
-        "Throughput of a GPU against speed for a user",
-        "output tokens/s for a user (1 / median TPOT)",
-        "output tokens/s of a GPU",
-        series,
-        note="Up and to the right is better; no point beats one of the front in both.",
-    )
+    title = "Throughput of a GPU against speed for a user"
+    labels = "output tokens/s for a user (1 / median TPOT)", "output tokens/s of a GPU"
+    note = "Up and to the right is better; no point beats one of the front in both."
+    return curves(title, *labels, series, note=note)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -234,6 +216,7 @@ def _finite(series: Series) -> Series:
 def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
     """Return the Plotly traces of a series: its band, if any, and the series."""
     shown = "lines+markers" if len(s.x) <= _SHOWN_POINTS else "lines"
+    colour = {"color": _colour(s.colour)}
     trace: Spec = {
         "type": "scatter",
         "mode": shown if s.line else "markers",
@@ -241,12 +224,8 @@ def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
         "legendgroup": _text(s.name),
         "x": s.x,
         "y": s.y,
-        "line": {"color": _colour(s.colour), "dash": _DASHES[s.style % len(_DASHES)]},
-        "marker": {
-            "color": _colour(s.colour),
-            "size": 8,
-            "symbol": _MARKERS[s.style % len(_MARKERS)],
-        },
+        "line": colour | {"dash": _DASHES[s.style % len(_DASHES)]},
+        "marker": colour | {"size": 8, "symbol": _MARKERS[s.style % len(_MARKERS)]},
         "hovertemplate": hover + "%{customdata}<extra></extra>",
     }
     tips = s.tips or [""] * len(s.x)
@@ -255,20 +234,16 @@ def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
     said = [""] * len(s.x)
     for i in known:
         said[i] = f"<br>{interval}: {number(ends[i][0])} to {number(ends[i][1])}"
-    trace["customdata"] = [
-        a + (f"<br>{_text(b)}" if b else "") for a, b in zip(said, tips, strict=True)
-    ]
+    both = zip(said, tips, strict=True)
+    trace["customdata"] = [a + (f"<br>{_text(b)}" if b else "") for a, b in both]
     drawn = {i: (max(floor, ends[i][0]), ends[i][1]) for i in known}
     if s.line and len(known) > 1:
         return [_band(s, drawn), trace]
     if known:
-        trace["error_y"] = {
-            "type": "data",
-            "symmetric": False,
-            "color": _colour(s.colour),
-            "array": [drawn[i][1] - y if i in drawn else None for i, y in enumerate(s.y)],
-            "arrayminus": [y - drawn[i][0] if i in drawn else None for i, y in enumerate(s.y)],
-        }
+        above = [drawn[i][1] - y if i in drawn else None for i, y in enumerate(s.y)]
+        below = [y - drawn[i][0] if i in drawn else None for i, y in enumerate(s.y)]
+        trace["error_y"] = {"type": "data", "symmetric": False, **colour}
+        trace["error_y"] |= {"array": above, "arrayminus": below}
     return [trace]
 
 

@@ -52,8 +52,7 @@ def plan_section(folder: Folder, colours: Colours) -> dict[str, Any]:
 def plan_words(document: Record, *, narrow: bool = False) -> dict[str, Any]:
     """Return what ``plan.json`` says: its title, question, answer and tables.
 
-    ``document``: the record of an answer; ``narrow``: leave out the columns for which a terminal
-    has no room.
+    ``narrow``: leave out the columns for which a terminal has no room.
     """
     answer, kind = document["answer"], document["kind"]
     nothing = {"cluster": "No cluster meets the objective", "fastest": "No strategy has memory"}
@@ -159,22 +158,18 @@ def _clusters(
     left = _WITHOUT.get(kind, set()) | (_WIDE if narrow else set())
     if len(set(redundant) - {None}) < 2:  # they are paid for in KV blocks
         left |= {"kv_blocks_per_worker"}
+    asked = "figure" if kind in ("rate", "split") else "name"  # says why a cluster has no figure
     columns = [
         key
         for key in PLAN_COLUMNS
         if key not in left
-        and (any(each.get(key) not in (None, []) for each in clusters) or key == _asked(kind))
+        and (any(each.get(key) not in (None, []) for each in clusters) or key == asked)
     ]
     heads = PLAN_COLUMNS | {"figure": f"{_FIGURES.get(kind, ('',))[0]} [95% interval]"}
     if any("chunks" in each for each in clusters):
         heads["policy"] = "strategy"
     cells = [[_cell(each, key) for key in columns] for each in clusters]
     return table(title, [heads[key] for key in columns], cells)
-
-
-def _asked(kind: str) -> str:
-    """Return the column that shows why a cluster has no figure."""
-    return "figure" if kind in ("rate", "split") else "name"
 
 
 def _cell(cluster: Record, key: str) -> Value:
@@ -200,19 +195,12 @@ def _cell(cluster: Record, key: str) -> Value:
 
 def shapes_table(document: Record) -> Table | None:
     """Return what became of every shape of clusters; None where none was searched."""
-    rows: list[list[Value]] = [
-        [
-            row["policy"],
-            row["gpu"],
-            each["shape"],
-            each["least_cost"],
-            each["estimated_cost"],
-            each["topology"] or "-",
-            each["reason"],
-        ]
-        for row in document["rows"]
-        for each in row["shapes"]
-    ]
+    rows: list[list[Value]] = []
+    for row in document["rows"]:
+        for each in row["shapes"]:
+            figures = (each[key] for key in ("shape", "least_cost", "estimated_cost"))
+            shape = [row["policy"], row["gpu"], *figures]
+            rows.append([*shape, each["topology"] or "-", each["reason"]])
     title = "Shapes of clusters in the order of the search; each must be cheaper than those before"
     columns = ["policy", "GPU", "shape", "at least", "estimated", "cheapest", "why none"]
     return table(title, columns, rows) if rows else None
@@ -254,12 +242,11 @@ def _front(document: Record, colours: Colours) -> Picture:
             if point not in group:
                 group.append(point)
     gpus = list(dict.fromkeys(gpu for _, gpu in meets))
-    return pareto_picture(
-        [
-            (f"{policy} on {gpu}", colours("policy", policy), gpus.index(gpu), own)
-            for (policy, gpu), own in meets.items()
-        ]
-    )
+    clouds = [
+        (f"{policy} on {gpu}", colours("policy", policy), gpus.index(gpu), own)
+        for (policy, gpu), own in meets.items()
+    ]
+    return pareto_picture(clouds)
 
 
 def _name(cluster: Record) -> str:

@@ -66,9 +66,8 @@ class _Run:
         """Return a curve in the run's colour; ``ends`` are low and high ends of an interval."""
         xs, ys, *lists = (np.asarray(values, np.float64).tolist() for values in (x, y, *ends))
         low, high = lists or (None, None)
-        return Series(
-            self.name, xs, ys, low, high, colour=self._colour, style=self._style, tips=tips
-        )
+        look = self._colour, self._style, tips
+        return Series(self.name, xs, ys, low, high, True, *look)
 
 
 def _cdfs(runs: Sequence[_Run]) -> list[Picture]:
@@ -95,14 +94,10 @@ def _activated_experts(runs: Sequence[_Run]) -> Picture:
         low, high = (of_batch.quantile(q).where(count >= 5) for q in (0.1, 0.9))
         tips = [f"{n:,} steps" for n in count]
         series.append(run.series(mean.index, mean, low, high, tips=tips))
-    return curves(
-        "Activated experts against batch",
-        "batch of a decode step, requests",
-        "activated experts a MoE layer, mean",
-        series,
-        interval="p10 to p90",
-        note="Steps that decode only. Band: p10 to p90 over the steps of that batch.",
-    )
+    labels = "batch of a decode step, requests", "activated experts a MoE layer, mean"
+    note = "Steps that decode only. Band: p10 to p90 over the steps of that batch."
+    title = "Activated experts against batch"
+    return curves(title, *labels, series, interval="p10 to p90", note=note)
 
 
 def _phases(runs: Sequence[_Run], colours: Colours) -> Picture:
@@ -141,9 +136,9 @@ def mean_in_phase(start_s: Values, end_s: Values, edges_s: Values) -> Values:
     """Return the mean number of requests in a phase, for each interval of time.
 
     ``start_s``, ``end_s``: times at which requests enter and leave the phase, s, shape [n]; a NaN
-    start means never, a NaN end after the last edge; ``edges_s``: edges of the intervals, shape [m
-    + 1]. Returns ndarray: shape [m]. The integral of the number in the phase up to a time is the
-    sum of ``min(end, t) - min(start, t)`` over requests.
+    start means never, a NaN end after the last edge; ``edges_s``: shape [m + 1] for m intervals.
+    The integral of the number in the phase up to a time is the sum of ``min(end, t) - min(start,
+    t)`` over requests.
     """
     entered = np.isfinite(start_s)
     start = np.sort(start_s[entered])
@@ -194,10 +189,10 @@ def _over_time(run: _Run, named: bool) -> list[Picture]:
 def _stairs(
     at_s: Sequence[float], counts: Sequence[float], end_s: float
 ) -> tuple[list[float], list[float]]:
-    """Return the corners of a number that stays as it is until it changes."""
+    """Return x and y of the corners of a number that stays as it is until it changes."""
     ends = [*at_s[1:], max(end_s, at_s[-1])]
-    corners = [(x, y) for a, b, y in zip(at_s, ends, counts, strict=True) for x in (a, b)]
-    return [x for x, _ in corners], [y for _, y in corners]
+    x = [at for both in zip(at_s, ends, strict=True) for at in both]
+    return x, [count for count in counts for _ in range(2)]
 
 
 def _tpot_over_time(runs: Sequence[_Run]) -> Picture:
@@ -209,15 +204,10 @@ def _tpot_over_time(runs: Sequence[_Run]) -> Picture:
         median, low, high = (of_time.quantile(q) for q in (0.5, 0.1, 0.9))
         middle = (edges[median.index] + edges[median.index + 1]) / 2
         series.append(run.series(middle, median, low, high))
-    return curves(
-        "TPOT over time",
-        "finish time, simulated s",
-        "TPOT, ms, median",
-        series,
-        interval="p10 to p90",
-        warmups_s=[run.warmup_s for run in runs],
-        note="Band: p10 to p90 of the requests that finish in the interval.",
-    )
+    labels, warmups = ("finish time, simulated s", "TPOT, ms, median"), [r.warmup_s for r in runs]
+    title, band = "TPOT over time", "p10 to p90"
+    note = f"Band: {band} of the requests that finish in the interval."
+    return curves(title, *labels, series, interval=band, warmups_s=warmups, note=note)
 
 
 def _decode_workers(run: _Run, named: bool, colours: Colours) -> Picture:

@@ -64,12 +64,9 @@ def _names(summaries: Summaries) -> Table:
 def _latencies(summaries: Summaries) -> Table:
     single = len(summaries) == 1
     rows = [
-        [
-            label if single else f"{label}, {name}",
-            *(summary[f"{statistic}_{tag}_ms"] for statistic in STATISTICS),
-        ]
+        [label if single else f"{label}, {name}", *(own[f"{s}_{tag}_ms"] for s in STATISTICS)]
         for tag, label in LATENCIES.items()
-        for name, summary in summaries.items()
+        for name, own in summaries.items()
     ]
     first = "latency" if single else "latency, run"
     columns = [first, *(f"{statistic}, ms" for statistic in STATISTICS)]
@@ -107,8 +104,8 @@ def _failed(summaries: Summaries) -> Table | None:
 
 def _faults(summaries: Summaries) -> Table | None:
     """Return what each fault did to the requests that came before, while and after it lasted."""
-    names = [f"{figure}_{when}" for figure in ("goodput", "attainment")
-             for when in ("before", "during", "after")]  # fmt: skip
+    whens = ("before", "during", "after")
+    names = [f"{figure}_{when}" for figure in ("goodput", "attainment") for when in whens]
     rows = [
         [name, event["event"], *(event[tag] for tag in names), event["time_to_recover_s"]]
         for name, summary in summaries.items()
@@ -127,10 +124,8 @@ def _configuration(folders: Sequence[Folder]) -> dict[str, Table | None]:
     several = len(folders) > 1
     columns = ["field", *([f.name for f in folders] if several else ["value"])]
     differ = table("Fields that differ", columns, [row for row in rows if len(set(row[1:])) > 1])
-    versions = [
-        [f.name, f.documents["config"]["trace_checksum"], plain(f.documents["config"]["versions"])]
-        for f in folders
-    ]
+    told = {folder.name: folder.documents["config"] for folder in folders}
+    versions = [[name, d["trace_checksum"], plain(d["versions"])] for name, d in told.items()]
     made_with = ["run", "checksum of the routing trace", "versions"]
     return {
         "differ": differ if several else None,

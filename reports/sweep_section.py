@@ -130,20 +130,10 @@ class _Axes:
         series = []
         for name, colour, style, own in self._series():
             ordered = sorted(own, key=lambda point: float(point[x]))
+            at = [float(point[x]) for point in ordered]
             mean, low, high = zip(*(_interval(point, key) for point in ordered), strict=True)
-            series.append(
-                Series(
-                    name,
-                    [float(point[x]) for point in ordered],
-                    mean,
-                    low,
-                    high,
-                    line=self.as_lines,
-                    colour=colour,
-                    style=style,
-                    tips=None if self.as_lines else [str(point["name"]) for point in ordered],
-                )
-            )
+            tips = None if self.as_lines else [str(point["name"]) for point in ordered]
+            series.append(Series(name, at, mean, low, high, self.as_lines, colour, style, tips))
         return curves(without_unit(label), parameter_label(x), label, series, interval=interval)
 
     def _series(self) -> list[tuple[str, int, int, list[Row]]]:
@@ -176,31 +166,26 @@ def _pareto(axes: _Axes) -> Picture:
         tpot, gpus = _value(point, "median_tpot_ms"), _value(point, "gpus")
         return 1e3 / tpot if tpot else math.nan, _value(point, "output_throughput") / gpus
 
-    return pareto_picture(
-        [
-            (name, colour, 0, [(*place(point), str(point["name"])) for point in own])
-            for name, colour, own in axes.clouds()
-        ]
-    )
+    clouds = [
+        (name, colour, 0, [(*place(point), str(point["name"])) for point in own])
+        for name, colour, own in axes.clouds()
+    ]
+    return pareto_picture(clouds)
 
 
 def _points(
     points: Sequence[Row], parameters: Sequence[str], metrics: dict[str, str], confidence: str
 ) -> Table:
     several = any(point["runs_completed"] > 1 for point in points)
-    rows: list[list[Value]] = [
-        [
-            point["point"],
+    rows: list[list[Value]] = []
+    for point in points:
+        ends = ([point.get(f"{key}{end}") for end in ("", "_low", "_high")] for key in metrics)
+        figures = [
             *(_parameter(point[p]) for p in parameters),
-            *(
-                mean_cell(point.get(key), point.get(f"{key}_low"), point.get(f"{key}_high"))
-                for key in metrics
-            ),
-            point["runs_completed"],
-            point["runs_failed"],
+            *(mean_cell(*each) for each in ends),
         ]
-        for point in points
-    ]
+        runs = point["runs_completed"], point["runs_failed"]
+        rows.append([point["point"], *figures, *runs])
     columns = ["point", *parameters, *metrics.values(), "runs", "runs failed"]
     note = f"± half the {confidence} of the mean over runs." if several else None
     return table(f"All {number(len(points))} points", columns, rows, note=note)

@@ -18,9 +18,7 @@ _REQUESTS = 3
 
 def timeline_events(requests: pa.Table, steps: pa.Table) -> list[dict[str, Any]]:
     """Return the events of a run's tables (see :mod:`eldr_sim.simulator.outcome.tables`)."""
-    events: list[dict[str, Any]] = []
-    for role, pid in _ROLES.items():
-        events.append(_meta("process_name", pid, 0, f"{role} workers"))
+    events = [_meta("process_name", pid, 0, f"{role} workers") for role, pid in _ROLES.items()]
     events.append(_meta("process_name", _REQUESTS, 0, "requests"))
     named: set[tuple[int, int]] = set()
     for step in steps.to_pylist():
@@ -77,9 +75,8 @@ def _request_events(request: dict[str, Any]) -> list[dict[str, Any]]:
             flow = {"cat": "KV transfer", "id": ident, "name": "KV transfer"}
             source, target = request["prefill_worker"], request["decode_worker"]
             events.append({**flow, "ph": "s", "ts": _us(request[start]), "pid": 1, "tid": source})
-            events.append(
-                {**flow, "ph": "f", "bp": "e", "ts": _us(request[end]), "pid": 2, "tid": target}
-            )
+            ends = {"ph": "f", "bp": "e", "ts": _us(request[end]), "pid": 2, "tid": target}
+            events.append(flow | ends)
     return events
 
 

@@ -15,10 +15,7 @@ MAX_BODY = 64 << 20
 
 
 def import_aiohttp() -> Any:
-    """Return the module ``aiohttp``.
-
-    Raises InputError if it is not installed.
-    """
+    """Return the module ``aiohttp``; raises InputError if it is not installed."""
     return needed("aiohttp", "live run")
 
 
@@ -102,24 +99,20 @@ def is_our_error(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
-def saying(announce: Callable[[str], None], line: str) -> Any:
-    """Return what an application calls when it starts, to say a line."""
-
-    async def say(_app: Any) -> None:
-        announce(line)
-
-    return say
-
-
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; raises InputError where the address is taken."""
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
-        family, *_, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
         raise InputError("port", f"{host}:{port}: {error.strerror}") from None
+
+
+def url_of(listening: socket.socket) -> str:
+    """Return the URL of a socket that listens."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def open_log(path: Path) -> IO[str]:

@@ -72,12 +72,10 @@ class GroupingGain:
 
 
 def grouping_gain(trace: RoutingTrace, size: tuple[int, int] | None = None) -> GroupingGain | None:
-    """Measure what grouping could gain.
+    """Measure what grouping could gain, of requests of both splits; None where these are too few.
 
-    Returns gain: None where the trace has too few requests.
-
-    ``trace``: the routing trace; requests of both splits are taken; ``size``: workers and requests
-    of each; by default the greatest square of `SIZES` that there are requests for.
+    ``size``: workers and requests of each; by default the greatest square of `SIZES` that there are
+    requests for.
     """
     fits = [(w, w) for w in SIZES if w * w <= trace.n_requests]
     workers, batch = size or (fits[0] if fits else (0, 0))
@@ -89,10 +87,8 @@ def grouping_gain(trace: RoutingTrace, size: tuple[int, int] | None = None) -> G
         some = np.sort(rng.choice(trace.n_requests, workers * batch, replace=False))
         flat = 1 - np.minimum(_activation(trace, some), _SURE)
         even = np.arange(len(some)) % workers
-        chance = [
-            group_unions(flat, rng.permutation(even), workers) / trace.n_layers
-            for _ in range(_RANDOM)
-        ]
+        orders = [rng.permutation(even) for _ in range(_RANDOM)]
+        chance = [group_unions(flat, order, workers) / trace.n_layers for order in orders]
         mean = fmean(float(each.mean()) for each in chance)
         found["random"].append((mean, fmean(float(u.max() / u.mean()) for u in chance)))
         groupings = {"oracle": oracle(flat, _clusters(1 - flat, workers, rng), workers)}
@@ -111,15 +107,8 @@ def grouping_gain(trace: RoutingTrace, size: tuple[int, int] | None = None) -> G
     means = {name: np.mean(each, axis=0).tolist() for name, each in found.items()}
     random, random_busiest = means.pop("random")
     savings = {name: Saving(*pair) for name, pair in means.items()}
-    return GroupingGain(
-        workers,
-        batch,
-        random,
-        random_busiest,
-        savings["oracle"],
-        savings.get("signature"),
-        savings.get("label"),
-    )
+    three = savings["oracle"], savings.get("signature"), savings.get("label")
+    return GroupingGain(workers, batch, random, random_busiest, *three)
 
 
 def _activation(trace: RoutingTrace, requests: Ints) -> Floats:

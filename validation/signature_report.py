@@ -35,13 +35,8 @@ def measured_fits(
     """Measure a fit, and fits with the same options for the other named workloads.
 
     Transforms are compared on the calibration requests with gate scores if the workload has 3 or
-    more of them, else on the requests of the fit.
-
-    ``workload``: workload of the fit: ``task``, ``language`` or a file; ``calibration``,
-    ``artifact``: calibration set and result of the fit.
-
-    Returns dict: by workload, the given one first, then the named ones whose domains the trace has,
-    with enough calibration requests for the decode workers.
+    more of them, else on the requests of the fit. Returns the given workload first, then the named
+    ones whose domains the trace has, with enough calibration requests for the decode workers.
     """
     compared = _with_gate_scores(trace, workload, calibration)
     fits = {workload: signature_quality(calibration, artifact, compared)}
@@ -73,8 +68,6 @@ def signature_report(
     out: Path, fits: Mapping[str, SignatureQuality], *, force: bool = False
 ) -> Iterator[None]:
     """Write the report of fits; the folder appears when the ``with`` block ends without an error.
-
-    ``fits``: measured fits by workload.
 
     Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
     """
@@ -110,20 +103,17 @@ def transform_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
 
 def layer_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
     """Return rho by layers kept by the greedy selection (Fig. 8), a row per workload and layer."""
-    return [
-        {
-            "workload": workload,
-            "transform": fit.artifact.transform,
-            "layers_kept": kept,
-            "layer_added": layer,
-            "rho": round(rho, 6),
-            "peak": int(kept == fit.greedy.n_kept),
-        }
-        for workload, fit in fits.items()
-        for kept, (layer, rho) in enumerate(
-            zip(fit.greedy.order.tolist(), fit.greedy.rho.tolist(), strict=True), 1
-        )
-    ]
+    rows: list[Row] = []
+    for workload, fit in fits.items():
+        own: Row = {"workload": workload, "transform": fit.artifact.transform}
+        added = zip(fit.greedy.order.tolist(), fit.greedy.rho.tolist(), strict=True)
+        rows += [
+            own
+            | {"layers_kept": kept, "layer_added": layer, "rho": round(rho, 6)}
+            | {"peak": int(kept == fit.greedy.n_kept)}
+            for kept, (layer, rho) in enumerate(added, 1)
+        ]
+    return rows
 
 
 def pca_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
@@ -136,23 +126,17 @@ def pca_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
     for workload, fit in fits.items():
         calibration, plane = fit.calibration, fit.projection
         domains = [calibration.domains[d] for d in calibration.domain.tolist()]
+        k = len(plane.centroids)
         kinds = (
             ("request", calibration.requests.tolist(), domains, plane.points),
-            ("centroid", list(range(len(plane.centroids))), None, plane.centroids),
+            ("centroid", list(range(k)), [""] * k, plane.centroids),
         )
+        shares = {f"explained_{i + 1}": float(plane.explained[i]) for i in range(2)}
         rows += [
-            {
-                "workload": workload,
-                "kind": kind,
-                "index": index[i],
-                "domain": names[i] if names else "",
-                "pc1": x,
-                "pc2": y,
-                "explained_1": float(plane.explained[0]),
-                "explained_2": float(plane.explained[1]),
-            }
+            {"workload": workload, "kind": kind, "index": i, "domain": name, "pc1": x, "pc2": y}
+            | shares
             for kind, index, names, coordinates in kinds
-            for i, (x, y) in enumerate(coordinates.tolist())
+            for i, name, (x, y) in zip(index, names, coordinates.tolist(), strict=True)
         ]
     return rows
 
@@ -184,16 +168,10 @@ def draw_layers(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
         colour, greedy = _COLOURS[i % len(_COLOURS)], fit.greedy
         kept = np.arange(1, len(greedy.rho) + 1)
         axes.plot(kept, greedy.rho, "-", marker=".", color=colour, label=workload)
-        peak = greedy.n_kept
-        axes.plot(peak, greedy.rho[peak - 1], "*", markersize=15, color=colour)
-        axes.annotate(
-            f"N* = {peak}",
-            (peak, greedy.rho[peak - 1]),
-            xytext=(0, 9),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
+        peak = greedy.n_kept, greedy.rho[greedy.n_kept - 1]
+        axes.plot(*peak, "*", markersize=15, color=colour)
+        place = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(f"N* = {greedy.n_kept}", peak, fontsize=8, **place)
         own = fit.artifact
         if own.mask_rule != "greedy":
             label = f"{workload}: mask {own.mask_rule}"
@@ -207,25 +185,15 @@ def draw_layers(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
 
 def draw_pca(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
     """Draw signatures by domain and the centroids, a panel per workload (Fig. 9)."""
-    for axes, (workload, fit) in zip(
-        figure.subplots(1, len(fits), squeeze=False)[0], fits.items(), strict=True
-    ):
+    panels = figure.subplots(1, len(fits), squeeze=False)[0]
+    for axes, (workload, fit) in zip(panels, fits.items(), strict=True):
         plane, calibration = fit.projection, fit.calibration
         for i, domain in enumerate(np.unique(calibration.domain).tolist()):
-            mine = plane.points[calibration.domain == domain]
-            axes.plot(
-                *mine.T,
-                ".",
-                color=_COLOURS[i % len(_COLOURS)],
-                alpha=0.7,
-                label=calibration.domains[domain],
-            )
+            mine, name = plane.points[calibration.domain == domain], calibration.domains[domain]
+            axes.plot(*mine.T, ".", color=_COLOURS[i % len(_COLOURS)], alpha=0.7, label=name)
         axes.plot(*plane.centroids.T, "kX", markersize=9, markeredgecolor="white", label="centroid")
         shares = [f"PC {i + 1} ({100 * share:.1f}%)" for i, share in enumerate(plane.explained)]
         axes.set(xlabel=shares[0], ylabel=shares[1])
         own = fit.artifact
-        axes.set_title(
-            f"{workload}: {own.n_calibration} requests, K = {own.n_decoders}, "
-            f"{own.transform}, {own.clustering}",
-            fontsize=9,
-        )
+        how = f"K = {own.n_decoders}, {own.transform}, {own.clustering}"
+        axes.set_title(f"{workload}: {own.n_calibration} requests, {how}", fontsize=9)

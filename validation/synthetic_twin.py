@@ -44,12 +44,10 @@ class TwinStatistic:
 
 
 def compare_with_twin(trace: RoutingTrace, twin: RoutingTrace) -> list[TwinStatistic]:
-    """Measure a trace and its twin.
+    """Measure a trace and its twin, of the same requests (`synthesize_like`).
 
-    ``trace``: the real trace; ``twin``: a trace of the same requests, see `synthesize_like`.
-
-    Returns rows: the fitted statistics first. Statistics that need longer or larger traces are left
-    out, as are those that need ranks if a trace has none.
+    Returns the fitted statistics first. Statistics that need longer or larger traces are left out,
+    as are those that need ranks if a trace has none.
     """
     trace.require_prompts("synthetic twins")
     real, drawn = _facts(trace, twin), _facts(twin, trace)
@@ -109,9 +107,8 @@ def _facts(trace: RoutingTrace, other: RoutingTrace) -> dict[tuple[bool, str], f
 
 
 def _groups(trace: RoutingTrace) -> dict[str, list[str]]:
-    named = {
-        name: list(mix) for name, mix in DOMAIN_MIXES.items() if set(mix) <= set(trace.domains)
-    }
+    known = set(trace.domains)
+    named = {name: list(mix) for name, mix in DOMAIN_MIXES.items() if set(mix) <= known}
     return named or {"all": list(trace.domains)}
 
 
@@ -123,10 +120,8 @@ def _distance(trace: RoutingTrace, other: RoutingTrace) -> float:
     real = trace if trace.manifest.provenance != "synthetic" else other
     apart = []
     for d in range(len(trace.domains)):
-        mine, theirs = (
-            np.flatnonzero(trace.domain == d)[1::2],
-            np.flatnonzero(real.domain == d)[::2],
-        )
+        mine = np.flatnonzero(trace.domain == d)[1::2]
+        theirs = np.flatnonzero(real.domain == d)[::2]
         if not len(mine) or not len(theirs):
             continue
         for phase in (_prompt_share, RoutingTrace.decode_activation):
@@ -142,11 +137,8 @@ def _prompt_share(trace: RoutingTrace, q: NDArray[np.int64]) -> NDArray[np.float
 def _decode_rows(trace: RoutingTrace, lag: int) -> NDArray[np.int64]:
     """Return the rows of generated tokens that have ``lag`` generated tokens before them."""
     first = trace.first_row + trace.prompt_len
-    spans = [
-        np.arange(a + lag, a + n)
-        for a, n in zip(first.tolist(), trace.output_len.tolist(), strict=True)
-    ]
-    rows = np.concatenate(spans)
+    spans = zip(first.tolist(), trace.output_len.tolist(), strict=True)
+    rows = np.concatenate([np.arange(a + lag, a + n) for a, n in spans])
     return rows[:: max(1, len(rows) // _PAIR_TOKENS)]
 
 
@@ -164,18 +156,14 @@ def reuse_by_lag(trace: RoutingTrace) -> dict[int, float]:
 def _coupling_at(trace: RoutingTrace, apart: int) -> float:
     """Return `Moments.coupling_bits` for layers further apart."""
     layers = np.arange(0, trace.n_layers - apart, max(1, (trace.n_layers - apart) // 4))
-    every = np.arange(trace.n_requests)
+    every, output = np.arange(trace.n_requests), trace.output_len[:, None, None]
     total = trace.prompt_len + trace.output_len
-    counts = (
-        trace.prompt_counts(every)
-        + trace.decode_activation(every) * trace.output_len[:, None, None]
-    )
+    counts = trace.prompt_counts(every) + trace.decode_activation(every) * output
     bits = []
     for layer in layers.tolist():
         pairs = _pair_counts(trace, layer, layer + apart)
-        independent = np.einsum(
-            "re,rf->ef", counts[:, layer] / total[:, None], counts[:, layer + apart]
-        )
+        shares = counts[:, layer] / total[:, None]
+        independent = np.einsum("re,rf->ef", shares, counts[:, layer + apart])
         bits.append(float(information(pairs) - information(independent)))
     return float(np.mean(bits))
 
@@ -220,9 +208,8 @@ def prompt_decode_rho(trace: RoutingTrace, domains: Sequence[str]) -> float:
         return float("nan")
     counts = trace.prompt_counts(q)
     pairs = decode_overlap(trace.decode_activation(q), np.random.default_rng(0))
-    return float(
-        select_layers(transformed(counts, "count-idf", idf_weights(counts)), pairs, "all").rho[-1]
-    )
+    scores = transformed(counts, "count-idf", idf_weights(counts))
+    return float(select_layers(scores, pairs, "all").rho[-1])
 
 
 @contextmanager
@@ -231,22 +218,15 @@ def twin_report(
 ) -> Iterator[None]:
     """Write the comparison; the folder appears when the ``with`` block ends without an error.
 
-    ``summary.json`` describes the traces, ``statistics.csv`` holds the rows, and
-    ``distinct_experts.png`` shows ELDR's Fig. 4 for both traces.
-
-    ``rows``: result of `compare_with_twin`; ``about``: description of the traces and the model.
-
-    Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
+    ``summary.json`` describes the traces and the model, ``statistics.csv`` holds the rows, and
+    ``distinct_experts.png`` shows ELDR's Fig. 4 for both traces. Raises InputError if ``out``
+    exists and may not be replaced, or cannot be written.
     """
     with result_folder(out, force) as folder:
         write_json(folder / "summary.json", about)
         lines = [
-            {
-                "kind": "fitted" if row.fitted else "checked",
-                "statistic": row.name,
-                "real": f"{row.real:.6g}",
-                "synthetic": f"{row.synthetic:.6g}",
-            }
+            {"kind": "fitted" if row.fitted else "checked", "statistic": row.name}
+            | {"real": f"{row.real:.6g}", "synthetic": f"{row.synthetic:.6g}"}
             for row in rows
         ]
         write_rows(folder / "statistics.csv", lines)

@@ -114,11 +114,8 @@ def _coactivation(trace: RoutingTrace) -> dict[str, list[float]]:
     rng = stream(0, "trace inspect")
     neighbours = np.arange(trace.n_experts) * N_GROUPS // trace.n_experts
     found: dict[str, list[float]] = {"neighbours": [], "affinity": []}
-    for pairs, seen in zip(
-        affinity_of(coactivation(trace, fitted)),
-        affinity_of(coactivation(trace, judged)),
-        strict=True,
-    ):
+    both = (affinity_of(coactivation(trace, requests)) for requests in (fitted, judged))
+    for pairs, seen in zip(*both, strict=True):
         groups = equal_groups(pairs, N_GROUPS, 1, rng, resolution=0.0)
         found["neighbours"].append(utilization(seen, neighbours))
         found["affinity"].append(utilization(seen, groups))
@@ -146,9 +143,7 @@ def _rho(trace: RoutingTrace) -> dict[str, float]:
 def write_trace_report(
     report: TraceReport, out: Path, *, plot: bool = True, force: bool = False
 ) -> None:
-    """Write the report of a trace.
-
-    ``report``: measurements of the trace; ``plot``: also draw the pictures.
+    """Write the report of a trace, with ``plot`` its pictures, too.
 
     Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
     """
@@ -160,22 +155,18 @@ def write_trace_report(
     load = _rows_of(layer=every, busiest_over_mean=busiest, unused_experts=unused)
     together = _rows_of(layer=every, **groups_of) if groups_of else []
     distinct, layers = _distinct_rows(statistics), _layer_rows(statistics)
+    curves = lines(distinct, "batch", "distinct_experts", "batches_of", "group", xscale="log")
     divergence = _js_rows(statistics)
+    js = field(divergence, "other", "domain", "js_bits", spell="{:.3f}")
     of_layers = ("entropy_bits", "given_layer_before_bits")
     parts: dict[str, tuple[list[Row], Draw]] = {
         "expert_heatmap": (use.heat_rows(groups), lambda f: _draw_heat(f, use, groups)),
         "load_skew": (load, bars(load, "layer", "busiest_over_mean")),
-        "distinct_experts": (
-            distinct,
-            lines(distinct, "batch", "distinct_experts", "batches_of", "group", xscale="log"),
-        ),
+        "distinct_experts": (distinct, curves),
         "copies": (copies, lines(copies, "batch", ("mixed", "one_domain"), "group")),
         "coactivation": (together, lines(together, "layer", tuple(report.coactivation))),
         "next_layer": (layers, lines(layers, "layer", of_layers, "of", ylim=(0, None))),
-        "domain_divergence": (
-            divergence,
-            field(divergence, "other", "domain", "js_bits", spell="{:.3f}"),
-        ),
+        "domain_divergence": (divergence, js),
     }
     if use.prompt is not None:
         phases, r = use.phase_rows(), statistics.prefill_decode_pearson
@@ -210,12 +201,8 @@ class _Use:
         decode = [trace.decode_activation(q).mean(axis=0, dtype=float) for q in members]
         prompt = None
         if trace.has_prompts:
-            prompt = np.stack(
-                [
-                    (trace.prompt_counts(q) / trace.prompt_len[q][:, None, None]).mean(axis=0)
-                    for q in members
-                ]
-            )
+            shares = (trace.prompt_counts(q) / trace.prompt_len[q][:, None, None] for q in members)
+            prompt = np.stack([share.mean(axis=0) for share in shares])
         return cls([trace.domains[d] for d in present], np.stack(decode), prompt)
 
     def over_mean(self, names: list[str]) -> NDArray[np.float64]:
@@ -243,32 +230,25 @@ class _Use:
 
 
 def _rows_of(**columns: Sequence[Any]) -> list[Row]:
-    return [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
+    rows = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, values, strict=True)) for values in rows]
 
 
 def _distinct_rows(statistics: TraceStatistics) -> list[Row]:
     return [
-        {"group": entry.group, "batch": entry.batch, "batches_of": kind, "distinct_experts": value}
-        for entry in statistics.distinct_experts
-        for kind, value in {
-            "uniform": entry.uniform,
-            "mixed": entry.mixed,
-            **entry.same_domain,
-        }.items()
+        {"group": each.group, "batch": each.batch, "batches_of": kind, "distinct_experts": value}
+        for each in statistics.distinct_experts
+        for kind, value in (
+            {"uniform": each.uniform, "mixed": each.mixed} | each.same_domain
+        ).items()
     ]
 
 
 def _layer_rows(statistics: TraceStatistics) -> list[Row]:
     return [
-        {"of": found.of} | row
-        for found in statistics.next_layer
-        for row in _rows_of(
-            layer=range(1, len(found.entropy) + 1),
-            entropy_bits=found.entropy,
-            given_layer_before_bits=found.conditional,
-        )
+        {"of": each.of, "layer": layer, "entropy_bits": alone, "given_layer_before_bits": given}
+        for each in statistics.next_layer
+        for layer, (alone, given) in enumerate(zip(each.entropy, each.conditional, strict=True), 1)
     ]
 
 

@@ -35,7 +35,6 @@ def config_of(state: Mapping[str, Any], base: RunConfig) -> RunConfig:
     """Return the run of a state; what it leaves out is the base's.
 
     Its window is short, unless ``more`` says otherwise: a point takes a fraction of a second.
-
     Raises InputError: names the field that is wrong; paths are allowed where the base has the same.
     """
     values = json.loads(base.model_dump_json())
@@ -160,9 +159,8 @@ def run_point(values: str, pictures: bool) -> dict[str, Any]:
 def _percentiles(metric: str, times: Any) -> dict[str, float | None]:
     import numpy as np
 
-    known = len(times) > 0
-    return {f"p{q}_{metric}": float(np.percentile(times, q)) if known else None
-            for q in (50, 90, 99)}  # fmt: skip
+    found = np.percentile(times, (50, 90, 99)).tolist() if len(times) else [None] * 3
+    return {f"p{q}_{metric}": value for q, value in zip((50, 90, 99), found, strict=True)}
 
 
 def _pictures(result: Any) -> list[dict[str, Any]]:

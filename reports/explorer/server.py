@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.resources import files
 from typing import Any
@@ -43,9 +43,8 @@ class Explorer:
         self._base, self._read_only = base, read_only
         self._start = _state_of(base)
         config_of(self._start, base)  # what is wrong from the start is said there
-        self._pool = ProcessPoolExecutor(
-            jobs, multiprocessing.get_context("spawn"), initializer=_quiet
-        )
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(jobs, spawn, initializer=_quiet)
         self._free = asyncio.Semaphore(jobs)
         self._known: OrderedDict[tuple[str, bool], dict[str, Any]] = OrderedDict()
         self._running: dict[tuple[str, bool], asyncio.Future[dict[str, Any]]] = {}
@@ -91,17 +90,13 @@ class Explorer:
 
         loader = PackageLoader("eldr_sim.reports")
         environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-        workload = self._base.workload
+        known: dict[str, Iterable[str]] = {"model": list_models(), "gpu": list_gpus()}
+        known |= {"policy": BUILT_IN["decode"], "workload": WORKLOADS}
         return environment.get_template("explore.html").render(
             version=__version__,
             start=self._start,
             read_only=self._read_only,
-            choices={
-                "model": _with(list_models(), self._start["model"]),
-                "gpu": _with(list_gpus(), self._start["gpu"]),
-                "policy": _with(BUILT_IN["decode"], self._start["policy"]),
-                "workload": _with(WORKLOADS, workload),
-            },
+            choices={k: list(dict.fromkeys([*v, self._start[k]])) for k, v in known.items()},
         )
 
     async def _points(self, request: Any) -> Any:
@@ -132,13 +127,9 @@ class Explorer:
                 await say("point", **found)
                 if "error" in found:
                     return answer
-            many: list[tuple[str, RunConfig, bool]] = []
-            if "curve" in parts:
-                many += [("curve", own, False) for own in around(config)]
-            if "pictures" in parts:
-                many.insert(0, ("pictures", config, True))
-            if "plane" in parts:
-                many += [("plane", own, False) for own in plane(config)]
+            many = [("pictures", config, True)] if "pictures" in parts else []
+            for part, of in (("curve", around), ("plane", plane)):
+                many += [(part, own, False) for own in of(config)] if part in parts else []
             await self._all(many, say)
             await say("end")
         except InputError as error:
@@ -191,22 +182,14 @@ class Explorer:
                 self._known.popitem(last=False)
 
 
-def _with(names: Any, own: str) -> list[str]:
-    return list(dict.fromkeys([*names, own]))
-
-
 def _state_of(base: RunConfig) -> dict[str, str]:
     """Return the state that gives the base."""
     level = base.goodput.model_dump(exclude_none=True) if base.goodput else {}
-    state = {
-        name: "" if (value := getattr(base, name)) is None else str(value)
-        for name in FIELDS
-        if name != "goodput"
-    }
+    values = {name: getattr(base, name) for name in FIELDS}
     if base.request_rate is not None:
-        state["request_rate"] = f"{base.request_rate:g}"
-    state["goodput"] = ",".join(f"{key}:{bound:g}" for key, bound in level.items())
-    return state | {"more": ""}
+        values["request_rate"] = f"{base.request_rate:g}"
+    values["goodput"] = ",".join(f"{key}:{bound:g}" for key, bound in level.items())
+    return {name: "" if v is None else str(v) for name, v in values.items()} | {"more": ""}
 
 
 def _quiet() -> None:
@@ -252,10 +235,8 @@ def explore(
     async def said(_app: Any) -> None:
         announce(f"Exploring at http://{host}:{port} (Ctrl-C ends it)")
 
+    how = {"print": None, "access_log": None, "handler_cancellation": True}
     try:
-        web.run_app(
-            run(), host=host, port=port, print=None, access_log=None, handler_cancellation=True,
-            shutdown_timeout=0.5,
-        )  # fmt: skip
+        web.run_app(run(), host=host, port=port, shutdown_timeout=0.5, **how)
     except OSError as error:
         raise InputError("port", f"{host}:{port}: {error.strerror or error}") from None

@@ -29,15 +29,13 @@ class Ask(NamedTuple):
 
 
 def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
-    """Read a request's body.
+    """Read a request's body, JSON.
 
-    Raises ValueError if it is no JSON object, or cannot be handed over; also InputError, which is
-    one.
-
-    ``raw``: JSON; ``handed_over``: whether a prefill engine is to compute the prompt. It sees
-    neither the limits of the output nor whether that is streamed: what a decode engine would refuse
-    of them is refused here, before the prompt is computed. Without, a body needs to make sense of
-    what policies read: prompt, limits and whether the answer is streamed; engines judge the rest.
+    Raises ValueError if it is no object, or cannot be handed over; also InputError, which is one.
+    ``handed_over``: whether a prefill engine is to compute the prompt. It sees neither the limits
+    of the output nor whether that is streamed: what a decode engine would refuse of them is refused
+    here, before the prompt is computed. Without, a body needs to make sense of what policies read:
+    prompt, limits and whether the answer is streamed; engines judge the rest.
     """
     body = parse_json(raw, "body")
     if not isinstance(body, dict):
@@ -45,13 +43,8 @@ def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
     _check(body, handed_over)
     prompt = body.get("prompt")
     limits = [body[key] for key in _LIMITS if _is_count(body.get(key))]
-    return Ask(
-        body,
-        raw,
-        bool(body.get("stream")),
-        len(prompt) if _is_ids(prompt) else 0,
-        limits[-1] if limits else None,
-    )
+    prompt_len = len(prompt) if _is_ids(prompt) else 0
+    return Ask(body, raw, bool(body.get("stream")), prompt_len, limits[-1] if limits else None)
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -99,25 +92,18 @@ def _check(body: dict[str, Any], handed_over: bool) -> None:
     if least is not None:
         most = min((body[key] for key in _LIMITS if body.get(key) is not None), default=least)
         if not _is_count(least) or not 0 <= least <= most:
-            raise ValueError(
-                f"min_tokens: {_shown(least)} (allowed: a whole number up to max_tokens)"
-            )
-    if body.get("stream_options") is not None and not (
-        body.get("stream") and isinstance(body["stream_options"], dict)
-    ):
+            allowed = "a whole number up to max_tokens"
+            raise ValueError(f"min_tokens: {_shown(least)} (allowed: {allowed})")
+    options = body.get("stream_options")
+    if options is not None and not (body.get("stream") and isinstance(options, dict)):
         raise ValueError("stream_options: without stream, or no object")
 
 
 def _is_prompt(prompt: object) -> bool:
     """Whether this is a text, token ids, or a list of either (OpenAI's ``prompt``)."""
-    return (
-        isinstance(prompt, str)
-        or _is_ids(prompt)
-        or (
-            isinstance(prompt, list)
-            and (all(isinstance(each, str) for each in prompt) or all(map(_is_ids, prompt)))
-        )
-    )
+    if not isinstance(prompt, list):
+        return isinstance(prompt, str)
+    return _is_ids(prompt) or all(isinstance(p, str) for p in prompt) or all(map(_is_ids, prompt))
 
 
 def _is_ids(prompt: object) -> TypeGuard[list[int]]:

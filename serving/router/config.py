@@ -73,10 +73,7 @@ class ProxyConfig(BaseModel):
 
 
 def make_config(**fields: Any) -> ProxyConfig:
-    """Return a configuration.
-
-    Raises InputError if a field is not valid.
-    """
+    """Return a configuration; raises InputError if a field is not valid."""
     try:
         return ProxyConfig(**fields)
     except ValidationError as error:
@@ -84,10 +81,7 @@ def make_config(**fields: Any) -> ProxyConfig:
 
 
 def read_config(path: str | os.PathLike[str]) -> ProxyConfig:
-    """Read a JSON file with a `ProxyConfig`.
-
-    Raises InputError if it cannot be read or is not valid.
-    """
+    """Read a JSON file with a `ProxyConfig`; raises InputError if it cannot be read or used."""
     try:
         return ProxyConfig.model_validate_json(read_text(path, "config"))
     except ValidationError as error:

@@ -22,10 +22,7 @@ _PREFIX = "eldr_router_"
 
 
 class Counters(Registry):
-    """The router's metrics.
-
-    Raises InputError if prometheus-client is not installed.
-    """
+    """The router's metrics; raises InputError if prometheus-client is not installed."""
 
     def __init__(self) -> None:
         super().__init__("router")
@@ -37,40 +34,24 @@ class Counters(Registry):
         histogram = self.library.Histogram
         self.requests = made(counter, "requests", "Requests by their end.", ["path", "outcome"])
         self.retries = made(counter, "retries", "Requests that went to another engine.", ["pool"])
-        self.releases = made(
-            counter,
-            "kv_releases",
-            "KV caches that nobody will fetch: freed, or left to the end of their lease.",
-            ["outcome"],
-        )
+        fate = "KV caches that nobody will fetch: freed, or left to the end of their lease."
+        self.releases = made(counter, "kv_releases", fate, ["outcome"])
         self.sent = made(counter, "engine_requests", "Requests sent.", ["pool", "engine"])
         self.ejections = made(counter, "engine_ejections", "Ejections.", ["pool", "engine"])
         self._up = made(gauge, "engine_up", "Whether an engine gets requests.", ["pool", "engine"])
         self._load = made(gauge, "engine_load", "Requests in flight.", ["pool", "engine"])
         self._held = made(gauge, "held_requests", "Requests that the policy holds.", ["pool"])
-        self.added_s = made(
-            histogram,
-            "added_latency_seconds",
-            "Time until the first token that passed in the router, not with engines or held.",
-            buckets=_ADDED_S,
-        ).observe
-        self.first_token_s = made(
-            histogram,
-            "time_to_first_token_seconds",
-            "Time until the first token of a streamed answer, or all of another.",
-            buckets=_FIRST_TOKEN_S,
-        ).observe
+        text = "Time until the first token that passed in the router, not with engines or held."
+        added = made(histogram, "added_latency_seconds", text, buckets=_ADDED_S)
+        text = "Time until the first token of a streamed answer, or all of another."
+        first = made(histogram, "time_to_first_token_seconds", text, buckets=_FIRST_TOKEN_S)
+        self.added_s, self.first_token_s = added.observe, first.observe
 
-    def watch(
-        self,
-        pool: str,
-        engines: Iterable[str],
-        up: Callable[[int], bool],
-        load: Callable[[int], int],
-        held: Callable[[], int],
-    ) -> None:
-        """Read what is known of a pool whenever somebody asks."""
-        for index, engine in enumerate(engines):
-            self._up.labels(pool, engine).set_function(lambda i=index: float(up(i)))
-            self._load.labels(pool, engine).set_function(lambda i=index: float(load(i)))
+    def engine(self, pool: str, url: str, up: Callable[[], bool], load: Callable[[], int]) -> None:
+        """Read what is known of an engine whenever somebody asks."""
+        self._up.labels(pool, url).set_function(lambda: float(up()))
+        self._load.labels(pool, url).set_function(lambda: float(load()))
+
+    def held(self, pool: str, held: Callable[[], int]) -> None:
+        """Read how many requests a pool's policy holds whenever somebody asks."""
         self._held.labels(pool).set_function(lambda: float(held()))

@@ -55,11 +55,9 @@ class Router:
     def dispatch(self, request: RequestInfo, without: Collection[int] = ()) -> int | None:
         """Return the index of the engine that gets a request; None if the policy holds it.
 
-        Raises NoEngine if none is left.
-
-        ``request``: the request; ``without``: engines that it must not go to. The policy sees them
-        as unhealthy; where it names one of them nevertheless, or one that is unhealthy, the least
-        loaded of the others stands in.
+        ``without``: engines that it must not go to. The policy sees them as unhealthy; where it
+        names one of them nevertheless, or one that is unhealthy, the least loaded of the others
+        stands in. Raises NoEngine if none is left.
         """
         usable = self.usable(without)
         if not usable:
@@ -87,10 +85,7 @@ class Router:
         return await self.hold(request, without) if engine is None else engine
 
     async def hold(self, request: RequestInfo, without: Collection[int] = ()) -> int:
-        """Return the index of the engine that gets a request which the policy has just held.
-
-        Raises NoEngine if no engine is left.
-        """
+        """Return the engine of a request that the policy has just held; raises NoEngine."""
         placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._held.append((request, without, placed))
         try:
@@ -154,11 +149,8 @@ class Router:
 def build_decode_policy(policy: object, n_engines: int, *, seed: int = 0) -> RouterPolicy:
     """Build a decode policy for live engines, with the random stream that a simulation gives it.
 
-    ``policy``: the policy and its parameters, see `policies.choice`, such as
-    ``eldr:artifact=fit.npz``; ``n_engines``: engines to choose from; ``seed``: of a policy that
-    draws. Raises InputError if there is no such policy, or if it needs what a live router does not
-    have: calibration requests, step times, the future, or an artifact that was not given.
+    ``policy``: with its parameters, see `policies.choice`, such as ``eldr:artifact=fit.npz``.
+    Raises InputError if there is no such policy, or if it needs what a live router does not have:
+    calibration requests, step times, the future, or an artifact that was not given.
     """
-    return decode_policy(
-        policy, PolicyContext(n_workers=n_engines, rng=stream(seed, "decode policy"))
-    )
+    return decode_policy(policy, PolicyContext(n_engines, stream(seed, "decode policy")))

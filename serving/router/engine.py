@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from eldr_sim.serving.http import import_aiohttp
@@ -28,10 +28,9 @@ class Engine:
     ejected, too, when three requests in a row fail, or one gets no answer while nobody else gets
     any, although it answers ``/health``; then for 10 s, for 20 s the next time, for 300 s at most.
 
-    ``url``: base URL; ``name``: name in messages, such as ``decode engine 1``; ``changed``: called
-    with the engine when it is ejected and when it returns; ``is_last``: whether no other engine is
-    up: then failed requests do not eject it, lest bad requests of one client take all engines from
-    all others.
+    ``name``: in messages, such as ``decode engine 1``; ``changed``: called with the engine when it
+    is ejected and when it returns; ``is_last``: whether no other engine is up: then failed requests
+    do not eject it, lest bad requests of one client take all engines from all others.
 
     ``up``: whether it gets requests; ``problem``: why not.
     """
@@ -43,14 +42,11 @@ class Engine:
         changed: Callable[[Engine], None],
         is_last: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.url, self.name = url, name
-        self.up = False
-        self.problem = "not asked yet"
+        self.url, self.name, self.up, self.problem = url, name, False, "not asked yet"
         self._changed, self._is_last = changed, is_last
         self._waiting: set[asyncio.Timeout] = set()
-        self._heard_s = 0.0
+        self._heard_s = self._back_s = 0.0
         self._probes = self._strikes = self._relapses = 0
-        self._back_s = 0.0
         self._look = asyncio.Event()
 
     def heard(self) -> None:
@@ -99,12 +95,10 @@ class Engine:
     async def watch(self, session: Any, interval_s: float, timeout_s: float) -> None:
         """Ask for the engine's health until cancelled, at once after a request has failed."""
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await self._look.wait()
                 await asyncio.sleep(min(interval_s, 0.1))  # a process that dies takes a while
-            except TimeoutError:
-                pass
             self._look.clear()
             await self.probe(session, timeout_s)
 

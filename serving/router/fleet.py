@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -15,15 +15,13 @@ from eldr_sim.serving.router.counters import Counters
 from eldr_sim.serving.router.decisions import Router
 from eldr_sim.serving.router.engine import Engine
 from eldr_sim.serving.router.signals import watch_engines
-from eldr_sim.serving.router.upstream import EngineFailure, ask
+from eldr_sim.serving.router.upstream import EngineFailure, Post, ask
 
 
 class Pool:
-    """Engines of one kind, and the policy that chooses among them.
+    """Engines of one kind, ``prefill`` or ``decode``, and the policy that chooses among them.
 
-    ``name``: ``prefill`` or ``decode``; ``urls``: base URLs; ``policy``: chooses the engine;
-    ``counters``: what is counted of them; ``notify``: called with a line when an engine is ejected
-    and when it returns.
+    ``notify``: called with a line when an engine is ejected and when it returns.
     """
 
     def __init__(
@@ -44,14 +42,9 @@ class Pool:
         self._notify = notify
         self._sent = [counters.sent.labels(name, url) for url in urls]
         self._ejected = [counters.ejections.labels(name, url) for url in urls]
-        counters.watch(
-            name,
-            urls,
-            up=lambda i: self.engines[i].up,
-            load=lambda i: int(self.router.workers.loads[i]),
-            held=lambda: self.router.n_held,
-        )
-        for i in range(len(urls)):
+        counters.held(name, lambda: self.router.n_held)
+        for i, url in enumerate(urls):
+            counters.engine(name, url, partial(self._up, i), partial(self._load, i))
             self.router.set_health(i, False)
 
     @asynccontextmanager
@@ -60,9 +53,8 @@ class Pool:
     ) -> AsyncIterator[tuple[int, float]]:
         """Give the index of the engine that the policy names, and count the request there.
 
-        And for how long the policy has held the request, s.
-
-        Raises NoEngine if none is up but for ``without``.
+        And for how long the policy has held the request, s. Raises NoEngine if none is up but for
+        ``without``.
         """
         index, held_s = self.router.dispatch(info, without), 0.0
         if index is None:
@@ -80,6 +72,12 @@ class Pool:
         usable = self.router.usable(without)
         loads = self.router.workers.loads
         return self.engines[min(usable, key=lambda i: int(loads[i]))] if usable else None
+
+    def _up(self, index: int) -> bool:
+        return self.engines[index].up
+
+    def _load(self, index: int) -> int:
+        return int(self.router.workers.loads[index])
 
     def _is_last(self) -> bool:
         return len(self.router.usable()) <= 1
@@ -139,9 +137,8 @@ class Fleet:
         for pool in self.pools:
             if pool.reads_signals:
                 urls = [engine.url for engine in pool.engines]
-                watching = watch_engines(
-                    session, urls, pool.router, config.signal_interval_ms / 1e3
-                )
+                every_s = config.signal_interval_ms / 1e3
+                watching = watch_engines(session, urls, pool.router, every_s)
                 tasks.append(asyncio.create_task(watching))
         try:
             yield
@@ -151,11 +148,7 @@ class Fleet:
             await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
 
     def release(
-        self,
-        path: str,
-        body: dict[str, Any],
-        headers: Mapping[str, str],
-        without: Collection[int] = (),
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str], without: Collection[int]
     ) -> None:
         """Free the KV cache that a prefill engine holds for a request that ends elsewhere.
 
@@ -164,34 +157,20 @@ class Fleet:
         cache was freed already, or no decode engine is up, nothing is lost: vLLM takes it back
         when its lease (``kv_lease_duration``, 30 s) ends.
 
-        ``path``, ``headers``: as of the request; ``body``: the request with the
-        ``kv_transfer_params`` of the cache; ``without``: decode engines that are not asked.
+        ``body``: the request with the ``kv_transfer_params`` of the cache; ``without``: decode
+        engines that are not asked.
         """
         engine = self.decode.least_loaded(without)
         if engine is None:
             self.counters.releases.labels("left").inc()
             return
         data = json.dumps(one_token_body(body, body["kv_transfer_params"])).encode()
-        task = asyncio.create_task(self._fetch(engine, path, data, headers))
+        task = asyncio.create_task(self._fetch(engine, Post(path, data, headers)))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _fetch(
-        self, engine: Engine, path: str, data: bytes, headers: Mapping[str, str]
-    ) -> None:
-        limit_s = self.config.first_token_timeout_s
-        try:
-            reply = await ask(
-                self.session,
-                engine,
-                path,
-                data,
-                headers,
-                self.config,
-                streamed=False,
-                limit_s=limit_s,
-            )
-        except EngineFailure:
-            self.counters.releases.labels("left").inc()
-        else:
-            self.counters.releases.labels("freed" if reply.status == 200 else "left").inc()
+    async def _fetch(self, engine: Engine, post: Post) -> None:
+        status, limit_s = 0, self.config.first_token_timeout_s
+        with suppress(EngineFailure):
+            status = (await ask(self.session, engine, post, self.config, limit_s)).status
+        self.counters.releases.labels("freed" if status == 200 else "left").inc()

@@ -12,9 +12,10 @@ from eldr_sim.policies.base import RequestInfo
 from eldr_sim.serving.http import error_answer, error_body
 from eldr_sim.serving.router.bodies import Ask, prefill_body
 from eldr_sim.serving.router.decisions import NoEngine
+from eldr_sim.serving.router.engine import Engine
 from eldr_sim.serving.router.fleet import Fleet, Pool
 from eldr_sim.serving.router.signatures import SignatureReader
-from eldr_sim.serving.router.upstream import ERROR_EVENT, EngineFailure, Reply, ask
+from eldr_sim.serving.router.upstream import ERROR_EVENT, EngineFailure, Post, Reply, ask
 
 
 class Route(NamedTuple):
@@ -35,9 +36,8 @@ class Passage:
     may have fetched is not offered to the next, since its blocks may hold other tokens by then:
     the prompt is computed again, unless the client had that done itself.
 
-    ``fleet``: the engines; ``signatures``: where expert signatures come from; None if the policy
-    reads none; ``write``: writes a line of the log; ``asked``, ``route``: what its body holds, and
-    where it goes.
+    ``signatures``: where expert signatures come from; None if the policy reads none; ``write``:
+    writes a line of the log; ``asked``: what its body holds.
     """
 
     def __init__(
@@ -51,14 +51,9 @@ class Passage:
         self._fleet, self._config, self._counters = fleet, fleet.config, fleet.counters
         self._signatures, self._write, self._asked = signatures, write, asked
         self._path, self._headers, number, self._name = route
-        user = asked.body.get("user")
-        self._info = RequestInfo(
-            number,
-            asked.prompt_len,
-            domain=-1,
-            session=user if isinstance(user, str) else None,
-            max_tokens=asked.max_tokens,
-        )
+        user, most = asked.body.get("user"), asked.max_tokens
+        session = user if isinstance(user, str) else None
+        self._info = RequestInfo(number, asked.prompt_len, -1, session=session, max_tokens=most)
         self._body = asked.body
         self._cached = False  # a prefill engine holds its KV cache, which nobody has fetched
         self._prefilled_s: float | None = None
@@ -116,7 +111,7 @@ class Passage:
         limit_s = self._config.first_token_timeout_s
         async with self._placed(pool) as index:
             try:
-                reply = await self._ask(pool, index, data, limit_s)
+                reply = await self._ask(pool.engines[index], data, limit_s)
             except EngineFailure:
                 self._without[pool.name].add(index)
                 raise
@@ -148,15 +143,12 @@ class Passage:
         else:
             data = _bytes(self._body)
         async with self._placed(pool) as index:
-            self._write(
-                request_id=self._name,
-                prefilled_s=self._prefilled_s,
-                routed_s=time.monotonic(),
-                engine=index,
-            )
+            moments = {"prefilled_s": self._prefilled_s, "routed_s": time.monotonic()}
+            self._write(request_id=self._name, **moments, engine=index)
             cached, self._cached = self._cached, False  # the engine frees what it is told of
             try:
-                reply = await self._ask(pool, index, data, streamed=self._asked.streamed)
+                streamed = self._asked.streamed
+                reply = await self._ask(pool.engines[index], data, streamed=streamed)
             except EngineFailure as failure:
                 # A decode engine that lives may suffer from a prefill engine that does not: it may
                 # be asked again, if there is no other.
@@ -216,26 +208,11 @@ class Passage:
             yield index
 
     async def _ask(
-        self,
-        pool: Pool,
-        index: int,
-        data: bytes,
-        limit_s: float | None = None,
-        *,
-        streamed: bool = False,
+        self, engine: Engine, data: bytes, limit_s: float | None = None, *, streamed: bool = False
     ) -> Reply:
-        begun_s = time.monotonic()
+        begun_s, post = time.monotonic(), Post(self._path, data, self._headers, streamed)
         try:
-            return await ask(
-                self._fleet.session,
-                pool.engines[index],
-                self._path,
-                data,
-                self._headers,
-                self._config,
-                streamed=streamed,
-                limit_s=limit_s,
-            )
+            return await ask(self._fleet.session, engine, post, self._config, limit_s)
         finally:
             self._elsewhere_s += time.monotonic() - begun_s
 

@@ -34,7 +34,7 @@ from eldr_sim.serving.http import (
     listen,
     open_log,
     open_session,
-    saying,
+    url_of,
 )
 from eldr_sim.serving.router.bodies import parse_body
 from eldr_sim.serving.router.config import ProxyConfig, read_config
@@ -56,10 +56,9 @@ def make_app(
 ) -> Any:
     """Return the router, an ``aiohttp.web.Application``; see `application`.
 
-    ``config``: engines and policy; ``policy``: takes the place of the decode policy that ``config``
-    names; ``notify``: called with a line when an engine is ejected and when it returns. Raises
-    InputError if aiohttp or prometheus-client is not installed, or a policy cannot be built or used
-    here.
+    ``policy``: takes the place of the decode policy that ``config`` names; ``notify``: called with
+    a line when an engine is ejected and when it returns. Raises InputError if aiohttp or
+    prometheus-client is not installed, or a policy cannot be built or used here.
     """
     import_aiohttp()
     proxy = _Proxy(config, policy, notify)
@@ -70,18 +69,18 @@ def make_app(
 def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> None:
     """Serve until the process is told to stop.
 
-    ``config``: engines and policy; ``announce``: called with the router's URL, and with a line when
-    an engine is ejected or returns. Raises InputError if a policy cannot be used here, or the
-    address is taken.
+    ``announce``: called with the router's URL, and with a line when an engine is ejected or
+    returns. Raises InputError if a policy cannot be used here, or the address is taken.
     """
     app = make_app(config, notify=announce)
     from aiohttp import web
 
+    async def say(_app: Any) -> None:
+        announce(f"Routing at {url_of(listening)}")
+
     allow_files()
     listening = listen(config.host, config.port)
-    host, port = listening.getsockname()[:2]
-    place = f"[{host}]" if ":" in host else host
-    app.on_startup.append(saying(announce, f"Routing at http://{place}:{port}"))
+    app.on_startup.append(say)
     web.run_app(
         app,
         sock=listening,
@@ -126,15 +125,11 @@ class _Proxy:
         """Answer whether a request would find its engines: 200, or 503."""
         from aiohttp import web
 
-        serves = self._fleet.serves
         found = {
-            pool.name: [
-                {"url": engine.url, "up": engine.up, "problem": engine.problem}
-                for engine in pool.engines
-            ]
+            pool.name: [{"url": e.url, "up": e.up, "problem": e.problem} for e in pool.engines]
             for pool in self._fleet.pools
         }
-        return web.json_response(found, status=200 if serves else 503)
+        return web.json_response(found, status=200 if self._fleet.serves else 503)
 
     async def models(self, request: Any) -> Any:
         """Answer with what an engine says that it serves."""
@@ -202,36 +197,31 @@ def _signature_reader(config: ProxyConfig, policy: RouterPolicy) -> SignatureRea
     if score is None:
         return None
     if score != "count":
-        raise InputError(
-            "artifact", f"needs {score} scores; engines log counts", "a count signature"
-        )
+        problem = f"needs {score} scores; engines log counts"
+        raise InputError("artifact", problem, "a count signature")
+    problem = f"missing, policy {policy.name!r} reads expert signatures"
     if not (config.prefill_urls or config.prefilled):
-        problem = f"missing, policy {policy.name!r} reads expert signatures of computed prompts"
-        raise InputError("prefill", problem, "prefill engines")
+        raise InputError("prefill", f"{problem} of computed prompts", "prefill engines")
     if not config.capture:
-        raise InputError(
-            "capture",
-            f"missing, policy {policy.name!r} reads expert signatures",
-            "what ELDR_SIM_CAPTURE names in the prefill engines",
-        )
+        allowed = "what ELDR_SIM_CAPTURE names in the prefill engines"
+        raise InputError("capture", problem, allowed)
     return SignatureReader(config.capture)
 
 
 def _passed_on(headers: Mapping[str, str], name: str) -> dict[str, str]:
     """Return what an engine gets of a client's headers; ValueError for what cannot be sent."""
-    found = {
-        key: value
-        for key, value in headers.items()
-        if key.lower() in _PASSED_ON or key.lower().startswith("x-")
-    }
-    for key, value in found.items():
+    found = {}
+    for key, value in headers.items():
+        if key.lower() not in _PASSED_ON and not key.lower().startswith("x-"):
+            continue
         if not value.isprintable():
             raise ValueError(f"header {key}: not printable")
         try:
             value.encode()
         except UnicodeEncodeError:
             raise ValueError(f"header {key}: no UTF-8") from None
-    found = {key: value for key, value in found.items() if key.lower() != "x-request-id"}
+        if key.lower() != "x-request-id":
+            found[key] = value
     return found | {"X-Request-Id": name, "Accept-Encoding": "identity"}
 
 

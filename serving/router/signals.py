@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from eldr_sim.errors import InputError, needed
@@ -12,9 +13,8 @@ from eldr_sim.serving.router.decisions import EngineSignals, Router
 def parse_metrics(text: str) -> EngineSignals:
     """Return what an engine says in Prometheus' text format.
 
-    The engines of one server (data parallel) are added up; their KV usage is the mean.
-
-    Raises InputError if a metric is missing, or prometheus-client is not installed.
+    The engines of one server (data parallel) are added up; their KV usage is the mean. Raises
+    InputError if a metric is missing, or prometheus-client is not installed.
     """
     parser = needed("prometheus_client.parser", "live run")
     values: dict[str, list[float]] = {}
@@ -23,15 +23,11 @@ def parse_metrics(text: str) -> EngineSignals:
         for sample in family.samples:
             values.setdefault(sample.name, []).append(sample.value)
             if sample.name == "vllm:cache_config_info":
-                blocks, size = (
-                    sample.labels.get(name, "0") for name in ("num_gpu_blocks", "block_size")
-                )
-                n_tokens += int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
+                said = [sample.labels.get(name, "0") for name in ("num_gpu_blocks", "block_size")]
+                n_tokens += prod(map(int, said)) if all(map(str.isdigit, said)) else 0
+    names = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
     try:
-        waiting, running, usage = (
-            values[f"vllm:{name}"]
-            for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
-        )
+        waiting, running, usage = (values[f"vllm:{name}"] for name in names)
     except KeyError as missing:
         raise InputError("metrics", f"{missing} is not there", "those of a vLLM engine") from None
     share = sum(usage) / len(usage)

@@ -29,10 +29,8 @@ class SignatureReader:
     def counts(self, request_id: str) -> NDArray[np.uint32]:
         """Return how often the tokens of a prompt chose each expert, and drop the prompt's rows.
 
-        ``request_id``: ``X-Request-Id`` sent by the client.
-
-        Returns counts: uint32 ``[layers, experts]``, layers with a gate only. Raises InputError if
-        the log lacks tokens of the prompt.
+        ``request_id``: the client's ``X-Request-Id``. Counts: uint32 ``[layers, experts]``, layers
+        with a gate only. Raises InputError if the log lacks tokens of the prompt.
         """
         self._read_on()
         name = self._logged_name(request_id)
@@ -42,11 +40,9 @@ class SignatureReader:
         assert header is not None
         rows = logged.experts[: len(logged.prompt)]
         if logged.missing or not len(rows) or len(rows) < len(logged.prompt):
-            raise InputError(
-                "capture",
-                f"prompt tokens of {request_id} were never computed",
-                "prefill engines started with --no-enable-prefix-caching",
-            )
+            problem = f"prompt tokens of {request_id} were never computed"
+            allowed = "prefill engines started with --no-enable-prefix-caching"
+            raise InputError("capture", problem, allowed)
         layers, experts = len(header.layers), header.n_experts
         cells = rows + np.arange(layers)[:, None] * experts
         counted = np.bincount(cells.ravel(), minlength=layers * experts)
@@ -61,9 +57,6 @@ class SignatureReader:
         for name in reversed(self._gathered.names):  # what has just been computed is last
             if request_id in external_ids(name):
                 return name
-        folders = ", ".join(map(str, self._folders))
-        raise InputError(
-            "capture",
-            f"request {request_id} is not in the log in {folders}",
-            "the folder that ELDR_SIM_CAPTURE names in the prefill engines",
-        )
+        problem = f"request {request_id} is not in the log in {', '.join(map(str, self._folders))}"
+        allowed = "the folder that ELDR_SIM_CAPTURE names in the prefill engines"
+        raise InputError("capture", problem, allowed)

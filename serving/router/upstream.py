@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from eldr_sim.serving.http import import_aiohttp
 from eldr_sim.serving.router.config import ProxyConfig
@@ -75,39 +75,33 @@ class Reply:
         self._response.close()
 
 
+class Post(NamedTuple):
+    """What is sent to an engine."""
+
+    path: str
+    data: bytes
+    headers: Mapping[str, str]
+    streamed: bool = False  #: whether the first token is sent before the last
+
+
 async def ask(
-    session: Any,
-    engine: Engine,
-    path: str,
-    data: bytes,
-    headers: Mapping[str, str],
-    limits: ProxyConfig,
-    *,
-    streamed: bool,
-    limit_s: float | None = None,
+    session: Any, engine: Engine, post: Post, limits: ProxyConfig, limit_s: float | None = None
 ) -> Reply:
     """Post a request; return the answer when its first token is there.
 
-    ``session``: an ``aiohttp.ClientSession``; ``streamed``: whether the first token is sent before
-    the last; ``limit_s``: longest time until then; None takes that of ``limits``.
-
-    Raises EngineFailure if the engine gives none in time, breaks off or answers with a status of
-    500 or more.
+    ``session``: an ``aiohttp.ClientSession``; ``limit_s``: longest time until then; None takes that
+    of ``limits``. Raises EngineFailure if the engine gives none in time, breaks off or answers with
+    a status of 500 or more.
     """
     aiohttp = import_aiohttp()
     if limit_s is None:
-        limit_s = limits.first_token_timeout_s if streamed else limits.answer_timeout_s
+        limit_s = limits.first_token_timeout_s if post.streamed else limits.answer_timeout_s
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_s)
+    sent = {"data": post.data, "headers": post.headers, "timeout": timeout}
     response: Any = None
     try:
         async with engine.patience(limit_s):
-            response = await session.post(
-                engine.url + path,
-                data=data,
-                headers=headers,
-                timeout=timeout,
-                allow_redirects=False,
-            )
+            response = await session.post(engine.url + post.path, allow_redirects=False, **sent)
             streams = response.status == 200 and response.content_type == "text/event-stream"
             first = await (response.content.readany() if streams else response.read())
     except aiohttp.ConnectionTimeoutError:

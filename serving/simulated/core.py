@@ -51,9 +51,7 @@ class Stream:
 
 
 class Core:
-    """A cluster that serves.
-
-    Raises InputError if the cluster cannot serve requests of any length.
+    """A cluster that serves; raises InputError if it cannot serve requests of any length.
 
     ``config``: the cluster, and the workload that lengths of answers and routing are taken from;
     ``speed``: simulated seconds a second; ``log``: a file for what arrives and when, see `replay`;
@@ -154,14 +152,12 @@ class Core:
                     new.append((stream, total))
             if new:
                 self._loop.call_at(self._wall(due), self._hand_out, new, due)
-        if self.open:
-            numbers = np.fromiter(self.open, np.int64)
-            outcomes = self.cluster.requests["outcome"][numbers]
-            for number in numbers[outcomes > 0].tolist():
-                record = self.cluster.requests[number]
-                stream, at = self.open.pop(number), float(record["finish_s"])
-                at = at if at >= 0.0 else float(self.simulation.env.now)
-                self._loop.call_at(self._wall(at), self._end, stream, int(record["outcome"]), at)
+        numbers = np.fromiter(self.open, np.int64)
+        for number in numbers[self.cluster.requests["outcome"][numbers] > 0].tolist():
+            record = self.cluster.requests[number]
+            stream, at = self.open.pop(number), float(record["finish_s"])
+            at = at if at >= 0.0 else float(self.simulation.env.now)
+            self._loop.call_at(self._wall(at), self._end, stream, int(record["outcome"]), at)
 
     def _wall(self, at_s: float) -> float:
         return self._start + at_s / self.speed

@@ -27,7 +27,6 @@ class Metrics(Registry):
     """Counters and histograms of what a core has served, and gauges of its engines as they are.
 
     Times are simulated; ``eldr_sim_lag_seconds`` is what tokens left late, of the wall clock.
-
     Raises InputError if prometheus-client is not installed.
     """
 
@@ -43,14 +42,12 @@ class Metrics(Registry):
             return made.labels(model).observe
 
         def counter(name: str, text: str, *labels: str) -> Any:
-            return self.library.Counter(
-                f"vllm:{name}", text, ["model_name", *labels], registry=self.registry
-            )
+            known = ["model_name", *labels]
+            return self.library.Counter(f"vllm:{name}", text, known, registry=self.registry)
 
         self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_S)
-        self._tpot = histogram(
-            "request_time_per_output_token_seconds", "Time an output token of a request.", _ITL_S
-        )
+        tpot = "request_time_per_output_token_seconds"
+        self._tpot = histogram(tpot, "Time an output token of a request.", _ITL_S)
         self._itl = histogram("inter_token_latency_seconds", "Between tokens.", _ITL_S)
         self._e2e = histogram("e2e_request_latency_seconds", "Of whole requests.", _E2E_S)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
@@ -80,9 +77,8 @@ class Metrics(Registry):
         self._prompts.inc(stream.prompt_len)
         self._prompt(stream.prompt_len)
         self._output(stream.output_len)
-        arrival, first, last = (
-            float(record[name]) for name in ("arrival_s", "first_token_s", "finish_s")
-        )
+        moments = (record[name] for name in ("arrival_s", "first_token_s", "finish_s"))
+        arrival, first, last = map(float, moments)
         self._ttft(first - arrival)
         self._e2e(last - arrival)
         if stream.output_len > 1:
@@ -108,10 +104,8 @@ class Metrics(Registry):
                 ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all."),
             )
         ]
-        cache = GaugeMetricFamily(
-            "vllm:cache_config_info", "Of the KV cache.",
-            labels=["engine", "block_size", "num_gpu_blocks"],
-        )  # fmt: skip
+        labels = ["engine", "block_size", "num_gpu_blocks"]
+        cache = GaugeMetricFamily("vllm:cache_config_info", "Of the KV cache.", labels=labels)
         size = str(self._core.config.block_size)
         told = zip(self._core.cluster.engines(), self._core.cluster.kv_blocks(), strict=True)
         for number, (figures, blocks) in enumerate(told):

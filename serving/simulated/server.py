@@ -18,6 +18,7 @@ from eldr_sim.serving.http import (
     import_aiohttp,
     listen,
     open_log,
+    url_of,
 )
 from eldr_sim.serving.router.bodies import Ask, parse_body
 from eldr_sim.serving.simulated.core import Core, Stream
@@ -32,10 +33,10 @@ _DRAIN_S = 30.0
 class Service:
     """One port: a cluster behind OpenAI's paths.
 
-    ``config``: the cluster; ``speed``: simulated seconds a second; ``max_queue``: requests that may
-    wait for an engine; beyond them the answer is 429. None: any number; ``start_up_s``: how long it
-    is not healthy, s of the wall clock; ``tokenizer``: a ``tokenizer.json``; without one four
-    characters of a prompt are a token; ``log``: a file for what arrives, see `core.replay`.
+    ``speed``: simulated seconds a second; ``max_queue``: requests that may wait for an engine;
+    beyond them the answer is 429. None: any number; ``start_up_s``: how long it is not healthy, s
+    of the wall clock; ``tokenizer``: a ``tokenizer.json``; without one four characters of a prompt
+    are a token; ``log``: a file for what arrives, see `core.replay`.
     """
 
     def __init__(
@@ -152,9 +153,8 @@ class _Answer:
             return error_answer(*_failed(outcome))
         text = _WORD * self._stream.output_len
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason, "logprobs": None}
-        choice |= (
-            {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        )
+        message = {"role": "assistant", "content": text}
+        choice |= {"message": message} if self._chat else {"text": text}
         body = self._head | {"object": self._kind, "choices": [choice], "usage": self._usage()}
         return web.json_response(body)
 
@@ -170,8 +170,7 @@ class _Answer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         part: int | str = first
-        n = 0
-        role = {"role": "assistant"} if self._chat else {}
+        n, role = 0, {"role": "assistant"} if self._chat else {}
         usual = _event(self._piece(_WORD))
         while not isinstance(part, str):
             n += part
@@ -229,8 +228,7 @@ def _text_of(message: Any) -> str:
 
 
 def _tokenizer(path: Path) -> Any:
-    allowed = "pip install tokenizers, or no tokenizer"
-    tokenizers = needed("tokenizers", "tokenizer", allowed)
+    tokenizers = needed("tokenizers", "tokenizer", "pip install tokenizers, or no tokenizer")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # of its own, from Rust
@@ -245,8 +243,7 @@ def serve(
     Raises InputError if an address is taken.
     """
     allow_files()
-    sockets = [listen(host, port) for port in ports]
-    asyncio.run(_serve(services, sockets, announce))
+    asyncio.run(_serve(services, [listen(host, port) for port in ports], announce))
 
 
 async def _serve(
@@ -259,19 +256,13 @@ async def _serve(
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    runners = []
+    runners, how = [], {"handler_cancellation": True, "access_log": None, "shutdown_timeout": 1.0}
     for service, listening in zip(services, sockets, strict=True):
-        runner = web.AppRunner(
-            service.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-        )
-        runners.append(runner)
-        await runner.setup()
-        await web.SockSite(runner, listening).start()
-        address, port = listening.getsockname()[:2]
-        place = f"[{address}]" if ":" in address else address
-        announce(
-            f"Serving {service.model}, {service.core.config.topology}, at http://{place}:{port}"
-        )
+        runners.append(web.AppRunner(service.app(), **how))
+        await runners[-1].setup()
+        await web.SockSite(runners[-1], listening).start()
+        cluster = f"{service.model}, {service.core.config.topology}"
+        announce(f"Serving {cluster}, at {url_of(listening)}")
     failures = [service.core.failure for service in services]
     waits: list[Any] = [*failures, asyncio.ensure_future(stop.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

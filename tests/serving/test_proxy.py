@@ -17,10 +17,9 @@ from eldr_sim.serving.router.proxy import make_app
 from eldr_sim.serving.router.signals import parse_metrics
 from eldr_sim.serving.router.signatures import SignatureReader
 from eldr_sim.traces.routing.capture.step_log import Header, StepLog
-from eldr_sim.validation.live.client import prefill_ahead, send_load
+from eldr_sim.validation.live.client import join_proxy_log, prefill_ahead, send_load
 from eldr_sim.validation.live.live_run import LoadInfo
 from eldr_sim.validation.live.load import make_load
-from eldr_sim.validation.live.proxy_log import join_proxy_log
 
 from ..random_artifact import random_artifact
 

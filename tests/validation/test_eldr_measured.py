@@ -133,7 +133,8 @@ def test_a_known_slope_is_found_and_the_rest_is_the_tiles(main, monkeypatch):
     assert found["Qwen3-30B-A3B", 1].error == pytest.approx(0.0, abs=1e-9)
     assert found["Qwen3-30B-A3B", 1].n == 16  # four rates, two loads, two policies
     assert _slope([], 48) is None
-    monkeypatch.setattr(slope_module, "_all", lambda *_given: points)
+    monkeypatch.setattr(slope_module, "run_main", lambda *_given: [])
+    monkeypatch.setattr(slope_module, "_points", lambda _pairs: points)
     rows = slope_module.locality(None, "published", False).table.to_pylist()
     for row in rows:
         rest = row["of_the_rest_points"]

@@ -65,9 +65,8 @@ def calibration_bursts(
 ) -> list[Burst]:
     """Return the bursts that cover the steps of an engine, in sending order.
 
-    ``max_num_seqs``, ``max_num_batched_tokens``, ``max_model_len``: the engine's limits;
     ``kv_tokens``, ``block_size``: tokens that its KV cache holds, and tokens of a block: no burst
-    needs more. None: enough; ``seed``: seed of the order within each round.
+    needs more. None: enough; ``seed``: of the order within each round.
     """
     rng = np.random.default_rng(seed)
 
@@ -127,19 +126,14 @@ def engine_tables(
 ) -> tuple[list[LatencyTable], DriftModel | None]:
     """Make the latency tables of a model from the steps of one engine's calibration.
 
-    ``log``: the engine's steps under :func:`calibration_bursts`; ``device``: name of the processor
-    or GPU; ``framework``, ``versions``: the engine with its version; versions of further tools.
-
-    Returns ``tables``, ``drift``: the tables at the reference speed, and how the engine's steps
-    follow its probe; None if it has none. Raises InputError if the log has too few steps.
+    ``log``: the engine's steps under :func:`calibration_bursts`. Returns the tables at the
+    reference speed, and how the engine's steps follow its probe; None if it has none. Raises
+    InputError if the log has too few steps.
     """
     layers, moe_layers = dims.n_layers, dims.n_moe_layers
-    speed = Drift(
-        np.array([step.start_s for step in log.steps]),
-        np.array([step.probe_s for step in log.steps]),
-        None,
-    )
-    factors = speed.factor(np.array([step.start_s for step in log.steps]))
+    starts = np.array([step.start_s for step in log.steps])
+    speed = Drift(starts, np.array([step.probe_s for step in log.steps]), None)
+    factors = speed.factor(starts)
     moe, decode, prefill, rest, whole_steps = (_Samples() for _ in range(5))
     chunked: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
     for step, cycle, factor in zip(log.steps, log.cycles_s(), factors.tolist(), strict=True):
@@ -163,10 +157,10 @@ def engine_tables(
     if speed.reference_s is not None:
         model = DriftModel(
             reference_s=speed.reference_s,
-            moe=moe.exponent(),
-            attention=_joined(decode, prefill).exponent(),
-            rest=rest.exponent(),
-            step=whole_steps.exponent(),
+            moe=exponent(moe.groups),
+            attention=exponent([*decode.groups, *prefill.groups]),
+            rest=exponent(rest.groups),
+            step=exponent(whole_steps.groups),
         )
         moe.normalise(model.moe)
         decode.normalise(model.attention)
@@ -212,30 +206,16 @@ class _Samples:
         self.seconds[point].append(seconds)
         self.factors[point].append(factor)
 
-    def exponent(self) -> float:
-        """Return how strongly the times follow the factors."""
-        points, seconds, factors = [], [], []
-        for point, values in self.seconds.items():
-            points += [point] * len(values)
-            seconds += values
-            factors += self.factors[point]
-        return exponent(points, seconds, factors)
+    @property
+    def groups(self) -> list[tuple[list[float], list[float]]]:
+        """Times and factors of each point."""
+        return [(values, self.factors[point]) for point, values in self.seconds.items()]
 
     def normalise(self, power: float) -> None:
         """Divide all times by the drift."""
         for point, values in self.seconds.items():
             pairs = zip(values, self.factors[point], strict=True)
             self.seconds[point] = [value / factor**power for value, factor in pairs]
-
-
-def _joined(*all_samples: _Samples) -> _Samples:
-    """Return the samples of several tables, their points apart."""
-    joined = _Samples()
-    for number, samples in enumerate(all_samples):
-        for point, values in samples.seconds.items():
-            joined.seconds[number, *point] = values
-            joined.factors[number, *point] = samples.factors[point]
-    return joined
 
 
 def _add_whole_prompts(
@@ -289,13 +269,10 @@ def _table(
     if len(points) < 4:
         raise InputError("calibration", f"{len(points)} points of {kind}", "4 or more")
     values = [np.array(samples[point]) for point in points]
-    columns: dict[str, Any] = {
-        name: np.array([point[i] for point in points]) for i, name in enumerate(names)
-    }
-    columns |= {
-        name: np.array([text] * len(points), dtype=object)
-        for name, text in (constants or {}).items()
-    }
+    axes = map(np.array, zip(*points, strict=True))
+    columns: dict[str, Any] = dict(zip(names, axes, strict=True))
+    for name, text in (constants or {}).items():
+        columns[name] = np.full(len(points), text, object)
     columns |= {
         "latency_s": np.array([np.median(v) for v in values]),
         "latency_q1_s": np.array([np.quantile(v, 0.25) for v in values]),
@@ -320,10 +297,10 @@ def outside_times(
     bytes; the set-up time of a transfer is the remaining wait of a lone request between the decode
     engine's queue and its first step there. Raises InputError if a request is not in the logs.
 
-    ``requests``: ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``; ``logs``, ``prefill``:
-    Log of each engine, and the names of prefill engines; ``prefilled``: whether these computed the
-    prompts before the requests were sent; ``dims``: the model; ``measure_link``: returns transfer
-    times by (bytes, descriptors), s, and their source; called only if there are prefill engines.
+    ``requests``: ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``; ``prefill``: names of the
+    prefill engines; ``prefilled``: whether these computed the prompts before the requests were
+    sent; ``measure_link``: returns transfer times by (bytes, descriptors), s, and their source;
+    called only if there are prefill engines.
     """
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
     lengths = requests["prompt_len"].to_numpy().astype(float)
@@ -340,6 +317,7 @@ def outside_times(
         for row in order
         for token, following in zip(tokens[row], logged.steps[row][1:], strict=False)
     ]
+    quartiles_ms = [1e3 * float(np.quantile(egress, q)) for q in (0.25, 0.5, 0.75)]
     handoff, transfer = Delay(base_s=0, per_token_s=0), TransferModel(0, 0, 1e15, "none")
     notes: dict[str, Any] = {}
     if prefill:
@@ -347,10 +325,7 @@ def outside_times(
             gaps = [logged.received["decode"][row] - logged.prompt_end[row] for row in order]
             handoff = _delay(lengths, gaps)
         transfer, notes["nixl_fit"] = _transfer(logs, logged, lengths, dims, measure_link())
-    notes["unloaded"] = {
-        "requests": len(order),
-        "egress_ms": [1e3 * float(np.quantile(egress, q)) for q in (0.25, 0.5, 0.75)],
-    }
+    notes["unloaded"] = {"requests": len(order), "egress_ms": quartiles_ms}
     return CalibrationInfo(
         ingress_s=_delay(lengths, [first[row] - sent[row] for row in order]),
         egress_s=max(0.0, float(np.median(egress))),

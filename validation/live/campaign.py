@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from eldr_sim.errors import InputError
 from eldr_sim.serving.http import import_aiohttp
-from eldr_sim.validation.live.client import prefill_ahead, send_load
+from eldr_sim.validation.live.client import join_proxy_log, prefill_ahead, send_load
 from eldr_sim.validation.live.engine_calibration import model_of, read_calibration
 from eldr_sim.validation.live.live_run import LoadInfo, RunInfo
 from eldr_sim.validation.live.load import LoadRequest, make_load
-from eldr_sim.validation.live.proxy_log import join_proxy_log
 from eldr_sim.validation.live.random_model import DOMAINS, domain_slices, write_model
 from eldr_sim.validation.live.run_writer import assemble_run, machine, versions
 from eldr_sim.validation.live.servers import SERVED_NAME, EngineOptions, require_vllm
@@ -119,12 +119,12 @@ def record_campaign(
 ) -> list[Path]:
     """Record set-ups in turn; runs already in the campaign's folder are kept.
 
-    Returns list of Path: the folders of the recorded runs. Raises InputError if the folder holds
-    another campaign, or an engine, the proxy or a request fails.
+    Returns the folders of the recorded runs. Raises InputError if the folder holds another
+    campaign, or an engine, the proxy or a request fails.
 
-    ``campaign``: the plan; ``setups``: names in :data:`~.setups.SETUPS` to start; ``progress``:
-    called with the current task and the share of it that is done; ``prefill``, ``decode``: URL and
-    log folder of running engines; they are then the only set-up.
+    ``setups``: names in :data:`~.setups.SETUPS` to start; ``progress``: called with the current
+    task and the share of it that is done; ``prefill``, ``decode``: URL and log folder of running
+    engines; they are then the only set-up.
     """
     import_aiohttp()
     unknown = sorted(set(campaign.domain_mix) - set(DOMAINS))
@@ -168,11 +168,8 @@ def _check_same(campaign: Campaign) -> None:
     if not file.exists():
         file.write_text(text, encoding="utf-8")
     elif file.read_text(encoding="utf-8") != text:
-        raise InputError(
-            "out",
-            f"{file} is of a campaign with other options",
-            "a new folder, or the same options",
-        )
+        problem = f"{file} is of a campaign with other options"
+        raise InputError("out", problem, "a new folder, or the same options")
 
 
 def record_setup(
@@ -180,11 +177,9 @@ def record_setup(
 ) -> list[Path]:
     """Calibrate a running set-up, then record every load, policy and repeat.
 
-    ``campaign``: the plan; ``setup``: the engines; ``progress``: called with the current task and
-    the share of it that is done.
-
-    Returns list of Path: the folders of the recorded runs; existing ones are left unchanged. Raises
-    InputError if an engine, the proxy or a request fails.
+    ``progress``: called with the current task and the share of it that is done. Returns the folders
+    of the recorded runs; existing ones are left unchanged. Raises InputError if an engine, the
+    proxy or a request fails.
     """
     with _on_core(setup.client_core):
         for endpoint in setup.endpoints:  # an engine describes itself when it gets a request
@@ -192,36 +187,25 @@ def record_setup(
             send_at_once([hello], endpoint.url)
         folder, options = campaign.calibration(setup.name), campaign.options
         if not (folder / "calibration.json").exists():
-            calibrate(
-                folder,
-                setup,
-                options,
-                campaign.config,
-                lambda share: progress(f"{setup.name}: calibration", share),
-                fit_prompt=campaign.prompt_len if campaign.fits(setup) else None,
-                seed=campaign.seed,
-            )
-        calibrated = read_calibration(folder)
-        rate = capacity(
-            setup, options, model_of(campaign.config), calibrated, campaign.prompt_len,
-            campaign.output_len,
-        )  # fmt: skip
+            fit_prompt = campaign.prompt_len if campaign.fits(setup) else None
+            told = partial(progress, f"{setup.name}: calibration")
+            calibrate(folder, setup, options, campaign.config, told, fit_prompt, campaign.seed)
+        engine = model_of(campaign.config), read_calibration(folder)
+        rate = capacity(setup, options, *engine, campaign.prompt_len, campaign.output_len)
         planned = _planned(campaign, setup.name, len(setup.decode))
         for out, number, policy, repeat in planned:
             if not out.exists():
                 shape = campaign.loads[number]
                 info = _begun(campaign, setup, number) or _load_info(campaign, shape, rate)
-                what = f"{setup.name} {policy}: {shape.name} #{repeat}"
-                _record(campaign, setup, policy, info, repeat, out, what, progress)
+                told = partial(progress, f"{setup.name} {policy}: {shape.name} #{repeat}")
+                _record(campaign, setup, policy, info, repeat, out, told)
         return [out for out, *_ in planned]
 
 
 def _planned(campaign: Campaign, setup: str, n_decode: int) -> list[tuple[Path, int, str, int]]:
     """Return folder, load number, policy and repeat of all runs of a set-up."""
     several = n_decode > 1
-    numbers = range(len(campaign.loads))
-    if several and campaign.loads == LOADS:
-        numbers = numbers[1:2]
+    numbers = range(1, 2) if several and campaign.loads == LOADS else range(len(campaign.loads))
     return [
         (campaign.out / "runs" / f"{setup}-{policy}-{number}-{repeat}", number, policy, repeat)
         for repeat in range(campaign.repeats)  # of different loads in turn: drift meets all alike
@@ -257,8 +241,7 @@ def _record(
     info: LoadInfo,
     repeat: int,
     out: Path,
-    what: str,
-    progress: Callable[[str, float], None],
+    progress: Callable[[float], None],
 ) -> None:
     """Send one load and write its recorded run."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -282,9 +265,7 @@ def _record(
     with start_proxy(setup, policy, log, artifact, campaign.seed) as url:
         if setup.prefilled:
             load = prefill_ahead(load, setup.prefill[0].url, model=SERVED_NAME)
-        requests = send_load(
-            load, url, model=SERVED_NAME, progress=lambda share: progress(what, share)
-        )
+        requests = send_load(load, url, model=SERVED_NAME, progress=progress)
     setup.check_alive()
     if len(setup.endpoints) > 1:
         requests = join_proxy_log(requests, log)

@@ -1,11 +1,13 @@
-"""Open-loop load client that records the arrival of each output token."""
+"""Open-loop load client: the arrival of each output token, and what the router has logged."""
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -33,61 +35,46 @@ def send_load(
 ) -> pa.Table:
     """Send every request at its own time (open loop), and wait for all tokens.
 
-    Returns requests: `live_run.REQUESTS`, a row per request in the order of the load. Times are
-    those of `time.monotonic`, a clock that all processes of the machine share. Columns known only
-    to the proxy are null, and ``engine`` is 0, until `proxy_log.join_proxy_log` fills them. Raises
+    Returns `live_run.REQUESTS`, a row per request in the order of the load. Times are those of
+    `time.monotonic`, a clock that all processes of the machine share. Columns known only to the
+    proxy are null, and ``engine`` is 0, until `join_proxy_log` fills them. Raises
     InputError if aiohttp is not installed or a request fails; the others are then cancelled.
 
-    ``load``: the load; ``url``: base URL of an engine or of the proxy, such as
-    ``http://127.0.0.1:8000``. It must stream completions with ``continuous_usage_stats``, as vLLM
-    does; ``model``: name of the model that the engine serves; ``temperature``: sampling
-    temperature; ``timeout_s``: longest time of one request, s; ``start_s``: time by
-    `time.monotonic` from which the load's times count; 0.2 s from now if None; ``progress``: called
-    with the share of requests that have ended.
+    ``url``: of an engine or of the proxy, such as ``http://127.0.0.1:8000``, which must stream
+    completions with ``continuous_usage_stats``, as vLLM does; ``timeout_s``: longest time of one
+    request, s; ``start_s``: time by `time.monotonic` from which the load's times count; 0.2 s from
+    now if None; ``progress``: called with the share of requests that have ended.
 
-    Notes
-    -----
     A request is sent 0 to 1 ms after its time, as Linux's ``epoll`` rounds sleeps up to 1 ms;
     ``sent_s`` is the actual time. A server may send several tokens in one chunk, and a token may
     have no text: the number of tokens is the one reported by the server, and all tokens of a chunk
     get the same time.
     """
-    try:
-        return asyncio.run(_send(load, url, model, temperature, timeout_s, start_s, progress))
-    except BaseExceptionGroup as group:
-        # The first exception of the task group, which cancelled the other requests.
-        raise group.exceptions[0] from None
-
-
-async def _send(
-    load: Load,
-    url: str,
-    model: str,
-    temperature: float,
-    timeout_s: float,
-    start_s: float | None,
-    progress: Callable[[float], None] | None,
-) -> pa.Table:
     # Built before the first request is sent, as the client shares its core with the engines.
     bodies = [_body(request, model, temperature) for request in load.requests]
     moments: list[tuple[float, list[float]]] = [(0.0, [])] * len(bodies)
-    done = 0
-    async with open_session(timeout_s) as session:
-        address = url.rstrip("/") + "/v1/completions"
+    done, address = 0, url.rstrip("/") + "/v1/completions"
 
-        async def one(index: int) -> None:
-            nonlocal done
-            moments[index] = await _complete(session, address, load.requests[index], bodies[index])
-            done += 1
-            if progress is not None:
-                progress(done / len(bodies))
+    async def one(session: Any, index: int) -> None:
+        nonlocal done
+        moments[index] = await _complete(session, address, load.requests[index], bodies[index])
+        done += 1
+        if progress is not None:
+            progress(done / len(bodies))
 
-        async with asyncio.TaskGroup() as group:
+    async def send() -> None:
+        async with open_session(timeout_s) as session, asyncio.TaskGroup() as group:
             start = time.monotonic() + _LEAD_S if start_s is None else start_s
             for index, request in enumerate(load.requests):
                 wait = start + request.send_s - time.monotonic()
                 await asyncio.sleep(max(wait, 0.0))
-                group.create_task(one(index))
+                group.create_task(one(session, index))
+
+    try:
+        asyncio.run(send())
+    except BaseExceptionGroup as group:
+        # The first exception of the task group, which cancelled the other requests.
+        raise group.exceptions[0] from None
     return pa.table(
         {
             "request_id": [request.request_id for request in load.requests],
@@ -107,11 +94,9 @@ async def _send(
 def prefill_ahead(load: Load, url: str, *, model: str) -> Load:
     """Compute all prompts of a load on a prefill engine before the load is sent.
 
-    ``load``: the load; ``url``: base URL of the prefill engine, which keeps the KV cache until a
-    decode engine fetches it; ``model``: as for `send_load`.
-
-    Returns Load: the same requests with the location of their KV cache. Raises InputError if
-    aiohttp is not installed, a request fails, or the engine has no KV connector.
+    ``url``: of the prefill engine, which keeps the KV cache until a decode engine fetches it.
+    Returns the same requests with the location of their KV cache. Raises InputError if aiohttp is
+    not installed, a request fails, or the engine has no KV connector.
     """
     aiohttp = import_aiohttp()
     address = url.rstrip("/") + "/v1/completions"
@@ -188,3 +173,30 @@ async def _complete(
 
 def _failed(request: LoadRequest, address: str, problem: str) -> InputError:
     return InputError(f"request {request.request_id}", f"{address}: {problem}")
+
+
+def join_proxy_log(requests: pa.Table, path: str | os.PathLike[str]) -> pa.Table:
+    """Put what the proxy has logged into the client's table.
+
+    ``path``: ``ProxyConfig.log``: ``request_id``, ``prefilled_s`` and ``routed_s`` (s of
+    `time.monotonic`; no ``prefilled_s`` without prefill engines) and ``engine`` of each request.
+    Raises InputError if the file is no such log, or a request is not in it exactly once.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    try:
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            found.setdefault(entry["request_id"], []).append(entry)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError("proxy log", f"{path}: {error}") from None
+    entries = []
+    for name in requests["request_id"].to_pylist():
+        mine = found.get(name, [])
+        if len(mine) != 1:
+            raise InputError("proxy log", f"{path} names request {name} {len(mine)} times", "once")
+        entries += mine
+    for key in ("prefilled_s", "routed_s", "engine"):
+        field = REQUESTS.field(key)
+        column = pa.array([entry[key] for entry in entries], field.type)
+        requests = requests.set_column(requests.column_names.index(key), field, column)
+    return requests

@@ -56,7 +56,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -65,7 +65,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.planning.intervals import mean_known
 from eldr_sim.validation.live.engine_calibration import EngineCalibration
-from eldr_sim.validation.live.live_run import EngineInfo, LiveRun
+from eldr_sim.validation.live.live_run import LiveRun
 from eldr_sim.validation.live.simulated_run import SimulatedRun, check_run, run_clock
 from eldr_sim.validation.live.steps import Composition, StepUnions, compositions, durations, predict
 from eldr_sim.validation.live.timestamps import COMPONENTS, RequestTimestamps, live_timestamps
@@ -93,27 +93,22 @@ class LiveComparison:
 def compare_runs(
     pairs: Iterable[tuple[LiveRun, SimulatedRun]], calibrated: EngineCalibration
 ) -> LiveComparison:
-    """Compare recorded runs with their simulations.
+    """Compare recorded runs with their simulations, which used this calibration.
 
-    ``pairs``: recordings with their simulations; runs of the same set-up, policy and load are
-    repeats; ``calibrated``: the calibration that the simulations used.
+    Runs of the same set-up, policy and load are repeats.
     """
     parts: dict[str, list[pd.DataFrame]] = defaultdict(list)
     rows: dict[str, list[Row]] = defaultdict(list)
     for run, replayed in pairs:
-        name: Row = {
-            "setup": run.info.setup,
-            "policy": run.info.policy,
-            "load": run.info.load.name,
-            "repeat": run.info.repeat,
-        }
+        info = run.info
+        name: Row = {"setup": info.setup, "policy": info.policy, "load": info.load.name}
+        name["repeat"] = info.repeat
         live = live_timestamps(run, calibrated.info)
         whole = np.flatnonzero(np.isfinite(live.e2el_s))
         steps, distinct = _steps(run, replayed, calibrated, live)
         requests = _requests(run, replayed, live, whole)
-        sides = {"live": live, "simulated": replayed.timestamps}
-        between = {f"{side}_ms": 1e3 * times.gaps_s(whole) for side, times in sides.items()}
-        gaps = pd.DataFrame(between)
+        sides = {"live_ms": live, "simulated_ms": replayed.timestamps}
+        gaps = pd.DataFrame({side: 1e3 * times.gaps_s(whole) for side, times in sides.items()})
         for kind, frame in (("steps", steps), ("requests", requests), ("gaps", gaps)):
             for place, (key, value) in enumerate(name.items()):
                 frame.insert(place, key, value)
@@ -123,6 +118,7 @@ def compare_runs(
         rows["runs"].append(name | _run_row(run, replayed, live, whole, steps) | drift)
         rows["requests"] += [name | row | drift for row in _statistics(requests, gaps)]
         rows["components"] += [name | row for row in _components(live, replayed, whole)]
+    # In the order of LiveComparison: steps, requests, gaps.
     tables = {kind: pd.concat(frames, ignore_index=True) for kind, frames in parts.items()}
     requests_rows = _with_repeats(rows["requests"])
     step_rows, components = _step_rows(tables["steps"]), rows["components"]
@@ -135,20 +131,12 @@ def compare_runs(
         "components": components + [_mean_row(same, {"repeat": None}) for _, same in repeats],
         "headline": _headline(step_rows, requests_rows, rows["distinct"]),
     }
-    return LiveComparison(
-        summary,
-        *(
-            pa.Table.from_pandas(tables[kind], preserve_index=False)
-            for kind in ("steps", "requests", "gaps")
-        ),
-    )
+    kinds = (pa.Table.from_pandas(frame, preserve_index=False) for frame in tables.values())
+    return LiveComparison(summary, *kinds)
 
 
 def noise_floor(values: Sequence[float]) -> float | None:
-    """Return the mean of ``|a - b|`` over all pairs of repeats, in % of their mean.
-
-    None with fewer than two repeats.
-    """
+    """Return the mean of ``|a - b|`` over all pairs of repeats, in % of their mean, if any."""
     if len(values) < 2:
         return None
     pairs = [abs(a - b) for a, b in itertools.combinations(values, 2)]
@@ -166,7 +154,7 @@ def _steps(
     engines = {engine.name: engine for engine in run.info.engines}
     step_times = {
         kind: calibrated.step_time(model, kind, run.info.max_model_len)
-        for kind in {_unnamed(engine) for engine in engines.values()}
+        for kind in {engine.unnamed for engine in engines.values()}
     }
     unions = StepUnions(run.trace)
     ingress = calibrated.info.ingress_s.of(run.requests["prompt_len"].to_numpy())
@@ -186,26 +174,16 @@ def _steps(
         wrong_layers += wrong
         wrong_steps += wrong > 0
         live_sums[step.members] = int(logged.sum())
-        time = predict(step_times[_unnamed(engine)], step, counted)
+        time = predict(step_times[engine.unnamed], step, counted)
         steady_s, time = time.step_s, time.slower(factors[i], calibrated.info.drift)
         parts = {"moe": moe[i], "attention": attention[i]}
         parts["rest"] = taken[i] - parts["moe"] - parts["attention"]
         kind = "prefill" if not step.running else "mixed" if step.chunks else "decode"
         records.append(
-            {
-                "engine": engine.name,
-                "role": engine.role,
-                "kind": kind,
-                "start_s": start[i],
-                "batch": len(step.running),
-                "tokens": step.tokens,
-                "context": step.context,
-                "active": int(counted.sum()),
-                "layers": len(counted),
-                "live_ms": 1e3 * taken[i],
-                "predicted_ms": 1e3 * time.step_s,
-                "drift": time.step_s / steady_s,
-            }
+            {"engine": engine.name, "role": engine.role, "kind": kind, "start_s": start[i]}
+            | {"batch": len(step.running), "tokens": step.tokens, "context": step.context}
+            | {"active": int(counted.sum()), "layers": len(counted), "live_ms": 1e3 * taken[i]}
+            | {"predicted_ms": 1e3 * time.step_s, "drift": time.step_s / steady_s}
             | {f"live_{part}_ms": 1e3 * seconds for part, seconds in parts.items()}
             | {f"predicted_{part}_ms": 1e3 * getattr(time, f"{part}_s") for part in parts}
         )
@@ -238,10 +216,6 @@ def _factors(run: LiveRun, calibrated: EngineCalibration) -> FloatArray:
     return factors
 
 
-def _unnamed(engine: EngineInfo) -> EngineInfo:
-    return engine.model_copy(update={"name": ""})
-
-
 def _compositions(run: LiveRun, steps: pa.Table) -> list[Composition]:
     prefill = {engine.name for engine in run.info.engines if engine.role == "prefill"}
     columns = (steps[name].to_pylist() for name in ("request", "position", "tokens"))
@@ -261,10 +235,12 @@ def _step_rows(steps: pd.DataFrame) -> list[Row]:
         name = "batch 1" if size == 1 else f"batch {size}-{2 * size - 1}"
         groups[name] = decode & (steps.batch >= size) & (steps.batch < 2 * size)
         size *= 2
-    everywhere: list[tuple[str | None, str | None]] = [(None, None)]
-    places = everywhere + [(setup, None) for setup in steps.setup.unique()]
-    roles = steps[["setup", "role"]].drop_duplicates()
-    places += list(roles.itertuples(index=False, name=None))
+    roles = steps[["setup", "role"]].drop_duplicates().itertuples(index=False, name=None)
+    places: list[tuple[Any, Any]] = [
+        (None, None),
+        *((setup, None) for setup in steps.setup.unique()),
+        *roles,
+    ]
     rows = []
     for setup, role in places:
         here = (steps.setup == (setup or steps.setup)) & (steps.role == (role or steps.role))
@@ -375,14 +351,9 @@ def _statistics(requests: pd.DataFrame, gaps: pd.DataFrame) -> list[Row]:
         for statistic, live, simulated in zip(STATISTICS, *figures, strict=True):
             error = _figure(100.0 * (simulated / live - 1.0))
             rows.append(
-                {
-                    "metric": metric,
-                    "statistic": statistic,
-                    "live_ms": _figure(live),
-                    "simulated_ms": _figure(simulated),
-                    "error_percent": error,
-                    "abs_error_percent": None if error is None else abs(error),
-                }
+                {"metric": metric, "statistic": statistic, "live_ms": _figure(live)}
+                | {"simulated_ms": _figure(simulated), "error_percent": error}
+                | {"abs_error_percent": None if error is None else abs(error)}
             )
     return rows
 
@@ -392,10 +363,9 @@ def _with_repeats(rows: list[Row]) -> list[Row]:
     means: list[Row] = []
     for _, repeats in grouped(rows, *_LOAD, "metric", "statistic"):
         live = [row["live_ms"] / row["drift"] for row in repeats if row["live_ms"] is not None]
-        noise = noise_floor(live)
-        spread = (
-            100.0 * (max(live) - min(live)) / float(np.mean(live)) if noise is not None else None
-        )
+        noise, spread = noise_floor(live), None
+        if noise is not None:
+            spread = 100.0 * (max(live) - min(live)) / float(np.mean(live))
         for row in repeats:
             row |= {"noise_percent": noise, "range_percent": spread}
         means.append(_mean_row(repeats, {"repeat": None}))
@@ -425,23 +395,18 @@ def _components(
     live: RequestTimestamps, replayed: SimulatedRun, whole: NDArray[np.intp]
 ) -> list[Row]:
     rows = []
-    wholes: tuple[Literal["e2el", "ttft"], ...] = ("e2el", "ttft")
-    for of in wholes:
+    for of in ("e2el", "ttft"):
         both = [times.components(of) for times in (live, replayed.timestamps)]
         means = [{c: float(parts[c][whole].mean()) for c in COMPONENTS} for parts in both]
         for part in means:
             part["sum"] = sum(part.values())
         for component in (*COMPONENTS, "sum"):
             measured, simulated = (1e3 * part[component] for part in means)
+            difference = simulated - measured
             rows.append(
-                {
-                    "of": of,
-                    "component": component,
-                    "live_ms": measured,
-                    "simulated_ms": simulated,
-                    "difference_ms": simulated - measured,
-                    "percent": 100.0 * (simulated - measured) / (1e3 * means[0]["sum"]),
-                }
+                {"of": of, "component": component, "live_ms": measured}
+                | {"simulated_ms": simulated, "difference_ms": difference}
+                | {"percent": 100.0 * difference / (1e3 * means[0]["sum"])}
             )
     return rows
 

@@ -9,8 +9,7 @@ hold times at the reference speed; a run is predicted with its own probes. Nothi
 used: the probe does the same work in every run.
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,20 +93,15 @@ class Clock:
         return np.asarray(inside + before + after, np.float64)
 
 
-def exponent(
-    points: Sequence[Hashable], seconds: Sequence[float], factors: Sequence[float]
-) -> float:
-    """Return the exponent with which times of equal steps follow the probe, by least squares.
+def exponent(groups: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float:
+    """Return the exponent with which times follow the probe, by least squares, 0 to 2.
 
-    Between 0 and 2; 0 where the probe did not change.
+    ``groups``: times and factors of equal steps. 0 where the probe did not change.
     """
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    for i, point in enumerate(points):
-        groups[point].append(i)
-    y, x = np.log(np.asarray(seconds)), np.log(np.asarray(factors))
     xy = xx = 0.0
-    for rows in groups.values():
-        if len(rows) >= _ALIKE:
-            dx, dy = x[rows] - x[rows].mean(), y[rows] - y[rows].mean()
+    for seconds, factors in groups:
+        if len(seconds) >= _ALIKE:
+            x, y = np.log(factors), np.log(seconds)
+            dx, dy = x - x.mean(), y - y.mean()
             xy, xx = xy + float(dx @ dy), xx + float(dx @ dx)
     return float(np.clip(xy / xx, 0.0, 2.0)) if xx > 0 else 0.0

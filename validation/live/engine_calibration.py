@@ -70,10 +70,7 @@ class EngineCalibration:
 
     @property
     def gpu(self) -> GPU:
-        """The device of the tables: a known GPU, or a placeholder with that name.
-
-        Raises InputError if there is no table, or tables name several devices.
-        """
+        """The device of the tables: a known GPU, or a placeholder; raises InputError unless one."""
         names = sorted({table.metadata.gpu for table in self.tables})
         if len(names) != 1:
             raise InputError("calibration", f"tables of {', '.join(names) or 'nothing'}", "one GPU")
@@ -91,10 +88,7 @@ class EngineCalibration:
         return Drift(at_s, probe_s, known.reference_s)
 
     def step_time(self, model: ModelDims, engine: EngineInfo, max_model_len: int) -> StepTimeModel:
-        """Return the step times of an engine.
-
-        Raises InputError if a part of a step has no table.
-        """
+        """Return an engine's step times; raises InputError if a part of a step has no table."""
         step_time = build_step_time_model(
             model,
             self.gpu,
@@ -103,23 +97,18 @@ class EngineCalibration:
             max_num_batched_tokens=engine.max_num_batched_tokens,
             tables=self.tables,
         )
-        missing = {"moe", "attention", "engine_step"} - {
-            part for part, entry in step_time.provenance.items() if "framework" in entry
-        }
-        if missing:
-            raise InputError(
-                "calibration",
-                f"no table of this model for {', '.join(sorted(missing))}",
-                "moe, attention_decode, attention_prefill and engine_step",
-            )
+        known = {part for part, entry in step_time.provenance.items() if "framework" in entry}
+        if missing := {"moe", "attention", "engine_step"} - known:
+            problem = f"no table of this model for {', '.join(sorted(missing))}"
+            allowed = "moe, attention_decode, attention_prefill and engine_step"
+            raise InputError("calibration", problem, allowed)
         return step_time
 
 
 def device_of(name: str, engine: EngineInfo | None = None, memory_bytes: int = _MUCH) -> GPU:
     """Return a known GPU by its name; else a device of which only its tables are known.
 
-    ``name``: GPU name of the tables; ``engine``: gives the defaults of ``--max-num-seqs`` and
-    ``--max-num-batched-tokens``; ``memory_bytes``: memory of the device.
+    ``engine``: gives the defaults of ``--max-num-seqs`` and ``--max-num-batched-tokens``.
     """
     if name in list_gpus():
         return load_gpu(name)
@@ -161,10 +150,7 @@ def write_calibration(
 
 
 def read_calibration(folder: str | os.PathLike[str]) -> EngineCalibration:
-    """Read a calibration.
-
-    Raises InputError if a file is missing or not what it should be.
-    """
+    """Read a calibration; raises InputError if a file is missing or not what it should be."""
     base = Path(folder)
     try:
         text = (base / "calibration.json").read_text(encoding="utf-8")
@@ -174,6 +160,5 @@ def read_calibration(folder: str | os.PathLike[str]) -> EngineCalibration:
     except (ValidationError, UnicodeDecodeError) as error:
         line = " ".join(str(error).split())
         raise InputError("calibration", f"{base} holds no calibration: {line}") from None
-    return EngineCalibration(
-        info, [load_table(path) for path in sorted(base.glob("tables/*.parquet"))]
-    )
+    tables = [load_table(path) for path in sorted(base.glob("tables/*.parquet"))]
+    return EngineCalibration(info, tables)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,9 @@ class EngineLog:
         NaN if no request is in both steps, as the engine may have been idle in between.
         """
         cycles = np.full(len(self.steps), np.nan)
-        for i, (step, following) in enumerate(zip(self.steps, self.steps[1:], strict=False)):
-            known = {name for name, _, _ in step.rows}
-            goes_on = any(name in known for name, _, _ in following.rows)
-            if goes_on:
+        names = [{name for name, _, _ in step.rows} for step in self.steps]
+        for i, (step, following) in enumerate(pairwise(self.steps)):
+            if names[i] & names[i + 1]:
                 cycles[i] = following.start_s - step.start_s
         return cycles
 
@@ -86,25 +86,17 @@ def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
     inner = [line for line in worker if "moe" in line]
     n = min(len(outer), len(inner), len(routed))  # the last step may have been cut off
     if max(len(outer), len(inner), len(routed)) > n + 1:
-        raise InputError(
-            "log",
-            f"{base}: engine, worker and capture logged {len(outer)}, {len(inner)} and "
-            f"{len(routed)} steps",
-            "the same steps in all three",
-        )
+        counts = f"{len(outer)}, {len(inner)} and {len(routed)} steps"
+        problem = f"{base}: engine, worker and capture logged {counts}"
+        raise InputError("log", problem, "the same steps in all three")
     steps = []
     for a, b, (rows, _, ids) in zip(outer[:n], inner[:n], routed[:n], strict=True):
         if a["tokens"] != {name: count for name, _, count in rows}:
             raise InputError("log", f"{base}: engine and worker logged different steps")
         distinct = np.array([len(np.unique(ids[:, k])) for k in range(ids.shape[1])])
-        spans = sum(b["moe"]), sum(b["attention"])
-        probe_s = b.get("probe")
-        steps.append(
-            EngineStep(
-                a["start"], a["end"], b["start"], b["end"], *spans, rows, distinct,
-                math.nan if probe_s is None else probe_s,
-            )
-        )  # fmt: skip
+        times = a["start"], a["end"], b["start"], b["end"], sum(b["moe"]), sum(b["attention"])
+        probe_s = math.nan if b.get("probe") is None else b["probe"]
+        steps.append(EngineStep(*times, rows, distinct, probe_s))
     described = next((line["engine"] for line in engine if "engine" in line), None)
     if described is None:
         raise InputError("log", f"{base}: the engine did not describe itself")
@@ -123,30 +115,26 @@ def read_complete_log(
 
     A client has its last token before the engine's processes have logged the step that sampled it.
 
-    ``folder``: as for `read_engine_log`; ``computed``: tokens that the engine has computed of each
-    request, by the client's name, when it is done with it: all but the last one, which is never
-    fed; ``limit_s``: how long to wait, s. Raises InputError if the log does not hold them within
-    the time, or cannot be read.
+    ``computed``: tokens that the engine has computed of each request, by the client's name, when it
+    is done with it: all but the last one, which is never fed; ``limit_s``: how long to wait, s.
+    Raises InputError if the log does not hold them within the time, or cannot be read.
     """
     deadline = time.monotonic() + limit_s
     while True:
         over = time.monotonic() > deadline
         try:
             log = read_engine_log(folder)
+            if not (lacking := _lacking(log, computed)):
+                return log
+            raise InputError(
+                "log",
+                f"{folder}: {limit_s:g} s after the last token, {len(lacking)} of "
+                f"{len(computed)} requests have no end here, such as {lacking[0]}",
+                "a line of every step",
+            )
         except InputError:  # its files are written one after the other
             if over:
                 raise
-        else:
-            lacking = _lacking(log, computed)
-            if not lacking:
-                return log
-            if over:
-                raise InputError(
-                    "log",
-                    f"{folder}: {limit_s:g} s after the last token, {len(lacking)} of "
-                    f"{len(computed)} requests have no end here, such as {lacking[0]}",
-                    "a line of every step",
-                )
         time.sleep(_POLL_S)
 
 
@@ -156,9 +144,8 @@ def _lacking(log: EngineLog, computed: Mapping[str, int]) -> list[str]:
     for step in log.steps:
         for name, start, count in step.rows:
             reached[name] = max(reached.get(name, 0), start + count)
-    places = {name: row for row, name in enumerate(computed)}
     known = list(computed)
-    found = request_rows(reached, places).items()
+    found = request_rows(reached, {name: row for row, name in enumerate(known)}).items()
     ended = {known[row] for name, row in found if reached[name] >= computed[known[row]]}
     return [name for name in known if name not in ended]
 

@@ -15,7 +15,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -66,6 +66,11 @@ class EngineInfo(BaseModel):
     max_num_batched_tokens: int  #: token budget of a step
     block_size: int  #: tokens of a KV block
     n_blocks: int  #: KV blocks
+
+    @property
+    def unnamed(self) -> Self:
+        """The engine without its name: equal for engines of a kind."""
+        return self.model_copy(update={"name": ""})
 
 
 class LoadInfo(BaseModel):
@@ -131,10 +136,7 @@ def write_live_run(
 
 
 def read_live_run(folder: str | os.PathLike[str]) -> LiveRun:
-    """Read a recorded run.
-
-    Raises InputError if a file is missing or not what it should be.
-    """
+    """Read a recorded run; raises InputError if a file is missing or not what it should be."""
     base = Path(folder)
     try:
         info = RunInfo.model_validate_json((base / "run.json").read_text(encoding="utf-8"))
@@ -147,9 +149,6 @@ def read_live_run(folder: str | os.PathLike[str]) -> LiveRun:
         raise InputError("run", f"{base} is not a recorded run: {line}") from None
     trace = open_trace(base / "trace")
     if len(trace.prompt_len) != requests.num_rows:
-        raise InputError(
-            "run",
-            f"{base}: the trace has {len(trace.prompt_len)} requests",
-            f"{requests.num_rows}, those of requests.parquet",
-        )
+        problem = f"{base}: the trace has {len(trace.prompt_len)} requests"
+        raise InputError("run", problem, f"{requests.num_rows}, those of requests.parquet")
     return LiveRun(info, requests, steps, trace)

@@ -63,17 +63,14 @@ def make_load(
     """Make a load; the same arguments give the same load on every machine.
 
     Each decision draws from its own random stream: a longer load starts with the requests of a
-    shorter one, and the rate does not change lengths or prompts.
+    shorter one, and the rate does not change lengths or prompts. Raises InputError if an argument
+    is not valid.
 
-    Raises InputError if an argument is not valid.
-
-    ``info``: rate, burstiness, kind of lengths, number of requests, seed. Arrivals are drawn as the
-    simulator draws them (`traces.requests.arrivals`); ``domains``: slice ``[low, high)`` of the
-    vocabulary of each domain's prompts. Tokens of the slice are equally likely, and so are domains
-    unless ``domain_mix`` weighs them; ``prompt_len``, ``output_len``: tokens of every request if
-    ``info.lengths`` is ``fixed``; if ``recorded``, the means that recorded lengths are scaled to
-    before they are clipped to the ranges; ``prompt_range``, ``output_range``: fewest and most
-    tokens of a request; ``workload``: path of a request log (`requests.request_logs`) whose pairs
+    Arrivals are drawn as the simulator draws them (`traces.requests.arrivals`). ``domains``: slice
+    ``[low, high)`` of the vocabulary of each domain's prompts; tokens of the slice are equally
+    likely; ``prompt_len``, ``output_len``: tokens of every request if ``info.lengths`` is
+    ``fixed``; if ``recorded``, the means that recorded lengths are scaled to before they are
+    clipped to the ranges; ``workload``: path of a request log (`requests.request_logs`) whose pairs
     of lengths are drawn. None draws prompt and output lengths independently from percentiles of
     Azure's conversation trace, which reproduces its means to 2%; ``domain_mix``: weights of
     domains; those without one are left out. None or empty: all alike; ``prefix``: request ``i`` is
@@ -102,16 +99,9 @@ def make_load(
     for i in range(n):
         name = names[int(domain[i])]
         tokens = stream(seed, f"live prompt:{i}").integers(*domains[name], size=int(prompt[i]))
-        requests.append(
-            LoadRequest(
-                f"{prefix}-{i}",
-                name,
-                tokens.tolist(),
-                int(output[i]),
-                float(arrival[i]),
-                priority=int(prompt[i]) if info.queue_order == "sjf" else None,
-            )
-        )
+        own = f"{prefix}-{i}", name, tokens.tolist(), int(output[i]), float(arrival[i])
+        priority = int(prompt[i]) if info.queue_order == "sjf" else None
+        requests.append(LoadRequest(*own, priority=priority))
     return Load(info, tuple(requests))
 
 

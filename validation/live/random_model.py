@@ -42,10 +42,8 @@ def domain_slices(vocab_size: int) -> dict[str, tuple[int, int]]:
 def write_model(folder: str | os.PathLike[str], seed: int = 0, **shape: int) -> dict[str, Any]:
     """Write the model in Hugging Face format, bfloat16, and return its configuration.
 
-    ``folder``: folder to make; must not exist; ``seed``: seed of the weights; ``shape``: fields
-    that override :data:`SHAPE`.
-
-    Raises InputError if torch or transformers is not installed.
+    ``folder`` must not exist; ``shape`` overrides :data:`SHAPE`. Raises InputError if torch or
+    transformers is not installed.
     """
     try:
         import torch

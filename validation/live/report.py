@@ -51,13 +51,8 @@ def write_report(
 
     ``campaign``: folder of ``runs/*/`` (:mod:`~.live_run`) and, for each of their set-ups,
     ``calibration/SETUP/`` (:mod:`~.engine_calibration`), with ELDR's offline fit ``artifact.npz``
-    if its policy ran; ``out``: folder to make; ``force``: replace an earlier report; ``progress``:
-    Called with the share that is done.
-
-    Returns dict: content of ``comparison.json``.
-
-    Raises InputError if the campaign is incomplete, its runs differ in model, build or machine, or
-    ``out`` cannot be written.
+    if its policy ran. Returns the content of ``comparison.json``. Raises InputError if the campaign
+    is incomplete, its runs differ in model, build or machine, or ``out`` cannot be written.
     """
     with result_folder(out, force, "comparison.json") as folder:
         runs, calibrated = read_campaign(campaign)
@@ -69,16 +64,10 @@ def write_report(
         document: Row = _significant(report_document(runs, calibrated, compared, plain))
         document["pictures"] = draw_pictures(folder, runs, calibrated, compared)
         (folder / "comparison.json").write_text(_json(document) + "\n", encoding="utf-8")
-        comparison = document["comparison"]
-        for name, rows in (
-            ("paired", document["paired"]),
-            ("steps", comparison["steps"]),
-            ("components", comparison["components"]),
-            ("policies", document["policies"]),
-            ("orders", document["orders"]),
-        ):
-            if rows:
-                write_rows(folder / f"{name}.csv", rows)
+        tables = document | document["comparison"]
+        for name in ("paired", "steps", "components", "policies", "orders"):
+            if tables[name]:
+                write_rows(folder / f"{name}.csv", tables[name])
         (folder / "README.md").write_text(markdown(document), encoding="utf-8")
         progress(1.0)
     return document

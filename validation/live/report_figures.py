@@ -1,17 +1,18 @@
-"""Figures of a report: goals met and missed, causes, and differences between policies."""
+"""Figures of a report: goals met and missed, causes, differences of policies and queue orders."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 
 from eldr_sim.planning.intervals import mean_known
-from eldr_sim.validation.live.comparison import LiveComparison
+from eldr_sim.validation.live.comparison import LiveComparison, noise_floor
 from eldr_sim.validation.live.engine_calibration import EngineCalibration
 from eldr_sim.validation.live.live_run import LiveRun
-from eldr_sim.validation.live.report_orders import queue_orders
 
 Row = dict[str, Any]
 
@@ -27,7 +28,14 @@ GOALS = {
     "ttft p50": 10.0,
 }
 PARTS = ("moe", "attention", "rest")  #: parts of a step
+#: What queue orders are compared by.
+FIGURES = ("mean wait", "mean TTFT", "p99 TTFT", "TTFT of the longest 5% of prompts")
+_LONGEST = 0.95
 _LOADS, _REPEATS, _BATCH = 4, 3, 16  # of a full campaign: loads, repeats, decode batch reached
+#: What a goal says of its worst load; a goal of steps has no loads.
+_OF_WORST = (
+    "worst_percent", "worst_load", "worst_policy", "worst_noise_percent", "loads", "loads_met",
+)  # fmt: skip
 
 
 def report_document(
@@ -38,15 +46,15 @@ def report_document(
 ) -> Row:
     """Return the content of ``comparison.json``, without pictures.
 
-    ``runs``: the recorded runs, in the order of the report; ``calibrated``: calibration of each
-    set-up; ``compared``: result of :func:`~.comparison.compare_runs` on the runs of each set-up;
-    ``plain``: the same without the drift of the machine's speed.
+    ``runs``: in the order of the report; ``calibrated``, ``compared``: calibration and comparison
+    of each set-up; ``plain``: the comparison without the drift of the machine's speed.
     """
-    summary = compared.summary
-    infos = [run.info for run in runs]
-    paired = [_judged(row) for row in _of_loads(summary["requests"])]
-    setups = list(calibrated)
-    raw = [_judged(row) for row in _of_loads(plain.summary["requests"])]
+    summary, infos, setups = compared.summary, [run.info for run in runs], list(calibrated)
+    paired, raw = (
+        # Loads alone, as means over their repeats.
+        [_judged(r) for r in of["requests"] if r["load"] is not None and r["repeat"] is None]
+        for of in (summary, plain.summary)
+    )
     headline = [row for setup in setups for row in _headline(setup, paired, summary)]
     undrifted = [row for setup in setups for row in _headline(setup, raw, plain.summary)]
     for row, other in zip(headline, undrifted, strict=True):
@@ -91,11 +99,6 @@ def _calibration(calibrated: EngineCalibration) -> Row:
     return calibrated.info.model_dump() | {"tables": tables}
 
 
-def _of_loads(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of loads, means over their repeats."""
-    return [row for row in rows if row["load"] is not None and row["repeat"] is None]
-
-
 def _judged(row: Row) -> Row:
     """Add the goal, and whether it is met."""
     goal = GOALS.get(f"{row['metric']} {row['statistic']}")
@@ -114,13 +117,9 @@ def _verdict(error: float | None, noise: float | None, goal: float | None) -> st
 
 def _decode_steps(setup: str, summary: Row, component: str, group: str) -> Row | None:
     """Return the open-loop step errors of a set-up's decode or co-located engines."""
-    found = [
-        row
-        for row in summary["steps"]
-        if (row["setup"], row["component"], row["group"]) == (setup, component, group)
-        and row["role"] in ("decode", "colocated")
-    ]
-    return found[0] if found else None
+    wanted = {"setup": setup, "component": component, "group": group}.items()
+    steps = (row for row in summary["steps"] if row["role"] in ("decode", "colocated"))
+    return next((row for row in steps if wanted <= row.items()), None)
 
 
 def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
@@ -134,11 +133,8 @@ def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
                 continue
             error = steps[f"{figure.split()[-1]}_percent"]
             noise = steps[f"noise_{figure.split()[-1]}_percent"]
-            row |= {"error_percent": error, "noise_percent": noise, "worst_percent": None}
-            row |= dict.fromkeys(
-                ("worst_load", "worst_policy", "worst_noise_percent", "loads", "loads_met")
-            )
-            row["verdict"] = _verdict(error, noise, goal)
+            row |= {"error_percent": error, "noise_percent": noise}
+            row |= dict.fromkeys(_OF_WORST) | {"verdict": _verdict(error, noise, goal)}
         else:
             mine = [
                 each
@@ -150,9 +146,7 @@ def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
             if not mine:
                 continue
             order = ("met", "within the noise floor", "missed")
-            worst = max(
-                mine, key=lambda each: (order.index(each["verdict"]), each["abs_error_percent"])
-            )
+            worst = max(mine, key=lambda r: (order.index(r["verdict"]), r["abs_error_percent"]))
             row |= {
                 "error_percent": mean_known(each["abs_error_percent"] for each in mine),
                 "noise_percent": mean_known(each["noise_percent"] for each in mine),
@@ -180,13 +174,9 @@ def _missed(setup: str, paired: Sequence[Row], compared: LiveComparison) -> list
         if row["setup"] != setup or row["verdict"] != "missed":
             continue
         names = {key: row[key] for key in ("setup", "policy", "load")}
-        missed = names | {
-            "figure": f"{row['metric']} {row['statistic']}",
-            "error_percent": row["error_percent"],
-            "abs_error_percent": row["abs_error_percent"],
-            "noise_percent": row["noise_percent"],
-            "goal_percent": row["goal_percent"],
-        }
+        missed = names | {"figure": f"{row['metric']} {row['statistic']}"}
+        for key in ("error_percent", "abs_error_percent", "noise_percent", "goal_percent"):
+            missed[key] = row[key]
         missed |= _largest(summary, names, row["metric"])
         if row["metric"] == "tpot":
             for group, key in (("decode only", "decode"), ("with prompts", "mixed")):
@@ -251,17 +241,9 @@ def _policies(paired: Sequence[Row]) -> list[Row]:
         live, simulated = (_change(row[key], base[key]) for key in ("live_ms", "simulated_ms"))
         noise = [x["noise_percent"] for x in (row, base) if x["noise_percent"] is not None]
         rows.append(
-            {
-                "setup": setup,
-                "load": load,
-                "policy": policy,
-                "against": POLICIES[0],
-                "metric": metric,
-                "statistic": statistic,
-                "live_percent": live,
-                "simulated_percent": simulated,
-                "noise_percent": max(noise, default=None),
-            }
+            {"setup": setup, "load": load, "policy": policy, "against": POLICIES[0]}
+            | {"metric": metric, "statistic": statistic, "live_percent": live}
+            | {"simulated_percent": simulated, "noise_percent": max(noise, default=None)}
         )
     return rows
 
@@ -295,3 +277,58 @@ def _not_run(runs: Sequence[Row]) -> dict[str, list[str]]:
         if lines:
             lacking[setup] = lines
     return lacking
+
+
+def queue_orders(runs: Sequence[LiveRun], compared: LiveComparison) -> list[Row]:
+    """Return shortest first against first come, first served, a row a load and figure.
+
+    ``repeats`` of both orders; ``live_fcfs_ms`` to ``simulated_sjf_ms``: means over them;
+    ``live_percent``, ``simulated_percent``: mean change, of repeats of the same number, which ran
+    one after the other; ``noise_percent``: mean difference between the live changes of two repeats,
+    in points; ``error_points``: simulated less live change.
+    """
+    orders = {(run.info.setup, run.info.load.name): run.info.load.queue_order for run in runs}
+    values: dict[tuple[str, str, str], dict[tuple[str, int], tuple[float, float]]]
+    values = defaultdict(dict)
+    frame = compared.requests.to_pandas()
+    waits = {
+        (row["setup"], row["load"], row["repeat"]): (row["live_ms"], row["simulated_ms"])
+        for row in compared.summary["components"]
+        if (row["of"], row["component"]) == ("e2el", "queue") and row["repeat"] is not None
+    }
+    for (setup, load, repeat), own in frame.groupby(["setup", "load", "repeat"], sort=False):
+        order = orders[setup, load]
+        base = load.removesuffix(", sjf")
+        pairs = [waits[setup, load, repeat], *_ttft(own)]
+        for figure, pair in zip(FIGURES, pairs, strict=True):
+            values[setup, base, figure][order, repeat] = pair
+    rows = []
+    for (setup, load, figure), found in values.items():
+        both = [k for order, k in found if order == "sjf" and ("fcfs", k) in found]
+        if not both:
+            continue
+        fcfs, sjf = (np.array([found[order, k] for k in both]) for order in ("fcfs", "sjf"))
+        change = 100.0 * (sjf / fcfs - 1.0)
+        live, simulated = change.mean(axis=0).tolist()
+        noise = noise_floor((100.0 + change[:, 0]).tolist())
+        means = {
+            f"{side}_{order}_ms": float(each[:, column].mean())
+            for column, side in enumerate(("live", "simulated"))
+            for order, each in (("fcfs", fcfs), ("sjf", sjf))
+        }
+        rows.append(
+            {"setup": setup, "load": load, "figure": figure, "repeats": len(both)}
+            | means
+            | {"live_percent": live, "simulated_percent": simulated}
+            | {"noise_percent": None if noise is None else noise * (100.0 + live) / 100.0}
+            | {"error_points": simulated - live}
+        )
+    return rows
+
+
+def _ttft(requests: pd.DataFrame) -> list[tuple[float, float]]:
+    """Return mean and p99 of TTFT, and its mean over the longest prompts: live, simulated."""
+    ttft = requests[["live_ttft_ms", "simulated_ttft_ms"]]
+    longest = requests["prompt_len"] >= requests["prompt_len"].quantile(_LONGEST)
+    figures = ttft.mean(), ttft.quantile(0.99), ttft[longest].mean()
+    return [(float(live), float(simulated)) for live, simulated in figures]

@@ -37,13 +37,10 @@ def draw_pictures(
     calibrated: Mapping[str, EngineCalibration],
     compared: LiveComparison,
 ) -> list[Row]:
-    """Draw all pictures into a folder.
+    """Draw all pictures of a campaign into a folder.
 
-    ``runs``, ``calibrated``, ``compared``: runs of a campaign, calibrations of their set-ups, and
-    their comparison.
-
-    Returns list of dict: ``file``, ``kind`` (``cdf``, ``components``, ``steps`` or ``distinct``),
-    ``setup``, and ``of`` (the set-up, with the policy if there are several) of each picture.
+    Returns ``file``, ``kind`` (``cdf``, ``components``, ``steps`` or ``distinct``), ``setup``, and
+    ``of`` (the set-up, with the policy if there are several) of each picture.
     """
     drawn: list[Row] = []
 
@@ -74,13 +71,10 @@ def draw_pictures(
         steps = all_steps[all_steps["setup"] == setup]
         decode = steps["kind"] == "decode"
         kinds = [
-            (title, some, size, name)
-            for title, some, size, name in (
-                ("Decode only", steps[decode], "batch", "requests"),
-                ("With prompts", steps[~decode], "tokens", "tokens"),
-            )
-            if len(some)
+            ("Decode only", steps[decode], "batch", "requests"),
+            ("With prompts", steps[~decode], "tokens", "tokens"),
         ]
+        kinds = [kind for kind in kinds if len(kind[1])]
         picture("steps", setup, setup, (4.6 * len(kinds), 5.0), partial(_steps, kinds=kinds))
         batches = _batches(mine, steps)
         if batches:
@@ -139,9 +133,8 @@ def _steps(figure: Any, kinds: Sequence[tuple[str, pd.DataFrame, str, str]]) -> 
     for (above, below), (title, steps, size, size_name) in zip(grid.T, kinds, strict=True):
         error = 100 * (steps["predicted_ms"] / steps["live_ms"] - 1).to_numpy()
         shown = _thinned(len(error))
-        live, predicted, colour = (
-            steps[name].to_numpy(np.float64)[shown] for name in ("live_ms", "predicted_ms", size)
-        )
+        names = ["live_ms", "predicted_ms", size]
+        live, predicted, colour = steps[names].to_numpy(np.float64)[shown].T
         points = {"c": colour, "cmap": "cividis", "s": 5, "linewidths": 0}
         low = min(live.min(), predicted.min()) / 1.1
         high = max(live.max(), predicted.max()) * 1.1
@@ -176,9 +169,8 @@ def _components(figure: Any, rows: Sequence[Row]) -> None:
     rows = [row for row in rows if row["difference_ms"] is not None]
     means = [r for r in rows if r["repeat"] is None and (r["live_ms"] or r["simulated_ms"])]
     components = list(dict.fromkeys(row["component"] for row in means))
-    panels = dict(
-        zip(components, figure.subplots(1, len(components), squeeze=False)[0], strict=True)
-    )
+    grid = figure.subplots(1, len(components), squeeze=False)
+    panels = dict(zip(components, grid[0], strict=True))
     shades = _shades(len(loads))
     for row in means:
         axes, i = panels[row["component"]], loads.index(row["load"])

@@ -23,10 +23,7 @@ _CAPTIONS = {
 
 
 def markdown(document: Row) -> str:
-    """Return the text of a report.
-
-    ``document``: content of ``comparison.json`` (:mod:`~.report`).
-    """
+    """Return the text of a report, from the content of ``comparison.json`` (:mod:`~.report`)."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -59,10 +56,7 @@ def markdown(document: Row) -> str:
 
 
 def headline_table(document: Row) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows of the table of goals, as plain text.
-
-    ``document``: what ``comparison.json`` holds.
-    """
+    """Return columns and rows of the table of goals, as plain text."""
     rows = []
     for row in document["headline"]:
         worst = ""

@@ -4,6 +4,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,12 +36,9 @@ def assemble_run(
 ) -> None:
     """Write a recorded run into a new folder, with times relative to the first request.
 
-    Raises InputError if the logs lack tokens of a request.
-
-    ``out``: folder to make; must not exist; ``info``: set-up and load; ``requests``:
-    ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``; ``logs``: log of each engine by its
-    name; ``endpoints``: the engines; their capture logs hold the routing; ``model``: model that the
-    engines serve.
+    ``requests``: ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``; ``endpoints``: the
+    engines, whose capture logs hold the routing. Raises InputError if the logs lack tokens of a
+    request.
     """
     start = float(np.min(requests["sent_s"].to_numpy()))
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
@@ -58,28 +56,18 @@ def write_trace_of(
     split: Literal["calibration", "serving"] = "serving",
 ) -> None:
     """Write the routing of requests as a routing trace, in their order."""
-    prompts = [
-        Prompt(name, domain, None, split)
-        for name, domain in zip(
-            requests["request_id"].to_pylist(), requests["domain"].to_pylist(), strict=True
-        )
-    ]
+    named = requests.select(["request_id", "domain"]).to_pylist()
+    prompts = [Prompt(row["request_id"], row["domain"], None, split) for row in named]
     with TemporaryDirectory() as joint:
         for endpoint in endpoints:
             for file in endpoint.log.glob("steps-*"):
                 (Path(joint) / file.name).symlink_to(file.resolve())
         collected = collect(joint, prompts)
-    if len(collected.prompts) != len(prompts):
-        raise InputError(
-            "log", f"only {len(collected.prompts)} of {len(prompts)} requests are in the logs"
-        )
-    write_captured(
-        out,
-        collected.captured,
-        collected.prompts,
-        model=Path(model).name,
-        source_data="random prompts of a live validation",
-    )
+    found = collected.prompts
+    if len(found) != len(prompts):
+        raise InputError("log", f"only {len(found)} of {len(prompts)} requests are in the logs")
+    source, name = "random prompts of a live validation", Path(model).name
+    write_captured(out, collected.captured, found, model=name, source_data=source)
 
 
 def steps_table(logs: Mapping[str, EngineLog], rows: Mapping[str, int], start: float) -> pa.Table:
@@ -90,12 +78,10 @@ def steps_table(logs: Mapping[str, EngineLog], rows: Mapping[str, int], start: f
         for step in log.steps:
             if any(name not in names for name, _, _ in step.rows):
                 continue
+            whole, forward = (step.start_s, step.end_s), (step.forward_start_s, step.forward_end_s)
             values = (
                 engine,
-                step.start_s - start,
-                step.end_s - start,
-                step.forward_start_s - start,
-                step.forward_end_s - start,
+                *(moment - start for moment in (*whole, *forward)),
                 step.moe_s,
                 step.attention_s,
                 [names[name] for name, _, _ in step.rows],
@@ -123,10 +109,8 @@ def versions() -> dict[str, str]:
     """Return the versions of the packages involved that are installed."""
     found = {"python": platform.python_version()}
     for name in ("eldr-sim", "vllm", "torch", "nixl", "transformers", "aiohttp"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

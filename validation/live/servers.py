@@ -14,7 +14,6 @@ import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from eldr_sim.errors import InputError
@@ -120,12 +119,7 @@ class EngineProcess:
             os.killpg(process.pid, signal.SIGKILL)  # workers that outlived it
         process.wait()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -192,21 +186,17 @@ class EngineProcess:
         assert self._process is not None
         for process in _descendants(self._process.pid):
             name = Path(f"/proc/{process}/comm").read_text(encoding="utf-8")
-            for task in os.listdir(f"/proc/{process}/task"):
-                thread = int(task)
-                computes = name.startswith("VLLM::Wor") and os.sched_getaffinity(thread) == {
-                    self.core
-                }
-                if not computes:
+            for thread in map(int, os.listdir(f"/proc/{process}/task")):
+                computes = os.sched_getaffinity(thread) == {self.core}
+                if not (computes and name.startswith("VLLM::Wor")):
                     os.sched_setaffinity(thread, {core})
 
 
 def require_vllm() -> None:
     """Raise InputError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise InputError(
-            "vllm", "vLLM is not installed in this environment", "pip install vllm, or docs/live.md"
-        )
+        problem = "vLLM is not installed in this environment"
+        raise InputError("vllm", problem, "pip install vllm, or docs/live.md")
 
 
 def answers(url: str, process: subprocess.Popen[bytes], limit_s: float) -> bool:

@@ -16,7 +16,7 @@ from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.live.calibrate import calibration_bursts, engine_tables, outside_times
-from eldr_sim.validation.live.client import prefill_ahead, send_load
+from eldr_sim.validation.live.client import join_proxy_log, prefill_ahead, send_load
 from eldr_sim.validation.live.engine_calibration import (
     EngineCalibration,
     device_of,
@@ -27,7 +27,6 @@ from eldr_sim.validation.live.engine_log import EngineLog, read_complete_log
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
 from eldr_sim.validation.live.load import Load, LoadRequest, make_load
 from eldr_sim.validation.live.plugin import FORCED_PREFIX
-from eldr_sim.validation.live.proxy_log import join_proxy_log
 from eldr_sim.validation.live.random_model import domain_slices
 from eldr_sim.validation.live.run_writer import machine, versions, write_trace_of
 from eldr_sim.validation.live.servers import SERVED_NAME, EngineOptions
@@ -54,16 +53,14 @@ def calibrate(
     options: EngineOptions,
     config: dict[str, Any],
     progress: Callable[[float], None],
-    *,
-    fit_prompt: int | None = None,
-    seed: int = 0,
+    fit_prompt: int | None,
+    seed: int,
 ) -> None:
     """Measure the tables and delays of a set-up and write its calibration folder.
 
-    ``out``: the folder; ``setup``, ``options``, ``config``: the running engines, their options and
-    their model's ``config.json``; ``progress``: called with the share that is done; ``fit_prompt``:
-    Prompt tokens of the requests of ELDR's offline fit; None makes no fit; ``seed``: seed of
-    prompts and of the order of the bursts.
+    ``config``: the model's ``config.json``; ``progress``: called with the share that is done;
+    ``fit_prompt``: prompt tokens of the requests of ELDR's offline fit; None makes no fit;
+    ``seed``: of prompts and of the order of the bursts.
     """
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
@@ -143,8 +140,7 @@ def _send_alone(
 
 def _measure_link(device: str) -> tuple[dict[tuple[int, int], float], str]:
     """Time NIXL between two agents of this machine, by (bytes, descriptors)."""
-    times, _ = measure_transfers(device, _KV_GRID)
-    seconds = {point: timing.median_s for point, timing in times.items()}
+    seconds = {point: t.median_s for point, t in measure_transfers(device, _KV_GRID)[0].items()}
     return seconds, f"measured: NIXL {nixl_version()} between two agents"
 
 
@@ -198,10 +194,7 @@ def capacity(
 
 
 def read_logs(setup: Setup, requests: pa.Table | None = None) -> dict[str, EngineLog]:
-    """Read the log of each engine, once it holds the last tokens of its requests.
-
-    ``setup``: the engines; ``requests``: ``live_run.REQUESTS`` that they have answered.
-    """
+    """Read each engine's log, once it holds the last tokens of ``requests`` (`REQUESTS`)."""
     logs = {}
     for endpoint in setup.endpoints:
         computed: dict[str, int] = {}

@@ -83,19 +83,14 @@ class Setup:
 def started_setup(name: str, options: EngineOptions, folder: Path, *, gpu: bool) -> Iterator[Setup]:
     """Start the engines of a set-up, and stop them at the end of the block.
 
-    ``name``: name in :data:`SETUPS`; ``options``: model and size of the engines; ``folder``: folder
-    for the engines' logs; ``gpu``: whether engines run on GPUs, in the order of
+    ``folder``: for the engines' logs; ``gpu``: whether engines run on GPUs, in the order of
     CUDA_VISIBLE_DEVICES; else on CPU cores. Raises InputError if an engine does not start.
     """
-    cores = _CORES[name]
-    engines = []
+    engines, size = [], options.tensor_parallel_size
     for i, (label, role) in enumerate(SETUPS[name]):
-        core, host_core = (None, None) if gpu else cores[label]
-        size = options.tensor_parallel_size
-        devices = range(i * size, (i + 1) * size) if gpu else ()
-        engines.append(
-            EngineProcess(options, label, role, folder / label, core, host_core, tuple(devices))
-        )
+        cores: tuple[int | None, int | None] = (None, None) if gpu else _CORES[name][label]
+        devices = tuple(range(i * size, (i + 1) * size)) if gpu else ()
+        engines.append(EngineProcess(options, label, role, folder / label, *cores, devices))
     with ExitStack() as stack:
         for engine in engines:
             stack.callback(engine.stop)
@@ -111,13 +106,12 @@ def existing_setup(
 ) -> Setup:
     """Return a set-up of engines that already run on this machine.
 
-    ``folder``: folder for the logs of proxies; ``prefill``, ``decode``: URL and log folder of each
-    engine; without prefill engines the others are co-located.
+    ``folder``: for the logs of proxies; ``prefill``, ``decode``: URL and log folder of each engine;
+    without prefill engines the others are co-located.
     """
-    role: Role = "decode" if prefill else "colocated"
-    points = [Endpoint(f"prefill{i}", "prefill", u, log) for i, (u, log) in enumerate(prefill)]
-    label = "decode" if prefill else "engine"
-    points += [Endpoint(f"{label}{i}", role, u, log) for i, (u, log) in enumerate(decode)]
+    named: tuple[str, Role] = ("decode", "decode") if prefill else ("engine", "colocated")
+    points = [Endpoint(f"prefill{i}", "prefill", *place) for i, place in enumerate(prefill)]
+    points += [Endpoint(f"{named[0]}{i}", named[1], *place) for i, place in enumerate(decode)]
     name = f"{len(prefill)}P{len(decode)}D" if prefill else f"{len(decode)}C"
     return Setup("colocated" if name == "1C" else name, tuple(points), folder)
 

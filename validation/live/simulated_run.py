@@ -74,12 +74,10 @@ def _clock(run: LiveRun, calibrated: EngineCalibration, engines: set[str]) -> Cl
         return Clock(np.empty(0), np.empty(0))
     name = np.array(run.steps["engine"].to_pylist())
     at, probe = run.steps["start_s"].to_numpy(), run.steps["probe_s"].to_numpy()
-    here = np.isin(name, sorted(engines))
-    moments = np.unique(at[here & np.isfinite(probe)])
-    drifts = [
-        calibrated.drift(at[name == engine], probe[name == engine]) for engine in sorted(engines)
-    ]
-    logs = [known.step * np.log(drift.factor(moments)) for drift in drifts]
+    moments = np.unique(at[np.isin(name, sorted(engines)) & np.isfinite(probe)])
+    of = [name == engine for engine in sorted(engines)]
+    factors = [calibrated.drift(at[own], probe[own]).factor(moments) for own in of]
+    logs = [known.step * np.log(each) for each in factors]
     return Clock(moments, np.exp(np.mean(logs, axis=0)) if len(moments) else moments)
 
 
@@ -88,9 +86,8 @@ def simulate_run(
 ) -> SimulatedRun:
     """Simulate a recorded run.
 
-    ``run``, ``calibrated``: the recording, and the calibration of its engines; ``artifact``: ELDR's
-    offline fit; other policies read none. Raises InputError if the recording and its trace do not
-    match, the tables do not cover the model, or the simulation fails.
+    ``artifact``: ELDR's offline fit; other policies read none. Raises InputError if the recording
+    and its trace do not match, the tables do not cover the model, or the simulation fails.
     """
     model = check_run(run)
     info, requests, trace = run.info, run.requests, run.trace
@@ -100,6 +97,9 @@ def simulate_run(
     queued = sent + calibrated.info.ingress_s.of(requests["prompt_len"].to_numpy())
     order = np.argsort(queued, kind="stable")
     everyone = np.arange(len(order))
+    # Their priorities, 0 where they were sent none.
+    prompt_len = requests["prompt_len"].to_numpy().astype(np.float64)
+    keys = prompt_len if info.load.queue_order == "sjf" else np.zeros(len(order))
     policy = build_decode_policy(  # as the proxy builds it
         f"eldr:artifact={artifact}" if info.policy == "eldr" else info.policy,
         spec.n_decode,
@@ -119,7 +119,7 @@ def simulate_run(
         (0.0, np.inf),
         time_limit_s=np.inf,
         prompts=prompt_rows(trace),
-        queue_keys=_queue_keys(run)[order],
+        queue_keys=keys[order],
     )
     record = cluster.run()
     for outcome in record.outcomes():
@@ -158,10 +158,9 @@ def _cluster_spec(
         # Prompts computed before the run take no time; else by how much slower their cores were.
         own = _clock(run, calibrated, {engine.name for engine in prefills}).mean / clock.mean
         prefill_spec = _slower(spec_of(_common(prefills)), 0.0 if info.prefilled else own)
+    n = len(prefills), len(info.engines) - len(prefills)
     return ClusterSpec(
-        pools=make_pools(
-            len(prefills), len(info.engines) - len(prefills), prefill_spec, decode_spec
-        ),
+        pools=make_pools(*n, prefill_spec, decode_spec),
         max_model_len=info.max_model_len,
         block_size=decode.block_size,
         transfer=calibration.transfer,
@@ -173,12 +172,6 @@ def _cluster_spec(
         routing_s=0.0 if info.prefilled else calibration.handoff_s.base_s,
         routing_token_s=0.0 if info.prefilled else calibration.handoff_s.per_token_s,
     )
-
-
-def _queue_keys(run: LiveRun) -> NDArray[np.float64]:
-    """Return the requests' priorities, 0 where they were sent none."""
-    prompt_len = run.requests["prompt_len"].to_numpy().astype(np.float64)
-    return prompt_len if run.info.load.queue_order == "sjf" else np.zeros(len(prompt_len))
 
 
 def _workload(run: LiveRun, queued_s: NDArray[np.float64], order: NDArray[np.intp]) -> Workload:
@@ -213,9 +206,8 @@ def check_run(run: LiveRun) -> ModelDims:
     trace.require_prompts("recorded runs")
     output_len = requests["output_len"].to_numpy()
     # The last token is never fed, so the trace may lack it.
-    short = (trace.prompt_len != requests["prompt_len"].to_numpy()) | (
-        trace.output_len < output_len - 1
-    )
+    short = trace.output_len < output_len - 1
+    short |= trace.prompt_len != requests["prompt_len"].to_numpy()
     if short.any():
         row = int(np.argmax(short))
         raise InputError(
@@ -230,15 +222,14 @@ def check_run(run: LiveRun) -> ModelDims:
 def _slower(engine: EngineSpec, factor: float) -> EngineSpec:
     """Return an engine whose steps take so many times as long."""
     cost = engine.step_time.cost
-    scaled: dict[str, Any] = {
-        name: value * factor for name, value in cost._asdict().items() if name.endswith("_s")
-    }
-    return replace(engine, step_time=replace(engine.step_time, cost=cost._replace(**scaled)))
+    times = [name for name in cost._fields if name.endswith("_s")]
+    scaled = cost._replace(**{name: getattr(cost, name) * factor for name in times})
+    return replace(engine, step_time=replace(engine.step_time, cost=scaled))
 
 
 def _common(engines: list[EngineInfo]) -> EngineInfo:
     """Return the description shared by all engines of a role."""
-    kinds = {engine.model_copy(update={"name": ""}) for engine in engines}
+    kinds = {engine.unnamed for engine in engines}
     if len(kinds) != 1:
         raise InputError("run", f"{len(kinds)} kinds of engines in a role", "one")
     return engines[0]
@@ -259,9 +250,8 @@ def _in_rows(
     ends: dict[int, NDArray[np.float64]] = {}  # step ends of each request's output tokens
     for worker, engine in enumerate(run.info.engines):
         prefills = worker < spec.n_prefill
-        log, number = record.prefill_steps, worker
-        if not prefills:
-            log, number = record.decode_steps, worker - spec.n_prefill
+        log = record.prefill_steps if prefills else record.decode_steps
+        number = worker if prefills else worker - spec.n_prefill
         log = log[log["worker"] == number]
         own = np.flatnonzero(requests["prefill_worker" if prefills else "decode_worker"] == number)
         for r in () if prefills else own.tolist():

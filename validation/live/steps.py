@@ -94,9 +94,8 @@ class StepUnions:
             rows += [first[request] + at - self._prompt_len[request] + 1 for at in again]
         union_rows(self._decodes.bits, np.array(rows, np.int64), 0, len(rows), union)
         for request, start, stop in step.chunks:
-            add_prompt(
-                self._prompts, request, request, start, min(stop, self._prompt_len[request]), union
-            )
+            end = min(stop, self._prompt_len[request])
+            add_prompt(self._prompts, request, request, start, end, union)
         count_experts(union, self._one_rank, self._activated)
         return self._activated.copy()
 
@@ -130,8 +129,7 @@ def predict(
 ) -> Prediction:
     """Predict the time of a step from its composition.
 
-    ``step_time``: step times of the engine, with tables of mixed steps; ``step``, ``distinct``: the
-    step, and its distinct experts per MoE layer.
+    ``step_time``: of the engine, with tables of mixed steps; ``distinct``: experts per MoE layer.
     """
     chunks = [(start, stop - start) for _, start, stop in step.chunks]
     batch, sampled = len(step.running), {request for request, _ in step.running}
@@ -151,25 +149,22 @@ def durations(
     new request of the next step was in its queue before the end. The arrival of a KV cache at a
     decode engine is not observed and does not count.
 
-    ``run``, ``steps``: the recording, and the compositions of its steps; ``queued_s``: arrival of
-    each request in the queue of the engine that computes its prompt, s.
+    ``steps``: their compositions; ``queued_s``: arrival of each request in the queue of the engine
+    that computes its prompt, s.
     """
-    roles = {engine.name: engine.role for engine in run.info.engines}
     prompt_len = run.requests["prompt_len"].to_numpy()
     total = prompt_len + run.requests["output_len"].to_numpy() - 1
     start, end = run.steps["start_s"].to_numpy(), run.steps["end_s"].to_numpy()
     taken = np.asarray(end - start, np.float64)
     engines = run.steps["engine"].to_pylist()
-    for name, role in roles.items():
-        own = [i for i, engine in enumerate(engines) if engine == name]
-        last = prompt_len if role == "prefill" else total
+    for each in run.info.engines:
+        own = [i for i, engine in enumerate(engines) if engine == each.name]
+        last = prompt_len if each.role == "prefill" else total
         for i, following in pairwise(own):
             goes_on = any(position + n < last[r] for r, position, n in steps[i].members)
-            if not goes_on and role != "decode":
-                goes_on = any(
-                    position == 0 and queued_s[r] <= end[i]
-                    for r, position, _ in steps[following].members
-                )
+            if not goes_on and each.role != "decode":
+                new = (r for r, position, _ in steps[following].members if position == 0)
+                goes_on = any(queued_s[r] <= end[i] for r in new)
             if goes_on:
                 taken[i] = start[following] - start[i]
     return taken

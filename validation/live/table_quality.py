@@ -27,11 +27,10 @@ _DECISIVE = ("moe", "engine_step")
 
 
 def quality(tables: Iterable[LatencyTable]) -> dict[str, Any]:
-    """Return figures of the tables' quality.
+    """Return figures of the tables' quality, by kind.
 
-    Returns dict: by kind: ``rows``; ``spread_median`` and ``spread_p90``, of IQR / median of a
-    row's samples; ``out_of_order``, the share of the rows that take longer than a row with more
-    work.
+    ``rows``; ``spread_median`` and ``spread_p90``, of IQR / median of a row's samples;
+    ``out_of_order``, the share of the rows that take longer than a row with more work.
     """
     found: dict[str, Any] = {}
     for table in tables:
@@ -54,14 +53,11 @@ def doubts(figures: dict[str, Any]) -> list[str]:
             continue
         spread, out = (figures[kind][key] for key in ("spread_median", "out_of_order"))
         if spread > _SPREAD:
-            lines.append(
-                f"{kind}: equal steps spread by {spread:.0%} (IQR / median; {_SPREAD:.0%} at most)"
-            )
+            said = f"equal steps spread by {spread:.0%} (IQR / median; {_SPREAD:.0%} at most)"
+            lines.append(f"{kind}: {said}")
         if out > _OUT_OF_ORDER:
-            lines.append(
-                f"{kind}: {out:.0%} of the rows take longer than rows with more work "
-                f"({_OUT_OF_ORDER:.0%} at most)"
-            )
+            said = f"{out:.0%} of the rows take longer than rows with more work"
+            lines.append(f"{kind}: {said} ({_OUT_OF_ORDER:.0%} at most)")
     return lines
 
 

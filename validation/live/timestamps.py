@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,8 +63,8 @@ class RequestTimestamps:
         """Return the gaps between consecutive tokens of some requests, concatenated."""
         return np.concatenate([np.empty(0), *(np.diff(self.token_s[i]) for i in which)])
 
-    def components(self, of: Literal["ttft", "e2el"]) -> dict[str, FloatArray]:
-        """Split the time to the first or to the last token into :data:`COMPONENTS`, s."""
+    def components(self, of: str) -> dict[str, FloatArray]:
+        """Split ``ttft`` or ``e2el`` into :data:`COMPONENTS`, s."""
         first = of == "ttft"
         end = self.first_step_s if first else self.last_step_s
         token = self.first_token_s if first else self.last_token_s
@@ -98,9 +97,8 @@ def live_timestamps(run: LiveRun, calibration: CalibrationInfo) -> RequestTimest
     for step in run.steps.to_pylist():
         prefills = roles[step["engine"]] == "prefill"
         start, end = step["start_s"], step["end_s"]
-        for request, position, tokens in zip(
-            step["request"], step["position"], step["tokens"], strict=True
-        ):
+        members = (step[name] for name in ("request", "position", "tokens"))
+        for request, position, tokens in zip(*members, strict=True):
             done = position + tokens
             if prefills or colocated:
                 prefill_start[request] = min(prefill_start[request], start)

@@ -94,12 +94,9 @@ def measure(
 ) -> Traffic:
     """Count what a placement and a choice of instances make of steps.
 
-    ``batches``: the steps' tokens; ``placement``: where the experts of the batches' layers lie;
-    ``choice``: which instance computes a token; ``node_of_rank``: shape [ranks]: the node of each
-    rank; nodes are equal runs of neighbours.
+    ``node_of_rank``: shape [ranks]: the node of each rank; nodes are equal runs of neighbours.
     """
-    n_ranks = placement.n_ranks
-    node = np.asarray(node_of_rank)
+    n_ranks, node = placement.n_ranks, np.asarray(node_of_rank)
     n_nodes, gpus = int(node[-1]) + 1, n_ranks // (int(node[-1]) + 1)
     shape = len(batches), len(placement.expert)
     counts = np.zeros((6, *shape))
@@ -115,10 +112,9 @@ def measure(
             rank = placement.rank[layer][slot]
             pairs[step, layer] = np.bincount(rank.ravel(), minlength=n_ranks)
             used = np.unique(slot)
-            used = np.unique(
-                np.stack([placement.rank[layer][used], placement.expert[layer][used]]), axis=1
-            )
-            activated[step, layer] = np.bincount(used[0], minlength=n_ranks)
+            held = placement.rank[layer][used], placement.expert[layer][used]
+            active = np.unique(np.stack(held), axis=1)[0]
+            activated[step, layer] = np.bincount(active, minlength=n_ranks)
             reached = np.zeros((n, n_ranks), np.int64)
             reached[every[:, None], rank] = 1
             nodes = reached.reshape(n, n_nodes, gpus).max(axis=2)
@@ -129,17 +125,15 @@ def measure(
             near = reached.sum() - place.sum()
             away = rank != home[:, None]
             remote = node[rank] != own_node[:, None]
-            busiest = busiest_forwarded(
-                copies.astype(np.float64), node_copies.astype(np.float64), gpus
-            )
-            counts[:, step, layer] = (
-                far, near, remote.sum(), (away & ~remote).sum(), busiest[1], busiest[0],
-            )  # fmt: skip
+            sent = copies.astype(np.float64), node_copies.astype(np.float64)
+            busy_inside, busy_between = busiest_forwarded(*sent, gpus)
+            within = (away & ~remote).sum()
+            found = far, near, remote.sum(), within, busy_between, busy_inside
+            counts[:, step, layer] = found
     whole = counts[:4].astype(np.int64)
     tokens = np.array([len(batch.home) for batch in batches])
-    return Traffic(
-        tokens, whole[0], whole[1], whole[2], whole[3], counts[4], counts[5], pairs, activated
-    )
+    moved = whole[0], whole[1], whole[2], whole[3], counts[4], counts[5]
+    return Traffic(tokens, *moved, pairs, activated)
 
 
 def layer_times(
@@ -147,9 +141,8 @@ def layer_times(
 ) -> LayerTimes:
     """Price the layers of steps with a GPU's MoE table and an all-to-all.
 
-    ``traffic``: from `measure`; ``moe``: of one rank; ``all_to_all``: between the ranks,
-    ``deepep_ht`` or whatever sends one copy a node, then a GPU; ``prompts``: whether the steps
-    compute prompts.
+    ``all_to_all``: ``deepep_ht`` or whatever sends one copy a node, then a GPU; ``prompts``:
+    whether the steps compute prompts.
     """
     slowest, moving, idle = [], [], []
     for step, layer in np.ndindex(*traffic.between.shape):
@@ -157,13 +150,10 @@ def layer_times(
             rank_moe_s(moe, float(p), float(a), prompts) if p else 0.0
             for p, a in zip(traffic.pairs[step, layer], traffic.activated[step, layer], strict=True)
         ]
-        near = traffic.busiest_inside[step, layer]
-        far = traffic.busiest_between[step, layer]
+        sent = traffic.busiest_inside[step, layer], traffic.busiest_between[step, layer]
         slowest.append(max(seconds))
         idle.append(max(seconds) - float(np.mean(seconds)))
-        moving.append(
-            dispatch_s(all_to_all.cost, near, far) + combine_s(all_to_all.cost, near, far)
-        )
+        moving.append(dispatch_s(all_to_all.cost, *sent) + combine_s(all_to_all.cost, *sent))
     return LayerTimes(float(np.mean(slowest)), float(np.mean(moving)), float(np.mean(idle)))
 
 
@@ -177,9 +167,7 @@ def prompt_batches(
     """
     trace.require_prompts("steps of prompt tokens")
     order = np.random.default_rng(seed).permutation(requests)
-    rows = np.concatenate(
-        [trace.first_row[q] + np.arange(trace.prompt_len[q], dtype=np.int64) for q in order]
-    )
+    rows = ranges(trace.first_row[order], trace.prompt_len[order])
     return _batches(trace, rows, n_ranks, per_rank, n_steps)
 
 
@@ -187,13 +175,13 @@ def decode_batches(
     trace: RoutingTrace, requests: Ints, n_ranks: int, per_rank: int, n_steps: int, seed: int = 0
 ) -> list[Batch]:
     """Return steps of generated tokens, drawn at random from those of the requests."""
-    first, length = trace.decode_window(requests)
-    rows = np.concatenate(
-        [np.arange(a, a + n) for a, n in zip(first.tolist(), length.tolist(), strict=True)]
-    )
-    return _batches(
-        trace, np.random.default_rng(seed).permutation(rows), n_ranks, per_rank, n_steps
-    )
+    rows = np.random.default_rng(seed).permutation(ranges(*trace.decode_window(requests)))
+    return _batches(trace, rows, n_ranks, per_rank, n_steps)
+
+
+def ranges(first: Ints, n: Ints) -> Ints:
+    """Return so many numbers from each first one on, one range after the other."""
+    return np.concatenate([np.arange(a, a + k) for a, k in zip(first, n, strict=True)])
 
 
 def _batches(

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,8 @@ from eldr_sim.simulator.setup.config import make_config
 
 T = TypeVar("T")
 K = TypeVar("K")
+Made: TypeAlias = dict[K, list[Summary]]
+Row: TypeAlias = Mapping[str, Any]
 
 #: The value of a unit that means no effect; in others a value has no direction of its own.
 _NEUTRAL = {"%": 0.0, "points": 0.0, "x": 1.0}
@@ -83,16 +85,15 @@ class Reproduction:
 
     name: str
     title: str
-    rows: Sequence[Mapping[str, Any]] | pa.Table
+    rows: Sequence[Row] | pa.Table
     claims: Sequence[Claim]
     draw: Callable[[Any], None]
 
     @property
     def table(self) -> pa.Table:
         """The rows."""
-        return (
-            self.rows if isinstance(self.rows, pa.Table) else pa.Table.from_pylist(list(self.rows))
-        )
+        rows = self.rows
+        return rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(list(rows))
 
 
 class Runner:
@@ -116,10 +117,14 @@ class Runner:
         """Return the summary of each case (fields that override the base), in order."""
         return self._runs.summaries([make_config(self.base | case) for case in cases])
 
-    def groups(self, cases: Mapping[K, Sequence[dict[str, Any]]]) -> dict[K, list[Summary]]:
+    def groups(self, cases: Mapping[K, Sequence[dict[str, Any]]]) -> Made[K]:
         """Run groups of cases side by side; returns their summaries, in order."""
         found = iter(self.run([case for group in cases.values() for case in group]))
         return {name: [next(found) for _ in group] for name, group in cases.items()}
+
+    def paired(self, cases: Mapping[K, dict[str, Any]], seeds: Sequence[int]) -> Made[K]:
+        """Run each case under every seed; returns its summaries in their order."""
+        return self.groups({key: [c | {"seed": s} for s in seeds] for key, c in cases.items()})
 
     def search(self, search: Search[T]) -> T:
         """Run a search to its end; its configurations are whole, without the base."""
@@ -134,6 +139,20 @@ def write_requests(
     rows = (dict(zip(names, row, strict=True)) for row in zip(at_ms, prompts, outputs, strict=True))
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return str(path)
+
+
+def row_of(rows: Iterable[Row], **wanted: Any) -> Row:
+    """Return the one row with these values."""
+    (row,) = (row for row in rows if wanted.items() <= row.items())
+    return row
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return items by what ``key`` says of them, in order of appearance."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def percent(value: float, reference: float) -> float:

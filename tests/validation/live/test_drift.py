@@ -13,8 +13,10 @@ def test_the_exponent_of_a_part_comes_back():
     factors = np.where(rng.random(400) < 0.5, 1.0, 2.1)
     points = rng.integers(0, 20, 400)
     seconds = (1 + points) * 1e-3 * factors**0.7 * np.exp(0.02 * rng.standard_normal(400))
-    assert exponent(points.tolist(), seconds, factors) == pytest.approx(0.7, abs=0.01)
-    assert exponent(points.tolist(), seconds, np.ones(400)) == 0.0
+    equal = [points == point for point in range(20)]
+    groups = [(seconds[rows], factors[rows]) for rows in equal]
+    assert exponent(groups) == pytest.approx(0.7, abs=0.01)
+    assert exponent([(seconds[rows], np.ones(rows.sum())) for rows in equal]) == 0.0
 
 
 def test_a_probe_that_was_disturbed_once_does_not_count():

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.charts import lines
 from eldr_sim.kernel_profiles.gpus import load_gpu
@@ -18,9 +17,8 @@ _BATCHES = (16, 32, 64, 128)
 
 def figure_2(model: str, gpu: str) -> Reproduction:
     """Latency of a MoE layer against distinct experts and batch size (section 3.1)."""
-    step_time = build_step_time_model(
-        load_model(model), load_gpu(gpu), max_num_seqs=max(_BATCHES), max_model_len=1024
-    )
+    most, kind = max(_BATCHES), (load_model(model), load_gpu(gpu))
+    step_time = build_step_time_model(*kind, max_num_seqs=most, max_model_len=1024)
     experts = [8, 16, 32, 48, 64, 96, 128]
     rows = [
         {"batch": b, "active_experts": d, "latency_us": 1e6 * float(step_time.cost.moe_s[b, d])}
@@ -54,12 +52,9 @@ def figure_3(trace: RoutingTrace) -> Reproduction:
         mine = trace.domain == index
         p, d = prompt[mine].mean(axis=0).ravel(), decode[mine].mean(axis=0).ravel()
         points.append((domain, p, d, float(np.corrcoef(p, d)[0, 1])))
-    everyone = float(
-        np.corrcoef(
-            np.concatenate([p for _, p, _, _ in points]),
-            np.concatenate([d for _, _, d, _ in points]),
-        )[0, 1]
-    )
+    prompts = np.concatenate([p for _, p, _, _ in points])
+    decodes = np.concatenate([d for _, _, d, _ in points])
+    everyone = float(np.corrcoef(prompts, decodes)[0, 1])
     claims = [
         Claim("prefill and decode activation of an expert correlate (Pearson)", 0.70, 0.92,
               everyone, "", 0.02, "a drawn topic is the same in prompt and generation, a real one "
@@ -73,8 +68,8 @@ def figure_3(trace: RoutingTrace) -> Reproduction:
             axes.plot(p, d, ".", markersize=3, alpha=0.5, label=f"{domain} r = {r:.2f}")
         axes.set(xlabel="share of prompt tokens", ylabel="share of generated tokens")
 
-    table = pa.table({"domain": [name for name, *_ in points], "pearson": [r for *_, r in points]})
-    return Reproduction("figure_3", "Prefill against decode activation", table, claims, draw)
+    rows = [{"domain": name, "pearson": r} for name, _, _, r in points]
+    return Reproduction("figure_3", "Prefill against decode activation", rows, claims, draw)
 
 
 def figure_4(trace: RoutingTrace) -> Reproduction:

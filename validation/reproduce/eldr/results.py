@@ -82,13 +82,9 @@ def main_results(
         if workload == "language":
             stated.insert(1, ("eldr", "best", P99, _LANGUAGE_P99[model], _LANGUAGE_P99[model]))
         claims += [_main_claim(runs, model, *one) for one in stated]
-    return Reproduction(
-        {"task": "figure_11", "language": "figure_12"}[workload],
-        f"TPOT and TTFT, {workload} workload",
-        rows,
-        claims,
-        lines(rows, "request_rate", (P50, P99, TTFT), "policy", "model"),
-    )
+    name = {"task": "figure_11", "language": "figure_12"}[workload]
+    draw = lines(rows, "request_rate", (P50, P99, TTFT), "policy", "model")
+    return Reproduction(name, f"TPOT and TTFT, {workload} workload", rows, claims, draw)
 
 
 def _main_claim(
@@ -118,9 +114,8 @@ def figure_13(runner: Runner, rates: Sequence[float]) -> Reproduction:
     rows = _table(runs)
 
     def claim(metric: str, mean: str) -> Claim:
-        each = [
-            percent(runs["eldr", rate][metric], runs["round_robin", rate][metric]) for rate in rates
-        ]
+        pairs = ((runs["eldr", rate], runs["round_robin", rate]) for rate in rates)
+        each = [percent(ours[metric], theirs[metric]) for ours, theirs in pairs]
         text = f"distinct experts per decode step, {mean}, eldr against round_robin"
         ours = mean_difference(runs, "eldr", "round_robin", metric)
         span = f"{min(each):+.1f} to {max(each):+.1f}% over the rates"
@@ -130,9 +125,7 @@ def figure_13(runner: Runner, rates: Sequence[float]) -> Reproduction:
     claims = [claim(ACTIVE, "mean over steps"), claim(ACTIVE_BY_TOKEN, "mean over tokens")]
 
     batch = "mean_decode_batch"
-    shown = [
-        {"policy": key[0], batch: run[batch], ACTIVE: run[ACTIVE]} for key, run in runs.items()
-    ]
+    shown = [dict(run) | {"policy": name} for (name, _), run in runs.items()]
     draw = lines(shown, batch, ACTIVE, "policy")
     return Reproduction("figure_13", "Active experts", rows, claims, draw)
 
@@ -149,10 +142,9 @@ def variants(
 ) -> tuple[list[dict[str, Any]], Cells]:
     """Run variants of eldr against round_robin in the cells of a figure: models times workloads.
 
-    ``cases`` has the policy of each variant, with its parameters; ``trace_of`` gives the trace of a
-    model and workload, where it is not the default one.
-
-    Returns rows for a table, and by (variant, metric) the mean differences of the cells, %.
+    ``cases``: the policy of each variant; ``trace_of``: trace of a model and workload, where it is
+    not the default one. Returns rows for a table, and by (variant, metric) the mean differences of
+    the cells, %.
     """
     rows: list[dict[str, Any]] = []
     cells: Cells = {}
@@ -193,9 +185,8 @@ def figure_14(
 
     ``scored`` gives the trace of a model and workload, with gate scores.
     """
-    cases = {
-        name: f"eldr:signature={name}" for name in ("count-idf", "count", "binary", "gate-prob")
-    }
+    names = ("count-idf", "count", "binary", "gate-prob")
+    cases = {name: f"eldr:signature={name}" for name in names}
     rows, cells = variants(runner, rates[len(rates) // 2 :][:1], cases, models, scored)
 
     def beyond(name: str) -> list[float]:
@@ -267,9 +258,8 @@ def table_2(runner: Runner, rates: Sequence[float]) -> Reproduction:
     paper = {"8P8D": (-8.0, -2.5), "8P16D": (-9.8, -0.8), "8P24D": (-10.2, -1.1)}
     rows, claims, medians = [], [], []
     for topology, (median, tail) in paper.items():
-        runs = run_grid(
-            runner, ("round_robin", "eldr"), rates, workload="language", topology=topology
-        )
+        fields = {"workload": "language", "topology": topology}
+        runs = run_grid(runner, ("round_robin", "eldr"), rates, **fields)
         p50, p99 = (mean_difference(runs, "eldr", "round_robin", m) for m in (P50, P99))
         medians.append(p50)
         rows.append({"topology": topology, "p50_percent": p50, "p99_percent": p99})

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,8 @@ def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:
     The cost of the capture, which runs on a GPU, is the paper's and is charged to every prefill
     step; the router's decision is timed in this process.
     """
-    with_costs, without = runner.run(
-        [{"policy": "eldr", "request_rate": 60.0, **fields} for fields in ({}, _FREE)]
-    )
+    case: dict[str, Any] = {"policy": "eldr", "request_rate": 60.0}
+    with_costs, without = runner.run([case, case | _FREE])
     added = with_costs[TTFT] - without[TTFT]
     decision_ms = _decision_ms(trace)
     rows = [
@@ -52,9 +52,8 @@ def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:
 def _decision_ms(trace: RoutingTrace) -> float:
     """Return the median time of a routing decision on a new signature, ms."""
     calibration = calibration_set(trace, workload="task")
-    policy = EldrPolicy(
-        PolicyContext(16, np.random.default_rng(0), artifact=fit(calibration, 16, 0))
-    )
+    fitted = fit(calibration, 16, 0)
+    policy = EldrPolicy(PolicyContext(16, np.random.default_rng(0), artifact=fitted))
     workers = Workers.idle(np.arange(16))
     taken = []
     for i, counts in enumerate(calibration.scores("count")):
@@ -75,12 +74,9 @@ def figure_17(runner: Runner) -> Reproduction:
     ]
     summaries = runner.run(cases)
     rows = [
-        {
-            "prefix_cache": case["enable_prefix_caching"],
-            "policy": case["policy"],
-            **{m: summary[m] for m in (TTFT, P50, P99)},
-            "hit_rate": summary["prefix_cache_hit_rate"],
-        }
+        {"prefix_cache": case["enable_prefix_caching"], "policy": case["policy"]}
+        | {m: summary[m] for m in (TTFT, P50, P99)}
+        | {"hit_rate": summary["prefix_cache_hit_rate"]}
         for case, summary in zip(cases, summaries, strict=True)
     ]
     rr_off, eldr_off, rr_on, eldr_on = summaries
@@ -146,22 +142,17 @@ def figure_18(runner: Runner, rates: Sequence[float]) -> Reproduction:
 
 def beyond(runner: Runner, rates: Sequence[float], seeds: Sequence[int]) -> Reproduction:
     """Policies beyond the paper: marginal_cost and the oracle, paired with eldr by seed."""
-    runs = runner.groups(
-        {
-            (workload, rate, policy): [
-                {"policy": policy, "workload": workload, "request_rate": rate, "seed": seed}
-                for seed in seeds
-            ]
-            for workload in ("task", "language")
-            for rate in rates
-            for policy in ("eldr", "marginal_cost", "oracle")
-        }
-    )
+    cells = product(("task", "language"), rates, ("eldr", "marginal_cost", "oracle"))
+    cases = {
+        (workload, rate, policy): {"policy": policy, "workload": workload, "request_rate": rate}
+        for workload, rate, policy in cells
+    }
+    runs = runner.paired(cases, seeds)
     rows = []
     for (workload, rate, policy), own in runs.items():
         if policy == "eldr":
             continue
-        row: dict[str, Any] = {"policy": policy, "workload": workload, "request_rate": rate}
+        row: dict[str, Any] = dict(cases[workload, rate, policy])
         for metric in (P50, P99):
             names = (f"{metric}_percent", f"{metric}_low", f"{metric}_high")
             found = change(own, runs[workload, rate, "eldr"], metric)

@@ -65,7 +65,7 @@ _VARIANTS = {
     "vanilla": "eldr:refit_s=0,clustering=vanilla",
     **{f"tau-{tau}": f"eldr:tau={tau}" for tau in ("0", "0.1", "0.2", "0.3")},
 }
-_N_DECODE = 16
+N_DECODE = 16  #: decode workers
 OUTPUT_LEN = 512  #: tokens of an answer
 _kept: list[tempfile.TemporaryDirectory[str]] = []  # of this process
 
@@ -85,11 +85,6 @@ class Cell:
     measured: dict[str, float]  #: milliseconds by the names of :data:`METRICS`
     fields: dict[str, Any]  #: the run of ours that stands beside it
 
-    @property
-    def n_decode(self) -> int:
-        """Decode workers."""
-        return _N_DECODE
-
     def fitted(self, metric: str) -> bool:
         """Whether this very figure went into the simulator's MI300X rows."""
         mine = self.policy == "rr" and self.figure in ("10", "11")
@@ -97,7 +92,7 @@ class Cell:
 
     def batch(self, tpot_ms: float) -> float:
         """Return the mean batch of a decode worker at this TPOT, by Little's law."""
-        return self.rate * (OUTPUT_LEN - 1) * tpot_ms / 1e3 / self.n_decode
+        return self.rate * (OUTPUT_LEN - 1) * tpot_ms / 1e3 / N_DECODE
 
 
 @cache
@@ -120,18 +115,9 @@ def cells_of(figure: str, kernels: Kernels, quick: bool) -> list[Cell]:
         rate, policy = float(row["rate"]), row["policy"]
         if quick and (rate not in (40.0, 60.0, 80.0) or policy not in ("rr", "domain", "eldr")):
             continue
-        found.append(
-            Cell(
-                figure,
-                row["dataset"],
-                row["model"],
-                policy,
-                row["variant"],
-                rate,
-                {metric: float(row[f"{metric}_ms"]) for metric in METRICS},
-                _fields(row, kernels, quick),
-            )
-        )
+        which = figure, row["dataset"], row["model"], policy, row["variant"], rate
+        measured = {metric: float(row[f"{metric}_ms"]) for metric in METRICS}
+        found.append(Cell(*which, measured, _fields(row, kernels, quick)))
     return found
 
 
@@ -184,6 +170,11 @@ def run_cells(runner: Runner, cells: Sequence[Cell]) -> list[Pair]:
     return list(zip(cells, runner.run(cases), strict=True))
 
 
+def run_main(runner: Runner, kernels: Kernels, quick: bool) -> list[Pair]:
+    """Run the cells of both main figures, each figure by itself."""
+    return [p for name in ("10", "11") for p in run_cells(runner, cells_of(name, kernels, quick))]
+
+
 def ours(summary: Summary, metric: str) -> float:
     """Return a figure of ours as the authors measure it, ms."""
     return float(summary["streamed_by_prefill"][METRICS[metric]])
@@ -214,25 +205,17 @@ def table_of(pairs: Sequence[Pair], kernels: Kernels) -> pa.Table:
     """Return a row a cell: measured, ours, errors, gains over round-robin, and what was fitted."""
     rows = []
     for cell, summary in pairs:
-        row: dict[str, Any] = {
-            "figure": cell.figure,
-            "dataset": cell.dataset,
-            "model": cell.model,
-            "policy": cell.policy,
-            "variant": cell.variant,
-            "rate": cell.rate,
-            "run_as": summary["policy"],
-            "kernels": kernels,
-        }
+        which = ("figure", "dataset", "model", "policy", "variant", "rate")
+        row: dict[str, Any] = {name: getattr(cell, name) for name in which}
+        row |= {"run_as": summary["policy"], "kernels": kernels}
         for metric in METRICS:
             mine, measured = ours(summary, metric), cell.measured[metric]
             row[f"{metric}_ms"], row[f"{metric}_measured_ms"] = mine, measured
             row[f"{metric}_error_percent"] = percent(mine, measured)
             row[f"{metric}_fitted"] = cell.fitted(metric)
         for metric in ("tpot_p50", "tpot_p99"):
-            row[f"{metric}_gain"], row[f"{metric}_gain_measured"] = gains(
-                cell, summary, pairs, metric
-            )
+            both = gains(cell, summary, pairs, metric)
+            row[f"{metric}_gain"], row[f"{metric}_gain_measured"] = both
         row["batch"] = cell.batch(ours(summary, "tpot_p50"))
         row["batch_measured"] = cell.batch(cell.measured["tpot_p50"])
         row["distinct_experts"] = summary["mean_active_experts_per_token"]

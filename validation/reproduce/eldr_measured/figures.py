@@ -1,6 +1,8 @@
 """Figures 10 to 16 of ELDR's authors as they measured them, beside ours."""
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,10 @@ from eldr_sim.validation.reproduce.eldr_measured.cells import (
     gains,
     ours,
     run_cells,
+    run_main,
     table_of,
 )
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, grouped, percent
 
 _TITLES = {
     "10": "Task, measured and ours",
@@ -43,25 +46,16 @@ def figure(runner: Runner, name: str, kernels: Kernels, quick: bool) -> Reproduc
         for metric in ("tpot_p50", "tpot_p99"):
             mine, measured = gains(cell, summary, pairs, metric)
             variant = "" if name in ("10", "11") else f", {cell.variant}"
+            said, ms = round(measured, 2), cell.measured[metric]
             claims.append(
-                Claim(
-                    f"{cell.dataset}, {cell.model}, {cell.rate:g}/s{variant}: "
-                    f"{_NAMES[metric]}, eldr against rr",
-                    round(measured, 2),
-                    round(measured, 2),
-                    mine,
-                    tolerance=_GAIN[kernels].get(metric, 3.0),
-                    reason=f"{ours(summary, metric):.1f} ms, {cell.measured[metric]:.1f} measured",
-                )
-            )
-    main = name in ("10", "11")
-    return Reproduction(
-        f"figure_{name}",
-        f"{_TITLES[name]} ({kernels} kernels)",
-        table_of(pairs, kernels),
-        claims,
-        lambda drawn: (_draw_rates if main else _draw_variants)(drawn, pairs),
-    )
+                Claim(f"{cell.dataset}, {cell.model}, {cell.rate:g}/s{variant}: {_NAMES[metric]}, "
+                      "eldr against rr", said, said, mine,
+                      tolerance=_GAIN[kernels].get(metric, 3.0),
+                      reason=f"{ours(summary, metric):.1f} ms, {ms:.1f} measured")
+            )  # fmt: skip
+    draw = partial(_draw_rates if name in ("10", "11") else _draw_variants, pairs=pairs)
+    title, table = f"{_TITLES[name]} ({kernels} kernels)", table_of(pairs, kernels)
+    return Reproduction(f"figure_{name}", title, table, claims, draw)
 
 
 def _draw_rates(figure: Any, pairs: Sequence[Pair]) -> None:
@@ -75,11 +69,10 @@ def _draw_rates(figure: Any, pairs: Sequence[Pair]) -> None:
         for axes, metric in zip(line, metrics, strict=True):
             for at, policy in enumerate(policies):
                 own = [p for p in pairs if (p[0].model, p[0].policy) == (model, policy)]
-                rates = [cell.rate for cell, _ in own]
-                axes.plot(
-                    rates, [c.measured[metric] for c, _ in own], "-", color=f"C{at}", label=policy
-                )
-                axes.plot(rates, [ours(s, metric) for _, s in own], "--", color=f"C{at}")
+                rates, colour = [cell.rate for cell, _ in own], f"C{at}"
+                known = [cell.measured[metric] for cell, _ in own]
+                axes.plot(rates, known, "-", color=colour, label=policy)
+                axes.plot(rates, [ours(s, metric) for _, s in own], "--", color=colour)
             axes.set(title=f"{model}: {_NAMES[metric]}, ms")
             axes.title.set_fontsize(7)
     figure.axes[0].legend(fontsize=6, title="measured; ours dashed", title_fontsize=6)
@@ -89,8 +82,8 @@ def _draw_variants(figure: Any, pairs: Sequence[Pair]) -> None:
     """Draw the gains of each variant over round-robin, measured and ours."""
     own = [(cell, summary) for cell, summary in pairs if cell.policy == "eldr"]
     names = [f"{c.dataset}\n{c.model}\n{c.variant}, {c.rate:g}/s" for c, _ in own]
-    for axes, metric in zip(figure.subplots(2, 1, sharex=True), ("tpot_p50", "tpot_p99"),
-                            strict=True):  # fmt: skip
+    panels = figure.subplots(2, 1, sharex=True)
+    for axes, metric in zip(panels, ("tpot_p50", "tpot_p99"), strict=True):
         both = [gains(cell, summary, pairs, metric) for cell, summary in own]
         at = np.arange(len(own))
         axes.bar(at - 0.2, [measured for _, measured in both], 0.4, label="measured")
@@ -102,18 +95,10 @@ def _draw_variants(figure: Any, pairs: Sequence[Pair]) -> None:
 
 def errors(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
     """Errors of Figures 10 and 11 by model, load, rate, policy and percentile; and the goals."""
-    pairs = [
-        pair for name in ("10", "11") for pair in run_cells(runner, cells_of(name, kernels, quick))
-    ]
+    pairs = run_main(runner, kernels, quick)
     rows = []
     for by in ("all", "model", "dataset", "rate", "policy", "model, dataset"):
-        groups: dict[str, list[Pair]] = {}
-        for pair in pairs:
-            key = ", ".join(
-                "all" if part == "all" else f"{getattr(pair[0], part)}" for part in by.split(", ")
-            )
-            groups.setdefault(key, []).append(pair)
-        for key, own in groups.items():
+        for key, own in grouped(pairs, partial(_named, by.split(", "))).items():
             row: dict[str, Any] = {"by": by, "of": key}
             for metric in METRICS:
                 signed = _errors(own, metric)
@@ -124,14 +109,13 @@ def errors(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
                     f"{metric}_90th": float(np.percentile(np.abs(signed), 90)) if signed else None,
                 }
             rows.append(row)
-    claims = _goals(pairs, kernels)
-    return Reproduction(
-        "errors",
-        f"errors of the cells that nothing was fitted to, % ({kernels} kernels)",
-        rows,
-        claims,
-        lambda drawn: _draw_errors(drawn, pairs),
-    )
+    title = f"errors of the cells that nothing was fitted to, % ({kernels} kernels)"
+    draw = partial(_draw_errors, pairs=pairs)
+    return Reproduction("errors", title, rows, _goals(pairs, kernels), draw)
+
+
+def _named(parts: Sequence[str], pair: Pair) -> str:
+    return ", ".join(f"{getattr(pair[0], part, part)}" for part in parts)
 
 
 def _errors(pairs: Sequence[Pair], metric: str) -> list[float]:
@@ -164,18 +148,11 @@ def _goals(pairs: Sequence[Pair], kernels: Kernels) -> list[Claim]:
             claims.append(Claim(statement, 0.0, bound, value, "points", 0.0, neutral=None))
     right, of = _orders(pairs)
     claims.append(
-        Claim(
-            "groups of model, load and rate whose policies are in the order measured, pairs within "
-            "1% of each other apart",
-            0.9 * of,
-            of,
-            right,
-            "groups",
-            0.0,
-            f"the authors' cluster, run again, would have {_again(pairs):.0f} in it",
-            neutral=None,
-        )
-    )
+        Claim("groups of model, load and rate whose policies are in the order measured, pairs "
+              "within 1% of each other apart", 0.9 * of, of, right, "groups", 0.0,
+              f"the authors' cluster, run again, would have {_again(pairs):.0f} in it",
+              neutral=None)
+    )  # fmt: skip
     return claims
 
 
@@ -184,11 +161,11 @@ def _again(pairs: Sequence[Pair]) -> float:
     rng, metric = np.random.default_rng(0), METRICS["tpot_p50"]
     found = []
     for _ in range(200):
-        seen = [
-            cell.measured["tpot_p50"] * (1 + _SCATTER * rng.standard_normal()) for cell, _ in pairs
-        ]
-        again = [{"streamed_by_prefill": {metric: ms}} for ms in seen]
-        found.append(_orders([(cell, s) for (cell, _), s in zip(pairs, again, strict=True)])[0])
+        again = []
+        for cell, _ in pairs:
+            seen = cell.measured["tpot_p50"] * (1 + _SCATTER * rng.standard_normal())
+            again.append((cell, {"streamed_by_prefill": {metric: seen}}))
+        found.append(_orders(again)[0])
     return float(np.mean(found))
 
 
@@ -197,19 +174,14 @@ def _orders(pairs: Sequence[Pair]) -> tuple[int, int]:
 
     Two policies that differ by less than 1% in the measurement are in no order.
     """
-    groups: dict[tuple[str, str, float], list[Pair]] = {}
-    for pair in pairs:
-        groups.setdefault((pair[0].model, pair[0].dataset, pair[0].rate), []).append(pair)
+    groups = grouped(pairs, lambda pair: (pair[0].model, pair[0].dataset, pair[0].rate))
     right = 0
     for own in groups.values():
-        wrong = [
-            True
-            for a, mine in own
-            for b, other in own
-            if b.measured["tpot_p50"] > 1.01 * a.measured["tpot_p50"]
+        right += not any(
+            b.measured["tpot_p50"] > 1.01 * a.measured["tpot_p50"]
             and ours(other, "tpot_p50") <= ours(mine, "tpot_p50")
-        ]
-        right += not wrong
+            for (a, mine), (b, other) in product(own, own)
+        )
     return right, len(groups)
 
 
@@ -218,10 +190,8 @@ def _draw_errors(figure: Any, pairs: Sequence[Pair]) -> None:
     for axes, metric in zip(figure.subplots(1, len(METRICS)), METRICS, strict=True):
         for model in dict.fromkeys(cell.model for cell, _ in pairs):
             own = [(c, s) for c, s in pairs if c.model == model]
-            axes.plot(
-                [c.measured[metric] for c, _ in own], [ours(s, metric) for _, s in own], ".",
-                markersize=3, label=model,
-            )  # fmt: skip
+            both = [c.measured[metric] for c, _ in own], [ours(s, metric) for _, s in own]
+            axes.plot(*both, ".", markersize=3, label=model)
         ends = [*axes.get_xlim(), *axes.get_ylim()]
         axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color="black", linewidth=0.8)
         axes.set(title=_NAMES[metric], xlabel="measured, ms", ylabel="ours, ms")

@@ -25,7 +25,7 @@ from eldr_sim.simulator.setup.prepare import routing_of
 from eldr_sim.traces.requests.load import Load
 from eldr_sim.traces.requests.requests import make_requests
 from eldr_sim.traces.routing.statistics import mean_products
-from eldr_sim.validation.reproduce.eldr_measured.cells import Cell, cells_of
+from eldr_sim.validation.reproduce.eldr_measured.cells import N_DECODE, Cell, cells_of
 
 FloatArray = NDArray[np.float64]
 
@@ -104,7 +104,7 @@ def _of_cell(
     sizes, firsts = padded_sizes(1024, 8192), np.array(list(tiles))
     top_k, layers = steps.model.top_k, steps.n_moe_layers
     row, other_s = np.zeros(2 + len(tiles)), 0.0
-    spread = np.sqrt(_batch(cell) / cell.n_decode + 1.0)
+    spread = np.sqrt(_batch(cell) / N_DECODE + 1.0)
     drawn = np.clip(np.round(rng.normal(_batch(cell), spread, _DRAWS)), 1, _LARGEST)
     for batch, count in zip(*np.unique(drawn.astype(int), return_counts=True), strict=True):
         distinct = union[batch : batch + 1]

@@ -13,16 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.models import ModelDims, load_model
-from eldr_sim.validation.reproduce.eldr_measured.cells import (
-    Cell,
-    Kernels,
-    Pair,
-    cells_of,
-    ours,
-    run_cells,
-)
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.validation.reproduce.eldr_measured.cells import Cell, Kernels, Pair, ours, run_main
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, grouped, percent
 
 #: Last numbers of rows of the tiles of vLLM's default Triton configuration (vLLM 0.21,
 #: ``get_default_config``); experts of gpt-oss run in another kernel.
@@ -90,9 +83,8 @@ def _slope(pairs: Sequence[tuple[Point, Point]], n_layers: int) -> Slope | None:
     if len(pairs) < 3:
         return None
     experts = np.array([other.experts - one.experts for one, other in pairs]) * n_layers
-    times = 1e3 * np.array(
-        [other.cell.measured["tpot_p50"] - one.cell.measured["tpot_p50"] for one, other in pairs]
-    )
+    tpots = ([point.cell.measured["tpot_p50"] for point in pair] for pair in pairs)
+    times = 1e3 * np.array([later - first for first, later in tpots])
     us = float(experts @ times / (experts @ experts))
     rest = times - us * experts
     error = float(np.sqrt(rest @ rest / (len(pairs) - 1) / (experts @ experts)))
@@ -101,27 +93,12 @@ def _slope(pairs: Sequence[tuple[Point, Point]], n_layers: int) -> Slope | None:
 
 def _slopes(points: Sequence[Point]) -> dict[tuple[str, int], Slope]:
     """Return the slope of each model and tile, from pairs that lie in one tile."""
-    grouped: dict[tuple[str, int], list[tuple[Point, Point]]] = {}
-    for one, other in _beside(points):
-        if one.tile == other.tile:
-            grouped.setdefault((one.cell.model, one.tile), []).append((one, other))
+    same = [(one, other) for one, other in _beside(points) if one.tile == other.tile]
     found = {}
-    for (model, tile), own in grouped.items():
-        slope_of = _slope(own, load_model(model).n_moe_layers)
-        if slope_of is not None:
-            found[model, tile] = slope_of
+    for key, own in grouped(same, lambda pair: (pair[0].cell.model, pair[0].tile)).items():
+        if (slope_of := _slope(own, load_model(key[0]).n_moe_layers)) is not None:
+            found[key] = slope_of
     return found
-
-
-def _of_bytes(model: ModelDims) -> float:
-    """Return the time of an expert's bytes at the memory's peak bandwidth, us."""
-    return 1e6 * model.bytes_per_expert / load_gpu("MI300X").memory_bandwidth
-
-
-def _all(runner: Runner, kernels: Kernels, quick: bool) -> list[Point]:
-    return _points(
-        [p for name in ("10", "11") for p in run_cells(runner, cells_of(name, kernels, quick))]
-    )
 
 
 def _rows_of(model: str, tile: int) -> str:
@@ -132,58 +109,38 @@ def _rows_of(model: str, tile: int) -> str:
 
 def slope(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
     """Return the time of one more distinct expert by model and tile, from measured cells."""
-    points = _all(runner, kernels, quick)
+    points = _points(run_main(runner, kernels, quick))
     rows, claims = [], []
     for (model, tile), found in sorted(_slopes(points).items()):
-        least = _of_bytes(load_model(model))
+        # At the memory's peak bandwidth.
+        least = 1e6 * load_model(model).bytes_per_expert / load_gpu("MI300X").memory_bandwidth
         rows.append(
-            {
-                "model": model,
-                "rows": _rows_of(model, tile),
-                "pairs": found.n,
-                "us_per_expert": found.us,
-                "standard_error_us": found.error,
-                "bytes_at_peak_us": least,
-                "times_peak": found.us / least,
-            }
+            {"model": model, "rows": _rows_of(model, tile), "pairs": found.n}
+            | {"us_per_expert": found.us, "standard_error_us": found.error}
+            | {"bytes_at_peak_us": least, "times_peak": found.us / least}
         )
         claims.append(
-            Claim(
-                f"{model}, {rows[-1]['rows']} rows: a step takes longer for every distinct expert, "
-                "us in a layer (paper: the thesis; no less than its bytes take)",
-                least,
-                10.0 * least,
-                found.us,
-                "us",
-                0.0,
-                f"{found.n} pairs of cells, standard error {found.error:.2f} us",
-                stated=False,
-                neutral=0.0,
-            )
-        )
+            Claim(f"{model}, {rows[-1]['rows']} rows: a step takes longer for every distinct "
+                  "expert, us in a layer (paper: the thesis; no less than its bytes take)",
+                  least, 10.0 * least, found.us, "us", 0.0,
+                  f"{found.n} pairs of cells, standard error {found.error:.2f} us",
+                  stated=False, neutral=0.0)
+        )  # fmt: skip
 
     def draw(figure: Any) -> None:
         models = list(dict.fromkeys(point.cell.model for point in points))
         for axes, model in zip(np.atleast_1d(figure.subplots(1, len(models))), models, strict=True):
             layers = load_model(model).n_moe_layers
             for one, other in _beside([p for p in points if p.cell.model == model]):
-                axes.plot(
-                    (other.experts - one.experts) * layers,
-                    other.cell.measured["tpot_p50"] - one.cell.measured["tpot_p50"],
-                    "o" if one.tile == other.tile else "x",
-                    color=f"C{one.tile}",
-                    markersize=4,
-                )
+                more = (other.experts - one.experts) * layers
+                later = other.cell.measured["tpot_p50"] - one.cell.measured["tpot_p50"]
+                mark = "o" if one.tile == other.tile else "x"
+                axes.plot(more, later, mark, color=f"C{one.tile}", markersize=4)
             axes.set(title=model, xlabel="difference in distinct experts, all layers")
         figure.axes[0].set_ylabel("difference in measured TPOT, ms (x: tiles differ)")
 
-    return Reproduction(
-        "slope",
-        "time of a distinct expert, from measured cells and the experts of our routing",
-        rows,
-        claims,
-        draw,
-    )
+    title = "time of a distinct expert, from measured cells and the experts of our routing"
+    return Reproduction("slope", title, rows, claims, draw)
 
 
 def locality(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
@@ -192,7 +149,7 @@ def locality(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
     The part of locality is the slope of rr's tile times the difference in experts; what is left is
     that of the tile where the tiles differ, and noise and attention where they do not.
     """
-    points = _all(runner, kernels, quick)
+    points = _points(run_main(runner, kernels, quick))
     slopes = _slopes(points)
     rows = []
     for one, other in _beside(points):
@@ -204,34 +161,22 @@ def locality(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
         gain = percent(other.cell.measured["tpot_p50"], reference)
         part = 100.0 * found.us * experts / 1e3 / reference
         rows.append(
-            {
-                "dataset": one.cell.dataset,
-                "model": model,
-                "rate": one.cell.rate,
-                "batch_rr": one.batch,
-                "batch_eldr": other.batch,
-                "rows_rr": _rows_of(model, one.tile),
-                "rows_eldr": _rows_of(model, other.tile),
-                "experts_rr": one.experts,
-                "experts_eldr": other.experts,
-                "gain_measured_percent": gain,
-                "of_locality_points": part,
-                "of_the_rest_points": gain - part,
-                "tiles_differ": one.tile != other.tile,
-            }
+            {"dataset": one.cell.dataset, "model": model, "rate": one.cell.rate}
+            | {"batch_rr": one.batch, "batch_eldr": other.batch}
+            | {"rows_rr": _rows_of(model, one.tile), "rows_eldr": _rows_of(model, other.tile)}
+            | {"experts_rr": one.experts, "experts_eldr": other.experts}
+            | {"gain_measured_percent": gain, "of_locality_points": part}
+            | {"of_the_rest_points": gain - part, "tiles_differ": one.tile != other.tile}
         )
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         at = np.arange(len(rows))
         axes.bar(at, [row["of_locality_points"] for row in rows], 0.7, label="locality")
-        axes.plot(at, [row["gain_measured_percent"] for row in rows], "k_", label="measured")
-        axes.plot(
-            [i for i, row in enumerate(rows) if row["tiles_differ"]],
-            [row["gain_measured_percent"] for row in rows if row["tiles_differ"]],
-            "rx",
-            label="measured, tiles differ",
-        )
+        gained = np.array([row["gain_measured_percent"] for row in rows])
+        apart = np.array([row["tiles_differ"] for row in rows], bool)
+        axes.plot(at, gained, "k_", label="measured")
+        axes.plot(at[apart], gained[apart], "rx", label="measured, tiles differ")
         names = [f"{row['dataset']}\n{row['model']}\n{row['rate']:g}/s" for row in rows]
         axes.set_xticks(at, names, fontsize=4)
         axes.set(ylabel="median TPOT, eldr against rr, %")

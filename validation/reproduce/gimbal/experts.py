@@ -16,7 +16,7 @@ from eldr_sim.validation.reproduce.grace.settings import (
     place,
     replica_choice,
 )
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent
 
 #: Traces, and the layers of the model that each is replayed as.
 TRACES = {"qwen3-30b-a3b": 48, "gpt-oss-20b": 24, "reference-moe": 48}
@@ -138,13 +138,9 @@ def crossings(quick: bool) -> Reproduction:
                     | {"a_copy_an_expert": counted.per_token(counted.inside_pairs)}
                     | {"a_copy_a_gpu": counted.per_token(counted.inside)}
                 )
-    off = [100 * (r["a_copy_an_expert"] / r["expected"] - 1) for r in rows]
-    gimbal = [r for r in rows if r["placement"] == "gimbal"]
-    linear = [r for r in rows if r["placement"] == "linear"]
-    deduplicated = [
-        100 * (a["a_copy_a_gpu"] / b["a_copy_a_gpu"] - 1)
-        for a, b in zip(gimbal, linear, strict=True)
-    ]
+    off = [percent(r["a_copy_an_expert"], r["expected"]) for r in rows]
+    both = ([r["a_copy_a_gpu"] for r in rows if r["placement"] == w] for w in ("gimbal", "linear"))
+    deduplicated = list(map(percent, *both))
     claims = [
         Claim("co-location of linked experts cuts traffic (pplx): copies against k (G - 1) / G, "
               "farthest of all placements", -50.0, -5.0, max(off, key=abs), tolerance=0.0,

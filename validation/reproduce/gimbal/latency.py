@@ -49,8 +49,7 @@ def _row(runs: Sequence[Summary], reference: Sequence[Summary]) -> dict[str, Any
     for metric in _METRICS:
         names = (f"{metric}_%", f"{metric}_low", f"{metric}_high")
         values |= zip(names, change(runs, reference, metric), strict=True)
-    values |= {"idle_ms": mean(runs, "group.mean_idle_ms")}
-    values |= {"step_ms": mean(runs, "group.mean_step_ms")}
+    values |= {f"{part}_ms": mean(runs, f"group.mean_{part}_ms") for part in ("idle", "step")}
     return values | {name: mean(runs, name) for name in ("preemptions", "relocations")}
 
 
@@ -146,10 +145,8 @@ def paired_figure(
     known = float(np.mean([paper[shape] for shape in experiment.scale.shapes]))
     ours = float(np.mean(printed))
     claims.append(Claim("mean over the shapes", known, known, ours, reason="as above"))
-    title, ends = f"{metric[5:9].upper()} at the knee", ("low", "high")
-    draw = bars(
-        rows, "shape", "change_%", "system", ends=ends, label="change against vLLM, %"
-    )  # fmt: skip
+    title, label = f"{metric[5:9].upper()} at the knee", "change against vLLM, %"
+    draw = bars(rows, "shape", "change_%", "system", ends=("low", "high"), label=label)
     return Reproduction(name, title, rows, claims, draw)
 
 
@@ -172,15 +169,10 @@ def few_blocks(experiment: Experiment) -> Reproduction:
     """Return all systems again with so few KV blocks that Algorithm 1 acts as printed."""
     more = {name: System(policy=name) for name in ("vllm_dp", "vllm_dp_kv")}
     fields = {"request_rate": experiment.knee("random"), "num_gpu_blocks_override": FEW_BLOCKS}
-    runs = experiment.runner.groups(
-        {
-            name: [
-                case | fields
-                for case in experiment.cases(system, "random", 1.0, experiment.scale.seeds)
-            ]
-            for name, system in (SYSTEMS | more).items()
-        }
-    )
+    seeds, groups = experiment.scale.seeds, dict[str, list[dict[str, Any]]]()
+    for name, system in (SYSTEMS | more).items():
+        groups[name] = [case | fields for case in experiment.cases(system, "random", 1.0, seeds)]
+    runs = experiment.runner.groups(groups)
     rows = [{"system": name} | _row(own, runs["vLLM"]) for name, own in runs.items()]
     changes = tuple(f"{metric}_%" for metric in (TTFT, P99, TPOT))
     title = f"All systems with {FEW_BLOCKS} KV blocks an engine"

@@ -52,13 +52,11 @@ def sjf_sign(experiment: Experiment) -> Reproduction:
                 path = experiment.folder / f"pairs-{bound}-{r}-{seed}.jsonl"
                 rng = np.random.default_rng([seed, 29])
                 scores = rng.multivariate_normal(np.zeros(2), [[1, r], [r, 1]], n)
+                of = PROMPTS, (OUTPUTS[0] / divisor, OUTPUTS[1] / divisor)
                 prompts, outputs = (
                     np.maximum(1, np.rint(median * np.exp(s * np.sqrt(2 * np.log(mean_ / median)))))
-                    for s, (median, mean_) in zip(
-                        scores.T, (PROMPTS, (OUTPUTS[0] / divisor, OUTPUTS[1] / divisor)),
-                        strict=True,
-                    )
-                )  # fmt: skip
+                    for s, (median, mean_) in zip(scores.T, of, strict=True)
+                )
                 write_log(path, prompts.astype(np.int64), outputs.astype(np.int64), rng)
                 case = base | {"workload": str(path), "seed": seed}
                 if seed == 0:
@@ -88,13 +86,9 @@ def _waits(requests: Any) -> tuple[float, float, float, float]:
     """Return mean wait, mean and p99 TTFT, and the mean TTFT of the longest prompts, s."""
     wait = requests["prefill_start_s"] - requests["arrival_s"]
     ttft = requests["first_token_s"] - requests["arrival_s"]
-    long = requests["prompt_len"] >= np.quantile(requests["prompt_len"], 0.95)
-    return (
-        max(float(wait.mean()), 1e-9),
-        float(ttft.mean()),
-        float(np.quantile(ttft, 0.99)),
-        float(ttft[long].mean()),
-    )
+    longest = ttft[requests["prompt_len"] >= np.quantile(requests["prompt_len"], 0.95)].mean()
+    waited, p99 = max(float(wait.mean()), 1e-9), float(np.quantile(ttft, 0.99))
+    return waited, float(ttft.mean()), p99, float(longest)
 
 
 #: Balancers, and whether they read what engines publish (else completions, as old).
@@ -195,13 +189,11 @@ def placements(experiment: Experiment) -> Reproduction:
     for trace in ("reference-moe", "qwen3-30b-a3b"):
         for word, moves in PLACEMENTS:
             system = VLLM._replace(expert_placement=word, eplb_interval=1 if moves else None)
-            groups[trace, word, moves] = experiment.cases(
-                system, "random", 1.0, scale.few, trace=trace
-            )
+            cases = experiment.cases(system, "random", 1.0, scale.few, trace=trace)
+            groups[trace, word, moves] = cases
     for word in _CLUSTERED:
         groups["reference-moe, 2P2D eldr", word, False] = [
-            _PD
-            | {"topology": "2P2D", "policy": "eldr:refit_s=0"}
+            _PD | {"topology": "2P2D", "policy": "eldr:refit_s=0"}
             | {"expert_placement": word, "seed": seed}
             | {"decode": {"data_parallel_size": 2, "enable_expert_parallel": True}}
             | {"workload": experiment.workload("random", seed), "request_rate": _PD_RATE}
@@ -216,10 +208,7 @@ def placements(experiment: Experiment) -> Reproduction:
             {"trace": where, "placement": word, "tau": scale.interval if moves else None}
             | {TPOT: mean(own, TPOT), TTFT: mean(own, TTFT)}
             | spread("tpot_%", found)
-            | {
-                "moe_ms": mean(own, "group.mean_moe_ms"),
-                "dispatch_ms": mean(own, "group.mean_dispatch_ms"),
-            }
+            | {f"{part}_ms": mean(own, f"group.mean_{part}_ms") for part in ("moe", "dispatch")}
             | {"busiest_pairs": mean(own, "group.busiest_rank_pairs_over_mean")}
             | {"relocations": mean(own, "relocations")}
             | {"moved_gb": mean(own, "relocated_bytes") / 1e9}

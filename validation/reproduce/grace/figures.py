@@ -1,6 +1,7 @@
 """GRACE-MoE's Figures 1, 3, 5 and 6: traffic, load and idle time of placements, counted."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from eldr_sim.charts import bars, lines
 from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.policies.placement.grace import RATIOS, Replication, hot_copies
+from eldr_sim.policies.placement.grace import RATIOS, hot_copies
 from eldr_sim.traces.routing.coactivation import affinity_of
 from eldr_sim.validation.reproduce.expert_traffic import Traffic, measure
 from eldr_sim.validation.reproduce.grace.settings import (
@@ -17,6 +18,7 @@ from eldr_sim.validation.reproduce.grace.settings import (
     DR_WRR,
     FR_WRR,
     HG,
+    PHASES,
     QWEN,
     SCHEMES,
     SOURCES,
@@ -28,7 +30,7 @@ from eldr_sim.validation.reproduce.grace.settings import (
     Source,
     replica_choice,
 )
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent, row_of
 
 TWO_BY_TWO = Cluster(2, 2)
 #: The paper's figures for OLMoE, DeepSeek-V2-Lite and Qwen3-30B-A3B.
@@ -78,7 +80,7 @@ def figure_1a(evaluation: Evaluation) -> Reproduction:
             )
 
     def total(source: Source, label: str) -> float:
-        (row,) = (r for r in rows if r["trace"] == source.label and r["grouping"] == label)
+        row = row_of(rows, trace=source.label, grouping=label)
         return float(row["between"]) + float(row["inside"])
 
     claims = []
@@ -170,7 +172,8 @@ def figure_3(evaluation: Evaluation) -> Reproduction:
                 | {f"group_{i}": float(w / total.sum()) for i, w in enumerate(-np.sort(-total))}
                 | {"top_quarter_of_heaviest": quarter[-1]}
             )
-        copies = [n_copies(o, g, n_ranks) > 1 for o, g in zip(load, groups, strict=True)]
+        hot = (hot_copies(*each, n_ranks, "dynamic") for each in zip(load, groups, strict=True))
+        copies = [len(found.ranks) > 1 for found in hot]
         claims += [
             Claim(f"{what}, {source.label}", low, 100.0, 100 * float(np.mean(ours)), stated=False,
                   tolerance=0.0, reason=reason, neutral=None)
@@ -197,11 +200,6 @@ def loads_of_groups(evaluation: Evaluation, source: Source) -> tuple[Floats, Int
     pairs = evaluation.calibration(source).coactivation()
     placement = evaluation.placements(source, HG.placement, TWO_BY_TWO)[0]
     return np.diagonal(pairs, axis1=1, axis2=2).astype(np.float64), placement.rank
-
-
-def n_copies(load: Floats, groups: Ints, n_ranks: int, how: Replication = "dynamic") -> int:
-    """Return how many ranks get copies in a layer."""
-    return len(hot_copies(load, groups, n_ranks, how).ranks)
 
 
 _STATED: dict[str, tuple[str, Scheme, Scheme, tuple[float, float, float]]] = {
@@ -233,8 +231,7 @@ def figure_5(evaluation: Evaluation) -> Reproduction:
 
     def change(source: Source, phase: Phase, key: str, new: Scheme, old: Scheme) -> float:
         metric = key.partition("/")[0]
-        cells = [by[source.label, phase, scheme.label][metric] for scheme in (new, old)]
-        return percent(cells[0], cells[1])
+        return percent(*(by[source.label, phase, s.label][metric] for s in (new, old)))
 
     claims = []
     for key, (what, new, old, stated) in _STATED.items():
@@ -280,18 +277,15 @@ _COUNTED: dict[str, Callable[[Traffic], float]] = {
 def component_rows(evaluation: Evaluation, cluster: Cluster) -> list[dict[str, Any]]:
     """Return a row for each trace, phase and scheme: traffic, load, experts and times."""
     rows = []
-    phases: tuple[Phase, ...] = ("prefill", "decode")
-    for source in SOURCES:
-        for phase in phases:
-            for scheme in SCHEMES:
-                runs = evaluation.measured(source, scheme, cluster, phase)
-                times = evaluation.timed(source, scheme, cluster, phase)
-                rows.append(
-                    {"trace": source.label, "phase": phase, "scheme": scheme.label}
-                    | {name: mean_of(runs, figure) for name, figure in _COUNTED.items()}
-                    | {"moe_ms": 1e3 * times.moe_s, "all_to_all_ms": 1e3 * times.all_to_all_s}
-                    | {"idle_ms": 1e3 * times.idle_s, "layer_ms": 1e3 * times.total_s}
-                )
+    for source, phase, scheme in product(SOURCES, PHASES, SCHEMES):
+        runs = evaluation.measured(source, scheme, cluster, phase)
+        times = evaluation.timed(source, scheme, cluster, phase)
+        rows.append(
+            {"trace": source.label, "phase": phase, "scheme": scheme.label}
+            | {name: mean_of(runs, figure) for name, figure in _COUNTED.items()}
+            | {"moe_ms": 1e3 * times.moe_s, "all_to_all_ms": 1e3 * times.all_to_all_s}
+            | {"idle_ms": 1e3 * times.idle_s, "layer_ms": 1e3 * times.total_s}
+        )
     return rows
 
 

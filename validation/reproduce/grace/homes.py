@@ -111,16 +111,11 @@ def serve(policy: str, placement: str, workload: str, backend: str, seed: int) -
     tokens = int(traffic.tokens.sum()) * traffic.pairs.shape[1]
     sent = reached(batches, placed)
     count = np.bincount(worker[worker >= 0], minlength=TWO_BY_TWO.n_ranks)
-    return Served(
-        float(traffic.between_pairs.sum() + traffic.inside_pairs.sum()) / tokens,
-        sent,
-        float(traffic.between.sum()) / tokens,
-        traffic.load_max,
-        traffic.busiest_experts,
-        float(count.max() / count.mean()),
-        float(summary["mean_tpot_ms"]),
-        float(summary["p99_tpot_ms"]),
-    )
+    remote = float(traffic.between_pairs.sum() + traffic.inside_pairs.sum()) / tokens
+    copies = sent, float(traffic.between.sum()) / tokens
+    most = traffic.load_max, traffic.busiest_experts, float(count.max() / count.mean())
+    latencies = (float(summary[f"{which}_tpot_ms"]) for which in ("mean", "p99"))
+    return Served(remote, *copies, *most, *latencies)
 
 
 def placed_by(masks: NDArray[np.uint64], trace: RoutingTrace) -> Placement:
@@ -163,9 +158,8 @@ def reached(batches: Sequence[Batch], placement: Placement) -> float:
 
 def _row(own: Sequence[Served], reference: Sequence[Served]) -> dict[str, float]:
     """Return means, and the paired differences of what has an interval, %."""
-    mine, theirs = (
-        dict(zip(Served._fields, zip(*r, strict=True), strict=True)) for r in (own, reference)
-    )
+    columns = (zip(*runs, strict=True) for runs in (own, reference))
+    mine, theirs = (dict(zip(Served._fields, each, strict=True)) for each in columns)
     found = {name: t_interval(values).mean for name, values in mine.items()}
     for name in ("copies", "node_copies", "tpot_ms", "p99_tpot_ms"):
         names = (f"{name}_change", f"{name}_low", f"{name}_high")

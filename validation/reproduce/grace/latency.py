@@ -18,13 +18,14 @@ from eldr_sim.validation.reproduce.grace.settings import (
     AFFINITY,
     DR_TAR,
     HG,
+    PHASES,
     SCHEMES,
     SOURCES,
     VANILLA,
     Cluster,
     Evaluation,
     Scheme,
-    gpu_of,
+    write_gpu,
 )
 from eldr_sim.validation.reproduce.reproduction import (
     Claim,
@@ -49,12 +50,9 @@ def figure_4(evaluation: Evaluation, runner: Runner) -> Reproduction:
     rows: list[dict[str, Any]] = []
     claims = []
     for cluster in CLUSTERS:
-        runs = _run(runner, cluster, SCHEMES, evaluation.seeds)
+        runs = _run(runner, cluster, evaluation.seeds)
         for scheme in SCHEMES:
-            layer = {
-                phase: evaluation.timed(REFERENCE, scheme, cluster, phase)
-                for phase in ("prefill", "decode")
-            }
+            layer = {p: evaluation.timed(REFERENCE, scheme, cluster, p) for p in PHASES}
             rows.append(
                 {"gpus": str(cluster), "scheme": scheme.label}
                 | {f"{phase}_layer_ms": 1e3 * t.total_s for phase, t in layer.items()}
@@ -71,7 +69,7 @@ def figure_4(evaluation: Evaluation, runner: Runner) -> Reproduction:
             Claim(f"MoE layer, GRACE-MoE against others, {cluster}, {phase} steps", -75.5, -2.1,
                   percent(grace[f"{phase}_layer_ms"], vanilla[f"{phase}_layer_ms"]),
                   tolerance=0.0, reason=_OTHER_SOFTWARE)
-            for phase in ("prefill", "decode")
+            for phase in PHASES
         ]  # fmt: skip
         claims.append(
             Claim(f"end to end, GRACE-MoE against others, {cluster}", -73.6, 100 * (1 / 0.95 - 1),
@@ -100,16 +98,12 @@ def pools(evaluation: Evaluation, runner: Runner) -> Reproduction:
     with TemporaryDirectory() as folder:
         base = _fields(TWO_BY_TWO, Path(folder))
         base |= {"topology": "1P1D", "replica_choice": "local_first"}
-        runs = runner.groups(
-            {
-                (trace, a, b): [
-                    base | of_trace[trace] | {"seed": seed}
-                    | {"prefill": {"expert_placement": words[a]}, "expert_placement": words[b]}
-                    for seed in evaluation.seeds
-                ]
-                for trace, a, b in cells
-            }
-        )  # fmt: skip
+        cases = {
+            (trace, a, b): base | of_trace[trace]
+            | {"prefill": {"expert_placement": words[a]}, "expert_placement": words[b]}
+            for trace, a, b in cells
+        }  # fmt: skip
+        runs = runner.paired(cases, evaluation.seeds)
     rows = []
     for (trace, a, b), own in runs.items():
         row: dict[str, Any] = {"trace": trace, "prefill": a, "decode": b}
@@ -121,18 +115,14 @@ def pools(evaluation: Evaluation, runner: Runner) -> Reproduction:
             row |= zip(ends, change(own, reference, key), strict=True)
         rows.append(row)
     draw = bars(rows[: len(words) ** 2], "prefill", _LATENCIES, "decode")
-    return Reproduction(
-        "pools", "Prefill and decode workers placed apart, 2x2 + 2x2", rows, [], draw
-    )
+    title = "Prefill and decode workers placed apart, 2x2 + 2x2"
+    return Reproduction("pools", title, rows, [], draw)
 
 
 def _fields(cluster: Cluster, folder: Path) -> dict[str, Any]:
     """Return what the paper's runs have in common; the GPU's description lies in a folder."""
-    gpu = gpu_of(cluster)
-    path = folder / f"{cluster}.json"
-    path.write_text(gpu.model_dump_json())
     return {
-        "gpu": str(path),
+        "gpu": write_gpu(folder / f"{cluster}.json", cluster),
         "topology": "1C",
         "data_parallel_size": cluster.n_ranks,
         "enable_expert_parallel": True,
@@ -146,19 +136,12 @@ def _fields(cluster: Cluster, folder: Path) -> dict[str, Any]:
     }
 
 
-def _run(
-    runner: Runner, cluster: Cluster, schemes: tuple[Scheme, ...], seeds: range
-) -> dict[Scheme, list[Summary]]:
+def _run(runner: Runner, cluster: Cluster, seeds: range) -> dict[Scheme, list[Summary]]:
     """Run 128 requests that come at once under each scheme and seed."""
     with TemporaryDirectory() as folder:
         base = _fields(cluster, Path(folder))
-        return runner.groups(
-            {
-                scheme: [
-                    base | {"replica_choice": scheme.choice, "seed": seed}
-                    | {"expert_placement": scheme.placement}
-                    for seed in seeds
-                ]
-                for scheme in schemes
-            }
-        )  # fmt: skip
+        cases = {
+            scheme: base | {"replica_choice": scheme.choice, "expert_placement": scheme.placement}
+            for scheme in SCHEMES
+        }
+        return runner.paired(cases, seeds)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.charts import field
+from eldr_sim.charts import Draw, Rows, field
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll, build_all_to_all
 from eldr_sim.kernel_profiles.models import load_model
@@ -67,33 +67,31 @@ class _Hardware(NamedTuple):
 
 def placement_map(evaluation: Evaluation) -> Reproduction:
     """Return the fastest placement by tokens a GPU and network."""
+    rows = _rows(evaluation, MAP_TOKENS, MAP_NETWORK, fit=False)
     title = "Fastest placement by tokens a GPU and network, 2x2 H100"
-    return _map("map", title, evaluation, MAP_TOKENS, MAP_NETWORK, fit=False)
+    return Reproduction("map", title, rows, [], _drawn(rows))
 
 
 def bottleneck(evaluation: Evaluation) -> Reproduction:
     """Return what placements gain that are fitted on the time of just such steps."""
+    rows = _rows(evaluation, BOTTLENECK_TOKENS, BOTTLENECK_NETWORK, fit=True)
     title = "Experts placed by the time of a layer, 2x2 H100"
-    return _map("bottleneck", title, evaluation, BOTTLENECK_TOKENS, BOTTLENECK_NETWORK, fit=True)
+    return Reproduction("bottleneck", title, rows, [], _drawn(rows))
 
 
-def _map(
-    name: str,
-    title: str,
-    evaluation: Evaluation,
-    tokens: Sequence[int],
-    rates: Sequence[float],
-    *,
-    fit: bool,
-) -> Reproduction:
-    rows = [
+def _drawn(rows: Rows) -> Draw:
+    return field(rows, "network_gb_s", "tokens_per_gpu", "fastest", "trace", "{}")
+
+
+def _rows(
+    evaluation: Evaluation, tokens: Sequence[int], rates: Sequence[float], *, fit: bool
+) -> list[dict[str, Any]]:
+    return [
         row
         for source in SOURCES[3:]
         for n in tokens
         for row in _cells(evaluation, source, n, _hardware(source, rates), fit=fit)
     ]
-    draw = field(rows, "network_gb_s", "tokens_per_gpu", "fastest", "trace", "{}")
-    return Reproduction(name, title, rows, [], draw)
 
 
 def _hardware(source: Source, rates: Sequence[float]) -> _Hardware:

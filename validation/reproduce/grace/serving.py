@@ -16,10 +16,10 @@ from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.run import build_cluster, offered_load
 from eldr_sim.simulator.setup.config import make_config
-from eldr_sim.simulator.setup.prepare import PreparedRun, prepare
+from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.transfer import PRESETS
 from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO
-from eldr_sim.validation.reproduce.grace.settings import gpu_of
+from eldr_sim.validation.reproduce.grace.settings import write_gpu
 from eldr_sim.validation.reproduce.reproduction import (
     Reproduction,
     Runner,
@@ -40,8 +40,8 @@ _RATE, _PROMPT, _OUTPUT = 24.0, 1024, 384
 _SLO = {"ttft": 2000.0, "tpot": 60.0}
 #: Gb/s of a node.
 NODE_GBITS = (25.0, 100.0, 400.0)
-#: Steps between relocations; None: never. And Gb/s of a GPU's NIC.
-INTERVALS = (None, 50, 200, 800)
+#: Steps between relocations, where experts move; and Gb/s of a node.
+INTERVALS = (50, 200, 800)
 DRIFT_GBITS = (25.0, 100.0, 400.0)
 
 
@@ -65,16 +65,12 @@ def replicas(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Repro
         "goodput": _SLO,
     }
     with TemporaryDirectory() as folder:
-        runs = runner.groups(
-            {
-                (k, choice): [
-                    base | {"num_redundant_experts": k, "replica_choice": choice, "seed": seed}
-                    | {"workload": _log(folder, n, _PROMPT, _OUTPUT, seed)}
-                    for seed in seeds
-                ]
-                for k, choice in REPLICAS
-            }
-        )  # fmt: skip
+        groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+        for k, choice in REPLICAS:
+            case = base | {"num_redundant_experts": k, "replica_choice": choice}
+            logs = {seed: _log(folder, n, _PROMPT, _OUTPUT, seed) for seed in seeds}
+            groups[k, choice] = [case | {"workload": w, "seed": seed} for seed, w in logs.items()]
+        runs = runner.groups(groups)
     shown = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "preemptions")
     rows = []
     for (k, choice), own in runs.items():
@@ -142,26 +138,22 @@ def _share(log: str, gbits: float, seed: int) -> dict[str, float]:
         if all(abs(new[key] / left[key] - 1) < 0.01 for key in new):
             break
         left = new
-    return first | {
-        "shared_ttft_ms": figures["mean_ttft_ms"],
-        "shared_tpot_ms": figures["mean_tpot_ms"],
-    }
+    shared = {f"shared_{name}_ms": figures[f"mean_{name}_ms"] for name in ("ttft", "tpot")}
+    return first | shared
 
 
 def _serve(
     log: str, nic: float, left: dict[str, float], seed: int
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Run with parts of the NIC; returns figures, and what each uses of a whole one."""
-    gpu = gpu_of(TWO_BY_TWO).model_copy(update={"nic_bandwidth": nic * left["experts"]})
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "gpu.json"
-        path.write_text(gpu.model_dump_json())
+        share = {"nic_bandwidth": nic * left["experts"]}
         config = make_config(
             _GROUP
             | {
                 "model": "Qwen3-30B-A3B",
                 "trace": "reference-moe",
-                "gpu": str(path),
+                "gpu": write_gpu(Path(folder) / "gpu.json", TWO_BY_TWO, **share),
                 "topology": "1P1D",
                 "kv_transfer": "ideal",
                 "workload": log,
@@ -175,9 +167,7 @@ def _serve(
         )
         prepared = prepare(config)
     transfer = PRESETS["ideal"].over(nic * left["kv_out"], nic * left["kv_in"])
-    prepared = PreparedRun(
-        prepared.model, prepared.trace, replace(prepared.spec, transfer=transfer)
-    )
+    prepared = replace(prepared, spec=replace(prepared.spec, transfer=transfer))
     requests, window = offered_load(config, prepared.trace)
     cluster = build_cluster(config, prepared, requests, window)
     record = cluster.run()
@@ -200,7 +190,6 @@ def _serve(
 def relocation(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Reproduction:
     """When moving experts after a drift repays its bytes: gpt-oss-20b, 2x2 RTX 4090."""
     n = 1024 if quick else 4096
-    cases = [(gbits, steps) for gbits in DRIFT_GBITS for steps in INTERVALS]
     with TemporaryDirectory() as folder:
         base = _GROUP | {
             "model": "GPT-OSS-20B",
@@ -217,22 +206,18 @@ def relocation(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Rep
             "domain_mix": {"code": 1.0},
             "domain_mix_end": {"multilingual": 1.0},
         }
-        fields: dict[tuple[float, str], list[dict[str, Any]]] = {}
-        for gbits, steps in cases:
+        cases: dict[tuple[float, str], dict[str, Any]] = {}
+        for gbits in DRIFT_GBITS:
             nic = gbits * 1e9 / 8 / TWO_BY_TWO.gpus_per_node
             path = Path(folder) / f"{gbits:g}.json"
-            gpu = gpu_of(TWO_BY_TWO).model_copy(update={"nic_bandwidth": nic})
-            path.write_text(gpu.model_dump_json())
-            ways: dict[str, dict[str, Any]] = (
-                {"linear": {"expert_placement": "linear"}, "stale": {}}
-                if steps is None
-                else {f"every {steps}": {"eplb_interval": steps, "eplb_window": steps}}
-            )
-            for name, more in ways.items():
-                each = base | more | {"gpu": str(path)}
-                fields[gbits, name] = [each | {"seed": seed} for seed in seeds]
-        runs = runner.groups(fields)
-    rows = [_moved(gbits, name, own, runs[gbits, "stale"]) for (gbits, name), own in runs.items()]
+            own = base | {"gpu": write_gpu(path, TWO_BY_TWO, nic_bandwidth=nic)}
+            cases[gbits, "linear"] = own | {"expert_placement": "linear"}
+            cases[gbits, "stale"] = own
+            for steps in INTERVALS:
+                moved = {"eplb_interval": steps, "eplb_window": steps}
+                cases[gbits, f"every {steps}"] = own | moved
+        runs = runner.paired(cases, seeds)
+    rows = [_moved(*key, own, runs[key[0], "stale"]) for key, own in runs.items()]
     title = "Experts moved after a drift of domains, 2x2 RTX 4090"
     draw = lines(rows, "placement", "time_change", "node_gbit_s")
     return Reproduction("relocation", title, rows, [], draw)
@@ -240,12 +225,9 @@ def relocation(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Rep
 
 def _moved(gbits: float, name: str, own: Sequence[Any], stale: Sequence[Any]) -> dict[str, Any]:
     """Return what moving gave against the stale placement, in time of the whole run."""
-
     # All requests come at once: a run lasts as long as its tokens take.
-    span = paired_percent(
-        [1 / run["output_throughput"] for run in own],
-        [1 / run["output_throughput"] for run in stale],
-    )
+    ours, theirs = ([1 / run["output_throughput"] for run in runs] for runs in (own, stale))
+    span = paired_percent(ours, theirs)
 
     def step_ms(runs: Sequence[Any]) -> float:
         """Mean of a step without what it waits for experts."""
@@ -254,18 +236,12 @@ def _moved(gbits: float, name: str, own: Sequence[Any], stale: Sequence[Any]) ->
         return float(np.mean(np.subtract(steps, waits)))
 
     gain, n = step_ms(stale) - step_ms(own), mean(own, "relocations")
-    wait = 1e3 * mean(own, "relocation_stall_s") / n if n else 0.0
-    return {
-        "node_gbit_s": gbits,
-        "placement": name,
-        "time_change": span.mean,
-        "time_low": span.low,
-        "time_high": span.high,
-        "step_ms": step_ms(own),
-        "load_max": mean(own, "group.busiest_rank_pairs_over_mean"),
-        "relocations": n,
-        "moved_gb": mean(own, "relocated_bytes") / 1e9,
-        "stall_s": mean(own, "relocation_stall_s"),
-        "steps": mean(own, "group.steps"),
-        "repaid_after_steps": wait / gain if n and gain > 0 else None,
-    }
+    stall_s = mean(own, "relocation_stall_s")
+    return (
+        {"node_gbit_s": gbits, "placement": name, "time_change": span.mean}
+        | {"time_low": span.low, "time_high": span.high, "step_ms": step_ms(own)}
+        | {"load_max": mean(own, "group.busiest_rank_pairs_over_mean"), "relocations": n}
+        | {"moved_gb": mean(own, "relocated_bytes") / 1e9, "stall_s": stall_s}
+        | {"steps": mean(own, "group.steps")}
+        | {"repaid_after_steps": 1e3 * stall_s / n / gain if n and gain > 0 else None}
+    )

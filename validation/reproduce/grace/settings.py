@@ -9,6 +9,7 @@ its GPUs.
 """
 
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from eldr_sim.validation.reproduce.expert_traffic import (
 )
 
 Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 #: The routing traces, and the model whose shape prices each.
 TRACES = {
@@ -104,6 +106,12 @@ def gpu_of(cluster: Cluster) -> GPU:
     )
 
 
+def write_gpu(path: Path, cluster: Cluster, **changes: float) -> str:
+    """Write the paper's GPU, with some fields changed, for ``gpu``; returns the path."""
+    path.write_text(gpu_of(cluster).model_copy(update=changes).model_dump_json())
+    return str(path)
+
+
 class Scheme(NamedTuple):
     """A step of the paper's ablation."""
 
@@ -118,8 +126,7 @@ FR_WRR = Scheme("HG + FR + WRR", "grace:replication=fixed", "weighted")
 DR_WRR = Scheme("HG + DR + WRR", "grace", "weighted")
 DR_TAR = Scheme("HG + DR + TAR", "grace", "local_first")
 AFFINITY = Scheme("affinity", "affinity")
-LADDER = (VANILLA, HG, FR_WRR, DR_WRR, DR_TAR)
-SCHEMES = (*LADDER, AFFINITY)
+SCHEMES = (VANILLA, HG, FR_WRR, DR_WRR, DR_TAR, AFFINITY)
 
 
 #: Tokens of a step, over all GPUs, and steps to count: a batch of 128 requests, with prompts of 64
@@ -247,13 +254,11 @@ def place(
     all_to_all: AllToAll | None = None,
 ) -> Placement:
     """Place the experts of all layers of a trace on a cluster; the last two are their times."""
-    context = PolicyContext(
-        1, np.random.default_rng(seed), calibration, rank_moe=moe, all_to_all=all_to_all
-    )
-    policy = registry.placement_policy(word, context)
-    return policy.place(
-        ExpertGroup((0,), trace.n_layers, trace.n_experts, cluster.n_ranks, n_nodes=cluster.n_nodes)
-    )
+    rng = np.random.default_rng(seed)
+    context = PolicyContext(1, rng, calibration, rank_moe=moe, all_to_all=all_to_all)
+    size = trace.n_layers, trace.n_experts, cluster.n_ranks
+    group = ExpertGroup((0,), *size, n_nodes=cluster.n_nodes)
+    return registry.placement_policy(word, context).place(group)
 
 
 @cache

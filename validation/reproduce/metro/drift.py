@@ -36,12 +36,7 @@ def drift(runner: Runner, seeds: Sequence[int], waves: int) -> Reproduction:
         "num_requests": waves * REAL.in_flight, "output_len": 256,
         "domain_mix": {"code": 1.0}, "domain_mix_end": {"zh": 1.0},
     }  # fmt: skip
-    runs = runner.groups(
-        {
-            name: [base | fields | {"seed": seed} for seed in seeds]
-            for name, fields in VARIANTS.items()
-        }
-    )
+    runs = runner.paired({name: base | fields for name, fields in VARIANTS.items()}, seeds)
     ends = ("tpot_vs_stale_%", "tpot_vs_stale_low_%", "tpot_vs_stale_high_%")
     rows = [
         {"variant": name, **{m: mean(own, m) for m in (TPOT, P99_ITL, BUSIEST)}}

@@ -48,9 +48,8 @@ class _Traces:
     @cache  # noqa: B019
     def skewed(self, skew: float) -> RoutingTrace:
         """Draw a trace of Qwen3-30B's preset, the experts' shares of the load to such a power."""
-        drawn = preset_model(
-            "Qwen3-30B-A3B", domains=["code"], n_layers=16, settings={"popularity": skew}
-        )
+        own = {"popularity": skew}
+        drawn = preset_model("Qwen3-30B-A3B", domains=["code"], n_layers=16, settings=own)
         return self._draw(drawn, f"skew-{skew:g}")
 
     def _draw(self, model: Any, name: str) -> RoutingTrace:
@@ -87,10 +86,8 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
     real = results.REAL
 
     def every(setup: Setup) -> list[Routing]:
-        found: dict[str, Routing] = {}
-        for dataset in setup.datasets:
-            found |= {own.name: own for own in traces.of(setup, dataset)}
-        return list(found.values())
+        found = [own for dataset in setup.datasets for own in traces.of(setup, dataset)]
+        return list({own.name: own for own in found}.values())
 
     def cases(setup: Setup, all_routings: bool) -> list[Case]:
         return [
@@ -154,12 +151,9 @@ def figure_3() -> Reproduction:
     models = [load_model(name) for name in ("Qwen3-30B-A3B", "DeepSeek-V3")]
     gpus = {name: load_gpu(name) for name in ("H100", "B200")}
     rows: list[dict[str, Any]] = [
-        {
-            "model": model.name,
-            "batch": batch,
-            "flops_a_byte": float(decode_intensity(model, batch)),
-            "activation_share_%": 100 * float(activation_share(model, batch)),
-        }
+        {"model": model.name, "batch": batch}
+        | {"flops_a_byte": float(decode_intensity(model, batch))}
+        | {"activation_share_%": 100 * float(activation_share(model, batch))}
         for model in models
         for batch in batches
     ]

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from eldr_sim.charts import bars
 from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
@@ -80,9 +82,7 @@ def locality(runner: Runner, quick: bool = False) -> Reproduction:
 
     """
     seeds = range(2 if quick else 5)
-    made = runner.groups(
-        {cell: [_case(*cell) | {"seed": seed} for seed in seeds] for cell in _cells(quick)}
-    )
+    made = runner.paired({cell: _case(*cell) for cell in _cells(quick)}, seeds)
     runs = {cell: [_figures(run) for run in own] for cell, own in made.items()}
     rows = [_row(cell, runs) for cell in runs]
     panel, ends = Setting._fields, (f"{BUSIEST}_percent_low", f"{BUSIEST}_percent_high")
@@ -151,10 +151,8 @@ def _row(cell: _Cell, runs: dict[_Cell, list[dict[str, float]]]) -> dict[str, An
         row |= spread(f"{metric}_percent", change(runs[cell], plain, metric))
         if metric in (BUSIEST, MOE) and policy != "jsq" and variant != _NONE and apart[1]:
             four = ([run[metric] for run in own] for own in (runs[cell], *apart, plain))
-            points = [
-                100.0 * (both - routed - even + none) / none
-                for both, routed, even, none in zip(*four, strict=True)
-            ]
+            both, routed, even, none = map(np.array, four)
+            points = (100.0 * (both - routed - even + none) / none).tolist()
             row |= spread(f"{metric}_interaction", t_interval(points))
         elif metric in (BUSIEST, MOE):
             row |= dict.fromkeys(f"{metric}_interaction{end}" for end in ("", "_low", "_high"))

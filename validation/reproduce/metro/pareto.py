@@ -60,12 +60,9 @@ def points(setup: Setup, routing: Routing, n_batches: int) -> list[Point]:
             for ratio in RATIOS if layout.data_parallel_size > 1 else RATIOS[:1]:
                 for choice in ("none",) if ratio == 1.0 else ASSUMED:
                     seconds = _step_s(setup, routing, step_time, batch, ratio, choice, n_batches)
-                    found.append(
-                        Point(
-                            f"{setup.model}, {routing.domain}", ratio, choice, _named(layout),
-                            batch, 1e3 * seconds, batch / seconds / setup.n_gpus,
-                        )
-                    )  # fmt: skip
+                    case = f"{setup.model}, {routing.domain}", ratio, choice, _named(layout), batch
+                    rate = batch / seconds / setup.n_gpus
+                    found.append(Point(*case, 1e3 * seconds, rate))
     return found
 
 
@@ -86,7 +83,7 @@ def _step_s(
 ) -> float:
     """Return the time of a decode step, s."""
     layout, model, layers = step_time.parallelism, step_time.model, step_time.n_moe_layers
-    each = -(-batch // layout.data_parallel_size)
+    n, each = setup.n_gpus, -(-batch // layout.data_parallel_size)
     batches = routing.batches(batch, n_batches)
     if layout.data_parallel_size == 1:
         active = route(routing, routing.placement(1.0), "even", batches).active
@@ -100,21 +97,13 @@ def _step_s(
     number = "metro" if gathers else "even"
     layer = 1e-6 * route(routing, placement, number, batches, moe).moe_us
     backend: Backend = "allgather_alltoall" if gathers else "nccl_alltoall"
-    sent = build_all_to_all(
-        model, load_gpu(setup.gpu), backend, setup.n_gpus, gpus_per_node=setup.n_gpus
-    )
-    tokens = -(-batch // setup.n_gpus)
-    copies = (
-        tokens
-        * uniform_copies("nccl_alltoall", model.n_experts, model.top_k, setup.n_gpus, setup.n_gpus)[
-            0
-        ]
-    )
-    gathered = tokens * (setup.n_gpus - 1.0) if gathers else copies
-    curve = sent.gathered
-    knots = (curve.dispatch_knots, curve.dispatch_s), (curve.combine_knots, curve.combine_s)
-    dispatch = np.interp(curve.dispatch_bytes * gathered, *knots[0])
-    combine = np.interp(curve.combine_bytes * copies, *knots[1])
+    curve = build_all_to_all(model, load_gpu(setup.gpu), backend, n, gpus_per_node=n).gathered
+    tokens = -(-batch // n)
+    copies = tokens * uniform_copies("nccl_alltoall", model.n_experts, model.top_k, n, n)[0]
+    gathered = tokens * (n - 1.0) if gathers else copies
+    dispatch_bytes, combine_bytes = curve.dispatch_bytes * gathered, curve.combine_bytes * copies
+    dispatch = np.interp(dispatch_bytes, curve.dispatch_knots, curve.dispatch_s)
+    combine = np.interp(combine_bytes, curve.combine_knots, curve.combine_s)
     charged = 1e-6 * MetroParameters().overhead_us if choice == CHARGED else 0.0
     return own + layers * (layer + float(dispatch) + float(combine) + charged)
 
@@ -142,27 +131,33 @@ def at_tpot(own: Sequence[Point], tpot_ms: float, steps: bool) -> float:
     return float(np.interp(tpot_ms, [p.tpot_ms for p in line], [p.tokens_s_gpu for p in line]))
 
 
-def _gain(found: Sequence[Point], ratio: float, steps: bool) -> tuple[float, float]:
-    """Return the least and most gain in throughput of METRO over EPLB at equal TPOT."""
-    eplb = [p for p in found if p.ratio == ratio and p.choice == "EPLB"]
-    metro = [p for p in found if p.ratio == ratio and p.choice == "METRO"]
-    tpots = [p.tpot_ms for p in frontier(metro) if p.tpot_ms >= frontier(eplb)[0].tpot_ms]
-    gains = [at_tpot(metro, t, steps) / at_tpot(eplb, t, steps) for t in tpots]
+def _gain(
+    found: Sequence[Point], ratio: float, steps: bool, choice: str = "METRO", base: str = "EPLB"
+) -> tuple[float, float]:
+    """Return the least and most throughput of METRO over EPLB's, or over none's, at equal TPOT."""
+    at = 1.0 if base == "none" else ratio
+    other = [p for p in found if p.ratio == at and p.choice == base]
+    metro = [p for p in found if p.ratio == ratio and p.choice == choice]
+    tpots = [p.tpot_ms for p in frontier(metro) if p.tpot_ms >= frontier(other)[0].tpot_ms]
+    gains = [at_tpot(metro, t, steps) / at_tpot(other, t, steps) for t in tpots]
     return (min(gains), max(gains)) if gains else (float("nan"), float("nan"))
+
+
+def _against_none(
+    found: Sequence[Point], ratio: float, choice: str = "METRO"
+) -> tuple[float, float]:
+    """Return the least and most gain of METRO over no replication at equal TPOT, %."""
+    low, high = _gain(found, ratio, False, choice, "none")
+    return percent(low, 1.0), percent(high, 1.0)
 
 
 def figure_12(cases: Sequence[tuple[Setup, Routing]], n_batches: int) -> Reproduction:
     """Throughput a GPU against TPOT: EPLB's split, METRO and no replication."""
-    by_case = {}
-    for setup, routing in cases:
-        found = points(setup, routing, n_batches)
-        by_case[found[0].case] = found
+    made = [points(setup, routing, n_batches) for setup, routing in cases]
+    by_case = {found[0].case: found for found in made}
     stepped = [_gain(found, 1.5, True)[1] for found in by_case.values()]
-    smooth = [_gain(found, 1.5, False) for found in by_case.values()]
-    said = "; ".join(
-        f"{case}: {low:.2f} to {high:.2f}"
-        for case, (low, high) in zip(by_case, smooth, strict=True)
-    )
+    smooth = {case: _gain(found, 1.5, False) for case, found in by_case.items()}
+    said = "; ".join(f"{case}: {low:.2f} to {high:.2f}" for case, (low, high) in smooth.items())
     claims = [
         Claim("throughput at equal TPOT over EPLB's, 1.5x, least of the cases (steps of the grid)",
               1.98, 1.98, min(stepped), "x", 0.3, f"between the grid's batches: {said}"),
@@ -184,18 +179,6 @@ def figure_12(cases: Sequence[tuple[Setup, Routing]], n_batches: int) -> Reprodu
 
     draw = _frontiers(list(by_case.values()))
     return Reproduction("figure_12", "decode throughput against latency", rows, claims, draw)
-
-
-def _against_none(
-    found: Sequence[Point], ratio: float, choice: str = "METRO"
-) -> tuple[float, float]:
-    """Return the least and most gain of METRO over no replication at equal TPOT, %."""
-    none = [p for p in found if p.choice == "none"]
-    metro = [p for p in found if p.ratio == ratio and p.choice == choice]
-    start = frontier(none)[0].tpot_ms
-    tpots = [p.tpot_ms for p in frontier(metro) if p.tpot_ms >= start]
-    gains = [percent(at_tpot(metro, t, False), at_tpot(none, t, False)) for t in tpots]
-    return (min(gains), max(gains)) if gains else (float("nan"), float("nan"))
 
 
 def _frontiers(cases: Sequence[Sequence[Point]]) -> Draw:

@@ -19,6 +19,7 @@ from eldr_sim.validation.reproduce.reproduction import (
     Reproduction,
     Runner,
     percent,
+    row_of,
     write_requests,
 )
 
@@ -140,33 +141,21 @@ def _rows(
         for choice in (("none",) if ratio == 1.0 else choices)
     ]
     fields = [case.fields(ratio, **choices.get(choice, {})) for case, ratio, choice in keys]
-    return [
-        _row(case, ratio, choice, summary)
-        for (case, ratio, choice), summary in zip(keys, runner.run(fields), strict=True)
-    ]
+    runs = runner.run(fields)
+    return [_row(*key, summary) for key, summary in zip(keys, runs, strict=True)]
 
 
 def _row(case: Case, ratio: float, choice: str, summary: Summary) -> dict[str, Any]:
     group, layers = summary["group"], load_model(case.setup.model).n_moe_layers
-    return {
-        "case": case.name,
-        "model": case.setup.model,
-        "dataset": case.dataset.name,
-        "routing": case.routing.name,
-        "ratio": ratio,
-        "choice": choice,
-        **{name: summary[name] for name in (TPOT, TTFT, THROUGHPUT, BUSIEST)},
-        **{f"{part}_us_a_layer": 1e3 * group[f"mean_{part}_ms"] / layers for part in _PARTS},
-        "busiest_pairs_over_mean": group["busiest_rank_pairs_over_mean"],
-        "kv_blocks": summary["kv_blocks_per_worker"],
-        "weakest_provenance": summary["weakest_provenance"],
-    }
-
-
-def _of(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
-    """Return the one row with these values."""
-    (row,) = (r for r in rows if all(r[name] == value for name, value in wanted.items()))
-    return row
+    return (
+        {"case": case.name, "model": case.setup.model, "dataset": case.dataset.name}
+        | {"routing": case.routing.name, "ratio": ratio, "choice": choice}
+        | {name: summary[name] for name in (TPOT, TTFT, THROUGHPUT, BUSIEST)}
+        | {f"{part}_us_a_layer": 1e3 * group[f"mean_{part}_ms"] / layers for part in _PARTS}
+        | {"busiest_pairs_over_mean": group["busiest_rank_pairs_over_mean"]}
+        | {"kv_blocks": summary["kv_blocks_per_worker"]}
+        | {"weakest_provenance": summary["weakest_provenance"]}
+    )
 
 
 def _gains(
@@ -177,7 +166,7 @@ def _gains(
     for row in rows:
         if row["choice"] == choice:
             ratio = 1.0 if base == "none" else row["ratio"]
-            other = _of(rows, case=row["case"], ratio=ratio, choice=base)
+            other = row_of(rows, case=row["case"], ratio=ratio, choice=base)
             gains[f"{row['case']}, {row['ratio']}x"] = percent(row[figure], other[figure])
     return gains
 
@@ -193,7 +182,7 @@ def _against_none(rows: Sequence[dict[str, Any]]) -> Draw:
     """Draw TPOT and throughput of each choice over those without replicas."""
     shown = []
     for row in rows:
-        base = _of(rows, case=row["case"], choice="none")
+        base = row_of(rows, case=row["case"], choice="none")
         shown.append(row | {f"{name} over none's": row[m] / base[m] for m, name in _SHORT.items()})
     columns = tuple(f"{name} over none's" for name in _SHORT.values())
     return bars(shown, "case", columns, ("choice", "ratio"))
@@ -212,7 +201,7 @@ def figure_5(runner: Runner, case: Case, bursts: Sequence[int]) -> Reproduction:
     ]  # fmt: skip
     ttft = dict(zip(prompts, (s[TTFT] for s in runner.run(burst_fields)), strict=True))
     rows = [r for r in _rows(runner, [case], RATIOS) if r["choice"] != "METRO"]
-    none, most = _of(rows, ratio=1.0), _of(rows, ratio=RATIOS[-1])
+    none, most = row_of(rows, ratio=1.0), row_of(rows, ratio=RATIOS[-1])
     change = {b: percent(ttft[b, RATIOS[-1]], ttft[b, 1.0]) for b in bursts}
     skew = none["busiest_pairs_over_mean"]
     claims = [
@@ -286,8 +275,7 @@ def figure_1(shown: Sequence[Reproduction]) -> Reproduction:
     """All set-ups at 1.5x: the largest gains of Figures 9 and 10."""
     rows = [row for one in shown for row in one.table.to_pylist()]
     rows = [row for row in rows if row["ratio"] in (1.0, 1.5)]
-    tpot = _gains(rows, TPOT)
-    throughput = _gains(rows, THROUGHPUT)
+    tpot, throughput = _gains(rows, TPOT), _gains(rows, THROUGHPUT)
     claims = [
         Claim("TPOT at 1.5x falls by up to", -22, -22, min(tpot.values()), "%", 2.0,
               _span(tpot, False)),
@@ -304,7 +292,7 @@ def figure_11(runner: Runner, case: Case, ratios: Sequence[float]) -> Reproducti
     """What a MoE layer takes, part by part."""
     rows = _rows(runner, [case], ratios)
     most = max(ratios)
-    eplb, metro = (_of(rows, ratio=most, choice=choice) for choice in ("EPLB", "METRO"))
+    eplb, metro = (row_of(rows, ratio=most, choice=choice) for choice in ("EPLB", "METRO"))
     saved = eplb["moe_us_a_layer"] - metro["moe_us_a_layer"]
     moved = [row["dispatch_us_a_layer"] + row["combine_us_a_layer"] for row in (metro, eplb)]
     claims = [

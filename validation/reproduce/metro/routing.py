@@ -30,7 +30,8 @@ from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.streams import stream
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent
+from eldr_sim.validation.reproduce.expert_traffic import ranges
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, grouped, percent
 
 RATIOS = (1.125, 1.25, 1.5)
 #: The choices, by the paper's names for its own.
@@ -58,9 +59,7 @@ class Routing:
         """Rows of the trace that decode steps of serving requests feed."""
         trace = self.trace
         mine = trace.domain == trace.domains.index(self.domain)
-        requests = np.flatnonzero(mine & ~trace.is_calibration)
-        first, n = trace.decode_window(requests)
-        return np.concatenate([np.arange(f, f + k) for f, k in zip(first, n, strict=True)])
+        return ranges(*trace.decode_window(np.flatnonzero(mine & ~trace.is_calibration)))
 
     @cached_property
     def load(self) -> NDArray[np.float64]:
@@ -98,7 +97,6 @@ def route(
     choice: str,
     batches: NDArray[np.int64],
     moe: RankMoE | None = None,
-    prompts: bool = False,
 ) -> Steps:
     """Return what a choice makes of batches of tokens, ``[steps, tokens]`` rows of the trace."""
     n_layers, n_experts = routing.load.shape
@@ -113,7 +111,7 @@ def route(
     bits = routing.trace.bits.reshape(len(routing.trace.bits), -1)
     work = make_group_scratch(n_layers, bits.shape[1], n_ranks, n_experts, replicas.rank.shape[3])
     masks = rank_masks([placement], n_experts, n_layers)
-    counting = Counting(masks, replicas, group, work, 0, n_ranks, number, prompts)
+    counting = Counting(masks, replicas, group, work, 0, n_ranks, number, False)
     made = [route_tokens(bits, rows, counting) for rows in batches]
 
     def mean(values: Iterable[float]) -> float:
@@ -147,14 +145,9 @@ def figure_8(routings: Sequence[Routing], n_batches: int) -> Reproduction:
             for ratio in RATIOS:
                 placement = routing.placement(ratio)
                 rows += [
-                    {
-                        "routing": routing.name,
-                        "gpus": routing.n_ranks,
-                        "tokens": batch,
-                        "ratio": ratio,
-                        "choice": choice,
-                        "busiest_experts": route(routing, placement, choice, batches).busiest,
-                    }
+                    {"routing": routing.name, "gpus": routing.n_ranks, "tokens": batch}
+                    | {"ratio": ratio, "choice": choice}
+                    | {"busiest_experts": route(routing, placement, choice, batches).busiest}
                     for choice in ("even", "metro", "metro_sorted", "optimal")
                 ]
     cells = _cells(rows, "busiest_experts")
@@ -236,12 +229,10 @@ def against_none(
         for choice in CHOICES
     ]
 
-    own: dict[tuple[str, float, int], list[float]] = {}
-    for row in rows:
-        key = row["choice"], row["ratio"], row["tokens"]
-        own.setdefault(key, []).append(row["moe_vs_none_%"])
+    own = grouped(rows, lambda row: (row["choice"], row["ratio"], row["tokens"]))
     medians = [
-        {"choice": choice, "ratio": ratio, "tokens": tokens, "MoE time, %": float(np.median(each))}
+        {"choice": choice, "ratio": ratio, "tokens": tokens}
+        | {"MoE time, %": float(np.median([row["moe_vs_none_%"] for row in each]))}
         for (choice, ratio, tokens), each in own.items()
         if choice != "none"
     ]

@@ -27,7 +27,7 @@ from eldr_sim.validation.reproduce.moe_prefill.settings import (
     tuned,
 )
 from eldr_sim.validation.reproduce.moe_prefill.workload import REGIME_TOKENS, REGIMES
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, grouped, percent
 
 OURS, OWN, BALANCER = "MoE-Prefill", "AsyncEP", "AsyncEP, least loaded"
 #: Ours, and not the paper's: its router with the longest of the held prompts first.
@@ -50,19 +50,11 @@ class Sizes:
 
 
 def _row(cell: Cell, label: str, summary: Summary, **more: Any) -> dict[str, Any]:
-    return {
-        "cell": cell.name,
-        "system": label,
-        **more,
-        "tokens_per_s": summary[THROUGHPUT],
-        "computed_tokens_per_s": summary[COMPUTED],
-        "mfu_%": 100 * summary[MFU],
-        "cached_tokens": summary["prefix_cache_hits"],
-        "makespan_s": summary["makespan_s"],
-        "failed": summary["failed"],
-        "kv_blocks_per_worker": summary["kv_blocks_per_worker"],
-        "weakest_provenance": summary["weakest_provenance"],
-    }
+    row = {"cell": cell.name, "system": label} | more
+    row |= {"tokens_per_s": summary[THROUGHPUT], "computed_tokens_per_s": summary[COMPUTED]}
+    row |= {"mfu_%": 100 * summary[MFU], "cached_tokens": summary["prefix_cache_hits"]}
+    kept = ("makespan_s", "failed", "kv_blocks_per_worker", "weakest_provenance")
+    return row | {name: summary[name] for name in kept}
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -95,11 +87,9 @@ def _by_seed(
 
 def _rates(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, list[float]]:
     """Return tokens a second by system, seed by seed."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        if all(row.get(name) == value for name, value in wanted.items()):
-            found.setdefault(row["system"], []).append(row["tokens_per_s"])
-    return found
+    mine = (row for row in rows if wanted.items() <= row.items())
+    own = grouped(mine, lambda row: str(row["system"]))
+    return {system: [row["tokens_per_s"] for row in each] for system, each in own.items()}
 
 
 def _ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
@@ -200,12 +190,11 @@ def _scaling(rows: Sequence[dict[str, Any]]) -> list[Claim]:
 
 def _means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the mean tokens a second of each cell, system and sharing."""
-    own: dict[tuple[str, str, float], list[float]] = {}
-    for row in (row for row in rows if row["gpus"] == 8):
-        key = row["cell"], row["system"], row["sharing"]
-        own.setdefault(key, []).append(row["tokens_per_s"])
+    shown = (row for row in rows if row["gpus"] == 8)
+    own = grouped(shown, lambda row: (row["cell"], row["system"], row["sharing"]))
     return [
-        {"cell": cell, "system": system, "sharing": share, "tokens_per_s": float(np.mean(each))}
+        {"cell": cell, "system": system, "sharing": share}
+        | {"tokens_per_s": float(np.mean([row["tokens_per_s"] for row in each]))}
         for (cell, system, share), each in own.items()
     ]
 
@@ -282,9 +271,8 @@ def figure_10(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
                   "%", 3.0, f"assumed prefixes; {each}", given=cell == H100_FP8)
         )  # fmt: skip
     more = own[H100_FP8.name] - own["H100 BF16"]
-    claims.append(
-        Claim("H100: the router's gain in FP8 less in BF16", 1.0, 1.0, more, "points", 1.0)
-    )
+    statement = "H100: the router's gain in FP8 less in BF16"
+    claims.append(Claim(statement, 1.0, 1.0, more, "points", 1.0))
 
     shown = [row for row in _means(rows) if row["cell"] == H100_FP8.name]
     draw = bars(shown, "sharing", "tokens_per_s", "system", title=H100_FP8.name)
@@ -389,9 +377,8 @@ def figure_12(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     runs = {n: bool(baselines["short", n]) for n in gpus}
     eight = {f"{s}, {r}": v for r in REGIMES for s, v in baselines[r, 8].items()}
     top = max(eight, key=lambda name: eight[name])
-    dispatched = [
-        next(v for s, v in baselines["short", n].items() if s.startswith("DP+EP")) for n in (4, 8)
-    ]
+    short = (baselines["short", n].items() for n in (4, 8))
+    dispatched = [next(v for s, v in each if s.startswith("DP+EP")) for each in short]
     first_pp = baselines["short", 4]["PP+PP"], baselines["short", 8]["PP+PP"]
     claims = [
         Claim("AsyncEP, 8 GPUs: least MFU", 29.84, 29.84, min(at[8]), "%", 1.0,

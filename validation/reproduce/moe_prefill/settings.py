@@ -96,27 +96,23 @@ def async_ep(cell: Cell, n_gpus: int) -> Strategy:
     return held if fitting else Strategy("async_ep", window=WINDOW)
 
 
-def _tensor_parallel(cell: Cell, n_gpus: int) -> System | None:
-    """TP+TP, or two workers where blocks of FP8 weights cannot be cut as often."""
-    for workers in (1, 2):
-        size = n_gpus // workers
-        fields = Strategy("tp").fields(size) | {"topology": f"{workers}P"}
-        if size > 1 and fits(cell, fields):
-            label = "TP+TP" if workers == 1 else f"{workers} x TP{size}"
-            return System(label, fields)
-    return None
-
-
 def engine_baselines(cell: Cell, n_gpus: int) -> list[System]:
-    """Return the baselines but for DP+EP that fit on ``n_gpus`` GPUs, FCFS."""
+    """Return the baselines but for DP+EP that fit on ``n_gpus`` GPUs, FCFS.
+
+    In the place of TP+TP two workers, where blocks of FP8 weights cannot be cut as often.
+    """
     found = []
     for kind in ("pp", "tp_ep"):
         strategy = Strategy(kind)
         fields = strategy.fields(n_gpus)
         if n_gpus > 1 and fits(cell, fields):
             found.append(System(strategy.label, fields))
-    tensor = _tensor_parallel(cell, n_gpus)
-    return found if tensor is None else [*found, tensor]
+    for workers in (1, 2):
+        size = n_gpus // workers
+        fields = Strategy("tp").fields(size) | {"topology": f"{workers}P"}
+        if size > 1 and fits(cell, fields):
+            return [*found, System("TP+TP" if workers == 1 else f"2 x TP{size}", fields)]
+    return found
 
 
 def dispatching(cell: Cell, n_gpus: int, context: int) -> System | None:
@@ -143,10 +139,7 @@ class Workloads:
     def regime(
         self, name: str, tokens: int, rate: float = math.inf, arrivals: int = 0
     ) -> dict[str, Any]:
-        """Return the fields of a run of prompts of one length, so many a second.
-
-        ``arrivals`` is the seed of when they come.
-        """
+        """Return the fields of a run of prompts of one length; ``arrivals``: seed of when."""
         return self._log(("regime", name, tokens), rate, arrivals)
 
     def prompts(self, key: tuple[Any, ...]) -> list[workload.Prompt]:
@@ -160,11 +153,8 @@ class Workloads:
             path = Path(self._folder.name) / f"{'-'.join(map(str, name))}.jsonl"
             prompts = self.prompts(key)
             workload.write_log(prompts, path, rate, arrivals)
-            self._written[name] = {
-                "workload": str(path),
-                "num_requests": len(prompts),
-                "request_rate": rate,
-            }
+            named = {"workload": str(path), "num_requests": len(prompts), "request_rate": rate}
+            self._written[name] = named
         return self._written[name]
 
 

@@ -49,9 +49,7 @@ def chunks_of(budget: int, context: int) -> list[list[tuple[int, int]]]:
     """
     if context <= budget:
         return [[(0, context)] * min(budget // context, _MOST_SEQS)]
-    return [
-        [(first, min(budget, context - first))] for first in range(0, context, budget)
-    ]  # fmt: skip
+    return [[(first, min(budget, context - first))] for first in range(0, context, budget)]
 
 
 def _resident(parts: StepParts, links: float) -> float:
@@ -64,22 +62,19 @@ def step_s(
     """Return how long a step keeps the GPUs, s: of these chunks on every engine.
 
     ``async_ep`` and ``dp_ep`` have an engine on each GPU, the others one in all. In a pipeline the
-    slowest stage counts, the others being busy with other steps.
-
-    Raises InputError if the GPUs cannot share the model so.
+    slowest stage counts, the others being busy with other steps. Raises InputError if the GPUs
+    cannot share the model so.
     """
     dims, part = load_model(model), gpu if isinstance(gpu, GPU) else load_gpu(gpu)
-    tokens = sum(count for _, count in chunks)
-    sharded = strategy.kind in ("tp_ep", "tp")
     parallelism = SINGLE_GPU
-    if sharded:
+    if strategy.kind in ("tp_ep", "tp"):
         parallelism = Parallelism(n_gpus, strategy.kind == "tp_ep")
     elif strategy.kind == "dp_ep":
         parallelism = Parallelism(1, True, n_gpus)
     parallelism.check(dims)
     times = _times(model, part, parallelism)
     if strategy.kind == "dp_ep":
-        return _dispatched_s(strategy, times, n_gpus, chunks, tokens)
+        return _dispatched_s(strategy, times, n_gpus, chunks)
     parts = times.parts(chunks=chunks)
     layer_s = _resident(parts, strategy.links) / dims.n_moe_layers
     if strategy.kind == "async_ep":
@@ -100,14 +95,10 @@ def step_s(
 
 
 def _dispatched_s(
-    strategy: Strategy,
-    times: StepTimeModel,
-    n_gpus: int,
-    chunks: list[tuple[int, int]],
-    tokens: int,
+    strategy: Strategy, times: StepTimeModel, n_gpus: int, chunks: list[tuple[int, int]]
 ) -> float:
     """Return a step of engines that dispatch their tokens to evenly loaded experts, s."""
-    dims, part = times.model, times.gpu
+    dims, part, tokens = times.model, times.gpu, sum(count for _, count in chunks)
     experts = dims.n_experts // n_gpus
     resident = times.parts(chunks=chunks)
     routed = build_all_to_all(dims, part, strategy.backend, n_gpus)
@@ -158,17 +149,13 @@ def best(strategy: Strategy, model: str, gpu: str | GPU, n_gpus: int, context: i
 
 def best_backend(model: str, gpu: str | GPU, n_gpus: int, context: int) -> tuple[Strategy, Rate]:
     """Return ``dp_ep`` with the backend and the budget that are fastest."""
-    made = [
-        (strategy, best(strategy, model, gpu, n_gpus, context))
-        for strategy in (Strategy("dp_ep", backend) for backend in BACKENDS)
-    ]
+    strategies = [Strategy("dp_ep", backend) for backend in BACKENDS]
+    made = [(strategy, best(strategy, model, gpu, n_gpus, context)) for strategy in strategies]
     return max(made, key=lambda one: one[1].tokens_per_s)
 
 
-def each_rate(
-    model: str, gpu: str, n_gpus: int, tokens: int, links: float = 1.0, context: int = 512
-) -> dict[str, float]:
-    """Return the tokens a second of each strategy with ``tokens`` a GPU and step.
+def each_rate(model: str, gpu: str, n_gpus: int, tokens: int, links: float) -> dict[str, float]:
+    """Return the tokens a second of each strategy with ``tokens`` a GPU and step, prompts of 512.
 
     Where one engine has several GPUs its step holds ``tokens`` for each of them, but for a
     pipeline, whose stages have steps of ``tokens`` each. A strategy that cannot share the model is
@@ -180,7 +167,7 @@ def each_rate(
             strategy = Strategy(kind, backend, links=links)
             budget = tokens * n_gpus if kind in ("tp_ep", "tp") else tokens
             try:
-                made = rate(strategy, model, gpu, n_gpus, budget, min(context, tokens))
+                made = rate(strategy, model, gpu, n_gpus, budget, min(512, tokens))
             except InputError:
                 continue
             found[kind] = max(found.get(kind, 0.0), made.tokens_per_s)

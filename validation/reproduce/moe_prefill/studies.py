@@ -11,6 +11,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.traces.routing.bitsets import count_rows
 from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.validation.reproduce.expert_traffic import ranges
 from eldr_sim.validation.reproduce.moe_prefill.results import Sizes, mean_and_interval
 from eldr_sim.validation.reproduce.moe_prefill.settings import (
     COMMON,
@@ -27,16 +28,12 @@ _ASYNC = Strategy("async_ep").fields(8)
 
 def thresholds(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     """Eq. 1 and Eq. 3, their margins, and load in FLOPs or tokens, on 8 H100 in FP8."""
-    keys = [
-        (budget, equation, margin, unit)
-        for budget in (8192, 65_536)
-        for equation in ("eq1", "eq3")
-        for margin in (0.1, 1.0, 3.0)
-        for unit in ("flops", "tokens")
+    budgets = (8192, 65_536)
+    names = [
+        f"saturation:threshold={equation},margin={margin:g},unit={unit}"
+        for equation, margin, unit in product(("eq1", "eq3"), (0.1, 1.0, 3.0), ("flops", "tokens"))
     ]
-    names = [f"saturation:threshold={e},margin={m:g},unit={u}" for _, e, m, u in keys]
-    others = [(b, name) for b in (8192, 65_536) for name in ("prefix_hash", "least_loaded")]
-    every = [(key[0], name) for key, name in zip(keys, names, strict=True)] + others
+    every = [*product(budgets, names), *product(budgets, ("prefix_hash", "least_loaded"))]
     runs = runner.groups({
         (budget, name): [
             COMMON | H100_FP8.fields | _ASYNC | logs.real(sizes.tuning_scale, 1.0, seed)
@@ -117,17 +114,13 @@ def routers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
 
 def gathers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     """Collective and one-sided gathers, by load and skew; and what interference costs."""
-    tokens = sizes.regime_tokens // 5
-    full = logs.regime("medium", tokens)
-    mixed = logs.real(sizes.tuning_scale, 0.0)
     kinds = {
-        "8K prompts, all at once": full,
-        "Table 2, all at once": mixed,
-        **{
-            f"Table 2, {r:g} requests/s": logs.real(sizes.tuning_scale / 5, 0.0, rate=r)
-            for r in (10.0, 40.0, 160.0)
-        },
+        "8K prompts, all at once": logs.regime("medium", sizes.regime_tokens // 5),
+        "Table 2, all at once": logs.real(sizes.tuning_scale, 0.0),
     }
+    for r in (10.0, 40.0, 160.0):
+        mixed = logs.real(sizes.tuning_scale / 5, 0.0, rate=r)
+        kinds[f"Table 2, {r:g} requests/s"] = mixed
     keys = [
         (what, budget, gather, interference)
         for what in kinds for budget in (8192, 32_768)
@@ -188,8 +181,7 @@ def needed() -> Reproduction:
     for name in ("reference-moe", "qwen3-30b-a3b"):
         trace = open_trace(name)
         first, n = trace.recorded_rows(np.arange(trace.n_requests))
-        owner = np.concatenate([np.full(k, d) for d, k in zip(trace.domain, n, strict=True)])
-        at = np.concatenate([np.arange(f, f + k) for f, k in zip(first, n, strict=True)])
+        owner, at = np.repeat(trace.domain, n), ranges(first, n)
         counts = count_rows(trace.bits[at], trace.n_experts)
         load = np.sort(counts / counts.sum(axis=1, keepdims=True), axis=1)[:, ::-1]
         for tokens in (256, 512, 1024, 2048, 4096):

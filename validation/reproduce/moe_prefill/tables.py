@@ -1,5 +1,7 @@
 """MoE-Prefill Sec. 4, before any queue: bytes (Table 1), chunks (Figure 3), load (Figure 4)."""
 
+from itertools import product
+
 import numpy as np
 
 from eldr_sim.charts import lines
@@ -14,7 +16,7 @@ from eldr_sim.traces.routing.bitsets import count_rows
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.reproduce.moe_prefill.settings import CELLS
 from eldr_sim.validation.reproduce.moe_prefill.steps import Strategy, rate
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, row_of
 
 _MODELS = {"BF16": "Qwen3-235B-A22B", "FP8": "Qwen3-235B-A22B-FP8"}
 _TOKENS = (2048, 8192, 16_384, 36_864, 65_536)
@@ -42,11 +44,8 @@ def table_1() -> Reproduction:
     ]  # fmt: skip
 
     def sent(strategy: str, tokens: int) -> float:
-        (row,) = (
-            r for r in rows if (r["strategy"], r["precision"], r["gpus"], r["tokens_a_gpu"])
-            == (strategy, "BF16", 8, tokens)
-        )  # fmt: skip
-        return float(row["MB"])
+        which = {"strategy": strategy, "precision": "BF16", "gpus": 8, "tokens_a_gpu": tokens}
+        return float(row_of(rows, **which)["MB"])
 
     even = {
         (precision, once): break_even_tokens(load_model(model), 8, copy_per_rank=once)
@@ -83,23 +82,16 @@ def figure_3() -> Reproduction:
     strategies = [Strategy("async_ep"), *(Strategy("dp_ep", backend) for backend in BACKENDS),
                   Strategy("tp_ep"), Strategy("pp")]  # fmt: skip
     rows = []
-    for cell in CELLS:
-        for strategy in strategies:
-            for context in _CONTEXTS:
-                for budget in BUDGETS:
-                    made = rate(strategy, cell.model, cell.gpu, 8, budget, context)
-                    rows.append(
-                        {"cell": cell.name, "strategy": strategy.label, "context": context,
-                         "budget": budget, "mfu_%": 100 * made.mfu,
-                         "tokens_per_s": made.tokens_per_s}
-                    )  # fmt: skip
+    for cell, strategy, context, budget in product(CELLS, strategies, _CONTEXTS, BUDGETS):
+        made = rate(strategy, cell.model, cell.gpu, 8, budget, context)
+        rows.append(
+            {"cell": cell.name, "strategy": strategy.label, "context": context, "budget": budget}
+            | {"mfu_%": 100 * made.mfu, "tokens_per_s": made.tokens_per_s}
+        )
 
     def share(cell: str, strategy: str, context: int, budget: int) -> float:
-        (row,) = (
-            r for r in rows if (r["cell"], r["strategy"], r["context"], r["budget"])
-            == (cell, strategy, context, budget)
-        )  # fmt: skip
-        return float(row["mfu_%"])  # type: ignore[arg-type]
+        which = {"cell": cell, "strategy": strategy, "context": context, "budget": budget}
+        return float(row_of(rows, **which)["mfu_%"])
 
     claims = []
     for cell in CELLS:

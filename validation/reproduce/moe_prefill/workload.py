@@ -93,9 +93,7 @@ def real_world(sharing: float = 1.0, scale: float = 1.0, seed: int = 0) -> list[
     """Return the aggregated workload of Table 2, in the order in which it is queued.
 
     ``sharing``: of the assumed prefixes, 0 to 1; ``scale``: of each dataset's requests, above 0;
-    whole documents, one at least.
-
-    Raises InputError if ``sharing`` or ``scale`` is out of range.
+    whole documents, one at least. Raises InputError if ``sharing`` or ``scale`` is out of range.
     """
     if not 0 <= sharing <= 1:
         raise InputError("sharing", f"{sharing!r}", "0 to 1")
