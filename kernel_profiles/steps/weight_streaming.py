@@ -56,9 +56,7 @@ class StreamPlan:
     stream: Stream  #: seconds of one layer's transfers
     #: Layers whose shards a GPU holds, the first MoE layer left out; 0 where it holds all.
     window: int
-    #: ``layer_bytes``, ``shard_bytes``: experts of one layer, and one GPU's part of them.
-    layer_bytes: int
-    shard_bytes: int
+    layer_bytes: int  #: experts of one layer
     #: By component (``weight_gather``, ``host_copy``): label and origin.
     provenance: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]  #: what a reader of results must know, one line each
@@ -110,7 +108,7 @@ def plan_stream(
         provenance["host_copy"] = {"label": label, "origin": origin}
         host_s = layer_bytes / n_gpus / gpu.host_bandwidth
     stream = Stream(gather_s, host_s, float(interference), n_gpus == 1)
-    return StreamPlan(stream, window, layer_bytes, layer_bytes // n_gpus, provenance, warnings)
+    return StreamPlan(stream, window, layer_bytes, provenance, warnings)
 
 
 def _gather(
