@@ -85,13 +85,8 @@ class Greedy:
     ) -> int | None:
         """Return the worker whose cost a request lets grow least, and enter it in the books.
 
-        -1, and the books as they were, where no worker is healthy.
-
-        ``loads``, ``healthy``: shape [K]; ``prompt_len``, ``activation``, ``log``: tokens of the
-        request's prompt, its activation on the grid of ``unions``, and that one's ``log_idle``;
-        ``first``: the worker that is preferred among equals; then those behind it; ``tokens``,
-        ``beside``: 0: the cost is of second power, ``b t^2``; else it is ``tokens * b t``, s, and
-        what each worker's requests cost beside, s, shape [K].
+        None, and the books as they were, where no worker is healthy. ``seconds``: the ``tokens``
+        and ``beside`` of :func:`place`; without, the cost is of second power.
         """
         tokens, beside = seconds or (0.0, self._nothing)
         activation, log = usage
