@@ -29,18 +29,10 @@ MARKER = "summary.json"
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """Policies under the same seeds, and their paired differences.
+    """Policies under the same seeds, and their paired differences."""
 
-    Attributes
-    ----------
-    config
-        The configuration apart from its policy.
-    paired
-        The summaries of each policy under each seed.
-    """
-
-    config: RunConfig
-    paired: PairedRuns
+    config: RunConfig  #: apart from its policy
+    paired: PairedRuns  #: the summaries of each policy under each seed
 
     @property
     def summaries(self) -> dict[str, Summary]:

@@ -194,21 +194,10 @@ def clusters_to_plan(
     Raises InputError if a policy or GPU is unknown or listed twice, if only some GPUs have a price,
     or if the configuration does not suit a plan.
 
-    Parameters
-    ----------
-    config
-        Fields that all share. A pool with a GPU of its own keeps it.
-    policies
-        Decode policies; that of the configuration if empty. Those that need experts are left out of
-        a dense model's.
-    gpus
-        GPUs; that of the configuration if empty.
-    prices
-        Price of a GPU-hour by GPU; overrides the configuration's.
-    redundant_experts
-        Numbers of redundant experts; that of the configuration if empty.
-    drafts
-        Numbers of drafts of the configuration's ``speculative_config``; as it is if empty.
+    ``config``: fields that all share; a pool with a GPU of its own keeps it; ``policies``: of
+    decode; those that need experts are left out of a dense model's; ``prices``: of a GPU-hour by
+    GPU, before the configuration's; ``redundant_experts``, ``drafts``: numbers of them. What is
+    empty is the configuration's.
     """
     if not isinstance(config.topology, str):
         problem = "a file of pools, and plans choose the workers themselves"

@@ -42,26 +42,14 @@ def plan_rate(
     """Find the highest rate that a cluster carries within its objective, seed by seed.
 
     The highest rate of each seed is found by bisection to 1%, those of further seeds from that of
-    the first. Under one seed all policies and rates
-    see the same requests; the rate scales the gaps between them. The mean over ``objective.seeds``
-    seeds has Student's t interval.
+    the first. Under one seed all policies and rates see the same requests; the rate scales the gaps
+    between them. The mean over ``objective.seeds`` seeds has Student's t interval.
 
     Raises InputError if an argument is not valid, or the arguments contradict each other.
 
-    Parameters
-    ----------
-    config
-        The cluster and the workload; its rate is ignored.
-    objective
-        Service level and attainment.
-    policies, gpus
-        Candidates on the same topology; those of ``config`` if empty.
-    prices
-        Price of a GPU-hour by GPU.
-    jobs
-        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
-    progress
-        Called after every run with the numbers of runs done and asked for so far.
+    ``config``: the cluster and the workload; its rate is ignored; ``policies``, ``gpus``,
+    ``prices``, ``jobs``, ``progress``: as of :func:`~eldr_sim.planning.search.plan.plan`, on the
+    same topology.
     """
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {})

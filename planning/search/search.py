@@ -289,24 +289,13 @@ def highest_rate(
 
     Returns that rate and the next that does not (infinite at ``high``), or None.
 
-    Parameters
-    ----------
-    start
-        First rate, requests per second.
-    low, high
-        Range of rates; the result is None if ``low`` misses the objective, and ``high`` if that
-        meets it.
-    meets
-        Whether a rate meets the objective; must be monotone.
-    factor
-        Step until one rate meets the objective and the next misses it, the next ones longer; then
-        the rates between are narrowed down on a logarithmic scale.
-    tolerance
-        Largest relative distance between the rate returned and one that misses.
-    at_once
-        Rates that are asked about side by side.
-    beaten
-        Whether the search may stop with a wider range, as one that lies below a rate.
+    ``start``, ``low``, ``high``: first rate and range, requests per second; None if ``low`` misses
+    the objective, and ``high`` if that meets it; ``meets``: whether a rate does; must be monotone;
+    ``factor``: step until one rate meets the objective and the next misses it, the next ones
+    longer; then the rates between are narrowed down on a logarithmic scale; ``tolerance``: largest
+    relative distance between the rate returned and one that misses; ``at_once``: rates that are
+    asked about side by side; ``beaten``: whether the search may stop with a wider range, as one
+    that lies below a rate.
     """
 
     good, bad = 0.0, math.inf
