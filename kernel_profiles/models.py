@@ -514,8 +514,5 @@ def _dtypes(quantization: dict[str, Any], path: Path, routed: bool) -> dict[str,
         return {"expert_dtype": "nvfp4"} if routed else {"linear_dtype": "nvfp4"}
     if not routed and (quantization.get("quant_algo") == "FP8" or (fp8 and all(fp8))):
         return {"linear_dtype": "fp8"}
-    raise InputError(
-        "model",
-        f"quantization {method!r} is not modelled",
-        "none, fp8, mxfp4, INT4 or NVFP4 experts",
-    )
+    problem = f"quantization {method!r} is not modelled"
+    raise InputError("model", problem, "none, fp8, mxfp4, INT4 or NVFP4 experts")

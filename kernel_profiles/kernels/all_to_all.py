@@ -211,11 +211,8 @@ def build_all_to_all(
     if library not in get_args(Library):
         raise InputError("library", f"{library!r}", ", ".join(get_args(Library)))
     if n_ranks < 2 or (n_ranks > gpus_per_node and n_ranks % gpus_per_node):
-        raise InputError(
-            "expert_parallel_size",
-            f"{n_ranks} ranks on nodes of {gpus_per_node} GPUs",
-            "2 or more in a node, or whole nodes",
-        )
+        problem = f"{n_ranks} ranks on nodes of {gpus_per_node} GPUs"
+        raise InputError("expert_parallel_size", problem, "2 or more in a node, or whole nodes")
     node = min(n_ranks, gpus_per_node)
     fp8 = backend.startswith("deepep") and model.expert_dtype in ("fp8", "fp8_block")
     combine_bytes = 2.0 * model.hidden_size

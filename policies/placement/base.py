@@ -168,11 +168,9 @@ class EldrPlacement(PlacementPolicy):
         Raises InputError as `greedy_placement`, and where there are redundant experts.
         """
         if group.n_redundant:
-            raise InputError(
-                "num_redundant_experts",
-                "'eldr' places one instance of every expert",
-                "0, or an expert placement with redundant experts, such as eplb",
-            )
+            problem = "'eldr' places one instance of every expert"
+            allowed = "0, or an expert placement with redundant experts, such as eplb"
+            raise InputError("num_redundant_experts", problem, allowed)
         ranks = greedy_placement(self._activation[group.number], group.n_ranks)
         return Placement.of_ranks(ranks, group.n_ranks)
 

@@ -87,11 +87,8 @@ class GroupedPlacement(PlacementPolicy):
         fill nodes, or calibration requests of another shape.
         """
         if group.n_redundant:
-            raise InputError(
-                "num_redundant_experts",
-                f"{self.name!r} decides itself how many instances there are",
-                "0",
-            )
+            problem = f"{self.name!r} decides itself how many instances there are"
+            raise InputError("num_redundant_experts", problem, "0")
         if group.n_ranks % group.n_nodes or group.n_ranks > group.n_experts:
             raise InputError(
                 "expert_placement",

@@ -73,11 +73,9 @@ def cluster_homes(context: PolicyContext, calibration: CalibrationSet, group: Ex
 
 def _artifact(context: PolicyContext) -> RoutingArtifact:
     if not isinstance(context.artifact, RoutingArtifact):
-        raise InputError(
-            "expert_placement",
-            "experts placed by home need the clusters of the decode workers' engines",
-            "--policy eldr:unit=engine, and decode workers",
-        )
+        problem = "experts placed by home need the clusters of the decode workers' engines"
+        allowed = "--policy eldr:unit=engine, and decode workers"
+        raise InputError("expert_placement", problem, allowed)
     return context.artifact
 
 

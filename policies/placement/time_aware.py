@@ -57,11 +57,9 @@ class TimeAwarePlacement(GroupedPlacement):
         """
         _ = group.slots_per_rank
         if self._context.rank_moe is None or self._context.all_to_all is None:
-            raise InputError(
-                "expert_placement",
-                f"{self.name!r} needs the times of GPUs that share experts",
-                "--data-parallel-size 2 or more with --enable-expert-parallel",
-            )
+            problem = f"{self.name!r} needs the times of GPUs that share experts"
+            allowed = "--data-parallel-size 2 or more with --enable-expert-parallel"
+            raise InputError("expert_placement", problem, allowed)
         return super().place(group)
 
     def _place(self, affinity: Floats, load: Floats, group: ExpertGroup) -> Placement:

@@ -77,11 +77,9 @@ def prompt_layout(
     """
     stages = parallelism.pipeline_parallel_size
     if stages > 1 and config.generates:
-        raise InputError(
-            "pipeline_parallel_size",
-            f"stages of {pool.name} workers in {config.topology} are not simulated",
-            "1, or prefill workers alone, such as 8P",
-        )
+        problem = f"stages of {pool.name} workers in {config.topology} are not simulated"
+        allowed = "1, or prefill workers alone, such as 8P"
+        raise InputError("pipeline_parallel_size", problem, allowed)
     if not config.n_prefill:
         for name in _STREAMING:
             if getattr(config, name):

@@ -71,22 +71,16 @@ def recorded_arrivals(
     arrival_s = log.arrival_s
     if num_requests is not None:
         if num_requests > len(arrival_s):
-            raise InputError(
-                "num_requests",
-                f"got {num_requests}",
-                f"1..{len(arrival_s)}, the requests of {log.path.name}, or --arrivals poisson",
-            )
+            allowed = f"1..{len(arrival_s)}, the requests of {log.path.name}, or --arrivals poisson"
+            raise InputError("num_requests", f"got {num_requests}", allowed)
         arrival_s = arrival_s[:num_requests]
     if rate is not None:
         span = float(arrival_s[-1])
         if math.isinf(rate):
             return np.zeros(len(arrival_s))
         if len(arrival_s) > 1 and span <= 0:
-            raise InputError(
-                "request_rate",
-                f"got {rate}, but all requests of {log.path.name} arrive at once",
-                "inf, or --arrivals poisson",
-            )
+            problem = f"got {rate}, but all requests of {log.path.name} arrive at once"
+            raise InputError("request_rate", problem, "inf, or --arrivals poisson")
         scale = (len(arrival_s) - 1) / (rate * span) if span else 1.0
         arrival_s = np.rint(arrival_s * scale * 1e9) / 1e9
     return arrival_s if horizon_s is None else arrival_s[arrival_s < horizon_s]

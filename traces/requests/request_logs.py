@@ -252,11 +252,9 @@ def _assemble(file: Path, kind: str, rows: Iterator[Row]) -> RequestLog:
     dropped = 0
     for row in rows:
         if min(row[1], row[2]) < 0 or max(row[1], row[2]) > _MAX_TOKENS:
-            raise InputError(
-                f"{file} request {len(kept) + dropped + 1}",
-                f"{row[1]} prompt and {row[2]} output tokens",
-                f"0..{_MAX_TOKENS}",
-            )
+            problem = f"{row[1]} prompt and {row[2]} output tokens"
+            allowed = f"0..{_MAX_TOKENS}"
+            raise InputError(f"{file} request {len(kept) + dropped + 1}", problem, allowed)
         if row[1] and row[2]:
             kept.append(row)
         else:
@@ -309,11 +307,9 @@ def _block_tokens(file: Path, prompt: NDArray[np.int32], blocks: NDArray[np.int6
         if ((blocks == full) | (blocks == -(-prompt // size))).all():
             return size
     worst = int(np.argmax(blocks))
-    raise InputError(
-        str(file),
-        f"hash_ids fit no block size, e.g. {blocks[worst]} of {prompt[worst]} tokens",
-        "one id per block of 512 tokens, or of another power of two up to 2048",
-    )
+    problem = f"hash_ids fit no block size, e.g. {blocks[worst]} of {prompt[worst]} tokens"
+    allowed = "one id per block of 512 tokens, or of another power of two up to 2048"
+    raise InputError(str(file), problem, allowed)
 
 
 def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -87,11 +87,9 @@ def resolve_domain_mix(
     if domain_mix is None:
         missing = [name for name in DOMAIN_MIXES.get(workload, {}) if name not in texts.domains]
         if missing:
-            raise InputError(
-                "workload",
-                f"{workload} needs domain {missing[0]!r}, which trace {texts.name} lacks",
-                f"--workload trace, or a domain mix of {', '.join(texts.domains)}",
-            )
+            problem = f"{workload} needs domain {missing[0]!r}, which trace {texts.name} lacks"
+            allowed = f"--workload trace, or a domain mix of {', '.join(texts.domains)}"
+            raise InputError("workload", problem, allowed)
         if workload in DOMAIN_MIXES:
             weights, source = DOMAIN_MIXES[workload], MIX_SOURCES[workload]
         else:

@@ -68,11 +68,9 @@ class CalibrationSet:
         if kind != "count":
             return select(self.gate_scores, self.requests, kind)
         if self.counts is None:
-            raise InputError(
-                "trace",
-                "it is decode-only: no experts of prompt tokens, which signatures are made of",
-                "a trace with prompt rows, or a policy without signatures",
-            )
+            problem = "it is decode-only: no experts of prompt tokens, which signatures are made of"
+            allowed = "a trace with prompt rows, or a policy without signatures"
+            raise InputError("trace", problem, allowed)
         return self.counts
 
 

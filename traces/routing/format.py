@@ -242,11 +242,8 @@ class RoutingTrace:
         """
         unknown = [name for name in domains if name not in self.domains]
         if unknown:
-            raise InputError(
-                "domain",
-                f"{unknown[0]!r} is not in trace {self.path.name}",
-                ", ".join(self.domains),
-            )
+            problem = f"{unknown[0]!r} is not in trace {self.path.name}"
+            raise InputError("domain", problem, ", ".join(self.domains))
         wanted = [self.domains.index(name) for name in domains]
         hit = np.isin(self.domain, wanted) & (self.is_calibration == calibration)
         return np.flatnonzero(hit).astype(np.int64)
@@ -273,11 +270,9 @@ def open_trace(
     else:
         path = Path(path_or_name)
         if not path.is_dir():
-            raise InputError(
-                "trace",
-                f"{str(path_or_name)!r} is neither an embedded trace nor a folder",
-                ", ".join([*builtin_traces(), "path of a trace folder"]),
-            )
+            problem = f"{str(path_or_name)!r} is neither an embedded trace nor a folder"
+            allowed = ", ".join([*builtin_traces(), "path of a trace folder"])
+            raise InputError("trace", problem, allowed)
     manifest = read_manifest(path / "manifest.json")
     scores_path = path / gate_scores_file.FILE_NAME
     if manifest.gate_scores_checksum is None and scores_path.exists():
@@ -296,11 +291,8 @@ def open_trace(
             if got != want:
                 if name == manifest.experts_file:  # that it is truncated says more, where it is
                     load_ids(path / name, manifest.encoding)
-                raise InputError(
-                    str(path / name),
-                    f"checksum {got[:12]}... differs from the manifest's {want[:12]}...",
-                    "the file as it was written",
-                )
+                problem = f"checksum {got[:12]}... differs from the manifest's {want[:12]}..."
+                raise InputError(str(path / name), problem, "the file as it was written")
     trace = _read_requests(path, manifest)
     if manifest.encoding == "npy":
         experts = trace.experts

@@ -65,11 +65,8 @@ def find_gates(model: Any) -> list[Gate]:
         if kind in GATES and layer is not None:
             gates.append(Gate(layer, module, GATES[kind]))
         elif own_name in ("gate", "router") and _has_experts(modules, parent):
-            raise InputError(
-                "model",
-                f"the gate {kind} of {type(model).__name__} (module {name}) is not known",
-                _SUPPORTED,
-            )
+            problem = f"the gate {kind} of {type(model).__name__} (module {name}) is not known"
+            raise InputError("model", problem, _SUPPORTED)
     if not gates:
         raise InputError("model", f"{type(model).__name__} has no known MoE gate", _SUPPORTED)
     gates.sort(key=lambda gate: gate.layer)
