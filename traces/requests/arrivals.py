@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks
+from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks, others_each_round
 from eldr_sim.traces.streams import stream
 
 #: Where a request log's arrival times come from.
@@ -93,21 +93,14 @@ def repeated(log: RequestLog, n: int) -> RequestLog:
     if rounds == 1:
         return log
     blocks = chain_blocks(log.prefix_hash, log.prefix_indptr)
-    nth = np.arange(rounds)[:, None]
-
-    def others(numbers: NDArray[Any]) -> NDArray[Any]:
-        signed = numbers.astype(np.int64)
-        new = signed + nth * (int(signed.max(initial=-1)) + 1)
-        return new.ravel().astype(numbers.dtype)
-
-    begins = log.prefix_indptr[:-1] + nth * int(log.prefix_indptr[-1])
+    begins = log.prefix_indptr[:-1] + np.arange(rounds)[:, None] * int(log.prefix_indptr[-1])
     return replace(
         log,
         prompt_len=np.tile(log.prompt_len, rounds),
         output_len=np.tile(log.output_len, rounds),
-        session=others(log.session),
+        session=others_each_round(log.session, rounds),
         priority=None if log.priority is None else np.tile(log.priority, rounds),
-        prefix_hash=others(blocks),
+        prefix_hash=others_each_round(blocks, rounds),
         prefix_indptr=np.append(begins.ravel(), rounds * int(log.prefix_indptr[-1])),
         parent=None,  # arrivals that are drawn know no parent
     )

@@ -312,6 +312,13 @@ def _block_tokens(file: Path, prompt: NDArray[np.int32], blocks: NDArray[np.int6
     raise InputError(str(file), problem, allowed)
 
 
+def others_each_round(numbers: NDArray[Any], rounds: int) -> NDArray[Any]:
+    """Return numbers once for every round, in each of them others than before."""
+    signed = numbers.astype(np.int64)
+    begins = np.arange(rounds)[:, None] * (int(signed.max(initial=-1)) + 1)
+    return (signed + begins).ravel().astype(numbers.dtype)
+
+
 def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Number the prefix blocks so that equal numbers mean equal tokens from the prompt's start.
 

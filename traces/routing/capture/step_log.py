@@ -213,10 +213,7 @@ class LogReader:
 
 
 class Gathered:
-    """Requests gathered so far from the logs of one model's workers.
-
-    ``header``: what the logs have in common; None while there is none.
-    """
+    """Requests gathered so far from the logs of one model's workers."""
 
     def __init__(self) -> None:
         self.header: Header | None = None
