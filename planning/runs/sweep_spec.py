@@ -165,8 +165,6 @@ def read_spec(path: str | os.PathLike[str]) -> SweepSpec:
 def make_spec(document: Any) -> SweepSpec:
     """Expand a sweep.
 
-    ``document``: content of the YAML.
-
     Raises InputError if it is not a sweep, or a point is not a valid configuration. A valid
     configuration may still fail when it is run.
     """

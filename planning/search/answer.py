@@ -26,8 +26,7 @@ from eldr_sim.simulator.results import Extra, result_folder, write_json, write_t
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.paths import portable
 
-#: A folder with this file holds a plan, which ``force`` replaces.
-MARKER = "plan.json"
+MARKER = "plan.json"  #: a folder with this file holds a plan, which ``force`` replaces
 #: Metrics of a run in ``points.parquet`` and, as means over seeds, of a cluster in ``plan.json``.
 FIGURES = (
     "median_ttft_ms",

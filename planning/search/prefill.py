@@ -47,8 +47,7 @@ from eldr_sim.simulator.setup.prepare import prepare, routing_of
 BACKENDS: tuple[Backend, ...] = ("nccl_alltoall", "deepep_ht", "allgather_reducescatter")
 BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)  #: token budgets to choose from
 WINDOW = 4  #: MoE layers on a GPU beside the first where experts are offloaded
-#: Fewest and most prompts by which a worker's speed is estimated.
-_AT_ONCE = (32, 512)
+_AT_ONCE = (32, 512)  #: fewest and most prompts by which a worker's speed is estimated
 #: Strategies of one GPU: it holds all experts, or copies them from the host.
 _ALONE = ("tp", "async_ep")
 #: Fields that a plan chooses.

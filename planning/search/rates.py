@@ -19,14 +19,10 @@ from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.config_groups import NO_PART
 from eldr_sim.simulator.setup.prepare import routing_of
 
-#: Fewest expected requests of a run that estimates a share such as 99%.
-LEAST_REQUESTS = 100
-#: Largest relative distance between the rate returned and one that misses.
-TOLERANCE = 0.01
-#: Step by which a seed's highest rate is looked for from that of another seed.
-NEAR = 1.02
-#: Step by which it is looked for from an estimate.
-FROM_ESTIMATE = 1.25
+LEAST_REQUESTS = 100  #: fewest expected requests of a run that estimates a share such as 99%
+TOLERANCE = 0.01  #: largest relative distance between the rate returned and one that misses
+NEAR = 1.02  #: step by which a seed's highest rate is looked for from that of another seed
+FROM_ESTIMATE = 1.25  #: step by which it is looked for from an estimate
 
 
 def plan_rate(

@@ -14,8 +14,7 @@ from typing import NamedTuple, TypeAlias
 from eldr_sim.planning.runs.shared_runs import Search, side_by_side
 from eldr_sim.planning.slo import Verdict
 
-#: Each step of `highest_rate` from its start is longer by this exponent.
-_FASTER = 1.5
+_FASTER = 1.5  #: each step of `highest_rate` from its start is longer by this exponent
 #: Judges a cluster of x prefill and y decode workers.
 Judge: TypeAlias = Callable[[int, int], Search[Verdict]]
 
@@ -148,9 +147,8 @@ def cheapest(
 
     Until then, what a verdict on fewer or more workers implies is not judged again.
 
-    ``space``: clusters to choose from; ``judge``: judges a cluster of x prefill and y decode
-    workers; deterministic; ``start``: prefill and decode workers where the search begins;
-    ``around``: whether to look at the neighbours.
+    ``judge``: judges a cluster of x prefill and y decode workers; deterministic; ``start``: prefill
+    and decode workers where the search begins; ``around``: whether to look at the neighbours.
     """
     state = SearchState()
 

@@ -74,8 +74,7 @@ class TransferModel:
         )
 
 
-#: Most descriptors of a transfer that ``observed`` rests on.
-MEASURED_DESCRIPTORS = 1785
+MEASURED_DESCRIPTORS = 1785  #: most descriptors of a transfer that ``observed`` rests on
 
 
 def provenance(source: str) -> dict[str, str]:
