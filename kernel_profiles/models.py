@@ -34,8 +34,7 @@ _FAMILIES = (
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
 
-#: Tokens of the longest context: tables have a row for each.
-LONGEST = 2**24
+LONGEST = 2**24  #: tokens of the longest context: tables have a row for each
 
 
 class ModelDims(BaseModel):
@@ -153,8 +152,6 @@ class ModelDims(BaseModel):
 
     def attention_linears(self, sliding: bool = False) -> list[tuple[int, int]]:
         """Matrices of one layer's attention, fused as vLLM runs them.
-
-        ``sliding``: whether the layer is a sliding-window layer.
 
         Returns list of (out features n, in features k).
         """

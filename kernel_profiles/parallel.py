@@ -152,9 +152,8 @@ class Parallelism:
     def weight_bytes(self, model: ModelDims, instances: int | None = None) -> int:
         """Bytes of the weights on one GPU; of several stages, on the fullest.
 
-        ``model``: what is served; ``instances``: expert instances of all MoE layers on this GPU; an
-        equal share of the experts of each when not given. Redundant experts and unequal placements
-        make it more.
+        ``instances``: expert instances of all MoE layers on this GPU; an equal share of the experts
+        of each when not given. Redundant experts and unequal placements make it more.
         """
         shard = self.shard(model)
         share = model.n_moe_layers * (model.n_experts // self.n_expert_ranks)

@@ -201,10 +201,9 @@ def build_all_to_all(
 
     Raises InputError: no such backend or library, or ranks that do not fill their nodes.
 
-    ``model``, ``gpu``: what is served where; ``backend``: who sends what how often, see the module;
-    ``n_ranks``: GPUs of the group, a whole number of nodes or a part of one; ``gpus_per_node``:
-    GPUs of a node; ``library``: whose rows of DeepEP's kernels to take; ``tables``: tables of the
-    user's own; they take precedence over the shipped ones.
+    ``backend``: who sends what how often, see the module; ``n_ranks``: GPUs of the group, a whole
+    number of nodes or a part of one; ``library``: whose rows of DeepEP's kernels to take;
+    ``tables``: the user's own, which take precedence over the shipped ones.
     """
     if backend not in BACKENDS:
         raise InputError("all2all_backend", f"{backend!r}", ", ".join(BACKENDS))

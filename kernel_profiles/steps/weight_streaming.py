@@ -76,12 +76,11 @@ def plan_stream(
     Raises InputError: GPUs that do not divide the experts or exceed a node, a window or
     interference out of range, or a GPU whose host bandwidth is not known.
 
-    ``model``, ``gpu``: what is served where; ``n_gpus``: GPUs that hold the experts together;
-    ``offload_window``: layers, at least 1, whose shards a GPU holds; the others wait in host
-    memory. None, or as many as there are to stream: nothing is offloaded; ``interference``: time
-    that a layer loses for each second of a gather beside it, 0 to 1: gathers take memory bandwidth
-    and, as NCCL's kernels do, multiprocessors; ``tables``: tables of the user's own; they take
-    precedence over the shipped ones.
+    ``n_gpus``: GPUs that hold the experts together; ``offload_window``: layers, at least 1, whose
+    shards a GPU holds; the others wait in host memory. None, or as many as there are to stream:
+    nothing is offloaded; ``interference``: time that a layer loses for each second of a gather
+    beside it, 0 to 1: gathers take memory bandwidth and, as NCCL's kernels do, multiprocessors;
+    ``tables``: the user's own, which take precedence over the shipped ones.
     """
     if not 1 <= n_gpus <= NODE_GPUS or model.n_experts % n_gpus:
         problem = f"{n_gpus} GPUs for the {model.n_experts} experts of {model.name}"
