@@ -36,9 +36,8 @@ class HomePlacement(PlacementPolicy):
         or engines have no clusters of their own.
         """
         if group.n_redundant:
-            raise InputError(
-                "num_redundant_experts", f"{self.name!r} places one instance of every expert", "0"
-            )
+            problem = f"{self.name!r} places one instance of every expert"
+            raise InputError("num_redundant_experts", problem, "0")
         return Placement.of_ranks(home_ranks(self._context, group), group.n_ranks)
 
 

@@ -42,12 +42,9 @@ class TimeAwarePlacement(GroupedPlacement):
     needs = Needs(experts=True, costs=True)
     Parameters = TimeAwareParameters
 
-    def __init__(
-        self, context: PolicyContext, parameters: TimeAwareParameters | None = None
-    ) -> None:
-        self._own = parameters or TimeAwareParameters()
-        super().__init__(context, self._own.tokens)
-        self._context = context
+    def __init__(self, context: PolicyContext, parameters: TimeAwareParameters) -> None:
+        super().__init__(context, parameters.tokens)
+        self._context, self._own = context, parameters
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group.
