@@ -94,9 +94,8 @@ def read(path: str, n: int) -> Acceptance:
     elif length:
         entry["lengths"] = {str(round(k)): float(length)}
     else:
-        raise InputError(
-            _FIELD, f"{path}: no accepted drafts", "vLLM's or SGLang's metrics or result"
-        )
+        problem = f"{path}: no accepted drafts"
+        raise InputError(_FIELD, problem, "vLLM's or SGLang's metrics or result")
     return _of(entry, n)
 
 

@@ -142,9 +142,8 @@ def open_journal(out: Path, device: Device, resume: bool) -> Journal:
         journal = Journal.read(path)
         differing = differing_facts(journal.header["facts"], device.facts)
         if differing:
-            raise InputError(
-                "resume", f"{out} was measured on another set-up: {'; '.join(differing)}"
-            )
+            problem = f"{out} was measured on another set-up: {'; '.join(differing)}"
+            raise InputError("resume", problem)
         return journal
     if out.exists() and any(out.iterdir()):
         raise InputError("out", f"{out} exists and is no profile", "a new folder")

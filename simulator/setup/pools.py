@@ -85,12 +85,11 @@ def parse_topology(text: str) -> tuple[int, int]:
     """
     match = _TOPOLOGY.fullmatch(text.strip())
     if match is None:
-        raise InputError(
-            "topology",
-            repr(text),
+        allowed = (
             "xPyD with 1 to 9999 workers of each kind, such as 8P16D, xC, such as 8C, xP, or a "
-            "file of pools that ends with .yaml",
+            "file of pools that ends with .yaml"
         )
+        raise InputError("topology", repr(text), allowed)
     return (0, int(match[3])) if match[3] else (int(match[1]), int(match[2] or 0))
 
 

@@ -518,12 +518,11 @@ def _replica_choice(word: str, all_to_all: AllToAll, copies: bool) -> _Choice:
     """Return what groups know of a replica choice; without copies of experts it costs nothing."""
     found = registry.find("replica", parse(word, "replica_choice").name)
     if found.needs.gathers and all_to_all.backend not in GATHERING:
-        raise InputError(
-            "replica_choice",
+        problem = (
             f"{found.name!r} needs the tokens of all ranks, which {all_to_all.backend} does not "
-            "gather",
-            f"--all2all-backend {' or '.join(GATHERING)}",
+            "gather"
         )
+        raise InputError("replica_choice", problem, f"--all2all-backend {' or '.join(GATHERING)}")
     number, parameters = (
         REPLICA_CHOICES.get(found.name, ASKED),
         registry.parameters("replica", word),

@@ -87,9 +87,8 @@ def prompt_layout(
     if pool.decodes:
         return None
     if config.kv_cache_free and config.generates:
-        raise InputError(
-            "kv_cache_free", f"{config.topology} hands KV caches over", "xP, such as 8P"
-        )
+        problem = f"{config.topology} hands KV caches over"
+        raise InputError("kv_cache_free", problem, "xP, such as 8P")
     streams = config.expert_gather is not None or config.offload_window is not None
     if config.gather_interference and config.expert_gather is None:
         raise InputError("gather_interference", "nothing is gathered", "--expert-gather beside it")

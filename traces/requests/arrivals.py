@@ -38,9 +38,8 @@ def draw_arrivals(
         # machines' log or pow does not show.
         gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), count)
         if not float(gaps.max()) < 2**63 / 1e9 / max(count, 1):
-            raise InputError(
-                "request_rate", f"got {rate}: arrivals lie centuries apart", "a higher rate"
-            )
+            problem = f"got {rate}: arrivals lie centuries apart"
+            raise InputError("request_rate", problem, "a higher rate")
         return np.rint(gaps * 1e9).astype(np.int64)
 
     if num_requests is not None:

@@ -127,12 +127,11 @@ def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -
         raise InputError(str(file), f"not valid CSV: {error}") from None
     except UnicodeDecodeError:
         raise InputError(str(file), "is not UTF-8 text") from None
-    raise InputError(
-        str(file),
-        f"unknown format, first line {first.strip()!r:.80}",
+    allowed = (
         f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL, a "
-        "result of vllm bench serve or AIPerf, or --columns",
+        "result of vllm bench serve or AIPerf, or --columns"
     )
+    raise InputError(str(file), f"unknown format, first line {first.strip()!r:.80}", allowed)
 
 
 def known_log(

@@ -100,9 +100,8 @@ def resolve_domain_mix(
         weights, source = dict(domain_mix), "given"
     for name, weight in weights.items():
         if name not in texts.domains:
-            raise InputError(
-                field, f"{name!r} is not a domain of trace {texts.name}", ", ".join(texts.domains)
-            )
+            problem = f"{name!r} is not a domain of trace {texts.name}"
+            raise InputError(field, problem, ", ".join(texts.domains))
         if not math.isfinite(weight) or weight < 0:
             raise InputError(field, f"weight of {name} is {weight}", "a finite number >= 0")
     total = sum(weights.values())

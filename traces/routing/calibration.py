@@ -96,9 +96,8 @@ def calibration_set(
     empty = [name for name, pool in pools.items() if not len(pool)]
     if empty:
         which = "" if score == "count" else f" with gate scores ({score})"
-        raise InputError(
-            "trace", f"{trace.path.name} has no calibration request{which} of domain {empty[0]!r}"
-        )
+        problem = f"{trace.path.name} has no calibration request{which} of domain {empty[0]!r}"
+        raise InputError("trace", problem)
     # 1e-9 keeps a quotient that should be whole from falling one short.
     total = min(int(len(pool) / shares[name] + 1e-9) for name, pool in pools.items())
     taken = {

@@ -159,12 +159,11 @@ class RoutingTrace:
         """
         known = list(accumulate(self.manifest.rank_groups or [self.manifest.top_k]))
         if top_k not in known:
-            raise InputError(
-                "trace",
+            problem = (
                 f"of the {self.manifest.top_k} experts a token chose, {self.path.name} does not "
-                f"say which {top_k} came first",
-                f"top-{', top-'.join(map(str, known))}",
+                f"say which {top_k} came first"
             )
+            raise InputError("trace", problem, f"top-{', top-'.join(map(str, known))}")
         return replace(self, kept_top_k=top_k)
 
     @property
@@ -276,9 +275,8 @@ def open_trace(
     manifest = read_manifest(path / "manifest.json")
     scores_path = path / gate_scores_file.FILE_NAME
     if manifest.gate_scores_checksum is None and scores_path.exists():
-        raise InputError(
-            str(scores_path), "the manifest knows no such file", "gate_scores_checksum in it"
-        )
+        problem = "the manifest knows no such file"
+        raise InputError(str(scores_path), problem, "gate_scores_checksum in it")
     if verify_checksum:
         checksums = [
             (manifest.experts_file, manifest.checksum),

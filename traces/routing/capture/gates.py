@@ -85,12 +85,11 @@ def read_gate(output: Any, module: Any) -> tuple[Any, Any]:
     if len(ids) == 1 and floats[0].shape == ids[0].shape != floats[1].shape:
         floats.reverse()
     if len(ids) != 1 or floats[1].shape != ids[0].shape:
-        raise InputError(
-            "model",
+        problem = (
             f"{type(module).__name__} of the installed transformers does not return scores, "
-            "weights and ids",
-            "transformers 5.19 or later",
+            "weights and ids"
         )
+        raise InputError("model", problem, "transformers 5.19 or later")
     scores, weights = floats
     order = weights.float().argsort(dim=-1, descending=True, stable=True)
     return ids[0].gather(-1, order), scores
