@@ -112,9 +112,8 @@ def _read(path: str, n: int) -> Acceptance:
             raise InputError(_FIELD, problem, "1 to a token more than there are drafts")
         entry["lengths"] = {str(round(k)): float(length)}
     else:
-        raise InputError(
-            _FIELD, f"{path}: no accepted drafts", "vLLM's or SGLang's metrics or result"
-        )
+        problem = f"{path}: no accepted drafts"
+        raise InputError(_FIELD, problem, "vLLM's or SGLang's metrics or result")
     return _of(entry, n)
 
 

@@ -34,8 +34,7 @@ _FAMILIES = (
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
 
-#: Tokens of the longest context: tables have a row for each.
-LONGEST = 2**24
+LONGEST = 2**24  #: tokens of the longest context: tables have a row for each
 
 
 class ModelDims(BaseModel):
@@ -153,8 +152,6 @@ class ModelDims(BaseModel):
 
     def attention_linears(self, sliding: bool = False) -> list[tuple[int, int]]:
         """Matrices of one layer's attention, fused as vLLM runs them.
-
-        ``sliding``: whether the layer is a sliding-window layer.
 
         Returns list of (out features n, in features k).
         """
@@ -525,8 +522,5 @@ def _dtypes(quantization: dict[str, Any], path: Path, routed: bool) -> dict[str,
         return {"expert_dtype": "nvfp4"} if routed else {"linear_dtype": "nvfp4"}
     if not routed and (quantization.get("quant_algo") == "FP8" or (fp8 and all(fp8))):
         return {"linear_dtype": "fp8"}
-    raise InputError(
-        "model",
-        f"quantization {method!r} is not modelled",
-        "none, fp8, mxfp4, INT4 or NVFP4 experts",
-    )
+    problem = f"quantization {method!r} is not modelled"
+    raise InputError("model", problem, "none, fp8, mxfp4, INT4 or NVFP4 experts")

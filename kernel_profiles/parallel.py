@@ -61,26 +61,18 @@ class Parallelism:
 
     def __post_init__(self) -> None:
         if not 1 <= self.tensor_parallel_size <= NODE_GPUS:
-            raise InputError(
-                "tensor_parallel_size",
-                f"{self.tensor_parallel_size}",
-                f"1 to {NODE_GPUS}, the GPUs of a node",
-            )
+            allowed = f"1 to {NODE_GPUS}, the GPUs of a node"
+            raise InputError("tensor_parallel_size", f"{self.tensor_parallel_size}", allowed)
         if self.data_parallel_size < 1:
             raise InputError("data_parallel_size", f"{self.data_parallel_size}", "1 or more")
         most = NODE_GPUS // self.tensor_parallel_size
         if not 1 <= self.pipeline_parallel_size <= most:
-            raise InputError(
-                "pipeline_parallel_size",
-                f"{self.pipeline_parallel_size} stages of {self.tensor_parallel_size} GPUs",
-                f"1 to {most}: a node has {NODE_GPUS} GPUs",
-            )
+            problem = f"{self.pipeline_parallel_size} stages of {self.tensor_parallel_size} GPUs"
+            allowed = f"1 to {most}: a node has {NODE_GPUS} GPUs"
+            raise InputError("pipeline_parallel_size", problem, allowed)
         if self.pipeline_parallel_size > 1 and self.data_parallel_size > 1:
-            raise InputError(
-                "pipeline_parallel_size",
-                "stages of engines that share experts are not simulated",
-                "--data-parallel-size 1",
-            )
+            problem = "stages of engines that share experts are not simulated"
+            raise InputError("pipeline_parallel_size", problem, "--data-parallel-size 1")
 
     @property
     def n_gpus(self) -> int:
@@ -160,9 +152,8 @@ class Parallelism:
     def weight_bytes(self, model: ModelDims, instances: int | None = None) -> int:
         """Bytes of the weights on one GPU; of several stages, on the fullest.
 
-        ``model``: what is served; ``instances``: expert instances of all MoE layers on this GPU; an
-        equal share of the experts of each when not given. Redundant experts and unequal placements
-        make it more.
+        ``instances``: expert instances of all MoE layers on this GPU; an equal share of the experts
+        of each when not given. Redundant experts and unequal placements make it more.
         """
         shard = self.shard(model)
         share = model.n_moe_layers * (model.n_experts // self.n_expert_ranks)

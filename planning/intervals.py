@@ -32,9 +32,8 @@ def paired_percent(
 ) -> Interval:
     """Return the mean paired difference of two configurations in percent of the reference.
 
-    ``values``, ``reference``: one value per seed, in the same order. Seeds in which either has none
-    are left out; if no seed is left, the result is NaN; ``confidence``: confidence level of the
-    interval.
+    One value per seed, in the same order. Seeds in which either side has none are left out; if no
+    seed is left, the result is NaN.
     """
     pairs = [(v, r) for v, r in zip(values, reference, strict=True) if v is not None and r]
     if not pairs:

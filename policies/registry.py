@@ -43,11 +43,9 @@ from eldr_sim.policies.replicas.base import ReplicaChoice
 from eldr_sim.policies.scaling.base import Autoscaler
 from eldr_sim.traces.routing.gate_scores import PromptScore
 
-GROUP = "eldr_sim.policies"
-"""The entry-point group that other packages add policies to."""
+GROUP = "eldr_sim.policies"  #: the entry-point group that other packages add policies to
 
-DECISIONS = tuple(FIELDS)
-"""The decisions that a policy can make."""
+DECISIONS = tuple(FIELDS)  #: the decisions that a policy can make
 
 
 #: What a policy must be, and what it is asked.

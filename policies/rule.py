@@ -108,8 +108,7 @@ class Kept(NamedTuple):
 
     worker: int
     rule: Rule
-    factor: float
-    """Its most load, times the mean of all workers with the request at hand."""
+    factor: float  #: its most load, times the mean of all workers with the request at hand
 
     def pick(self, workers: Workers) -> int | None:
         """Return the chosen worker's index; see `Rule.pick`."""

@@ -201,21 +201,17 @@ def build_all_to_all(
 
     Raises InputError: no such backend or library, or ranks that do not fill their nodes.
 
-    ``model``, ``gpu``: what is served where; ``backend``: who sends what how often, see the module;
-    ``n_ranks``: GPUs of the group, a whole number of nodes or a part of one; ``gpus_per_node``:
-    GPUs of a node; ``library``: whose rows of DeepEP's kernels to take; ``tables``: tables of the
-    user's own; they take precedence over the shipped ones.
+    ``backend``: who sends what how often, see the module; ``n_ranks``: GPUs of the group, a whole
+    number of nodes or a part of one; ``library``: whose rows of DeepEP's kernels to take;
+    ``tables``: the user's own, which take precedence over the shipped ones.
     """
     if backend not in BACKENDS:
         raise InputError("all2all_backend", f"{backend!r}", ", ".join(BACKENDS))
     if library not in get_args(Library):
         raise InputError("library", f"{library!r}", ", ".join(get_args(Library)))
     if n_ranks < 2 or (n_ranks > gpus_per_node and n_ranks % gpus_per_node):
-        raise InputError(
-            "expert_parallel_size",
-            f"{n_ranks} ranks on nodes of {gpus_per_node} GPUs",
-            "2 or more in a node, or whole nodes",
-        )
+        problem = f"{n_ranks} ranks on nodes of {gpus_per_node} GPUs"
+        raise InputError("expert_parallel_size", problem, "2 or more in a node, or whole nodes")
     node = min(n_ranks, gpus_per_node)
     fp8 = backend.startswith("deepep") and model.expert_dtype in ("fp8", "fp8_block")
     combine_bytes = 2.0 * model.hidden_size

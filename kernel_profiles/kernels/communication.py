@@ -55,10 +55,9 @@ def layer_bytes(
 
     Raises InputError if there is no such strategy, or the GPUs do not divide the experts.
 
-    ``strategy``: one of :data:`STRATEGIES`; ``model``: what is served; layers with experts are
-    meant; ``n_gpus``: GPUs of one node that serve it together; ``tokens``: tokens of a step, of all
+    ``strategy``: one of :data:`STRATEGIES`; ``n_gpus``: of one node; ``tokens``: of a step, of all
     GPUs together; ``copy_per_rank``: whether a token goes once to each rank that holds any of its
-    experts, and not once for each of these.
+    experts, and not once for each of these. Layers with experts are meant.
     """
     if strategy not in STRATEGIES:
         raise InputError("strategy", f"{strategy!r}", ", ".join(STRATEGIES))

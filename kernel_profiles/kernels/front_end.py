@@ -18,8 +18,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, load_table
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
-#: The parts of a ``front_end`` table.
-PARTS = ("tokenize", "event_loop", "http")
+PARTS = ("tokenize", "event_loop", "http")  #: the parts of a ``front_end`` table
 
 
 @dataclass(frozen=True, eq=False)

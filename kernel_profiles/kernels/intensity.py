@@ -47,12 +47,6 @@ def expert_bytes(model: ModelDims, batch: ArrayLike) -> FloatArray:
     return model.bytes_per_expert * distinct
 
 
-def moe_intensity(model: ModelDims, batch: ArrayLike) -> FloatArray:
-    """FLOPs a byte of the routed experts of a MoE layer, for ``batch`` decode tokens, 1 or more."""
-    tokens = np.asarray(batch, dtype=np.float64)
-    return 2.0 * model.params_per_expert * model.top_k * tokens / expert_bytes(model, tokens)
-
-
 def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> FloatArray:
     """FLOPs a byte of a whole decode step.
 

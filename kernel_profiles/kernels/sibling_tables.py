@@ -56,10 +56,9 @@ def gpu_table(
 ) -> LatencyTable | None:
     """The GPU's own table, or else one derived from its sibling's, or None.
 
-    ``kind``, ``shape``, ``dtype``, ``library``, ``kernel``, ``extra``: as
-    :func:`~eldr_sim.kernel_profiles.tables.library.find_table` takes them; ``gpu``: where the
-    kernel runs; ``model``: dimensions of the part of a model that a GPU computes; MoE layers and
-    attention need them.
+    The table is asked for as of :func:`~eldr_sim.kernel_profiles.tables.library.find_table`;
+    ``model``: dimensions of the part of a model that a GPU computes; MoE layers and attention need
+    them.
     """
 
     def find(name: str) -> LatencyTable | None:

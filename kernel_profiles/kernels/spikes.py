@@ -12,8 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-SPIKE = 1.5
-"""A spike takes so many times as long as the slower of its two neighbours."""
+SPIKE = 1.5  #: a spike takes so many times as long as the slower of its two neighbours
 
 
 def spikes(seconds: ArrayLike) -> NDArray[np.bool_]:

@@ -168,7 +168,6 @@ def tiled_moe(
 ) -> TiledMoE:
     """Make a layer whose kernel changes its tile.
 
-    ``n_experts``, ``top_k``: experts that the GPU holds, and how many of them a token picks;
     ``floor_s``: seconds of the layer's other kernels; ``tiles``: by the tokens from which a tile
     runs, the lowest first: its rows, and the seconds in which it reads one expert's weights;
     ``pair_s``: seconds to compute one token on one expert.

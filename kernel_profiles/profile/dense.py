@@ -25,8 +25,6 @@ class Elementwise:
     Two residual additions with RMS norm; norm of queries and keys where the model has one, rotary
     embedding, and the write of keys and values to the cache. Two Triton kernels on a GPU, torch's
     on the CPU.
-
-    ``model``: dimensions of one GPU's part.
     """
 
     def __init__(self, model: ModelDims, tokens: int, device: Device) -> None:

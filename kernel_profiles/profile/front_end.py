@@ -28,8 +28,7 @@ from eldr_sim.kernel_profiles.profile.device import cpu_facts, cpu_model
 from eldr_sim.kernel_profiles.profile.timing import Timing
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
 
-#: Prompt tokens that are measured.
-TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)
+TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)  #: prompt tokens that are measured
 _PROMPTS, _WARM_PROMPTS, _ECHOES, _WARM_UP = 25, 2, 200, 20
 _EXTRA = "pip install 'eldr-sim[frontend]'"
 

@@ -110,11 +110,8 @@ def expert_loads(pairs: int, distinct: int, batch: int, skew: float = 0.0) -> ND
     Returns ndarray: int64 [distinct], non-increasing. Raises InputError: no such loads exist.
     """
     if not distinct <= pairs <= distinct * batch:
-        raise InputError(
-            "distinct_experts",
-            f"{pairs} token-expert pairs over {distinct} experts at batch {batch}",
-            f"{distinct} to {distinct * batch} pairs",
-        )
+        problem = f"{pairs} token-expert pairs over {distinct} experts at batch {batch}"
+        raise InputError("distinct_experts", problem, f"{distinct} to {distinct * batch} pairs")
     weights = np.arange(1, distinct + 1, dtype=np.float64) ** -skew
     low, high = 0.0, float(pairs) / weights[-1] + 1
     for _ in range(200):  # the scale at which clipped loads sum up to the pairs

@@ -70,8 +70,7 @@ def expected_point(batch: int, shape: MoEShape) -> MoEPoint:
 class DecodeStack:
     """A decode step of some layers: embedding, layers with full attention, lm_head.
 
-    ``model``, ``shape``: dimensions, and those of the MoE layer; ``batch``, ``context``: sequences,
-    and tokens that each attends to; ``device``, ``kernel``: where to run, and the MoE kernel.
+    ``shape``: of the MoE layer; ``batch``, ``context``: sequences, and tokens that each attends to.
     """
 
     def __init__(

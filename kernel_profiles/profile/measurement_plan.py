@@ -154,10 +154,9 @@ def make_plan(
 
     Raises InputError: unknown parts.
 
-    ``targets``: models and how they are spread; ``device``: what to measure; ``parts``: some of
-    :data:`PARTS`; ``known_linears``: matrices of an earlier profile that its GEMM table goes on
-    with: the grid of a table is whole, so new matrices are measured against the old ones' sizes,
-    too.
+    ``parts``: some of :data:`PARTS`; ``known_linears``: matrices of an earlier profile that its
+    GEMM table goes on with: the grid of a table is whole, so new matrices are measured against the
+    old ones' sizes, too.
     """
     chosen = list(parts)
     for part in chosen:

@@ -267,9 +267,6 @@ class MoEBench:
         expected = reference_moe(x, logits, self.weights[0], shape)
         error = float((out - expected).norm() / expected.norm())
         if not error <= ERROR_BOUND[shape.dtype]:
-            raise InputError(
-                "moe",
-                f"{self.kernel.kernel_source} errs by {error:.3g} at {point} in {shape.dtype}",
-                f"{ERROR_BOUND[shape.dtype]} at most",
-            )
+            problem = f"{self.kernel.kernel_source} errs by {error:.3g} at {point} in {shape.dtype}"
+            raise InputError("moe", problem, f"{ERROR_BOUND[shape.dtype]} at most")
         return error

@@ -142,9 +142,8 @@ def open_journal(out: Path, device: Device, resume: bool) -> Journal:
         journal = Journal.read(path)
         differing = differing_facts(journal.header["facts"], device.facts)
         if differing:
-            raise InputError(
-                "resume", f"{out} was measured on another set-up: {'; '.join(differing)}"
-            )
+            problem = f"{out} was measured on another set-up: {'; '.join(differing)}"
+            raise InputError("resume", problem)
         return journal
     if out.exists() and any(out.iterdir()):
         raise InputError("out", f"{out} exists and is no profile", "a new folder")
@@ -174,11 +173,10 @@ def profile(
     :func:`~eldr_sim.kernel_profiles.profile.measurement_plan.make_plan`. Raises KeyboardInterrupt:
     ctrl-C: the journal keeps what was measured.
 
-    ``targets``: models, and how a worker spreads them; ``device``: what to measure; ``out``: folder
-    to write; ``budget_s``: time to measure; a task that has begun is ended. What is left out is
-    told; ``parts``: kernels to measure; ``resume``: go on with the profile in ``out``;
-    ``progress``: told the share of tasks or of the budget that is done, whichever is more, and the
-    task; ``clock``: seconds; tests replace it.
+    ``targets``: models, and how a worker spreads them; ``budget_s``: a task that has begun is
+    ended; what is left out is told; ``resume``: go on with the profile in ``out``; ``progress``:
+    told the share of tasks or of the budget that is done, whichever is more, and the task;
+    ``clock``: seconds; tests replace it.
     """
     if not budget_s > 0:
         raise InputError("budget", f"{budget_s} s", "more than 0")

@@ -14,26 +14,6 @@ import triton.language as tl
 # 3 MXFP4.
 
 
-@triton.jit(do_not_specialize=["batch"])
-def gate_kernel(
-    x, weight, logits, batch, hidden, n_experts,
-    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """logits[batch, n_experts] = x[batch, hidden] @ weight[n_experts, hidden].T"""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for k0 in range(0, hidden, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        a_mask = (rows < batch)[:, None] & (k < hidden)[None, :]
-        a = tl.load(x + rows[:, None] * hidden + k[None, :], mask=a_mask, other=0.0)
-        w_mask = (experts < n_experts)[None, :] & (k < hidden)[:, None]
-        w = tl.load(weight + experts[None, :] * hidden + k[:, None], mask=w_mask, other=0.0)
-        acc = _dot(a, w, acc, UPCAST)
-    mask = (rows < batch)[:, None] & (experts < n_experts)[None, :]
-    tl.store(logits + rows[:, None] * n_experts + experts[None, :], acc, mask=mask)
-
-
 @triton.jit
 def top_k_kernel(
     logits, ids, weights, n_experts,

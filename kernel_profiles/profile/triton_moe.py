@@ -189,23 +189,3 @@ class TritonMoE:
         self.experts_down(weights)
         self.combine()
         return self.out
-
-
-def gate(x: Any, weight: Any, logits: Any) -> Any:
-    """Compute the gate's logits, float32 [batch, n_experts], into ``logits``."""
-    batch, hidden = x.shape
-    kernels.gate_kernel[(triton.cdiv(batch, 16), triton.cdiv(weight.shape[0], 16))](
-        x,
-        weight,
-        logits,
-        batch,
-        hidden,
-        weight.shape[0],
-        BLOCK_M=16,
-        BLOCK_E=16,
-        BLOCK_K=128,
-        UPCAST=interpreted(),
-        num_warps=4,
-        num_stages=4,
-    )
-    return logits

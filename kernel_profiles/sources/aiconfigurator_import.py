@@ -30,9 +30,8 @@ def import_tables(
     ``gpu``: one of :data:`~eldr_sim.kernel_profiles.sources.aiconfigurator.SYSTEMS`; ``model``:
     whose MoE and attention tables to write, and the GPU's FP8 GEMMs if its linear layers are of FP8
     blocks; None writes the GPU's bfloat16 GEMMs, collectives, dispatch and combine; ``out_dir``:
-    folder to write to, made if missing. Existing tables of the same name are replaced;
-    ``parallelism``: how the model is spread: the tables are those of one GPU's part; ``kv_dtypes``:
-    types of the KV cache of attention tables; ``engine``: whose kernels: ``vllm``, ``sglang`` or
+    made if missing; tables of the same name are replaced; ``parallelism``: the tables are those of
+    one GPU's part; ``kv_dtypes``: of attention tables; ``engine``: ``vllm``, ``sglang`` or
     ``trtllm``.
     """
     if model is None:

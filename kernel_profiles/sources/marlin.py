@@ -67,18 +67,16 @@ def derive_marlin_table(
     if MOE_DTYPES[model.expert_dtype] != _DTYPE:
         raise InputError("model", f"{model.name} has {model.expert_dtype} experts", "mxfp4")
     if gpu not in ("H100", "H200") or parallelism.n_expert_ranks > 1:
-        raise InputError(
-            "gpu", f"no Marlin rows of {gpu} with these ranks", "H100 or H200, experts cut"
-        )
+        problem = f"no Marlin rows of {gpu} with these ranks"
+        raise InputError("gpu", problem, "H100 or H200, experts cut")
     path = f"moe/vllm/{_VERSION}/moe_perf.parquet"
     frame = _marlin_rows(data_folder(gpu) / path, parallelism.tensor_parallel_size)
     row = frame.iloc[0]
     shape = moe_shape_of(parallelism.shard(model))
     later = find_table("moe", gpu, shape=shape, dtype=_DTYPE)
     if later is None:
-        raise InputError(
-            "model", f"no MoE table of {model.name} on {gpu} to take the fixed cost of"
-        )
+        problem = f"no MoE table of {model.name} on {gpu} to take the fixed cost of"
+        raise InputError("model", problem)
     batch = np.array(_TOKENS)
     return LatencyTable(
         TableMetadata(

@@ -281,9 +281,8 @@ class Parts:
         """
         if self.engine_step is not None:
             if given is not None:
-                raise InputError(
-                    "host_gap_s", "an engine_step table contains the host gap", "none given"
-                )
+                problem = "an engine_step table contains the host gap"
+                raise InputError("host_gap_s", problem, "none given")
             return 0.0, {}
         shape = {"n_layers": self.whole.n_layers, "hidden_size": self.whole.hidden_size}
         table = gpu_table("host_gap", self.gpu, shape=shape, extra=self.tables)

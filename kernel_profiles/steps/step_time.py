@@ -189,19 +189,18 @@ def build_step_time_model(
     Raises InputError: unknown names, sizes out of range, or a model that cannot be spread so.
 
     ``model``, ``gpu``: dimensions, or names for :func:`load_model` and :func:`load_gpu`;
-    ``max_num_seqs``: most sequences in one decode step; ``max_model_len``: most tokens of one
-    sequence, prompt and output; ``max_num_batched_tokens``: prefill steps up to this many tokens
-    are tabulated; larger ones go on with the slope of the upper half; ``parallelism``: GPUs of the
-    worker, and how the model is spread over them; ``host_gap_s``: engine time per step in seconds;
-    None takes :data:`~eldr_sim.kernel_profiles.steps.parts.HOST_GAP_S`; ``cudagraph_padding``: what
-    the padding rows of CUDA graphs compute, see :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`;
+    ``max_num_seqs``: sequences of a decode step; ``max_model_len``: tokens of a sequence, prompt
+    and output; ``max_num_batched_tokens``: prefill steps up to this many tokens are tabulated;
+    larger ones go on with the slope of the upper half; ``host_gap_s``: engine time of a step; None
+    takes :data:`~eldr_sim.kernel_profiles.steps.parts.HOST_GAP_S`; ``cudagraph_padding``: what the
+    padding rows of CUDA graphs compute, see :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`;
     ``enforce_eager``: run without graphs: a step takes no less than the host needs to launch its
     kernels, and nothing is padded; ``moe_backend``: whose kernel computes the experts; the newest
-    that was measured when ``auto``; ``tables``: tables of the user's own; they take precedence over
-    the shipped ones. One of kind ``engine_step`` stands for GEMMs, norms, collectives, lm_head and
-    host gap together; ``linears``: (out, in features) of matrices that a step's tokens go through
-    beside the model's; ``tokens_per_sequence``: most tokens that a step computes for a sequence
-    that decodes: more than one where it verifies drafts.
+    that was measured when ``auto``; ``tables``: the user's own, which take precedence over the
+    shipped ones. One of kind ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host
+    gap together; ``linears``: (out, in features) of matrices that a step's tokens go through beside
+    the model's; ``tokens_per_sequence``: most tokens that a step computes for a sequence that
+    decodes: more than one where it verifies drafts.
     """
     dims = load_model(model) if isinstance(model, str) else model
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu

@@ -56,9 +56,7 @@ class StreamPlan:
     stream: Stream  #: seconds of one layer's transfers
     #: Layers whose shards a GPU holds, the first MoE layer left out; 0 where it holds all.
     window: int
-    #: ``layer_bytes``, ``shard_bytes``: experts of one layer, and one GPU's part of them.
-    layer_bytes: int
-    shard_bytes: int
+    layer_bytes: int  #: experts of one layer
     #: By component (``weight_gather``, ``host_copy``): label and origin.
     provenance: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]  #: what a reader of results must know, one line each
@@ -78,12 +76,11 @@ def plan_stream(
     Raises InputError: GPUs that do not divide the experts or exceed a node, a window or
     interference out of range, or a GPU whose host bandwidth is not known.
 
-    ``model``, ``gpu``: what is served where; ``n_gpus``: GPUs that hold the experts together;
-    ``offload_window``: layers, at least 1, whose shards a GPU holds; the others wait in host
-    memory. None, or as many as there are to stream: nothing is offloaded; ``interference``: time
-    that a layer loses for each second of a gather beside it, 0 to 1: gathers take memory bandwidth
-    and, as NCCL's kernels do, multiprocessors; ``tables``: tables of the user's own; they take
-    precedence over the shipped ones.
+    ``n_gpus``: GPUs that hold the experts together; ``offload_window``: layers, at least 1, whose
+    shards a GPU holds; the others wait in host memory. None, or as many as there are to stream:
+    nothing is offloaded; ``interference``: time that a layer loses for each second of a gather
+    beside it, 0 to 1: gathers take memory bandwidth and, as NCCL's kernels do, multiprocessors;
+    ``tables``: the user's own, which take precedence over the shipped ones.
     """
     if not 1 <= n_gpus <= NODE_GPUS or model.n_experts % n_gpus:
         problem = f"{n_gpus} GPUs for the {model.n_experts} experts of {model.name}"
@@ -110,7 +107,7 @@ def plan_stream(
         provenance["host_copy"] = {"label": label, "origin": origin}
         host_s = layer_bytes / n_gpus / gpu.host_bandwidth
     stream = Stream(gather_s, host_s, float(interference), n_gpus == 1)
-    return StreamPlan(stream, window, layer_bytes, layer_bytes // n_gpus, provenance, warnings)
+    return StreamPlan(stream, window, layer_bytes, provenance, warnings)
 
 
 def _gather(

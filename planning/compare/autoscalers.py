@@ -18,8 +18,7 @@ from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.paths import portable
 
-#: The best fixed fleet is the cheapest one that serves so many requests well.
-_WELL = 0.95
+_WELL = 0.95  #: the best fixed fleet is the cheapest one that serves so many requests well
 #: What is told of a rule, by the heading of its column; means over seeds.
 _FIGURES = {
     "gpu_hours": "GPU-hours", "slo_attainment": "attainment", "minutes_below_95": "minutes < 95%",

@@ -24,8 +24,7 @@ from eldr_sim.simulator.results import result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.paths import portable
 
-#: Requests of a closed loop for each that is in flight.
-_REQUESTS = 6
+_REQUESTS = 6  #: requests of a closed loop for each that is in flight
 
 
 @dataclass(frozen=True)

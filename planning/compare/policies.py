@@ -29,18 +29,10 @@ MARKER = "summary.json"
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """Policies under the same seeds, and their paired differences.
+    """Policies under the same seeds, and their paired differences."""
 
-    Attributes
-    ----------
-    config
-        The configuration apart from its policy.
-    paired
-        The summaries of each policy under each seed.
-    """
-
-    config: RunConfig
-    paired: PairedRuns
+    config: RunConfig  #: apart from its policy
+    paired: PairedRuns  #: the summaries of each policy under each seed
 
     @property
     def summaries(self) -> dict[str, Summary]:
@@ -136,11 +128,9 @@ def compare(
     ``n_seeds``, ``jobs``, ``progress``: see `run_paired`.
     """
     if not config.generates:
-        raise InputError(
-            "topology",
-            f"{config.topology} has no workers that policies could choose for decoding",
-            "xPyD or xC; prefill policies: what-if --set prefill_policy=...",
-        )
+        problem = f"{config.topology} has no workers that policies could choose for decoding"
+        allowed = "xPyD or xC; prefill policies: what-if --set prefill_policy=..."
+        raise InputError("topology", problem, allowed)
     names = [registry.canonical("decode", policy) for policy in servable(config, policies)]
     if len(set(names)) != len(names):
         raise InputError("policies", f"{', '.join(names)} names one twice")

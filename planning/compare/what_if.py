@@ -27,8 +27,7 @@ FIGURES = (
 )  # fmt: skip
 #: The same where requests end with their prompts.
 PREFILL_FIGURES = (*PREFILL_HEADLINE, "slo_attainment", "request_goodput", "kv_blocks_per_worker")
-#: A folder with this file holds a what-if, which ``force`` replaces.
-MARKER = "what_if.json"
+MARKER = "what_if.json"  #: a folder with this file holds a what-if, which ``force`` replaces
 #: Fields that decide which requests a run serves. Others change neither arrivals nor prompts nor
 #: experts.
 REQUEST_FIELDS = (

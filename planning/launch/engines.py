@@ -32,8 +32,7 @@ _SGLANG_METHODS = {
     "mtp": "NEXTN", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE",
     "ngram": "NGRAM",
 }  # fmt: skip
-#: What is shell, not a word.
-_SHELL = ('"$MODEL"', '"$HEAD"', '"$HEAD:5000"', '"$node"')
+_SHELL = ('"$MODEL"', '"$HEAD"', '"$HEAD:5000"', '"$node"')  #: what is shell, not a word
 
 
 def _refuse(target: str, what: str, value: object, known: Sequence[str]) -> InputError:

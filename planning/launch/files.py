@@ -15,8 +15,7 @@ from eldr_sim.planning.search.answer import Answer
 from eldr_sim.simulator.results import result_folder
 from eldr_sim.simulator.setup.config import RunConfig
 
-#: A folder with this file holds launch files, which ``force`` replaces.
-MARKER = "bench.sh"
+MARKER = "bench.sh"  #: a folder with this file holds launch files, which ``force`` replaces
 
 
 def launch_files(

@@ -39,8 +39,7 @@ from eldr_sim.simulator.outcome.headline import MOST_ROWS, Headline, Shown, numb
 from eldr_sim.simulator.results import write_json, write_table
 from eldr_sim.simulator.setup.config import RunConfig
 
-#: A folder with this file holds a finished sweep.
-MARKER = "sweep.json"
+MARKER = "sweep.json"  #: a folder with this file holds a finished sweep
 COMPLETED, FAILED = "completed", "failed"
 
 

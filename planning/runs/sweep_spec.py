@@ -165,8 +165,6 @@ def read_spec(path: str | os.PathLike[str]) -> SweepSpec:
 def make_spec(document: Any) -> SweepSpec:
     """Expand a sweep.
 
-    ``document``: content of the YAML.
-
     Raises InputError if it is not a sweep, or a point is not a valid configuration. A valid
     configuration may still fail when it is run.
     """
@@ -185,9 +183,8 @@ def make_spec(document: Any) -> SweepSpec:
     changes = list(parsed.sweep.changes())
     paths = list(dict.fromkeys(path for _, values in changes for path in values))
     if "seed" in paths:
-        raise InputError(
-            "sweep", "seed is not a parameter", "multiRun: {numRuns: N} and randomSeed"
-        )
+        problem = "seed is not a parameter"
+        raise InputError("sweep", problem, "multiRun: {numRuns: N} and randomSeed")
     points: list[SweepPoint] = []
     for name, values in changes:
         label = name or ", ".join(f"{path}={_text(value)}" for path, value in values.items())

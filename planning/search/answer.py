@@ -26,8 +26,7 @@ from eldr_sim.simulator.results import Extra, result_folder, write_json, write_t
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.paths import portable
 
-#: A folder with this file holds a plan, which ``force`` replaces.
-MARKER = "plan.json"
+MARKER = "plan.json"  #: a folder with this file holds a plan, which ``force`` replaces
 #: Metrics of a run in ``points.parquet`` and, as means over seeds, of a cluster in ``plan.json``.
 FIGURES = (
     "median_ttft_ms",
@@ -186,33 +185,19 @@ class Margin:
 
 @dataclass(frozen=True, repr=False)
 class Answer(Shown):
-    """What a plan found.
+    """What a plan found."""
 
-    Attributes
-    ----------
-    question
-        What was asked.
-    rows
-        The best cluster of each candidate, the best first; of ``split``, every split simulated.
-    runs
-        All simulated runs.
-    margin
-        Margin of the cheapest cluster; None without one, and of other questions.
-    gains
-        What policies gain on the first one.
-    front
-        Pareto front over tokens/s per user and tokens/s per GPU of the clusters that meet the
-        objective, fastest first.
-    why_not
-        Clusters that were asked for, and why they are not the answer.
-    """
-
-    question: Question
+    question: Question  #: what was asked
+    #: The best cluster of each candidate, the best first; of ``split``, every split simulated.
     rows: tuple[Row, ...]
-    runs: Runs
+    runs: Runs  #: all simulated runs
+    #: Margin of the cheapest cluster; None without one, and of other questions.
     margin: Margin | None = None
-    gains: tuple[Gain, ...] = ()
+    gains: tuple[Gain, ...] = ()  #: what policies gain on the first one
+    #: Pareto front over tokens/s per user and tokens/s per GPU of the clusters that meet the
+    #: objective, fastest first.
     front: tuple[Trial, ...] = ()
+    #: Clusters that were asked for, and why they are not the answer.
     why_not: tuple[tuple[str, str], ...] = ()
 
     @property

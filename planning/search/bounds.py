@@ -21,8 +21,7 @@ from eldr_sim.traces.workload import Workload
 
 #: Requests, and the window of those that are measured, s.
 Load: TypeAlias = tuple[Workload, tuple[float, float]]
-#: A finite run may serve a little more than the cluster's steady state.
-_SLACK = 0.9
+_SLACK = 0.9  #: a finite run may serve a little more than the cluster's steady state
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster, and
       any cluster rejects a request longer than ``max_model_len``.
 
-    ``config``: pools, GPUs and load; ``objective``: service level and attainment; ``load``: what
-    `offered_load` returns, where the caller has it: all shapes of a cluster have the same.
+    ``load``: what `offered_load` returns, where the caller has it: all shapes of a cluster have the
+    same.
 
     Raises InputError as :func:`~eldr_sim.simulator.run.prepare`, for example if the model does not
     fit.
@@ -80,10 +79,7 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     n_prefill, prompts = min(1, config.n_prefill), 0.0
     if not cached and prefill.group is None:
         mean = max(1, int(lengths.mean()))
-        n = max(1, min(prefill.max_num_batched_tokens // mean, prefill.max_num_seqs))
-        each_s = prefill.step_time.prompt_s(mean)
-        if n > 1:
-            each_s = prefill.step_time.prefill_s([mean] * n, [0] * n) / n
+        each_s = prefill.prompt_s(mean)
         # Engines that gather experts, or stages, compute as many prompts at a time.
         pool = prefill.parallelism
         each_s /= pool.data_parallel_size * pool.pipeline_parallel_size

@@ -1,9 +1,9 @@
 """Candidates of a plan: policies, GPUs, and workers of one or more GPUs."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from typing import Literal
 
@@ -23,10 +23,8 @@ from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config import Pool, RunConfig
 from eldr_sim.simulator.setup.prepare import servable, trace_of
 
-#: Most GPUs of a cluster that is planned: a pool has no more workers.
-MOST_GPUS = 9999
-#: Highest price of a GPU-hour: sums of prices stay numbers.
-MOST_PRICE = 1e12
+MOST_GPUS = 9999  #: most GPUs of a cluster that is planned: a pool has no more workers
+MOST_PRICE = 1e12  #: highest price of a GPU-hour: sums of prices stay numbers
 #: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
 SIZE_FIELDS = (
     "gpu", "tensor_parallel_size", "data_parallel_size", "block_size", "num_redundant_experts",
@@ -94,7 +92,7 @@ class ClusterTemplate:
             self.bounds.n_prefill,
             self.bounds.n_decode,
             self.max_workers,
-            _remembered(self.cost),
+            cache(self.cost),
             below,
             *(gpus // self.unit for gpus in self.worker_sizes),
         )
@@ -111,10 +109,6 @@ class Candidate:
     policy: str
     templates: tuple[ClusterTemplate, ...]
     reasons: tuple[str, ...]
-
-
-def _remembered(cost: Callable[[int, int], float]) -> Callable[[int, int], float]:
-    return lru_cache(maxsize=None)(cost)
 
 
 def cost(config: RunConfig) -> float:
@@ -194,21 +188,10 @@ def clusters_to_plan(
     Raises InputError if a policy or GPU is unknown or listed twice, if only some GPUs have a price,
     or if the configuration does not suit a plan.
 
-    Parameters
-    ----------
-    config
-        Fields that all share. A pool with a GPU of its own keeps it.
-    policies
-        Decode policies; that of the configuration if empty. Those that need experts are left out of
-        a dense model's.
-    gpus
-        GPUs; that of the configuration if empty.
-    prices
-        Price of a GPU-hour by GPU; overrides the configuration's.
-    redundant_experts
-        Numbers of redundant experts; that of the configuration if empty.
-    drafts
-        Numbers of drafts of the configuration's ``speculative_config``; as it is if empty.
+    ``config``: fields that all share; a pool with a GPU of its own keeps it; ``policies``: of
+    decode; those that need experts are left out of a dense model's; ``prices``: of a GPU-hour by
+    GPU, before the configuration's; ``redundant_experts``, ``drafts``: numbers of them. What is
+    empty is the configuration's.
     """
     if not isinstance(config.topology, str):
         problem = "a file of pools, and plans choose the workers themselves"
@@ -296,9 +279,8 @@ def make_candidate(
 ) -> Candidate:
     """Return the shapes that can serve a configuration's model, the likely cheapest first.
 
-    ``config``: policy, GPUs and load; ``objective``: service level and attainment; ``max_gpus``:
-    most GPUs of a cluster; ``sizes``: GPUs per engine to try; if empty, powers of two up to a node;
-    ``engines``: engines per worker to try; if empty, the configuration's.
+    ``max_gpus``: of a cluster; ``sizes``: GPUs per engine to try; if empty, powers of two up to a
+    node; ``engines``: engines per worker to try; if empty, the configuration's.
     """
     templates: list[ClusterTemplate] = []
     reasons: list[str] = []

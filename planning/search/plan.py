@@ -177,10 +177,7 @@ def _candidates(
     sizes: tuple[Sequence[int], Sequence[int]],
     strategies: Sequence[str],
 ) -> list[Candidate]:
-    """Return the shapes of every candidate; of prefill workers alone, its sizes and budgets.
-
-    ``sizes``: GPUs of an engine, and engines of a worker.
-    """
+    """Return the shapes of every candidate; of prefill workers alone, its sizes and budgets."""
     if configs[0].generates:
         return [make_candidate(each, objective, max_gpus, *sizes) for each in configs]
     return [
@@ -221,9 +218,12 @@ def _search_shape(
 ) -> Search[None]:
     """Search one shape, unless arithmetic or its estimate says that it is not the cheapest."""
     reason, searched, found = template.bounds.impossible, True, None
+    best, near = result.template, result.cost
+    if best is not None:
+        near = max(near, best.estimated_cost)
     if not reason and template.least_cost >= result.cost:
         reason = f"takes at least {template.least_cost:g} by arithmetic"
-    elif not reason and template.estimated_cost > ESTIMATE_FACTOR * _near(result):
+    elif not reason and template.estimated_cost > ESTIMATE_FACTOR * near:
         reason, searched = f"estimated at {template.estimated_cost:g}: not simulated", False
     elif not reason:
         state, trials = yield from _search_size(template, objective, result.cost)
@@ -248,13 +248,6 @@ def _search_shape(
             reason,
             searched,
         )
-    )
-
-
-def _near(result: CandidateRow) -> float:
-    """Return the cost of the best cluster so far, or its estimate where that is higher."""
-    return (
-        result.cost if result.template is None else max(result.cost, result.template.estimated_cost)
     )
 
 
@@ -305,15 +298,11 @@ def _of_size(template: ClusterTemplate, text: str) -> str:
 def _why_none(
     template: ClusterTemplate, state: SearchState, trials: dict[tuple[int, int], Trial]
 ) -> str:
-    least = template.bounds
-    if not trials and not template.config.generates:
-        return (
-            f"the load takes at least {least.n_prefill} workers at full speed, more than "
-            f"{template.max_gpus} GPUs"
-        )
-    apart = template.config.n_prefill > 0
-    fewest = f"{least.n_prefill} prefill and {least.n_decode} decode" if apart else least.n_decode
+    least, apart = template.bounds, template.config.n_prefill > 0
     if not trials:
+        fewest = str(least.n_prefill if apart else least.n_decode)
+        if apart and template.config.generates:
+            fewest = f"{least.n_prefill} prefill and {least.n_decode} decode"
         return (
             f"the load takes at least {fewest} workers at full speed, more than "
             f"{template.max_gpus} GPUs"

@@ -47,8 +47,7 @@ from eldr_sim.simulator.setup.prepare import prepare, routing_of
 BACKENDS: tuple[Backend, ...] = ("nccl_alltoall", "deepep_ht", "allgather_reducescatter")
 BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)  #: token budgets to choose from
 WINDOW = 4  #: MoE layers on a GPU beside the first where experts are offloaded
-#: Fewest and most prompts by which a worker's speed is estimated.
-_AT_ONCE = (32, 512)
+_AT_ONCE = (32, 512)  #: fewest and most prompts by which a worker's speed is estimated
 #: Strategies of one GPU: it holds all experts, or copies them from the host.
 _ALONE = ("tp", "async_ep")
 #: Fields that a plan chooses.
@@ -117,23 +116,14 @@ def prefill_candidates(
 ) -> list[Candidate]:
     """Return a candidate for each strategy and worker size, with a template for each token budget.
 
-    Returns list of Candidate: without templates where no budget has memory; ``reasons`` says why.
-    Raises InputError if the configuration does not suit a plan.
+    One without templates has no budget with memory; ``reasons`` says why. Raises InputError if the
+    configuration does not suit a plan.
 
-    Parameters
-    ----------
-    config
-        Load and GPU; its token budget, window, gather and backend are kept where it has them.
-    objective
-        Service level and attainment; None asks for no bounds.
-    max_gpus
-        Most GPUs of a cluster.
-    sizes
-        GPUs of a worker; if empty, powers of two up to a node.
-    strategies
-        Kinds of strategies; all of them if empty.
-    apart
-        Whether worker sizes are candidates of their own; else a strategy has one for all of them.
+    ``config``: load and GPU; its token budget, window, gather and backend are kept where it has
+    them; ``objective``: None asks for no bounds; ``max_gpus``: of a cluster; ``sizes``: GPUs of a
+    worker; if empty, powers of two up to a node; ``strategies``: some of :data:`KINDS`; all if
+    empty; ``apart``: whether worker sizes are candidates of their own; else a strategy has one for
+    all of them.
     """
     check_prefill_only(config, objective)
     for name in strategies:
@@ -277,21 +267,11 @@ def plan_fastest(
 
     Raises InputError if an argument is not valid, or the arguments contradict each other.
 
-    Parameters
-    ----------
-    config
-        The prompts (``num_requests`` of them) and the engines.
-    strategies, gpus, worker_gpus
-        Candidates: kinds of strategies (:data:`KINDS`; all if empty), GPUs (that of ``config``),
-        GPUs of a worker (powers of two up to a node).
-    max_gpus
-        GPUs there are.
-    prices
-        Price of a GPU-hour by GPU. Without prices tokens a second and GPU decide.
-    seeds
-        Runs of the fastest budget.
-    jobs, progress
-        As of :func:`~eldr_sim.planning.search.plan.plan`.
+    ``config``: the prompts (``num_requests`` of them) and the engines; ``strategies``, ``gpus``,
+    ``worker_gpus``: candidates: some of :data:`KINDS` (all if empty), GPUs (that of ``config``),
+    GPUs of a worker (powers of two up to a node); ``max_gpus``: GPUs there are; ``prices``: of a
+    GPU-hour by GPU; without, tokens a second and GPU decide; ``seeds``: runs of the fastest budget;
+    ``jobs``, ``progress``: as of `plan`.
     """
     if config.num_requests is None:
         raise InputError("num_requests", "none", "how many prompts come at once")

@@ -19,14 +19,10 @@ from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.config_groups import NO_PART
 from eldr_sim.simulator.setup.prepare import routing_of
 
-#: Fewest expected requests of a run that estimates a share such as 99%.
-LEAST_REQUESTS = 100
-#: Largest relative distance between the rate returned and one that misses.
-TOLERANCE = 0.01
-#: Step by which a seed's highest rate is looked for from that of another seed.
-NEAR = 1.02
-#: Step by which it is looked for from an estimate.
-FROM_ESTIMATE = 1.25
+LEAST_REQUESTS = 100  #: fewest expected requests of a run that estimates a share such as 99%
+TOLERANCE = 0.01  #: largest relative distance between the rate returned and one that misses
+NEAR = 1.02  #: step by which a seed's highest rate is looked for from that of another seed
+FROM_ESTIMATE = 1.25  #: step by which it is looked for from an estimate
 
 
 def plan_rate(
@@ -42,26 +38,14 @@ def plan_rate(
     """Find the highest rate that a cluster carries within its objective, seed by seed.
 
     The highest rate of each seed is found by bisection to 1%, those of further seeds from that of
-    the first. Under one seed all policies and rates
-    see the same requests; the rate scales the gaps between them. The mean over ``objective.seeds``
-    seeds has Student's t interval.
+    the first. Under one seed all policies and rates see the same requests; the rate scales the gaps
+    between them. The mean over ``objective.seeds`` seeds has Student's t interval.
 
     Raises InputError if an argument is not valid, or the arguments contradict each other.
 
-    Parameters
-    ----------
-    config
-        The cluster and the workload; its rate is ignored.
-    objective
-        Service level and attainment.
-    policies, gpus
-        Candidates on the same topology; those of ``config`` if empty.
-    prices
-        Price of a GPU-hour by GPU.
-    jobs
-        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
-    progress
-        Called after every run with the numbers of runs done and asked for so far.
+    ``config``: the cluster and the workload; its rate is ignored; ``policies``, ``gpus``,
+    ``prices``, ``jobs``, ``progress``: as of :func:`~eldr_sim.planning.search.plan.plan`, on the
+    same topology.
     """
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {})

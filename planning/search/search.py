@@ -14,8 +14,7 @@ from typing import NamedTuple, TypeAlias
 from eldr_sim.planning.runs.shared_runs import Search, side_by_side
 from eldr_sim.planning.slo import Verdict
 
-#: Each step of `highest_rate` from its start is longer by this exponent.
-_FASTER = 1.5
+_FASTER = 1.5  #: each step of `highest_rate` from its start is longer by this exponent
 #: Judges a cluster of x prefill and y decode workers.
 Judge: TypeAlias = Callable[[int, int], Search[Verdict]]
 
@@ -148,9 +147,8 @@ def cheapest(
 
     Until then, what a verdict on fewer or more workers implies is not judged again.
 
-    ``space``: clusters to choose from; ``judge``: judges a cluster of x prefill and y decode
-    workers; deterministic; ``start``: prefill and decode workers where the search begins;
-    ``around``: whether to look at the neighbours.
+    ``judge``: judges a cluster of x prefill and y decode workers; deterministic; ``start``: prefill
+    and decode workers where the search begins; ``around``: whether to look at the neighbours.
     """
     state = SearchState()
 
@@ -289,24 +287,13 @@ def highest_rate(
 
     Returns that rate and the next that does not (infinite at ``high``), or None.
 
-    Parameters
-    ----------
-    start
-        First rate, requests per second.
-    low, high
-        Range of rates; the result is None if ``low`` misses the objective, and ``high`` if that
-        meets it.
-    meets
-        Whether a rate meets the objective; must be monotone.
-    factor
-        Step until one rate meets the objective and the next misses it, the next ones longer; then
-        the rates between are narrowed down on a logarithmic scale.
-    tolerance
-        Largest relative distance between the rate returned and one that misses.
-    at_once
-        Rates that are asked about side by side.
-    beaten
-        Whether the search may stop with a wider range, as one that lies below a rate.
+    ``start``, ``low``, ``high``: first rate and range, requests per second; None if ``low`` misses
+    the objective, and ``high`` if that meets it; ``meets``: whether a rate does; must be monotone;
+    ``factor``: step until one rate meets the objective and the next misses it, the next ones
+    longer; then the rates between are narrowed down on a logarithmic scale; ``tolerance``: largest
+    relative distance between the rate returned and one that misses; ``at_once``: rates that are
+    asked about side by side; ``beaten``: whether the search may stop with a wider range, as one
+    that lies below a rate.
     """
 
     good, bad = 0.0, math.inf

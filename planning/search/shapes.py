@@ -39,9 +39,8 @@ def shapes(
 ) -> Iterator[RunConfig]:
     """Return a configuration for each shape, of one worker of each kind.
 
-    ``config``: policy, GPUs and load; ``sizes``: GPUs of an engine to choose from; ``engines``:
-    engines of a worker to choose from, more than one of which share experts; the configuration's if
-    empty.
+    ``sizes``: GPUs of an engine to choose from; ``engines``: engines of a worker to choose from,
+    more than one of which share experts; the configuration's if empty.
     """
     together = may_be_colocated(config)
     dense = load_model(config.model).is_dense
@@ -109,7 +108,7 @@ def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tup
     prefill, decode = prepared.spec.prefill, prepared.spec.decode
     length = max(1, int(prompt))
     if prefill.group is None:
-        prompt_s = _prompt_s(prefill, length)
+        prompt_s = prefill.prompt_s(length)
     else:
         prompt_s = _prompt_of_group_s(prefill, _mean_work(config, prepared, 0), length)
     tokens = 1.0 if decode.speculation is None else decode.speculation.tokens_per_plain_step
@@ -160,14 +159,6 @@ def _prompt_of_group_s(engine: EngineSpec, work: MeanWork, length: int) -> float
     return math.fsum(map(work.prefill_s, steps)) / (n * engines)
 
 
-def _prompt_s(engine: EngineSpec, length: int) -> float:
-    """Return the time of a prompt in full steps, s."""
-    n = min(engine.max_num_batched_tokens // length, engine.max_num_seqs)
-    if n <= 1:
-        return engine.step_time.prompt_s(length)
-    return engine.step_time.prefill_s([length] * n, [0] * n) / n
-
-
 def _batches(largest: int) -> NDArray[np.int64]:
     return np.unique(np.geomspace(1, largest, 48).astype(np.int64))
 
@@ -180,15 +171,11 @@ def _decode_steps(
     batch = _batches(largest)
     experts = np.zeros(len(batch))
     if trace is not None:
-        experts = np.maximum(_expected_experts(trace, batch), step_time.model.top_k) / ranks
+        shares = expert_shares(trace)
+        expected = [float(activated(shares, n).sum() / len(shares)) for n in batch.tolist()]
+        experts = np.maximum(expected, step_time.model.top_k) / ranks
     step_s = [
         step_time.decode_s([active] * step_time.n_moe_layers, n, context)
         for n, active in zip(batch.tolist(), experts.tolist(), strict=True)
     ]
     return batch.astype(float), np.array(step_s)
-
-
-def _expected_experts(trace: RoutingTrace, batch: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return how many experts of a layer a batch of random tokens activates, mean over layers."""
-    shares = expert_shares(trace)
-    return np.array([float(activated(shares, n).sum() / len(shares)) for n in batch.tolist()])

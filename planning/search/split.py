@@ -56,10 +56,8 @@ def plan_split(
 
     Raises InputError if an argument is not valid, or no shape fits.
 
-    ``config``: the workload and the engines; its rate and topology are ignored; ``objective``:
-    service level and attainment; ``n_gpus``: most GPUs of the cluster; ``policies``, ``gpus``,
-    ``prices``, ``tensor_parallel_sizes``, ``data_parallel_sizes``, ``jobs``, ``progress``: as
-    `plan`.
+    ``config``: its rate and topology are ignored; ``n_gpus``: most GPUs of the cluster; the others:
+    as `plan`.
     """
     if n_gpus < 1:
         raise InputError("gpus", str(n_gpus), "1 or more")

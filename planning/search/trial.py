@@ -10,8 +10,7 @@ from eldr_sim.planning.runs.shared_runs import Search, Summary
 from eldr_sim.planning.slo import Objective, Verdict, block_interval
 from eldr_sim.simulator.setup.config import RunConfig
 
-#: Seeds of what is searched seed by seed: margins, savings, the best splits.
-PAIRED_SEEDS = 3
+PAIRED_SEEDS = 3  #: seeds of what is searched seed by seed: margins, savings, the best splits
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
     same seeds for every cluster, until the confidence interval lies on one side of the target or
     no further seeds could bring it above: such a cluster stays undecided.
 
-    ``config``: the cluster and its load; ``goodput`` must be the objective's level; ``objective``:
-    service level and attainment.
+    ``config``: its ``goodput`` must be the objective's level.
     """
     first = (yield [config])[0]
     if first["slo_attainment"] <= objective.hopeless:

@@ -46,11 +46,11 @@ def kmeans(
 ) -> Clustering:
     """Cluster unit vectors, minimising their total cosine distance from their centroids.
 
-    Rounds of assignment (:func:`assign_balanced` or :func:`assign_nearest`) and centroid update
-    (the members' sum scaled to unit length) go on until the total distance no longer falls. Seeding
-    is k-means++: a point is drawn with a probability in proportion to its cosine distance from the
-    nearest seed, on the unit sphere half the squared Euclidean distance. Both methods draw the same
-    seeds from the same ``rng``.
+    Rounds of assignment (:func:`assign`) and centroid update (the members' sum scaled to unit
+    length) go on until the total distance no longer falls. Seeding is k-means++: a point is drawn
+    with a probability in proportion to its cosine distance from the nearest seed, on the unit
+    sphere half the squared Euclidean distance. Both methods draw the same seeds from the same
+    ``rng``.
 
     Raises InputError if K is not in 1..n, if all points are zero, or if there is no such method.
 
@@ -83,7 +83,7 @@ def kmeans(
         runs = list(threads.map(run, seeds))
     member, _, _ = min(runs, key=lambda run: run[2])
     centroids = unit_rows(_sums(points, all_, member))
-    return _ordered(Clustering(centroids, *_priced(points, centroids, balanced)))
+    return _ordered(Clustering(centroids, *assign(points, centroids, balanced)))
 
 
 def refit(
@@ -122,27 +122,14 @@ def rounded(products: Floats) -> Floats:
     return np.rint(products * _GRID) / _GRID
 
 
-def assign_balanced(points: Floats, centroids: Floats) -> tuple[Ints, float]:
-    """Assign points to centroids at the least total cosine distance, at most ceil(n / K) to each.
+def assign(points: Floats, centroids: Floats, balanced: bool) -> tuple[Ints, float]:
+    """Assign points to centroids: the centroid of each, shape [n], and the total cosine distance.
 
-    The optimum that the Hungarian method finds with ceil(n / K) places a centroid, as a flow of
-    least cost between the clusters: every point starts at its nearest centroid, and one point too
-    many after the other leaves along the shortest path to a cluster with room.
-
-    Returns the centroid of each point, shape [n], and the total distance.
+    Each to its nearest, the first of them on a tie: no assignment costs less. ``balanced``: at most
+    ceil(n / K) to each, the optimum that the Hungarian method finds with so many places a centroid,
+    as a flow of least cost between the clusters: every point starts at its nearest centroid, and
+    one point too many after the other leaves along the shortest path to a cluster with room.
     """
-    return _priced(points, centroids, balanced=True)
-
-
-def assign_nearest(points: Floats, centroids: Floats) -> tuple[Ints, float]:
-    """Assign every point to its nearest centroid, the first of them on a tie.
-
-    No assignment to the same centroids costs less. Returns what :func:`assign_balanced` does.
-    """
-    return _priced(points, centroids, balanced=False)
-
-
-def _priced(points: Floats, centroids: Floats, balanced: bool) -> tuple[Ints, float]:
     labels, cost = _assigned(np.ascontiguousarray(points @ centroids.T), balanced)
     return labels, cost
 

@@ -185,18 +185,13 @@ def _shared_ranks(rises: NDArray[np.bool_]) -> Floats:
     return np.repeat(first + last + 1 - n, last - first + 1).astype(np.float64)
 
 
-def spearman(a: NDArray[Any], b: NDArray[Any]) -> float:
-    """Spearman's rank correlation, ties by average rank; 0 where either side is constant."""
-    x, y = centred_ranks(a), centred_ranks(b)
-    return _scaled(_summed(x, y), _summed(x, x), _summed(y, y))
-
-
 def _summed(a: Floats, b: Floats) -> float:
     # Not BLAS: sums of whole numbers are exact in any order, and its threads wait for each other.
     return float(np.einsum("p,p->", a, b))
 
 
 def _scaled(ab: float, aa: float, bb: float) -> float:
+    """Return a correlation from sums of products; 0 where either side is constant."""
     return ab / float(np.sqrt(aa * bb)) if aa * bb > 0 else 0.0
 
 

@@ -59,9 +59,8 @@ def signature_quality(
 ) -> SignatureQuality:
     """Measure the signatures of a fit.
 
-    ``calibration``: the calibration requests that the fit used; ``artifact``: the fit;
-    ``compared``: requests to compare the transforms on, with an IDF table of their own; those of
-    the fit where None.
+    ``calibration``: what the fit used; ``compared``: requests to compare the transforms on, with an
+    IDF table of their own; those of the fit where None.
     """
     compared = calibration if compared is None else compared
     pairs = calibration_pairs(calibration, artifact.seed)

@@ -16,8 +16,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs, Policy, PolicyContext
 from eldr_sim.policies.eldr.signature import Floats, Ints
 
-#: Stands in `Placement.expert` for no expert.
-EMPTY = -1
+EMPTY = -1  #: stands in `Placement.expert` for no expert
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,16 +68,12 @@ class ExpertGroup(NamedTuple):
 
     engines: Sequence[int]
     """Indices of the decode engines that share them, as routers count them."""
-    n_layers: int
-    """Layers to place, those of the routing trace."""
-    n_experts: int
-    """Experts of a layer."""
-    n_ranks: int
-    """Ranks to place them on."""
+    n_layers: int  #: layers to place, those of the routing trace
+    n_experts: int  #: experts of a layer
+    n_ranks: int  #: ranks to place them on
     n_redundant: int = 0
     """Instances of experts beyond one of each, vLLM's ``num_redundant_experts``."""
-    n_nodes: int = 1
-    """Nodes of the ranks: equal runs of neighbouring ranks."""
+    n_nodes: int = 1  #: nodes of the ranks: equal runs of neighbouring ranks
     n_expert_groups: int = 1
     """Groups of neighbouring experts from which the gate chooses a few for each token, before it
     chooses experts in them: ``n_group`` of DeepSeek-V3's configuration, where it is 8."""
@@ -105,6 +100,15 @@ class ExpertGroup(NamedTuple):
                 "a number that makes the sum a multiple of the ranks",
             )
         return slots // self.n_ranks
+
+    def check_shape(self, shape: tuple[int, ...], knows: str) -> None:
+        """Raise InputError unless what a placement ``knows`` is of these layers and experts."""
+        if shape != (self.n_layers, self.n_experts):
+            problem = (
+                f"{knows} {shape[0]} layers of {shape[1]} experts, and is to place "
+                f"{self.n_layers} layers of {self.n_experts}"
+            )
+            raise InputError("expert_placement", problem)
 
 
 class PlacementPolicy(Policy):
@@ -168,11 +172,9 @@ class EldrPlacement(PlacementPolicy):
         Raises InputError as `greedy_placement`, and where there are redundant experts.
         """
         if group.n_redundant:
-            raise InputError(
-                "num_redundant_experts",
-                "'eldr' places one instance of every expert",
-                "0, or an expert placement with redundant experts, such as eplb",
-            )
+            problem = "'eldr' places one instance of every expert"
+            allowed = "0, or an expert placement with redundant experts, such as eplb"
+            raise InputError("num_redundant_experts", problem, allowed)
         ranks = greedy_placement(self._activation[group.number], group.n_ranks)
         return Placement.of_ranks(ranks, group.n_ranks)
 
@@ -185,12 +187,11 @@ def cluster_activation(context: PolicyContext, placement: str) -> NDArray[np.flo
     Raises InputError: the context holds no fit of them; ``placement`` is what asks for it.
     """
     if context.artifact is None or callable(context.artifact):
-        raise InputError(
-            "expert_placement",
+        problem = (
             f"{placement} places the experts of each decode worker's cluster, and the decode "
-            "policy has no clusters",
-            "--policy eldr, or the linear placement",
+            "policy has no clusters"
         )
+        raise InputError("expert_placement", problem, "--policy eldr, or the linear placement")
     activation = context.artifact.cluster_activation
     of_group = len(activation) // context.n_groups
     if of_group == 1:

@@ -51,28 +51,22 @@ class EplbPlacement(PlacementPolicy):
     needs = Needs(experts=True, counts=True)
     Parameters = EplbParameters
 
-    def __init__(self, context: PolicyContext, parameters: EplbParameters | None = None) -> None:
-        own = parameters or EplbParameters()
-        self._linear = LinearPlacement(context) if own.load == "none" else None
-        self._by_cluster = own.load == "cluster"
+    def __init__(self, context: PolicyContext, parameters: EplbParameters) -> None:
+        load = parameters.load
+        self._linear = LinearPlacement(context) if load == "none" else None
+        self._by_cluster = load == "cluster"
         self._load: NDArray[np.floating[Any]]
-        if own.load == "cluster":
+        if load == "cluster":
             self._load = cluster_activation(context, "'eplb:load=cluster'")
-        elif own.load != "none":
-            self._load = calibration_load(context.require_calibration(self), own.load)
+        elif load != "none":
+            self._load = calibration_load(context.require_calibration(self), load)
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group; raises InputError as `balance`."""
         if self._linear is not None:
             return self._linear.place(group)
         load = self._load[group.number] if self._by_cluster else self._load
-        if load.shape != (group.n_layers, group.n_experts):
-            layers, experts = load.shape
-            raise InputError(
-                "expert_placement",
-                f"'eplb' knows the load of {layers} layers of {experts} experts, and is to place "
-                f"{group.n_layers} layers of {group.n_experts}",
-            )
+        group.check_shape(load.shape, "'eplb' knows the load of")
         return balance(load, group)
 
     def update(

@@ -57,10 +57,8 @@ class GimbalPlacement(PlacementPolicy):
     needs = Needs(experts=True, counts=True)
     Parameters = GimbalPlacementParameters
 
-    def __init__(
-        self, context: PolicyContext, parameters: GimbalPlacementParameters | None = None
-    ) -> None:
-        self._own = parameters or GimbalPlacementParameters()
+    def __init__(self, context: PolicyContext, parameters: GimbalPlacementParameters) -> None:
+        self._own = parameters
         calibration = context.require_calibration(self)
         self._load = calibration_load(calibration, "decode")
         self._transitions = calibration.transitions(self._own.tokens)
@@ -79,13 +77,7 @@ class GimbalPlacement(PlacementPolicy):
         if self._own.anchor >= group.n_ranks:
             problem = f"no GPU {self._own.anchor} among {group.n_ranks}"
             raise InputError("expert_placement.anchor", problem, f"0 to {group.n_ranks - 1}")
-        if self._load.shape != (group.n_layers, group.n_experts):
-            layers, experts = self._load.shape
-            raise InputError(
-                "expert_placement",
-                f"'gimbal' knows {layers} layers of {experts} experts, and is to place "
-                f"{group.n_layers} layers of {group.n_experts}",
-            )
+        group.check_shape(self._load.shape, "'gimbal' knows")
         return self._placed(group, self._load)
 
     def update(
@@ -128,10 +120,8 @@ def linked_experts(transitions: NDArray[np.int64], pairs: int) -> NDArray[np.int
 def anchored(load: NDArray[Any], linked: NDArray[np.int64], n_ranks: int, anchor: int) -> Placement:
     """Return Algorithm 3's placement: linked experts on the anchor, the others greedily by load.
 
-    ``load``: shape [layers, E]: tokens that choose each expert, in any unit; ``linked``: from
-    `linked_experts`; the anchor takes the most strongly linked ones that it has room for;
-    ``n_ranks``, ``anchor``: GPUs, which hold equally many experts, and the one that holds the
-    linked ones.
+    ``load``: shape [layers, E], in any unit; ``linked``: from `linked_experts`; ``anchor``: the GPU
+    that holds the most strongly linked ones that it has room for; all hold equally many experts.
     """
     room = load.shape[1] // n_ranks
     order = np.argsort(-linked, axis=1, kind="stable")[:, :room]

@@ -39,8 +39,7 @@ from eldr_sim.policies.placement.grouping import (
 from eldr_sim.traces.routing.coactivation import Tokens, affinity_of
 
 Replication = Literal["dynamic", "fixed", "none"]
-RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
-"""Candidates for the ratio r."""
+RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)  #: candidates for the ratio r
 
 
 class AffinityParameters(Parameters):
@@ -87,11 +86,8 @@ class GroupedPlacement(PlacementPolicy):
         fill nodes, or calibration requests of another shape.
         """
         if group.n_redundant:
-            raise InputError(
-                "num_redundant_experts",
-                f"{self.name!r} decides itself how many instances there are",
-                "0",
-            )
+            problem = f"{self.name!r} decides itself how many instances there are"
+            raise InputError("num_redundant_experts", problem, "0")
         if group.n_ranks % group.n_nodes or group.n_ranks > group.n_experts:
             raise InputError(
                 "expert_placement",
@@ -102,12 +98,7 @@ class GroupedPlacement(PlacementPolicy):
         key = group.n_ranks, group.n_nodes
         if key not in self._placed:
             pairs = self._calibration.coactivation(self._tokens)
-            if pairs.shape[:2] != (group.n_layers, group.n_experts):
-                raise InputError(
-                    "expert_placement",
-                    f"{self.name!r} knows {len(pairs)} layers of {pairs.shape[1]} experts, and is "
-                    f"to place {group.n_layers} layers of {group.n_experts}",
-                )
+            group.check_shape(pairs.shape[:2], f"{self.name!r} knows")
             load = np.diagonal(pairs, axis1=1, axis2=2).astype(np.float64)
             self._placed[key] = self._place(affinity_of(pairs), load, group)
         return self._placed[key]
@@ -122,10 +113,9 @@ class GracePlacement(GroupedPlacement):
     name = "grace"
     Parameters = GraceParameters
 
-    def __init__(self, context: PolicyContext, parameters: GraceParameters | None = None) -> None:
-        own = parameters or GraceParameters()
-        super().__init__(context, own.tokens)
-        self._ratio, self._replication = own.ratio, own.replication
+    def __init__(self, context: PolicyContext, parameters: GraceParameters) -> None:
+        super().__init__(context, parameters.tokens)
+        self._ratio, self._replication = parameters.ratio, parameters.replication
 
     def _place(self, affinity: Floats, load: Floats, group: ExpertGroup) -> Placement:
         clusters = [
@@ -150,12 +140,9 @@ class AffinityPlacement(GroupedPlacement):
     name = "affinity"
     Parameters = EqualGroupsParameters
 
-    def __init__(
-        self, context: PolicyContext, parameters: EqualGroupsParameters | None = None
-    ) -> None:
-        own = parameters or EqualGroupsParameters()
-        super().__init__(context, own.tokens)
-        self._resolution = own.resolution
+    def __init__(self, context: PolicyContext, parameters: EqualGroupsParameters) -> None:
+        super().__init__(context, parameters.tokens)
+        self._resolution = parameters.resolution
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group; raises InputError also as `slots_per_rank`."""
@@ -278,9 +265,8 @@ class Copies(NamedTuple):
 def hot_copies(load: Floats, ranks: Ints, n_ranks: int, replication: Replication) -> Copies:
     """Choose the copies of a layer (GRACE-MoE, Eq. 2 and 3).
 
-    ``load``: shape [E]: tokens that choose each expert, in any unit; ``ranks``: shape [E]: the rank
-    of each expert; ``n_ranks``: ranks of the group; ``replication``: ``dynamic``, ``fixed`` or
-    ``none``.
+    ``load``: shape [E], in any unit; ``ranks``: shape [E]: the rank of each expert;
+    ``replication``: ``dynamic``, ``fixed`` or ``none``.
     """
     of_rank = np.bincount(ranks, weights=load, minlength=n_ranks).astype(np.float64)
     none = np.zeros(0, np.int64)

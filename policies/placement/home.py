@@ -36,9 +36,8 @@ class HomePlacement(PlacementPolicy):
         or engines have no clusters of their own.
         """
         if group.n_redundant:
-            raise InputError(
-                "num_redundant_experts", f"{self.name!r} places one instance of every expert", "0"
-            )
+            problem = f"{self.name!r} places one instance of every expert"
+            raise InputError("num_redundant_experts", problem, "0")
         return Placement.of_ranks(home_ranks(self._context, group), group.n_ranks)
 
 
@@ -73,11 +72,9 @@ def cluster_homes(context: PolicyContext, calibration: CalibrationSet, group: Ex
 
 def _artifact(context: PolicyContext) -> RoutingArtifact:
     if not isinstance(context.artifact, RoutingArtifact):
-        raise InputError(
-            "expert_placement",
-            "experts placed by home need the clusters of the decode workers' engines",
-            "--policy eldr:unit=engine, and decode workers",
-        )
+        problem = "experts placed by home need the clusters of the decode workers' engines"
+        allowed = "--policy eldr:unit=engine, and decode workers"
+        raise InputError("expert_placement", problem, allowed)
     return context.artifact
 
 

@@ -21,10 +21,8 @@ from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
 from eldr_sim.policies.eldr.signature import Floats, Ints
 
-#: A swap must save this part of the time: what is less is rounding.
-_LEAST_GAIN = 1e-6
-#: A round over all pairs that saves less of the time is the last.
-_WORTH = 1e-3
+_LEAST_GAIN = 1e-6  #: a swap must save this part of the time: what is less is rounding
+_WORTH = 1e-3  #: a round over all pairs that saves less of the time is the last
 
 
 class Steps(NamedTuple):
@@ -83,7 +81,7 @@ class _Tally(NamedTuple):
 
 def layer_s(ranks: Ints, n_ranks: int, steps: Steps, priced: Prices) -> float:
     """Return the mean time of a layer whose expert e lies on ``ranks[e]``, s."""
-    return _mean_s(_tally(ranks, n_ranks, steps, priced))
+    return float(_tally(ranks, n_ranks, steps, priced).step_s.mean())
 
 
 def swap_for_time(ranks: Ints, n_ranks: int, steps: Steps, priced: Prices) -> Ints:
@@ -96,10 +94,6 @@ def swap_for_time(ranks: Ints, n_ranks: int, steps: Steps, priced: Prices) -> In
     tally = _tally(found, n_ranks, steps, priced)
     _swap_all(found, steps.home, steps.each, tally, priced)
     return found
-
-
-def _mean_s(tally: _Tally) -> float:
-    return float(tally.step_s.mean())
 
 
 def _tally(ranks: Ints, n_ranks: int, steps: Steps, priced: Prices) -> _Tally:

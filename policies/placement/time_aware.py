@@ -42,12 +42,9 @@ class TimeAwarePlacement(GroupedPlacement):
     needs = Needs(experts=True, costs=True)
     Parameters = TimeAwareParameters
 
-    def __init__(
-        self, context: PolicyContext, parameters: TimeAwareParameters | None = None
-    ) -> None:
-        self._own = parameters or TimeAwareParameters()
-        super().__init__(context, self._own.tokens)
-        self._context = context
+    def __init__(self, context: PolicyContext, parameters: TimeAwareParameters) -> None:
+        super().__init__(context, parameters.tokens)
+        self._context, self._own = context, parameters
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group.
@@ -57,11 +54,9 @@ class TimeAwarePlacement(GroupedPlacement):
         """
         _ = group.slots_per_rank
         if self._context.rank_moe is None or self._context.all_to_all is None:
-            raise InputError(
-                "expert_placement",
-                f"{self.name!r} needs the times of GPUs that share experts",
-                "--data-parallel-size 2 or more with --enable-expert-parallel",
-            )
+            problem = f"{self.name!r} needs the times of GPUs that share experts"
+            allowed = "--data-parallel-size 2 or more with --enable-expert-parallel"
+            raise InputError("expert_placement", problem, allowed)
         return super().place(group)
 
     def _place(self, affinity: Floats, load: Floats, group: ExpertGroup) -> Placement:

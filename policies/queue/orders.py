@@ -28,8 +28,7 @@ from eldr_sim.policies.choice import Parameters
 class Waiting(NamedTuple):
     """What an engine knows of requests that wait, a column each."""
 
-    prompt_len: NDArray[np.int64]
-    """Prompt tokens."""
+    prompt_len: NDArray[np.int64]  #: prompt tokens
     priority: NDArray[np.int64] | None = None
     """Priorities that clients give, the lowest first; None where they give none."""
     output_len: NDArray[np.int64] | None = None
@@ -88,9 +87,9 @@ class AgingShortestJobFirst(ShortestJobFirst):
     name = "sjf_aging"
     Parameters = AgingParameters
 
-    def __init__(self, context: PolicyContext, parameters: AgingParameters | None = None) -> None:
+    def __init__(self, context: PolicyContext, parameters: AgingParameters) -> None:
         super().__init__(context)
-        self.aging_s = (parameters or AgingParameters()).age
+        self.aging_s = parameters.age
 
 
 class ResidenceParameters(Parameters):
@@ -113,10 +112,8 @@ class ShortestResidenceFirst(QueueOrder):
     needs = Needs(costs=True)
     Parameters = ResidenceParameters
 
-    def __init__(
-        self, context: PolicyContext, parameters: ResidenceParameters | None = None
-    ) -> None:
-        self._batch = (parameters or ResidenceParameters()).batch
+    def __init__(self, context: PolicyContext, parameters: ResidenceParameters) -> None:
+        self._batch = parameters.batch
         self._step_times = context.require_step_times(self)
 
     def keys(self, requests: Waiting) -> NDArray[Any]:

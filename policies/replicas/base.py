@@ -1,7 +1,7 @@
 """Which instance of an expert computes a token, where a placement holds several.
 
 A choice decides for every pair of a token and one of its experts in a MoE layer, before tokens are
-sent. The classes here, in `weighted_replicas` and in `metro` are numpy references and can be used
+sent. The classes here, in `weighted` and in `metro` are numpy references and can be used
 beside a real engine.
 
 EPLB places instances for an even split of an expert's tokens (``eplb``). vLLM has never split them
@@ -31,8 +31,7 @@ HASH_MULTIPLIER = 2_654_435_769
 class Source(NamedTuple):
     """What a default rests on."""
 
-    label: str
-    """A provenance, as latency tables have them."""
+    label: str  #: a provenance, as latency tables have them
     origin: str
 
 

@@ -28,8 +28,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.eldr.signature import Floats
 from eldr_sim.traces.routing.calibration import CalibrationSet
 
-#: Calibration requests of which steps of several tokens are counted.
-_MEASURED = 64
+_MEASURED = 64  #: calibration requests of which steps of several tokens are counted
 
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Strengths of the ridge to try, in units of the mean squared length of ``q(l) - mean_q(l)``: what

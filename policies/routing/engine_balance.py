@@ -47,8 +47,8 @@ class GimbalPolicy(RouterPolicy):
     needs = Needs(columns=frozenset({"kv_usage", "running_tokens", "waiting_tokens"}))
     Parameters = GimbalParameters
 
-    def __init__(self, context: PolicyContext, parameters: GimbalParameters | None = None) -> None:
-        self.parameters = parameters or GimbalParameters()
+    def __init__(self, context: PolicyContext, parameters: GimbalParameters) -> None:
+        self.parameters = parameters
         self._in_turn = Rule(range(context.n_workers), {})
         self._user_engine: dict[int | str, tuple[int, float]] = {}
 

@@ -57,8 +57,8 @@ class _Books(NamedTuple):
 class Greedy:
     """Sends a request where the cost grows least; what it knows of requests is up to others.
 
-    ``step_times``: step times of a worker; ``n_workers``, ``n_layers``: workers; layers of the
-    activations that ``place`` gets; ``each``: tokens of a request in a step.
+    ``step_times``: of a worker; ``n_layers``: of the activations that ``place`` gets; ``each``:
+    tokens of a request in a step.
     """
 
     def __init__(self, step_times: StepCost, n_workers: int, n_layers: int, each: int = 1) -> None:
@@ -85,13 +85,8 @@ class Greedy:
     ) -> int | None:
         """Return the worker whose cost a request lets grow least, and enter it in the books.
 
-        -1, and the books as they were, where no worker is healthy.
-
-        ``loads``, ``healthy``: shape [K]; ``prompt_len``, ``activation``, ``log``: tokens of the
-        request's prompt, its activation on the grid of ``unions``, and that one's ``log_idle``;
-        ``first``: the worker that is preferred among equals; then those behind it; ``tokens``,
-        ``beside``: 0: the cost is of second power, ``b t^2``; else it is ``tokens * b t``, s, and
-        what each worker's requests cost beside, s, shape [K].
+        None, and the books as they were, where no worker is healthy. ``seconds``: the ``tokens``
+        and ``beside`` of :func:`place`; without, the cost is of second power.
         """
         tokens, beside = seconds or (0.0, self._nothing)
         activation, log = usage
@@ -285,13 +280,11 @@ def place(
 
     -1, and the books as they were, where no worker is healthy.
 
-    ``step_times``: step times of a worker; ``books``: what is on the workers; ``loads``,
-    ``healthy``: shape [K]: requests in flight on each worker, and whether it answers;
-    ``prompt_len``, ``activation``, ``log``: tokens of the request's prompt, its activation on the
-    grid of ``unions``, and the activation's ``log_idle``; ``first``: the worker that is preferred
-    among equals; then those behind it; ``tokens``, ``beside``: 0: the cost is of second power, ``b
-    t^2``; else it is ``tokens * b t``, s, and what each worker's requests cost beside, s, shape
-    [K].
+    ``loads``, ``healthy``: shape [K]: requests in flight on each worker, and whether it answers;
+    ``activation``, ``log``: the request's, on the grid of ``unions``, and that one's ``log_idle``;
+    ``first``: the worker that is preferred among equals; then those behind it; ``tokens``,
+    ``beside``: 0: the cost is of second power, ``b t^2``; else it is ``tokens * b t``, s, and what
+    each worker's requests cost beside, s, shape [K].
     """
     n_workers, (log_idle, idle, activated) = loads.shape[0], books.unions
     best, least = -1, 0.0

@@ -149,9 +149,9 @@ def group_step_s(
     Its parts other than the MoE layers are those of the slowest engine. Requests beyond the places
     of a batch take turns, as in `marginal_cost.expected_step_s`.
 
-    ``step_times``: step times of an engine; ``loads``, ``prompt_tokens``: shape [engines]: requests
-    on each, and their tokens of context, summed; ``moe_s``: time of the MoE layers; ``worker``,
-    ``prompt_len``: one more request: its engine, -1 for none, and tokens of its context.
+    ``loads``, ``prompt_tokens``: shape [engines]: requests on each, and their tokens of context,
+    summed; ``moe_s``: time of the MoE layers; ``worker``, ``prompt_len``: one more request: its
+    engine, -1 for none, and tokens of its context.
     """
     places = step_times.head_s.shape[0] - 1
     attention, most = 0.0, 0
@@ -271,10 +271,8 @@ def place_on_ranks(
 
     -1, and the books as they were, where no worker is healthy.
 
-    ``step_times``, ``moe``: step times of a worker; `RankMoE` of a rank where workers share
-    experts, else None; ``shares``, ``books``: where the experts of the groups lie; what is on the
-    workers; ``loads``, ``healthy``, ``prompt_len``, ``activation``, ``log``, ``first``: as of
-    `marginal_cost.place`.
+    ``moe``: of a rank where workers share experts, else None; ``shares``: where the experts of the
+    groups lie; ``books``: what is on the workers; the others: as of `marginal_cost.place`.
     """
     n_workers, n_groups = loads.shape[0], books.used.shape[0]
     size, ranks, layers = n_workers // n_groups, shares.expert.shape[2], step_times.n_moe_layers

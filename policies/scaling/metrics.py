@@ -40,6 +40,7 @@ class Fixed(Autoscaler):
 
     name = "none"
     Parameters = FixedParameters
+    told: FixedParameters
 
     @property
     def interval_s(self) -> float:
@@ -48,7 +49,6 @@ class Fixed(Autoscaler):
 
     def begin(self) -> Mapping[str, int]:
         """Return ``n`` for each pool."""
-        assert isinstance(self.told, FixedParameters)
         return per_pool("autoscale.n", self.told.n, [pool.name for pool in self.facts.pools])
 
     def decide(self, fleet: Fleet) -> Decision:
@@ -115,18 +115,18 @@ class HorizontalPodAutoscaler(Autoscaler):
 
     name = "hpa"
     Parameters = HpaParameters
+    told: HpaParameters
 
     def __init__(self, context: PolicyContext, parameters: HpaParameters | None = None) -> None:
         super().__init__(context, parameters)
-        assert isinstance(self.told, HpaParameters)
-        self._own, self._down = self.told, Stabilised(self.told.down_s)
+        self._down = Stabilised(self.told.down_s)
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return the wish of each pool, limited upwards and stabilised downwards."""
         return [Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
 
     def _wish(self, pool: PoolView, now_s: float) -> int:
-        own, n = self._own, pool.workers
+        own, n = self.told, pool.workers
         load = total(pool, own.metric) / own.target
         wish = n if n and abs(load / n - 1.0) <= own.tolerance else max(1, up(load))
         steady = self._down.of(pool.name, now_s, wish)
@@ -155,18 +155,18 @@ class Keda(Autoscaler):
 
     name = "keda"
     Parameters = KedaParameters
+    told: KedaParameters
 
     def __init__(self, context: PolicyContext, parameters: KedaParameters | None = None) -> None:
         super().__init__(context, parameters)
-        assert isinstance(self.told, KedaParameters)
-        self._own, self._down = self.told, Stabilised(self.told.down_s)
+        self._down = Stabilised(self.told.down_s)
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return the demand of each pool, guarded against overshoot."""
         targets = []
         for pool in fleet.pools:
             queue, running = total(pool, "waiting"), total(pool, "running")
-            wish = max(1, up(queue / self._own.queue), up(running / self._own.running))
+            wish = max(1, up(queue / self.told.queue), up(running / self.told.running))
             if wish > pool.workers:
                 wish = max(wish - pool.starting, pool.workers)
             steady = self._down.of(pool.name, fleet.now_s, wish)
@@ -198,11 +198,10 @@ class Knative(Autoscaler):
 
     name = "knative"
     Parameters = KnativeParameters
+    told: KnativeParameters
 
     def __init__(self, context: PolicyContext, parameters: KnativeParameters | None = None) -> None:
         super().__init__(context, parameters)
-        assert isinstance(self.told, KnativeParameters)
-        self._own = self.told
         self._seen: dict[str, deque[tuple[float, int]]] = defaultdict(deque)
         self._panics_until: dict[str, float] = {}
         self._most: dict[str, int] = {}
@@ -216,7 +215,7 @@ class Knative(Autoscaler):
         return [Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
 
     def _wish(self, pool: PoolView, now_s: float) -> int:
-        own, seen = self._own, self._seen[pool.name]
+        own, seen = self.told, self._seen[pool.name]
         seen.append((now_s, pool.in_flight))
         while seen[0][0] <= now_s - own.window:
             seen.popleft()
@@ -255,6 +254,7 @@ class LlmdSaturation(Autoscaler):
 
     name = "llmd_saturation"
     Parameters = SaturationParameters
+    told: SaturationParameters
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return one worker more, or less, for pools where none starts."""
@@ -262,7 +262,6 @@ class LlmdSaturation(Autoscaler):
 
     def _step(self, pool: PoolView) -> int:
         own, n = self.told, pool.ready
-        assert isinstance(own, SaturationParameters)
         free = (pool.kv_usage <= own.kv) & (pool.waiting <= own.queue)
         if not free.any():
             return 1

@@ -53,6 +53,7 @@ class DynamoLoad(Autoscaler):
 
     name = "dynamo_load"
     Parameters = LoadParameters
+    told: LoadParameters
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return one worker more, or less."""
@@ -64,7 +65,6 @@ class DynamoLoad(Autoscaler):
 
     def _step(self, pool: PoolView, facts: PoolFacts) -> int:
         own, n = self.told, pool.ready
-        assert isinstance(own, LoadParameters)
         ttft, itl = own.ttft / 1e3, own.itl / 1e3
         prompt = pool.prompt_tokens
         rest = n / (n - 1) if n > 1 else 1.0
@@ -109,12 +109,11 @@ class DynamoThroughput(Autoscaler):
 
     name = "dynamo_throughput"
     Parameters = ThroughputParameters
+    told: ThroughputParameters
 
     def __init__(self, context: PolicyContext, parameters: ThroughputParameters | None = None):
         super().__init__(context, parameters)
-        assert isinstance(self.told, ThroughputParameters)
-        self._own = self.told
-        self._forecast: dict[str, Forecast] = defaultdict(lambda: Forecast(self._own.forecast))
+        self._forecast: dict[str, Forecast] = defaultdict(lambda: Forecast(self.told.forecast))
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return the workers that the next interval needs, where something is known of it."""
@@ -123,7 +122,7 @@ class DynamoThroughput(Autoscaler):
             rate = self._forecast[pool.name].next(pool.arrived / fleet.interval_s)
             if not math.isnan(pool.output_tokens) and not math.isnan(pool.prompt_tokens):
                 work = self.facts.of(pool.name).work_s(
-                    pool.prompt_tokens, pool.output_tokens, pool.cached_tokens, self._own.itl / 1e3
+                    pool.prompt_tokens, pool.output_tokens, pool.cached_tokens, self.told.itl / 1e3
                 )
                 targets.append(Target(pool.name, max(1, up(rate * work))))
         return targets
@@ -176,6 +175,7 @@ class Timetable(Autoscaler):
 
     name = "timetable"
     Parameters = TimetableParameters
+    told: TimetableParameters
 
     def begin(self) -> Mapping[str, int]:
         """Return the first line."""
@@ -193,12 +193,12 @@ class Timetable(Autoscaler):
 
     def _needed(self, facts: PoolFacts, begin: float, end: float) -> int:
         """Return the largest number of the periods from one time to another, s."""
-        own = self.told
-        assert isinstance(own, TimetableParameters)
-        lines = range(int(begin // own.period), int(end // own.period) + 1)
-        return max(self._line(facts, line * own.period, own) for line in lines)
+        period = self.told.period
+        lines = range(int(begin // period), int(end // period) + 1)
+        return max(self._line(facts, line * period) for line in lines)
 
-    def _line(self, facts: PoolFacts, begin: float, own: TimetableParameters) -> int:
+    def _line(self, facts: PoolFacts, begin: float) -> int:
+        own = self.told
         coming = self.facts.known(begin, begin + own.period)
         if not coming.requests:
             return 1
@@ -258,11 +258,10 @@ class Seconds(Autoscaler):
 
     name = "seconds"
     Parameters = SecondsParameters
+    told: SecondsParameters
 
     def __init__(self, context: PolicyContext, parameters: SecondsParameters | None = None) -> None:
         super().__init__(context, parameters)
-        assert isinstance(self.told, SecondsParameters)
-        self._own = self.told
         self._rate: dict[str, tuple[float, float]] = {}
         self._mean: dict[str, tuple[float, float, float]] = {}
         self._down = {
@@ -287,7 +286,7 @@ class Seconds(Autoscaler):
         return [*said, *(Target(name, wish) for name, wish in wishes.items())]
 
     def _wish(self, pool: PoolView, fleet: Fleet) -> int:
-        own, facts = self._own, self.facts.of(pool.name)
+        own, facts = self.told, self.facts.of(pool.name)
         horizon = facts.start_up_s + fleet.interval_s / 2.0
         rate = self._foreseen(pool.name, pool.arrived / fleet.interval_s, fleet.interval_s, horizon)
         mean = self._means(pool, fleet.interval_s)
@@ -303,7 +302,7 @@ class Seconds(Autoscaler):
     def _foreseen(self, pool: str, rate: float, interval_s: float, ahead_s: float) -> float:
         """Return the rate so many seconds ahead, at least half of today's and at most twice."""
         level, change = self._rate.get(pool, (rate, 0.0))
-        weight = 1.0 - math.exp(-interval_s / (self._own.memory / 2.0))
+        weight = 1.0 - math.exp(-interval_s / (self.told.memory / 2.0))
         new = max(0.0, weight * rate + (1.0 - weight) * (level + change * interval_s))
         change = (1.0 - weight / 4.0) * change + weight / 4.0 * (new - level) / interval_s
         self._rate[pool] = new, change
@@ -315,7 +314,7 @@ class Seconds(Autoscaler):
         known = self._mean.get(pool.name)
         if any(map(math.isnan, seen)):
             return known
-        weight = 1.0 - math.exp(-interval_s / self._own.memory)
+        weight = 1.0 - math.exp(-interval_s / self.told.memory)
         if known is not None:
             prompt, output, cached = (
                 old + weight * (new - old) for old, new in zip(known, seen, strict=True)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-#: Rows that are shown of a result.
-MOST_ROWS = 10
+MOST_ROWS = 10  #: rows that are shown of a result
 
 
 class Headline(NamedTuple):

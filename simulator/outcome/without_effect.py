@@ -44,8 +44,7 @@ def without_effect(
 ) -> list[str]:
     """Return a line for each field that differs from its default and changed nothing.
 
-    ``config``, ``prepared``, ``workload``, ``record``: a run, whose ``prepared.spec`` is that of
-    its cluster.
+    ``prepared.spec`` is that of the run's cluster.
     """
     given = _given(config)
     engines = [pool.engine for pool in prepared.spec.pools]

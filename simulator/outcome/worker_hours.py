@@ -38,10 +38,7 @@ def spent_hours(record: RunRecord, config: RunConfig, begin: float, end: float) 
 def worker_seconds(
     record: RunRecord, workers: list[int], begin: float, end: float
 ) -> NDArray[np.float64]:
-    """Return the seconds that workers of each pool are in each state, float64 ``[pools, states]``.
-
-    ``workers``: of each pool.
-    """
+    """Return the seconds of pools' workers in each state, float64 ``[pools, states]``."""
     spent = np.zeros((len(workers), RESERVED + 1))
     spent[:, READY] = np.array(workers) * (end - begin)
     last: dict[tuple[int, int], int] = {}

@@ -70,6 +70,13 @@ class EngineSpec:
             return 1
         return self.parallelism.data_parallel_size
 
+    def prompt_s(self, tokens: int) -> float:
+        """Return the seconds of a prompt by itself, in steps that hold as many as they can."""
+        n = min(self.max_num_batched_tokens // tokens, self.max_num_seqs)
+        if n <= 1:
+            return self.step_time.prompt_s(tokens)
+        return self.step_time.prefill_s([tokens] * n, [0] * n) / n
+
 
 class PoolSpec(NamedTuple):
     """Workers that are alike, and what becomes of a request when they have computed its prompt."""
@@ -115,8 +122,7 @@ class ClusterSpec:
     pools: tuple[PoolSpec, ...]
     max_model_len: int
     block_size: int
-    #: Of KV caches between workers.
-    transfer: TransferModel
+    transfer: TransferModel  #: of KV caches between workers
     load_report_delay_s: float
     max_concurrency: int | None
     max_active_sessions: int | None = None
@@ -135,8 +141,7 @@ class ClusterSpec:
     routing_s: float = 0.0
     #: What the sliding windows of a request take beside its KV blocks.
     windows: WindowBlocks = NO_WINDOWS
-    #: What a hand-over takes beside router, transfer and steps, s.
-    handover_s: float = 0.0
+    handover_s: float = 0.0  #: what a hand-over takes beside router, transfer and steps, s
     #: What a request's way through the router takes longer for each token of its prompt, s.
     routing_token_s: float = 0.0
     #: What requests go through before a router; None where prompts come as token ids.

@@ -32,8 +32,7 @@ class Conditional(NamedTuple):
     entry_load: float = math.inf  #: more steps' budgets of tokens wait at every prefill worker
 
 
-#: Decode workers compute no prompts of others.
-NEVER = Conditional()
+NEVER = Conditional()  #: decode workers compute no prompts of others
 
 
 def parse_conditional(text: str | None) -> Conditional:

@@ -99,8 +99,7 @@ def _drawn(value: Any, about: ValidationInfo) -> Any:
     return value if value is None else str(value)
 
 
-#: A distribution as it is spelled.
-Drawn = Annotated[str | None, BeforeValidator(_drawn)]
+Drawn = Annotated[str | None, BeforeValidator(_drawn)]  #: a distribution as it is spelled
 
 
 class ServiceLevel(BaseModel):

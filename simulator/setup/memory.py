@@ -112,10 +112,9 @@ def kv_blocks(
     token_bytes += draft_kv_bytes
     blocks = free // (block_size * token_bytes)
     if blocks < 1:
-        raise InputError(
-            "block_size",
+        problem = (
             f"a block of {block_size} tokens takes {block_size * token_bytes} bytes, "
-            f"{model.name} leaves {free} on {gpu.name}",
-            "a smaller block",
+            f"{model.name} leaves {free} on {gpu.name}"
         )
+        raise InputError("block_size", problem, "a smaller block")
     return blocks

@@ -43,8 +43,7 @@ _TOPOLOGY = re.compile(r"([1-9]\d{0,3})P(?:([1-9]\d{0,3})D)?|([1-9]\d{0,3})C", r
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 #: Most pools of a cluster; the plane's tuples of what each has are so long (`state.MAX_POOLS`).
 MOST_POOLS = 8
-#: Who goes on when a prompt is computed: nobody, the request ends.
-NOBODY = "nobody"
+NOBODY = "nobody"  #: who goes on when a prompt is computed: nobody, the request ends
 #: Whose rules engines follow, see `setup.engines`.
 Engine = Literal["vllm", "sglang", "trtllm"]
 #: What a pool's workers do: compute prompts for others or for nobody, or decode.
@@ -63,8 +62,7 @@ def _path_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-#: A name or a path.
-PathText = Annotated[str, BeforeValidator(_path_text)]
+PathText = Annotated[str, BeforeValidator(_path_text)]  #: a name or a path
 
 
 def policy_word(decision: str) -> BeforeValidator:
@@ -87,12 +85,11 @@ def parse_topology(text: str) -> tuple[int, int]:
     """
     match = _TOPOLOGY.fullmatch(text.strip())
     if match is None:
-        raise InputError(
-            "topology",
-            repr(text),
+        allowed = (
             "xPyD with 1 to 9999 workers of each kind, such as 8P16D, xC, such as 8C, xP, or a "
-            "file of pools that ends with .yaml",
+            "file of pools that ends with .yaml"
         )
+        raise InputError("topology", repr(text), allowed)
     return (0, int(match[3])) if match[3] else (int(match[1]), int(match[2] or 0))
 
 

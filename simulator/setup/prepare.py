@@ -249,11 +249,9 @@ def _check_tables(config: RunConfig) -> None:
     known = {name for gpu in gpus for name in (gpu.name, gpu.sibling)}
     measured = sorted({table.metadata.gpu for table in load_tables(config.tables)})
     if measured and not known.intersection(measured):
-        raise InputError(
-            "tables",
-            f"{config.tables} is of {', '.join(measured)}, the run of {gpus[0].name}",
-            "--gpu with the gpu.json of these tables, or tables of that GPU",
-        )
+        problem = f"{config.tables} is of {', '.join(measured)}, the run of {gpus[0].name}"
+        allowed = "--gpu with the gpu.json of these tables, or tables of that GPU"
+        raise InputError("tables", problem, allowed)
 
 
 def _conditional(config: RunConfig) -> Conditional:
@@ -299,11 +297,8 @@ def _engine(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineS
     max_num_seqs = pool.max_num_seqs or max(1, min(seats, budget // each))
     if max_num_seqs * each > budget:
         tokens = "" if each == 1 else f" of {each} tokens each"
-        raise InputError(
-            "max_num_batched_tokens",
-            f"{budget} is below max_num_seqs {max_num_seqs}{tokens}",
-            f"{max_num_seqs * each} or more",
-        )
+        problem = f"{budget} is below max_num_seqs {max_num_seqs}{tokens}"
+        raise InputError("max_num_batched_tokens", problem, f"{max_num_seqs * each} or more")
     parallelism.check(model)
     ranks = parallelism.n_expert_ranks
     _check_experts(pool, workers.name)
@@ -447,11 +442,9 @@ def hold_instances(
 def _check_copies(config: RunConfig, engine: EngineSpec, placement: Placement) -> None:
     """Raise InputError where a placement's copies of experts cannot be served."""
     if engine.group is None:
-        raise InputError(
-            "expert_placement",
-            "copies of experts are simulated where engines share them",
-            "--data-parallel-size 2 or more, or a placement without copies",
-        )
+        problem = "copies of experts are simulated where engines share them"
+        allowed = "--data-parallel-size 2 or more, or a placement without copies"
+        raise InputError("expert_placement", problem, allowed)
     if registry.needs("replica_choice", config.replica_choice).rank_loads:
         rank_weights(placement)
 
@@ -498,17 +491,12 @@ def _check_experts(pool: Pool, role: str) -> None:
     """Raise InputError where a pool's engines cannot have their experts as it says."""
     parallelism, placement = pool.parallelism, pool.expert_placement
     if parallelism.data_parallel_size > 1 and not parallelism.expert_parallel:
-        raise InputError(
-            "data_parallel_size",
-            "engines that share no experts are not simulated",
-            "--enable-expert-parallel beside it",
-        )
+        problem = "engines that share no experts are not simulated"
+        raise InputError("data_parallel_size", problem, "--enable-expert-parallel beside it")
     if pool.num_redundant_experts and parallelism.data_parallel_size == 1:
-        raise InputError(
-            "num_redundant_experts",
-            "redundant experts are simulated where engines share them",
-            "--data-parallel-size 2 or more beside it",
-        )
+        problem = "redundant experts are simulated where engines share them"
+        allowed = "--data-parallel-size 2 or more beside it"
+        raise InputError("num_redundant_experts", problem, allowed)
     if placement != "linear" and parallelism.n_expert_ranks == 1:
         raise InputError(
             "expert_placement",
@@ -530,12 +518,11 @@ def _replica_choice(word: str, all_to_all: AllToAll, copies: bool) -> _Choice:
     """Return what groups know of a replica choice; without copies of experts it costs nothing."""
     found = registry.find("replica", parse(word, "replica_choice").name)
     if found.needs.gathers and all_to_all.backend not in GATHERING:
-        raise InputError(
-            "replica_choice",
+        problem = (
             f"{found.name!r} needs the tokens of all ranks, which {all_to_all.backend} does not "
-            "gather",
-            f"--all2all-backend {' or '.join(GATHERING)}",
+            "gather"
         )
+        raise InputError("replica_choice", problem, f"--all2all-backend {' or '.join(GATHERING)}")
     number, parameters = (
         REPLICA_CHOICES.get(found.name, ASKED),
         registry.parameters("replica", word),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from eldr_sim.kernel_profiles.models import ModelDims
@@ -27,8 +29,8 @@ def scaling_facts(config: RunConfig, prepared: PreparedRun, workload: Workload) 
                 kv_tokens=pool.engine.n_blocks * config.block_size,
                 start_up_s=pool.engine.start_up_s,
                 switch_s=config.switch_time,
-                prompt_s=_Prompts(pool.engine),
-                step_s=_Steps(prepared.model, pool.engine),
+                prompt_s=pool.engine.prompt_s,
+                step_s=partial(_decode_s, prepared.model, pool.engine),
             )
         )
         for pool in spec.pools
@@ -48,29 +50,9 @@ def scaling_facts(config: RunConfig, prepared: PreparedRun, workload: Workload) 
     return ScalingContext(tuple(pools), known)
 
 
-class _Prompts:
-    """Seconds that a prompt takes an engine whose steps hold as many like it as they can."""
-
-    def __init__(self, engine: EngineSpec) -> None:
-        self._engine = engine
-
-    def __call__(self, tokens: int) -> float:
-        engine, step_time = self._engine, self._engine.step_time
-        n = max(1, min(engine.max_num_batched_tokens // tokens, engine.max_num_seqs))
-        if n == 1:
-            return step_time.prompt_s(tokens)
-        return step_time.prefill_s([tokens] * n, [0] * n) / n
-
-
-class _Steps:
-    """Seconds of a pool's decode steps, with the experts that uniform routing activates."""
-
-    def __init__(self, model: ModelDims, engine: EngineSpec) -> None:
-        self._model, self._engine = model, engine
-
-    def __call__(self, sequences: int, context: float) -> float:
-        model, step_time = self._model, self._engine.step_time
-        share = model.top_k / model.n_experts if model.n_experts else 0.0
-        union = model.n_experts * (1.0 - (1.0 - share) ** sequences)
-        activated = [union / self._engine.n_expert_ranks] * step_time.n_moe_layers
-        return step_time.decode_s(activated, sequences, context)
+def _decode_s(model: ModelDims, engine: EngineSpec, sequences: int, context: float) -> float:
+    """Return the seconds of a decode step, with the experts that uniform routing activates."""
+    share = model.top_k / model.n_experts if model.n_experts else 0.0
+    union = model.n_experts * (1.0 - (1.0 - share) ** sequences)
+    activated = [union / engine.n_expert_ranks] * engine.step_time.n_moe_layers
+    return engine.step_time.decode_s(activated, sequences, context)

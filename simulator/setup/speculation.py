@@ -136,9 +136,8 @@ def _acceptances(
         return {"": acceptance_of(given, model)}
     names, field = domains(), "speculative_config.acceptance"
     if wrong := set(given.acceptance) - {*names, "other"}:
-        raise InputError(
-            field, f"no domain {', '.join(sorted(wrong))}", f"{', '.join(names)}, other"
-        )
+        problem = f"no domain {', '.join(sorted(wrong))}"
+        raise InputError(field, problem, f"{', '.join(names)}, other")
     found = {name: given.acceptance.get(name, given.acceptance.get("other")) for name in names}
     if left := [name for name, named in found.items() if named is None]:
         raise InputError(field, f"nothing for {', '.join(left)}", "one for it, or for other")

@@ -15,8 +15,7 @@ _METHODS = {
     "nextn": "mtp", "eagle": "eagle3", "eagle3": "eagle3", "standalone": "draft_model",
     "draft_target": "draft_model", "ngram": "ngram", "mtp": "mtp",
 }  # fmt: skip
-#: Methods that look drafts up in the tokens so far.
-LOOKING_UP = ("ngram", "suffix")
+LOOKING_UP = ("ngram", "suffix")  #: methods that look drafts up in the tokens so far
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -178,8 +177,7 @@ def _spelled(given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-#: Other engines' names of a draft model.
-_MODELS = ("draft_model_path", "model_dir", "model")
+_MODELS = ("draft_model_path", "model_dir", "model")  #: other engines' names of a draft model
 
 
 #: Of a run: the mapping, or its JSON text.

@@ -77,11 +77,9 @@ def prompt_layout(
     """
     stages = parallelism.pipeline_parallel_size
     if stages > 1 and config.generates:
-        raise InputError(
-            "pipeline_parallel_size",
-            f"stages of {pool.name} workers in {config.topology} are not simulated",
-            "1, or prefill workers alone, such as 8P",
-        )
+        problem = f"stages of {pool.name} workers in {config.topology} are not simulated"
+        allowed = "1, or prefill workers alone, such as 8P"
+        raise InputError("pipeline_parallel_size", problem, allowed)
     if not config.n_prefill:
         for name in _STREAMING:
             if getattr(config, name):
@@ -89,9 +87,8 @@ def prompt_layout(
     if pool.decodes:
         return None
     if config.kv_cache_free and config.generates:
-        raise InputError(
-            "kv_cache_free", f"{config.topology} hands KV caches over", "xP, such as 8P"
-        )
+        problem = f"{config.topology} hands KV caches over"
+        raise InputError("kv_cache_free", problem, "xP, such as 8P")
     streams = config.expert_gather is not None or config.offload_window is not None
     if config.gather_interference and config.expert_gather is None:
         raise InputError("gather_interference", "nothing is gathered", "--expert-gather beside it")

@@ -33,11 +33,8 @@ def pull_between(model: ModelDims, prefill: Parallelism, decode: Parallelism) ->
     """
     senders, receivers = prefill.tensor_parallel_size, decode.tensor_parallel_size
     if max(senders, receivers) % min(senders, receivers):
-        raise InputError(
-            "tensor_parallel_size",
-            f"{senders} GPUs a prefill worker and {receivers} a decode worker",
-            "sizes of which one divides the other",
-        )
+        problem = f"{senders} GPUs a prefill worker and {receivers} a decode worker"
+        raise InputError("tensor_parallel_size", problem, "sizes of which one divides the other")
     heads = 1 if model.attention == "mla" else model.n_kv_heads
     sources = max(1, min(senders, heads) // receivers)
     return Pull(receivers, min(senders, receivers * sources), sources)
@@ -77,8 +74,7 @@ class TransferModel:
         )
 
 
-#: Most descriptors of a transfer that ``observed`` rests on.
-MEASURED_DESCRIPTORS = 1785
+MEASURED_DESCRIPTORS = 1785  #: most descriptors of a transfer that ``observed`` rests on
 
 
 def provenance(source: str) -> dict[str, str]:

@@ -8,7 +8,6 @@ from eldr_sim.kernel_profiles.kernels.intensity import (
     activation_share,
     decode_intensity,
     gpu_intensity,
-    moe_intensity,
     pair_flops,
 )
 from eldr_sim.kernel_profiles.models import load_model
@@ -20,19 +19,6 @@ def test_gpus_by_their_data_sheets():
     assert gpu_intensity(load_gpu("H100")) == pytest.approx(989e12 / 3.35e12)
     assert gpu_intensity(load_gpu("B200")) == pytest.approx(2250e12 / 7.7e12)
     assert gpu_intensity(load_gpu("B200"), fp8=True) == pytest.approx(4500e12 / 7.7e12)
-
-
-@pytest.mark.parametrize(
-    ("model", "n_experts", "width"), [(QWEN, 128, 2.0), (DEEPSEEK, 256, 1 + 4 / 128**2)]
-)
-@pytest.mark.parametrize("batch", [1, 8, 64, 1024])
-def test_moe_layers_by_hand(model, n_experts, width, batch):
-    """2 FLOPs a weight and token, ``width`` bytes a weight of every expert that a token chose."""
-    missed = (1 - 8 / n_experts) ** batch
-    by_hand = 2 * 8 * batch / (width * n_experts * (1 - missed))
-    assert moe_intensity(model, batch) == pytest.approx(by_hand, rel=1e-9)
-    if batch == 1:
-        assert by_hand == pytest.approx(2 / width)
 
 
 def _qwen_by_hand(batch, context):
@@ -85,9 +71,9 @@ def test_deepseek_by_hand(batch, context):
 def test_intensity_grows_with_the_batch_and_no_faster():
     batches = np.arange(1, 1025)
     for model in (QWEN, DEEPSEEK):
-        for curve in (moe_intensity(model, batches), decode_intensity(model, batches, 2000)):
-            assert (np.diff(curve) > 0).all()
-            assert (curve <= curve[0] * batches * 1.0000001).all()
+        curve = decode_intensity(model, batches, 2000)
+        assert (np.diff(curve) > 0).all()
+        assert (curve <= curve[0] * batches * 1.0000001).all()
 
 
 def test_metros_figure_3():

@@ -52,8 +52,6 @@ expert(0, False, first)
 if sys.argv[1] == "H100":
     for tile in (*triton_moe.DECODE_TILES, *triton_moe.PREFILL_TILES):
         expert(0, True, tile)
-build(kernels.gate_kernel, dict(x=B, weight=B, logits=F),
-      dict(BLOCK_M=16, BLOCK_E=16, BLOCK_K=128, UPCAST=False))
 build(kernels.top_k_kernel, dict(logits=F, ids=I, weights=F), dict(TOP_K=8, K_PAD=8, E_PAD=128))
 build(kernels.align_kernel, dict(ids=I, slots=I, block_expert=I, n_blocks=I),
       dict(BLOCK_M=16, E_PAD=256, CHUNK=1024))

@@ -216,7 +216,7 @@ def test_shards_from_the_host():
     for n_gpus, milliseconds in ((1, 48.3), (2, 24.2), (8, 6.0)):
         plan = plan_stream(QWEN_FP8, h100, n_gpus, offload_window=4)
         assert plan.stream.host_s * 1e3 == pytest.approx(milliseconds, rel=0.01)
-        assert plan.shard_bytes * n_gpus == plan.layer_bytes == 128 * QWEN_FP8.bytes_per_expert
+        assert plan.layer_bytes == 128 * QWEN_FP8.bytes_per_expert
         assert plan.window == 4
         assert plan.provenance["host_copy"]["label"] == "derived"
     assert (

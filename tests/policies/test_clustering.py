@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.eldr.clustering import assign_balanced, assign_nearest, kmeans
+from eldr_sim.policies.eldr.clustering import assign, kmeans
 from eldr_sim.policies.eldr.signature import METHODS, unit_rows
 
 
@@ -48,7 +48,7 @@ def partition_cost(x, labels):
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**32))
 def test_assignment_is_optimal(n, k, seed):
     x, centroids = points(n, 5, seed), points(k, 5, seed + 1)
-    labels, cost = assign_balanced(x, centroids)
+    labels, cost = assign(x, centroids, balanced=True)
     distance = 1 - x @ centroids.T
     assert np.bincount(labels, minlength=k).max() <= -(-n // k)
     assert cost == pytest.approx(distance[np.arange(n), labels].sum(), abs=1e-8)
@@ -65,7 +65,7 @@ def test_assignment_costs_what_the_hungarian_method_finds(n, k, seed):
     near = rng(seed).gamma(0.2, 3.0, (4, 12))[rng(seed).integers(0, 4, n)]  # points in clusters
     x = unit_rows(near + rng(seed + 1).gamma(0.4, 1.0, (n, 12)))
     centroids = x[rng(seed).choice(n, k, replace=False)]
-    labels, cost = assign_balanced(x, centroids)
+    labels, cost = assign(x, centroids, balanced=True)
     places = -(-n // k)
     distance = np.rint((1 - x @ centroids.T) * 1e9)
     rows, place = linear_sum_assignment(np.repeat(distance, places, axis=1))
@@ -81,7 +81,7 @@ def test_clustering_is_a_bounded_local_optimum(n, k, seed):
     assert np.bincount(found.labels, minlength=k).max() <= -(-n // k)
     np.testing.assert_allclose((found.centroids**2).sum(axis=1), 1.0, atol=1e-6)
     # Neither the assignment nor the centroids can be improved alone ...
-    assert found.cost == pytest.approx(assign_balanced(x, found.centroids)[1], abs=1e-9)
+    assert found.cost == pytest.approx(assign(x, found.centroids, balanced=True)[1], abs=1e-9)
     assert found.cost == pytest.approx(partition_cost(x, found.labels), abs=1e-6)
     # ... and no partition at all beats it by magic.
     assert found.cost >= min(partition_cost(x, labels) for labels in partitions(n, k)) - 1e-6
@@ -194,11 +194,11 @@ def test_refusals():
 @given(st.integers(1, 30), st.integers(1, 6), st.integers(0, 2**32))
 def test_nearest_assignment_never_costs_more_than_the_balanced_one(n, k, seed):
     x, centroids = points(n, 5, seed), points(k, 5, seed + 1)
-    labels, cost = assign_nearest(x, centroids)
+    labels, cost = assign(x, centroids, balanced=False)
     similar = x @ centroids.T
     np.testing.assert_allclose(similar[np.arange(n), labels], similar.max(axis=1), atol=1e-9)
     assert cost == pytest.approx((1 - similar.max(axis=1)).sum(), abs=1e-8)
-    assert cost <= assign_balanced(x, centroids)[1]
+    assert cost <= assign(x, centroids, balanced=True)[1]
 
 
 @settings(max_examples=25, deadline=None)
@@ -207,7 +207,7 @@ def test_vanilla_is_a_local_optimum(n, k, seed):
     x = points(n, 6, seed)
     found = kmeans(x, k, rng(seed), "vanilla")
     np.testing.assert_allclose((found.centroids**2).sum(axis=1), 1.0, atol=1e-6)
-    assert found.cost == assign_nearest(x, found.centroids)[1]
+    assert found.cost == assign(x, found.centroids, balanced=False)[1]
     assert found.cost == pytest.approx(partition_cost(x, found.labels), abs=1e-6)
     everything = (np.array(labels) for labels in product(range(k), repeat=n))
     assert found.cost >= min(partition_cost(x, labels) for labels in everything) - 1e-6

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks
+from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks, others_each_round
 from eldr_sim.traces.streams import stream
 
 #: Where a request log's arrival times come from.
@@ -38,9 +38,8 @@ def draw_arrivals(
         # machines' log or pow does not show.
         gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), count)
         if not float(gaps.max()) < 2**63 / 1e9 / max(count, 1):
-            raise InputError(
-                "request_rate", f"got {rate}: arrivals lie centuries apart", "a higher rate"
-            )
+            problem = f"got {rate}: arrivals lie centuries apart"
+            raise InputError("request_rate", problem, "a higher rate")
         return np.rint(gaps * 1e9).astype(np.int64)
 
     if num_requests is not None:
@@ -71,22 +70,16 @@ def recorded_arrivals(
     arrival_s = log.arrival_s
     if num_requests is not None:
         if num_requests > len(arrival_s):
-            raise InputError(
-                "num_requests",
-                f"got {num_requests}",
-                f"1..{len(arrival_s)}, the requests of {log.path.name}, or --arrivals poisson",
-            )
+            allowed = f"1..{len(arrival_s)}, the requests of {log.path.name}, or --arrivals poisson"
+            raise InputError("num_requests", f"got {num_requests}", allowed)
         arrival_s = arrival_s[:num_requests]
     if rate is not None:
         span = float(arrival_s[-1])
         if math.isinf(rate):
             return np.zeros(len(arrival_s))
         if len(arrival_s) > 1 and span <= 0:
-            raise InputError(
-                "request_rate",
-                f"got {rate}, but all requests of {log.path.name} arrive at once",
-                "inf, or --arrivals poisson",
-            )
+            problem = f"got {rate}, but all requests of {log.path.name} arrive at once"
+            raise InputError("request_rate", problem, "inf, or --arrivals poisson")
         scale = (len(arrival_s) - 1) / (rate * span) if span else 1.0
         arrival_s = np.rint(arrival_s * scale * 1e9) / 1e9
     return arrival_s if horizon_s is None else arrival_s[arrival_s < horizon_s]
@@ -99,21 +92,14 @@ def repeated(log: RequestLog, n: int) -> RequestLog:
     if rounds == 1:
         return log
     blocks = chain_blocks(log.prefix_hash, log.prefix_indptr)
-    nth = np.arange(rounds)[:, None]
-
-    def others(numbers: NDArray[Any]) -> NDArray[Any]:
-        signed = numbers.astype(np.int64)
-        new = signed + nth * (int(signed.max(initial=-1)) + 1)
-        return new.ravel().astype(numbers.dtype)
-
-    begins = log.prefix_indptr[:-1] + nth * int(log.prefix_indptr[-1])
+    begins = log.prefix_indptr[:-1] + np.arange(rounds)[:, None] * int(log.prefix_indptr[-1])
     return replace(
         log,
         prompt_len=np.tile(log.prompt_len, rounds),
         output_len=np.tile(log.output_len, rounds),
-        session=others(log.session),
+        session=others_each_round(log.session, rounds),
         priority=None if log.priority is None else np.tile(log.priority, rounds),
-        prefix_hash=others(blocks),
+        prefix_hash=others_each_round(blocks, rounds),
         prefix_indptr=np.append(begins.ravel(), rounds * int(log.prefix_indptr[-1])),
         parent=None,  # arrivals that are drawn know no parent
     )

@@ -38,9 +38,8 @@ def check_lengths(
     if not all(0.0 <= ratio < 1.0 for ratio in range_ratios):
         raise InputError("random_range_ratio", f"got {max(range_ratios):g}", "0 or more, below 1")
     if any(range_ratios) and input_len is None and not has_output_len:
-        raise InputError(
-            "random_range_ratio", "lengths are recorded", "--input-len or --output-len beside it"
-        )
+        problem = "lengths are recorded"
+        raise InputError("random_range_ratio", problem, "--input-len or --output-len beside it")
     if num_prefixes > 1 and not prefix_len:
         raise InputError("num_prefixes", "prompts begin alike with --prefix-len", "beside it")
 

@@ -198,9 +198,6 @@ class Load:
 def named_log(name: str, columns: str | None, sessions: str | None = None) -> RequestLog:
     """Return the log that a workload names; raises InputError where it names none."""
     if not Path(name).is_file():
-        raise InputError(
-            "workload",
-            f"{name!r} is neither a named workload nor a file",
-            ", ".join([*NAMED_WORKLOADS, "path of a request log"]),
-        )
+        allowed = ", ".join([*NAMED_WORKLOADS, "path of a request log"])
+        raise InputError("workload", f"{name!r} is neither a named workload nor a file", allowed)
     return known_log(name, columns, sessions)

@@ -8,7 +8,7 @@ figure counts characters; the model's chat template is not counted. Lengths are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,21 +34,25 @@ class DataSet:
     source: str  #: where the figures are from
 
 
-def _of_mean(tokens: float, spread: float) -> float:
+def median_of_mean(tokens: float, spread: float) -> float:
     """Return the median of a lognormal length of this mean."""
     return tokens * math.exp(-(spread**2) / 2)
 
 
-_USUAL = 0.5  # spread of HumanEval, for data sets of which only a mean is known
+USUAL = 0.5  #: spread of HumanEval, for data sets of which only a mean is known
 # A question has 116.6 words in the mean, each of its four options 3.5 (Jin et al. 2021, "What
 # Disease Does This Patient Have?", arXiv 2009.13081, statistics of USMLE); 1.3 tokens a word is
 # assumed.
-_MEDQA = _of_mean(1.3 * (116.6 + 4 * 3.5), _USUAL)
+_MEDQA = median_of_mean(1.3 * (116.6 + 4 * 3.5), USUAL)
 # User messages have 295.58 tokens of Llama 2's in the mean, 1609.18 standard deviation (Zhao et al.
 # 2024, "WildChat", arXiv 2405.01470, Table 1).
 _WILD = math.sqrt(math.log(1 + (1609.18 / 295.58) ** 2))
 _WILDCHAT = DataSet(
-    "WildChat", 1, _of_mean(295.58, _WILD), _WILD, "mean, deviation of a message, arXiv 2405.01470"
+    "WildChat",
+    1,
+    median_of_mean(295.58, _WILD),
+    _WILD,
+    "mean, deviation of a message, arXiv 2405.01470",
 )
 
 #: By domain. Of code, 1,475 prompts (DS-1000, MBPP) have no figure, of math 1,425 (MATH-500,
@@ -60,23 +64,23 @@ DATA_SETS: dict[str, tuple[DataSet, ...]] = {
         DataSet(
             "BigCodeBench",
             1140,
-            _of_mean(663.2 / CHARACTERS, _USUAL),
-            _USUAL,
+            median_of_mean(663.2 / CHARACTERS, USUAL),
+            USUAL,
             "mean characters of the instructions, its data card",
         ),
     ),
     "math": (DataSet("GSM8K", 1319, 222 / CHARACTERS, 0.39, "measured, 5-95% 119-431 characters"),),
     "medical": (
         DataSet("PubMedQA", 1000, 91 / CHARACTERS, 0.32, "measured, 5-95% 52-148 characters"),
-        DataSet("MedQA", 1273, _MEDQA, _USUAL, "mean words, arXiv 2009.13081"),
-        DataSet("MMLU, professional medicine", 272, _MEDQA, _USUAL, "MedQA's: the same exam"),
+        DataSet("MedQA", 1273, _MEDQA, USUAL, "mean words, arXiv 2009.13081"),
+        DataSet("MMLU, professional medicine", 272, _MEDQA, USUAL, "MedQA's: the same exam"),
     ),
     "legal": (
         DataSet(
             "CaseHOLD",
             3600,
-            _of_mean(5_989_952 / 3600 / CHARACTERS, _USUAL),
-            _USUAL,
+            median_of_mean(5_989_952 / 3600 / CHARACTERS, USUAL),
+            USUAL,
             "bytes of LexGLUE's test set, which has 3,600 prompts as ELDR's domain",
         ),
     ),
@@ -95,11 +99,16 @@ def draw_prompt_lengths(domain: Sequence[str], seed: int) -> NDArray[np.int64]:
     rng = stream(seed, "synthetic-prompt-data-set")
     which, normal = rng.random(len(domain)), stream(seed, "synthetic-prompt-length")
     for i, name in enumerate(domain):
-        sets = DATA_SETS.get(name)
-        if sets is None:
-            raise InputError("prompt_len", f"no data set of domain {name!r}", ", ".join(DATA_SETS))
-        until = np.cumsum([one.prompts for one in sets])
-        one = sets[int(np.searchsorted(until, which[i] * until[-1], side="right"))]
+        one = pick("prompt_len", DATA_SETS, name, float(which[i]))
         tokens = one.median * math.exp(one.spread * float(normal.standard_normal()))
         lengths[i] = round(min(max(tokens, SHORTEST), LONGEST))
     return lengths
+
+
+def pick(field: str, known: Mapping[str, tuple[DataSet, ...]], domain: str, at: float) -> DataSet:
+    """Return a domain's data set at a share ``at`` of its prompts, 0 to 1; raises InputError."""
+    sets = known.get(domain)
+    if sets is None:
+        raise InputError(field, f"no data set of domain {domain!r}", ", ".join(known))
+    until = np.cumsum([one.prompts for one in sets])
+    return sets[int(np.searchsorted(until, at * until[-1], side="right"))]

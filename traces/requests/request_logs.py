@@ -127,12 +127,11 @@ def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -
         raise InputError(str(file), f"not valid CSV: {error}") from None
     except UnicodeDecodeError:
         raise InputError(str(file), "is not UTF-8 text") from None
-    raise InputError(
-        str(file),
-        f"unknown format, first line {first.strip()!r:.80}",
+    allowed = (
         f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL, a "
-        "result of vllm bench serve or AIPerf, or --columns",
+        "result of vllm bench serve or AIPerf, or --columns"
     )
+    raise InputError(str(file), f"unknown format, first line {first.strip()!r:.80}", allowed)
 
 
 def known_log(
@@ -252,11 +251,9 @@ def _assemble(file: Path, kind: str, rows: Iterator[Row]) -> RequestLog:
     dropped = 0
     for row in rows:
         if min(row[1], row[2]) < 0 or max(row[1], row[2]) > _MAX_TOKENS:
-            raise InputError(
-                f"{file} request {len(kept) + dropped + 1}",
-                f"{row[1]} prompt and {row[2]} output tokens",
-                f"0..{_MAX_TOKENS}",
-            )
+            problem = f"{row[1]} prompt and {row[2]} output tokens"
+            allowed = f"0..{_MAX_TOKENS}"
+            raise InputError(f"{file} request {len(kept) + dropped + 1}", problem, allowed)
         if row[1] and row[2]:
             kept.append(row)
         else:
@@ -309,11 +306,16 @@ def _block_tokens(file: Path, prompt: NDArray[np.int32], blocks: NDArray[np.int6
         if ((blocks == full) | (blocks == -(-prompt // size))).all():
             return size
     worst = int(np.argmax(blocks))
-    raise InputError(
-        str(file),
-        f"hash_ids fit no block size, e.g. {blocks[worst]} of {prompt[worst]} tokens",
-        "one id per block of 512 tokens, or of another power of two up to 2048",
-    )
+    problem = f"hash_ids fit no block size, e.g. {blocks[worst]} of {prompt[worst]} tokens"
+    allowed = "one id per block of 512 tokens, or of another power of two up to 2048"
+    raise InputError(str(file), problem, allowed)
+
+
+def others_each_round(numbers: NDArray[Any], rounds: int) -> NDArray[Any]:
+    """Return numbers once for every round, in each of them others than before."""
+    signed = numbers.astype(np.int64)
+    begins = np.arange(rounds)[:, None] * (int(signed.max(initial=-1)) + 1)
+    return (signed + begins).ravel().astype(numbers.dtype)
 
 
 def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDArray[np.uint64]:

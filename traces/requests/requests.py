@@ -31,7 +31,7 @@ from eldr_sim.traces.requests.lengths import describe_lengths, draw_lengths
 from eldr_sim.traces.requests.load import Load
 from eldr_sim.traces.requests.load_shapes import load_shape
 from eldr_sim.traces.requests.prefixes import Ranges, assign_blocks, join_ranges, share_prefixes
-from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks
+from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks, others_each_round
 from eldr_sim.traces.requests.served_lengths import served_prompt_lengths
 from eldr_sim.traces.requests.sessions import unfold, with_answers
 from eldr_sim.traces.requests.texts import Texts, resolve_domain_mix
@@ -98,12 +98,6 @@ class Requests:
 
     def repeated(self, rounds: int) -> Self:
         """Return so many rounds of these requests, each with sessions and prefixes of its own."""
-
-        def others(numbers: NDArray[Any]) -> NDArray[Any]:
-            signed = numbers.astype(np.int64)
-            nth = np.arange(rounds)[:, None] * (int(signed.max(initial=-1)) + 1)
-            return (signed + nth).ravel().astype(numbers.dtype)
-
         n_blocks = int(self.prefix_indptr[-1])
         begins = self.prefix_indptr[:-1] + np.arange(rounds)[:, None] * n_blocks
         same = {name: v for name, v in vars(self).items() if isinstance(v, np.ndarray)}
@@ -111,8 +105,8 @@ class Requests:
         changed: dict[str, Any] = {name: np.tile(v, rounds) for name, v in same.items()} | {
             "parent": None,
             "gap_s": None,
-            "session": others(self.session),
-            "prefix_hash": others(self.prefix_hash),
+            "session": others_each_round(self.session, rounds),
+            "prefix_hash": others_each_round(self.prefix_hash, rounds),
             "prefix_indptr": np.append(begins.ravel(), rounds * n_blocks),
         }
         return replace(self, **changed)

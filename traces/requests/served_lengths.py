@@ -2,7 +2,7 @@
 
 Their artifact (casys-kaist/ELDR) names the sets and keeps prompts of 4 to 1,024 tokens of Qwen3's
 tokenizer. Texts whose licences do not let us have them here are stood for by a median and a spread,
-as in `synthetic.prompt_lengths`, of whose sets these are some more; lengths are lognormal.
+as in `prompt_lengths`, of whose sets these are some more; lengths are lognormal.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.prompt_lengths import DATA_SETS, DataSet
+from eldr_sim.traces.requests.prompt_lengths import DATA_SETS, USUAL, DataSet, median_of_mean, pick
 from eldr_sim.traces.streams import stream
 
 SHORTEST, LONGEST = 4, 1024  #: tokens of the shortest and the longest prompts; others are left out
 
-_SPREAD = 0.5  # of HumanEval, for data sets of which only a mean is known
 _WORD, _LINE = 1.3, 10.0  # tokens of a word, of a line of code: assumed
 
 
 def _of_mean(name: str, prompts: float, tokens: float, source: str) -> DataSet:
-    return DataSet(name, prompts, tokens * math.exp(-(_SPREAD**2) / 2), _SPREAD, source)
+    return DataSet(name, prompts, median_of_mean(tokens, USUAL), USUAL, source)
 
 
 #: By domain. MBPP, MATH-500, OlympiadBench and AQuA-RAT have no figure: the rest of their domain
@@ -60,12 +58,7 @@ def served_prompt_lengths(domain: Sequence[str], seed: int) -> NDArray[np.int64]
     lengths = np.empty(len(domain), np.int64)
     which, normal = stream(seed, "served-prompt-data-set"), stream(seed, "served-prompt-length")
     for i, name in enumerate(domain):
-        sets = SERVED.get(name)
-        if sets is None:
-            raise InputError("prompt_lengths", f"no data set of domain {name!r}", ", ".join(SERVED))
-        until = np.cumsum([one.prompts for one in sets])
-        drawn = float(which.random()) * until[-1]
-        one = sets[int(np.searchsorted(until, drawn, side="right"))]
+        one = pick("prompt_lengths", SERVED, name, which.random())
         tokens = 0
         while not SHORTEST <= tokens <= LONGEST:
             tokens = round(one.median * math.exp(one.spread * float(normal.standard_normal())))

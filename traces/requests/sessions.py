@@ -32,8 +32,6 @@ def unfold(first: Requests, texts: Texts, load: Any) -> Requests:
     """Return all turns of sessions, session by session, of which ``first`` are the first requests.
 
     Turns that follow have the arrival of their session's first one until they come.
-
-    ``texts``: what requests are dealt from; ``load``: the `Load`.
     """
     shape, seed, n = load.session, load.seed, len(first)
     turns = shape.turns.whole(stream(seed, "session-turns"), n, _MOST_TURNS)
@@ -96,8 +94,8 @@ def _chains(
     new: NDArray[np.int64], output: NDArray[np.int64], prefix_len: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]:  # fmt: skip
     """Return the prompt tokens of all turns, and the block numbers of their contexts."""
-    size, (rule, number) = shape.block_tokens, _history(shape.history)
-    shared = prefix_len // size
+    size, (rule, _, text) = shape.block_tokens, shape.history.partition(":")
+    shared, number = prefix_len // size, float(text or 0)
     fresh = shared * (1 + int(first.prefix_hash.max(initial=0)))
     prompt, lists = np.empty(len(new), np.int64), list[NDArray[np.int64]]()
     for s, (start, turns) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
@@ -122,11 +120,6 @@ def _chains(
             tokens = kept + following
     indptr = np.concatenate([[0], np.cumsum([len(one) for one in lists])]).astype(np.int64)
     return prompt, np.concatenate(lists).astype(np.uint64), indptr
-
-
-def _history(text: str) -> tuple[str, float]:
-    rule, _, number = text.partition(":")
-    return rule, float(number or 0)
 
 
 def with_answers(

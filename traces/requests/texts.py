@@ -87,11 +87,9 @@ def resolve_domain_mix(
     if domain_mix is None:
         missing = [name for name in DOMAIN_MIXES.get(workload, {}) if name not in texts.domains]
         if missing:
-            raise InputError(
-                "workload",
-                f"{workload} needs domain {missing[0]!r}, which trace {texts.name} lacks",
-                f"--workload trace, or a domain mix of {', '.join(texts.domains)}",
-            )
+            problem = f"{workload} needs domain {missing[0]!r}, which trace {texts.name} lacks"
+            allowed = f"--workload trace, or a domain mix of {', '.join(texts.domains)}"
+            raise InputError("workload", problem, allowed)
         if workload in DOMAIN_MIXES:
             weights, source = DOMAIN_MIXES[workload], MIX_SOURCES[workload]
         else:
@@ -102,9 +100,8 @@ def resolve_domain_mix(
         weights, source = dict(domain_mix), "given"
     for name, weight in weights.items():
         if name not in texts.domains:
-            raise InputError(
-                field, f"{name!r} is not a domain of trace {texts.name}", ", ".join(texts.domains)
-            )
+            problem = f"{name!r} is not a domain of trace {texts.name}"
+            raise InputError(field, problem, ", ".join(texts.domains))
         if not math.isfinite(weight) or weight < 0:
             raise InputError(field, f"weight of {name} is {weight}", "a finite number >= 0")
     total = sum(weights.values())

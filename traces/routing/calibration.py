@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -44,7 +44,7 @@ class CalibrationSet:
 
         Raises InputError if no trace is known, or it does not record these tokens.
         """
-        return _coactivation(self, tokens, self._known_trace())
+        return _counted(coactivation, self, tokens)
 
     def transitions(self, tokens: Tokens = "all") -> NDArray[np.int64]:
         """Return how many tokens chose each pair of neighbouring layers' experts.
@@ -52,12 +52,7 @@ class CalibrationSet:
         Counted once; see `traces.routing.structure.transitions`; raises InputError as
         `coactivation`.
         """
-        return _transitions(self, tokens, self._known_trace())
-
-    def _known_trace(self) -> RoutingTrace:
-        if self.trace is None:
-            raise InputError("calibration", "no trace to count pairs of experts in", "a trace")
-        return self.trace
+        return _counted(transitions, self, tokens)
 
     def scores(self, kind: PromptScore) -> NDArray[Any]:
         """Return `counts`, or the summed gate scores ``prob`` or ``logit`` of the requests.
@@ -68,11 +63,9 @@ class CalibrationSet:
         if kind != "count":
             return select(self.gate_scores, self.requests, kind)
         if self.counts is None:
-            raise InputError(
-                "trace",
-                "it is decode-only: no experts of prompt tokens, which signatures are made of",
-                "a trace with prompt rows, or a policy without signatures",
-            )
+            problem = "it is decode-only: no experts of prompt tokens, which signatures are made of"
+            allowed = "a trace with prompt rows, or a policy without signatures"
+            raise InputError("trace", problem, allowed)
         return self.counts
 
 
@@ -103,9 +96,8 @@ def calibration_set(
     empty = [name for name, pool in pools.items() if not len(pool)]
     if empty:
         which = "" if score == "count" else f" with gate scores ({score})"
-        raise InputError(
-            "trace", f"{trace.path.name} has no calibration request{which} of domain {empty[0]!r}"
-        )
+        problem = f"{trace.path.name} has no calibration request{which} of domain {empty[0]!r}"
+        raise InputError("trace", problem)
     # 1e-9 keeps a quotient that should be whole from falling one short.
     total = min(int(len(pool) / shares[name] + 1e-9) for name, pool in pools.items())
     taken = {
@@ -126,20 +118,15 @@ def calibration_set(
     )
 
 
-@lru_cache(maxsize=8)
-def _coactivation(
-    calibration: CalibrationSet, tokens: Tokens, trace: RoutingTrace
+@lru_cache(maxsize=16)
+def _counted(
+    count: Callable[[RoutingTrace, NDArray[np.int64], Tokens], NDArray[np.int64]],
+    calibration: CalibrationSet,
+    tokens: Tokens,
 ) -> NDArray[np.int64]:
-    found = coactivation(trace, calibration.requests, tokens)
-    found.flags.writeable = False
-    return found
-
-
-@lru_cache(maxsize=8)
-def _transitions(
-    calibration: CalibrationSet, tokens: Tokens, trace: RoutingTrace
-) -> NDArray[np.int64]:
-    found = transitions(trace, calibration.requests, tokens)
+    if calibration.trace is None:
+        raise InputError("calibration", "no trace to count pairs of experts in", "a trace")
+    found = count(calibration.trace, calibration.requests, tokens)
     found.flags.writeable = False
     return found
 

@@ -36,8 +36,7 @@ _DICTIONARY = 1 << 26  #: LZMA looks back this far, bytes; a reader needs as muc
 def check_groups(groups: Sequence[int] | None, top_k: int, field: str) -> list[int] | None:
     """Return rank groups in a manifest's form; raise InputError if they do not sum to ``top_k``.
 
-    ``groups``: sizes of the groups, or None; ``top_k``: what they must sum to; ``field``: what the
-    error names.
+    ``groups``: sizes, which sum to ``top_k``, or None; ``field``: what the error names.
     """
     if groups is None:
         return None

@@ -159,12 +159,11 @@ class RoutingTrace:
         """
         known = list(accumulate(self.manifest.rank_groups or [self.manifest.top_k]))
         if top_k not in known:
-            raise InputError(
-                "trace",
+            problem = (
                 f"of the {self.manifest.top_k} experts a token chose, {self.path.name} does not "
-                f"say which {top_k} came first",
-                f"top-{', top-'.join(map(str, known))}",
+                f"say which {top_k} came first"
             )
+            raise InputError("trace", problem, f"top-{', top-'.join(map(str, known))}")
         return replace(self, kept_top_k=top_k)
 
     @property
@@ -242,11 +241,8 @@ class RoutingTrace:
         """
         unknown = [name for name in domains if name not in self.domains]
         if unknown:
-            raise InputError(
-                "domain",
-                f"{unknown[0]!r} is not in trace {self.path.name}",
-                ", ".join(self.domains),
-            )
+            problem = f"{unknown[0]!r} is not in trace {self.path.name}"
+            raise InputError("domain", problem, ", ".join(self.domains))
         wanted = [self.domains.index(name) for name in domains]
         hit = np.isin(self.domain, wanted) & (self.is_calibration == calibration)
         return np.flatnonzero(hit).astype(np.int64)
@@ -273,17 +269,14 @@ def open_trace(
     else:
         path = Path(path_or_name)
         if not path.is_dir():
-            raise InputError(
-                "trace",
-                f"{str(path_or_name)!r} is neither an embedded trace nor a folder",
-                ", ".join([*builtin_traces(), "path of a trace folder"]),
-            )
+            problem = f"{str(path_or_name)!r} is neither an embedded trace nor a folder"
+            allowed = ", ".join([*builtin_traces(), "path of a trace folder"])
+            raise InputError("trace", problem, allowed)
     manifest = read_manifest(path / "manifest.json")
     scores_path = path / gate_scores_file.FILE_NAME
     if manifest.gate_scores_checksum is None and scores_path.exists():
-        raise InputError(
-            str(scores_path), "the manifest knows no such file", "gate_scores_checksum in it"
-        )
+        problem = "the manifest knows no such file"
+        raise InputError(str(scores_path), problem, "gate_scores_checksum in it")
     if verify_checksum:
         checksums = [
             (manifest.experts_file, manifest.checksum),
@@ -296,11 +289,8 @@ def open_trace(
             if got != want:
                 if name == manifest.experts_file:  # that it is truncated says more, where it is
                     load_ids(path / name, manifest.encoding)
-                raise InputError(
-                    str(path / name),
-                    f"checksum {got[:12]}... differs from the manifest's {want[:12]}...",
-                    "the file as it was written",
-                )
+                problem = f"checksum {got[:12]}... differs from the manifest's {want[:12]}..."
+                raise InputError(str(path / name), problem, "the file as it was written")
     trace = _read_requests(path, manifest)
     if manifest.encoding == "npy":
         experts = trace.experts

@@ -123,9 +123,8 @@ def read_manifest(path: Path) -> Manifest:
     except ValidationError as error:
         raise manifest_error(str(path), error) from None
     if manifest.top_k > manifest.n_experts:
-        raise InputError(
-            str(path), f"top_k {manifest.top_k} exceeds n_experts {manifest.n_experts}"
-        )
+        problem = f"top_k {manifest.top_k} exceeds n_experts {manifest.n_experts}"
+        raise InputError(str(path), problem)
     check_groups(manifest.rank_groups, manifest.top_k, str(path))
     if (manifest.recorded_phase is None) != (manifest.prompt_share is None):
         raise InputError(str(path), "recorded_phase or prompt_share alone", "both, or neither")

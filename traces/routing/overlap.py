@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
-from eldr_sim.traces.routing.bitsets import count_rows
 from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.routing.spectrum import half_counts
 from eldr_sim.traces.routing.statistics import expected_distinct
 
 REQUESTS = 512
@@ -48,10 +48,7 @@ def request_overlap(trace: RoutingTrace) -> Overlap:
     if trace.n_requests > REQUESTS:
         every = np.linspace(0, trace.n_requests - 1, REQUESTS).astype(np.int64)
     first, length = trace.recorded_rows(every)
-    halves = np.empty((2, len(every), trace.n_layers, trace.n_experts))
-    for i, (row, n) in enumerate(zip(first.tolist(), length.tolist(), strict=True)):
-        for half, (a, b) in enumerate(((row, row + n // 2), (row + n // 2, row + n))):
-            halves[half, i] = count_rows(trace.bits[a:b], trace.n_experts)
+    halves = half_counts(trace, every)
     counts = halves.sum(axis=0)
     load = counts.sum(axis=0)
     share = counts / length[:, None, None]

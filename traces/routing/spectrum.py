@@ -23,7 +23,6 @@ Families
     one. It says on how many different texts figures of grouping rest.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,16 +75,19 @@ def request_spectrum(trace: RoutingTrace) -> RequestSpectrum | None:
 
 def half_profiles(trace: RoutingTrace, requests: NDArray[np.int64]) -> Floats:
     """Return the profiles of the requests' first and second halves, ``[2, n, layers, experts]``."""
-    halves = np.empty((2, len(requests), trace.n_layers, trace.n_experts))
-    for i, (row, n) in enumerate(_rows(trace, requests)):
-        for half, (a, b) in enumerate(((row, row + n // 2), (row + n // 2, row + n))):
-            halves[half, i] = count_rows(trace.bits[a:b], trace.n_experts) / (b - a)
-    return halves
+    length = trace.recorded_rows(requests)[1]
+    tokens = np.stack([length // 2, length - length // 2])
+    return half_counts(trace, requests) / tokens[:, :, None, None]
 
 
-def _rows(trace: RoutingTrace, requests: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def half_counts(trace: RoutingTrace, requests: NDArray[np.int64]) -> Floats:
+    """Return how often each half's tokens chose each expert, ``[2, n, layers, experts]``."""
     first, length = trace.recorded_rows(requests)
-    return zip(first.tolist(), length.tolist(), strict=True)
+    halves = np.empty((2, len(requests), trace.n_layers, trace.n_experts))
+    for i, (row, n) in enumerate(zip(first.tolist(), length.tolist(), strict=True)):
+        for half, (a, b) in enumerate(((row, row + n // 2), (row + n // 2, row + n))):
+            halves[half, i] = count_rows(trace.bits[a:b], trace.n_experts)
+    return halves
 
 
 def spectrum_of(halves: Floats, domain: NDArray[np.integer], top_k: int) -> RequestSpectrum:

@@ -92,10 +92,7 @@ class TraceStatistics:
 def trace_statistics(
     trace: RoutingTrace, batch_sizes: Sequence[int] = BATCH_SIZES
 ) -> TraceStatistics:
-    """Measure a trace over all its requests, both splits.
-
-    ``batch_sizes``: batch sizes at which distinct experts are counted.
-    """
+    """Measure a trace over all its requests, both splits."""
     every = np.arange(trace.n_requests)
     decode = trace.decode_activation(every).astype(np.float64)
     prompt = None

@@ -122,7 +122,7 @@ def domain_divergence(
     """Measure how far apart the domains' expert distributions are.
 
     ``counts``: generated tokens of each request that chose each expert, ``[n, layers, experts]``;
-    ``domain``: domain of each request, an index into ``names``; ``names``: the domains.
+    ``domain``: index into ``names``.
     """
     members = {name: np.flatnonzero(domain == d) for d, name in enumerate(names)}
     members = {name: q for name, q in members.items() if len(q)}

@@ -62,11 +62,8 @@ def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Colle
         else:
             found.append((request, match))
     if unfinished and not found:
-        raise InputError(
-            "log",
-            f"none of the {len(unfinished)} requests that are in it has a generated token",
-            "the logs of prefill and decode engines in one folder",
-        )
+        problem = f"none of the {len(unfinished)} requests that are in it has a generated token"
+        raise InputError("log", problem, "the logs of prefill and decode engines in one folder")
     if not found:
         raise InputError(
             "log",

@@ -52,8 +52,6 @@ def decoder_layer(name: str) -> int | None:
 def find_gates(model: Any) -> list[Gate]:
     """Return the gates of a transformers model, in the order of their layers.
 
-    ``model``: a ``torch.nn.Module`` of transformers.
-
     Raises InputError if it has no gate, or one of a class that `GATES` does not list.
     """
     gates = []
@@ -64,20 +62,13 @@ def find_gates(model: Any) -> list[Gate]:
         layer = decoder_layer(name)
         if kind in GATES and layer is not None:
             gates.append(Gate(layer, module, GATES[kind]))
-        elif own_name in ("gate", "router") and _has_experts(modules, parent):
-            raise InputError(
-                "model",
-                f"the gate {kind} of {type(model).__name__} (module {name}) is not known",
-                _SUPPORTED,
-            )
+        elif own_name in ("gate", "router") and f"{parent}.experts".lstrip(".") in modules:
+            problem = f"the gate {kind} of {type(model).__name__} (module {name}) is not known"
+            raise InputError("model", problem, _SUPPORTED)
     if not gates:
         raise InputError("model", f"{type(model).__name__} has no known MoE gate", _SUPPORTED)
     gates.sort(key=lambda gate: gate.layer)
     return gates
-
-
-def _has_experts(modules: dict[str, Any], parent: str) -> bool:
-    return f"{parent}.experts" in modules if parent else "experts" in modules
 
 
 def read_gate(output: Any, module: Any) -> tuple[Any, Any]:
@@ -94,12 +85,11 @@ def read_gate(output: Any, module: Any) -> tuple[Any, Any]:
     if len(ids) == 1 and floats[0].shape == ids[0].shape != floats[1].shape:
         floats.reverse()
     if len(ids) != 1 or floats[1].shape != ids[0].shape:
-        raise InputError(
-            "model",
+        problem = (
             f"{type(module).__name__} of the installed transformers does not return scores, "
-            "weights and ids",
-            "transformers 5.19 or later",
+            "weights and ids"
         )
+        raise InputError("model", problem, "transformers 5.19 or later")
     scores, weights = floats
     order = weights.float().argsort(dim=-1, descending=True, stable=True)
     return ids[0].gather(-1, order), scores

@@ -176,12 +176,11 @@ class _GateHooks:
                 return
             n_experts = int(scores.shape[-1])
             if self.n_experts not in (0, n_experts):
-                raise InputError(
-                    "model",
+                problem = (
                     f"layer {self.gates[number].layer} has {n_experts} experts, others "
-                    f"{self.n_experts}",
-                    "the same number in every MoE layer",
+                    f"{self.n_experts}"
                 )
+                raise InputError("model", problem, "the same number in every MoE layer")
             self.n_experts = n_experts
             if self._gate_scores:
                 batch, width = self._mask.shape
@@ -202,9 +201,8 @@ class _GateHooks:
         dtype = np.uint8 if self.n_experts <= 256 else np.uint16
         top_k = {ids[0].shape[-1] for ids in self._ids}
         if len(top_k) > 1:
-            raise InputError(
-                "model", f"its layers choose {sorted(top_k)} experts", "the same top-k everywhere"
-            )
+            problem = f"its layers choose {sorted(top_k)} experts"
+            raise InputError("model", problem, "the same top-k everywhere")
         layers = [torch.cat(ids).cpu().numpy().astype(dtype) for ids in self._ids]
         ids = np.stack(layers, axis=1)
         # The first pass computed the padded prompts, each later one a token of every request.
@@ -267,14 +265,12 @@ def _check_prompts(token_ids: Sequence[Sequence[int]], config: Any, max_new_toke
     longest = max(len(prompt) for prompt in token_ids)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and longest + max_new_tokens > limit:
-        raise InputError(
-            "prompt",
+        problem = (
             f"{longest} tokens and {max_new_tokens} generated ones exceed the model's {limit} "
-            "positions",
-            "fewer max_new_tokens, or max_prompt_tokens",
+            "positions"
         )
+        raise InputError("prompt", problem, "fewer max_new_tokens, or max_prompt_tokens")
     highest = max(max(prompt) for prompt in token_ids)
     if highest >= config.vocab_size:
-        raise InputError(
-            "prompt", f"token id {highest} is not in the vocabulary", f"0..{config.vocab_size - 1}"
-        )
+        problem = f"token id {highest} is not in the vocabulary"
+        raise InputError("prompt", problem, f"0..{config.vocab_size - 1}")

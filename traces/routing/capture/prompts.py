@@ -81,11 +81,8 @@ def _check_content(where: str, content: Any) -> Content:
             return content
         if all(isinstance(part, dict) and {"role", "content"} <= part.keys() for part in content):
             return content
-    raise InputError(
-        where,
-        f"prompt is {content!r:.40}",
-        "text, a list of token ids, or a list of messages with role and content",
-    )
+    allowed = "text, a list of token ids, or a list of messages with role and content"
+    raise InputError(where, f"prompt is {content!r:.40}", allowed)
 
 
 def tokenize(

@@ -202,21 +202,17 @@ class LogReader:
         ids.seek(self._rows * row_bytes)
         raw = ids.read(shape[0] * row_bytes)
         if len(raw) < shape[0] * row_bytes:
-            raise InputError(
-                where,
+            problem = (
                 f"names {self._rows + shape[0]} rows, {self.file.with_suffix('.ids').name} has "
-                f"{self._rows + len(raw) // row_bytes}",
-                "the file as it was written",
+                f"{self._rows + len(raw) // row_bytes}"
             )
+            raise InputError(where, problem, "the file as it was written")
         self._rows += shape[0]
         return rows, new, np.frombuffer(raw, header.dtype).reshape(shape)
 
 
 class Gathered:
-    """Requests gathered so far from the logs of one model's workers.
-
-    ``header``: what the logs have in common; None while there is none.
-    """
+    """Requests gathered so far from the logs of one model's workers."""
 
     def __init__(self) -> None:
         self.header: Header | None = None
@@ -260,9 +256,8 @@ class Gathered:
         self.header = self.header or one
         shape = ("layers", "n_decoder_layers", "n_experts", "top_k")
         if any(getattr(self.header, key) != getattr(one, key) for key in shape):
-            raise InputError(
-                str(worker.file), f"is of {one.model}, others of {self.header.model}", "one model"
-            )
+            problem = f"is of {one.model}, others of {self.header.model}"
+            raise InputError(str(worker.file), problem, "one model")
 
 
 def _joint_name(request_id: str) -> str:

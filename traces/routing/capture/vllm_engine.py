@@ -192,12 +192,11 @@ def from_routed_experts(
     """
     for array, prompt, output in zip(arrays, prompt_len, generated, strict=True):
         if len(array) != prompt + output - 1:
-            raise InputError(
-                "vllm",
+            problem = (
                 f"returned experts of {len(array)} tokens for {prompt} of a prompt and {output} "
-                "generated",
-                f"{prompt + output - 1}: all but the last",
+                "generated"
             )
+            raise InputError("vllm", problem, f"{prompt + output - 1}: all but the last")
     # Decoder layers without a gate are there too, as zeros: one expert top_k times.
     n_layers, top_k = arrays[0].shape[1:]
     layers = [

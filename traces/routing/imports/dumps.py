@@ -231,9 +231,8 @@ def _stacked(path: Path, by_layer: dict[int, list[list[int]]]) -> NDArray[Any]:
     tokens = {len(lists) for lists in by_layer.values()}
     top_k = {len(ids) for lists in by_layer.values() for ids in lists}
     if len(tokens) != 1 or len(top_k) != 1 or 0 in top_k:
-        raise InputError(
-            str(path), "layers of unequal tokens, or tokens of unequal experts", "one of each"
-        )
+        problem = "layers of unequal tokens, or tokens of unequal experts"
+        raise InputError(str(path), problem, "one of each")
     return np.array([by_layer[layer] for layer in sorted(by_layer)]).transpose(1, 0, 2)
 
 

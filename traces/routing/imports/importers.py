@@ -1,4 +1,4 @@
-"""Import of routing that other tools recorded, in the formats of `import_formats`."""
+"""Import of routing that other tools recorded, in the formats of `formats`."""
 
 import os
 from dataclasses import replace

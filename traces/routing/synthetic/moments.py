@@ -63,8 +63,7 @@ class Moments:
 def measure(experts: NDArray[Any], requests: Requests, n_domains: int, n_experts: int) -> Moments:
     """Measure some requests of a trace.
 
-    ``experts``: ``[tokens, layers, top_k]``; ``requests``: where the requests lie in it;
-    ``n_domains``, ``n_experts``: domains, experts a layer.
+    ``experts``: ``[tokens, layers, top_k]``; ``requests``: where the requests lie in it.
     """
     n, (_, layers, top_k) = len(requests.domain), experts.shape
     prompt = np.empty((n, layers, n_experts), np.float32)

@@ -103,9 +103,8 @@ def synthesize_like(
     """
     missing = [name for name in trace.domains if name not in model.domains]
     if missing:
-        raise InputError(
-            "like", f"the model has no domain {missing[0]!r}", ", ".join(model.domains)
-        )
+        problem = f"the model has no domain {missing[0]!r}"
+        raise InputError("like", problem, ", ".join(model.domains))
     order = np.argsort(trace.first_row, kind="stable")
     index = np.array([model.domains.index(name) for name in trace.domains])
     return _write(

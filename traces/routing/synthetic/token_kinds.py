@@ -21,7 +21,7 @@ def token_kinds(experts: NDArray[Any], n_experts: int, n_kinds: int, seed: int) 
     choices, which are found by subspace iteration (Halko, Martinsson and Tropp 2011, SIAM Review
     53:217).
 
-    ``experts``: ``[tokens, layers, top_k]``; ``n_kinds``: most clusters to make.
+    ``experts``: ``[tokens, layers, top_k]``; ``n_kinds``: at most.
     """
     rng = np.random.default_rng(seed)
     tokens, layers, _ = experts.shape
