@@ -131,7 +131,7 @@ def deployment_of(config: RunConfig, head: tuple[str, ...]) -> Deployment:
                 engine.max_num_seqs,
                 engine.max_num_batched_tokens,
                 config.block_size,
-                config.gpu_memory_utilization,
+                engine.memory_share,
                 config.kv_cache_dtype,
                 config.enable_prefix_caching,
                 own.speculative_config if pool.decodes else None,

@@ -23,6 +23,7 @@ from eldr_sim.simulator.setup.config_groups import EngineConfig, KVTierConfig
 from eldr_sim.simulator.setup.engines import EngineRules
 from eldr_sim.simulator.setup.kv_tiers import Tier
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks
+from eldr_sim.simulator.setup.pools import Engine
 from eldr_sim.simulator.setup.speculation import Speculation
 from eldr_sim.simulator.setup.streaming import PromptLayout
 from eldr_sim.simulator.setup.transfer import TransferModel
@@ -49,6 +50,8 @@ class EngineSpec:
     #: What they draft; None where every step yields one token a sequence.
     speculation: Speculation | None = field(default=None, compare=False)
     start_up_s: float = field(default=0.0, compare=False)  #: until a new worker serves
+    engine: Engine = "vllm"  #: whose
+    memory_share: float = 0.92  #: of a GPU, see `memory.kv_blocks`
 
     @property
     def most_decoded(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.simulator.plane.state import OF_PROMPT, OF_SHARE, TO_THE_END
-from eldr_sim.simulator.setup.pools import Engine
+from eldr_sim.simulator.setup.pools import Engine, Pool
 
 #: Options that one engine alone knows: fields of `config_groups.SchedulerConfig`.
 OPTIONS: dict[str, Engine] = {
@@ -128,6 +128,25 @@ def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         return {}  # the field itself says what is wrong
     chunk = values.get("max_num_batched_tokens") or default_budget("sglang", gpu, engines)
     return {"gpu_memory_utilization": _static_share(gpu, width, engines, int(chunk))}
+
+
+def memory_share(config: Any, engine: Engine, pool: Pool) -> float:
+    """Return ``gpu_memory_utilization`` of a pool's engines: the run's, or their engine's default
+    where nothing was said. ``config``: a `RunConfig`."""
+    if engine == config.engine:
+        return float(config.gpu_memory_utilization)
+    name = "gpu_memory_utilization"
+    usual = type(config).model_fields[name].default
+    run = {field: getattr(config, field) for field in _SHARE}
+    said = config.gpu_memory_utilization
+    if said != default_fields(run).get(name, usual):
+        return float(said)
+    own = run | {f: v for f in _SHARE if (v := getattr(pool, f, None)) is not None}
+    return float(default_fields(own | {"engine": engine}).get(name, usual))
+
+
+#: What the default share of an engine depends on.
+_SHARE = ("engine", "gpu", "tensor_parallel_size", "data_parallel_size", "max_num_batched_tokens")
 
 
 def _static_share(gpu: GPU, width: int, engines: int, chunk: int) -> float:

@@ -47,11 +47,17 @@ from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolS
 from eldr_sim.simulator.setup.conditional import Conditional, parse_conditional
 from eldr_sim.simulator.setup.config import Pool, RunConfig
 from eldr_sim.simulator.setup.config_groups import FrontEndConfig
-from eldr_sim.simulator.setup.engines import OPTIONS, default_budget, default_seats, rules_of
+from eldr_sim.simulator.setup.engines import (
+    OPTIONS,
+    default_budget,
+    default_seats,
+    memory_share,
+    rules_of,
+)
 from eldr_sim.simulator.setup.kv_tiers import tiers_of
 from eldr_sim.simulator.setup.log_part import check_window
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks, kv_blocks, window_blocks
-from eldr_sim.simulator.setup.pools import WorkerPool, pools_of
+from eldr_sim.simulator.setup.pools import Engine, WorkerPool, pools_of
 from eldr_sim.simulator.setup.replay import fit_trace
 from eldr_sim.simulator.setup.speculation import Speculation, speculation_of
 from eldr_sim.simulator.setup.speculative_config import LOOKING_UP
@@ -332,12 +338,14 @@ def _engine(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineS
     if speculation is not None and layout is not None and layout.has_steps_of_its_own:
         problem = "drafts beside layers that stream or lie in stages are not simulated"
         raise InputError("speculative_config", problem, "not given")
+    share = memory_share(config, engine, pool)
     if experts is None:
+        instances = slots * model.n_moe_layers
         n_blocks = _kv_blocks(
-            config, model, gpu, parallelism, slots * model.n_moe_layers, speculation=speculation
+            config, engine, share, model, gpu, parallelism, instances, speculation=speculation
         )
     else:
-        n_blocks = _kv_blocks(config, model, gpu, SINGLE_GPU, *experts)
+        n_blocks = _kv_blocks(config, engine, share, model, gpu, SINGLE_GPU, *experts)
     if layout is not None and layout.whole_prompts:
         stages = parallelism.pipeline_parallel_size
         n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.block_size, stages)
@@ -347,6 +355,7 @@ def _engine(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineS
         step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout, rules=rules,
         speculation=speculation,
         start_up_s=sum(start_up_parts(starts, model.weight_bytes).values()),
+        engine=engine, memory_share=share,
     )  # fmt: skip
     if parallelism.data_parallel_size == 1 or experts is not None:
         return spec
@@ -430,8 +439,9 @@ def hold_instances(
     if (most, total) == (share, share * model.n_moe_layers):
         return engine
     n_blocks = _kv_blocks(
-        config, model, engine.step_time.gpu, layout, total, speculation=engine.speculation
-    )
+        config, engine.engine, engine.memory_share, model, engine.step_time.gpu, layout, total,
+        speculation=engine.speculation,
+    )  # fmt: skip
     group = engine.group
     if group is not None:
         pairs = _most_pairs(model, layout, engine.max_num_seqs, engine.max_num_batched_tokens)
@@ -451,6 +461,8 @@ def _check_copies(config: RunConfig, engine: EngineSpec, placement: Placement) -
 
 def _kv_blocks(
     config: RunConfig,
+    engine: Engine,
+    share: float,
     model: ModelDims,
     gpu: GPU,
     parallelism: Parallelism,
@@ -463,11 +475,11 @@ def _kv_blocks(
     return kv_blocks(
         model,
         gpu,
-        config.gpu_memory_utilization,
+        share,
         config.block_size,
         parallelism,
         instances,
-        config.engine,
+        engine,
         activation_bytes + (0 if speculation is None else speculation.draft.weight_bytes),
         _windows(config, model),
         0 if speculation is None else speculation.draft.kv_bytes_per_token,

@@ -381,3 +381,20 @@ def test_the_first_token_is_generated_wherever_it_is(engine):
     assert summary["gpu_hours_per_million_output_tokens"] == pytest.approx(
         2 * summary["duration"] / 3600 / 60e-6
     )
+
+
+@pytest.mark.parametrize("run", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize("own", ["vllm", "sglang", "trtllm"])
+def test_a_pool_of_another_engine_has_the_kv_blocks_of_that_engine(run, own):
+    """In blocks of one size: what the engine would have if all of the run were it."""
+
+    def blocks(**fields):
+        given = {"topology": "1P1D", "num_requests": 5, "block_size": 16} | fields
+        pools = prepare(make_config(given)).spec.pools
+        return [pool.engine.n_blocks for pool in pools]
+
+    mixed = blocks(engine=run, decode={"engine": own})
+    assert mixed == [blocks(engine=run)[0], blocks(engine=own)[1]]
+    share = {"gpu_memory_utilization": 0.8}
+    mixed = blocks(engine=run, decode={"engine": own}, **share)
+    assert mixed[1] == blocks(engine=own, **share)[1]
