@@ -14,7 +14,7 @@ from eldr_sim.planning.launch.engines import vllm_arguments
 
 LLM_D, DYNAMO = "llm-d modelservice, vLLM 0.32.0", "Dynamo 1.6.1, vLLM 0.32.0"
 #: llm-d's scorers that do what a decode policy does.
-_SCORERS = {"jsq": "queue-scorer", "least_kv": "kv-cache-utilization-scorer"}
+_SCORERS = {"jsq": "queue-scorer"}
 _PARALLEL = ("--tensor-parallel-size", "--data-parallel-size")
 
 

@@ -82,8 +82,8 @@ def _seconds(value: Any, about: ValidationInfo) -> Any:
     return seconds(value, about.field_name or "") if isinstance(value, str) else value
 
 
-def _mix(value: Any) -> Any:
-    return parse_mix(value) if isinstance(value, str) else value
+def _mix(value: Any, about: ValidationInfo) -> Any:
+    return parse_mix(value, about.field_name or "") if isinstance(value, str) else value
 
 
 #: Weights by domain, as a mapping or spelled ``code=2,math=1``.
