@@ -40,7 +40,7 @@ def ends(result):
 
 
 def free_transfers(model, gpu, n_gpus, **_):
-    return StreamPlan(Stream(0.0, 0.0, 0.0, n_gpus == 1), 0, 1, 1, {}, ())
+    return StreamPlan(Stream(0.0, 0.0, 0.0, n_gpus == 1), 0, 1, {}, ())
 
 
 def test_infinite_links_are_as_good_as_all_experts_on_each_gpu(monkeypatch):

@@ -36,7 +36,7 @@ def random_layout(rng, kind, size, n_layers, whole):
     stream = Stream(
         float(gather_s), float(host_s) if window else 0.0, float(interference), size == 1
     )
-    plan = StreamPlan(stream, window, 1, 1, {}, ())
+    plan = StreamPlan(stream, window, 1, {}, ())
     held = StreamedExperts(1, 0)
     return PromptLayout(plan, held, kind == "collective", None, whole, kind == "needed")
 
