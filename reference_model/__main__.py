@@ -78,7 +78,14 @@ def train(
     names = domains.split(",") if domains else None
     documents = data.split_documents(data.read_documents(text, names), held_out, config.seed)
     try:
-        run(documents, out, model, config, resume, lambda entry: click.echo(json.dumps(entry)))
+        run(
+            documents,
+            out,
+            model,
+            config,
+            resume=resume,
+            log=lambda entry: click.echo(json.dumps(entry)),
+        )
     except KeyboardInterrupt:
         click.echo(f"Interrupted: --resume continues from what {out} holds.", err=True)
         sys.exit(130)
@@ -129,8 +136,9 @@ def record(
     try:
         lengths = tuple(int(length) for length in prompt_lengths.split(","))
     except ValueError:
-        problem = f"got {prompt_lengths!r}"
-        raise InputError("prompt_lengths", problem, "numbers with commas") from None
+        raise InputError(
+            "prompt_lengths", f"got {prompt_lengths!r}", "numbers with commas"
+        ) from None
     config = recorder.RecordConfig(prompt_lengths=lengths, **options)
     described = read_description(checkpoint)
     documents = _documents_of(checkpoint, text, described["documents"])
@@ -139,12 +147,13 @@ def record(
     terminal = sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=not terminal) as bar:
         task = bar.add_task("Recording", total=1.0)
-
-        def update(share: float) -> None:
-            bar.update(task, completed=share)
-
-        routing = recorder.record(checkpoint, prompts, config, processes, update)
-    versions = {"eldr-sim": __version__, "torch": torch.__version__}
+        routing = recorder.record(
+            checkpoint,
+            prompts,
+            config,
+            processes=processes,
+            progress=lambda share: bar.update(task, completed=share),
+        )
     trace = recorder.write_routing_trace(
         routing,
         out,
@@ -157,7 +166,11 @@ def record(
             f"{config.temperature:g}, seed {config.seed}; expert ids in rank order"
         ),
         source_data=source_data,
-        tool_versions=versions | {"python": platform.python_version()},
+        tool_versions={
+            "eldr-sim": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         notes=notes,
         force=force,
     )
@@ -196,8 +209,9 @@ def main() -> None:
     try:
         run_command(cli)
     except ModuleNotFoundError as error:
-        allowed = "pip install '.[reference-model]'"
-        hint = InputError("reference model", f"needs {error.name}", allowed)
+        hint = InputError(
+            "reference model", f"needs {error.name}", "pip install '.[reference-model]'"
+        )
         click.echo(f"Error: {hint}", err=True)
         sys.exit(2)
 

@@ -53,8 +53,9 @@ class Documents:
 def read_documents(folder: Path, domains: list[str] | None = None) -> dict[str, list[str]]:
     """Read ``<domain>.txt`` files whose documents are separated by lines `SEPARATOR`.
 
-    ``domains``: files to read, in this order; all of the folder by name if None. Raises InputError
-    if there is no such folder or file, or a file holds no document.
+    ``domains``: files to read, in this order; all of the folder by name if None.
+
+    Raises InputError if there is no such folder or file, or a file holds no document.
     """
     if not folder.is_dir():
         raise InputError("text", f"{str(folder)!r} is not a folder", "a folder of <domain>.txt")
@@ -80,10 +81,14 @@ def read_documents(folder: Path, domains: list[str] | None = None) -> dict[str, 
 def split_documents(documents: dict[str, list[str]], held_out: float, seed: int = 0) -> Documents:
     """Split documents into training, calibration and serving text by a hash of their words.
 
-    Identical documents fall into one part, and a document stays in its part whatever else is in the
-    folder. ``held_out``: share of documents that training never sees; half of them for each of the
-    other parts; ``seed``: salt of the hash. Raises InputError if the share is not within (0, 1), or
-    some domain has no document in some part.
+    Identical documents fall into one part, and a document stays in its part whatever else is
+    in the folder.
+
+    ``documents``: documents by domain; ``held_out``: share of documents that training never sees;
+    half of them for each of the other parts; ``seed``: salt of the hash.
+
+    Raises InputError if the share is not within (0, 1), or some domain has no document in some
+    part.
     """
     if not 0 < held_out < 1:
         raise InputError("held_out", f"got {held_out}", "a number between 0 and 1")
@@ -96,18 +101,24 @@ def split_documents(documents: dict[str, list[str]], held_out: float, seed: int 
             u = int.from_bytes(digest[:8], "big") / 2**64
             parts[0 if u >= held_out else 1 if u < held_out / 2 else 2][name].append(text)
         if not all(part[name] for part in parts):
-            problem = f"{len(texts)} documents leave one of the parts empty"
-            allowed = "more documents, or another share of held-out ones"
-            raise InputError(f"{name}.txt", problem, allowed)
-    return Documents(*parts, held_out, seed)
+            raise InputError(
+                f"{name}.txt",
+                f"{len(texts)} documents leave one of the parts empty",
+                "more documents, or another share of held-out ones",
+            )
+    train, calibration, serving = parts
+    return Documents(train, calibration, serving, held_out, seed)
 
 
 def train_tokenizer(documents: dict[str, list[str]], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE on the first 1.5 MB of each domain; id 0 is `SEPARATOR`."""
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(_PATTERN), "isolated")
-    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     sample = []
     for texts in documents.values():

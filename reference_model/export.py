@@ -63,13 +63,17 @@ def save_checkpoint(model: Qwen3Moe, tokenizer: Tokenizer, folder: Path) -> None
     save_file(weights, folder / "model.safetensors.tmp", metadata={"format": "pt"})
     (folder / "model.safetensors.tmp").replace(folder / "model.safetensors")
     tokenizer.save(str(folder / "tokenizer.json"))
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SEPARATOR}
-    own |= {"model_max_length": model.config.context}
-    sampling = {"do_sample": True, "temperature": 0.8, "eos_token_id": 0}
     for name, content in (
         ("config.json", config),
-        ("tokenizer_config.json", own),
-        ("generation_config.json", sampling),
+        (
+            "tokenizer_config.json",
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": SEPARATOR,
+                "model_max_length": model.config.context,
+            },
+        ),
+        ("generation_config.json", {"do_sample": True, "temperature": 0.8, "eos_token_id": 0}),
     ):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -99,7 +103,10 @@ def load_checkpoint(folder: Path) -> tuple[Qwen3Moe, Tokenizer]:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return the documents, settings and figures that `train` noted; InputError if it did not."""
+    """Return the documents, settings and figures that `train` noted in a checkpoint.
+
+    Raises InputError if the checkpoint has no such file.
+    """
     path = folder / DESCRIPTION_FILE
     try:
         described: dict[str, Any] = json.loads(path.read_text())

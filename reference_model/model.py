@@ -47,7 +47,11 @@ class Routing(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of a batch of sequences of equal length, of ``length`` tokens at most."""
+    """Keys and values of a batch of sequences of equal length.
+
+    ``config``: the model's dimensions; ``batch``: sequences; ``length``: most tokens of a sequence;
+    ``dtype``, ``device``: type and device of the cached tensors.
+    """
 
     def __init__(
         self, config: ModelConfig, batch: int, length: int, dtype: torch.dtype, device: torch.device

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from eldr_sim.errors import InputError
-from eldr_sim.outputs import whole_file
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import GateScores
 from eldr_sim.traces.routing.writer import write_trace
@@ -74,8 +73,10 @@ class RecordedRouting:
 def choose_prompts(documents: Documents, tokenizer: Tokenizer, config: RecordConfig) -> Prompts:
     """Cut prompts from the held-out documents: one from each, then a second, and so on.
 
-    Calibration and serving prompts come from their own documents. Raises InputError if a setting
-    makes no sense, or the documents of a domain are too few.
+    ``documents``: text; calibration and serving prompts come from their own documents;
+    ``tokenizer``: the model's; ``config``: how many, and how long.
+
+    Raises InputError if a setting makes no sense, or the documents of a domain are too few.
     """
     for name in ("calibration", "serving", "output_len", "batch", "temperature"):
         if getattr(config, name) <= 0:
@@ -138,14 +139,15 @@ def record(
     checkpoint: Path,
     prompts: Prompts,
     config: RecordConfig,
+    *,
     processes: int = 1,
     progress: Callable[[float], None] = lambda share: None,
 ) -> RecordedRouting:
     """Generate a continuation of each prompt and record the routing of every token.
 
-    ``processes``: their number does not change the result; ``progress``: called with the share that
-    is done. Raises InputError if the checkpoint cannot be used, or the sequences are too long for
-    its model.
+    ``prompts``: from `choose_prompts`; ``config``: as there; ``processes``: processes to share the
+    work; their number does not change the result; ``progress``: called with the share that is done.
+    Raises InputError if the checkpoint cannot be used, or the sequences are too long for its model.
     """
     if processes < 1:
         raise InputError("processes", f"got {processes}", "at least 1")
@@ -179,9 +181,12 @@ def record(
             results = (_record_chunk(model, config, *item) for item in work)
         else:
             # Leaving the pool, Ctrl-C too, ends its processes.
-            own, spawn = (checkpoint, config, torch.get_num_threads()), "spawn"
-            made = multiprocessing.get_context(spawn).Pool(processes, _start_worker, own)
-            results = stack.enter_context(made).imap_unordered(_work, work)
+            pool = stack.enter_context(
+                multiprocessing.get_context("spawn").Pool(
+                    processes, _start_worker, (checkpoint, config, torch.get_num_threads())
+                )
+            )
+            results = pool.imap_unordered(_work, work)
         for chunk, chosen, ids, p, z in results:
             for i, q in enumerate(chunk):
                 experts[first[q] : first[q] + rows[q]] = chosen[i]
@@ -260,10 +265,12 @@ def record_batch(
         for i, layer in enumerate(routing):
             experts[:, start:end, i] = layer.experts.view(batch, -1, shape[-1]).to(id_type)
         if start == 0:
-            both = [layer.probabilities for layer in routing], [layer.logits for layer in routing]
             scores = [
                 torch.stack([s.view(batch, prompt_len, -1).sum(1) for s in of], 1).cpu().numpy()
-                for of in both
+                for of in (
+                    [layer.probabilities for layer in routing],
+                    [layer.logits for layer in routing],
+                )
             ]
         start = end
         if start < total:
@@ -288,23 +295,28 @@ def write_npz(routing: RecordedRouting, path: Path, domains: list[str]) -> None:
     n = len(prompt_len)
     output_len = np.full(n, routing.output_len, dtype=np.int64)
     rows = np.repeat(np.arange(2 * n), np.stack([prompt_len, output_len], 1).ravel())
-    with whole_file(path, "npz") as temporary, temporary.open("wb") as file:
-        np.savez(
-            file,
-            topk=routing.experts,
-            request_id=(rows // 2).astype(np.uint16 if n < 65536 else np.int64),
-            is_decode=rows % 2 == 1,
-            domain=routing.prompts.domain.astype(np.uint8),
-            domain_names=np.array(domains),
-            prompt_len=prompt_len,
-            output_len=output_len,
-            E=routing.gate_prob.shape[2],
-            gate_requests=np.arange(n),
-            gate_prob=routing.gate_prob,
-            gate_logit=routing.gate_logit,
-            split=(~routing.prompts.is_calibration).astype(np.uint8),
-            token_ids=routing.token_ids,
-        )
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            np.savez(
+                file,
+                topk=routing.experts,
+                request_id=(rows // 2).astype(np.uint16 if n < 65536 else np.int64),
+                is_decode=rows % 2 == 1,
+                domain=routing.prompts.domain.astype(np.uint8),
+                domain_names=np.array(domains),
+                prompt_len=prompt_len,
+                output_len=output_len,
+                E=routing.gate_prob.shape[2],
+                gate_requests=np.arange(n),
+                gate_prob=routing.gate_prob,
+                gate_logit=routing.gate_logit,
+                split=(~routing.prompts.is_calibration).astype(np.uint8),
+                token_ids=routing.token_ids,
+            )
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_routing_trace(
@@ -315,6 +327,7 @@ def write_routing_trace(
     Of the gate's order the trace keeps which half of a token's experts came first: a model of half
     the top-k can be served, and the file stays small (see `eldr_sim.traces.routing.encoding`).
 
+    ``routing``: from `record`; ``out``: trace folder to make; ``domains``: names of the domains;
     ``gate_scores``: requests of each split, its first ones, whose gate scores the trace carries;
     ``about``: ``model``, ``captured_by``, ``source_data``, ``tool_versions``, ``notes`` and
     ``force`` of `write_trace`.
@@ -323,8 +336,9 @@ def write_routing_trace(
     n = len(prompts.tokens)
     splits = (np.flatnonzero(prompts.is_calibration), np.flatnonzero(~prompts.is_calibration))
     covered = np.concatenate([split[:gate_scores] for split in splits])
-    prob, logit = routing.gate_prob[covered], routing.gate_logit[covered]
-    scores = GateScores(requests=covered, prob=prob, logit=logit)
+    scores = GateScores(
+        requests=covered, prob=routing.gate_prob[covered], logit=routing.gate_logit[covered]
+    )
     names = [domains[d] for d in prompts.domain]
     ranked = routing.experts
     halves = [np.sort(half) for half in np.array_split(ranked, min(2, ranked.shape[-1]), axis=-1)]

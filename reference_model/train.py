@@ -89,15 +89,19 @@ def train(
     out: Path,
     model_config: ModelConfig,
     config: TrainConfig,
+    *,
     resume: bool = False,
     log: Callable[[dict[str, Any]], None] = lambda entry: None,
 ) -> Qwen3Moe:
     """Train a model and leave its checkpoint, its state and a log in a folder.
 
-    An interrupted training leaves what it saved last; ``resume`` continues from there, with its
-    dimensions instead of ``model_config``. ``out``: checkpoint folder; see `export` for what lies
-    in it; ``log``: called with each entry of the log. Raises InputError if a setting or the text
-    does not allow training.
+    An interrupted training leaves what it saved last; ``resume`` continues from there. Raises
+    InputError if a setting or the text does not allow training.
+
+    ``documents``: training text, and held-out text to evaluate on; ``out``: checkpoint folder; see
+    `export` for what lies in it; ``model_config``, ``config``: dimensions, and how to train;
+    ``resume``: continue from the state in ``out``, with its dimensions instead of ``model_config``;
+    ``log``: called with each entry of the log.
     """
     _check(documents, out, model_config, config, resume)
     torch.manual_seed(config.seed)
@@ -203,8 +207,11 @@ def _check(
         if value is not None and value <= 0:
             raise InputError(name, f"got {value}", "more than 0")
     if config.sequences < 1 or config.sequences % len(documents.domains):
-        allowed = f"a multiple of the {len(documents.domains)} domains"
-        raise InputError("sequences", f"got {config.sequences}", allowed)
+        raise InputError(
+            "sequences",
+            f"got {config.sequences}",
+            f"a multiple of the {len(documents.domains)} domains",
+        )
     if not 257 <= model_config.vocab_size <= 65536:
         raise InputError("vocab_size", f"got {model_config.vocab_size}", "257 to 65536")
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -275,8 +282,9 @@ def _streams(
         parts = [part for ids in encode(tokenizer, docs) for part in (ids, end)]
         out[domain] = np.concatenate(parts) if parts else end
         if len(out[domain]) <= least:
-            problem = f"{len(out[domain])} tokens to train on"
-            raise InputError(f"{domain}.txt", problem, f"more than {least}")
+            raise InputError(
+                f"{domain}.txt", f"{len(out[domain])} tokens to train on", f"more than {least}"
+            )
     return out
 
 
