@@ -217,6 +217,34 @@ def test_every_launch_is_of_known_sizes():
         assert 0 <= drafts <= 3
 
 
+def test_runs_of_other_moe_runners_have_other_tables(make_file, deepseek, tmp_path, monkeypatch):
+    """InferenceX changed ``MOE_BACKEND`` from one day to another; the rest is the same."""
+    days = ("2025-12-15", "2026-01-29")
+    source = "db-dump/2026-04-27; silicon_concurrency=16; measured="
+    same = DUMP | {"system": "b200_sxm"}
+    runs = [same | {"silicon_data_source": source + day} for day in days]
+    runs[1]["silicon_tpot_ms"] = 8.0
+    rows = record.read(make_file(*runs))
+    assert [row.run.case.moe_runner for row in rows] == ["DEEPGEMM", "TRTLLM"]
+    assert rows[0].key != rows[1].key
+    made = []
+
+    def tables(folder, cases, *_args):
+        (case,) = cases
+        (folder / case.moe_runner).touch()
+
+    def predict(load, _target, _form, folder, _trace):
+        made.append((load.case.moe_runner, sorted(path.name for path in folder.iterdir())))
+        return {}
+
+    monkeypatch.setattr(record, "case_tables", tables)
+    monkeypatch.setattr(record, "predict_load", predict)
+    monkeypatch.setattr(record.silicon_routing, "make_routing", lambda path, *_: path.touch())
+    for row in rows:
+        record._predict(row, str(tmp_path))
+    assert made == [("DEEPGEMM", ["DEEPGEMM"]), ("TRTLLM", ["TRTLLM"])]
+
+
 def test_tables_that_are_refused_are_refused_again(make_file, tmp_path, monkeypatch):
     """Tables that miss a kernel leave no folder that a later row would take for whole."""
     rows = record.read(make_file({}, {"isl": 128}))

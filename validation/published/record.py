@@ -162,7 +162,8 @@ def _predict(row: Row, folder: str) -> tuple[str, dict[str, float] | str]:
     """Predict a row's configuration in this process."""
     assert row.run is not None
     target, form, case = MEASURED_MODELS[row.target], Form(), row.run.case
-    pool = "-".join(map(str, (case.gpu, *vars(case.parallelism).values(), case.prefill)))
+    layout = vars(case.parallelism).values()
+    pool = "-".join(map(str, (case.gpu, *layout, case.prefill, case.moe_runner)))
     own = Path(folder) / "work" / row.target
     try:
         with _Once(own / "trace") as trace:

@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.models import KVDtype
+from eldr_sim.kernel_profiles.models import KVDtype, ModelDims
 from eldr_sim.kernel_profiles.parallel import Padding, Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     attention_tables,
@@ -46,6 +46,7 @@ from eldr_sim.validation.published import silicon_routing
 from eldr_sim.validation.published.predictions import PublishedRow, errors_of, predict, simulate
 from eldr_sim.validation.published.silicon_routing import Routing
 from eldr_sim.validation.published.silicon_rows import (
+    HOPPER,
     MEASURED_MODELS,
     MOE_RUNNERS,
     Case,
@@ -163,7 +164,7 @@ def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]
 
 def _kv_dtype(gpu: str, target: MeasuredModel) -> KVDtype:
     """Return the type of the KV cache: SGLang's scripts name FP8 on Blackwell alone."""
-    hopper = gpu in ("H100", "H200") and target.backend == "sglang"
+    hopper = gpu in HOPPER and target.backend == "sglang"
     return "bfloat16" if hopper else target.kv_cache_dtype
 
 
@@ -185,7 +186,7 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
     (20 steps or nine tenths of them, 1k prompts and outputs on fewer than 8 GPUs), else those of
     all prompts of a step, 8,192 at least.
     """
-    trtllm, blackwell = target.backend == "trtllm", case.gpu not in ("H100", "H200")
+    trtllm, blackwell = target.backend == "trtllm", case.gpu not in HOPPER
     engines = case.data_parallel_size
     if target.backend == "sglang":
         chunk = _sglang_chunk(case, target)
@@ -215,7 +216,7 @@ def _sglang_chunk(case: Case, target: MeasuredModel) -> int:
     """Return ``--chunked-prefill-size``, which SGLang divides by its data-parallel engines."""
     if target.inferencex and target.precision == "fp8":
         return 32768
-    return 8192 if case.gpu in ("H100", "H200") else 16384
+    return 8192 if case.gpu in HOPPER else 16384
 
 
 def _prefill_chunk(case: Case, target: MeasuredModel) -> dict[str, int]:
@@ -262,7 +263,7 @@ def _seats(case: Case, target: MeasuredModel) -> int | None:
         return case.concurrency  # the loop has no more
     if not target.inferencex:
         return None
-    if case.gpu in ("H100", "H200"):
+    if case.gpu in HOPPER:
         return case.concurrency
     return 512 if target is _GPT_OSS or target.dims().is_dense else None
 
@@ -319,24 +320,11 @@ def case_tables(
         shard = parallelism.shard(model)
         shard = shard.model_copy(update={"kv_cache_dtype": _kv_dtype(gpu, target)})
         if moe_kernel == "marlin":
-            if gpu in ("H100", "H200"):
+            if gpu in HOPPER:
                 found.append(derive_marlin_table(gpu, model, parallelism, padding=form.padding))
         elif target.shipped is None and not model.is_dense:  # those tables ship
-            # A rank that tokens are dispatched to is read as a GPU that holds all experts.
-            shared = parallelism.data_parallel_size > 1
-            spread = Parallelism() if shared else parallelism
-            moe = list(moe_tables(gpu, model, spread, target.backend))
-            moe = moe or list(moe_tables(gpu, model, spread))
-            if parallelism.expert_parallel and not moe:  # read at the count of a rank's experts
-                moe = list(moe_tables(gpu, model, engine=target.backend))
-            if runner:  # its kernel, of whichever engine and shape, before those of the layout
-                whole = [Parallelism()] if parallelism.expert_parallel else []
-                for layout in (spread, *whole):
-                    moe += moe_tables(gpu, model, layout, target.backend)
-                    moe += moe_tables(gpu, model, layout)
-                moe.sort(key=lambda table: not _is_of(table, runner))
-            moe = need("MoE", gpu, size, moe)
-            found.append(moe[-1 if moe_kernel == "oldest" else 0])  # they come newest first
+            table = _moe_table(gpu, model, parallelism, target.backend, runner, moe_kernel)
+            found += need("MoE", gpu, size, [] if table is None else [table])
             attention = list(attention_tables(gpu, shard, target.backend))
             attention = attention or list(attention_tables(gpu, shard))
             found += need("attention", gpu, size, attention)
@@ -348,8 +336,29 @@ def case_tables(
     return folder if found else None
 
 
-def _is_of(table: LatencyTable, runner: str) -> bool:
-    return any(name in table.metadata.kernel_source for name in MOE_RUNNERS[runner])
+def _moe_table(
+    gpu: str, model: ModelDims, spread: Parallelism, engine: str, runner: str, moe_kernel: str
+) -> LatencyTable | None:
+    """Return the MoE table of a pool: of its runner if it is known, else of its own layout first.
+
+    The engine's own rows come before vLLM's, and those of the layout before those of a GPU that
+    holds all experts, which is how a rank that tokens are dispatched to is read, and any rank whose
+    own rows are missing, at the count of its experts.
+    """
+    shared = spread.data_parallel_size > 1
+    layouts = [] if shared else [spread]
+    if shared or spread.expert_parallel:
+        layouts.append(Parallelism())
+    instead: list[LatencyTable] = []
+    for layout in layouts:
+        for name in dict.fromkeys((engine, "vllm")):
+            tables = list(moe_tables(gpu, model, layout, name))  # they come newest first
+            sought = MOE_RUNNERS.get(runner, ("",))
+            of_runner = [t for t in tables if any(n in t.metadata.kernel_source for n in sought)]
+            if of_runner:
+                return of_runner[-1 if moe_kernel == "oldest" else 0]
+            instead = instead or tables
+    return instead[0] if instead else None
 
 
 def predict_rows(

@@ -57,6 +57,7 @@ GPUS = {
     "gb200": "GB200",
     "gb300": "GB300",
 }
+HOPPER = ("H100", "H200")
 #: Where ``dp-attn: true`` was configured for NVFP4 MiniMax-M2.5 on 2 GPUs: GPU, first and last day,
 #: prompt length, lowest and highest concurrency (InferenceX 79bd988e9, 13962fcfa, 22d0f12f7,
 #: 633fd2377).
@@ -430,7 +431,7 @@ def _moe_runner(
     """Return ``MOE_BACKEND`` of TensorRT-LLM's scripts of DeepSeek-R1 on Blackwell."""
     if record["backend"] != "trtllm" or "DeepSeek" not in record["model_path"]:
         return ""
-    if gpu in ("H100", "H200"):
+    if gpu in HOPPER:
         return ""
     if record["precision"] == "fp4":
         return "CUTLASS" if layout.data_parallel_size > 1 else "TRTLLM"
