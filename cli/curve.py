@@ -28,9 +28,11 @@ def hits(log: Path, sessions_file: str | None, model: str) -> None:
     """Show the prefix hit rate of LOG by the size of one cache, and of one without bounds.
 
     LOG has block hashes (Mooncake's or Bailian's format). The cache forgets the least recently
-    used; requests come one after the other.
+    used (LRU), or as ARC does; nobody finds more than Belady's bound. Requests come one after the
+    other.
     """
     from eldr_sim.kernel_profiles.models import load_model
+    from eldr_sim.traces.requests.eviction import hit_rates
     from eldr_sim.traces.requests.load import Load
     from eldr_sim.traces.requests.requests import make_requests
     from eldr_sim.traces.requests.reuse import reuse_of
@@ -43,12 +45,16 @@ def hits(log: Path, sessions_file: str | None, model: str) -> None:
     found, size = reuse_of(requests), load_model(model).kv_bytes_per_token
     rows = [
         [f"{millions:g}", f"{size * millions / 1e3:,.0f}", f"{100 * rate:.2f}",
+         *(f"{100 * other:.2f}" for other in hit_rates(requests, blocks)),
          f"{100 * rate / found.ideal_hit_rate:.0f}" if found.ideal_hit_rate else ""]
         for millions in _MILLIONS
-        for rate in [found.hit_rate(int(millions * 1e6 / found.block_tokens))]
+        for blocks in [int(millions * 1e6 / found.block_tokens)]
+        for rate in [found.hit_rate(blocks)]
     ]  # fmt: skip
-    rows.append(["without bounds", "", f"{100 * found.ideal_hit_rate:.2f}", "100"])
-    columns = ["cache (M tokens)", f"GB of {model}", "hit rate (%)", "of the ideal one (%)"]
+    ideal = f"{100 * found.ideal_hit_rate:.2f}"
+    rows.append(["without bounds", "", ideal, ideal, ideal, "100"])
+    columns = ["cache (M tokens)", f"GB of {model}", "LRU (%)", "ARC (%)", "Belady's bound (%)",
+               "LRU of the ideal one (%)"]  # fmt: skip
     print_table("", columns, rows)
     click.echo(
         f"{len(requests):,} requests, {found.n_tokens / len(requests):,.0f} prompt tokens on "

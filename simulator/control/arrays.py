@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.simulator.plane import state
+from eldr_sim.simulator.plane.sessions import Sessions
 from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, make_expert_loads
 from eldr_sim.simulator.plane.steps.group_state import (
     Groups,
@@ -36,6 +37,24 @@ POOL = np.dtype(
     ],
     align=True,
 )
+
+
+def with_joins(sessions: Sessions, joins: NDArray[np.int32] | None) -> Sessions:
+    """Return sessions in which requests also wait for others than their parents.
+
+    ``joins``: int32 ``[k, 2]``: who waits, and for whom; None: nobody does.
+    """
+    if joins is None:
+        return sessions
+    n = len(sessions.waits)
+    parents = np.repeat(np.arange(n), np.diff(sessions.first))
+    edges = np.concatenate([np.stack([sessions.children, parents], axis=1), joins])
+    edges = edges[np.argsort(edges[:, 1], kind="stable")]
+    return sessions._replace(
+        children=edges[:, 0].astype(np.int32),
+        first=np.searchsorted(edges[:, 1], np.arange(n + 1)),
+        waits=np.bincount(edges[:, 0], minlength=n).astype(np.int32),
+    )
 
 
 def make_requests(

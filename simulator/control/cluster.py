@@ -29,9 +29,11 @@ from eldr_sim.simulator.control.arrays import (
     make_requests,
     make_settings,
     of_all,
+    with_joins,
 )
 from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.fault_processes import start_faults
+from eldr_sim.simulator.control.known_blocks import PublishedBlocks, SentBlocks, matched_tokens
 from eldr_sim.simulator.control.record import RunRecord, TierRecord, by_role, with_columns
 from eldr_sim.simulator.control.relocation import RELOCATION, Relocations
 from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
@@ -53,6 +55,7 @@ from eldr_sim.simulator.plane.steps.expert_union import PromptRows, no_prompts
 from eldr_sim.simulator.plane.steps.group_state import CHOOSE, Replicas, no_groups
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
+from eldr_sim.simulator.setup.kv_signal import parse_kv_signal
 from eldr_sim.simulator.setup.kv_tiers import make_tiers, prompt_table
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.simulator.setup.streaming import make_prompt_layers
@@ -135,6 +138,7 @@ class Cluster:
             for policy, workers in zip(policies, spec.routers, strict=True)
         ]
         self._listens = any(router.arrays.record["hears_ends"][0] for router in self.routers)
+        self._match = workload.prefix_block_tokens and any(r.needs.matched for r in self.routers)
         self._heard = 0
         self._failure: BaseException | None = None
         #: The control plane's environment, and what it is told of requests that it watches.
@@ -154,10 +158,19 @@ class Cluster:
             if number in takes_over and (router.needs.signature or router.needs.future)
         )
         self.prefill_reports: PrefillReports | None = None
-        if self.arrays.engines.pools["reports"].any():
+        #: What routers know of prefix caches, where they do not see them as they are.
+        self._known: PublishedBlocks | SentBlocks | None = None
+        told, published = parse_kv_signal(spec.kv_signal), None
+        if self._match and told.approximate:
+            self._known = SentBlocks(spec.n_workers, told, workload.prefix_block_tokens)
+        elif self._match and spec.signal_interval_s > 0:
+            self._known = PublishedBlocks(spec.n_workers)
+            published = self._known.on_blocks
+        if self.arrays.engines.pools["reports"].any() or published is not None:
             self.prefill_reports = PrefillReports(
-                policies[0], self.arrays, len(spec.routers[0]), spec.signal_interval_s > 0
-            )
+                policies[0], self.arrays, len(spec.routers[0]), spec.signal_interval_s > 0,
+                published,
+            )  # fmt: skip
         self.faults, self.replica_policy = faults, replica_policy
         self.relocations = relocations
         if relocations is not None:
@@ -204,6 +217,7 @@ class Cluster:
         clock = np.zeros(1, state.CLOCK)
         clock["open_measured"] = int(self.requests["measured"].sum())
         sessions = make_sessions(self.workload, self.window, spec.max_active_sessions)
+        sessions = with_joins(sessions, self.workload.joins)
         # At most one event a worker and kind, and what a request and its transfer schedule.
         events = np.zeros(6 * n_requests + 4 * n_workers + 64, state.EVENT)
         if n_requests:
@@ -233,7 +247,9 @@ class Cluster:
                     spec.block_size,
                     max(engine.n_blocks for engine in engines),
                     n_workers if pools["prefix_caching"].any() else 0,
-                    int(last[pools["reports"]].max(initial=0)),
+                    n_workers
+                    if self._match and spec.signal_interval_s > 0
+                    else int(last[pools["reports"]].max(initial=0)),
                     self._tiers(shards, clock, bool(pools["prefix_caching"].any())),
                 ),
                 pending=np.zeros((most_seqs + most_at_once(spec.front_end) + 1, 2), np.int64),
@@ -595,14 +611,23 @@ class Cluster:
             caches = engines.pools["prefix_caching"][engines.pool_of[router.own.start]]
             if caches and self.workload.prefix_block_tokens:
                 tokens = int(self.workload.prompt_len[request])
-                match(engines.kv, router.own.start, request, tokens, matched)
-                if len(engines.kv.tiers.loads):
+                if self._known is None:
+                    match(engines.kv, router.own.start, request, tokens, matched)
+                else:
+                    size = self.workload.prefix_block_tokens, self.spec.block_size
+                    blocks = self.workload.blocks(request).tolist()
+                    found = self._known.match(request, blocks, router.own, self._now.item())
+                    matched = reachable = matched_tokens(found, tokens, *size)
+                if len(engines.kv.tiers.loads) and not isinstance(self._known, SentBlocks):
                     reachable = np.zeros(len(router.own), np.int64)
                     args = router.own.start, request, tokens, matched, reachable, load_s
                     match_tiers(engines.kv, *args)
         now_s, signals_s = self._now.item(), self._signals_s.item()
         workers = router.workers(now_s, signals_s, matched, reachable, load_s)
-        return router.select(self._info(number, request), workers)
+        chosen = router.select(self._info(number, request), workers)
+        if self._known is not None and router.needs.matched and chosen >= 0:
+            self._known.sent(request, self.workload.blocks(request).tolist(), chosen, now_s)
+        return chosen
 
     def _info(self, router: int, request: int) -> RequestInfo:
         """Return a request as a router sees it: with its signature if the prompt is computed."""

@@ -79,7 +79,7 @@ def _of_routers(config: RunConfig, prepared: PreparedRun) -> _Found:
         "policy": len(spec.routers[-1]) if config.generates else 0,
         "prefill_policy": len(spec.routers[0]) if config.n_prefill else 0,
     }
-    reads_load = reads_signals = False
+    reads_load = reads_signals = reads_caches = False
     for field, n in choices.items():
         needs = registry.needs(field, getattr(config, field))
         if n == 0:
@@ -89,11 +89,14 @@ def _of_routers(config: RunConfig, prepared: PreparedRun) -> _Found:
             yield field, "there is one engine to choose"
         if n > 1:
             reads_load |= bool(needs.columns)
-            reads_signals |= needs.signals
+            reads_signals |= needs.signals or needs.matched
+            reads_caches |= needs.matched
     if not reads_load:
         yield "load_report_delay_ms", "no router chooses by load"
     if not reads_signals:
         yield "signal_interval_ms", "no router reads what engines publish"
+    if not reads_caches:
+        yield "kv_signal", "no router asks what prefix caches hold"
 
 
 def _of_workers(

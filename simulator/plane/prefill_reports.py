@@ -1,7 +1,8 @@
-"""What prefill engines report to a router that listens: blocks, and tokens computed."""
+"""What engines report to routers that listen: blocks, and tokens of prompts computed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -12,17 +13,20 @@ from eldr_sim.simulator.plane import loop
 
 
 class PrefillReports:
-    """Reports of engines that a prefill router has yet to hear of.
+    """Reports of engines that routers have yet to hear of.
 
-    ``listener``: the router's policy; ``arrays``: of the cluster, whose first ``n_workers`` engines
-    compute prompts; ``stale``: whether engines publish now and then: a router hears of blocks and
-    tokens when it hears of signals.
+    ``listener``: the policy of a prefill router that listens, if it does; ``arrays``: of the
+    cluster, whose first ``n_workers`` engines compute prompts; ``stale``: whether engines publish
+    now and then: a router hears of blocks and tokens when it hears of signals; ``on_blocks``: is
+    told of the blocks of all engines that are noted, if given.
     """
 
     def __init__(
-        self, listener: RouterPolicy, arrays: loop.Run, n_workers: int, stale: bool
-    ) -> None:
-        self.listener = listener
+        self, listener: RouterPolicy, arrays: loop.Run, n_workers: int, stale: bool,
+        on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.listener, self._on_blocks = listener, on_blocks
+        self._listens = listener.needs.blocks
         self.kv, self._stale = arrays.engines.kv, stale
         self._computed = arrays.engines.workers["computed_tokens"][:n_workers]
         self._published_s = arrays.clock["signals_s"]
@@ -46,6 +50,8 @@ class PrefillReports:
                 own = events[events[:, 0] == worker]
                 hashes = kv.prefix_hash[own[:, 1]].tolist()
                 self._tell_blocks(worker, hashes, own[:, 2] > 0)
+        if not self._listens:
+            return
         for worker in np.flatnonzero(self._computed > self._tokens_told).tolist():
             listener.on_tokens(worker, int(self._computed[worker] - self._tokens_told[worker]))
         self._tokens_told[:] = self._computed
@@ -55,4 +61,8 @@ class PrefillReports:
         at = 0
         for came, run in groupby(stored.tolist()):
             part = hashes[at : (at := at + sum(1 for _ in run))]
-            self.listener.on_blocks(worker, part if came else (), () if came else part)
+            told = worker, part if came else (), () if came else part
+            if self._listens and worker < len(self._computed):
+                self.listener.on_blocks(*told)
+            if self._on_blocks is not None:
+                self._on_blocks(*told)

@@ -55,6 +55,13 @@ def _tiers(value: Any) -> Any:
     return texts
 
 
+def _kv_signal(value: str) -> str:
+    from eldr_sim.simulator.setup.kv_signal import parse_kv_signal
+
+    parse_kv_signal(value)
+    return value
+
+
 def _conditional(value: str | None) -> str | None:
     from eldr_sim.simulator.setup.conditional import parse_conditional
 
@@ -140,7 +147,7 @@ class WorkloadConfig(Fields):
     workload: PathText = "task"
     """``task``, ``language``, ``trace`` (domains and lengths of the trace's own requests), ``chat``
     or ``agent`` (sessions, docs/conversations.md), or a log (Azure, Mooncake, BurstGPT, Bailian,
-    ``vllm bench serve``, AIPerf, or any table with ``columns``)."""
+    Weka, ``vllm bench serve``, AIPerf, or any table with ``columns``)."""
     columns: str | None = None
     """Of a table: ``time_s=start,input=prompts,output=outputs``; also ``time``, ``time_ms``,
     ``session``, ``priority``."""
@@ -318,6 +325,10 @@ class ClusterConfig(Fields):
     signal_interval_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """How often engines publish their waiting and running requests, tokens, KV usage and cached
     blocks to the routers, ms (vLLM's coordinator: 100); 0: as of each decision."""
+    kv_signal: Annotated[str, AfterValidator(_kv_signal)] = "exact"
+    """What routers know of prefix caches: ``exact``, what engines hold, as of the last signals, or
+    ``approx:ttl=120,tokens=500000,routers=1``: the prompts that each of so many routers has itself
+    sent to a worker of late."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Dollars a GPU-hour, for costs per token."""
     start_up: StartUp = None

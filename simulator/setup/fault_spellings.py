@@ -32,6 +32,7 @@ class Cancel(NamedTuple):
 
     share: float
     after_s: float
+    patient: bool  #: who has a first token by then stays
 
 
 def _worker(field: str, text: object) -> tuple[str, int]:
@@ -106,7 +107,9 @@ def _event(where: str, event: Mapping[Any, Any]) -> Fault | Cancel:
         share = event["cancel"]
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise InputError(f"{where}.cancel", repr(share), "a share of the requests, 0 to 1")
-        made: Fault | Cancel = Cancel(float(share), number("after_s", 1e-6, _LATEST_S))
+        patient = "patience_s" in left
+        after_s = number("patience_s" if patient else "after_s", 1e-6, _LATEST_S)
+        made: Fault | Cancel = Cancel(float(share), after_s, patient)
     else:
         pool, worker = _worker(f"{where}.{kind}", event[kind])
         at, factor = number("at_s", 0.0, _LATEST_S), 1.0
@@ -158,12 +161,16 @@ def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPl
             problem = "beside experts that move (eplb_interval) are not simulated"
             raise InputError("events", f"{fault}: dead workers {problem}")
     rng, cancel_s = stream(config.seed, "cancel"), np.full(len(workload), np.inf)
+    patient = np.zeros(len(workload), np.bool_)
     for cancel in cancels:
         gives_up = rng.random(len(workload)) < cancel.share
-        cancel_s[gives_up] = np.minimum(cancel_s, workload.arrival_s + cancel.after_s)[gives_up]
+        gives_up &= workload.arrival_s + cancel.after_s < cancel_s
+        cancel_s[gives_up] = (workload.arrival_s + cancel.after_s)[gives_up]
+        patient[gives_up] = cancel.patient
     return FaultPlan(
         tuple(faults),
         cancel_s if cancels else None,
+        patient if cancels else None,
         config.health_delay_ms / 1e3,
         config.retry,
         config.max_retries,

@@ -107,6 +107,7 @@ CASES = {
     "load_report_delay_ms": "--policy round_robin --prefill-policy round_robin "
                             "--load-report-delay-ms 5",
     "signal_interval_ms": "--policy jsq --prefill-policy least_loaded --signal-interval-ms 5",
+    "kv_signal": "--policy jsq --prefill-policy least_loaded --kv-signal approx",
     "prefill_price_per_gpu_hour": "--prefill-price-per-gpu-hour 2",
     "decode_price_per_gpu_hour": "--decode-price-per-gpu-hour 2",
     "disable_hybrid_kv_cache_manager": "--topology 2C --disable-hybrid-kv-cache-manager",

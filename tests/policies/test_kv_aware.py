@@ -200,3 +200,78 @@ def test_seconds_needs_experts_on_one_gpu():
     }  # fmt: skip
     with pytest.raises(InputError, match="several GPUs"):
         simulate(make_config(fields))
+
+
+def hit_rate(**fields):
+    summary = simulate(make_config(CHAT | {"topology": "3P1D", "sessions": 30} | fields)).summary
+    return summary["prefix_cache_hit_rate"]
+
+
+def test_a_router_that_remembers_enough_knows_what_caches_hold():
+    """Where nothing is evicted and prompts are computed before the next one comes."""
+    fields = {"prefill_policy": "llmd:queue=0,kv=0", "max_active_sessions": 1}
+    assert hit_rate(**fields, kv_signal="approx:ttl=1e9") == hit_rate(**fields)
+
+
+def test_what_a_router_has_forgotten_it_does_not_find():
+    """With nothing known at all, the rule is its load part alone."""
+    fields = {"prefill_policy": "llmd", "request_rate": 3}  # never two at once
+    blind = hit_rate(prefill_policy="llmd:prefix=0", request_rate=3)
+    assert hit_rate(**fields, kv_signal="approx:ttl=0.000001") == blind
+    few, enough = (hit_rate(**fields, kv_signal=f"approx:tokens={n}") for n in (16, 10**6))
+    assert blind < enough <= hit_rate(**fields) + 0.03
+    assert few < enough
+
+
+def test_routers_that_act_by_themselves_know_less():
+    fields = {"prefill_policy": "llmd", "max_active_sessions": 6}
+    one, four = (hit_rate(**fields, kv_signal=f"approx:routers={n}") for n in (1, 4))
+    assert four < one - 0.05
+
+
+@pytest.mark.parametrize("topology", ["3P1D", "3C"])
+def test_engines_that_publish_late_are_known_late(topology):
+    field = "prefill_policy" if topology == "3P1D" else "policy"
+    fields = {field: "cache_aware:threshold=0", "topology": topology, "max_active_sessions": 6}
+    often, seldom, never = (
+        hit_rate(**fields, signal_interval_ms=interval) for interval in (1.0, 30_000.0, 1e9)
+    )
+    assert abs(often - hit_rate(**fields)) < 0.02
+    assert never < seldom < often
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_published_is_what_caches_hold(seed, monkeypatch):
+    """Small caches, so that blocks go, too."""
+    from eldr_sim.simulator.control import known_blocks
+    from eldr_sim.simulator.control.cluster import Cluster
+    from eldr_sim.simulator.plane.kv_cache import match
+
+    compared, ask = [], Cluster._ask
+
+    def spied(self, number, request):
+        chosen, kv = ask(self, number, request), self.arrays.engines.kv
+        self.prefill_reports.tell(at_once=True)
+        held = np.zeros(3, np.int64)
+        match(kv, 0, request, int(self.workload.prompt_len[request]), held)
+        sizes = self.workload.prefix_block_tokens, self.spec.block_size
+        blocks = self.workload.blocks(request).tolist()
+        found = self._known.match(request, blocks, range(3), 0.0)
+        tokens = int(self.workload.prompt_len[request])
+        known = known_blocks.matched_tokens(found, tokens, *sizes)
+        compared.append((held.tolist(), known.tolist()))
+        return chosen
+
+    monkeypatch.setattr(Cluster, "_ask", spied)
+    hit_rate(prefill_policy="llmd", signal_interval_ms=5.0, num_gpu_blocks_override=300, seed=seed)
+    held, known = zip(*compared, strict=True)
+    assert held == known
+    assert np.sum(held) > 0
+
+
+@pytest.mark.parametrize(
+    "text", ["approximate", "exact:ttl=3", "approx:ttl=0", "approx:routers=1.5", "approx:tokens=x"]
+)
+def test_bad_signals_are_refused(text):
+    with pytest.raises(InputError, match="kv_signal"):
+        make_config(CHAT | {"kv_signal": text})

@@ -1,5 +1,6 @@
 """Sessions against queueing theory, by hand, and as laws of conservation."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -191,6 +192,51 @@ def test_joins_wait_for_all(make_workload, make_cluster):
     rows = record.requests[np.argsort(record.numbers)]
     assert rows["arrival_s"][1:3] == pytest.approx(rows["finish_s"][0] + 0.5)
     assert rows["arrival_s"][3] == pytest.approx(rows["finish_s"][1])
+    assert rows["finish_s"][2] < rows["finish_s"][1] - 0.005
+    after = np.array([-1, 0, 0, 2], np.int32)
+    joined = replace(work, parent=after, joins=np.array([[3, 1]], np.int32))
+    record = make_cluster(joined).run()
+    rows = record.requests[np.argsort(record.numbers)]
+    assert rows["arrival_s"][3] == pytest.approx(rows["finish_s"][1])
+
+
+def test_a_recorded_agent_waits_for_its_sub_agents(tmp_path):
+    """Two workers run beside each other; the next turn comes when both are done."""
+
+    def call(at, tokens, *ids, took=1.0):
+        return {"t": at, "type": "s", "in": tokens, "out": 30, "hash_ids": ids, "api_time": took}
+
+    line = {
+        "id": "trace_1",
+        "block_size": 64,
+        "hash_id_scope": "local",
+        "requests": [
+            call(0.0, 100, 1, 2),
+            {"type": "subagent", "t": 1.5, "requests": [call(0.0, 64, 1), call(2.0, 130, 1, 5, 6)]},
+            {"type": "subagent", "t": 1.5, "requests": [call(1.5, 300, 1, 7, 8, 9, 10)]},
+            call(5.5, 150, 1, 2, 3),
+            {"type": "subagent", "t": 7.0, "requests": [call(0.5, 64, 1)]},
+        ],
+    }
+    path = tmp_path / "weka.jsonl"
+    path.write_text("\n".join(json.dumps(line | {"id": name}) for name in "ab"))
+    result, work = requests_of(
+        workload=str(path), sessions=None, turns=None, think_time=None, new_tokens=None,
+        output_len="recorded", prefix_len=0, arrivals="closed", max_active_sessions=1,
+    )  # fmt: skip
+    assert result.summary["completed"] == 12
+    rows = result.requests.to_pandas().set_index("request_id").sort_index()
+    for session in (0, 1):
+        own = np.flatnonzero(work.session == session)
+        at = {int(p): int(i) for i, p in zip(own, work.prompt_len[own], strict=True) if p != 64}
+        inner = [int(i) for i in own if work.prompt_len[i] == 64]
+        come, end = rows.arrival_s, rows.finish_s
+        assert come[inner[0]] == pytest.approx(end[at[100]] + 0.5)
+        assert come[at[130]] == pytest.approx(end[inner[0]] + 1.0)
+        assert come[at[300]] == pytest.approx(end[at[100]] + 0.5)
+        assert come[at[150]] == pytest.approx(max(end[at[130]], end[at[300]]) + 1.0)
+        assert come[inner[1]] == pytest.approx(end[at[150]] + 1.0)
+    assert rows.arrival_s[work.session == 1].min() >= rows.finish_s[work.session == 0].max() - 1e-9
 
 
 @pytest.mark.parametrize(
@@ -231,6 +277,25 @@ def test_what_contradicts_itself_is_refused(changes, field):
     with pytest.raises(InputError) as caught:
         requests_of(**changes)
     assert caught.value.field == field
+
+
+def test_who_has_a_first_token_in_time_stays(tmp_path):
+    rows = requests_of(request_rate=20)[0].record.requests
+    waited = rows["first_token_s"] - rows["arrival_s"]
+    patience_s = float(np.quantile(waited, 0.8))
+    assert patience_s < np.quantile(rows["finish_s"] - rows["arrival_s"], 0.2)
+    events = tmp_path / "events.yaml"
+    events.write_text(f"[{{cancel: 1, patience_s: {patience_s}}}]")
+    result, _ = requests_of(request_rate=20, events=str(events))
+    requests = result.record.requests
+    left = np.array(result.record.outcomes()) == "cancelled"
+    done = np.array(result.record.outcomes()) == "completed"
+    waited = requests["first_token_s"] - requests["arrival_s"]
+    assert left.any()
+    assert done.sum() > left.sum()
+    assert (waited[done] <= patience_s + 1e-9).all()
+    gone = (requests["finish_s"] - requests["arrival_s"])[left]
+    assert (gone >= patience_s - 1e-9).all()
 
 
 def test_clients_give_up_so_long_after_a_turn_has_come(tmp_path):

@@ -397,3 +397,30 @@ def test_sessions_by_name_and_by_parent(tmp_path):
     log = read_request_log(path)
     assert log.parent.tolist() == [-1, -1, 0]
     assert log.gaps(1000, 100)[2] == 0.5
+
+
+def test_rows_that_wait_for_others(tmp_path):
+    path = tmp_path / "agents.jsonl"
+    rows = [("a", []), ("b", ["a"]), ("c", ["a"]), ("d", ["b", "c"])]
+    lengths = {"input_length": 20, "output_length": 3, "hash_ids": [1, 2]}
+    path.write_text(
+        "\n".join(
+            json.dumps({"timestamp": at, "request_id": name, "wait_for": waits} | lengths)
+            for at, (name, waits) in enumerate(rows)
+        )
+    )
+    log = read_request_log(path)
+    assert log.parent.tolist() == [-1, 0, 0, 2]
+    assert log.joins.tolist() == [[3, 1]]
+    assert len(set(log.session.tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    "entry", [{"t": 0}, {"type": "subagent"}, 3, {"t": "x", "in": 4, "out": 1}]
+)
+def test_a_bad_session_of_an_agent_is_one_line(tmp_path, entry):
+    path = tmp_path / "weka.json"
+    good = {"t": 0.0, "in": 10, "out": 2, "hash_ids": [1]}
+    path.write_text("\n".join(json.dumps({"requests": [one]}) for one in (good, entry)))
+    with pytest.raises(InputError, match="session 2: not as expected"):
+        read_request_log(path)

@@ -2,14 +2,16 @@
 
 import json
 from collections import OrderedDict
+from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.traces.requests.eviction import hit_rates
 from eldr_sim.traces.requests.requests import Requests
 from eldr_sim.traces.requests.reuse import reuse_of
 
@@ -65,6 +67,108 @@ def test_hit_rates_are_those_of_lru_caches(drawn, capacity):
     assert found.hit_rate(capacity) * found.n_tokens == pytest.approx(hits)
     assert found.hit_rate(10**9) == pytest.approx(found.ideal_hit_rate)
     assert (np.diff([found.hit_rate(c) for c in range(8)]) >= 0).all()
+
+
+class Arc:
+    """ARC over lists, as its paper has it."""
+
+    def __init__(self, size):
+        self.size, self.target = size, 0.0
+        self.t1, self.t2, self.b1, self.b2 = [], [], [], []  # the oldest first
+
+    def __contains__(self, block):
+        return block in self.t1 or block in self.t2
+
+    def make_room(self, in_b2):
+        over = len(self.t1) > self.target or (in_b2 and len(self.t1) == self.target)
+        if self.t1 and (over or not self.t2):
+            self.b1.append(self.t1.pop(0))
+        elif self.t2:
+            self.b2.append(self.t2.pop(0))
+
+    def use(self, block):
+        for held in (self.t1, self.t2):
+            if block in held:
+                held.remove(block)
+                return self.t2.append(block)
+        if block in self.b1:
+            more = max(1.0, len(self.b2) / len(self.b1))
+            self.target = min(self.target + more, self.size)
+            self.make_room(False)
+            self.b1.remove(block)
+            return self.t2.append(block)
+        if block in self.b2:
+            self.target = max(self.target - max(1.0, len(self.b1) / len(self.b2)), 0.0)
+            self.make_room(True)
+            self.b2.remove(block)
+            return self.t2.append(block)
+        total = sum(map(len, (self.t1, self.t2, self.b1, self.b2)))
+        if len(self.t1) + len(self.b1) == self.size:
+            if len(self.t1) < self.size:
+                self.b1.pop(0)
+                self.make_room(False)
+            else:
+                self.t1.pop(0)
+        elif total >= self.size:
+            if total == 2 * self.size:
+                self.b2.pop(0)
+            self.make_room(False)
+        return self.t1.append(block)
+
+
+class Best:
+    """The most blocks that can be found, by trying every set that could be kept."""
+
+    def __init__(self, chains, lengths, size):
+        self.uses = [(chain, -(-prompt // SIZE)) for (prompt, _), chain in
+                     zip(lengths, chains, strict=True)]  # fmt: skip
+        self.size, self.known = size, {}
+
+    def of(self, i=0, held=frozenset()):
+        if i == len(self.uses):
+            return 0
+        if (i, held) not in self.known:
+            chain, n = self.uses[i]
+            run = next((k for k, b in enumerate(chain[:n]) if b not in held), len(chain[:n]))
+            could = held | set(chain)
+            kept = combinations(sorted(could), min(self.size, len(could)))
+            self.known[i, held] = run + max(self.of(i + 1, frozenset(k)) for k in kept)
+        return self.known[i, held]
+
+
+@given(sessions(), st.integers(1, 20))
+def test_arc_is_that_of_its_paper_and_nobody_beats_belady(drawn, capacity):
+    chains, lengths = drawn
+    requests, cache, hits = made_of(chains, lengths), Arc(capacity), 0
+    for chain, (prompt, _) in zip(chains, lengths, strict=True):
+        for j, block in enumerate(chain):
+            if block not in cache or (j + 1) * SIZE > prompt - 1:
+                if block in cache:
+                    hits += prompt - 1 - j * SIZE if j * SIZE < prompt - 1 else 0
+                break
+            hits += SIZE
+        for block in reversed(chain):
+            cache.use(block)
+    arc, best = hit_rates(requests, capacity)
+    assert arc * int(requests.prompt_len.sum()) == pytest.approx(hits)
+    lru = reuse_of(requests)
+    assert max(arc, lru.hit_rate(capacity)) <= best + 1e-12
+    assert best <= lru.ideal_hit_rate + 1e-12
+    assert hit_rates(requests, 10**6) == pytest.approx((lru.ideal_hit_rate,) * 2)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_the_bound_is_the_most_that_any_choice_finds(data):
+    n = data.draw(st.integers(1, 6))
+    whole = [(data.draw(st.integers(0, 2)), data.draw(st.integers(1, 3))) for _ in range(n)]
+    chains = [[0, *(10 * family + j for j in range(1, depth))] for family, depth in whole]
+    lengths = [(SIZE * depth + 1, 1) for _, depth in whole]  # whole blocks, all of prompts
+    capacity = data.draw(st.integers(1, 3))
+    requests = made_of(chains, lengths)
+    _, best = hit_rates(requests, capacity)
+    tokens = best * int(requests.prompt_len.sum())
+    assert tokens == pytest.approx(SIZE * Best(chains, lengths, capacity).of())
 
 
 def test_the_common_part_is_that_of_all():

@@ -101,7 +101,8 @@ def repeated(log: RequestLog, n: int) -> RequestLog:
         priority=None if log.priority is None else np.tile(log.priority, rounds),
         prefix_hash=others_each_round(blocks, rounds),
         prefix_indptr=np.append(begins.ravel(), rounds * int(log.prefix_indptr[-1])),
-        parent=None,  # arrivals that are drawn know no parent
+        parent=None,
+        joins=None,  # arrivals that are drawn know no parent
     )
 
 

@@ -26,6 +26,7 @@ class Row(NamedTuple):
     after_s: float | None = None
     name: str = ""
     parent: str = ""
+    joins: Sequence[str] = ()  #: other requests whose ends it waits for
 
 
 def timestamp_ns(text: str) -> int:

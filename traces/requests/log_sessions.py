@@ -16,7 +16,7 @@ from eldr_sim.traces.requests.log_rows import Row
 if TYPE_CHECKING:
     from eldr_sim.traces.requests.request_logs import RequestLog
 
-#: ``session``, ``parent``, ``gap_s``, ``after_end`` as in `request_logs.RequestLog`.
+#: ``session``, ``parent``, ``gap_s``, ``after_end``, ``joins`` as in `request_logs.RequestLog`.
 Sessions = dict[str, Any]
 
 
@@ -29,8 +29,13 @@ def sessions_of(rows: Sequence[Row]) -> Sessions:
     last: dict[str, int] = {}
     session: list[int] = []
     parent, gap_s, after = [], [], []
+    joins: list[tuple[int, int]] = []
     for i, row in enumerate(rows):
         before = last.get(row.parent or row.session, -1) if row.parent or row.session else -1
+        others = {last[name] for name in row.joins if name in last}
+        if before < 0 and others:
+            before = max(others)
+        joins += [(i, other) for other in sorted(others - {before})]
         if before >= 0 and not row.session:
             session.append(session[before])
         else:
@@ -44,6 +49,8 @@ def sessions_of(rows: Sequence[Row]) -> Sessions:
     if max(parent) < 0:
         return found
     more = {"parent": np.array(parent, np.int32), "gap_s": np.array(gap_s)}
+    if joins:
+        more["joins"] = np.array(joins, np.int32)
     return found | more | {"after_end": np.array(after)}
 
 

@@ -54,6 +54,9 @@ class LogPart:
         if log.parent is not None and log.gap_s is not None and log.after_end is not None:
             goes_on = {"gap_s": log.gap_s[first:last], "after_end": log.after_end[first:last]}
             goes_on["parent"] = np.maximum(log.parent[first:last] - first, -1)
+            if log.joins is not None:
+                kept = ((log.joins >= first) & (log.joins < last)).all(axis=1)
+                goes_on["joins"] = log.joins[kept] - first
         return replace(
             log,
             arrival_s=np.rint(times * 1e9) / 1e9,

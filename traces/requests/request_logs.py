@@ -7,7 +7,8 @@ requests: its 5.3 million rows (246 MB) take 21 s and 1.9 GB of memory; Mooncake
 equal prefixes; Mooncake's blocks have 512 tokens and the last may be partial, other tools write
 smaller, full ones, so the block size is found from the data. Bailian JSONL is the same with
 ``chat_id``, ``parent_chat_id`` (-1: none) and ``timestamp`` in seconds
-(alibaba-edu/qwen-bailian-usagetraces-anon).
+(alibaba-edu/qwen-bailian-usagetraces-anon). A line of Mooncake's may have a ``request_id`` and wait
+for others, ``wait_for``, as Dynamo's agentic rows do. Sessions of agents are read by `agent_logs`.
 
 All may have a ``priority``, an integer as in vLLM's API. Results of benchmarks are read too
 (`benchmark_logs`), and any table whose columns are named (`column_logs`).
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
+from eldr_sim.traces.requests.agent_logs import agent_rows, is_agent_session
 from eldr_sim.traces.requests.benchmark_logs import (
     aiperf_rows,
     is_aiperf,
@@ -84,6 +86,8 @@ class RequestLog:
     parent: NDArray[np.int32] | None = None
     gap_s: NDArray[np.float64] | None = None
     after_end: NDArray[np.bool_] | None = None
+    #: int32 ``[k, 2]``: a request, and one beside its parent whose end it waits for, too.
+    joins: NDArray[np.int32] | None = None
 
     def gaps(self, ttft_ms: float, tpot_ms: float) -> NDArray[np.float64]:
         """Return the seconds from the end of a parent to the arrival, float64 ``[n]``.
@@ -128,8 +132,8 @@ def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -
     except UnicodeDecodeError:
         raise InputError(str(file), "is not UTF-8 text") from None
     allowed = (
-        f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL, a "
-        "result of vllm bench serve or AIPerf, or --columns"
+        f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL, "
+        "Weka's sessions, a result of vllm bench serve or AIPerf, or --columns"
     )
     raise InputError(str(file), f"unknown format, first line {first.strip()!r:.80}", allowed)
 
@@ -165,8 +169,11 @@ def _json_rows(file: Path, first: str, lines: TextIO) -> tuple[str, Iterator[Row
         if not whole and any(line.strip() for line in lines):
             raise InputError(str(file), "holds more than one result", "one result a file")
         return "vllm bench", vllm_rows(file, record)
+    others = map(_json, filter(str.strip, lines))
     if is_aiperf(record):
-        return "aiperf", aiperf_rows(file, chain([record], map(_json, filter(str.strip, lines))))
+        return "aiperf", aiperf_rows(file, chain([record], others))
+    if is_agent_session(record):
+        return "weka", agent_rows(file, chain([record], others))
     lines.seek(0)
     if isinstance(record, dict) and "parent_chat_id" in record:
         return "bailian", _json_lines(file, lines, _BAILIAN, _bailian_row)
@@ -228,8 +235,10 @@ def _mooncake_row(entry: Any) -> Row:
     if priority is not None and type(priority) is not int:
         raise TypeError
     after = None if delay is None else float(delay) / 1e3
-    session = str(entry.get("session_id", ""))
-    return Row(scaled_ns(float(when), 1e6), *_sizes(entry), session, priority, after)
+    session, name = str(entry.get("session_id", "")), str(entry.get("request_id", ""))
+    joins = [str(other) for other in entry.get("wait_for") or ()]
+    when_ns = scaled_ns(float(when), 1e6)
+    return Row(when_ns, *_sizes(entry), session, priority, after, name, joins=joins)
 
 
 def _bailian_row(entry: Any) -> Row:

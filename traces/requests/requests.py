@@ -73,6 +73,8 @@ class Requests:
     #: where all come by themselves.
     parent: NDArray[np.int32] | None = None
     gap_s: NDArray[np.float64] | None = None
+    #: int32 ``[k, 2]``: a request with a parent, and another one whose end it waits for, too.
+    joins: NDArray[np.int32] | None = None
     #: bool ``[n]``: whether a request's blocks are those of its answer, too; None: of no request.
     answered: NDArray[np.bool_] | None = None
 
@@ -105,6 +107,7 @@ class Requests:
         changed: dict[str, Any] = {name: np.tile(v, rounds) for name, v in same.items()} | {
             "parent": None,
             "gap_s": None,
+            "joins": None,
             "session": others_each_round(self.session, rounds),
             "prefix_hash": others_each_round(self.prefix_hash, rounds),
             "prefix_indptr": np.append(begins.ravel(), rounds * n_blocks),
@@ -146,7 +149,7 @@ def make_requests(texts: Texts, load: Load) -> Requests:
     mix = _mix(texts, load, arrival_s)
     text, prefixes = _prefixes(texts, load, log, _deal(texts, mix, n, load.seed))
     prompt, output = _lengths(texts, load, log, text)
-    parent, gap_s, answered = None, None, None
+    parent, gap_s, joins, answered = None, None, None, None
     if log is not None and log.parent is not None and not load.draws_arrivals:
         before = log.parent[:n]
         if prefixes.block_tokens:
@@ -155,6 +158,7 @@ def make_requests(texts: Texts, load: Load) -> Requests:
             answered = parts[3]
         if load.arrivals == "closed":
             parent, gap_s = before, log.gaps(load.recorded_ttft_ms, load.recorded_tpot_ms)[:n]
+            joins = None if log.joins is None else log.joins[(log.joins < n).all(axis=1)]
     drawn = np.bincount(texts.domain[text], minlength=len(texts.domains))
     described |= {
         **({} if load.input_len is None else {"input_len": load.input_len}),
@@ -185,6 +189,7 @@ def make_requests(texts: Texts, load: Load) -> Requests:
         priority=None if log is None or log.priority is None else log.priority[:n],
         parent=parent,
         gap_s=gap_s,
+        joins=joins,
         answered=answered,
     )
     return requests if load.session is None else unfold(requests, texts, load)
