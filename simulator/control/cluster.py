@@ -160,7 +160,8 @@ class Cluster:
         self.prefill_reports: PrefillReports | None = None
         #: What routers know of prefix caches, where they do not see them as they are.
         self._known: PublishedBlocks | SentBlocks | None = None
-        told, published = parse_kv_signal(spec.kv_signal), None
+        told = parse_kv_signal(spec.kv_signal)
+        published: Callable[[int, Sequence[int], Sequence[int]], None] | None = None
         if self._match and told.approximate:
             self._known = SentBlocks(spec.n_workers, told, workload.prefix_block_tokens)
         elif self._match and spec.signal_interval_s > 0:

@@ -136,7 +136,7 @@ def _of_workers(
     elif not config.enable_prefix_caching:
         yield "kv_tier", "no worker keeps a prefix (enable_prefix_caching)"
     if not config.kv_tier:
-        for name in KVTierConfig.model_fields:
+        for name in KVTierConfig.model_fields.keys() - {"kv_signal"}:
             yield name, "there are no tiers (--kv-tier)"
     elif config.kv_overlap == "layers":
         yield "kv_in_flight", "nobody waits for blocks outside the batch (--kv-overlap layers)"

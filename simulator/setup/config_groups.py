@@ -325,10 +325,6 @@ class ClusterConfig(Fields):
     signal_interval_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """How often engines publish their waiting and running requests, tokens, KV usage and cached
     blocks to the routers, ms (vLLM's coordinator: 100); 0: as of each decision."""
-    kv_signal: Annotated[str, AfterValidator(_kv_signal)] = "exact"
-    """What routers know of prefix caches: ``exact``, what engines hold, as of the last signals, or
-    ``approx:ttl=120,tokens=500000,routers=1``: the prompts that each of so many routers has itself
-    sent to a worker of late."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Dollars a GPU-hour, for costs per token."""
     start_up: StartUp = None
@@ -388,6 +384,10 @@ class KVTierConfig(Fields):
     kv_in_flight: Literal["join", "delay", "duplicate"] = "join"
     """Who wants a block that is on its way to the worker for another request waits for that one and
     loads its others meanwhile, waits before it does anything (vLLM), or loads it again."""
+    kv_signal: Annotated[str, AfterValidator(_kv_signal)] = "exact"
+    """What routers know of prefix caches: ``exact``, what engines hold, as of the last signals, or
+    ``approx:ttl=120,tokens=500000,routers=1``: the prompts that each of so many routers has itself
+    sent to a worker of late."""
 
 
 class SchedulerConfig(Fields):

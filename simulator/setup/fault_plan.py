@@ -60,13 +60,14 @@ class FaultPlan:
     #: float64 ``[requests]``: when each client gives up, s, if its request comes when it is to;
     #: later ones give up later. ``inf``: never. None: nobody does.
     cancel_s: NDArray[np.float64] | None = None
-    #: bool ``[requests]``: whether it stays when it has its first token by then. None: no matter.
-    patient: NDArray[np.bool_] | None = None
     #: How long after a worker has died, hangs or is back the routers know it.
     health_delay_s: float = 0.0
     #: ``retry``, ``max_retries``: what becomes of requests whose worker died, and how often.
     retry: Retry = "before_first_token"
     max_retries: int = 5
+    #: bool ``[requests]``: whether a client stays if it has its first token by ``cancel_s``. None:
+    #: nobody does.
+    patient: NDArray[np.bool_] | None = None
 
 
 def check_overlaps(faults: tuple[Fault, ...]) -> None:

@@ -32,7 +32,7 @@ class Cancel(NamedTuple):
 
     share: float
     after_s: float
-    patient: bool  #: who has a first token by then stays
+    patient: bool = False  #: who has a first token by then stays
 
 
 def _worker(field: str, text: object) -> tuple[str, int]:
@@ -170,8 +170,8 @@ def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPl
     return FaultPlan(
         tuple(faults),
         cancel_s if cancels else None,
-        patient if cancels else None,
         config.health_delay_ms / 1e3,
         config.retry,
         config.max_retries,
+        patient if cancels else None,
     )
