@@ -7,11 +7,24 @@ import click
 from eldr_sim.simulator.setup.config_groups import GROUPS as CONFIG_GROUPS
 from eldr_sim.simulator.setup.pools import Pool
 
+#: Of a long group: fields that the help prints behind it, in a section of their own.
+_APART = {
+    "Cluster": ("Parallelism", (
+        "tensor_parallel_size", "enable_expert_parallel", "data_parallel_size",
+        "pipeline_parallel_size", "num_redundant_experts", "gpus_per_node", "all2all_backend",
+    )),
+    "Workload": ("Measured part", (
+        "log_from", "log_to", "busiest", "duration", "warmup", "num_requests", "seed",
+    )),
+}  # fmt: skip
 #: The fields of a run's configuration by group, in the order of the help.
-GROUPS = {
-    title.replace("_", " ").capitalize(): tuple(group.model_fields)
-    for title, group in CONFIG_GROUPS.items()
-}
+GROUPS: dict[str, tuple[str, ...]] = {}
+for _name, _group in CONFIG_GROUPS.items():
+    _title = _name.replace("_", " ").capitalize()
+    _behind, _apart = _APART.get(_title, ("", ()))
+    GROUPS[_title] = tuple(field for field in _group.model_fields if field not in _apart)
+    if _apart:
+        GROUPS[_behind] = _apart
 GROUPS[POOLS := "Prefill and decode workers, where they differ"] = ()
 #: Options of every command that makes a result.
 _OUTPUT = (

@@ -1,6 +1,7 @@
 """The command line: golden listings, files that appear whole, and errors in one line."""
 
 import json
+import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -46,6 +47,9 @@ def test_help_of_run_lists_every_flag_of_the_readme(run_cli):
     )
     out = out.replace(",", " ")  # spellings of one option
     assert [flag for flag in flags.split() if f"--{flag} " not in out] == []
+    groups = re.split(r"\n(?=[A-Z][^\n]*:\n)", out)[1:]
+    assert len(groups) > 15
+    assert max(group.count("\n") for group in groups) <= 50
 
 
 def test_summary_is_golden(capsys):
