@@ -629,6 +629,7 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
         sequence.tokens += engines.pools[engines.pool_of[w]].lookahead
     sequence.drafts = 0
     sequence.room = engines.settings[0].max_model_len - context
+    sequence.output_len = record.output_len
     sequence.tokens_left = record.output_len - record.generated
     table = engines.tables[request, side_of(engines, w)]
     held = table.listed + table.private - record.window_blocks

@@ -263,6 +263,7 @@ SEQUENCE = np.dtype(
         ("drafts", np.int64),  # and the drafts that it verifies, or placeholders, not counted here
         ("got", np.int64),  # output tokens of its last step
         ("room", np.int64),  # tokens up to the longest context
+        ("output_len", np.int64),  # of its request
         ("tokens_left", np.int64),  # output tokens still to generate
         ("free_slots", np.int64),  # tokens that fit into the blocks already held
         ("computed", np.int64),  # tokens of its context that are in the KV cache

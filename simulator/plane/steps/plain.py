@@ -33,6 +33,7 @@ def execute(world: Any, w: int) -> float:
             scratch.plain[w], _ = expert_union.count_experts(
                 scratch.union, run.masks[w], scratch.activated
             )
+            scratch.later[0] = scratch.activated[-1]
         expert_union.union_rows(run.bits, scratch.rows, first, tokens, scratch.union)
         if n_chunks > 0 and pool.own_experts:
             add_chunks(engines, w, run.bits, run.prompts, scratch.union)
@@ -46,7 +47,8 @@ def execute(world: Any, w: int) -> float:
     )  # fmt: skip
     seconds = total_s(parts) + pool.capture_s
     if drafts.rates.shape[1] > 0:
-        last_layer(run.bits, scratch.rows, worker.batch, run.masks[w], scratch)
+        if tokens == worker.batch:  # else counted above
+            last_layer(run.bits, scratch.rows, worker.batch, run.masks[w], scratch)
         scratch.draft_s[w] = draft_s(
             drafts, worker.batch, tokens, worker.context, scratch, n_chunks, not pool.own_experts
         )

@@ -67,11 +67,12 @@ def accepted(drafts: Drafts, record: Any, sequence: Any) -> Any:
     A draw depends on seed, request and output position alone, so every policy meets the same
     acceptances. ``record``: of the sequence's request.
     """
-    word = _drawn(drafts, sequence.request, record.output_len - sequence.tokens_left)
-    u, got = float(word >> np.uint64(11)) / 9007199254740992.0, np.int64(0)
-    kind = min(np.int64(record.domain), drafts.rates.shape[0] - 1)
-    while got < sequence.drafts and u < drafts.rates[kind, got]:
-        got += 1
+    word = _drawn(drafts, sequence.request, sequence.output_len - sequence.tokens_left)
+    u, got, kind = float(word >> np.uint64(11)) / 9007199254740992.0, np.int64(0), np.int64(0)
+    if drafts.rates.shape[0] > 1:
+        kind = np.int64(record.domain)
+    for i in range(sequence.drafts):  # rates do not rise, and no branch depends on the draw
+        got += np.int64(u < drafts.rates[kind, i])
     return got
 
 
