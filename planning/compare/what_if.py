@@ -1,6 +1,5 @@
 """What-ifs: one change at a time compared with a base run, paired over seeds."""
 
-import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -187,7 +186,7 @@ def what_if(
     wanted = list(changes)
     if together and len(changes) > 1:
         wanted.append(" ".join(changes))
-    values = json.loads(base.model_dump_json())
+    values = base.said("json")
     configs = {name: make_config(change_fields(values, name)) for name in wanted}
     for name, config in configs.items():
         if config == base:

@@ -2,8 +2,8 @@
 (() => {
   const form = document.getElementById("controls"), start = JSON.parse(form.dataset.start);
   const byId = (id) => document.getElementById(id), field = (name) => form.elements[name];
-  const texts = ["input_len", "output_len", "goodput", "price_per_gpu_hour", "more"];
-  const plain = ["model", "gpu", "policy", "workload", "tensor_parallel_size", ...texts];
+  const texts = ["input_len", "output_len", "kv_tier", "goodput", "price_per_gpu_hour", "more"];
+  const plain = ["model", "gpu", "engine", "policy", "workload", "tensor_parallel_size", ...texts];
 
   // The rate's slider is logarithmic: ten of its steps are a factor of two.
   const rateOf = (at) => Number((2 ** (at / 10)).toPrecision(2));

@@ -12,11 +12,12 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.planning.slo import parse_slo
 from eldr_sim.simulator.setup.config import RunConfig, make_config
+from eldr_sim.simulator.setup.speculative_config import SpeculativeConfig
 
 #: Fields that the page has controls for; ``more`` takes all others, as ``what-if --set`` does.
 FIELDS = (
-    "model", "gpu", "topology", "tensor_parallel_size", "policy", "workload", "input_len",
-    "output_len", "request_rate", "goodput", "price_per_gpu_hour",
+    "model", "gpu", "topology", "tensor_parallel_size", "engine", "policy", "workload",
+    "input_len", "output_len", "request_rate", "kv_tier", "goodput", "price_per_gpu_hour",
 )  # fmt: skip
 #: Requests that a point measures, and the least of its warm-up and window, s.
 _REQUESTS, _WARMUP_S, _WINDOW_S = 240, 6.0, 4.0
@@ -28,6 +29,7 @@ _SHOWN = (
     "gpus", "cost_per_million_output_tokens", "completed", "failed", "mean_decode_batch",
     "mean_active_experts_per_step", "weakest_provenance", "label",
 )  # fmt: skip
+_BANDWIDTH = re.compile(r"[\d.]+[kMGT]?i?B/s")  #: what looks like a path and is none
 _PICTURES = ("Activated experts against batch", "Components of TTFT", "TPOT over time")
 
 
@@ -37,13 +39,15 @@ def config_of(state: Mapping[str, Any], base: RunConfig) -> RunConfig:
     Its window is short, unless ``more`` says otherwise: a point takes a fraction of a second.
     Raises InputError: names the field that is wrong; paths are allowed where the base has the same.
     """
-    values = json.loads(base.model_dump_json())
+    values = base.said("json")
     # Before anything is read: a policy of a file would run it.
     _check_paths((str(value) for value in state.values()), base)
     for name in FIELDS:
         text = str(state.get(name) or "").strip()
         if name == "goodput" and text:
             values[name] = parse_slo([text], "goodput").model_dump(exclude_none=True)
+        elif name == "kv_tier" and text:
+            values[name] = text.split()
         elif text:
             values[name] = text
     rate = make_config(values).request_rate
@@ -60,7 +64,7 @@ def _check_paths(texts: Iterable[str], base: RunConfig) -> None:
     known = set(_texts(base.model_dump(mode="json")))
     for text in texts:
         for word in re.split(r"[\s=,]+", text):
-            if word in known or not word:
+            if word in known or not word or _BANDWIDTH.fullmatch(word):
                 continue
             if "/" in word or "\\" in word or ".py" in word or Path(word).exists():
                 allowed = "names, and paths that it was started with"
@@ -113,7 +117,7 @@ def command_of(config: RunConfig) -> str:
         elif name == "goodput":
             level = value.model_dump(exclude_none=True).items()
             words += [flag, ",".join(f"{key}:{bound:g}" for key, bound in level)]
-        elif name == "fail":
+        elif isinstance(value, tuple):
             words += [word for text in value for word in (flag, str(text))]
         else:
             words += _option(flag, value)
@@ -123,6 +127,10 @@ def command_of(config: RunConfig) -> str:
 def _option(flag: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
+    if isinstance(value, SpeculativeConfig):
+        value = value.model_dump(exclude_none=True)
+    if flag.endswith("speculative-config"):
+        return [flag, json.dumps(value)]
     if isinstance(value, dict):
         return [flag, ",".join(f"{key}={inner:g}" for key, inner in value.items())]
     return [flag, f"{value:.12g}" if isinstance(value, float) else str(value)]

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError, needed
@@ -22,6 +22,7 @@ from eldr_sim.kernel_profiles.models import list_models
 from eldr_sim.policies.choice import BUILT_IN
 from eldr_sim.reports.explorer.points import FIELDS, around, command_of, config_of, plane, run_point
 from eldr_sim.simulator.setup.config import WORKLOADS, RunConfig
+from eldr_sim.simulator.setup.pools import Engine
 
 #: Results that are kept.
 _KEPT = 4096
@@ -91,7 +92,7 @@ class Explorer:
         loader = PackageLoader("eldr_sim.reports")
         environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
         known: dict[str, Iterable[str]] = {"model": list_models(), "gpu": list_gpus()}
-        known |= {"policy": BUILT_IN["decode"], "workload": WORKLOADS}
+        known |= {"policy": BUILT_IN["decode"], "workload": WORKLOADS, "engine": get_args(Engine)}
         return environment.get_template("explore.html").render(
             version=__version__,
             start=self._start,
@@ -188,6 +189,7 @@ def _state_of(base: RunConfig) -> dict[str, str]:
     values = {name: getattr(base, name) for name in FIELDS}
     if base.request_rate is not None:
         values["request_rate"] = f"{base.request_rate:g}"
+    values["kv_tier"] = " ".join(base.kv_tier)
     values["goodput"] = ",".join(f"{key}:{bound:g}" for key, bound in level.items())
     return {name: "" if v is None else str(v) for name, v in values.items()} | {"more": ""}
 

@@ -36,6 +36,7 @@ from eldr_sim.simulator.setup.config_groups import (
     StreamingConfig,
     WorkloadConfig,
 )
+from eldr_sim.simulator.setup.engines import default_fields
 from eldr_sim.simulator.setup.paths import resolved
 from eldr_sim.simulator.setup.pools import Pool, WorkerPool, parse_topology, pools_of
 from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS
@@ -92,7 +93,7 @@ class RunConfig(
         A mapping changes the fields of a pool, of the service level or of a policy that it names:
         ``replace(decode={"gpu": "H200"}, policy={"tau": 0.2})``.
         """
-        values = self.model_dump()
+        values = self.said("python")
         for name, value in flat(changes).items():
             if isinstance(value, BaseModel):
                 values[name] = value.model_dump()
@@ -102,6 +103,19 @@ class RunConfig(
             else:
                 values[name] = value
         return cast("Self", make_config(values))
+
+    def said(self, mode: Literal["json", "python"]) -> dict[str, Any]:
+        """Return the fields, but for those that are as the engine has them by default.
+
+        With another engine, GPU or width the run then has those of that one. ``mode``: as of
+        ``model_dump``.
+        """
+        values = self.model_dump(mode=mode)
+        usual = default_fields(values)
+        for name in ("gpu_memory_utilization", "block_size"):
+            if values[name] == usual.get(name, type(self).model_fields[name].default):
+                del values[name]
+        return values
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy; ``update`` is validated, which pydantic's own method does not do."""

@@ -91,6 +91,19 @@ def from_command(text):
         {"more": "decode.gpu=h200 policy=eldr policy.tau=0.25 prefill.max_num_seqs=8"},
         {"goodput": "ttft:300", "more": "enable_expert_parallel=true tensor_parallel_size=2"},
         {"price_per_gpu_hour": "3.5", "more": "fail=[decode:1@3+2] domain_mix.code=2"},
+        {
+            "engine": "sglang",
+            "topology": "2C",
+            "kv_tier": "host:9GB,load=2GB/s store:1TB,load=1GB/s",
+        },
+        {
+            "more": "speculative_config.method=mtp speculative_config.num_speculative_tokens=2 "
+            "acceptance=glm-5.2"
+        },
+        {
+            "more": "decode.speculative_config.method=mtp acceptance=glm-5.2 "
+            "decode.speculative_config.num_speculative_tokens=2"
+        },
     ],
 )
 def test_the_command_is_the_state(state):

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import EldrSimWarning, InputError
+from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.engines import EngineRules, rules_of
@@ -311,6 +312,18 @@ def test_defaults_are_the_engines():
     # H200: 143,771 MiB, less 512 + 1.5 x 8192 + 2 x 256 + 128
     share = make_config({"engine": "sglang", "gpu": "H200"}).gpu_memory_utilization
     assert share == pytest.approx(1 - 13440 / 143771, abs=0.01)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize("change", [{"engine": "sglang"}, {"engine": "trtllm"}, {"gpu": "B200"}])
+def test_a_change_of_the_engine_brings_its_defaults(engine, change):
+    """Of its share of the memory and its blocks, unless others were asked for."""
+    for said in ({}, {"gpu_memory_utilization": 0.5, "block_size": 64}):
+        base = make_config({"engine": engine} | said)
+        wanted = make_config({"engine": engine} | said | change)
+        assert base.replace(**change) == wanted
+        words = " ".join(f"{name}={value}" for name, value in change.items())
+        assert make_config(change_fields(base.said("json"), words)) == wanted
 
 
 def test_launch_lines_are_read():
