@@ -8,7 +8,7 @@ from eldr_sim.simulator.setup.config_groups import GROUPS as CONFIG_GROUPS
 from eldr_sim.simulator.setup.pools import Pool
 
 #: Of a long group: fields that the help prints behind it, in a section of their own.
-_APART = {
+_APART: dict[str, tuple[str, tuple[str, ...]]] = {
     "Cluster": ("Parallelism", (
         "tensor_parallel_size", "enable_expert_parallel", "data_parallel_size",
         "pipeline_parallel_size", "num_redundant_experts", "gpus_per_node", "all2all_backend",
