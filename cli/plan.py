@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,7 @@ from eldr_sim.policies.choice import split
 from eldr_sim.simulator.setup.config import RunConfig
 
 if TYPE_CHECKING:
+    from eldr_sim.planning.runs.journal import Journal
     from eldr_sim.planning.search.answer import Answer
     from eldr_sim.planning.slo import Objective
 
@@ -49,6 +53,9 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
         "where engines share experts.  [default: 0]", metavar="N,...")  # fmt: skip
 @option("--drafts", None, "Numbers of drafts of --speculative-config to choose from, 0 for none.",
         metavar="N,...")  # fmt: skip
+@option("--vary axes", None, "Another field of a run, with values to choose from: "
+        "all2all_backend=deepep_ll,pplx. Repeat for more: every combination is searched.",
+        multiple=True, metavar="FIELD=VALUE,...")  # fmt: skip
 @option("--prefill-only", bool, "Plan prefill workers alone: strategy, token budget, chunks. "
         "Without --slo, the fastest for --num-requests prompts at once.")  # fmt: skip
 @option("--strategy strategies", None, "How GPUs of such a worker may share the model: "
@@ -59,6 +66,7 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
 @option("--why-not", None, "Say why a cluster is not the answer: 1P2D:tp8, 4C:tp2,dp4, or "
         "1P2D:tp2+tp1,dp8 of prefill + decode workers. Repeat for more.", multiple=True,
         metavar="xPyD:SIZES")  # fmt: skip
+@option("--sensitivity", bool, "Say which input, 10% off, would have had another answer.")
 @option("--seeds", int, "Most seeds per cluster; fewer if they suffice.", default=8)
 @jobs_option
 @run_options(
@@ -67,14 +75,21 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
         "data_parallel_size", "num_redundant_experts", "preset",
     )
 )  # fmt: skip
-@option("--out", Path, "Write the plan.")
+@option("--out", Path, "Write the plan. Ended runs are kept beside it until then.")
+@option("--resume", bool, "Go on with the runs of an interrupted plan for --out.")
 @option("--emit", Path, "Write what launches the answer: vLLM, SGLang, TensorRT-LLM, llm-d, "
         "Dynamo, a benchmark.")  # fmt: skip
 @option("--force", bool, "Replace the plan in --out, the files in --emit.")
 @option("--plot", bool, "Draw pictures (PNG) into --out.")
 @option("--verbose", bool, "Print what became of every shape of clusters.")
 def plan(
-    out: Path | None, emit: Path | None, force: bool, verbose: bool, plot: bool, **options: Any
+    out: Path | None,
+    resume: bool,
+    emit: Path | None,
+    force: bool,
+    verbose: bool,
+    plot: bool,
+    **options: Any,
 ) -> None:
     """Find the cheapest xPyD or xC cluster that meets an SLO at a rate.
 
@@ -86,7 +101,7 @@ def plan(
 
     if verbose and (not options["slo"] or (options["topology"] or options["n_gpus"]) is not None):
         raise InputError("verbose", "no shapes of clusters are searched", "without --verbose")
-    check_out(out, force, MARKER)
+    check_out(out, force and (out is not None or emit is None), MARKER)
     if emit is not None:
         from eldr_sim.planning.launch.files import MARKER as LAUNCHES
         from eldr_sim.planning.launch.files import launch_files_of, write_launch_files
@@ -95,9 +110,12 @@ def plan(
             raise InputError("emit", "prefill workers alone are not launched", "none")
         check_out(emit, force, LAUNCHES)
     extras = plot_extras(plot, out)
-    answer = planned(**options)
-    if out is not None:
-        answer.write(out, force=force, extras=extras)
+    if resume and out is None:
+        raise InputError("resume", "no plan is kept without --out", "--out DIR beside it")
+    with _kept(out, resume) as journal:
+        answer = planned(**options, journal=journal)
+        if out is not None:
+            answer.write(out, force=force, extras=extras)
     _print(answer, verbose)
     click.echo(f"{len(answer.runs)} simulated runs")
     if out is not None:
@@ -107,6 +125,26 @@ def plan(
         click.echo(f"Wrote {emit}")
     if answer.best is None:
         sys.exit(1)
+
+
+@contextmanager
+def _kept(out: Path | None, resume: bool) -> Iterator[Journal | None]:
+    """Keep the runs of a plan in a folder beside ``out``, which goes when the plan is written."""
+    from eldr_sim.planning.runs.journal import open_journal
+
+    if out is None:
+        yield None
+        return
+    folder = out.with_name(f"{out.name}.unfinished")
+    try:
+        with open_journal(folder, {"eldr-sim": version("eldr-sim")}, resume, "plan") as journal:
+            yield journal
+            journal.discard()
+    except KeyboardInterrupt:
+        if not folder.exists():
+            raise
+        click.echo(f"Interrupted: {folder} keeps the ended runs; --resume continues", err=True)
+        sys.exit(130)
 
 
 def planned(
@@ -120,17 +158,22 @@ def planned(
     engines: str | None,
     redundant: str | None,
     drafts: str | None,
+    axes: tuple[str, ...],
     topology: str | None,
     n_gpus: int | None,
     prefill_only: bool,
     strategies: str | None,
     why_not: tuple[str, ...],
+    sensitivity: bool,
     seeds: int,
     jobs: int | None,
     progress: RunCounter = run_counter,
+    journal: Journal | None = None,
     **options: Any,
 ) -> Answer:
     """Return the answer to what the options ask."""
+    from eldr_sim.planning.runs.shared_runs import Runs
+    from eldr_sim.planning.search.axes import DRAFTS, parse_axes
     from eldr_sim.planning.search.plan import plan as plan_cluster
     from eldr_sim.planning.search.prefill import plan_fastest
     from eldr_sim.planning.search.rates import plan_rate
@@ -165,19 +208,19 @@ def planned(
         if len(set(numbers)) < len(numbers):
             raise InputError(field, f"{given[field]} names one twice")
     worker_sizes, groups = lists.values()
-    given["num_redundant_experts"] = redundant
-    lists["num_redundant_experts"] = counts = _integers("num_redundant_experts", redundant)
     if topology is not None:
         for field, numbers in lists.items():
             if len(numbers) > 1:
-                one = "one size" if field == "tensor_parallel_size" else "one number"
-                raise InputError(field, f"{given[field]} for one cluster", one)
+                raise InputError(field, f"{given[field]} for one cluster", "one number")
             if numbers:
                 options[field] = numbers[0]
     config = config_from_options(options)
-    numbers = _integers("drafts", drafts)
-    if numbers and (topology is not None or n_gpus is not None or not slo):
-        raise InputError("drafts", "a choice of plans for a rate", "--slo with --request-rate")
+    wanted = parse_axes(axes)
+    for field, text in (("num_redundant_experts", redundant), (DRAFTS, drafts)):
+        if text:
+            wanted[field] = _integers(field, text)
+    if wanted and prefill_only:
+        raise InputError(next(iter(wanted)), "prefill workers alone have --strategy", "none")
     if options.get("config_file") is None and objective is not None:
         config = _with_window(config, objective, options)
     _note_long_log(config)
@@ -186,15 +229,16 @@ def planned(
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
     if groups and prefill_only:
         raise InputError("data_parallel_size", "prefill workers alone have --strategy", "none")
-    if why_not and (asked or prefill_only):
-        raise InputError("why_not", "no cheapest cluster is searched", "--slo, --request-rate")
+    for field, about in (("why_not", why_not), ("sensitivity", sensitivity)):
+        if about and (asked or prefill_only):
+            raise InputError(field, "no cheapest cluster is searched", "--slo, --request-rate")
     names = _list(strategies)
     if names and not prefill_only:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only")
     decoders = served(config, [name for text in policies for name in split(text)])
-    chosen: dict[str, Any] = {"gpus": _list(gpus), "prices": _prices(price), "jobs": jobs}
+    chosen: dict[str, Any] = {"gpus": _list(gpus), "prices": _prices(price)}
     with progress("planning") as count:
-        chosen["progress"] = count
+        chosen["runs"] = Runs(jobs, count, journal)
         if objective is None:
             if rate is not None:
                 raise InputError("request_rate", "without --slo all prompts come at once", "--slo")
@@ -202,14 +246,13 @@ def planned(
                 raise InputError("policy", "prefill workers alone decode nothing")
             chosen |= {"seeds": min(seeds, 3), "worker_gpus": worker_sizes, "strategies": names}
             return plan_fastest(config, max_gpus=max_gpus, **chosen)
-        chosen["policies"] = decoders
+        chosen |= {"policies": decoders, "axes": wanted}
         if topology is not None:
             return plan_rate(config, objective, **chosen)
         chosen |= {"tensor_parallel_sizes": worker_sizes, "data_parallel_sizes": groups}
         if n_gpus is not None:
             return plan_split(config, objective, n_gpus, **chosen)
-        chosen |= {"redundant_experts": counts, "drafts": numbers, "strategies": names}
-        chosen["why_not"] = why_not
+        chosen |= {"strategies": names, "why_not": why_not, "sensitivity": sensitivity}
         return plan_cluster(config, objective, max_gpus=max_gpus, **chosen)
 
 

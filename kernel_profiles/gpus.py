@@ -52,6 +52,8 @@ class GPU(BaseModel):
     #: They are shown, not used: a plan takes ``--price``.
     rent_usd: tuple[float, float] | None = None
     rent_source: str = ""  #: where and when the rents were published
+    power_w: float = Field(default=0, ge=0)  #: most power that it draws, W; 0 where unknown
+    power_source: str = ""  #: where that comes from
     source: str = _UNSAID  #: where the hardware figures come from
     #: Where ``host_bandwidth`` comes from: its provenance, then the evidence.
     host_bandwidth_source: str = ""

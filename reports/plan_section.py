@@ -1,6 +1,6 @@
 """What a plan answered, in words, tables and pictures: for its page, and for the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from eldr_sim.reports.basis import basis
@@ -110,7 +110,9 @@ def _answer(document: Record) -> list[tuple[str, str]]:
         told = f"attains {mean:.2f} [{low:.2f}, {high:.2f}]%, the interval over ten blocks of it"
         lines.append(("On the log", told))
     if other is not None:
-        lines.append(("Runner-up", _name(other) + _price(other) + figures[1]))
+        lost = _why_it_lost(document["answer"], other) if kind == "cluster" else ""
+        lines.append(("Runner-up", _name(other) + _price(other) + figures[1] + lost))
+    lines += _paid(document["answer"])
     if margin is not None:
         least = "at least " if margin["highest_rate_is_a_lower_bound"] else ""
         load = _interval(margin["percent_above_load"], signs=True)
@@ -134,7 +136,48 @@ def _answer(document: Record) -> list[tuple[str, str]]:
             percent = _interval(each["gain"], signs=True)
             text = f"{each['policy']} carries {percent}% against {against}"
         lines.append(("Gain", text))
+    return lines + list(_sensitivity(document.get("sensitivity", ())))
+
+
+def _why_it_lost(answer: Record, other: Record) -> str:
+    """Return what the runner-up has less of than the answer."""
+    by = "gpus" if answer["price_per_hour"] is None else "price_per_hour"
+    dearer = 100.0 * (other[by] / answer[by] - 1.0)
+    if dearer > 0.0:
+        return f": {'more GPUs' if by == 'gpus' else 'dearer'} by {dearer:.0f}%"
+    shares = (100.0 * each["slo_attainment"]["mean"] for each in (other, answer))
+    return ": as cheap, and attains {:.2f}% where the answer attains {:.2f}%".format(*shares)
+
+
+def _paid(cluster: Record) -> list[tuple[str, str]]:
+    """Return the lines of money and power, where those are known."""
+    lines, output = [], cluster.get("cost_per_million_output_tokens")
+    prompt, kwh = (
+        cluster.get(f"{name}_tokens")
+        for name in ("price_per_million_prompt", "most_kwh_per_million_output")
+    )
+    if prompt is not None:
+        each = f"${number(prompt)} per million input tokens"
+        each += "" if output is None else f", or ${number(output)} per million output tokens"
+        lines.append(("Cost", f"{each}, either for the whole cluster"))
+    if kwh is not None:
+        lines.append(("Energy", f"at most {number(kwh)} kWh per million output tokens"))
     return lines
+
+
+def _sensitivity(effects: Sequence[Record]) -> Iterator[tuple[str, str]]:
+    """Yield a line for each input that would have changed the answer, and one of the others."""
+    same: dict[str, list[str]] = {}
+    for each in effects:
+        if each["another_answer"]:
+            other = each["answer"]
+            text = "no cluster" if other is None else _name(other) + _price(other)
+            yield "Sensitivity", f"{each['input']} {each['percent']:+d}%: {text}"
+        else:
+            same.setdefault(each["input"], []).append(f"{each['percent']:+d}")
+    if same:
+        kept = ", ".join(f"{name} {' or '.join(signs)}%" for name, signs in same.items())
+        yield "Sensitivity", f"the same answer with {kept}"
 
 
 def _lost(cluster: Record | None) -> str:
@@ -158,6 +201,9 @@ def _clusters(
     left = _WITHOUT.get(kind, set()) | (_WIDE if narrow else set())
     if len(set(redundant) - {None}) < 2:  # they are paid for in KV blocks
         left |= {"kv_blocks_per_worker"}
+    prompts = any("chunks" in each for each in clusters)
+    if narrow and not prompts:  # a line of the answer says it
+        left |= {"price_per_million_prompt_tokens"}
     asked = "figure" if kind in ("rate", "split") else "name"  # says why a cluster has no figure
     columns = [
         key
@@ -166,7 +212,7 @@ def _clusters(
         and (any(each.get(key) not in (None, []) for each in clusters) or key == asked)
     ]
     heads = PLAN_COLUMNS | {"figure": f"{_FIGURES.get(kind, ('',))[0]} [95% interval]"}
-    if any("chunks" in each for each in clusters):
+    if prompts:
         heads["policy"] = "strategy"
     cells = [[_cell(each, key) for key in columns] for each in clusters]
     return table(title, [heads[key] for key in columns], cells)

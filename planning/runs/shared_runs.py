@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from eldr_sim.errors import InputError
 from eldr_sim.news import tell
+from eldr_sim.planning.runs.journal import Journal
 from eldr_sim.planning.runs.points import Point, config_key
 from eldr_sim.planning.runs.runner import check_backend, run_points, start_processes
 from eldr_sim.simulator.run import tell_of_compiling
@@ -24,15 +25,20 @@ class Runs:
     """Summaries by configuration; no configuration is run twice.
 
     ``jobs``: processes, see :func:`~eldr_sim.planning.runs.runner.run_points`; ``progress``: called
-    after every run with the numbers of runs done and asked for, or expected, so far.
+    after every run with the numbers of runs done and asked for, or expected, so far; ``journal``:
+    keeps the runs that have ended, and knows those of an earlier search.
     """
 
     def __init__(
-        self, jobs: int | None = None, progress: Callable[[int, int], None] | None = None
+        self,
+        jobs: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         check_backend(jobs)
         self.jobs = jobs
         self.progress = progress
+        self.journal = journal
         #: How many runs a search is likely to take, if it knows; for the estimate of its time.
         self.expected = 0
         self._made: dict[str, tuple[RunConfig, Summary]] = {}
@@ -46,7 +52,8 @@ class Runs:
         Where no run was made at the end they have begun nevertheless: stopped earlier, joblib's
         thread would print a traceback.
         """
-        tell("preparing; no limit of time is set, Ctrl-C ends it and nothing is written")
+        kept = "nothing is written" if self.journal is None else "--resume goes on with its runs"
+        tell(f"preparing; no limit of time is set, Ctrl-C ends it and {kept}")
         tell_of_compiling()
         self._starting = start_processes(config, self.jobs)
         next(self._starting)
@@ -78,7 +85,11 @@ class Runs:
         keys = [config_key(config) for config in configs]
         new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._made}
         found: dict[str, Summary] = {}
-        points = [Point(key, config) for key, config in new.items()]
+        known = {} if self.journal is None else self.journal.outcomes
+        for key in new.keys() & known.keys():
+            if (summary := known[key].summary) is not None:
+                found[key] = summary
+        points = [Point(key, config) for key, config in new.items() if key not in found]
         if points:
             first = self._starting is not None
             self._wait()
@@ -92,6 +103,8 @@ class Runs:
                     where = f"{failed.policy} on {failed.topology}"
                     raise InputError("run", f"{where}: {outcome.reason}")
                 found[outcome.key] = outcome.summary
+                if self.journal is not None:
+                    self.journal.add(outcome)
                 if self.progress is not None:
                     asked = max(len(self) + len(new), self.expected)
                     self.progress(len(self) + len(found), asked)

@@ -3,7 +3,7 @@
 The folder of a sweep holds
 
 - ``runs.jsonl``: the runs that have ended, in order of completion
-  (:mod:`~eldr_sim.planning.runs.sweep_journal`).
+  (:mod:`~eldr_sim.planning.runs.journal`).
 
 When all runs have ended it also holds the files below, written whole or not at all. Their bytes
 depend neither on interruptions nor on the number of processes.
@@ -30,9 +30,9 @@ import pyarrow as pa
 from pyarrow import csv
 
 from eldr_sim.planning.intervals import t_interval
+from eldr_sim.planning.runs.journal import Journal, open_journal
 from eldr_sim.planning.runs.points import Outcome, Point, config_key
 from eldr_sim.planning.runs.runner import Backend, check_backend, expected_tokens, run_points
-from eldr_sim.planning.runs.sweep_journal import SweepJournal, open_journal
 from eldr_sim.planning.runs.sweep_spec import SweepSpec, make_spec, read_spec
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 from eldr_sim.simulator.outcome.headline import MOST_ROWS, Headline, Shown, number
@@ -122,7 +122,7 @@ def sweep(
 
 def _run_all(
     configs: dict[str, RunConfig],
-    journal: SweepJournal | None,
+    journal: Journal | None,
     jobs: int | None,
     backend: Backend,
     address: str | None,

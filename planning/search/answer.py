@@ -12,10 +12,13 @@ from typing import Any, Literal, TypeVar
 
 import pyarrow as pa
 
+from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.planning.intervals import Interval
 from eldr_sim.planning.runs.shared_runs import Runs
-from eldr_sim.planning.search.candidates import cluster_label, cost, gpu_label, policy_label
+from eldr_sim.planning.search.axes import Axes
+from eldr_sim.planning.search.candidates import cluster_label, cost, gpu_label
 from eldr_sim.planning.search.prefill_strategy import chunk_label
+from eldr_sim.planning.search.sensitivity import Effect
 from eldr_sim.planning.search.trial import Trial
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.outcome.catalogue import label
@@ -77,6 +80,7 @@ class Question:
     max_gpus: int | None = None  #: most GPUs of a cluster; None for ``rate``
     rate: float | None = None  #: the load of ``cluster``, requests per second
     engines: tuple[int, ...] = (1,)  #: of a worker, of ``cluster``
+    axes: Axes = dataclasses.field(default_factory=Axes)  #: what candidates differ by
 
 
 @dataclass(frozen=True)
@@ -134,13 +138,13 @@ class Row:
         """Price per hour, or GPUs; infinite if there is no cluster."""
         return math.inf if self.trial is None else cost(self.trial.config)
 
-    def record(self) -> dict[str, Any]:
-        """Return the row as plain values, ready for JSON."""
-        known = None if self.given is None else _cluster_of(self.given)
+    def record(self, axes: Axes) -> dict[str, Any]:
+        """Return the row as plain values, ready for JSON; ``axes``: of the question."""
+        known = None if self.given is None else _cluster_of(self.given, axes)
         return {
             "gpu": self.gpu,
             "policy": self.policy,
-            "cluster": known if self.trial is None else cluster(self.trial),
+            "cluster": known if self.trial is None else cluster(self.trial, axes),
             "figure": interval(self.figure),
             "by_seed": list(self.by_seed),
             "without": self.without,
@@ -199,6 +203,8 @@ class Answer(Shown):
     front: tuple[Trial, ...] = ()
     #: Clusters that were asked for, and why they are not the answer.
     why_not: tuple[tuple[str, str], ...] = ()
+    #: What other inputs, 10% off, would have answered; empty unless asked for.
+    sensitivity: tuple[Effect, ...] = ()
 
     @property
     def best(self) -> Row | None:
@@ -278,6 +284,11 @@ class Answer(Shown):
     def record(self) -> dict[str, Any]:
         """Return the answer without its runs, ready for JSON."""
         question, margin, best = self.question, self.margin, self.best
+        axes = question.axes
+
+        def maybe(trial: Trial | None) -> dict[str, Any] | None:
+            return None if trial is None else cluster(trial, axes)
+
         known = best.trial.summaries[0] if best is not None and best.trial is not None else None
         known = known or next((summary for _, summary in self.runs.made()), None)
         return {
@@ -287,24 +298,33 @@ class Answer(Shown):
             "request_rate": question.rate,
             "max_gpus": question.max_gpus,
             "cheapest_by": "price_per_hour" if self.has_prices else "gpus",
-            "answer": None if best is None else _maybe(best.trial),
-            "runner_up": _maybe(self.runner_up),
+            "answer": None if best is None else maybe(best.trial),
+            "runner_up": maybe(self.runner_up),
             "margin": None
             if margin is None
             else {
                 "highest_rate": interval(margin.rate),
                 "percent_above_load": interval(margin.percent),
                 "highest_rate_is_a_lower_bound": margin.is_bounded,
-                "one_decode_worker_lost": _maybe(margin.lost_decode),
-                "one_prefill_worker_lost": _maybe(margin.lost_prefill),
+                "one_decode_worker_lost": maybe(margin.lost_decode),
+                "one_prefill_worker_lost": maybe(margin.lost_prefill),
             },
-            "rows": [row.record() for row in self.rows],
+            "rows": [row.record(axes) for row in self.rows],
             "gains": [
                 dataclasses.asdict(each) | {"gain": interval(each.gain)} for each in self.gains
             ],
-            "pareto_front": [cluster(trial) for trial in self.front],
+            "pareto_front": [cluster(trial, axes) for trial in self.front],
             "why_not": dict(self.why_not),
-            "clusters": [cluster(trial) for row in self.rows for trial in row.trials],
+            "sensitivity": [
+                {
+                    "input": each.name,
+                    "percent": round(100 * each.change),
+                    "another_answer": each.changes,
+                    "answer": maybe(each.trial),
+                }
+                for each in self.sensitivity
+            ],
+            "clusters": [cluster(trial, axes) for row in self.rows for trial in row.trials],
             "notes": list(self.notes),
             "warnings": list(self.warnings),
             "assumptions": None if known is None else {key: known[key] for key in _ASSUMED},
@@ -321,7 +341,7 @@ class Answer(Shown):
         """
         with result_folder(Path(out), force, MARKER, extras) as folder:
             write_json(folder / MARKER, portable(self.record(), out))
-            write_table(folder / "points.parquet", points_table(self.runs))
+            write_table(folder / "points.parquet", points_table(self.runs, self.question.axes))
 
 
 #: What `Row.figure` is, by the kind of question.
@@ -348,7 +368,7 @@ def policy_pairs(rows: Sequence[R]) -> Iterator[tuple[R, R]]:
             yield reference, row
 
 
-def points_table(runs: Runs) -> pa.Table:
+def points_table(runs: Runs, axes: Axes) -> pa.Table:
     """Return every run of a plan, a row each, in an order independent of the processes.
 
     Columns: the fields of a cluster in ``plan.json``, duration, num_requests, seed, num_prompts,
@@ -356,7 +376,7 @@ def points_table(runs: Runs) -> pa.Table:
     """
     rows = [
         {
-            **_cluster_of(config),
+            **_cluster_of(config, axes),
             "duration": config.duration_s,
             "num_requests": config.num_requests,
             "seed": config.seed,
@@ -375,11 +395,11 @@ def points_table(runs: Runs) -> pa.Table:
     return pa.Table.from_pylist(rows)
 
 
-def cluster(trial: Trial) -> dict[str, Any]:
+def cluster(trial: Trial, axes: Axes) -> dict[str, Any]:
     """Return a cluster, its verdict and its metrics (means over its seeds)."""
     bounds = trial.config.goodput.model_dump(exclude_none=True)
     return {
-        **_cluster_of(trial.config),
+        **_cluster_of(trial.config, axes),
         "verdict": trial.verdict.value,
         "weakest_provenance": trial.summaries[0]["weakest_provenance"],
         "hopeless": trial.hopeless,
@@ -409,15 +429,11 @@ def _asked(objective: Objective | None) -> dict[str, Any]:
     }
 
 
-def _maybe(trial: Trial | None) -> dict[str, Any] | None:
-    return None if trial is None else cluster(trial)
-
-
-def _cluster_of(config: RunConfig) -> dict[str, Any]:
+def _cluster_of(config: RunConfig, axes: Axes) -> dict[str, Any]:
     prompts = not config.generates
     return {
         "name": cluster_label(config),
-        "policy": policy_label(config) if prompts else config.policy,
+        "policy": axes.label(config),
         "gpu": gpu_label(config),
         "topology": str(config.topology),
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -438,15 +454,19 @@ def _cluster_of(config: RunConfig) -> dict[str, Any]:
 def _figures(config: RunConfig, of: Callable[[str], float | None]) -> dict[str, float | None]:
     """Return the metrics of a cluster, and the axes of the Pareto front."""
     prompts, tpot_ms, price = not config.generates, of("median_tpot_ms"), config.price_per_hour
+    watts = [(p.workers * p.own.parallelism.n_gpus, p.own.gpu or "") for p in config.pools]
+    power = [n * load_gpu(gpu).power_w for n, gpu in watts]
     figures = {name: of(name) for name in FIGURES + (PROMPT_FIGURES if prompts else ())}
     tokens = None if prompts else of("output_throughput")
     figures["tokens_per_s_per_gpu"] = None if tokens is None else tokens / config.n_gpus
     figures["tokens_per_s_per_user"] = 1e3 / tpot_ms if tpot_ms else None
-    if prompts:
-        speed = figures["prefill_throughput"]
-        figures["price_per_million_prompt_tokens"] = None
-        if price is not None and speed:
-            figures["price_per_million_prompt_tokens"] = 1e6 * price / 3600 / speed
+    speed = of("prefill_throughput")
+    figures["price_per_million_prompt_tokens"] = None
+    if price is not None and speed:
+        figures["price_per_million_prompt_tokens"] = 1e6 * price / 3600 / speed
+    figures["most_kwh_per_million_output_tokens"] = None  # all GPUs at their limit of power
+    if tokens and all(power):
+        figures["most_kwh_per_million_output_tokens"] = math.fsum(power) / tokens / 3.6
     return figures
 
 

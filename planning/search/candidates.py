@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import Literal
 
 from eldr_sim.errors import InputError
@@ -12,16 +11,15 @@ from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
+from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.bounds import Bounds, bounds
 from eldr_sim.planning.search.prefill_strategy import chunk_label, prefill_label
 from eldr_sim.planning.search.search import SearchSpace
 from eldr_sim.planning.search.shapes import capacity, estimate, shapes
 from eldr_sim.planning.slo import Objective
-from eldr_sim.policies.choice import parse
-from eldr_sim.policies.registry import canonical
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config import Pool, RunConfig
-from eldr_sim.simulator.setup.prepare import servable, trace_of
+from eldr_sim.simulator.setup.prepare import trace_of
 
 MOST_GPUS = 9999  #: most GPUs of a cluster that is planned: a pool has no more workers
 MOST_PRICE = 1e12  #: highest price of a GPU-hour: sums of prices stay numbers
@@ -119,7 +117,7 @@ def cost(config: RunConfig) -> float:
 def cluster_label(config: RunConfig) -> str:
     """Return the workers of a cluster: numbers, GPUs, and tokens a step of co-located ones.
 
-    The GPUs of prefill workers alone are in their `policy_label`.
+    The GPUs of prefill workers alone are in their `prefill_label`.
     """
     pools = [pool.own.parallelism for pool in config.pools]
     sizes = list(dict.fromkeys(own.n_gpus for own in pools))
@@ -157,90 +155,38 @@ def _kinds(config: RunConfig) -> str:
     return " + ".join(dict.fromkeys(kinds))
 
 
-def policy_label(config: RunConfig) -> str:
-    """Return the policy, what redundant experts its workers hold, and how many drafts they verify.
-
-    Of prefill workers alone, how they share the model.
-    """
-    if not config.generates:
-        return prefill_label(config)
-    n, drafting = config.num_redundant_experts, config.speculative_config
-    text = f"{config.policy}, {n} redundant experts" if n else config.policy
-    k = 0 if drafting is None else drafting.num_speculative_tokens
-    return f"{text}, {k} draft{'s' if k > 1 else ''}" if k else text
-
-
 def gpu_label(config: RunConfig) -> str:
     """Return the GPUs of the pools."""
     return " + ".join(dict.fromkeys(load_gpu(pool.own.gpu or "").name for pool in config.pools))
 
 
-def clusters_to_plan(
-    config: RunConfig,
-    policies: Sequence[str],
-    gpus: Sequence[str],
-    prices: Mapping[str, float],
-    redundant_experts: Sequence[int] = (),
-    drafts: Sequence[int] = (),
-) -> list[RunConfig]:
-    """Return a configuration for each policy, redundant experts, drafts and GPU, with prices.
+def clusters_to_plan(config: RunConfig, axes: Axes, prices: Mapping[str, float]) -> list[RunConfig]:
+    """Return a configuration for each combination of axes, with prices.
 
-    Raises InputError if a policy or GPU is unknown or listed twice, if only some GPUs have a price,
-    or if the configuration does not suit a plan.
+    Raises InputError if `Axes.configs` does, if only some of the GPUs have a price, or if the
+    configuration does not suit a plan.
 
-    ``config``: fields that all share; a pool with a GPU of its own keeps it; ``policies``: of
-    decode; those that need experts are left out of a dense model's; ``prices``: of a GPU-hour by
-    GPU, before the configuration's; ``redundant_experts``, ``drafts``: numbers of them. What is
-    empty is the configuration's.
+    ``config``: fields that all share; a pool with a GPU of its own keeps it; ``prices``: of a
+    GPU-hour by GPU, before the configuration's.
     """
     if not isinstance(config.topology, str):
         problem = "a file of pools, and plans choose the workers themselves"
         raise InputError("topology", problem, "xPyD, xC or xP")
-    for policy in policies or [config.policy]:
-        if "artifact" in parse(policy, "policy").given:
-            problem = f"{policy!r}: an artifact is fitted for one number of decode workers"
-            raise InputError("policy.artifact", problem, "none")
-    if policies and not config.generates:
-        raise InputError("policy", "prefill workers alone decode nothing", "--prefill-policy")
     if config.max_concurrency is not None:
         raise InputError("max_concurrency", "a plan is for an open load", "none")
-    policies = [canonical("decode", policy) for policy in servable(config, policies)]
     by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
     if len(by_gpu) < len(prices):
         raise InputError("price", f"{', '.join(prices)} names one GPU twice")
-    chosen = [load_gpu(name).name for name in gpus or [config.gpu]]
-    several = list(map(str, redundant_experts))
-    for field, listed in (
-        ("policy", list(policies)), ("gpu", chosen), ("num_redundant_experts", several),
-        ("drafts", list(map(str, drafts))),
-    ):  # fmt: skip
-        if len(set(listed)) < len(listed):
-            raise InputError(field, f"{', '.join(listed)} names one twice")
-    given = config.speculative_config
-    most = 0 if given is None else given.num_speculative_tokens
-    if drafts and not (most > 0 and min(drafts) >= 0 and max(drafts) <= most):
-        allowed = f"0 to the {most} of --speculative-config"
-        raise InputError("drafts", ", ".join(map(str, drafts)), allowed)
-    speculative = [given] if given is None or not drafts else [given.cut(k) for k in drafts]
-    made: dict[tuple[str, str, int, int], RunConfig] = {}
-    for gpu in chosen:
-        for policy, redundant, (n, drafting) in product(
-            policies or [config.policy],
-            redundant_experts or [config.num_redundant_experts],
-            enumerate(speculative),
-        ):
-            base = config.model_copy(
-                update={"gpu": gpu, "policy": policy, "num_redundant_experts": redundant}
-                | {"speculative_config": drafting}
-            )
-            pools: dict[str, Pool] = {}
-            for role in _roles(base):
-                pool = base.pool(role)
-                price = by_gpu.get(load_gpu(pool.gpu or "").name, pool.price_per_gpu_hour)
-                own: Pool = getattr(base, role)
-                pools[role] = own.model_copy(update={"price_per_gpu_hour": price})
-            base = base.model_copy(update=pools)
-            made.setdefault((gpu_label(base), policy, redundant, n), base)
+    made: dict[tuple[str, str], RunConfig] = {}
+    for base in axes.configs(config):
+        pools: dict[str, Pool] = {}
+        for role in _roles(base):
+            pool = base.pool(role)
+            price = by_gpu.get(load_gpu(pool.gpu or "").name, pool.price_per_gpu_hour)
+            own: Pool = getattr(base, role)
+            pools[role] = own.model_copy(update={"price_per_gpu_hour": price})
+        base = base.model_copy(update=pools)
+        made.setdefault((gpu_label(base), axes.label(base)), base)
     _check_prices(made.values())
     planned = {
         load_gpu(base.pool(role).gpu or "").name for base in made.values() for role in _roles(base)
@@ -272,6 +218,7 @@ def _check_prices(configs: Iterable[RunConfig]) -> None:
 
 def make_candidate(
     config: RunConfig,
+    axes: Axes,
     objective: Objective,
     max_gpus: int,
     sizes: Sequence[int],
@@ -279,8 +226,9 @@ def make_candidate(
 ) -> Candidate:
     """Return the shapes that can serve a configuration's model, the likely cheapest first.
 
-    ``max_gpus``: of a cluster; ``sizes``: GPUs per engine to try; if empty, powers of two up to a
-    node; ``engines``: engines per worker to try; if empty, the configuration's.
+    ``axes``: of the plan; ``max_gpus``: of a cluster; ``sizes``: GPUs per engine to try; if empty,
+    powers of two up to a node; ``engines``: engines per worker to try; if empty, the
+    configuration's.
     """
     templates: list[ClusterTemplate] = []
     reasons: list[str] = []
@@ -297,7 +245,7 @@ def make_candidate(
             if not found.impossible:
                 each = capacity(shape, objective, load[0])
         except InputError as error:
-            if error.field not in SIZE_FIELDS:
+            if error.field not in (*SIZE_FIELDS, *axes.values):
                 raise
             reasons.append(f"{label}: {error.problem}")
             continue
@@ -305,4 +253,4 @@ def make_candidate(
         likely = max(likely[0], found.n_prefill), max(likely[1], found.n_decode)
         templates.append(ClusterTemplate(shape, found, max_gpus, likely, each))
     templates.sort(key=lambda t: (t.estimated_cost, t.worker_sizes, t.config.n_prefill == 0))
-    return Candidate(gpu_label(config), policy_label(config), tuple(templates), tuple(reasons))
+    return Candidate(gpu_label(config), axes.label(config), tuple(templates), tuple(reasons))

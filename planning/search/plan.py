@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from eldr_sim.planning.search.answer import (
     policy_pairs,
     rank,
 )
+from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
     Candidate,
@@ -30,13 +31,17 @@ from eldr_sim.planning.search.candidates import (
     shape_label,
 )
 from eldr_sim.planning.search.prefill import by_speed, prefill_candidates
+from eldr_sim.planning.search.race import Contender, halved
 from eldr_sim.planning.search.rates import carried_by_seed, check_requests
 from eldr_sim.planning.search.search import SearchState, cheapest, fewest
+from eldr_sim.planning.search.sensitivity import RIVALS, Effect, effects, search_size
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial, attains, try_cluster
 from eldr_sim.planning.search.why_not import named, why
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.setup.config import RunConfig
 
+#: Candidates that are searched whole; of more the best by short runs, `race.halved`.
+MOST_CANDIDATES = 8
 #: Shapes that are estimated to cost more than the best cluster costs, or was estimated to, by this
 #: factor are not simulated.
 ESTIMATE_FACTOR = 1.3
@@ -78,12 +83,11 @@ def plan(
     prices: Mapping[str, float] | None = None,
     tensor_parallel_sizes: Sequence[int] = (),
     data_parallel_sizes: Sequence[int] = (),
-    redundant_experts: Sequence[int] = (),
-    drafts: Sequence[int] = (),
+    axes: Mapping[str, Sequence[Any]] | None = None,
     strategies: Sequence[str] = (),
     why_not: Sequence[str] = (),
-    jobs: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    sensitivity: bool = False,
+    runs: Runs | None = None,
 ) -> Answer:
     """Find the cheapest xPyD or xC cluster that meets an objective, for every policy and GPU.
 
@@ -110,19 +114,17 @@ def plan(
     data_parallel_sizes
         Engines per worker to choose from, for each pool, more than one of which share experts; the
         configuration's if empty.
-    redundant_experts
-        Numbers of redundant experts to choose from, where engines share experts: they cost KV
-        blocks.
-    drafts
-        Numbers of drafts of ``speculative_config`` to choose from, 0 for none.
+    axes
+        More values to choose from, by the dot path of their field, in every combination; see
+        `axes.Axes`.
     tensor_parallel_sizes
         GPUs per engine to choose from, for each pool; all powers of two up to a node if empty.
     why_not
         Clusters of which is said why they are not the answer, see `why_not.named`.
-    jobs
-        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
-    progress
-        Called after every run with the numbers of runs done and asked for so far.
+    sensitivity
+        Whether to ask what other inputs, 10% off, would have answered, see `sensitivity.effects`.
+    runs
+        Simulates: processes, progress, and the journal of an interrupted plan.
 
     Raises
     ------
@@ -138,40 +140,80 @@ def plan(
         raise InputError("request_rate", "inf", "a finite rate")
     _check_workers(config)
     engines = data_parallel_sizes or [config.data_parallel_size]
-    if redundant_experts and max(engines) == 1:
+    wanted = Axes({"gpu": gpus, "policy": policies, **(axes or {})})
+    if wanted.values.get("num_redundant_experts") and max(engines) == 1:
         problem = "redundant experts are simulated where engines share them"
         raise InputError("num_redundant_experts", problem, "--data-parallel-size 2 or more")
     asked, config = config, config.model_copy(update={"goodput": objective.level})
-    configs = clusters_to_plan(config, policies, gpus, prices or {}, redundant_experts, drafts)
-    runs = Runs(jobs, progress)
+    configs = clusters_to_plan(config, wanted, prices or {})
+    runs = Runs() if runs is None else runs
     with runs.starting(configs[0]):
-        clusters = [named(config, each) for each in why_not]
+        clusters = [named(each) for each in why_not]
         candidates = _candidates(
-            configs, objective, max_gpus, (tensor_parallel_sizes, engines), strategies
+            configs, wanted, objective, max_gpus, (tensor_parallel_sizes, engines), strategies
         )
         sized = (template for candidate in candidates for template in candidate.templates)
         rate = next((template.bounds.rate for template in sized), math.nan)
         check_requests(config, rate)
         runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
+        beaten = []
+        if config.generates and len(candidates) > MOST_CANDIDATES:
+            candidates, beaten = runs.ended(_race(candidates, objective, rate))
         results = runs.together([_search_sizes(each, objective) for each in candidates])
         runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if results[1:] else 0)
-        ranked = sorted(results, key=lambda result: (result.cost, rank(result.trial)))
+        ranked = sorted(results, key=lambda result: (result.cost, rank(result.trial))) + beaten
         further: list[Search[Any]] = [
             _margin(ranked[0], objective, rate),
             _savings(results if config.generates else [], objective),
             side_by_side([search for each in results for search in _larger(each, objective)]),
         ]
         margin, savings, larger = runs.together(further)
-        reasons = runs.together([why(each, ranked, objective, max_gpus) for each in clusters])
+        reasons = runs.together(
+            [why(each, config, ranked, objective, max_gpus) for each in clusters]
+        )
+        found: list[Effect] = []
+        if sensitivity:
+            rivals = [(row.template, row.trial) for row in ranked if row.template and row.trial]
+            found = runs.ended(effects(rivals[:RIVALS], objective, rate))
     trials = [trial for result in results for trial in result.trials] + larger
     front = () if not config.generates else _front(trials, max_gpus)
-    question = Question("cluster", asked, objective, max_gpus, rate, tuple(engines))
+    question = Question("cluster", asked, objective, max_gpus, rate, tuple(engines), wanted)
     named_too = tuple(zip(why_not, reasons, strict=True))
-    return Answer(question, tuple(ranked), runs, margin, savings, front, named_too)
+    return Answer(question, tuple(ranked), runs, margin, savings, front, named_too, tuple(found))
+
+
+def _race(
+    candidates: Sequence[Candidate], objective: Objective, rate: float
+) -> Search[tuple[list[Candidate], list[CandidateRow]]]:
+    """Return the candidates whose likely cheapest shape carries most for its cost, and the others.
+
+    The first of a plan stays, as all others are compared with it. Those without a shape are among
+    the others.
+    """
+    able = [each for each in candidates if any(not t.bounds.impossible for t in each.templates)]
+    runners = []
+    for each in able:
+        template = next(t for t in each.templates if not t.bounds.impossible)
+        runners.append(Contender(template, *template.estimate, likely=rate))
+    left = yield from halved(runners, objective, rate / 4.0, MOST_CANDIDATES)
+    ahead = {each.key for each in left}
+    kept, beaten = [], []
+    for each in candidates:
+        runner = next((r for r in runners if r.template in each.templates), None)
+        if runner is None or (runner.key not in ahead and each is not candidates[0]):
+            row = CandidateRow(each.gpu, each.policy, without="beaten", reasons=[*each.reasons])
+            if runner is not None:
+                name = runner.template.at(runner.x, runner.y).topology
+                row.reasons.insert(0, f"{name} carries about {runner.likely:.3g}/s in short runs")
+            beaten.append(row)
+        else:
+            kept.append(each)
+    return kept, beaten
 
 
 def _candidates(
     configs: Sequence[RunConfig],
+    axes: Axes,
     objective: Objective,
     max_gpus: int,
     sizes: tuple[Sequence[int], Sequence[int]],
@@ -179,7 +221,7 @@ def _candidates(
 ) -> list[Candidate]:
     """Return the shapes of every candidate; of prefill workers alone, its sizes and budgets."""
     if configs[0].generates:
-        return [make_candidate(each, objective, max_gpus, *sizes) for each in configs]
+        return [make_candidate(each, axes, objective, max_gpus, *sizes) for each in configs]
     return [
         candidate
         for each in configs
@@ -226,7 +268,7 @@ def _search_shape(
     elif not reason and template.estimated_cost > ESTIMATE_FACTOR * near:
         reason, searched = f"estimated at {template.estimated_cost:g}: not simulated", False
     elif not reason:
-        state, trials = yield from _search_size(template, objective, result.cost)
+        state, trials = yield from search_size(template, objective, result.cost)
         result.trials += trials.values()
         reason = "" if state.best is not None else _why_none(template, state, trials)
         if not math.isinf(result.cost) and reason:
@@ -265,30 +307,6 @@ def _other_budgets(result: CandidateRow) -> list[ClusterTemplate]:
         for budget in COLOCATED_BUDGETS
         if budget >= (template.config.pool("decode").max_num_seqs or 1024)
     ]
-
-
-def _search_size(
-    template: ClusterTemplate, objective: Objective, below: float
-) -> Search[tuple[SearchState, dict[tuple[int, int], Trial]]]:
-    """Find the cheapest cluster of a shape, first near its estimate, then among all."""
-    trials: dict[tuple[int, int], Trial] = {}
-
-    def judge(x: int, y: int) -> Search[Verdict]:
-        if (x, y) not in trials:
-            trials[x, y] = yield from try_cluster(template.at(x, y), objective)
-        return trials[x, y].verdict
-
-    x, y = template.estimate
-    near = template.cost(2 * x, 2 * y) + 1e-9
-    for limit in (near, below) if near < below else (below,):
-        space, prompts = template.search_space(limit), not template.config.generates
-        if template.config.n_prefill == 0 or prompts:
-            state = yield from fewest(space, judge, x if prompts else y, prefill=prompts)
-        else:
-            state = yield from cheapest(space, judge, (x, y))
-        if state.best is not None:
-            break
-    return state, trials
 
 
 def _of_size(template: ClusterTemplate, text: str) -> str:

@@ -8,7 +8,7 @@ objective.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
@@ -20,6 +20,7 @@ from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.points import with_seed
 from eldr_sim.planning.runs.shared_runs import Runs, Search
 from eldr_sim.planning.search.answer import Answer, Question, Row
+from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.bounds import Bounds, Load, bounds
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
@@ -257,8 +258,7 @@ def plan_fastest(
     prices: Mapping[str, float] | None = None,
     worker_gpus: Sequence[int] = (),
     seeds: int = 3,
-    jobs: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    runs: Runs | None = None,
 ) -> Answer:
     """Find how prefill workers alone compute prompts that come at once at the least cost.
 
@@ -271,20 +271,21 @@ def plan_fastest(
     ``worker_gpus``: candidates: some of :data:`KINDS` (all if empty), GPUs (that of ``config``),
     GPUs of a worker (powers of two up to a node); ``max_gpus``: GPUs there are; ``prices``: of a
     GPU-hour by GPU; without, tokens a second and GPU decide; ``seeds``: runs of the fastest budget;
-    ``jobs``, ``progress``: as of `plan`.
+    ``runs``: as of `plan`.
     """
     if config.num_requests is None:
         raise InputError("num_requests", "none", "how many prompts come at once")
     asked, config = config, config.model_copy(update={"topology": "1P", "request_rate": math.inf})
+    axes = Axes({"gpu": gpus})
     candidates = [
         candidate
-        for each in clusters_to_plan(config, (), gpus, prices or {})
+        for each in clusters_to_plan(config, axes, prices or {})
         for candidate in prefill_candidates(each, None, max_gpus, worker_gpus, strategies)
     ]
-    runs = Runs(jobs, progress)
+    runs = Runs() if runs is None else runs
     found = runs.together([_fastest(each, seeds) for each in candidates])
     found.sort(key=lambda row: row.cost / row.figure.mean if row.figure else math.inf)
-    return Answer(Question("fastest", asked, None, max_gpus), tuple(found), runs)
+    return Answer(Question("fastest", asked, None, max_gpus, axes=axes), tuple(found), runs)
 
 
 def _fastest(candidate: Candidate, seeds: int) -> Search[Row]:

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.intervals import paired_percent, t_interval
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row, policy_pairs
+from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.bounds import bounds
-from eldr_sim.planning.search.candidates import clusters_to_plan, gpu_label, policy_label
+from eldr_sim.planning.search.candidates import clusters_to_plan, gpu_label
 from eldr_sim.planning.search.search import RateRange, highest_rate
 from eldr_sim.planning.search.shapes import capacity
 from eldr_sim.planning.search.trial import attains, found_by_seed
@@ -32,8 +34,8 @@ def plan_rate(
     policies: Sequence[str] = (),
     gpus: Sequence[str] = (),
     prices: Mapping[str, float] | None = None,
-    jobs: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    axes: Mapping[str, Sequence[Any]] | None = None,
+    runs: Runs | None = None,
 ) -> Answer:
     """Find the highest rate that a cluster carries within its objective, seed by seed.
 
@@ -44,13 +46,13 @@ def plan_rate(
     Raises InputError if an argument is not valid, or the arguments contradict each other.
 
     ``config``: the cluster and the workload; its rate is ignored; ``policies``, ``gpus``,
-    ``prices``, ``jobs``, ``progress``: as of :func:`~eldr_sim.planning.search.plan.plan`, on the
-    same topology.
+    ``prices``, ``axes``, ``runs``: as of `plan`, on the same topology.
     """
     asked, config = config, config.model_copy(update={"goodput": objective.level})
-    configs = clusters_to_plan(config, policies, gpus, prices or {})
+    wanted = Axes({"gpu": gpus, "policy": policies, **(axes or {})})
+    configs = clusters_to_plan(config, wanted, prices or {})
     low = lowest_rate(config)
-    runs = Runs(jobs, progress)
+    runs = Runs() if runs is None else runs
     with runs.starting(configs[0]):
         starts = [_at(each, _likely(each, objective, low)) for each in configs]
         impossible = [bounds(start, objective).impossible for start in starts]
@@ -65,7 +67,7 @@ def plan_rate(
         for each, why in zip(configs, impossible, strict=True):
             by_seed = () if why else tuple(next(found))
             why = why or f"{low:.3g} req/s is too much"
-            rows.append(runs.ended(carried_row(each, by_seed, why)))
+            rows.append(runs.ended(carried_row(each, wanted.label(each), by_seed, why)))
     gains = tuple(
         Gain(
             row.gpu, row.policy, reference.policy, row.by_seed, reference.by_seed,
@@ -73,7 +75,8 @@ def plan_rate(
         )
         for reference, row in policy_pairs(rows)
     )  # fmt: skip
-    return Answer(Question("rate", asked, objective), fastest_first(rows), runs, gains=gains)
+    question = Question("rate", asked, objective, axes=wanted)
+    return Answer(question, fastest_first(rows), runs, gains=gains)
 
 
 def _likely(config: RunConfig, objective: Objective, low: float) -> float:
@@ -175,19 +178,21 @@ def carried_by_seed(
 
 
 def carried_row(
-    config: RunConfig, by_seed: Sequence[float | None], reason: str, *, beaten: bool = False
+    config: RunConfig,
+    label: str,
+    by_seed: Sequence[float | None],
+    reason: str,
+    *,
+    beaten: bool = False,
 ) -> Search[Row]:
     """Return the highest rate of a cluster; where a seed has none, or others carry more, why."""
     known = [rate for rate in by_seed if rate is not None]
     if beaten or not known or len(known) < len(by_seed):
         without = "beaten" if beaten else "none"
-        return Row(
-            gpu_label(config), policy_label(config), None, None, tuple(by_seed), without, [reason],
-            config,
-        )  # fmt: skip
+        return Row(gpu_label(config), label, None, None, tuple(by_seed), without, [reason], config)
     best = _at(config, known[0])
     trial = found_by_seed(best, (yield [best]))
-    return Row(gpu_label(config), policy_label(config), trial, t_interval(known), tuple(by_seed))
+    return Row(gpu_label(config), label, trial, t_interval(known), tuple(by_seed))
 
 
 def fastest_first(rows: Sequence[Row]) -> tuple[Row, ...]:

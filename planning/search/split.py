@@ -1,14 +1,15 @@
 """The best use of a number of GPUs: the shape and split that carry the highest rate."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
 from eldr_sim.planning.search.answer import Answer, Question, Row
+from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
     Candidate,
@@ -16,8 +17,8 @@ from eldr_sim.planning.search.candidates import (
     clusters_to_plan,
     make_candidate,
 )
+from eldr_sim.planning.search.race import Contender, halved
 from eldr_sim.planning.search.rates import (
-    FROM_ESTIMATE,
     NEAR,
     TOLERANCE,
     carried,
@@ -32,6 +33,9 @@ from eldr_sim.simulator.setup.config import RunConfig
 
 #: Splits that are simulated first, of each candidate, and those of them that all seeds decide.
 _TRIED, _COMPARED = 8, 2
+#: More of them race, in short runs, that are estimated at the best rate divided by this; so many
+#: at most.
+ESTIMATED, _MOST = 1.3, 32
 _RUNS_OF_RATE = 8
 
 
@@ -45,14 +49,15 @@ def plan_split(
     prices: Mapping[str, float] | None = None,
     tensor_parallel_sizes: Sequence[int] = (),
     data_parallel_sizes: Sequence[int] = (),
-    jobs: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    axes: Mapping[str, Sequence[Any]] | None = None,
+    runs: Runs | None = None,
 ) -> Answer:
     """Find the clusters of up to so many GPUs that carry the highest rates within an objective.
 
-    The estimate of `shapes.capacity` ranks every split of every shape. The first eight of each
-    candidate, and what lies beside the best of them, are simulated under one seed, those that two
-    others beat only until that is known; the best two under up to three.
+    The estimate of `shapes.capacity` ranks every split of every shape. Those within a factor of the
+    best of each candidate race in short runs (`race.halved`); the first, and what lies beside the
+    best of them, are simulated under one seed, those that two others beat only until that is known;
+    the best two under up to three.
 
     Raises InputError if an argument is not valid, or no shape fits.
 
@@ -65,11 +70,14 @@ def plan_split(
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     low = lowest_rate(config)
     config = config.model_copy(update={"request_rate": max(low, 1.0)})
-    configs = clusters_to_plan(config, policies, gpus, prices or {})
-    runs = Runs(jobs, progress)
+    wanted = Axes({"gpu": gpus, "policy": policies, **(axes or {})})
+    configs = clusters_to_plan(config, wanted, prices or {})
+    runs = Runs() if runs is None else runs
     with runs.starting(configs[0]):
         candidates = [
-            make_candidate(each, objective, n_gpus, tensor_parallel_sizes, data_parallel_sizes)
+            make_candidate(
+                each, wanted, objective, n_gpus, tensor_parallel_sizes, data_parallel_sizes
+            )
             for each in configs
         ]
         if not any(candidate.templates for candidate in candidates):
@@ -77,32 +85,7 @@ def plan_split(
         runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + _COMPARED * PAIRED_SEEDS)
         found = runs.together([_best(each, objective, n_gpus, low) for each in candidates])
     rows = fastest_first([row for each in found for row in each])
-    return Answer(Question("split", asked, objective, n_gpus), rows, runs)
-
-
-@dataclass
-class _Split:
-    """A cluster of all GPUs, and what is known of its highest rate under the first seed."""
-
-    #: ``template``, ``x``, ``y``: shape and workers.
-    template: ClusterTemplate
-    x: int
-    y: int
-    likely: float  #: highest rate by the estimate
-    #: ``good``, ``bad``: the highest rate that meets the objective so far, and the lowest that does
-    #: not.
-    good: float = 0.0
-    bad: float = math.inf
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """What tells a split from others."""
-        return id(self.template), self.x, self.y
-
-    def at(self, rate: float) -> RunConfig:
-        """Return the cluster under a rate."""
-        config = self.template.at(self.x, self.y)
-        return config.model_copy(update={"request_rate": rate})
+    return Answer(Question("split", asked, objective, n_gpus, axes=wanted), rows, runs)
 
 
 def _best(candidate: Candidate, objective: Objective, n_gpus: int, low: float) -> Search[list[Row]]:
@@ -114,8 +97,11 @@ def _best(candidate: Candidate, objective: Objective, n_gpus: int, low: float) -
         for x, y in _full_splits(template, n_gpus)
     ]
     splits.sort(key=lambda split: -split.likely)
-    tried: list[_Split] = []
-    new, best = splits[:_TRIED], None
+    least = splits[0].likely / ESTIMATED if splits else 0.0
+    likely = [split for split in splits if split.likely >= least]
+    raced = likely[:_MOST] if len(likely) > _TRIED else splits[:_TRIED]
+    tried: list[Contender] = []
+    new, best = (yield from halved(raced, objective, low, _TRIED // 2)), None
     while new:
         tried += new
         yield from side_by_side([_race(split, tried, objective, low) for split in new])
@@ -140,24 +126,28 @@ def _best(candidate: Candidate, objective: Objective, n_gpus: int, low: float) -
         if split in _compared(tried):
             found = (next(others) for _ in seeds)
             by_seed += [None if each is None else each.good for each in found]
-        result.append((yield from _row(split, by_seed, low)))
+        result.append((yield from _row(split, candidate.policy, by_seed, low)))
+    done = {split.key for split in tried}
+    for split in (each for each in raced if each.key not in done):
+        config, why = split.template.at(split.x, split.y), f"about {split.likely:.4g} in short runs"
+        result.append((yield from carried_row(config, candidate.policy, (), why, beaten=True)))
     return result
 
 
-def _split(template: ClusterTemplate, x: int, y: int, likely: float | None = None) -> _Split:
+def _split(template: ClusterTemplate, x: int, y: int, likely: float | None = None) -> Contender:
     """Return a split with the rate that the estimate says, or the one that is given."""
     prefill, decode = template.capacity
     estimate = min(x * prefill, y * decode) if x else y * decode
-    return _Split(template, x, y, estimate if likely is None else likely)
+    return Contender(template, x, y, estimate if likely is None else likely)
 
 
-def _compared(tried: Sequence[_Split]) -> list[_Split]:
+def _compared(tried: Sequence[Contender]) -> list[Contender]:
     """Return those of the splits, highest rate first, that all seeds decide."""
     return [split for split in tried[:_COMPARED] if split.good]
 
 
 def _race(
-    split: _Split, against: Sequence[_Split], objective: Objective, low: float
+    split: Contender, against: Sequence[Contender], objective: Objective, low: float
 ) -> Search[None]:
     """Find the highest rate of a split, or that it is below those of the best others."""
 
@@ -172,19 +162,18 @@ def _race(
         return ahead >= _COMPARED
 
     found = yield from highest_rate(
-        max(low, split.likely), low, meets, factor=FROM_ESTIMATE, tolerance=TOLERANCE,
-        beaten=beaten,
+        max(low, split.likely), low, meets, factor=split.step, tolerance=TOLERANCE, beaten=beaten,
     )  # fmt: skip
     split.bad = low if found is None else found.bad
 
 
-def _row(split: _Split, by_seed: Sequence[float | None], low: float) -> Search[Row]:
+def _row(split: Contender, label: str, by_seed: Sequence[float | None], low: float) -> Search[Row]:
     """Return what is known of a split."""
     config = split.template.at(split.x, split.y)
     if split.bad > max(low, split.good * (1.0 + TOLERANCE)) and split.bad < math.inf:
         reason = f"{split.good:.4g} to {split.bad:.4g}, less than the best"
-        return (yield from carried_row(config, (), reason, beaten=True))
-    return (yield from carried_row(config, by_seed, f"{low:.3g} req/s is too much"))
+        return (yield from carried_row(config, label, (), reason, beaten=True))
+    return (yield from carried_row(config, label, by_seed, f"{low:.3g} req/s is too much"))
 
 
 def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eldr_sim.errors import InputError
@@ -17,10 +17,11 @@ from eldr_sim.simulator.setup.config import RunConfig, make_config, set_field
 from eldr_sim.simulator.setup.pools import parse_topology
 
 _ALLOWED = "TOPOLOGY[:SIZES] such as 1P2D:tp8, 4C:tp2,dp4 or 1P2D:tp2+tp1,dp8 (prefill + decode)"
+_OF_POOLS = ("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel")
 _PART = re.compile(r"(tp|dp)([1-9]\d{0,3})|ep")
 
 
-def named(config: RunConfig, text: str) -> dict[str, Any]:
+def named(text: str) -> dict[str, Any]:
     """Return the fields of a cluster: ``1P2D:tp8``, ``4C:tp2,dp4``, ``1P2D:tp2+tp1,dp8``.
 
     ``tp``: GPUs of an engine, ``dp``: engines of a worker, which share experts, ``ep``: experts
@@ -33,11 +34,8 @@ def named(config: RunConfig, text: str) -> dict[str, Any]:
     pools = [_sizes(text, part) for part in workers.split("+")]
     if len(pools) > (2 if n_prefill else 1) or not n_decode:
         raise InputError("why_not", repr(text), _ALLOWED)
-    fields = config.model_dump(exclude_unset=True) | {"topology": topology} | pools[-1]
-    if len(pools) == 2:
-        for name, value in pools[0].items():
-            set_field(fields, f"prefill.{name}", value)
-    return fields
+    own = {f"prefill.{name}": pools[0][name] if pools[1:] else None for name in _OF_POOLS}
+    return {"topology": topology} | pools[-1] | own
 
 
 def _sizes(text: str, part: str) -> dict[str, Any]:
@@ -55,24 +53,26 @@ def _sizes(text: str, part: str) -> dict[str, Any]:
 
 
 def why(
-    fields: dict[str, Any], rows: Sequence[Row], objective: Objective, max_gpus: int
+    fields: Mapping[str, Any],
+    config: RunConfig,
+    rows: Sequence[Row],
+    objective: Objective,
+    max_gpus: int,
 ) -> Search[str]:
     """Say why a cluster is not the answer, simulating it where arithmetic does not tell.
 
-    ``fields``: see `named`; ``rows``: of the plan, the best first; policy, GPU, price and drafts
-    are those of the best.
+    ``fields``: see `named`; ``config``: of the plan; ``rows``: its answer, the best first. What
+    the fields do not say is the best one's.
     """
     best = rows[0]
-    if best.trial is not None:
-        own = best.trial.config
-        fields = fields | {"policy": own.policy, "gpu": own.gpu, "goodput": objective.level}
-        fields |= {"speculative_config": own.speculative_config}
-        price = own.pool("decode").price_per_gpu_hour
-        for role in ("prefill", "decode"):
-            its = getattr(own, role).price_per_gpu_hour
-            set_field(fields, f"{role}.price_per_gpu_hour", price if its is None else its)
+    values = (config if best.trial is None else best.trial.config).model_dump()
+    price = values["decode"]["price_per_gpu_hour"]
+    if values["prefill"]["price_per_gpu_hour"] is None:  # the best are co-located workers
+        fields = {**fields, "prefill.price_per_gpu_hour": price}
     try:
-        config = make_config(fields)
+        for name, value in fields.items():
+            set_field(values, name, value)
+        config = make_config(values)
         least = bounds(config, objective)
     except InputError as error:
         return f"refused: {error}"

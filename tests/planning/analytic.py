@@ -69,6 +69,7 @@ class Analytic:
             "median_tpot_ms": 10.0 * (1 + busy) / LOCALITY[config.policy],
             "p99_tpot_ms": 12.0 * (1 + busy),
             "output_throughput": tokens,
+            "prefill_throughput": 100 * config.request_rate,
             "mean_decode_batch": 8.0,
             "kv_blocks_per_worker": 1000.0,
             "mean_active_experts_per_step": 80.0,

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from eldr_sim.cli.main import cli
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.drafts import DraftComparison, DraftRow, compare_drafts
+from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config import ServiceLevel, make_config
@@ -106,19 +107,22 @@ GPT_OSS = {
 }  # fmt: skip
 
 
+OBJECTIVE = Objective(ServiceLevel(tpot=4.0), 0.9, (2,))
+
+
 def test_a_plan_chooses_the_drafts():
     """Drafts keep a TPOT on fewer GPUs than plain steps do, or where these cannot at all."""
     answer = plan(
         make_config(GPT_OSS),
-        Objective(ServiceLevel(tpot=4.0), 0.9, (2,)),
-        drafts=(0, 3),
+        OBJECTIVE,
+        axes={"drafts": (0, 3)},
         max_gpus=8,
         tensor_parallel_sizes=(1,),
-        jobs=1,
+        runs=Runs(1),
     )
     cost = {row.policy: row.trial and row.trial.config.n_gpus for row in answer.rows}
-    assert set(cost) == {"round_robin", "round_robin, 3 drafts"}
-    assert cost["round_robin, 3 drafts"] is not None
-    assert (cost["round_robin"] or 9) > cost["round_robin, 3 drafts"]
+    assert set(cost) == {"round_robin, drafts=0", "round_robin, drafts=3"}
+    assert cost["round_robin, drafts=3"] is not None
+    assert (cost["round_robin, drafts=0"] or 9) > cost["round_robin, drafts=3"]
     with pytest.raises(InputError, match="0 to the 3 of --speculative-config"):
-        plan(make_config(GPT_OSS), Objective(ServiceLevel(tpot=4.0), 0.9, (2,)), drafts=(4,))
+        plan(make_config(GPT_OSS), OBJECTIVE, axes={"drafts": (4,)})

@@ -7,6 +7,7 @@ import pytest
 
 from eldr_sim.planning.compare.policies import compare
 from eldr_sim.planning.compare.what_if import what_if
+from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.runs.sweep import SweepResult, sweep
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.search.rates import plan_rate
@@ -62,12 +63,13 @@ def test_sweep_shows_its_first_points():
 def test_plans():
     objective = Objective(parse_slo(["ttft:500,tpot:30"]), 0.9, (2,))
     load = SHORT.replace(topology="8P16D", duration=10)
-    options = {"policies": ["jsq"], "jobs": 1}
-    planned = plan(load, objective, max_gpus=3, tensor_parallel_sizes=[1], **options)
+    options = {"policies": ["jsq"], "tensor_parallel_sizes": [1]}
+    planned = plan(load, objective, max_gpus=3, runs=Runs(1), **options)
     check(planned, "10 requests/s", "jsq", "H100", "1C", "SLO attainment")
     none = dataclasses.replace(planned, rows=(dataclasses.replace(planned.rows[0], trial=None),))
     check(none, "none")
-    carried = plan_rate(SHORT.replace(request_rate=None, duration=5), objective, **options)
+    load = SHORT.replace(request_rate=None, duration=5)
+    carried = plan_rate(load, objective, policies=["jsq"], runs=Runs(1))
     check(carried, "requests/s", "jsq", "1P2D")
 
 

@@ -14,6 +14,7 @@ from scipy.optimize import brentq
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.intervals import Interval
+from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import ClusterTemplate
 from eldr_sim.planning.search.plan import CandidateRow, plan
@@ -34,7 +35,7 @@ def ask(evaluate=None, *, attainment=0.9, looks=(3, 5), **arguments):
     config = make_config(BASE | arguments.pop("config", {}))
     objective = Objective(LEVEL, attainment, looks)
     with simulated_by(evaluate or Analytic()):
-        return plan(config, objective, jobs=1, **arguments)
+        return plan(config, objective, runs=Runs(1), **arguments)
 
 
 def brute_force(gpu, policy, cost, target=0.9, sizes=(1, 1), max_gpus=32):
@@ -226,13 +227,13 @@ def test_arithmetic_alone_rules_out_what_it_can():
     with simulated_by(evaluate):
         found = plan(
             make_config(BASE), Objective(parse_slo(["tpot:2"]), 0.9), gpus=["h100"],
-            tensor_parallel_sizes=[1], jobs=1,
+            tensor_parallel_sizes=[1], runs=Runs(1),
         )  # fmt: skip
     assert found.best is None
     assert "more than the TPOT bound of 2 ms" in found.rows[0].reasons[0]
     with simulated_by(evaluate):
         found = plan(
-            make_config(BASE), Objective(parse_slo(["ttft:1"]), 0.9), gpus=["h100"], jobs=1
+            make_config(BASE), Objective(parse_slo(["ttft:1"]), 0.9), gpus=["h100"], runs=Runs(1)
         )
     assert "takes longer than the TTFT bound of 1 ms" in found.rows[0].reasons[0]
     found = ask(evaluate, config={"request_rate": 2_000}, max_gpus=4)
@@ -276,7 +277,7 @@ def test_the_highest_rate_of_a_cluster():
     objective = Objective(LEVEL, 0.9, (3, 5))
     with simulated_by(Analytic(0.03)):
         found = plan_rate(
-            config, objective, policies=["jsq", "eldr"], gpus=["h100", "mi300x"], jobs=1
+            config, objective, policies=["jsq", "eldr"], gpus=["h100", "mi300x"], runs=Runs(1)
         )
     assert len(found.rows) == 4
     for each in found.rows:
@@ -305,7 +306,7 @@ def test_the_highest_rate_of_a_cluster():
 def test_a_cluster_that_carries_nothing():
     objective = Objective(parse_slo(["tpot:2"]), 0.9)
     with simulated_by(Analytic()):
-        found = plan_rate(make_config(BASE | {"topology": "1P1D"}), objective, jobs=1)
+        found = plan_rate(make_config(BASE | {"topology": "1P1D"}), objective, runs=Runs(1))
     assert found.best is None
     assert "more than the TPOT bound" in found.rows[0].reasons[0]
     json.dumps(found.record(), allow_nan=False)
@@ -316,7 +317,7 @@ def test_the_best_split_is_that_of_all_splits():
     config = make_config(BASE | {"policy": "jsq", "duration": 60})
     objective = Objective(LEVEL, 0.9, (3,))
     with simulated_by(Analytic()):
-        found = plan_split(config, objective, 12, tensor_parallel_sizes=[1], jobs=1)
+        found = plan_split(config, objective, 12, tensor_parallel_sizes=[1], runs=Runs(1))
 
     def highest(x):
         at = config.replace(goodput=LEVEL, topology=f"{x}P{12 - x}D")
@@ -398,11 +399,11 @@ def test_a_plan_chooses_redundant_experts():
     """Workers of two engines; each redundant expert is paid for in KV blocks of every GPU."""
     objective = Objective(parse_slo(["ttft:2000,tpot:100"]), attainment=0.9, looks=(2,))
     found = plan(
-        make_config(GROUPS), objective, max_gpus=8, redundant_experts=(0, 32), jobs=1,
-        tensor_parallel_sizes=(1,),
+        make_config(GROUPS), objective, max_gpus=8, axes={"num_redundant_experts": (0, 32)},
+        tensor_parallel_sizes=(1,), runs=Runs(1),
     )  # fmt: skip
     trials = {each.policy: each.trial for each in found.rows}
-    assert set(trials) == {"jsq", "jsq, 32 redundant experts"}
+    assert set(trials) == {f"jsq, num_redundant_experts={n}" for n in (0, 32)}
     assert len({(trial.config.topology, trial.config.n_gpus) for trial in trials.values()}) == 1
     blocks = [t.summaries[0]["kv_blocks_per_worker"] for t in trials.values()]
     model = load_model("Qwen3-30B-A3B")
@@ -497,9 +498,9 @@ def test_groups_have_no_bound_and_fill_their_gpus():
 
 def test_redundant_experts_need_engines_that_share_experts():
     with pytest.raises(InputError, match=r"num_redundant_experts: .*--data-parallel-size 2"):
-        plan(make_config(BASE), Objective(LEVEL), max_gpus=4, redundant_experts=(0, 16))
+        plan(make_config(BASE), Objective(LEVEL), axes={"num_redundant_experts": (0, 16)})
     with pytest.raises(InputError, match=r"num_redundant_experts: 16, 16 names one twice"):
-        plan(make_config(GROUPS), Objective(LEVEL), max_gpus=4, redundant_experts=(16, 16))
+        plan(make_config(GROUPS), Objective(LEVEL), axes={"num_redundant_experts": (16, 16)})
 
 
 @pytest.mark.parametrize("topology", ["1P1D", "1C", "1P"])

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.search.prefill import plan_fastest, prefill_candidates
@@ -86,7 +87,7 @@ BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
 def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
     with analytic():
         found = plan(
-            make_config(BASE), Objective(LEVEL, 0.9, (3,)), max_gpus=8, jobs=1,
+            make_config(BASE), Objective(LEVEL, 0.9, (3,)), max_gpus=8, runs=Runs(1),
             tensor_parallel_sizes=[1, 4],
         )  # fmt: skip
     least = {}
@@ -102,7 +103,7 @@ def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
     assert (found.front, found.gains) == ((), ())
     with analytic():
         priced = plan(
-            make_config(BASE), Objective(LEVEL, 0.9, (3,)), max_gpus=8, jobs=1,
+            make_config(BASE), Objective(LEVEL, 0.9, (3,)), max_gpus=8, runs=Runs(1),
             tensor_parallel_sizes=[4], strategies=["tp"], prices={"h100": 2.5},
         )  # fmt: skip
     assert priced.best.cost == 2.5 * priced.best.trial.config.n_gpus
@@ -115,7 +116,7 @@ def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
 def test_the_fastest_is_that_of_the_whole_grid():
     config = make_config(BASE | {"num_requests": 150, "warmup": None})
     with analytic():
-        found = plan_fastest(config, max_gpus=4, worker_gpus=[2, 4], jobs=1, seeds=3)
+        found = plan_fastest(config, max_gpus=4, worker_gpus=[2, 4], runs=Runs(1), seeds=3)
     best = {}
     for kind, size, each in every_cluster(4, (2, 4), BUDGETS):
         if each.n_gpus == 4:
@@ -230,7 +231,7 @@ def test_the_highest_rate_of_prefill_workers(topology):
     config = make_config(BASE | {"topology": topology, "max_num_batched_tokens": 8192})
     config = config.model_copy(update={"goodput": LEVEL})
     with analytic():
-        (found,) = plan_rate(config, Objective(LEVEL, 0.9, (2,)), jobs=1).rows
+        (found,) = plan_rate(config, Objective(LEVEL, 0.9, (2,)), runs=Runs(1)).rows
     at, above = (
         attained(config.model_copy(update={"request_rate": share * found.figure.mean}))
         for share in (1.0, 1.011)

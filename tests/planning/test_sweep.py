@@ -19,8 +19,8 @@ from scipy import stats
 from eldr_sim.cli.console import sweep_bar
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs import points
+from eldr_sim.planning.runs.journal import FILE_NAME
 from eldr_sim.planning.runs.sweep import SweepProgress, sweep
-from eldr_sim.planning.runs.sweep_journal import FILE_NAME
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
 

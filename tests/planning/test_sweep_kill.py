@@ -11,7 +11,7 @@ import time
 import pytest
 import yaml
 
-from eldr_sim.planning.runs.sweep_journal import FILE_NAME
+from eldr_sim.planning.runs.journal import FILE_NAME
 
 OUTPUTS = ("points.parquet", "aggregate.parquet", "aggregate.csv", "sweep.json")
 #: 120 runs of some 50 ms: a kill finds them anywhere.

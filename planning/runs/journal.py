@@ -1,6 +1,6 @@
-"""Journal of a sweep: one line per ended run, on disk before progress is reported.
+"""Journal of a sweep or a plan: one line per ended run, on disk before progress is reported.
 
-The first line of ``runs.jsonl`` identifies the sweep. A killed process may leave an incomplete last
+The first line of ``runs.jsonl`` identifies it. A killed process may leave an incomplete last
 line; resuming cuts it off and repeats that run. The file is locked while a sweep runs, so that only
 one writes to a folder; the lock ends with its process.
 """
@@ -20,8 +20,8 @@ from eldr_sim.planning.runs.sweep_spec import first_change
 FILE_NAME = "runs.jsonl"
 
 
-class SweepJournal:
-    """Outcomes of a sweep by configuration key; see `open_journal`."""
+class Journal:
+    """Outcomes of runs by configuration key; see `open_journal`."""
 
     def __init__(self, file: IO[bytes], outcomes: dict[str, Outcome]) -> None:
         self._file = file
@@ -33,14 +33,21 @@ class SweepJournal:
         self._file.write(_line(asdict(outcome)))
         _sync(self._file)
 
+    def discard(self) -> None:
+        """Forget all outcomes: the folder is removed when the block of the journal ends."""
+        self.outcomes.clear()
+
 
 @contextmanager
-def open_journal(folder: Path, header: dict[str, Any], resume: bool) -> Iterator[SweepJournal]:
-    """Open the journal of a sweep's folder, and make the folder if it does not exist.
+def open_journal(
+    folder: Path, header: dict[str, Any], resume: bool, what: str = "sweep"
+) -> Iterator[Journal]:
+    """Open the journal of a folder, and make the folder if it does not exist.
 
-    If no run has ended when the block ends, the folder is removed again.
+    If no run has ended when the block ends, or all are forgotten, the folder is removed again.
 
-    ``header``: identity of the sweep; compared as JSON; ``resume``: continue an existing journal.
+    ``header``: identity of the sweep; compared as JSON; ``resume``: continue an existing journal;
+    ``what``: it is a journal of.
 
     Raises InputError if another process writes to the folder; if it is not empty and ``resume`` is
     false; if it belongs to another sweep, or is damaged before its last line.
@@ -48,14 +55,15 @@ def open_journal(folder: Path, header: dict[str, Any], resume: bool) -> Iterator
     try:
         strangers = folder.exists() and not (folder / FILE_NAME).exists() and any(folder.iterdir())
         if strangers:
-            raise InputError("out", f"{folder} exists and is no sweep", "a new folder, or a sweep")
+            problem = f"{folder} exists and is no {what}"
+            raise InputError("out", problem, f"a new folder, or a {what}")
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / FILE_NAME).open("ab+")
     except OSError as error:
         raise InputError("out", f"cannot write {folder}: {error.strerror}") from None
     with file:
-        _lock(file, folder)
-        journal = SweepJournal(file, _read(file, folder, json.loads(json.dumps(header)), resume))
+        _lock(file, folder, what)
+        journal = Journal(file, _read(file, folder, json.loads(json.dumps(header)), resume, what))
         try:
             yield journal
         finally:
@@ -65,7 +73,7 @@ def open_journal(folder: Path, header: dict[str, Any], resume: bool) -> Iterator
                     folder.rmdir()
 
 
-def _lock(file: IO[bytes], folder: Path) -> None:
+def _lock(file: IO[bytes], folder: Path, what: str) -> None:
     """Lock a journal until it is closed or its process ends."""
     import fcntl  # POSIX only; no other command needs it
 
@@ -75,10 +83,12 @@ def _lock(file: IO[bytes], folder: Path) -> None:
     except OSError:
         locked = False
     if not locked:
-        raise InputError("out", f"another sweep is at work in {folder}", "a folder of its own")
+        raise InputError("out", f"another {what} is at work in {folder}", "a folder of its own")
 
 
-def _read(file: IO[bytes], folder: Path, header: Any, resume: bool) -> dict[str, Outcome]:
+def _read(
+    file: IO[bytes], folder: Path, header: Any, resume: bool, what: str
+) -> dict[str, Outcome]:
     """Read the outcomes, and truncate the file where the next line goes."""
     file.seek(0)
     records: list[Any] = []
@@ -102,10 +112,10 @@ def _read(file: IO[bytes], folder: Path, header: Any, resume: bool) -> dict[str,
         return {}
     if not resume:
         done = f"{len(outcomes)} run{'s' * (len(outcomes) != 1)} done"
-        raise InputError("out", f"{folder} holds a sweep, {done}", "--resume, or a new folder")
+        raise InputError("out", f"{folder} holds a {what}, {done}", "--resume, or a new folder")
     change = first_change(records[0], header)
     if change is not None:
-        raise InputError("resume", f"{folder} holds another sweep: {change}", "a new folder")
+        raise InputError("resume", f"{folder} holds another {what}: {change}", "a new folder")
     file.truncate(whole)
     return outcomes
 

@@ -1,0 +1,143 @@
+"""Axes of a plan: fields of a run and the values to choose from, in every combination.
+
+Any field is one, by its dot path: ``policy``, ``gpu``, ``decode.gpu``, ``all2all_backend``,
+``prefill.max_num_batched_tokens``, ``kv_tier``. Those that make the shapes of clusters are searched
+by themselves (`shapes`), and those that say which requests there are would change the question.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_yaml
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.planning.search.prefill_strategy import prefill_label
+from eldr_sim.policies.choice import parse, split
+from eldr_sim.policies.registry import canonical
+from eldr_sim.simulator.setup.config import RunConfig, get_field, make_config, set_field
+from eldr_sim.simulator.setup.config_groups import (
+    LengthConfig,
+    RoutingConfig,
+    SessionConfig,
+    WorkloadConfig,
+)
+from eldr_sim.simulator.setup.prepare import servable
+
+DRAFTS = "drafts"  #: drafts of ``speculative_config``, 0 for none: an axis that is no field
+#: Fields of a cluster's shape, and of what is asked for.
+_CHOSEN = {
+    "topology", "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size",
+    "enable_expert_parallel", "goodput", "price_per_gpu_hour",
+}  # fmt: skip
+_REQUESTS = {
+    name
+    for group in (WorkloadConfig, SessionConfig, RoutingConfig, LengthConfig)
+    for name in group.model_fields
+}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Values by the dot path of their field; a field without values keeps the configuration's."""
+
+    values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def configs(self, config: RunConfig) -> Iterator[RunConfig]:
+        """Yield a configuration for every combination; the last axis changes fastest.
+
+        Raises InputError where a field is no axis, or has a value twice or one that is not allowed.
+        """
+        axes = {name: list(given) for name, given in self.values.items() if given}
+        for name, given in axes.items():
+            if name.split(".")[-1] in _CHOSEN or name.split(".")[0] in _REQUESTS:
+                raise InputError(name, "is no axis of a plan", "fields of engines and policies")
+            if name.split(".")[-1] == "gpu":
+                axes[name] = given = [load_gpu(str(gpu)).name for gpu in given]
+            elif name == "policy":
+                axes[name] = given = _policies(config, given)
+            if len({str(value) for value in given}) < len(given):
+                raise InputError(name, f"{', '.join(map(str, given))} names one twice")
+        for combination in product(*axes.values()):
+            fields = config.model_dump()
+            for name, value in zip(axes, combination, strict=True):
+                if name == DRAFTS:
+                    name, value = "speculative_config", _cut(config, value)
+                set_field(fields, name, value)
+            yield make_config(fields)
+
+    def label(self, config: RunConfig) -> str:
+        """Return what tells a configuration from the others on its GPU, the policy first.
+
+        Of prefill workers alone, how they share the model.
+        """
+        first = config.policy if config.generates else prefill_label(config)
+        found = [
+            f"{name}={_shown(_value(config, name))}"
+            for name, given in self.values.items()
+            if len(given) > 1 and name not in ("policy", "gpu")
+        ]
+        return ", ".join([first, *found])
+
+
+def parse_axes(texts: Iterable[str]) -> dict[str, list[Any]]:
+    """Parse axes such as ``all2all_backend=deepep_ll,pplx``; a field that comes again has more.
+
+    Commas separate numbers and words, which may have parameters; a YAML list holds any values.
+    ``default`` is what the field has when it is not given.
+
+    Raises InputError if a text is not ``FIELD=VALUE,...``, or there is no such field.
+    """
+    axes: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, listed = (part.strip() for part in text.partition("="))
+        if not (name and equals and listed):
+            raise InputError("vary", repr(text), "FIELD=VALUE,... such as kv_load=always,cheaper")
+        if listed[0] in "[{":
+            found = parse_yaml(listed, "vary", repr(text))
+            values = found if isinstance(found, list) else [found]
+        else:
+            words = listed.split(",")
+            numbers = [parse_yaml(word, "vary", repr(text)) for word in words if "=" not in word]
+            plain = len(numbers) == len(words) and not any(isinstance(n, str) for n in numbers)
+            values = numbers if plain else split(listed)
+        default = make_config({}) if "default" in values else None
+        axes.setdefault(name, []).extend(
+            get_field(default, name) if value == "default" and default is not None else value
+            for value in values
+        )
+    return axes
+
+
+def _policies(config: RunConfig, words: Sequence[Any]) -> list[str]:
+    """Return decode policies by the names that have them; dense models' need no experts."""
+    for word in words:
+        if "artifact" in parse(word, "policy").given:
+            problem = f"{word!r}: an artifact is fitted for one number of decode workers"
+            raise InputError("policy.artifact", problem, "none")
+    if not config.generates:
+        raise InputError("policy", "prefill workers alone decode nothing", "--prefill-policy")
+    return [canonical("decode", word) for word in servable(config, words)]
+
+
+def _cut(config: RunConfig, drafts: int) -> dict[str, Any] | None:
+    """Return ``speculative_config`` with so many of its drafts."""
+    given = config.speculative_config
+    most = 0 if given is None else given.num_speculative_tokens
+    if given is None or not 0 <= drafts <= most:
+        raise InputError(DRAFTS, str(drafts), f"0 to the {most} of --speculative-config")
+    return given.cut(drafts)
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    if name == DRAFTS:
+        drafting = config.speculative_config
+        return 0 if drafting is None else drafting.num_speculative_tokens
+    return get_field(config, name)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return " + ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

@@ -1,0 +1,214 @@
+"""Axes of plans, what other inputs would have answered, and plans that are interrupted."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.search.axes import Axes, parse_axes
+from eldr_sim.planning.search.plan import plan
+from eldr_sim.planning.slo import Objective
+from eldr_sim.simulator.setup.config import make_config
+
+from .analytic import BASE, LEVEL, Analytic, attained, simulated_by
+
+TARGET = 0.9
+
+
+class Ordered(Analytic):
+    """Queues in order of length make decode workers faster by half, and prefill chunks slower."""
+
+    def summary(self, config):
+        found = super().summary(config)
+        if config.n_prefill == 0:
+            return found | {"slo_attainment": 0.0}
+        speed = 1.5 if config.queue_order == "sjf" else 1.0
+        ttft, _ = attained(config)
+        _, tpot = attained(config.replace(request_rate=config.request_rate / speed))
+        return found | {"slo_attainment": ttft * tpot}
+
+
+def ask(evaluate, config=BASE, **arguments):
+    with simulated_by(evaluate):
+        return plan(
+            make_config(config), Objective(LEVEL, TARGET, (3,)), policies=["jsq", "eldr"],
+            gpus=["H100"], max_gpus=32, tensor_parallel_sizes=[1], runs=Runs(1), **arguments,
+        )  # fmt: skip
+
+
+def cheapest(evaluate, config):
+    """Fewest GPUs of every cluster of one GPU a worker, by brute force, the smallest first."""
+    for gpus in range(2, 33):
+        for x in range(1, gpus):
+            each = config.replace(topology=f"{x}P{gpus - x}D")
+            if evaluate.summary(each)["slo_attainment"] >= TARGET:
+                return gpus
+    raise AssertionError("none")
+
+
+def test_any_field_is_an_axis():
+    evaluate = Ordered()
+    found = ask(evaluate, axes={"queue_order": ["fcfs", "sjf"]})
+    base = make_config(BASE | {"goodput": LEVEL})
+    for row in found.rows:
+        policy, _, order = row.policy.partition(", queue_order=")
+        config = base.replace(policy=policy, queue_order=order)
+        assert row.cost == cheapest(evaluate, config), row.policy
+    assert len(found.rows) == 4
+    assert found.best.policy == "eldr, queue_order=sjf"
+    assert found.record()["answer"]["policy"] == found.best.policy
+
+
+def test_axes_are_parsed():
+    assert parse_axes(["max_num_seqs=64,128", "queue_order=fcfs,sjf", "max_num_seqs=256"]) == {
+        "max_num_seqs": [64, 128, 256], "queue_order": ["fcfs", "sjf"],
+    }  # fmt: skip
+    assert parse_axes(["policy=jsq,eldr:tau=0.2,layer_mask=0,3"]) == {
+        "policy": ["jsq", "eldr:tau=0.2,layer_mask=0,3"]
+    }
+    tiers = parse_axes(["kv_tier=default,host:126GB,load=20GB/s"])
+    configs = list(Axes(tiers).configs(make_config({})))
+    assert [config.kv_tier for config in configs] == [(), ("host:126GB,load=20GB/s",)]
+    assert Axes(tiers).label(configs[0]) == "round_robin, kv_tier=none"
+    assert parse_axes(["block_size=[16, 32]"]) == {"block_size": [16, 32]}
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"topology": ["1P1D"]}, "topology: is no axis of a plan"),
+        ({"decode.tensor_parallel_size": [1, 2]}, "is no axis of a plan"),
+        ({"seed": [1, 2]}, "seed: is no axis"),
+        ({"queue_order": ["fcfs", "fcfs"]}, "queue_order: fcfs, fcfs names one twice"),
+        ({"queue_order": ["best"]}, "queue_order: "),
+        ({"speed": [1, 2]}, "speed: no such field"),
+    ],
+)
+def test_what_is_no_axis_is_refused(axes, message):
+    with pytest.raises(InputError, match=message):
+        list(Axes(axes).configs(make_config({})))
+
+
+@pytest.mark.parametrize("text", ["queue_order", "=1", "queue_order="])
+def test_axes_that_are_none(text):
+    with pytest.raises(InputError, match="vary: "):
+        parse_axes([text])
+
+
+# -- sensitivity --------------------------------------------------------------------------------
+
+
+def test_other_inputs_have_the_answers_that_their_own_plans_have():
+    evaluate = Analytic()
+    found = ask(evaluate, sensitivity=True)
+    assert not ask(evaluate).sensitivity
+    base = make_config(BASE | {"goodput": LEVEL, "policy": found.best.policy})
+    seen = {}
+    for each in found.sensitivity:
+        factor = 1 + each.change
+        level, rate = LEVEL.model_dump(exclude_none=True), base.request_rate
+        if each.name.endswith("bound"):
+            level[each.name.split()[0].lower()] *= factor
+        if each.name == "time of everything":
+            level = {name: bound / factor for name, bound in level.items()}
+        if each.name in ("request rate", "time of everything"):
+            rate *= factor
+        least = cheapest(evaluate, base.replace(request_rate=rate, goodput=level))
+        assert each.trial.config.n_gpus == least, each
+        assert each.changes == (str(each.trial.config.topology) != str(found.best.config.topology))
+        seen[each.name, round(each.change, 3)] = each.changes
+    names = ("request rate", "output tokens", "TTFT bound", "TPOT bound", "time of everything")
+    assert set(seen) == {(name, sign) for name in names for sign in (-0.1, 0.1)}
+    assert seen["request rate", 0.1]  # more workers
+    assert not seen["output tokens", 0.1]  # the analytic cluster knows no lengths
+
+
+def test_prices_that_are_near_each_other_are_told():
+    prices = {"H100": 1.0, "MI300X": 1.3}
+    with simulated_by(Analytic()):
+        found = plan(
+            make_config(BASE), Objective(LEVEL, TARGET, (3,)), policies=["jsq"], max_gpus=40,
+            gpus=list(prices), prices=prices, tensor_parallel_sizes=[1], runs=Runs(1),
+            sensitivity=True,
+        )  # fmt: skip
+    costs = {row.gpu: row.cost for row in found.rows}
+    told = [each for each in found.sensitivity if each.name.startswith("price of")]
+    assert len(told) == 4
+    for each in told:
+        gpu = each.name.removeprefix("price of ")
+        changed = {name: c * (1 + each.change * (name == gpu)) for name, c in costs.items()}
+        best = min(changed, key=changed.get)
+        assert each.trial.config.gpu == best
+        assert each.changes == (best != found.best.gpu)
+
+
+# -- money and power ----------------------------------------------------------------------------
+
+
+def test_money_and_power_of_tokens():
+    with simulated_by(Analytic()):
+        found = plan(
+            make_config(BASE), Objective(LEVEL, TARGET, (3,)), policies=["jsq"], gpus=["MI300X"],
+            prices={"MI300X": 2.0}, tensor_parallel_sizes=[1], runs=Runs(1),
+        )  # fmt: skip
+    answer, gpus = found.record()["answer"], found.best.cost / 2.0
+    assert answer["price_per_million_prompt_tokens"] == pytest.approx(
+        2.0 * gpus / 3600 / (100 * 20) * 1e6
+    )
+    joules = 750.0 * gpus / (64 * 20)  # a token
+    assert answer["most_kwh_per_million_output_tokens"] == pytest.approx(joules * 1e6 / 3.6e6)
+
+
+# -- interrupted plans --------------------------------------------------------------------------
+
+
+class Interrupted(Analytic):
+    """Ctrl-C after so many runs."""
+
+    def __init__(self, after=math.inf):
+        super().__init__(0.02)
+        self.after = after
+
+    def summary(self, config):
+        if len(self.configs) > self.after:
+            raise KeyboardInterrupt
+        return super().summary(config)
+
+
+def test_an_interrupted_plan_goes_on(run_cli, monkeypatch, tmp_path):
+    def planned(evaluate, out, *arguments):
+        monkeypatch.setattr("eldr_sim.planning.runs.points.simulate_summary", evaluate)
+        return run_cli(
+            "plan", "--slo", "ttft:500,tpot:30", "--attainment", "0.9", "--policy", "jsq",
+            "--duration", "60", "--output-len", "64", "--seeds", "3", "--jobs", "1", "-tp", "1",
+            "--request-rate", "20", "--max-gpus", "32", "--out", out, *arguments,
+        )  # fmt: skip
+
+    whole = Interrupted()
+    assert planned(whole, tmp_path / "whole")[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"whole"}
+    cut = Interrupted(after=10)
+    code, _, err = planned(cut, tmp_path / "cut")
+    assert code == 130
+    assert err.splitlines()[-1].endswith("keeps the ended runs; --resume continues")
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "cut.unfinished"}
+    code, _, err = planned(Interrupted(), tmp_path / "cut")
+    assert (code, "holds a plan, 10 runs done (allowed: --resume" in err) == (2, True)
+    rest = Interrupted()
+    assert planned(rest, tmp_path / "cut", "--resume")[0] == 0
+    assert len(rest.configs) == len(whole.configs) - 10
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "cut"}
+    for name in ("plan.json", "points.parquet"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert json.loads((tmp_path / "cut" / "plan.json").read_text())["answer"] is not None
+
+
+def test_a_plan_without_a_folder_keeps_nothing(run_cli):
+    arguments = ["plan", "--slo", "ttft:500", "--request-rate", "20", "--resume"]
+    code, _, err = run_cli(*arguments)
+    assert (code, err) == (2, "Error: resume: no plan is kept without --out (allowed: --out DIR "
+                              "beside it)\n")  # fmt: skip

@@ -1,0 +1,125 @@
+"""Successive halving over clusters whose rates are known, with errors that short windows have."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.search.plan import MOST_CANDIDATES, plan
+from eldr_sim.planning.search.race import SHORTEST, Contender, halved
+from eldr_sim.planning.slo import Objective
+from eldr_sim.simulator.setup.config import make_config
+
+from .analytic import BASE, LEVEL, Analytic, simulated_by
+
+OBJECTIVE = Objective(LEVEL, 0.9, (3,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a race asks of a configuration."""
+
+    index: int
+    request_rate: float = 1.0
+    duration_s: float = 40.0
+    warmup_s: float = 10.0
+    seed: int = 0
+    num_requests: None = None
+    replays_log: bool = False
+
+    def model_copy(self, update):
+        names = {"duration": "duration_s", "warmup": "warmup_s"}
+        return dataclasses.replace(self, **{names.get(k, k): v for k, v in update.items()})
+
+
+class Template:
+    """A shape of one cluster."""
+
+    def __init__(self, index, price):
+        self.index, self.price = index, price
+
+    def cost(self, x, y):
+        return self.price
+
+    def at(self, x, y):
+        return Run(self.index)
+
+
+def race(rates, prices, likely, sd, rng, keep=4):
+    """Race clusters; return the indices of those that are left, and the seconds simulated."""
+    seconds, luck = 0.0, {}
+
+    def attained(run):
+        nonlocal seconds
+        seconds += run.duration_s + run.warmup_s
+        share = run.duration_s / 40.0
+        if (run.index, share) not in luck:
+            luck[run.index, share] = 1 + sd * rng.normal() / math.sqrt(share / SHORTEST)
+        return float(run.request_rate <= rates[run.index] * luck[run.index, share])
+
+    runners = [
+        Contender(Template(i, price), 1, 1, likely=guess)
+        for i, (price, guess) in enumerate(zip(prices, likely, strict=True))
+    ]
+    search, asked = halved(runners, OBJECTIVE, 0.1, keep), None
+    while True:
+        try:
+            runs = next(search) if asked is None else search.send(asked)
+        except StopIteration as end:
+            return [each.template.index for each in end.value], seconds
+        asked = [{"slo_attainment": attained(run)} for run in runs]
+
+
+@pytest.mark.parametrize("sd", [0.0, 0.03])
+def test_the_best_or_one_within_two_percent_is_left(sd):
+    """In 95% of races and more, for half of what whole windows of all would take, or less."""
+    rng = np.random.default_rng(3)
+    right, spent, races = 0, 0.0, 300
+    for _ in range(races):
+        rates = rng.lognormal(3.0, 0.25, 40)
+        prices = rng.integers(4, 9, 40).astype(float)
+        likely = rates * rng.lognormal(0.0, 0.15, 40)
+        left, seconds = race(rates, prices, likely, sd, rng)
+        value = rates / prices
+        right += value[left].max() >= 0.98 * value.max()
+        spent += seconds
+        assert 4 <= len(left) <= 40
+    whole = 40 * 7 * 50  # seven runs of 50 s find the rate of a cluster to 1%
+    print(f"sd {sd}: right in {right} of {races}, {spent / races / whole:.0%} of the time")
+    assert right >= 0.95 * races
+    assert spent / races <= 0.5 * whole
+
+
+def test_few_clusters_do_not_race():
+    left, seconds = race([1.0, 2.0], [1.0, 1.0], [1.0, 1.0], 0.0, None)
+    assert (left, seconds) == ([0, 1], 0.0)
+
+
+class Batched(Analytic):
+    """Decode workers are the faster the more sequences they run, up to a number."""
+
+    def summary(self, config):
+        speed = 1.0 - abs(math.log2((config.max_num_seqs or 1) / 64)) / 8
+        changed = config.replace(request_rate=config.request_rate / speed)
+        return super().summary(config) | {
+            "slo_attainment": super().summary(changed)["slo_attainment"]
+        }
+
+
+def test_a_plan_of_many_candidates_searches_the_best_of_them():
+    sizes = [2**n for n in range(1, 11)]
+    with simulated_by(Batched()):
+        found = plan(
+            make_config(BASE), OBJECTIVE, policies=["jsq"], gpus=["H100"], max_gpus=32,
+            tensor_parallel_sizes=[1], axes={"max_num_seqs": sizes}, runs=Runs(1),
+        )  # fmt: skip
+    assert len(found.rows) == len(sizes)
+    assert found.best.policy == "jsq, max_num_seqs=64"
+    beaten = [row for row in found.rows if row.without == "beaten"]
+    assert len(beaten) <= len(sizes) - MOST_CANDIDATES
+    for row in beaten:
+        assert "in short runs" in row.reasons[0]
