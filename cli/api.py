@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Config = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
 F = TypeVar("F", bound=Callable[..., Any])
 #: Options that say where a command's output goes; results have methods for it.
-_OUTPUT = {"out", "force", "plot", "timeline", "verbose", "help"}
+_OUTPUT = {"out", "emit", "resume", "force", "plot", "timeline", "verbose", "help"}
 
 
 class _Told:

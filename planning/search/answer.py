@@ -499,9 +499,13 @@ def _of_shapes(answer: Answer) -> Iterator[str]:
     else:
         if max(answer.question.engines) == 1:
             left.append("engines that share experts (--data-parallel-size)")
-        left.append("expert parallelism in one pool alone")
-        if config.max_num_batched_tokens is None:
-            left.append("token budgets of prefill workers (--max-num-batched-tokens)")
+        varied = [name.split(".")[-1] for name in answer.question.axes.values]
+        if "enable_expert_parallel" not in varied:
+            pool = "--vary decode.enable_expert_parallel=false,true"
+            left.append(f"expert parallelism in one pool alone ({pool})")
+        if config.max_num_batched_tokens is None and "max_num_batched_tokens" not in varied:
+            budgets = "--vary prefill.max_num_batched_tokens=4096,16384"
+            left.append(f"token budgets of prefill workers ({budgets})")
     if dear:
         left.append("the shapes estimated too dear")
     yield f"Not searched: {', '.join(left)}"

@@ -26,10 +26,10 @@ from eldr_sim.simulator.setup.config_groups import (
 from eldr_sim.simulator.setup.prepare import servable
 
 DRAFTS = "drafts"  #: drafts of ``speculative_config``, 0 for none: an axis that is no field
-#: Fields of a cluster's shape, and of what is asked for.
-_CHOSEN = {
-    "topology", "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size",
-    "enable_expert_parallel", "goodput", "price_per_gpu_hour",
+#: Fields of a cluster's shape and of what is asked for: of the run, and also of a pool.
+_CHOSEN = {"topology", "enable_expert_parallel", "goodput"}
+_SIZES = {
+    "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "price_per_gpu_hour",
 }  # fmt: skip
 _REQUESTS = {
     name
@@ -51,9 +51,10 @@ class Axes:
         """
         axes = {name: list(given) for name, given in self.values.items() if given}
         for name, given in axes.items():
-            if name.split(".")[-1] in _CHOSEN or name.split(".")[0] in _REQUESTS:
+            parts = name.split(".")
+            if name in _CHOSEN or parts[-1] in _SIZES or parts[0] in _REQUESTS:
                 raise InputError(name, "is no axis of a plan", "fields of engines and policies")
-            if name.split(".")[-1] == "gpu":
+            if parts[-1] == "gpu":
                 axes[name] = given = [load_gpu(str(gpu)).name for gpu in given]
             elif name == "policy":
                 axes[name] = given = _policies(config, given)
