@@ -156,7 +156,7 @@ def plan(
         rate = next((template.bounds.rate for template in sized), math.nan)
         check_requests(config, rate)
         runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
-        beaten = []
+        beaten: list[CandidateRow] = []
         if config.generates and len(candidates) > MOST_CANDIDATES:
             candidates, beaten = runs.ended(_race(candidates, objective, rate))
         results = runs.together([_search_sizes(each, objective) for each in candidates])
@@ -191,13 +191,14 @@ def _race(
     the others.
     """
     able = [each for each in candidates if any(not t.bounds.impossible for t in each.templates)]
-    runners = []
+    runners: list[Contender] = []
     for each in able:
         template = next(t for t in each.templates if not t.bounds.impossible)
         runners.append(Contender(template, *template.estimate, likely=rate))
     left = yield from halved(runners, objective, rate / 4.0, MOST_CANDIDATES)
     ahead = {each.key for each in left}
-    kept, beaten = [], []
+    kept: list[Candidate] = []
+    beaten: list[CandidateRow] = []
     for each in candidates:
         runner = next((r for r in runners if r.template in each.templates), None)
         if runner is None or (runner.key not in ahead and each is not candidates[0]):
