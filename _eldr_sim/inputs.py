@@ -161,6 +161,10 @@ def _twice(root: yaml.Node) -> Iterator[str]:
         todo += [value for _, value in parts]
 
 
+#: What a .npy file begins with.
+_NPY = b"\x93NUMPY"
+
+
 def check_arrays(path: str | os.PathLike[str], field: str) -> Path:
     """Return the path of a .npy or .npz file whose arrays may be loaded.
 
@@ -169,7 +173,8 @@ def check_arrays(path: str | os.PathLike[str], field: str) -> Path:
     path = regular_file(path, field)
     try:
         with path.open("rb") as file:
-            if zipfile.is_zipfile(file):
+            begin = file.read(len(_NPY))  # first: what ends a .zip may stand in an array by chance
+            if begin != _NPY and zipfile.is_zipfile(file):
                 with zipfile.ZipFile(file) as archive:
                     total = sum(member.file_size for member in archive.infolist())
                     _within(total, path, field)

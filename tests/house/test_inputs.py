@@ -23,6 +23,7 @@ from eldr_sim.inputs import check_arrays, parse_json, parse_yaml, read_text, reg
 from eldr_sim.kernel_profiles.tables.format import load_table
 from eldr_sim.parquet import read_table
 from eldr_sim.traces.requests.column_logs import column_rows
+from eldr_sim.traces.routing.encoding import load_ids
 
 DEEP = "[" * 100_000
 #: Nine aliases of nine aliases of ..., nine times: 9^10 values where they are written out.
@@ -54,6 +55,15 @@ def test_sizes_are_checked_before_the_file_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "ARRAY_LIMIT", 1000)
     with pytest.raises(InputError, match="unpacks to 8,1"):
         check_arrays(tmp_path / "a.npz", "trace")
+
+
+def test_an_array_that_holds_the_end_of_a_zip_file_is_an_array(tmp_path):
+    """Expert ids 80, 75, 5 and 6 in a row, as drawn routing has them now and then."""
+    ids = np.full(100, 7, np.uint8)
+    ids[40:44] = list(b"PK\x05\x06")
+    np.save(tmp_path / "experts.npy", ids)
+    assert check_arrays(tmp_path / "experts.npy", "trace") == tmp_path / "experts.npy"
+    assert (load_ids(tmp_path / "experts.npy", "npy") == ids).all()
 
 
 def test_an_array_may_not_promise_what_no_machine_holds(tmp_path):
