@@ -49,9 +49,7 @@ class Efficiency:
     #: Time of a norm, a rotary embedding, a cache write and the like of few tokens in a graph; None
     #: where all of a layer's together are known (``parts.NORMS_S``).
     small_kernel_s: float | None = None
-    #: ``launch_s``, ``mxfp4_launch_s``: host time of an engine without graphs to launch one kernel,
-    #: and what a layer of MXFP4 experts adds; None where nobody has said.
-    launch_s: float | None = None
+    #: Host time of an engine without graphs that a layer of MXFP4 experts adds.
     mxfp4_launch_s: float = 0.0
 
 

@@ -65,13 +65,20 @@ CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
 MOE_KERNELS = 7
 """Kernels of a MoE layer in vLLM's Triton path beside the gate's GEMM: top-k, two that sort tokens
 by expert, two GEMMs, activation, sum over a token's experts."""
+MLA_KERNELS = 8
+"""Small kernels of multi-head latent attention beside those of other attention: two norms of the
+compressed queries and KV, two splits, two rotations, keys and values put together."""
 
 _ATTENTION: tuple[Kind, Kind] = ("attention_decode", "attention_prefill")
 
 
 def elementwise_bytes(model: ModelDims) -> int:
-    """Bytes that norms, rotary embedding and KV writes of a layer move for a token."""
-    return 4 * (4 * model.hidden_size + (model.n_heads + 2 * model.n_kv_heads) * model.head_dim)
+    """Bytes that norms, rotary embedding and KV writes of a layer move for a token.
+
+    Those of multi-head latent attention are part of its measured module.
+    """
+    heads = 0 if model.attention == "mla" else model.n_heads + 2 * model.n_kv_heads
+    return 4 * (4 * model.hidden_size + heads * model.head_dim)
 
 
 def _small_kernels(model: ModelDims) -> int:
@@ -218,23 +225,30 @@ class Parts:
         self._record_roofline("moe")
         return bound
 
-    def launches_s(self) -> float:
+    def launches_s(self, rotates_inside: bool = False) -> float:
         """Host time in which a step without graphs launches its kernels.
 
-        Raises InputError: nobody has said how long that takes on this GPU.
+        ``rotates_inside``: attention applies rotary embeddings and writes the KV cache itself, as
+        in SGLang and TensorRT-LLM. Raises InputError: nobody has said how long that takes on hosts
+        of this GPU.
         """
-        model, efficiency = self.whole, roofline.efficiency_of(self.gpu)
-        if efficiency.launch_s is None:
-            problem = f"what launching kernels costs the host of {self.gpu.name} is not known"
+        model, gpu = self.whole, self.gpu
+        if gpu.launch_s is None:
+            problem = f"what launching kernels costs the host of {gpu.name} is not known"
             raise InputError("enforce_eager", problem, "not given, or a gap as host_gap_ms")
-        kernels = model.n_layers * (_small_kernels(model) + 1)
+        linears = 2 * (model.n_moe_layers * (model.shared_intermediate_size > 0))
+        linears += 2 * model.n_dense_layers
         for sliding, layers in model.attention_kinds:
-            kernels += layers * len(model.attention_linears(sliding))
-        kernels += 2 * model.n_moe_layers * (model.shared_intermediate_size > 0)
-        kernels += 2 * model.n_dense_layers + model.n_moe_layers * (1 + MOE_KERNELS)
-        seconds = kernels * efficiency.launch_s
+            linears += layers * len(model.attention_linears(sliding))
+        small = _small_kernels(model) - (2 if rotates_inside else 0)
+        if model.attention == "mla":
+            small += MLA_KERNELS
+        kernels = model.n_layers * (small + 1) + model.n_moe_layers * (1 + MOE_KERNELS) + linears
+        if model.linear_dtype == "fp8_block":  # scales of its input: no other kernel knows them
+            kernels += linears
+        seconds = kernels * gpu.launch_s
         if model.expert_dtype == "mxfp4":
-            seconds += model.n_moe_layers * efficiency.mxfp4_launch_s
+            seconds += model.n_moe_layers * roofline.efficiency_of(gpu).mxfp4_launch_s
         return seconds
 
     def _engine_step(self) -> EngineStepLatency | None:

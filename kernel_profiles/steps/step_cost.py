@@ -166,8 +166,17 @@ def step_parts(
     attention = attention_s(cost, sequences, context, first, count, n_chunks)
     dense, collectives = cost.dense_s[computed], cost.collectives_s[computed]
     head = cost.head_s[rows]
-    # Without graphs the host launches the next kernel while the last one runs, but no faster.
-    waits = cost.launch_s - (moe + attention + dense + head + collectives)
-    return StepParts(
-        moe, attention, dense, head, collectives, cost.host_s + max(waits, 0.0), 0.0, 0.0, 0.0
-    )
+    kernels_s = moe + attention + dense + head + collectives
+    host = cost.host_s + launch_wait_s(cost, kernels_s, n_chunks > 0)
+    return StepParts(moe, attention, dense, head, collectives, host, 0.0, 0.0, 0.0)
+
+
+@njit()
+def launch_wait_s(cost: StepCost, kernels_s: float, prompts: bool) -> float:
+    """Return how long a step's kernels wait for the host that launches them, s.
+
+    Without graphs the host launches the next kernel while the last one runs, but no faster.
+    ``kernels_s``: of all kernels; ``prompts``: whether the step computes any.
+    """
+    launch_s = cost.prompt_launch_s if prompts else cost.launch_s
+    return float(max(launch_s - kernels_s, 0.0))

@@ -179,6 +179,7 @@ def build_step_time_model(
     host_gap_s: float | None = None,
     cudagraph_padding: Padding = "none",
     enforce_eager: bool = False,
+    eager_prompts: bool = False,
     moe_backend: MoEBackend = "auto",
     tables: Sequence[LatencyTable] = (),
     linears: Sequence[tuple[int, int]] = (),
@@ -195,7 +196,8 @@ def build_step_time_model(
     takes :data:`~eldr_sim.kernel_profiles.steps.parts.HOST_GAP_S`; ``cudagraph_padding``: what the
     padding rows of CUDA graphs compute, see :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`;
     ``enforce_eager``: run without graphs: a step takes no less than the host needs to launch its
-    kernels, and nothing is padded; ``moe_backend``: whose kernel computes the experts; the newest
+    kernels, and nothing is padded; ``eager_prompts``: steps that compute prompts run so, where the
+    host of the GPU is known; ``moe_backend``: whose kernel computes the experts; the newest
     that was measured when ``auto``; ``tables``: the user's own, which take precedence over the
     shipped ones. One of kind ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host
     gap together; ``linears``: (out, in features) of matrices that a step's tokens go through beside
@@ -226,7 +228,10 @@ def build_step_time_model(
         more = sum(parts.linear_s(n, k, tokens) for n, k in linears)
         cost = cost._replace(dense_s=cost.dense_s + more)
     if enforce_eager:
-        cost, cudagraph_padding = cost._replace(launch_s=parts.launches_s()), "none"
+        launch_s, cudagraph_padding = parts.launches_s(), "none"
+        cost = cost._replace(launch_s=launch_s, prompt_launch_s=launch_s)
+    elif eager_prompts and device.launch_s is not None:
+        cost = cost._replace(prompt_launch_s=parts.launches_s(rotates_inside=True))
     measured = [decode for _, decode, _ in parts.attention]
     return StepTimeModel(
         cost=pad(

@@ -155,6 +155,11 @@ def _of_workers(
         yield "batch_wait_timeout_iters", "prompts wait for no tokens (batch_wait_max_tokens_ratio)"
     if not config.batch_wait_timeout_iters:
         yield "batch_wait_max_tokens_ratio", "prompts wait for no step (batch_wait_timeout_iters)"
+    if all(engine.group is None for engine in engines):
+        yield "attention_dp_balance", "no engines share experts"
+    if not config.attention_dp_balance:
+        for name in ("attention_dp_timeout_iters", "attention_dp_batching_wait_iters"):
+            yield name, "prompts do not wait for other engines (attention_dp_balance)"
     if config.tokenizer_mode == "microbatch_sequential":
         yield "tokenizer_threads", "microbatch_sequential tokenises one prompt after the other"
 

@@ -178,7 +178,7 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
         _admit(clock, events, engines, w, defers)
     if not pool.mixed_steps and worker.joined == 0 and worker.chunk_tokens == 0:
         _preempt(clock, engines, w)  # a step of prompts needs nothing for those that decode
-    if defers and _has_step(worker):
+    if (defers or pool.balance_steps > 0) and _has_step(worker):
         worker.one_step = True  # look again before the next step
     if _has_step(worker):
         schedule_step(clock, events, engines.workers, w)
@@ -199,6 +199,8 @@ def _defers_prompts(engines: Engines, w: int) -> Any:
         return False
     if pool.wait_steps > 0:
         return _waits_for_others(engines, w)
+    if pool.balance_steps > 0:
+        return _waits_for_engines(engines, w)
     if pool.prefill_schedule_interval == 1:
         return False
     return engines.workers[worker.leader].n_group_steps % pool.prefill_schedule_interval != 0
@@ -232,6 +234,38 @@ def _waits_for_others(engines: Engines, w: int) -> Any:
         return True
     worker.waited = 0
     return False
+
+
+@compiled()
+def _waits_for_engines(engines: Engines, w: int) -> Any:
+    """Whether prompts wait until all engines of the group have some and a place for them.
+
+    They do so for ``balance_steps`` steps at most, and for ``batching_steps`` more once all have
+    (TensorRT-LLM's ``_balance_adp_requests``, `pyexecutor/py_executor.py`); not while an engine
+    decodes nothing. The engines decide alike: with what the first of them sees.
+    """
+    pool, workers = engines.pools[engines.pool_of[w]], engines.workers
+    leader = workers[workers[w].leader]
+    if leader.balanced_step == leader.n_group_steps:
+        return leader.balances
+    all_have, all_decode = True, True
+    for member in range(workers[w].leader, workers[w].leader + pool.group_size):
+        worker = workers[member]
+        has = worker.prefilling > 0 or max(worker.new_head, worker.preempted_head) >= 0
+        all_have = all_have and has and worker.batch + worker.prefilling < pool.max_num_seqs
+        all_decode = all_decode and worker.batch > 0
+    leader.balanced_step = leader.n_group_steps
+    if all_have:
+        leader.waited, leader.batched = 0, leader.batched + 1
+        leader.balances = all_decode and leader.batched < pool.batching_steps
+        if not leader.balances:
+            leader.batched = 0
+    else:
+        leader.waited += 1
+        leader.balances = all_decode and leader.waited < pool.balance_steps
+        if not leader.balances:
+            leader.waited = 0
+    return leader.balances
 
 
 @compiled()
@@ -701,6 +735,7 @@ def make_workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray
     size, first = pools["group_size"][pool_of], pools["first_worker"][pool_of]
     workers["leader"] = first + (np.arange(len(pool_of)) - first) // size * size
     for name in ("wake", "spare", "idle_head", "idle_tail", "new_head", "oldest", "newest",
-                 "arrived_head", "preempted_head", "loading_head", "late_head"):  # fmt: skip
+                 "arrived_head", "preempted_head", "loading_head", "late_head",
+                 "balanced_step"):  # fmt: skip
         workers[name] = -1
     return workers

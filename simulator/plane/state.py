@@ -164,6 +164,8 @@ POOL = np.dtype(
         ("poll_steps", np.int64),
         ("wait_steps", np.int64),
         ("wait_tokens", np.int64),
+        ("balance_steps", np.int64),
+        ("batching_steps", np.int64),
         ("reserve", np.int64),
         ("first_share", np.float64),
         ("least_share", np.float64),
@@ -213,6 +215,11 @@ WORKER = np.dtype(
         ("rested", np.int64),
         ("polled", np.int64),  # steps since the engine looked for requests,
         ("waited", np.int64),  # and steps that prompts have waited for others
+        # At a group's leader: steps that engines with prompts have waited since all have some, the
+        # step that was last decided for, and whether prompts wait in it.
+        ("batched", np.int64),
+        ("balanced_step", np.int64),
+        ("balances", np.bool_),
         ("share", np.float64),  # of tokens still to come that are reserved
         ("begun_tokens", np.int64),  # those of all steps so far,
         ("computed_tokens", np.int64),  # and of the steps that had ended at the last boundary

@@ -413,6 +413,15 @@ class SchedulerConfig(Fields):
     """TensorRT-LLM: steps that prompts wait at most for others to be computed with,"""
     batch_wait_max_tokens_ratio: float | None = Field(default=None, ge=0, le=1)
     """until their tokens reach this share of the step's."""
+    attention_dp_balance: bool | None = None
+    """TensorRT-LLM: engines of data-parallel attention let prompts wait until each has some,"""
+    attention_dp_timeout_iters: int | None = Field(default=None, ge=1)
+    """for as many steps at most (50),"""
+    attention_dp_batching_wait_iters: int | None = Field(default=None, ge=0)
+    """and for as many more once all have (10)."""
+    piecewise_cuda_graph: bool | None = None
+    """SGLang, TensorRT-LLM: steps with prompts run as CUDA graphs in pieces and do not wait for the
+    host; SGLang's default, not TensorRT-LLM's."""
 
 
 class SpeculationConfig(Fields):

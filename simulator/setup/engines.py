@@ -17,15 +17,19 @@ from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.simulator.plane.state import OF_PROMPT, OF_SHARE, TO_THE_END
 from eldr_sim.simulator.setup.pools import Engine, Pool
 
-#: Options that one engine alone knows: fields of `config_groups.SchedulerConfig`.
-OPTIONS: dict[str, Engine] = {
-    "enable_mixed_chunk": "sglang",
-    "scheduler_recv_interval": "sglang",
-    "schedule_conservativeness": "sglang",
-    "enable_chunked_prefill": "trtllm",
-    "capacity_scheduler_policy": "trtllm",
-    "batch_wait_timeout_iters": "trtllm",
-    "batch_wait_max_tokens_ratio": "trtllm",
+#: Options that vLLM does not know, and who does: fields of `config_groups.SchedulerConfig`.
+OPTIONS: dict[str, tuple[Engine, ...]] = {
+    "enable_mixed_chunk": ("sglang",),
+    "scheduler_recv_interval": ("sglang",),
+    "schedule_conservativeness": ("sglang",),
+    "enable_chunked_prefill": ("trtllm",),
+    "capacity_scheduler_policy": ("trtllm",),
+    "batch_wait_timeout_iters": ("trtllm",),
+    "batch_wait_max_tokens_ratio": ("trtllm",),
+    "attention_dp_balance": ("trtllm",),
+    "attention_dp_timeout_iters": ("trtllm",),
+    "attention_dp_batching_wait_iters": ("trtllm",),
+    "piecewise_cuda_graph": ("sglang", "trtllm"),
 }
 _FIRST, _LEAST, _STEPS = 0.7, 0.14, 600  # SGLang's new_token_ratio: start, of it at last, steps
 _MIB = 2**20
@@ -40,12 +44,15 @@ class EngineRules:
     poll_steps: int = 1  #: steps of decoding after which the engine looks for requests
     wait_steps: int = 0  #: steps at most that prompts wait for more of them,
     wait_tokens: int = 0  #: until a step has so many tokens
+    balance_steps: int = 0  #: steps at most that prompts wait for all engines of a group,
+    batching_steps: int = 0  #: and more once all have some
     reserve: int = int(OF_PROMPT)  #: `state.OF_PROMPT`, ``OF_SHARE`` or ``TO_THE_END``
     first_share: float = 0.0  #: of tokens still to come that ``OF_SHARE`` reserves at first,
     least_share: float = 0.0  #: at last,
     share_step: float = 0.0  #: and how much less each step of decoding
     fewest_first: bool = False  #: the sequence with the fewest outputs is preempted first
     token_with_kv: bool = False  #: the first token comes with a KV cache that is handed over
+    eager_prompts: bool = False  #: steps with prompts run without CUDA graphs, uncompiled
 
 
 def rules_of(engine: Engine, options: Any, budget: int, engines_of_worker: int) -> EngineRules:
@@ -68,17 +75,23 @@ def rules_of(engine: Engine, options: Any, budget: int, engines_of_worker: int) 
             share_step=(1.0 - _LEAST) * first / _STEPS,
             fewest_first=True,
             token_with_kv=True,
+            eager_prompts=options.piecewise_cuda_graph is False,
         )
     if engine == "trtllm":
         evicts = options.capacity_scheduler_policy == "MAX_UTILIZATION"
         ratio = options.batch_wait_max_tokens_ratio or 0.0
         waits = ratio > 0.0 and engines_of_worker == 1
+        balances = options.attention_dp_balance and engines_of_worker > 1
+        batching = options.attention_dp_batching_wait_iters
         return EngineRules(
             whole_prompts=not options.enable_chunked_prefill,
             wait_steps=(options.batch_wait_timeout_iters or 0) if waits else 0,
             wait_tokens=math.ceil(ratio * budget),
+            balance_steps=(options.attention_dp_timeout_iters or 50) if balances else 0,
+            batching_steps=10 if batching is None else batching,
             reserve=int(OF_PROMPT if evicts else TO_THE_END),
             token_with_kv=True,
+            eager_prompts=not options.piecewise_cuda_graph,
         )
     return EngineRules()
 

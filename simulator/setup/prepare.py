@@ -107,12 +107,12 @@ def prepare(config: RunConfig) -> PreparedRun:
         problem = f"{config.output_len}: a request of {config.topology} ends with its prompt"
         raise InputError("output_len", problem, "1, or none")
     _check_tables(config)
-    for name, owner in OPTIONS.items():
+    for name, owners in OPTIONS.items():
         if getattr(config, name) is not None and not any(
-            owner == pool.own.engine for pool in config.pools
+            pool.own.engine in owners for pool in config.pools
         ):
-            problem = f"is {owner}'s, and the engine is {config.engine}"
-            raise InputError(name, problem, f"--engine {owner}")
+            problem = f"is {' and '.join(owners)}'s, and the engine is {config.engine}"
+            raise InputError(name, problem, f"--engine {' or '.join(owners)}")
     if trace is not None and any(p.own.parallelism.data_parallel_size > 1 for p in config.pools):
         trace.require_prompts("the pairs of engines that share experts")
     with noting_use() as used:
@@ -325,7 +325,8 @@ def _engine(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineS
             config.tables, model=dims, gpu=gpu, max_num_seqs=max_num_seqs,
             max_model_len=_max_model_len(config, model), max_num_batched_tokens=budget,
             parallelism=of, host_gap_s=host_s, cudagraph_padding=config.cudagraph_padding,
-            enforce_eager=bool(pool.enforce_eager), moe_backend=config.moe_backend,
+            enforce_eager=bool(pool.enforce_eager), eager_prompts=rules.eager_prompts,
+            moe_backend=config.moe_backend,
             linears=tuple(linears), tokens_per_sequence=each,
         )  # fmt: skip
         note_use(used)

@@ -62,6 +62,10 @@ CASES = {
             ("capacity_scheduler_policy", "sglang", "MAX_UTILIZATION"),
             ("batch_wait_timeout_iters", "vllm", "4"),
             ("batch_wait_max_tokens_ratio", "vllm", "0.5"),
+            ("piecewise_cuda_graph", "vllm", ""),
+            ("attention_dp_balance", "sglang", ""),
+            ("attention_dp_timeout_iters", "vllm", "4"),
+            ("attention_dp_batching_wait_iters", "vllm", "4"),
         )
     },
     "moe_dp_chunk_size": "--moe-dp-chunk-size 64",

@@ -504,6 +504,8 @@ VALUES: dict[str, list[Any]] = {
     "engine_args": ["--block-size 32"], "extra_llm_api_options": ["missing.yaml"],
     "enable_mixed_chunk": [True], "scheduler_recv_interval": [4],
     "schedule_conservativeness": [0.5], "enable_chunked_prefill": [True],
+    "piecewise_cuda_graph": [False], "attention_dp_balance": [True],
+    "attention_dp_timeout_iters": [4], "attention_dp_batching_wait_iters": [4],
     "capacity_scheduler_policy": ["MAX_UTILIZATION"],
     "batch_wait_timeout_iters": [4], "batch_wait_max_tokens_ratio": [0.5], "routing": ["uniform"],
     "prefill.all2all_backend": ["pplx"], "decode.all2all_backend": ["pplx"],

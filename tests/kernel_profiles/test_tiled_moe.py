@@ -157,4 +157,29 @@ def test_a_step_without_graphs_waits_for_its_launches():
     times = [sum(one.parts(chunks=chunks)) for one, chunks in zip(both, long, strict=True)]
     assert times[0] == times[1] > 48 * 16 * 77e-6
     with pytest.raises(InputError, match="enforce_eager"):
-        build_step_time_model("Qwen3-30B-A3B", "H100", **SIZES, enforce_eager=True)
+        build_step_time_model("Qwen3-30B-A3B", "L40S", **SIZES, enforce_eager=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "launches"),
+    [
+        # Two norms, activation, attention, four GEMMs.
+        ("Llama-3.1-8B", 32 * 8),
+        # Latent attention: two norms, eight more, activation, itself, five GEMMs with their scales;
+        # a MoE layer's gate, seven of its experts, two GEMMs of the shared one and their scales.
+        ("DeepSeek-V3", 61 * (2 + 8 + 1 + 1 + 5 * 2) + 58 * (1 + 7 + 2 * 2) + 3 * 2 * 2),
+    ],
+)
+def test_prompts_alone_may_wait_for_their_launches(model, launches):
+    graphs, eager, unknown = (
+        build_step_time_model(model, gpu, **SIZES, eager_prompts=prompts)
+        for gpu, prompts in (("H200", False), ("H200", True), ("L40S", True))
+    )
+    host_s = graphs.cost.host_s
+    short = eager.parts(batch=4, context=400.0, chunks=[(0, 10)])
+    assert sum(short) == pytest.approx(launches * 90e-6 + host_s)
+    assert sum(graphs.parts(batch=4, context=400.0, chunks=[(0, 10)])) < sum(short)
+    experts = [8.0] * graphs.n_moe_layers
+    alone = [one.parts(batch=4, context=400.0, activated=experts) for one in (graphs, eager)]
+    assert alone[0] == alone[1]
+    assert unknown.cost.prompt_launch_s == 0

@@ -39,10 +39,12 @@ LONGEST = 300  # tokens of a context that the tables know
 N_TRACE = 6  # requests of the trace
 
 
-def random_cost(rng, seqs, budget, n_experts, n_layers, grid):
+def random_cost(rng, seqs, budget, n_experts, n_layers, grid, launches=False):
     """Step times that are all random; with a ``grid`` all are whole parts of a second.
 
-    Sums of those are exact, so steps of several workers end together and at arrivals.
+    Sums of those are exact, so steps of several workers end together and at arrivals. Steps may
+    wait for their launches there, or with ``launches``, where no two workers can end together but
+    for the last bit.
     """
 
     def draw(*shape):
@@ -70,6 +72,8 @@ def random_cost(rng, seqs, budget, n_experts, n_layers, grid):
         prompt_share_s=np.cumsum(draw(LONGEST)),
         prompt_floor_s=float(draw()),
         prompt_token_s=float(draw()),
+        launch_s=(launches or grid > 0) * float(draw()) * rng.integers(3) * n_layers,
+        prompt_launch_s=(launches or grid > 0) * float(draw()) * rng.integers(3) * n_layers * 4,
     )
 
 
@@ -256,6 +260,7 @@ def random_cluster(
     signal_intervals=0,
     preempt_by_key=False,
     aging=None,
+    launches=False,
     windows=None,
     front_end=None,
     drafts=0,
@@ -287,7 +292,7 @@ def random_cluster(
     for budget in (some(1, 2, 3, 5, 8, 13, 30, 60), some(2, 7, 30)):
         if drafts:
             budget, n_blocks = max(budget, seqs * (1 + drafts)), n_blocks + some(0, 2 * drafts)
-        cost = random_cost(rng, seqs * (1 + drafts), budget, n_experts, n_layers, grid)
+        cost = random_cost(rng, seqs * (1 + drafts), budget, n_experts, n_layers, grid, launches)
         step_time = SimpleNamespace(cost=cost, n_moe_layers=n_layers)
         speculation = None
         if drafts:

@@ -32,7 +32,8 @@ def options(**given):
     names = (
         "enable_mixed_chunk", "scheduler_recv_interval", "schedule_conservativeness",
         "enable_chunked_prefill", "capacity_scheduler_policy", "batch_wait_timeout_iters",
-        "batch_wait_max_tokens_ratio",
+        "batch_wait_max_tokens_ratio", "piecewise_cuda_graph", "attention_dp_balance",
+        "attention_dp_timeout_iters", "attention_dp_batching_wait_iters",
     )  # fmt: skip
     return SimpleNamespace(**dict.fromkeys(names) | given)
 
@@ -344,6 +345,38 @@ def test_launch_lines_are_read():
     assert config.max_num_batched_tokens == 2048
 
 
+def test_prompts_run_eagerly_where_the_engine_captures_none(tmp_path):
+    def launches(**fields):
+        return spec_of(**fields).decode.step_time.cost.prompt_launch_s > 0
+
+    file = tmp_path / "extra.yaml"
+    file.write_text("torch_compile_config:\n  enable_piecewise_cuda_graph: true\n")
+    assert not launches()
+    assert not launches(engine="sglang")
+    assert launches(engine="sglang", engine_args="--disable-piecewise-cuda-graph")
+    assert launches(engine="trtllm")
+    assert not launches(extra_llm_api_options=str(file))
+    assert not launches(engine="trtllm", piecewise_cuda_graph=True)
+    assert spec_of(engine="trtllm").decode.step_time.cost.launch_s == 0
+
+
+def test_stages_wait_for_their_launches():
+    """A prompt of 16 tokens through two stages takes no less than its 32 x 8 launches."""
+
+    def prompt_s(graphs):
+        config = make_config({
+            "engine": "trtllm", "topology": "1P", "model": "Llama-3.1-8B", "gpu": "H200",
+            "prefill": {"pipeline_parallel_size": 2}, "num_requests": 1, "input_len": 16,
+            "piecewise_cuda_graph": graphs, "request_rate": "inf",
+        })  # fmt: skip
+        requests = simulate(config).record.requests
+        return float(requests["prefill_end_s"][0] - requests["prefill_start_s"][0])
+
+    launches_s = 32 * 8 * 90e-6
+    assert prompt_s(True) < launches_s
+    assert launches_s < prompt_s(False) < 1.2 * launches_s
+
+
 def test_what_is_not_simulated_is_said_in_one_line():
     with pytest.warns(EldrSimWarning, match="not simulated of the launch line: lora_paths, x$"):
         make_config({"engine": "sglang", "engine_args": "--lora-paths a b --x 3 --host 0.0.0.0"})
@@ -355,6 +388,7 @@ def test_an_option_file_is_read(tmp_path):
         "kv_cache_config:\n  free_gpu_memory_fraction: 0.8\n  enable_block_reuse: false\n"
         "  dtype: fp8\nbatch_wait_timeout_iters: 20\nbatch_wait_max_tokens_ratio: 0.9\n"
         "enable_attention_dp: true\ntensor_parallel_size: 4\n"
+        "attention_dp_config:\n  enable_balance: true\n  timeout_iters: 60\n"
     )
     with pytest.warns(EldrSimWarning, match="taken as spread"):
         config = make_config({"extra_llm_api_options": str(file)})
@@ -362,6 +396,9 @@ def test_an_option_file_is_read(tmp_path):
     assert (config.gpu_memory_utilization, config.kv_cache_dtype) == (0.8, "fp8")
     assert (config.batch_wait_timeout_iters, config.enable_prefix_caching) == (20, False)
     assert (config.tensor_parallel_size, config.data_parallel_size) == (1, 4)
+    rules = rules_of("trtllm", config, 8192, 4)
+    assert (rules.balance_steps, rules.batching_steps) == (60, 10)
+    assert rules_of("trtllm", config, 8192, 1).balance_steps == 0
     assert dataclasses.asdict(spec_of(engine="trtllm").decode.rules)["whole_prompts"]
 
 

@@ -31,6 +31,7 @@ from eldr_sim.simulator.plane.steps.group_state import (
     make_group_scratch,
 )
 from eldr_sim.simulator.plane.steps.replica_choice import choose_instance
+from eldr_sim.simulator.setup.engines import EngineRules
 from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 
 from ..random_rows import random_prompts
@@ -87,11 +88,13 @@ def growing(engine):
 
 
 def grouped_cluster(
-    seed, topology, size, per_engine, gpus_per_node, copy_per, n_redundant=0, interval=1, **drawn
-):
+    seed, topology, size, per_engine, gpus_per_node, copy_per, n_redundant=0, interval=1,
+    balance=(0, 0), **drawn
+):  # fmt: skip
     """Return the arguments of a random cluster of groups of ``size`` engines."""
     engines = topology[0] * size, topology[1] * size
-    arguments = random_cluster(seed, engines, grid=0, n_ranks=1, own_experts=True, **drawn)
+    alone = {"launches": max(topology) == 1}
+    arguments = random_cluster(seed, engines, grid=0, n_ranks=1, own_experts=True, **drawn, **alone)
     rng, spec = np.random.default_rng([seed, 1]), arguments["spec"]
     n_layers = spec.decode.step_time.n_moe_layers
     n_experts = spec.decode.step_time.cost.n_experts
@@ -111,6 +114,7 @@ def grouped_cluster(
         name: dataclasses.replace(
             growing(getattr(spec, name)),
             parallelism=Parallelism(per_engine, True, size),
+            rules=EngineRules(balance_steps=balance[0], batching_steps=balance[1]),
             group=random_group(rng, n_experts + n_redundant, per_engine, gpus_per_node, copy_per),
         )
         for name in ("prefill", "decode")
@@ -135,6 +139,7 @@ GROUPED = {
     "per_engine": st.sampled_from([1, 1, 2, 8]),  # 16 ranks or more are counted another way
     "gpus_per_node": st.sampled_from([1, 2, 4, 8]),
     "interval": st.sampled_from([1, 1, 2, 5]),
+    "balance": st.sampled_from([(0, 0), (0, 0), (3, 0), (20, 2)]),
     "n_redundant": st.sampled_from([0, 1, 4, 30]),
     "copy_per": st.sampled_from([ALL, EXPERT, RANK, NODE]),
     "prefix": st.sampled_from([0, 4, 7]),
@@ -161,7 +166,7 @@ def run_pair(arguments, prefill="least_loaded", decode="jsq"):
 @example(  # the last sequence that decodes is preempted in a step that defers prompts
     decode="jsq", seed=2443, topology=(1, 1), size=2, per_engine=1, gpus_per_node=1, interval=5,
     n_redundant=0, copy_per=ALL, prefix=7, async_scheduling=True, slow_transfers=True,
-    preempt_by_key=True, n_queue_keys=1, aging=None,
+    preempt_by_key=True, n_queue_keys=1, aging=None, balance=(0, 0),
 )  # fmt: skip
 @given(decode=st.sampled_from(["jsq", "round_robin", "holds"]), **GROUPED)
 def test_groups_equal_their_twin(decode, **drawn):

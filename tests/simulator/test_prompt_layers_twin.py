@@ -45,7 +45,8 @@ def layered_cluster(seed, kind, topology, size, whole, **drawn):
     """Return the arguments of a random cluster whose prefill workers have such layers."""
     engines = 1 if kind == "stages" else size
     first, last = topology
-    arguments = random_cluster(seed, (first * engines, last), grid=0, n_ranks=1, **drawn)
+    alone = {"launches": max(topology) == 1}
+    arguments = random_cluster(seed, (first * engines, last), grid=0, n_ranks=1, **drawn, **alone)
     spec, rng = arguments["spec"], np.random.default_rng([seed, 7])
     n_layers = spec.prefill.step_time.n_moe_layers
     prefill = dataclasses.replace(

@@ -11,7 +11,8 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.validation.published import record, silicon_rows
+from eldr_sim.validation.published import launch_scripts, record, silicon_rows
+from eldr_sim.validation.published.launch_scripts import Script
 from eldr_sim.validation.published.silicon import ACCEPTANCE, Form, case_fields, launch_options
 from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS, Case, Workers
 
@@ -115,8 +116,25 @@ def test_errors_are_those_of_the_rows(make_file, tmp_path):
         ),
         ("llama-70b-fp8-trtllm", Case("H200", 4, 1024, 1024, 4), {"batch_wait_timeout_iters": 20}),
         ("llama-70b-fp8-trtllm", Case("H200", 8, 1024, 1024, 4), {"max_num_batched_tokens": 8192}),
-        ("llama-70b-fp8-trtllm", Case("H200", 8, 8192, 1024, 4), {"max_num_batched_tokens": 8256}),
+        ("llama-70b-fp8-trtllm", Case("H200", 8, 8192, 1024, 4), {"max_num_batched_tokens": 8320}),
         ("gpt-oss-120b-trtllm", Case("H200", 8, 1024, 1024, 4), {"max_num_batched_tokens": 20000}),
+        (
+            "deepseek-v3-trtllm",  # (64 + 1024 + 64 + 63) / 64 * 64
+            Case("H200", 8, 1024, 1024, 64, script=Script(least_tokens=0)),
+            {"max_num_batched_tokens": 1152, "gpu_memory_utilization": 0.75},
+        ),
+        (
+            "deepseek-v3-trtllm",
+            Case("B200", 8, 1024, 1024, 64, script=Script("TRTLLM", True, True)),
+            {"piecewise_cuda_graph": True, "batch_wait_timeout_iters": 40},
+        ),
+        ("deepseek-v3-trtllm", Case("B200", 8, 1024, 1024, 64), {"piecewise_cuda_graph": None}),
+        (
+            "deepseek-v3-trtllm",
+            Case("B200", 1, 1024, 1024, 256, True, 8),
+            {"attention_dp_balance": True, "attention_dp_timeout_iters": 60},
+        ),
+        ("deepseek-v3-sglang", Case("B200", 8, 1024, 1024, 64), {"piecewise_cuda_graph": False}),
         ("llama-70b-fp8", Case("H200", 8, 1024, 1024, 4), {"max_num_batched_tokens": 8192}),
     ],
 )
@@ -124,6 +142,7 @@ def test_launch_options_are_the_scripts(monkeypatch, target, case, told):
     model = MEASURED_MODELS[target]
     dims = {
         "gpt-oss-120b-trtllm": "GPT-OSS-120B", "deepseek-v3-sglang": "DeepSeek-V3",
+        "deepseek-v3-trtllm": "DeepSeek-V3",
     }.get(target)  # fmt: skip
     if dims is not None:  # the package's configurations are not at hand here
         from eldr_sim.kernel_profiles.models import load_model
@@ -190,23 +209,85 @@ def test_a_prefill_worker_has_a_step_of_its_own():
     assert case_fields(replace(case, gpu="H200"), target, Form())["kv_cache_dtype"] == "auto"
 
 
+ONE_K, LONG = (1024, 1024), (8192, 1024)
+
+
 @pytest.mark.parametrize(
-    ("gpu", "precision", "mode", "date", "layout", "drafts", "runner"),
+    ("gpu", "precision", "date", "lengths", "streams", "layout", "drafts", "said"),
     [
-        ("B200", "fp8", "agg", "2025-12-15", Parallelism(8, True), 0, "DEEPGEMM"),
-        ("B200", "fp8", "agg", "2026-01-29", Parallelism(8), 0, "TRTLLM"),
-        ("B200", "fp8", "agg", "2026-02-05", Parallelism(8), 3, "DEEPGEMM"),
-        ("B200", "fp8", "agg", "2026-01-29", Parallelism(1, True, 8), 0, "DEEPGEMM"),
-        ("B200", "fp8", "disagg", "2026-01-29", Parallelism(8), 0, ""),
-        ("GB300", "fp4", "disagg", "2026-01-29", Parallelism(8, True), 0, "TRTLLM"),
-        ("B200", "fp4", "agg", "2026-01-29", Parallelism(1, True, 8), 1, "CUTLASS"),
-        ("H200", "fp8", "agg", "2026-01-29", Parallelism(8), 0, ""),
+        ("B200", "fp8", "2025-12-15", ONE_K, 64, Parallelism(8, True), 0, ("DEEPGEMM", 0, 0)),
+        ("B200", "fp8", "2026-01-29", ONE_K, 32, Parallelism(8), 0, ("TRTLLM", 0, 0)),
+        ("B200", "fp8", "2026-01-29", ONE_K, 64, Parallelism(8), 0, ("TRTLLM", 1, 1)),
+        ("B200", "fp8", "2026-01-29", LONG, 64, Parallelism(8), 0, ("TRTLLM", 1, 0)),
+        ("B200", "fp8", "2026-01-29", (1024, 8192), 64, Parallelism(8), 0, ("TRTLLM", 0, 0)),
+        ("B200", "fp8", "2026-01-29", (1024, 8192), 128, Parallelism(8), 0, ("TRTLLM", 1, 0)),
+        ("B200", "fp8", "2026-01-29", (1024, 8192), 256, Parallelism(8), 0, ("TRTLLM", 0, 0)),
+        ("B200", "fp8", "2026-02-05", ONE_K, 4, Parallelism(8), 3, ("DEEPGEMM", 0, 0)),
+        ("B200", "fp8", "2026-02-05", ONE_K, 64, Parallelism(8), 3, ("DEEPGEMM", 1, 0)),
+        ("B200", "fp8", "2026-02-05", ONE_K, 64, Parallelism(1, True, 8), 1, ("DEEPGEMM", 0, 0)),
+        ("B200", "fp4", "2026-02-03", ONE_K, 64, Parallelism(8), 0, ("TRTLLM", 0, 0)),
+        ("B200", "fp4", "2026-02-03", ONE_K, 64, Parallelism(8, True), 0, ("TRTLLM", 1, 0)),
+        ("B200", "fp4", "2025-12-15", ONE_K, 64, Parallelism(8, True), 0, ("TRTLLM", 0, 0)),
+        ("B200", "fp4", "2026-02-06", ONE_K, 32, Parallelism(8), 3, ("TRTLLM", 1, 0)),
+        ("B200", "fp4", "2026-02-06", ONE_K, 128, Parallelism(1, True, 8), 1, ("CUTLASS", 0, 0)),
+        ("H200", "fp8", "2026-01-29", ONE_K, 64, Parallelism(8), 0, ("", 0, 0)),
     ],
 )
-def test_moe_runners_are_the_scripts(gpu, precision, mode, date, layout, drafts, runner):
-    record = DEEPSEEK | {"precision": precision, "mode": mode}
-    assert silicon_rows._moe_runner(record, gpu, date, layout, drafts) == runner
-    assert silicon_rows._moe_runner(record | {"backend": "sglang"}, gpu, date, layout, 0) == ""
+def test_scripts_of_the_day(gpu, precision, date, lengths, streams, layout, drafts, said):
+    """The kernel of the experts, graphs in pieces, and whether prompts wait for each other."""
+    prompt, output = map(str, lengths)
+    record = DEEPSEEK | {"precision": precision, "mode": "agg", "isl": prompt, "osl": output}
+    script = launch_scripts.script_of(record, gpu, date, streams, layout, drafts)
+    assert (script.moe_runner, script.piecewise_graphs, script.waits) == said
+    assert script.least_tokens == (0 if date < "2026-01-21" else 8192)
+    apart = launch_scripts.script_of(record | {"mode": "disagg"}, gpu, date, 64, layout, drafts)
+    assert (apart.piecewise_graphs, apart.waits) == (False, False)
+    other = record | {"backend": "sglang"}
+    assert launch_scripts.script_of(other, gpu, date, 64, layout, 0) == Script()
+
+
+SPREAD, CUT, SHARED = Parallelism(8, True), Parallelism(8), Parallelism(1, True, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "gpu", "lengths", "streams", "layout"),
+    [
+        ("deepseek-ai/DeepSeek-V3", "fp8", "H200", ONE_K, 64, SPREAD),
+        ("deepseek-ai/DeepSeek-V3", "fp8", "H200", LONG, 64, SHARED),
+        ("deepseek-ai/DeepSeek-R1", "fp8", "B200", ONE_K, 64, SHARED),
+        ("deepseek-ai/DeepSeek-R1", "fp8", "B200", (1024, 8192), 64, SPREAD),
+        ("deepseek-ai/DeepSeek-V3", "fp4", "B200", ONE_K, 8, CUT),
+        ("deepseek-ai/DeepSeek-V3", "fp4", "B200", ONE_K, 16, SPREAD),
+        ("deepseek-ai/DeepSeek-V3", "fp4", "B200", (1024, 8192), 16, CUT),
+        ("deepseek-ai/DeepSeek-V3", "fp4", "B200", ONE_K, 256, SHARED),
+        ("openai/gpt-oss-120b", "fp4", "H200", ONE_K, 4, SPREAD),
+        ("openai/gpt-oss-120b", "fp4", "B200", ONE_K, 128, CUT),
+        ("openai/gpt-oss-120b", "fp4", "B200", ONE_K, 256, SHARED),
+        ("meta-llama/Llama-3.1-70B", "fp8", "H200", ONE_K, 64, None),
+    ],
+)
+def test_scripts_chose_the_layout_until_november_2025(
+    model, precision, gpu, lengths, streams, layout
+):
+    prompt, output = map(str, lengths)
+    record = {"model_path": model, "backend": "trtllm", "precision": precision, "tp_size": "8",
+              "isl": prompt, "osl": output}  # fmt: skip
+    assert launch_scripts.chosen_layout(record, gpu, "2025-11-02", streams) == layout
+    assert launch_scripts.chosen_layout(record, gpu, "2025-11-03", streams) is None
+    assert launch_scripts.chosen_layout(record | {"backend": "vllm"}, gpu, "2025-11-02", 4) is None
+
+
+def test_rows_that_constants_are_fitted_to_are_not_judged(make_file, deepseek):
+    source = "db-dump/2026-04-27; silicon_concurrency={}; measured=2025-12-15"
+    runs = [
+        DUMP | {"isl": 1024, "osl": 1024, "moe_tp_size": 1, "moe_ep_size": 8,
+                "silicon_data_source": source.format(streams), "silicon_tpot_ms": 5.0 + streams}
+        for streams in (4, 8)
+    ]  # fmt: skip
+    rows = record.read(make_file(*runs))
+    assert [row.run.excluded for row in rows] == [
+        "", "the launch on H200's hosts is fitted to it"
+    ]  # fmt: skip
 
 
 def test_every_launch_is_of_known_sizes():
@@ -225,16 +306,16 @@ def test_runs_of_other_moe_runners_have_other_tables(make_file, deepseek, tmp_pa
     runs = [same | {"silicon_data_source": source + day} for day in days]
     runs[1]["silicon_tpot_ms"] = 8.0
     rows = record.read(make_file(*runs))
-    assert [row.run.case.moe_runner for row in rows] == ["DEEPGEMM", "TRTLLM"]
+    assert [row.run.case.script.moe_runner for row in rows] == ["DEEPGEMM", "TRTLLM"]
     assert rows[0].key != rows[1].key
     made = []
 
     def tables(folder, cases, *_args):
         (case,) = cases
-        (folder / case.moe_runner).touch()
+        (folder / case.script.moe_runner).touch()
 
     def predict(load, _target, _form, folder, _trace):
-        made.append((load.case.moe_runner, sorted(path.name for path in folder.iterdir())))
+        made.append((load.case.script.moe_runner, sorted(path.name for path in folder.iterdir())))
         return {}
 
     monkeypatch.setattr(record, "case_tables", tables)

@@ -89,7 +89,9 @@ def read(path: Path | None = None) -> list[Row]:
                 rows.append(replace(row, run=found))
     for name in MEASURED_MODELS:
         own = [i for i, row in enumerate(rows) if row.target == name and row.run is not None]
-        for i, run in zip(own, marked([r for j in own if (r := rows[j].run)]), strict=True):
+        for i, run in zip(
+            own, marked([r for j in own if (r := rows[j].run)], MEASURED_MODELS[name]), strict=True
+        ):
             rows[i] = replace(rows[i], run=run)
     return rows
 
@@ -163,7 +165,7 @@ def _predict(row: Row, folder: str) -> tuple[str, dict[str, float] | str]:
     assert row.run is not None
     target, form, case = MEASURED_MODELS[row.target], Form(), row.run.case
     layout = vars(case.parallelism).values()
-    pool = "-".join(map(str, (case.gpu, *layout, case.prefill, case.moe_runner)))
+    pool = "-".join(map(str, (case.gpu, *layout, case.prefill, case.script.moe_runner)))
     own = Path(folder) / "work" / row.target
     try:
         with _Once(own / "trace") as trace:

@@ -43,12 +43,11 @@ from eldr_sim.simulator.plane.front_end import Mode
 from eldr_sim.simulator.setup.engines import default_fields
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.published import silicon_routing
+from eldr_sim.validation.published.launch_scripts import HOPPER, MOE_RUNNERS
 from eldr_sim.validation.published.predictions import PublishedRow, errors_of, predict, simulate
 from eldr_sim.validation.published.silicon_routing import Routing
 from eldr_sim.validation.published.silicon_rows import (
-    HOPPER,
     MEASURED_MODELS,
-    MOE_RUNNERS,
     Case,
     MeasuredModel,
     MeasuredRun,
@@ -135,9 +134,9 @@ def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]
               "data_parallel_size": case.data_parallel_size}  # fmt: skip
     return (
         engine
+        | {"gpu_memory_utilization": default_fields(engine).get("gpu_memory_utilization", 0.9)}
         | launch_options(case, target)
         | {
-            "gpu_memory_utilization": default_fields(engine).get("gpu_memory_utilization", 0.9),
             "topology": f"{pool.count}P{case.decode_workers}D" if pool.count else "1C",
             "model": target.model,
             "enable_expert_parallel": case.expert_parallel,
@@ -183,8 +182,9 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
     InferenceX's (``benchmarks/*.sh`` of September 2025 to April 2026): on B200 SGLang polls every
     30 steps from 16 streams on on 8 GPUs, else every 10, and its chunks of FP8 models are 32,768
     tokens; TensorRT-LLM's ``max_num_tokens`` are 20,000 for GPT-OSS, 16,384 where Llama-70B waits
-    (20 steps or nine tenths of them, 1k prompts and outputs on fewer than 8 GPUs), else those of
-    all prompts of a step, 8,192 at least.
+    (20 steps or nine tenths of them, 1k prompts and outputs on fewer than 8 GPUs), else a prompt's
+    and a token for each stream, and what `launch_scripts` says; KV caches of co-located DeepSeek
+    take .8 of the free memory, .75 on Hopper, of GPT-OSS .85.
     """
     trtllm, blackwell = target.backend == "trtllm", case.gpu not in HOPPER
     engines = case.data_parallel_size
@@ -192,22 +192,31 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
         chunk = _sglang_chunk(case, target)
         verified = case.concurrency * (1 + case.drafts)  # the chunk does not bound these
         told: dict[str, Any] = {"max_num_batched_tokens": max(chunk // engines, verified)}
+        told["piecewise_cuda_graph"] = False  # as SGLang was until 0.5.9
         if target.inferencex and blackwell and engines == 1:
             wide = case.tensor_parallel_size == 8 and case.concurrency >= 16
             told["scheduler_recv_interval"] = 30 if wide else 10
         return told
     if not (trtllm and target.inferencex):
         return {"max_num_batched_tokens": 8192}
+    balances = {"attention_dp_balance": True} if engines > 1 and not case.prefill.count else {}
     if target.dims().name.startswith("gpt-oss"):
-        return {"max_num_batched_tokens": 20000}
+        told = {"max_num_batched_tokens": 20000} | balances
+        return told | ({} if case.prefill.count else {"gpu_memory_utilization": 0.85})
     short = case.input_len == case.output_len == 1024
     if target.dims().is_dense and short and case.tensor_parallel_size < 8:
         return {"max_num_batched_tokens": 16384, "batch_wait_timeout_iters": 20,
                 "batch_wait_max_tokens_ratio": 0.9}  # fmt: skip
     verified = case.concurrency * (1 + case.drafts)
-    tokens = max(8192, -(-(verified + case.input_len) // 64) * 64)
-    told = {"max_num_batched_tokens": tokens}
-    if case.gpu == "B200" and short and case.concurrency >= 64 and not target.dims().is_dense:
+    tokens = (verified + case.input_len + 127) // 64 * 64
+    told = {"max_num_batched_tokens": max(tokens, case.script.least_tokens)}
+    if not (target.dims().is_dense or case.prefill.count):
+        told["gpu_memory_utilization"] = 0.75 if case.gpu in HOPPER else 0.8
+    if balances:
+        told |= balances | {"attention_dp_timeout_iters": 60, "attention_dp_batching_wait_iters": 0}
+    if case.script.piecewise_graphs:
+        told["piecewise_cuda_graph"] = True
+    if case.script.waits:
         told |= {"batch_wait_timeout_iters": 40, "batch_wait_max_tokens_ratio": 0.8}
     return told
 
@@ -309,9 +318,9 @@ def case_tables(
             raise InputError("silicon", f"no {kind} table of {model.name} on {size} {gpu}")
         return tables
 
-    pools = {(case.gpu, case.parallelism, case.moe_runner) for case in cases}
+    pools = {(case.gpu, case.parallelism, case.script.moe_runner) for case in cases}
     pools |= {
-        (case.gpu, case.prefill.parallelism, case.moe_runner)
+        (case.gpu, case.prefill.parallelism, case.script.moe_runner)
         for case in cases
         if case.prefill.count
     }
@@ -424,7 +433,7 @@ def predict_load(
 
 def _published(row: MeasuredRun, target: MeasuredModel, form: Form) -> PublishedRow[Load]:
     case, mode = row.case, tokenizer_mode(row.version, target.backend)
-    labels = {k: v for k, v in vars(case).items() if k != "prefill"}
+    labels = {k: v for k, v in vars(case).items() if k not in ("prefill", "script")}
     labels |= {"kind": case.kind, "prefill_workers": case.prefill.count}
     labels |= {"tokenizer_mode": mode if form.frontend else "", "version": row.version}
     labels |= {"date": row.date, "excluded": row.excluded}

@@ -48,6 +48,12 @@ from pathlib import Path
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import KVDtype, ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.validation.published.launch_scripts import (
+    SAYS_NOTHING,
+    Script,
+    chosen_layout,
+    script_of,
+)
 
 GPUS = {
     "h100_sxm": "H100",
@@ -57,7 +63,6 @@ GPUS = {
     "gb200": "GB200",
     "gb300": "GB300",
 }
-HOPPER = ("H100", "H200")
 #: Where ``dp-attn: true`` was configured for NVFP4 MiniMax-M2.5 on 2 GPUs: GPU, first and last day,
 #: prompt length, lowest and highest concurrency (InferenceX 79bd988e9, 13962fcfa, 22d0f12f7,
 #: 633fd2377).
@@ -202,15 +207,6 @@ MEASURED_MODELS = {
 }  # fmt: skip
 
 
-#: Names of kernels in the package's tables, by TensorRT-LLM's name of the backend. FlashInfer has
-#: TRTLLM's, too.
-MOE_RUNNERS = {
-    "CUTLASS": ("cutlass",),
-    "DEEPGEMM": ("deepgemm",),
-    "TRTLLM": ("min_latency", "flashinfer_trtllm"),
-}
-
-
 @dataclass(frozen=True, order=True)
 class Workers:
     """The prefill workers of a disaggregated run; none where workers are co-located."""
@@ -244,7 +240,7 @@ class Case:
     decode_workers: int = 1
     prefill: Workers = Workers()
     drafts: int = 0  #: of multi-token prediction, each step
-    moe_runner: str = ""  #: the kernel of :data:`MOE_RUNNERS` that its script names, if it is known
+    script: Script = SAYS_NOTHING
 
     @property
     def parallelism(self) -> Parallelism:
@@ -284,8 +280,17 @@ class MeasuredRun:
     excluded: str = ""
 
 
-#: The row that tells how many of SGLang's drafts are accepted.
-_DRAFTS_FITTED = Case("B200", 8, 1024, 1024, 4, drafts=2)
+#: By engine: configurations of DeepSeek in FP8 with few streams, and what is fitted to them.
+_FITTED: dict[str, dict[Case, str]] = {
+    "vllm": {},
+    "sglang": {Case("B200", 8, 1024, 1024, 4, drafts=2): "the acceptance of SGLang's drafts"},
+    "trtllm": {
+        Case("B200", 8, 1024, 1024, 8, script=Script("TRTLLM")): "the launch on B200's hosts",
+        Case("H200", 8, 1024, 1024, 8, True, script=Script(least_tokens=0)): (
+            "the launch on H200's hosts"
+        ),
+    },
+}
 
 
 def package_folder() -> Path:
@@ -337,7 +342,7 @@ def read_rows(
     if not found:
         what = f"{target.backend} row of {target.model_path} in {target.precision}"
         raise InputError("silicon", f"the file has no {what} that can be predicted")
-    return marked(sorted(found, key=lambda r: (r.case, r.date, r.tpot_ms)))
+    return marked(sorted(found, key=lambda r: (r.case, r.date, r.tpot_ms)), target)
 
 
 def uncovered_rows(target: MeasuredModel, path: Path | None = None) -> Counter[tuple[str, str]]:
@@ -364,13 +369,14 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
         return "this GPU is not modelled"
     gpu, source = GPUS[record["system"]], record["silicon_data_source"]
     date = re.search(r"measured=([\d-]+)", source)
+    day = date[1] if date else ""
     given = re.search(r"silicon_concurrency=(\d+)", source)
     concurrency = int(given[1]) if given else 0
     lengths = int(record["isl"]), int(record["osl"])
     prefill, decode_workers, drafts = Workers(), 1, 0
     try:
         if "DeepSeek" in record["model_path"] and not is_plain(record):
-            launch = _launches().get(_launch_key(record, date[1] if date else "", concurrency))
+            launch = _launches().get(_launch_key(record, day, concurrency))
             if launch is None:
                 return "runs with and without multi-token prediction are not told apart"
             prefill, workers, drafts = launch
@@ -397,7 +403,9 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
         elif model.is_dense:
             layout = Parallelism(_sizes(record)[0])
         else:
-            layout = _colocated(record, gpu, date[1] if date else "", concurrency)
+            layout = _colocated(record, gpu, day, concurrency)
+        if record["mode"] != "disagg":
+            layout = chosen_layout(record, gpu, day, concurrency) or layout
         if not concurrency:
             return "its concurrency is not given"
         layout.check(model)
@@ -416,29 +424,13 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
             decode_workers,
             prefill,
             drafts,
-            _moe_runner(record, gpu, date[1] if date else "", layout, drafts),
+            script_of(record, gpu, day, concurrency, layout, drafts),
         ),
         round(float(record["silicon_ttft_ms"]), 3),
         round(float(record["silicon_tpot_ms"]), 3),
         record["backend_version"],
-        date[1] if date else "",
+        day,
     )
-
-
-def _moe_runner(
-    record: Mapping[str, str], gpu: str, date: str, layout: Parallelism, drafts: int
-) -> str:
-    """Return ``MOE_BACKEND`` of TensorRT-LLM's scripts of DeepSeek-R1 on Blackwell."""
-    if record["backend"] != "trtllm" or "DeepSeek" not in record["model_path"]:
-        return ""
-    if gpu in HOPPER:
-        return ""
-    if record["precision"] == "fp4":
-        return "CUTLASS" if layout.data_parallel_size > 1 else "TRTLLM"
-    if record["mode"] == "disagg":
-        return ""  # recipes of other repositories
-    newer = date >= "2026-01-29" and not (drafts or layout.expert_parallel)
-    return "TRTLLM" if newer else "DEEPGEMM"
 
 
 def _launch_key(record: Mapping[str, str], date: str, concurrency: int) -> tuple[str, ...]:
@@ -530,8 +522,10 @@ def _pool(record: dict[str, str], pool: str, gpu: str) -> Parallelism:
     return Parallelism(tp, ranks > 1, dp)
 
 
-def marked(rows: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """Mark rows that contradict themselves or their neighbours."""
+def marked(rows: Sequence[MeasuredRun], target: MeasuredModel) -> list[MeasuredRun]:
+    """Mark rows of a model that contradict themselves or their neighbours, or are fitted to."""
+    of_deepseek = "DeepSeek" in target.model_path and target.precision == "fp8"
+    fitted = _FITTED[target.backend] if of_deepseek else {}
     fallen: set[MeasuredRun] = set()
 
     def setting(row: MeasuredRun) -> tuple[object, ...]:
@@ -550,8 +544,8 @@ def marked(rows: Sequence[MeasuredRun]) -> list[MeasuredRun]:
                 fallen |= {row, other}
 
     def reason(row: MeasuredRun) -> str:
-        if row.case == _DRAFTS_FITTED:
-            return "the acceptance of SGLang's drafts is fitted to it"
+        if row.case in fitted:
+            return f"{fitted[row.case]} is fitted to it"
         if row.case.gpu == "H100" and row.case.concurrency == 512:
             return "H100 at concurrency 512: TTFT of minutes beside TPOT of milliseconds"
         if row.ttft_ms > 0.25 * row.tpot_ms * row.case.output_len:

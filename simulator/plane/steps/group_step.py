@@ -26,7 +26,13 @@ from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
     combine_s,
     dispatch_s,
 )
-from eldr_sim.kernel_profiles.steps.step_cost import StepParts, attention_s, rank_moe_s, total_s
+from eldr_sim.kernel_profiles.steps.step_cost import (
+    StepParts,
+    attention_s,
+    launch_wait_s,
+    rank_moe_s,
+    total_s,
+)
 from eldr_sim.simulator.plane.compiled import ask, compiled
 from eldr_sim.simulator.plane.steps.executor import list_chunks
 from eldr_sim.simulator.plane.steps.expert_loads import begin_step, end_step
@@ -96,9 +102,12 @@ def execute(world: Any, leader: int) -> float:
     choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[1]
     slowest = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
     slowest += cost.collectives_s[tokens_max]
+    host = cost.host_s + launch_wait_s(
+        cost, slowest + shared.moe_s + shared.dispatch_s + shared.combine_s + choice_s, computes
+    )
     parts = StepParts(
         shared.moe_s, attention_max, cost.dense_s[tokens_max], cost.head_s[rows_max],
-        cost.collectives_s[tokens_max], cost.host_s, shared.dispatch_s, shared.combine_s, choice_s,
+        cost.collectives_s[tokens_max], host, shared.dispatch_s, shared.combine_s, choice_s,
     )  # fmt: skip
     drafting = 0.0
     if k > 0:

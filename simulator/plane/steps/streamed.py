@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
-from eldr_sim.kernel_profiles.steps.step_cost import StepParts, step_parts
+from eldr_sim.kernel_profiles.steps.step_cost import StepParts, launch_wait_s, step_parts
 from eldr_sim.kernel_profiles.steps.weight_streaming import Stream, streamed_ends
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.kv_manager import Engines
@@ -75,7 +75,8 @@ def execute(world: Any, leader: int) -> float:
             continue
         parts = _layer_times(engines, w, run.bits, run.masks, run.prompts, cost, layers, scratch)
         head = max(head, parts.head)
-        computes = max(computes, parts.attention + parts.dense + parts.collectives + parts.moe)
+        kernels_s = parts.attention + parts.dense + parts.collectives + parts.moe
+        computes = max(computes, kernels_s + launch_wait_s(cost, kernels_s + parts.head, True))
     head += pool.capture_s
     if layers.stage_share.shape[0] > 0:
         end = _pass_stages(workers, leader, start + cost.host_s, computes, head, layers)
@@ -115,7 +116,9 @@ def _layer_times(
         scratch.activated, not own_experts,
     )  # fmt: skip
     n_layers, tokens = layers.layers_s.shape[1], engines.workers[w].chunk_tokens
-    others = (parts.attention + parts.dense + parts.collectives) / n_layers
+    others = parts.attention + parts.dense + parts.collectives
+    others += launch_wait_s(cost, others + parts.moe + parts.head, True)
+    others /= n_layers
     for layer in range(n_layers):
         moe, experts = parts.moe / n_layers, np.int64(cost.n_experts)
         if own_experts:

@@ -59,6 +59,7 @@ class Worker:
         self.due = False  # the start of a step is scheduled
         self.group = [self]  # the engines that step with it
         self.group_steps = 0  # of its group, where it is the first
+        self.decided_for, self.balances, self.lacking, self.gathered = -1, False, 0, 0  # likewise
         self.alive, self.slowdown = True, 1.0
         self.last = None  # its last step: the record, who got a token, who for the first time
         self.exit_s = -math.inf  # when its last step has left the last stage
@@ -225,7 +226,28 @@ class Worker:
         interval = self.twin.spec.scheduler.prefill_schedule_interval
         if len(self.group) == 1 or not self.decoding:
             return False
+        if self.role == COLOCATED and self.pool.spec.rules.balance_steps:
+            return self.group[0].balance(self.pool.spec.rules)
         return self.group[0].group_steps % interval != 0
+
+    def balance(self, rules):
+        """Whether prompts of its group wait for engines that have none; decided once a step."""
+        if self.decided_for == self.group_steps:
+            return self.balances
+        self.decided_for, seats = self.group_steps, self.pool.spec.max_num_seqs
+        able = [
+            bool(e.prefilling or e.new or e.preempted) and len(e.running()) < seats
+            for e in self.group
+        ]
+        self.lacking = 0 if all(able) else self.lacking + 1
+        self.gathered += all(able)
+        enough = self.gathered >= rules.batching_steps if all(able) else (
+            self.lacking >= rules.balance_steps
+        )  # fmt: skip
+        self.balances = not enough and all(e.decoding for e in self.group)
+        if not self.balances:
+            self.lacking, self.gathered = (self.lacking, 0) if all(able) else (0, self.gathered)
+        return self.balances
 
     def admit(self, defers):
         """First who holds blocks already, then who lost them, then who is new.

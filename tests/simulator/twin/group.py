@@ -12,7 +12,7 @@ from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement.base import EMPTY
 from eldr_sim.simulator.plane.steps.group_state import REPLICA_CHOICES
 
-from .step_seconds import chunk_attention_seconds, decode_attention_seconds
+from .step_seconds import at_least_launched, chunk_attention_seconds, decode_attention_seconds
 
 
 def line(x, knots, values):
@@ -248,6 +248,7 @@ def group_step(twin, group):
     choosing = 0.0 if replaced else shared.choice_s * len(layers)
     slowest = [max(part) for part in zip(*own, strict=True)]
     seconds = sum(slowest) + cost.host_s + moe + dispatch + combine + choosing
+    seconds = at_least_launched(cost, seconds, prompts)
     end = now + (seconds + pool.capture_s) * max(worker.slowdown for worker in group)
     if twin.relocations:
         chosen = [pair for _, _, experts in routed for pair in experts]

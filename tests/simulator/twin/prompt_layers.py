@@ -20,6 +20,8 @@ def layer_seconds(worker, chunked):
         active = len(union)
         counts = [sum(at == layer for at, _ in union) for layer in range(layers)]
         moe = [cost.mixed_moe_s[tokens][count] for count in counts]
+    kernels = others + sum(moe) + cost.head_s[len(chunked)]
+    others += max(cost.prompt_launch_s - kernels, 0.0)
     seconds = [others / layers + own for own in moe]
     layout = worker.pool.spec.layout
     if layout.on_demand:  # the gate has chosen: the layer waits for its experts

@@ -63,4 +63,10 @@ def step_seconds(cost, own_experts, batch, context, decoded, chunks, rows, activ
         seconds += decode_attention_seconds(cost, batch, context)
     if chunks:
         seconds += chunk_attention_seconds(cost, chunks)
-    return seconds
+    return at_least_launched(cost, seconds, chunks)
+
+
+def at_least_launched(cost, seconds, chunks):
+    """Seconds of a step whose kernels the host launches one by one, host time included."""
+    launch_s = cost.prompt_launch_s if chunks else cost.launch_s
+    return max(seconds, cost.host_s + launch_s)

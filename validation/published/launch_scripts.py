@@ -1,0 +1,104 @@
+"""What InferenceX's launch scripts of TensorRT-LLM said of a run, where its labels do not.
+
+The scripts are ``benchmarks/dsr1_fp[48]_{b200,h200}_trt*.sh`` and ``gptoss_fp4_*_trt*.sh`` of
+github.com/SemiAnalysisAI/InferenceX on the day of the run. What changed, and when:
+
+- Until 17d5e204f (3 November 2025) they chose expert parallelism and data-parallel attention
+  themselves, by lengths and streams; the labels are the configuration's, which knew neither.
+- Until 64af5a771 (21 January 2026) ``max_num_tokens`` of DeepSeek-R1 held one prompt beside a token
+  a stream; since then it is 8,192 at least.
+- Since ec7bafaae (29 January 2026, FP8), 6eecc0e66 (3 February, NVFP4), 5d517074c and 0aae52d4c
+  (5 and 6 February, with drafts) the scripts of B200 capture prompts as CUDA graphs in pieces, take
+  another ``MOE_BACKEND`` and, in FP8, let prompts wait for each other, each at some loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from eldr_sim.kernel_profiles.parallel import Parallelism
+
+HOPPER = ("H100", "H200")
+
+#: Names of kernels in the package's tables, by TensorRT-LLM's name of the backend. FlashInfer has
+#: TRTLLM's, too.
+MOE_RUNNERS = {
+    "CUTLASS": ("cutlass",),
+    "DEEPGEMM": ("deepgemm",),
+    "TRTLLM": ("min_latency", "flashinfer_trtllm"),
+}
+_SHORT, _ANSWERS, _PROMPTS = (1024, 1024), (1024, 8192), (8192, 1024)
+
+
+class Script(NamedTuple):
+    """What a launch script said beside the labels."""
+
+    moe_runner: str = ""  #: the kernel of :data:`MOE_RUNNERS`, if it is known
+    piecewise_graphs: bool = False  #: prompts run as CUDA graphs in pieces
+    waits: bool = False  #: prompts wait for each other, 40 steps at most
+    least_tokens: int = 8192  #: that ``max_num_tokens`` is at least
+
+
+SAYS_NOTHING = Script()
+
+
+def chosen_layout(
+    record: Mapping[str, str], gpu: str, date: str, streams: int
+) -> Parallelism | None:
+    """Return how a script spread attention and experts while it chose that itself; else None.
+
+    ``record``: labels of a co-located run; ``date``: its day, as ``2025-11-02``.
+    """
+    if record["backend"] != "trtllm" or not "" < date < "2025-11-03":
+        return None
+    gpus, lengths = int(record["tp_size"]), (int(record["isl"]), int(record["osl"]))
+    if "gpt-oss" in record["model_path"]:
+        spread, shared = gpu in HOPPER or streams >= 256, gpu not in HOPPER and streams >= 256
+    elif "DeepSeek" not in record["model_path"]:
+        return None
+    elif record["precision"] == "fp8":
+        least = {_SHORT: 32, _PROMPTS: 64} if gpu == "B200" else {_SHORT: 64, _PROMPTS: 32}
+        spread, shared = True, streams > least.get(lengths, 64)
+    else:
+        shared = streams > 32 if lengths == _PROMPTS else streams >= 256
+        least = {} if gpus == 4 else {_SHORT: 8, _ANSWERS: 16}
+        spread = shared or streams > least.get(lengths, 32)
+    return Parallelism(1, True, gpus) if shared and gpus > 1 else Parallelism(gpus, spread)
+
+
+def script_of(
+    record: Mapping[str, str], gpu: str, date: str, streams: int, layout: Parallelism, drafts: int
+) -> Script:
+    """Return what the script of the day said of a run of DeepSeek-R1 under TensorRT-LLM.
+
+    ``layout``: of its decode or co-located workers; ``drafts``: of multi-token prediction.
+    """
+    if record["backend"] != "trtllm" or "DeepSeek" not in record["model_path"]:
+        return SAYS_NOTHING
+    shared, fp4 = layout.data_parallel_size > 1, record["precision"] == "fp4"
+    of_fp4 = "CUTLASS" if shared else "TRTLLM"
+    if record["mode"] == "disagg":
+        # Recipes of other repositories. What they take where engines share NVFP4 experts, CuteDSL's
+        # kernel, is not published: who chooses it has it at least as fast as the best that is.
+        return Script("TRTLLM" if fp4 and gpu not in HOPPER else "")
+    least = 0 if "" < date < "2026-01-21" else 8192
+    if gpu in HOPPER:
+        return Script(least_tokens=least)
+    lengths = int(record["isl"]), int(record["osl"])
+    if fp4:
+        graphs = lengths == _SHORT and layout.expert_parallel and layout.tensor_parallel_size == 8
+        if drafts:
+            graphs = lengths == _SHORT and (streams in (32, 64) or (streams == 128 and not shared))
+            graphs |= lengths == _ANSWERS and streams == 64
+        graphs &= date >= ("2026-02-06" if drafts else "2026-02-03")
+        return Script(of_fp4, graphs, least_tokens=least)
+    if date < ("2026-02-05" if drafts else "2026-01-29"):
+        return Script("DEEPGEMM", least_tokens=least)
+    if drafts:
+        graphs = not shared and streams > {_SHORT: 4, _PROMPTS: 16}.get(lengths, 0)
+        return Script("DEEPGEMM", graphs)
+    graphs = streams >= {_SHORT: 64, _ANSWERS: 128, _PROMPTS: 64}.get(lengths, 0)
+    graphs &= not (lengths == _ANSWERS and streams >= 256)
+    runner = "DEEPGEMM" if layout.expert_parallel else "TRTLLM"
+    return Script(runner, graphs, lengths == _SHORT and streams >= 64)
