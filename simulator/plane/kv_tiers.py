@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.jit import njit
 from eldr_sim.simulator.plane.block_lists import (
     append,
     forget,
@@ -45,6 +46,7 @@ RULES = np.dtype(
         ("write", np.int64),
         ("exclusive", np.bool_),
         ("renews", np.bool_),  # use moves a block to the end: else first in, first out
+        ("own", np.bool_),  # its stores are workers' own, and die with them
         ("latency_s", np.float64),  # before the bytes of a load flow
     ]
 )
@@ -202,7 +204,7 @@ def put(tiers: Any, w: int, tier: int, block_hash: int, at_s: float) -> None:
             _drop(tiers, s, victim)
             store.evicted += 1
         block = np.int64(new_record(tiers.blocks, tiers.stores, s))
-        tiers.blocks[s, block].block_hash = key
+        tiers.blocks[s, block].block_hash, tiers.blocks[s, block].writer = key, w
         tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] = block + 1
         append(tiers.blocks, tiers.stores, s, block)
         store.n_blank -= 1
@@ -252,13 +254,29 @@ def prompt_seconds(prompt_s: Any, pool: int, tokens: int) -> Any:
     return low + (high - low) * (at - below)
 
 
+@njit(_nrt=False)
+def _lose_copies(tiers: Any, s: int, w: int) -> None:
+    """Take out of a store what a worker has not stored whole, in order of use."""
+    block: Any = np.int64(tiers.stores[s].idle_head)
+    while block >= 0:
+        behind = np.int64(tiers.blocks[s, block].behind)
+        if tiers.blocks[s, block].writer == w and tiers.ready_s[s, block] > tiers.clock[0].now:
+            _drop(tiers, s, block)
+        block = behind
+
+
 def forget_stores(tiers: Tiers, w: int) -> None:
-    """Empty the stores that are a worker's own: it has died."""
-    for t in range(tiers.links.shape[1]):
-        s = int(tiers.links["store"][w, t])
-        if s >= 0 and (tiers.links["store"] == s).sum() == 1:
+    """Let a worker die: it takes its own stores along, and what is on its way to others."""
+    for t, rule in enumerate(tiers.rules):
+        link = tiers.links[w, t]
+        s = int(link["store"])
+        if s >= 0 and not rule["own"]:
+            _lose_copies(tiers, s, w)
+        elif s >= 0:
             store = tiers.stores[s]
             store["n_blank"] += store["n_idle"]
             store["n_idle"] = store["n_made"] = 0
             store["spare"] = store["idle_head"] = store["idle_tail"] = -1
+            store["load_free_s"] = store["store_free_s"] = 0.0
             tiers.slots[s] = 0
+        link["load_free_s"] = link["store_free_s"] = 0.0

@@ -136,7 +136,8 @@ def make_tiers(
     engine_gpus = layout.n_gpus // layout.data_parallel_size
     links["store"], n_stores = -1, 0
     for t, tier in enumerate(spec.tiers):
-        rules[t] = _WRITES.index(tier.write), tier.exclusive, tier.evict == "lru", tier.latency_s
+        renews, own_stores = tier.evict == "lru", tier.scope == "worker"
+        rules[t] = _WRITES.index(tier.write), tier.exclusive, renews, own_stores, tier.latency_s
         own = _members(spec, tier, spec.gpus_per_node)
         known, numbers = np.unique(own[own >= 0], return_inverse=True)
         links["store"][own >= 0, t] = n_stores + numbers

@@ -10,6 +10,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.config_groups import KVTierConfig
+from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
 from eldr_sim.simulator.setup.kv_tiers import parse_tier
 from eldr_sim.traces.requests.request_logs import chain_blocks
 
@@ -38,6 +39,7 @@ def tree(make_workload, n, seed, gap_s, deep=6, branches=3, output=1):
 def run(make_cluster, make_step_time):
     def run(work, tiers=(), n_blocks=40, step_s=0.01, prefill=(0.001, 0.0), **rest):
         config = {name: rest.pop(name) for name in list(rest) if name.startswith("kv_")}
+        faults = rest.pop("faults", None)
         longest = int((work.prompt_len + work.output_len).max())
         step_time = make_step_time(
             8, 1, 8, constant=step_s, prefill=prefill, max_context=longest + 1, max_tokens=256
@@ -47,6 +49,7 @@ def run(make_cluster, make_step_time):
             n_prefill=0, prompts=False, tiers=tuple(map(parse_tier, tiers)),
             kv_tiers=KVTierConfig(**config), **rest,
         )  # fmt: skip
+        cluster.faults = faults
         record = cluster.run()
         assert record.completed.all()
         return record, cluster
@@ -252,6 +255,25 @@ def test_a_shared_store_has_what_any_worker_computed(make_workload, run):
     assert cached(alone) == [0, 0]
     record, _ = run(work, [tier(99, scope="cluster", store="0.5B/s")], **words)
     assert record.tiers.hits[1, 0] == 100 // 16 * BLOCK  # stored by then, 16 s each
+
+
+@pytest.mark.parametrize("scope", ["worker", "node", "cluster"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_dead_worker_takes_its_own_store_along_and_no_other(make_workload, run, scope, n):
+    work = chain(make_workload, [0.0, 100.0], [9, 9])
+
+    def hits(tier):
+        faults = FaultPlan(tuple(Fault("fail", "decode", w, 50.0, 1.0) for w in range(n)))
+        config = {"decode_policy": "round_robin", "n_decode": n, "faults": faults}
+        record, cluster = run(work, [tier], **config)
+        kv = cluster.arrays.engines.kv.tiers
+        assert ((kv.slots > 0).sum(axis=1) == kv.stores["n_idle"]).all()
+        return record.tiers.hits[1, 0] // BLOCK
+
+    assert hits(tier(99, scope=scope)) == (0 if scope == "worker" else 9)
+    # 16 s a block: what it had not stored whole is lost with it.
+    late = {"worker": 0, "node": 50 // 16, "cluster": 50 // 16}[scope]
+    assert hits(tier(99, scope=scope, store="0.5B/s")) == late
 
 
 def test_fifo_misses_as_belady_says(make_workload, run):
