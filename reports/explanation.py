@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.parquet import numbers
 from eldr_sim.reports.folders import Folder, contents_of, open_folders
-from eldr_sim.simulator.outcome.bottleneck import IN_LINE, PHASES, TTFT_PHASES, phases_of
+from eldr_sim.simulator.outcome.bottleneck import IN_LINE, PHASES, TTFT_PHASES, WITHOUT, phases_of
 
 Floats = NDArray[np.float64]
 
@@ -32,7 +32,7 @@ _READ: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
             "decode_worker",
             "arrival_s",
         ),
-        tuple(name for name in PHASES if name != "tokenized_s"),  # a front end's
+        tuple(name for name in PHASES if name not in WITHOUT),
         ("domain", "outcome"),
     ),
     "steps": (

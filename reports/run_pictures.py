@@ -7,13 +7,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import N_COLOURS, Colours, Picture, Series, curves, stacked_bars
-from eldr_sim.reports.timeline import DECODE, PHASES
+from eldr_sim.reports.timeline import DECODE, PHASES, phases_in
+from eldr_sim.simulator.outcome.bottleneck import IN_LINE, WITHOUT
 from eldr_sim.simulator.setup.config import RunConfig
 
 Values = NDArray[np.float64]
 
-#: The phases whose sum is TTFT, but for a front end's.
-_PHASES = (*PHASES[1:], ("first decode step", "decode_start_s", "first_token_s"))
+_FIRST_STEP = "first decode step", "decode_start_s", "first_token_s"
 _BINS = 60
 
 
@@ -47,9 +47,10 @@ class _Run:
     def __init__(self, folder: Folder, colour: int, style: int) -> None:
         self.name = folder.name
         self.requests = folder.tables["requests"].to_pandas()
-        self.has_front_end = "tokenized_s" in self.requests
-        if not self.has_front_end:
-            self.requests["tokenized_s"] = self.requests["sent_s"]
+        self.phases = [*phases_in(self.requests), _FIRST_STEP]  # their sum is TTFT
+        for key, own in WITHOUT.items():
+            if key not in self.requests:
+                self.requests[key] = self.requests[own]
         self.done = self.requests[self.requests["measured"] & self.requests["finish_s"].notna()]
         steps = folder.tables["steps"].to_pandas()
         self.decode_steps = steps[steps["role"] == "decode"]
@@ -102,9 +103,12 @@ def _activated_experts(runs: Sequence[_Run]) -> Picture:
 
 def _phases(runs: Sequence[_Run], colours: Colours) -> Picture:
     parts = []
-    front_end = any(run.has_front_end for run in runs)
-    for name, start, end in (PHASES[0], *_PHASES) if front_end else _PHASES:
-        mean_ms = [1e3 * (run.done[end] - run.done[start]).mean() for run in runs]
+    for phase in (*PHASES, _FIRST_STEP):
+        if not any(phase in run.phases for run in runs):
+            continue
+        name, start, end = phase
+        # Who passes no such place spends no time there.
+        mean_ms = [1e3 * (run.done[end] - run.done[start]).fillna(0.0).mean() for run in runs]
         parts.append((name, np.nan_to_num(mean_ms).tolist(), colours("phase", name)))
     names = [run.name for run in runs]
     title = "Components of TTFT"
@@ -112,20 +116,22 @@ def _phases(runs: Sequence[_Run], colours: Colours) -> Picture:
 
 
 def _requests_in_phases(runs: Sequence[_Run]) -> list[Picture]:
-    """Draw the exact mean number of requests in a phase over intervals of time."""
+    """Draw the exact mean number of requests in phases, of those that `IN_LINE` says."""
     pictures = []
-    for title, phases in (
-        ("Requests waiting for prefill", (_PHASES[0],)),
-        ("Requests between prefill and decode", _PHASES[2:5]),
-        ("Requests decoding", (("decoding", *DECODE),)),
+    for title, start, end in (
+        ("Requests waiting for prefill", "tokenized_s", "prefill_start_s"),
+        ("Requests between prefill and decode", "prefill_end_s", "decode_start_s"),
+        ("Requests decoding", *DECODE),
     ):
         series = []
         for run in runs:
             last = run.requests[["finish_s", "arrival_s"]].max().max()
             edges = np.linspace(0.0, last or 1.0, _BINS + 1)
-            times = run.requests.astype({name: float for phase in phases for name in phase[1:]})
-            spans = [(times[start].to_numpy(), times[end].to_numpy()) for _, start, end in phases]
-            level = np.sum([mean_in_phase(start, end, edges) for start, end in spans], axis=0)
+            # Others were refused, gave up or lost their worker: they wait for nothing.
+            times = run.requests[run.requests["outcome"].isin(IN_LINE)].copy()
+            times["decode_start_s"] = times["decode_start_s"].fillna(times["finish_s"])
+            span = (times[name].to_numpy(float, na_value=np.nan) for name in (start, end))
+            level = mean_in_phase(*span, edges)
             series.append(run.series((edges[1:] + edges[:-1]) / 2, level))
         labels = ("simulated time, s", "requests, mean of the interval")
         pictures.append(curves(title, *labels, series, warmups_s=[r.warmup_s for r in runs]))

@@ -7,10 +7,13 @@ Times are microseconds of simulated time.
 
 import json
 import os
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+
+from eldr_sim.simulator.outcome.bottleneck import WITHOUT
 
 _ROLES = {"prefill": 1, "decode": 2}
 _REQUESTS = 3
@@ -47,10 +50,11 @@ def write_timeline(path: str | os.PathLike[str], requests: pa.Table, steps: pa.T
     Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
 
 
-#: What a request does until it decodes, by the times that bound it; the first with a front end.
+#: What a request does until it decodes, by the times that bound it.
 PHASES = (
     ("front end", "sent_s", "tokenized_s"),
-    ("prefill queue", "tokenized_s", "prefill_start_s"),
+    ("prefill queue", "tokenized_s", "load_start_s"),
+    ("KV load", "load_start_s", "prefill_start_s"),
     ("prefill", "prefill_start_s", "prefill_end_s"),
     ("handoff", "prefill_end_s", "transfer_start_s"),
     ("KV transfer", "transfer_start_s", "transfer_end_s"),
@@ -59,12 +63,21 @@ PHASES = (
 DECODE = ("decode_start_s", "finish_s")
 
 
+def phases_in(columns: Container[str]) -> list[tuple[str, str, str]]:
+    """Return the `PHASES` of a run whose requests have these columns."""
+
+    def own(key: str) -> str:
+        return key if key in columns else WITHOUT.get(key, key)
+
+    return [phase for phase in PHASES if own(phase[1]) != own(phase[2])]
+
+
 def _request_events(request: dict[str, Any]) -> list[dict[str, Any]]:
     name, ident = f"request {request['request_id']}", request["request_id"]
     events: list[dict[str, Any]] = []
-    phases = (*(PHASES if "tokenized_s" in request else PHASES[1:]), ("decode", *DECODE))
-    request = {"tokenized_s": request["sent_s"]} | request  # without a front end
-    for phase, start, end in phases:
+    phases = phases_in(request)
+    request = {key: request[own] for key, own in WITHOUT.items()} | request
+    for phase, start, end in (*phases, ("decode", *DECODE)):
         if request[start] is None or request[end] is None:
             continue
         common = {"cat": "request", "id": ident, "pid": _REQUESTS, "tid": 0, "name": phase}

@@ -380,6 +380,9 @@ class Actions:
             self.retries[request] += 1
             record = self.requests[request]
             self._keep_first_try(request)
+            loads = self.cluster.arrays.engines.kv.tiers.loads
+            if len(loads) and request not in self.first_try:
+                loads["start_s"][request] = 0.0
             for name in state.TRY:
                 record[name] = -1
             record["kv_here"] = False

@@ -410,6 +410,11 @@ class Cluster:
         arrived = rows[numbers].ravel().view(state.REQUEST)
         reason = state.OVERLOADED if clock["open_measured"] > 0 else state.AFTER_WINDOW
         arrived["outcome"][arrived["outcome"] == state.OPEN] = reason
+        # Who stays where its prompt was computed notes that with its last token.
+        begun = (arrived["source"] < 0) & (arrived["first_token_s"] >= 0.0)
+        for name in ("prefill_end_s", "decode_start_s"):
+            stays = begun & (arrived[name] < 0.0)
+            arrived[name][stays] = arrived["first_token_s"][stays]
         pools = self.arrays.engines.pools
         prefill, decode = by_role(self.spec, self.log[: int(clock["n_steps"])], "worker")
         groups = by_role(self.spec, self.group_log[: int(clock["n_group_steps"])], "leader")

@@ -86,6 +86,15 @@ class RunRecord:
         """Which requests generated all their tokens."""
         return np.asarray(self.requests["outcome"] == state.COMPLETED)
 
+    @property
+    def load_start_s(self) -> NDArray[np.float64]:
+        """When requests began to wait for KV tiers, s; who did not began its prompt then."""
+        began = self.requests["prefill_start_s"]
+        if self.tiers is None:
+            return began
+        start = self.tiers.loads["start_s"]
+        return np.where((start > 0.0) & ((began < 0.0) | (start < began)), start, began)
+
     def outcomes(self) -> list[str]:
         """Return how each request ended, see `state.OUTCOMES`."""
         return [state.OUTCOMES[code] for code in self.requests["outcome"].tolist()]

@@ -18,7 +18,8 @@ from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 PHASES: dict[str, tuple[str, bool]] = {
     "sent_s": ("client's limit", True),
     "tokenized_s": ("front end", True),
-    "prefill_start_s": ("prefill queue", True),
+    "load_start_s": ("prefill queue", True),
+    "prefill_start_s": ("KV load", True),
     "prefill_end_s": ("prefill", False),
     "transfer_start_s": ("decode admission", True),
     "transfer_end_s": ("KV transfer", True),
@@ -26,6 +27,8 @@ PHASES: dict[str, tuple[str, bool]] = {
     "first_token_s": ("first decode step", False),
     "finish_s": ("decode", False),
 }
+#: Places that not every run has, and when a request of one without them passes them.
+WITHOUT = {"tokenized_s": "sent_s", "load_start_s": "prefill_start_s"}
 _IN_LINE = (OPEN, COMPLETED, AFTER_WINDOW, OVERLOADED)
 #: Outcomes of requests that were served, or waited for it when the run ended. The others were
 #: refused, gave up or lost their worker: they wait for nothing from then on.
@@ -54,6 +57,7 @@ def phases_of(
     if in_line is not None:
         ended |= ~in_line
     here = times["arrival_s"]
+    times = {key: times[own] for key, own in WITHOUT.items() if own in times} | dict(times)
     spent = {}
     waiting_in = np.full(len(here), -1)
     names = [name for name, _ in PHASES.values()]
@@ -68,7 +72,8 @@ def phases_of(
         here, last = at, np.where(known, place, last)
     waiting_in[~ended] = np.minimum(last, len(names) - 1)[~ended]
     for place, name in enumerate(names):
-        spent[name] = spent[name] + np.where(waiting_in == place, until_s - here, 0.0)
+        left = np.maximum(until_s - here, 0.0)  # a step may give its token later
+        spent[name] = spent[name] + np.where(waiting_in == place, left, 0.0)
     return spent
 
 
@@ -117,9 +122,12 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
     """
     requests = record.requests
     start, end = record.window[0], min(record.window[1], record.end_s)
-    names = [name for name in (*PHASES, "arrival_s") if name in (requests.dtype.names or ())]
-    measured = requests[requests["measured"] & np.isin(requests["outcome"], _IN_LINE)]
-    spent = phases_of({name: measured[name] for name in names}, record.end_s)
+    mine = requests["measured"] & np.isin(requests["outcome"], _IN_LINE)
+    measured = requests[mine]
+    known = set(requests.dtype.names or ()) - ({"tokenized_s"} if spec.front_end is None else set())
+    times = {name: measured[name] for name in (*PHASES, "arrival_s") if name in known}
+    times["load_start_s"] = record.load_start_s[mine]
+    spent = phases_of(times, record.end_s)
     mean_ms = {
         name: 1e3 * math.fsum(values.tolist()) / max(1, len(measured))
         for name, values in spent.items()
@@ -191,6 +199,8 @@ def _bottleneck(
         return "front end", f"{wait} for API servers and their tokenizers"
     if phase == "prefill queue" and "prefill_busy" in use:
         return "prefill queue", f"{wait}; prefill workers are busy for {use['prefill_busy']:.0%}"
+    if phase == "KV load":
+        return "KV tiers", f"{wait} for KV blocks from tiers"
     if phase == "KV transfer":
         return (
             "link",

@@ -19,8 +19,9 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
 
     Times ending in ``_s`` are seconds of simulated time, and like ``cached_tokens`` null where the
     request never came so far; ``measured`` marks the requests that make the statistics.
-    ``tokenized_s``, when a request left the front end, and ``loaded_tokens`` (of the cached ones,
-    those that KV tiers had) are there where a run has one.
+    ``tokenized_s``, when a request left the front end, ``loaded_tokens`` (of the cached ones, those
+    that KV tiers had) and ``load_start_s`` (when it began to wait for them; ``prefill_start_s``
+    where it did not) are there where a run has one.
     """
     requests = record.requests
     front_end = (requests["tokenized_s"] >= 0.0).any()
@@ -46,6 +47,7 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
             **plain("preemptions"),
             **({} if record.retries is None else {"retries": pa.array(record.retries)}),
             **known("arrival_s", "sent_s", *(["tokenized_s"] if front_end else [])),
+            **({} if record.tiers is None else {"load_start_s": _known(record.load_start_s)}),
             **known("prefill_start_s", "prefill_end_s", "transfer_start_s", "transfer_end_s"),
             **known("decode_start_s", "first_token_s"),
             "finish_s": _known(np.where(record.completed, requests["finish_s"], -1.0)),

@@ -598,6 +598,8 @@ def _compute(
             load.loading = load.delayed = True
             load.until_s, load.since_s = -1.0, now
         if load.loading:
+            if record.prefill_start_s < 0.0 and load.start_s == 0.0:
+                load.start_s = now
             kv_loads.line_up(engines, w, request)
             if load.until_s >= 0.0:
                 schedule(clock, events, load.until_s, LOADED, request)

@@ -95,7 +95,8 @@ LOAD = np.dtype(
         ("waits_for", np.int64),  # request whose blocks on their way it shares, or -1
         ("cached", np.int64),  # tokens of its context that it has then
         ("kept", np.int64),  # blocks of its context that have been offered to tiers
-        ("since_s", np.float64),
+        ("start_s", np.float64),  # it began to wait, before its prompt was computed; 0: never
+        ("since_s", np.float64),  # it waits, for this one
         ("waited_s", np.float64),
         ("saved_s", np.float64),  # that computing what it has loaded would have taken
     ]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from eldr_sim.reports.explanation import explain_run, open_run
 from eldr_sim.simulator.outcome.bottleneck import (
     PHASES,
+    _bottleneck,
     is_overload,
     limits_of,
     load_growth,
@@ -21,14 +22,15 @@ from eldr_sim.simulator.outcome.bottleneck import (
 from eldr_sim.simulator.plane.state import COMPLETED, OPEN
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate, simulate_summary
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config import RunConfig, make_config
+from eldr_sim.simulator.simulation import Simulation
 
 NAMES = [name for name, _ in PHASES.values()]
 
 
 @given(
-    st.lists(st.floats(0.0, 9.0), min_size=9, max_size=9),
-    st.lists(st.booleans(), min_size=9, max_size=9),
+    st.lists(st.floats(0.0, 9.0), min_size=10, max_size=10),
+    st.lists(st.booleans(), min_size=10, max_size=10),
     st.floats(0.0, 5.0),
 )
 def test_phases_are_the_gaps_between_known_times(gaps, known, longer):
@@ -57,6 +59,62 @@ def test_a_place_that_a_run_has_not_takes_no_time():
     spent = phases_of(times, 9.0)
     assert spent.pop("decode") == [3.0]
     assert all((values == 0.0).all() for values in spent.values())
+
+
+@pytest.mark.parametrize("topology", ["1P1D", "1C", "2P"])
+def test_what_is_open_at_the_end_waits_where_it_is(topology, tmp_path):
+    """By hand, from when each request came how far; there is no front end, and no tier."""
+    sim = Simulation(RunConfig(topology=topology, request_rate=150.0, duration="3", warmup="0"))
+    result = sim.run(until=1.0)
+    write_result(result, tmp_path / "run")
+    rows = result.requests.to_pylist()
+    spent = dict.fromkeys(("prefill queue", "prefill"), 0.0)
+    for row in rows:
+        begun, first = row["prefill_start_s"], row["first_token_s"]
+        computed = first if topology == "1C" else row["prefill_end_s"]
+        spent["prefill queue"] += (1.0 if begun is None else begun) - row["sent_s"]
+        if begun is not None:
+            spent["prefill"] += (1.0 if computed is None else computed) - begun
+    found = result.summary["limits"]["mean_phase_ms"]
+    assert sum(row["prefill_start_s"] is None for row in rows) >= 1
+    assert "front end" not in found
+    for name, seconds in spent.items():
+        assert found[name] == pytest.approx(1e3 * seconds / len(rows), rel=1e-9), name
+    if topology == "1C":
+        assert set(found) == {*spent, "decode"}
+    said = {row[0] for row in explain_run(open_run(str(tmp_path / "run"))).rows}
+    assert said == {*found, "all"}
+
+
+def test_waits_for_kv_tiers_are_loads():
+    config = make_config({
+        "topology": "1C", "workload": "chat", "sessions": 12, "turns": "4", "think_time": "1",
+        "new_tokens": "800", "num_gpu_blocks_override": 400, "max_num_seqs": 8,
+        "kv_tier": ("host:50GB,load=0.2GB/s,store=20GB/s",),
+    })  # fmt: skip
+    result = simulate(config)
+    waited = result.record.tiers.loads["waited_s"]
+    rows = result.requests.to_pylist()
+    loads = [row["prefill_start_s"] - row["load_start_s"] for row in rows]
+    assert (
+        0.0
+        < sum(loads)
+        == pytest.approx(
+            sum(w for w, row in zip(waited, rows, strict=True) if row["preemptions"] == 0), rel=0.2
+        )
+    )
+    limits = result.summary["limits"]
+    assert limits["mean_phase_ms"]["KV load"] == pytest.approx(1e3 * sum(loads) / len(rows))
+    queued = sum(row["load_start_s"] - row["sent_s"] for row in rows)
+    assert limits["mean_phase_ms"]["prefill queue"] == pytest.approx(1e3 * queued / len(rows))
+
+
+def test_the_bottleneck_may_be_kv_tiers():
+    name, why = _bottleneck({"prefill queue": 20.0, "KV load": 80.0, "prefill": 9.0}, {}, 10.0)
+    assert (name, why) == (
+        "KV tiers",
+        "a request waits 80.0 ms on average for KV blocks from tiers",
+    )
 
 
 def test_a_cluster_that_fills_is_not_overloaded():
@@ -157,13 +215,17 @@ def test_utilisation_by_hand():
         requests=np.array([(True, COMPLETED, 3, 0.0, 5.0, 15.0, 16.0),
                            (True, OPEN, 3, 0.0, 18.0, -1.0, -1.0),
                            (True, OPEN, 3, 0.0, -1.0, -1.0, -1.0)], request),
-        window=(10.0, 20.0), end_s=30.0, states=None,
+        window=(10.0, 20.0), end_s=30.0, states=None, load_start_s=np.full(3, -1.0),
         prefill_steps=np.array([], step), decode_steps=np.array([(8.0, 12.0, 2, 100, 0)], step),
     )  # fmt: skip
     engine = SimpleNamespace(max_num_seqs=4, n_blocks=50, group_size=1)
     pools = [SimpleNamespace(n=1, decodes=decodes, engine=engine) for decodes in (False, True)]
     spec = SimpleNamespace(
-        pools=pools, n_decode=1, of_decoders=lambda of: np.array([of(engine)]), block_size=16
+        pools=pools,
+        n_decode=1,
+        of_decoders=lambda of: np.array([of(engine)]),
+        block_size=16,
+        front_end=None,
     )
     used = limits_of(record, spec)["utilisation"]
     assert used == pytest.approx(
