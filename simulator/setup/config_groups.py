@@ -106,7 +106,15 @@ def _drawn(value: Any, about: ValidationInfo) -> Any:
     return value if value is None else str(value)
 
 
-Drawn = Annotated[str | None, BeforeValidator(_drawn)]  #: a distribution as it is spelled
+def _counted(value: Any, about: ValidationInfo) -> Any:
+    if value is not None:
+        parse_distribution(str(value), about.field_name or "", counts=True)
+    return value if value is None else str(value)
+
+
+#: ``Drawn``, ``Counted``: a distribution as it is spelled, the latter of whole numbers from 1 on.
+Drawn = Annotated[str | None, BeforeValidator(_drawn)]
+Counted = Annotated[str | None, BeforeValidator(_counted)]
 
 
 class ServiceLevel(BaseModel):
@@ -218,16 +226,16 @@ class SessionConfig(Fields):
     max_active_sessions: int | None = Field(default=None, ge=1)
     """At most this many sessions at a time (vLLM's max-active-conversations): when one ends, the
     next begins, at once where no rate is given."""
-    turns: Drawn = None
+    turns: Counted = None
     """Turns of a session: ``4``, ``4,sd=2``, ``uniform:1,8``, ``exponential:4`` or
     ``lognormal:median=3,p95=12``."""
-    calls_per_turn: Drawn = None
+    calls_per_turn: Counted = None
     """Requests of a turn: tools answer all but the last."""
     think_time: Drawn = None
     """Seconds from an answer to the user's next turn."""
     tool_time: Drawn = None
     """Seconds from an answer to that of a tool."""
-    new_tokens: Drawn = None
+    new_tokens: Counted = None
     """Tokens of a prompt beyond what has been said before."""
     history: Annotated[str, AfterValidator(check_history)] = "all"
     """What of a context the next turn has: ``all``, ``last:TOKENS`` (the middle is cut),

@@ -266,6 +266,10 @@ def test_histories_break_the_chain(history, kept):
     ("changes", "field"),
     [
         ({"turns": "lognormal:4"}, "turns"),
+        ({"turns": "0"}, "turns"),
+        ({"turns": "uniform:0.5,4"}, "turns"),
+        ({"calls_per_turn": "1.5"}, "calls_per_turn"),
+        ({"new_tokens": "exponential:0"}, "new_tokens"),
         ({"think_time": "-3"}, "think_time"),
         ({"history": "some"}, "history"),
         ({"prompts": "shared"}, "prompts"),

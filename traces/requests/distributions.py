@@ -46,8 +46,11 @@ class Distribution(NamedTuple):
         return self.draw(rng, n).round().clip(1, most).astype("int64")
 
 
-def parse_distribution(text: str, field: str) -> Distribution:
-    """Return a distribution as it is spelled; raises InputError, naming ``field``."""
+def parse_distribution(text: str, field: str, counts: bool = False) -> Distribution:
+    """Return a distribution as it is spelled; raises InputError, naming ``field``.
+
+    ``counts``: of whole numbers from 1 on, as `Distribution.whole` draws them.
+    """
     name, _, rest = text.strip().rpartition(":")
     words = [word.strip().partition("=") for word in rest.split(",")]
     keys, names = [key if equals else "" for key, equals, _ in words], name.strip().lower()
@@ -67,4 +70,6 @@ def parse_distribution(text: str, field: str) -> Distribution:
         bad = values[1] < values[0] or values[0] <= 0
     if bad:
         raise InputError(field, repr(text), _ALLOWED)
+    if counts and (values[0] < 1 or (kind == "constant" and values[0] % 1)):
+        raise InputError(field, repr(text), "whole numbers from 1 on, or a distribution of them")
     return Distribution(kind or "", *values)
