@@ -86,7 +86,7 @@ class Simulation:
         if not arrivals:
             clock["open_measured"] = 0
         self.env: Clock = cluster.env
-        self.cluster = Control(cluster, fault_plan(config, cluster))
+        self.cluster = Control(cluster, fault_plan(config, cluster), arrivals)
         for text in absent:
             self.cluster.absent(parse_worker(text, "absent", cluster.spec.names))
         autoscale(config, self._prepared, workload, self.cluster)

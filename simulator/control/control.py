@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import simpy
+from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.actions import Actions
@@ -123,9 +124,17 @@ class Pool:
 
 
 class Control:
-    """What processes may do to a cluster; `Simulation.cluster`."""
+    """What processes may do to a cluster; `Simulation.cluster`.
 
-    def __init__(self, cluster: Cluster, plan: FaultPlan) -> None:
+    ``arrivals``: whether requests come when the workload says, and so when clients give up; else
+    clients wait as long from when their requests are sent.
+    """
+
+    def __init__(self, cluster: Cluster, plan: FaultPlan, arrivals: bool = True) -> None:
+        self._patience_s: NDArray[np.float64] | None = None
+        if not arrivals and plan.cancel_s is not None:
+            self._patience_s = plan.cancel_s - cluster.workload.arrival_s
+            plan = replace(plan, cancel_s=None)
         self.cluster, self._env = cluster, cluster.env
         self._clock, self._arrived = cluster.arrays.clock, cluster.arrays.clock["arrived"]
         self.acts = Actions(plan, cluster)
@@ -173,6 +182,10 @@ class Control:
             cluster.requests["measured"][number] = False
         cluster.arrays.engines.sessions.order[number] = number
         self._arrived[0] = number + 1
+        if self._patience_s is not None:
+            patience_s = float(self._patience_s[number % len(self._patience_s)])
+            if patience_s < math.inf:
+                self._env.at(now + patience_s, lambda _event: self.cancel(number))
         return number
 
     def coming(self) -> tuple[int, int]:

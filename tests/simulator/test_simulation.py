@@ -334,3 +334,23 @@ def test_the_examples_of_the_page_run(code, capsys):
     assert len([line for line in code.splitlines() if line.strip()]) < 30
     exec(compile(code, "docs/simulation.md", "exec"), {})
     assert capsys.readouterr().out
+
+
+def test_clients_of_processes_give_up_so_long_after_their_requests_are_sent(tmp_path):
+    events = tmp_path / "events.yaml"
+    events.write_text("- {cancel: 0.5, after_s: 0.3}\n")
+    config = CONFIG.replace(num_requests=20, events=str(events))
+    result, log = closed_loop(config, 30, until=6.0)
+    outcomes = [ended.outcome for ended in log]
+    assert outcomes.count("cancelled") > 20 < outcomes.count("completed")
+    gives_up = dict.fromkeys(range(20), False)
+    for ended in log:
+        gives_up[ended.number % 20] |= ended.outcome == "cancelled"
+        if ended.outcome == "cancelled":  # a running one ends with the step in progress
+            assert 0.3 <= ended.finish_s - ended.sent_s < 0.4
+    for ended in log:  # as many of the workload again: the same clients
+        if ended.outcome == "completed" and ended.finish_s - ended.sent_s > 0.4:
+            assert not gives_up[ended.number % 20]
+    rows = result.record.requests
+    assert len(log) > len(rows) - 31  # each ends once; a user has one in flight
+    assert len({ended.number for ended in log}) == len(log)
