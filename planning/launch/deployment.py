@@ -7,6 +7,7 @@ from typing import Literal
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Backend
 from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.pools import Engine
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.speculative_config import SpeculativeConfig
 
@@ -14,6 +15,9 @@ from eldr_sim.simulator.setup.speculative_config import SpeculativeConfig
 REPLACE = "REPLACE_ME"
 #: TCP ports of the engines of each role.
 PORTS = {"prefill": 8100, "decode": 8200, "serve": 8000}
+
+#: Fields of a run that no file says.
+_NOT_LAUNCHED = ("kv_tier", "conditional_disagg", "queue_order", "eplb_interval", "frontend")
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,9 @@ class Role:
     max_num_seqs: int  #: of an engine
     max_num_batched_tokens: int
     block_size: int
-    memory: float  #: share of the GPU's memory
+    memory: float  #: share of the GPU's memory, as ``engine`` counts it
+    engine: Engine  #: whose rules were simulated
+    whole_prompts: bool  #: whether it computes prompts whole, not in chunks
     kv_cache_dtype: Literal["auto", "fp8"]
     prefix_caching: bool
     speculation: SpeculativeConfig | None
@@ -70,6 +76,10 @@ class Role:
             found.append(f"expert placement {self.placement}: {target} places experts itself")
         return found
 
+    def share_of(self, engine: Engine) -> str | None:
+        """Return the share of memory for an engine; None: its default, as another was simulated."""
+        return f"{self.memory:g}" if engine == self.engine else None
+
 
 @dataclass(frozen=True)
 class Deployment:
@@ -78,6 +88,7 @@ class Deployment:
     config: RunConfig
     roles: tuple[Role, ...]
     head: tuple[str, ...]  #: first lines of every file: what it is and what it was made from
+    max_model_len: int  #: most tokens of a request
 
     @property
     def apart(self) -> bool:
@@ -101,6 +112,10 @@ class Deployment:
         lines += [f"total: {self.n_gpus} GPUs"]
         for role in self.roles:
             lines += [f"simulated, not launched: {each}" for each in role.unlaunchable(target)]
+        for name in _NOT_LAUNCHED:
+            value = getattr(self.config, name)
+            if value != RunConfig.model_fields[name].get_default(call_default_factory=True):
+                lines += [f"simulated, not launched: {name} {value}"]
         return "".join(f"{mark} {line}\n" for line in lines)
 
 
@@ -132,10 +147,12 @@ def deployment_of(config: RunConfig, head: tuple[str, ...]) -> Deployment:
                 engine.max_num_batched_tokens,
                 config.block_size,
                 engine.memory_share,
+                engine.engine,
+                engine.rules.whole_prompts,
                 config.kv_cache_dtype,
                 config.enable_prefix_caching,
                 own.speculative_config if pool.decodes else None,
                 config.gpus_per_node,
             )
         )
-    return Deployment(config, tuple(roles), head)
+    return Deployment(config, tuple(roles), head, prepared.spec.max_model_len)

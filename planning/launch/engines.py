@@ -64,7 +64,8 @@ def vllm_arguments(role: Role, apart: bool, *, spread: bool = True) -> list[str]
     found += ["--max-num-seqs", str(role.max_num_seqs)]
     found += ["--max-num-batched-tokens", str(role.max_num_batched_tokens)]
     found += ["--block-size", str(role.block_size)]
-    found += ["--gpu-memory-utilization", f"{role.memory:g}"]
+    if (share := role.share_of("vllm")) is not None:
+        found += ["--gpu-memory-utilization", share]
     if role.kv_cache_dtype != "auto":
         found += ["--kv-cache-dtype", role.kv_cache_dtype]
     if not role.prefix_caching:
@@ -102,9 +103,12 @@ def sglang_arguments(role: Role, apart: bool) -> list[str]:
     if role.placement == "eplb":
         found.append("--enable-eplb")
     # The server's, which it divides by the engines.
-    found += ["--max-running-requests", str(role.max_num_seqs * role.data_parallel_size)]
-    found += ["--chunked-prefill-size", str(role.max_num_batched_tokens)]
-    found += ["--page-size", str(role.block_size), "--mem-fraction-static", f"{role.memory:g}"]
+    engines = role.data_parallel_size
+    found += ["--max-running-requests", str(role.max_num_seqs * engines)]
+    found += ["--chunked-prefill-size", str(role.max_num_batched_tokens * engines)]
+    found += ["--page-size", str(role.block_size)]
+    if (share := role.share_of("sglang")) is not None:
+        found += ["--mem-fraction-static", share]
     if role.kv_cache_dtype == "fp8":
         found += ["--kv-cache-dtype", "fp8_e4m3"]
     if not role.prefix_caching:
@@ -123,7 +127,8 @@ def sglang_arguments(role: Role, apart: bool) -> list[str]:
 
 
 def trtllm_config(role: Role, longest: int) -> dict[str, Any]:
-    """Return the YAML of TensorRT-LLM's worker of a role; ``longest``: tokens of a request."""
+    """Return the YAML of TensorRT-LLM's worker of a role; ``longest``: tokens that a request may
+    have."""
     if role.is_group and role.tensor_parallel_size > 1:
         problem = f"{role.data_parallel_size} engines of {role.tensor_parallel_size} GPUs"
         raise InputError("emit", f"{TRTLLM} has no {problem}", "engines of one GPU")
@@ -137,13 +142,15 @@ def trtllm_config(role: Role, longest: int) -> dict[str, Any]:
         "max_batch_size": role.max_num_seqs,
         "max_num_tokens": role.max_num_batched_tokens,
         "max_seq_len": longest,
+        "enable_chunked_prefill": not role.whole_prompts,
         "kv_cache_config": {
-            "free_gpu_memory_fraction": role.memory,
             "dtype": role.kv_cache_dtype,
             "tokens_per_block": role.block_size,
             "enable_block_reuse": role.prefix_caching,
         },
     }
+    if (share := role.share_of("trtllm")) is not None:
+        found["kv_cache_config"]["free_gpu_memory_fraction"] = float(share)
     if role.name != "serve":
         found["cache_transceiver_config"] = {"backend": "NIXL", "max_tokens_in_buffer": longest}
     if role.name == "prefill":
@@ -197,11 +204,11 @@ def script(deployment: Deployment, target: str) -> str:
     ).replace("{0}", "this file,")
 
 
-def trtllm_files(deployment: Deployment, longest: int) -> dict[str, str]:
+def trtllm_files(deployment: Deployment) -> dict[str, str]:
     """Return the files of TensorRT-LLM's workers and of the server in front of them."""
     files = {}
     for role in deployment.roles:
-        text = yaml.safe_dump(trtllm_config(role, longest), sort_keys=False)
+        text = yaml.safe_dump(trtllm_config(role, deployment.max_model_len), sort_keys=False)
         line = f"trtllm-serve {REPLACE} --port {role.port} --extra_llm_api_options {role.name}.yaml"
         files[f"trtllm/{role.name}.yaml"] = f"{deployment.comment(TRTLLM)}# {line}\n{text}"
     if deployment.apart:

@@ -14,6 +14,7 @@ from eldr_sim.planning.runs.points import config_key
 from eldr_sim.planning.search.answer import Answer
 from eldr_sim.simulator.results import result_folder
 from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.traces.requests.session_shape import rate_unit
 
 MARKER = "bench.sh"  #: a folder with this file holds launch files, which ``force`` replaces
 
@@ -40,7 +41,7 @@ def launch_files(
     makers: dict[str, Callable[[], dict[str, str]]] = {
         "vllm.sh": lambda: {"vllm.sh": script(made, VLLM)},
         "sglang.sh": lambda: {"sglang.sh": script(made, SGLANG)},
-        "trtllm": lambda: trtllm_files(made, prompt + output),
+        "trtllm": lambda: trtllm_files(made),
         "llm-d-values.yaml": lambda: {"llm-d-values.yaml": llm_d_values(made)},
         "dynamo.yaml": lambda: {"dynamo.yaml": dynamo_graph(made)},
     }
@@ -62,6 +63,8 @@ def launch_files_of(answer: Answer) -> dict[str, str]:
     known, figure = trial.summaries[0], answer.best.figure
     n = max(1, known["completed"])
     rate = answer.question.rate if figure is None else figure.mean
+    if rate and rate_unit(trial.config.workload) == "sessions/s":
+        rate *= known["sessions"]["turns_begun"] / known["sessions"]["begun"]
     means = known["total_input_tokens"] / n, known["total_output_tokens"] / n
     return launch_files(trial.config, version("eldr-sim"), (*means, rate or 0.0))
 
@@ -105,11 +108,19 @@ def _bench(made: Deployment, prompt: int, output: int, rate: float) -> str:
     config = made.config
     bounds: dict[str, Any] = config.goodput.model_dump(exclude_none=True)
     seconds = 60.0 if config.duration_s is None else config.duration_s
+    own, n_prefixes = prompt - config.prefix_len, config.num_prefixes
+    lengths = f"--dataset-name random --random-input-len {own} --random-output-len {output} "
+    lengths += f"--random-prefix-len {config.prefix_len} " if config.prefix_len else ""
+    lengths += f"--random-range-ratio {config.random_range_ratio:g}"
+    if n_prefixes > 1:
+        kind = "prefix-repetition"
+        lengths = f"--dataset-name prefix_repetition --{kind}-num-prefixes {n_prefixes} "
+        lengths += f"--{kind}-prefix-len {config.prefix_len} --{kind}-suffix-len {own} "
+        lengths += f"--{kind}-output-len {output}"
     words = [
         'vllm bench serve --model "$MODEL" --base-url "${URL:-http://127.0.0.1:8000}"',
-        f"--dataset-name random --random-input-len {prompt} --random-output-len {output}",
-        f"--random-range-ratio {config.random_range_ratio:g} --ignore-eos",
-        f"--request-rate {rate:.6g} --burstiness {config.burstiness:g}",
+        lengths,
+        f"--ignore-eos --request-rate {rate:.6g} --burstiness {config.burstiness:g}",
         f"--num-prompts {max(100, round(rate * seconds))}",
         "--percentile-metrics ttft,tpot,itl,e2el",
     ]

@@ -145,9 +145,7 @@ def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def memory_share(config: Any, engine: Engine, pool: Pool) -> float:
     """Return ``gpu_memory_utilization`` of a pool's engines: the run's, or their engine's default
-    where nothing was said. ``config``: a `RunConfig`."""
-    if engine == config.engine:
-        return float(config.gpu_memory_utilization)
+    on their GPUs where nothing was said. ``config``: a `RunConfig`."""
     name = "gpu_memory_utilization"
     usual = type(config).model_fields[name].default
     run = {field: getattr(config, field) for field in _SHARE}

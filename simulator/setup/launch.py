@@ -35,7 +35,8 @@ _NAMES: dict[str, dict[str, str]] = {
         "enable_mixed_chunk": "enable_mixed_chunk",
         "scheduler_recv_interval": "scheduler_recv_interval",
         "schedule_conservativeness": "schedule_conservativeness",
-        "enable_dp_attention": "attention_dp", "ep": "experts", "ep_size": "experts",
+        "enable_dp_attention": "attention_dp", "attn_dp_size": "attention_dp",
+        "ep": "experts", "ep_size": "experts",
         "expert_parallel_size": "experts", "ep_num_redundant_experts": "num_redundant_experts",
         "tp_size": _PARALLEL["tp"], "dp_size": _PARALLEL["dp"], "pp_size": _PARALLEL["pp"],
         _PARALLEL["tp"]: _PARALLEL["tp"], _PARALLEL["dp"]: _PARALLEL["dp"],
@@ -55,6 +56,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "disable_overlap_scheduler": "!async_scheduling",
         "batch_wait_timeout_iters": "batch_wait_timeout_iters",
         "batch_wait_max_tokens_ratio": "batch_wait_max_tokens_ratio",
+        "enforce_eager": "enforce_eager",
         "moe_expert_parallel_size": "experts", "ep_size": "experts",
         "tp_size": _PARALLEL["tp"], "pp_size": _PARALLEL["pp"],
         _PARALLEL["tp"]: _PARALLEL["tp"], _PARALLEL["pp"]: _PARALLEL["pp"],
@@ -68,7 +70,9 @@ _NAMES: dict[str, dict[str, str]] = {
 #: What changes nothing that is simulated here.
 _ABOUT = {"host", "port", "trust_remote_code", "served_model_name", "print_iter_log", "log_level",
           "disable_log_requests", "backend", "tokenizer_path", "random_seed"}  # fmt: skip
-_EIGHT = ("fp8", "fp8_e4m3", "fp8_e5m2")
+#: Commands that a model's name may follow.
+_COMMANDS = ("serve", "vllm", "trtllm-serve")
+_EIGHT, _SIXTEEN = ("fp8", "fp8_e4m3", "fp8_e5m2"), ("bfloat16", "bf16", "float16", "half", "fp16")
 
 
 def with_launch(values: dict[str, Any]) -> dict[str, Any]:
@@ -119,9 +123,14 @@ def _fields(engine: str, said: list[tuple[str, Any]]) -> dict[str, Any]:
             unknown.append(name)
     if speculative:
         found["speculative_config"] = speculative
-    if str(found.get("kv_cache_dtype", "auto")) != "auto":
-        eight = str(found["kv_cache_dtype"]).lower() in _EIGHT
-        found["kv_cache_dtype"] = "fp8" if eight else "auto"
+    kind = str(found.get("kv_cache_dtype", "auto")).lower()
+    if kind in _EIGHT:
+        found["kv_cache_dtype"] = "fp8"
+    elif kind in _SIXTEEN:
+        found["kv_cache_dtype"] = "auto"
+    elif kind != "auto":
+        del found["kv_cache_dtype"]
+        unknown.append(f"KV cache of {kind}")
     _spread(engine, found, unknown)
     if unknown:
         names = ", ".join(sorted(unknown))
@@ -134,8 +143,12 @@ def _spread(engine: str, found: dict[str, Any], unknown: list[str]) -> None:
     experts, attention = int(found.pop("experts", 1) or 1), found.pop("attention_dp", False)
     width = int(found.get("tensor_parallel_size", 1))
     engines = int(found.get("data_parallel_size", width if engine == "trtllm" else 1))
+    if not isinstance(attention, bool):  # SGLang's newer word says how many engines
+        attention, engines = int(attention) > 1, int(attention)
     if experts > 1:
         found["enable_expert_parallel"] = True
+        if experts < width:
+            unknown.append(f"experts spread over {experts} GPUs (taken as over all)")
     if engine == "vllm":
         return
     if attention and engines > 1:
@@ -170,8 +183,11 @@ def _nested(options: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
 def _options(line: str) -> Iterator[tuple[str, Any]]:
     """Yield the options of a launch line by their names with underscores."""
     words = shlex.split(line)
+    before: list[str] = []
     while words and (words[0] == "-m" or not words[0].startswith("-")):  # python -m sglang ...
-        words.pop(0)
+        before.append(words.pop(0))
+    if before[-1:] and before[-1] not in _COMMANDS and any(word in _COMMANDS for word in before):
+        yield "model", before[-1]  # vllm serve MODEL
     while words:
         word = words.pop(0)
         if not word.startswith("-"):

@@ -12,6 +12,7 @@ import yaml
 from eldr_sim.errors import InputError
 from eldr_sim.planning.launch.files import launch_files, write_launch_files
 from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.prepare import prepare
 
 #: Options that these versions have, of those that may be written.
 VLLM = [
@@ -72,6 +73,7 @@ TRTLLM = [
     "max_batch_size",
     "max_num_tokens",
     "max_seq_len",
+    "enable_chunked_prefill",
     "kv_cache_config",
     "cache_transceiver_config",
     "disable_overlap_scheduler",
@@ -175,6 +177,60 @@ def test_tensorrt_llm_has_its_keys(made):
     assert total == GPUS[kind]
 
 
+READ = (
+    "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "max_num_seqs",
+    "max_num_batched_tokens", "block_size", "gpu_memory_utilization", "kv_cache_dtype",
+    "enable_prefix_caching",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.filterwarnings("ignore:not simulated of the launch line")
+def test_what_is_launched_is_what_was_simulated(kind, engine, tmp_path):
+    """The launch lines, read again as launch lines: the same engines."""
+    given = {"request_rate": 20, "policy": "jsq", "engine": engine, "speculative_config": None}
+    if engine == "trtllm" and kind == "drafts":
+        given["tensor_parallel_size"] = 4
+    config = make_config(CONFIGS[kind] | given)
+    files, prepared = launch_files(config, "1", (1000.0, 300.0, 20.0)), prepare(config)
+    for pool in config.pools:
+        role = ("decode" if pool.decodes else "prefill") if config.n_prefill else "serve"
+        name = "decode" if pool.decodes else "prefill"
+        if engine == "trtllm":
+            file = tmp_path / "options.yaml"
+            file.write_text(files[f"trtllm/{role}.yaml"])
+            line = {"extra_llm_api_options": str(file)}
+        else:
+            words = commands(files[f"{engine}.sh"])[role]
+            line = {"engine_args": shlex.join(word for word in words if "$" not in word)}
+        read = make_config({"engine": engine, "model": config.model, "gpu": config.gpu} | line)
+        own = prepared.spec.pools[config.pools.index(pool)].engine
+        known = {field: getattr(config.pool(name), field, getattr(config, field, None))
+                 for field in READ}  # fmt: skip
+        known |= {"max_num_seqs": own.max_num_seqs, "gpu_memory_utilization": own.memory_share}
+        known["max_num_batched_tokens"] = own.max_num_batched_tokens
+        if own.parallelism.n_gpus == 1 or engine == "sglang":
+            known["enable_expert_parallel"] = own.parallelism.expert_parallel
+        assert {field: getattr(read, field) for field in READ} == known, role
+
+
+def test_other_engines_have_their_own_share_of_the_memory():
+    """vLLM's share is of all memory, SGLang's of weights and KV cache, TensorRT-LLM's of the rest;
+    a request may be as long as it was simulated to be at most, and its prompt comes in chunks."""
+    config = make_config({"request_rate": 20, "policy": "jsq", "max_model_len": 9000} | PLAIN)
+    files = launch_files(config, "1", (1000.0, 300.0, 20.0))
+    assert "gpu-memory-utilization" in files["vllm.sh"]
+    assert "mem-fraction-static" not in files["sglang.sh"]
+    worker = yaml.safe_load(files["trtllm/serve.yaml"])
+    assert "free_gpu_memory_fraction" not in worker["kv_cache_config"]
+    assert worker["max_seq_len"] == 9000
+    assert worker["enable_chunked_prefill"] is True
+    tiers = ("host:1GB,load=20GB/s",)
+    files = launch_files(config.replace(kv_tier=tiers), "1", (1000.0, 300.0, 20.0))
+    assert f"# simulated, not launched: kv_tier {tiers}" in files["vllm.sh"]
+
+
 def test_kubernetes_files_keep_their_schemas(made):
     """llm-d's closed top level; the rules of Dynamo's v1beta1 that its schema cannot say."""
     kind, _, files = made
@@ -223,6 +279,21 @@ def test_the_benchmark_asks_for_the_objective(made):
     assert words["request-rate"] == ["20"]
     if kind == "plain":
         assert words["goodput"] == ["ttft:500", "tpot:30"]
+
+
+def test_the_benchmark_has_the_prefixes_of_the_load():
+    def bench(**changes):
+        config = make_config({"request_rate": 20, "policy": "jsq"} | PLAIN | changes)
+        text = launch_files(config, "1", (1000.0, 300.0, 20.0))["bench.sh"]
+        return options(shlex.split(text.split("exec ")[1].replace("\\\n", " ")))
+
+    assert bench()["random-input-len"] == ["1000"]
+    words = bench(prefix_len=600, input_len=400)
+    assert (words["random-input-len"], words["random-prefix-len"]) == (["400"], ["600"])
+    words = bench(prefix_len=600, input_len=400, num_prefixes=5)
+    assert words["dataset-name"] == ["prefix_repetition"]
+    assert words["prefix-repetition-num-prefixes"] == ["5"]
+    assert words["prefix-repetition-suffix-len"] == ["400"]
 
 
 def test_what_an_engine_cannot_do_is_said():

@@ -377,6 +377,40 @@ def test_stages_wait_for_their_launches():
     assert launches_s < prompt_s(False) < 1.2 * launches_s
 
 
+def test_the_model_behind_a_command_is_read():
+    for command in ("vllm serve", "trtllm-serve"):
+        engine = {"vllm serve": "vllm", "trtllm-serve": "trtllm"}[command]
+        line = f"{command} Llama-3.1-8B --port 8000"
+        assert make_config({"engine": engine, "engine_args": line}).model == "Llama-3.1-8B"
+    with pytest.raises(InputError, match="model"):
+        prepare(make_config({"engine_args": "vllm serve no/such-model --max-num-seqs 8"}))
+    line = "--tp-size 8 --attn-dp-size 4 --ep-size 8 --chunked-prefill-size 8192"
+    config = make_config({"engine": "sglang", "engine_args": line})
+    assert (config.tensor_parallel_size, config.data_parallel_size) == (2, 4)
+    assert config.max_num_batched_tokens == 2048
+
+
+def test_what_is_taken_for_something_else_is_said(tmp_path):
+    with pytest.warns(EldrSimWarning, match="KV cache of nvfp4$"):
+        assert make_config({"engine_args": "--kv-cache-dtype nvfp4"}).kv_cache_dtype == "auto"
+    line = "--tp 8 --ep-size 4"
+    with pytest.warns(EldrSimWarning, match="spread over 4 GPUs"):
+        assert make_config({"engine": "sglang", "engine_args": line}).enable_expert_parallel
+    file = tmp_path / "eager.yaml"
+    file.write_text("cuda_graph_config: null\n")
+    assert make_config({"extra_llm_api_options": str(file)}).enforce_eager
+
+
+def test_each_pool_has_its_own_default_share_of_the_memory():
+    fields = {"engine": "sglang", "topology": "1P1D", "gpu": "H100"}
+    spec = spec_of(**fields, decode={"gpu": "H200"}, prefill={"gpu": "H100"})
+    for pool, gpu in zip(spec.pools, ("H100", "H200"), strict=True):
+        alone = make_config(fields | {"gpu": gpu}).gpu_memory_utilization
+        assert pool.engine.memory_share == alone
+    said = spec_of(**fields, decode={"gpu": "H200"}, gpu_memory_utilization=0.7)
+    assert {pool.engine.memory_share for pool in said.pools} == {0.7}
+
+
 def test_what_is_not_simulated_is_said_in_one_line():
     with pytest.warns(EldrSimWarning, match="not simulated of the launch line: lora_paths, x$"):
         make_config({"engine": "sglang", "engine_args": "--lora-paths a b --x 3 --host 0.0.0.0"})

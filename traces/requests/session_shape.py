@@ -25,6 +25,11 @@ ANSWER_TOKENS = {"chat": 343, "agent": 425}
 _HISTORY = re.compile(r"all|(last|reset):([1-9]\d*)|no_reasoning:(0?\.\d+|0|1)")
 
 
+def rate_unit(workload: str) -> str:
+    """Return what a rate of a workload counts a second."""
+    return "sessions/s" if workload in PRESETS else "requests/s"
+
+
 @dataclass(frozen=True)
 class SessionShape:
     """What drawn sessions are like."""
