@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.request_logs import read_request_log
+from eldr_sim.traces.requests.request_logs import known_log, read_request_log
 
 from ..paths import SHARED
 
@@ -305,6 +305,43 @@ def test_records_of_aiperf(tmp_path):
     assert log.output_len.tolist() == [62, 63]
     assert log.session.tolist() == [0, 0]
     assert log.n_dropped == 1
+
+
+def test_a_conversation_that_aiperf_sends_again_is_another_session(tmp_path):
+    """``conversation_id`` is the data set's: x_correlation_id is who sends it."""
+    records = [
+        aiperf(number * 10**9, 550, 62, conversation_id="a", x_correlation_id=user)
+        for number, user in enumerate("xyxz")
+    ]
+    log = read_request_log(write(tmp_path, "\n".join(map(json.dumps, records)) + "\n"))
+    assert log.session.tolist() == [0, 1, 0, 2]
+    assert log.parent.tolist() == [-1, -1, 0, -1]
+
+
+def test_session_0_is_one_and_null_is_none(tmp_path):
+    import pandas as pd
+
+    lines = [
+        {"timestamp": i, "input_length": 9, "output_length": 2, "session_id": session}
+        for i, session in enumerate([0, None, 0, None])
+    ]
+    path = tmp_path / "log"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    columns = "time_ms=timestamp,input=input_length,output=output_length,session=session_id"
+    assert read_request_log(path).session.tolist() == [0, 1, 0, 2]
+    assert read_request_log(path, columns).session.tolist() == [0, 1, 0, 2]
+    table = pd.DataFrame(lines).astype({"session_id": float})  # null is no number there
+    table.to_parquet(path)
+    assert read_request_log(path, columns).session.tolist() == [0, 1, 0, 2]
+
+
+def test_sessions_beside_a_log_that_is_not_in_order_are_refused(tmp_path):
+    path, sessions = tmp_path / "log", tmp_path / "sessions.csv"
+    lines = [{"timestamp": at, "input_length": 9, "output_length": 2} for at in (5, 0, 9)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    sessions.write_text("request,parent,gap_s\n2,0,1.5\n")
+    with pytest.raises(InputError, match="not in order of arrival"):
+        known_log(path, sessions=str(sessions))
 
 
 def test_columns_of_any_table(tmp_path):

@@ -59,6 +59,24 @@ def test_a_result_of_aiperf_is_read(tmp_path):
     assert (found.load["num_requests"], found.load["input_len"]) == (20, 100)
 
 
+@pytest.mark.parametrize(
+    ("loadgen", "burstiness"),
+    [
+        ({"request_rate": 4.0}, None),
+        ({"request_rate": 4.0, "request_rate_mode": "constant"}, 1e9),
+        ({"request_rate": 4.0, "arrival_pattern": "constant"}, 1e9),
+        ({"request_rate": 4.0, "arrival_pattern": "gamma", "arrival_smoothness": 0.5}, 0.5),
+        ({"concurrency": 4, "request_rate_mode": "constant"}, None),
+    ],
+)
+def test_aiperfs_arrivals_are_those_of_its_pattern(tmp_path, loadgen, burstiness):
+    path = tmp_path / "aiperf.json"
+    lengths = {f"{name}_sequence_length": {"avg": 10} for name in ("input", "output")}
+    told = {"input_config": {"loadgen": loadgen}, "request_count": {"avg": 20}}
+    path.write_text(json.dumps({"time_to_first_token": {"avg": 1.0}} | lengths | told))
+    assert read_bench(path).load.get("burstiness") == burstiness
+
+
 @pytest.mark.parametrize("text", ["no json", "[]", "{}", '{"mean_ttft_ms": 3, "completed": 0}'])
 def test_what_is_no_result_is_refused(tmp_path, text):
     path = tmp_path / "bad.json"

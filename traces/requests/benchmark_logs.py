@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.log_rows import Row, scaled_ns
+from eldr_sim.traces.requests.log_rows import Row, scaled_ns, session_of
 
 
 def is_vllm_result(record: Any) -> bool:
@@ -71,7 +71,9 @@ def aiperf_rows(file: Path, records: Iterable[Any]) -> Iterator[Row]:
             ]
             if not all(map(_is_number, (when, *lengths))) or any(n != int(n) for n in lengths):
                 raise TypeError
-            session = str(metadata.get("conversation_id") or "")
+            # The conversation is the data set's, which many sessions may send.
+            names = metadata.get("x_correlation_id"), metadata.get("conversation_id")
+            session = next(filter(None, map(session_of, names)), "")
             yield Row(scaled_ns(when, 1), int(lengths[0]), int(lengths[1]), (), session)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise InputError(

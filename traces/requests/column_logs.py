@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.log_rows import Row, scaled_ns, timestamp_ns
+from eldr_sim.traces.requests.log_rows import Row, scaled_ns, session_of, timestamp_ns
 
 _UNITS_NS = {"time_s": 1e9, "time_ms": 1e6, "time_us": 1e3, "time_ns": 1.0}
 KEYS = ("time", *_UNITS_NS, "input", "output", "session", "priority")  #: what a column may be
@@ -68,7 +68,7 @@ def _rows(
                 _whole(record[columns["input"]]),
                 _whole(record[columns["output"]]),
                 (),
-                "" if session is None else str(record[session] or ""),
+                "" if session is None else session_of(record[session]),
                 None if given in (None, "") else _whole(given),
             )
         except (ValueError, KeyError, TypeError, OverflowError) as error:

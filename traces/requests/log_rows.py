@@ -29,6 +29,11 @@ class Row(NamedTuple):
     joins: Sequence[str] = ()  #: other requests whose ends it waits for
 
 
+def session_of(value: object) -> str:
+    """Return the name of a session; none of what is null, not a number or empty text."""
+    return "" if value is None or value != value else str(value)
+
+
 def timestamp_ns(text: str) -> int:
     """Return an ISO 8601 time, UTC unless it says otherwise, in ns; raises ValueError."""
     # By hand for the fraction: Azure writes 100 ns digits, which datetime would drop.

@@ -63,6 +63,9 @@ def read_sessions(path: Path, log: RequestLog) -> Sessions:
     Raises InputError if the file does not fit the log.
     """
     n, field = len(log.arrival_s), "sessions_file"
+    if not log.in_order:
+        problem = f"lines of {log.path.name} are not in order of arrival, and it numbers lines"
+        raise InputError(field, problem, "a log sorted by time")
     file = regular_file(path, field)
     parent, gap_s = np.full(n, -1, np.int32), np.zeros(n)
     with file.open(encoding="utf-8-sig", newline="") as lines:

@@ -40,7 +40,7 @@ from eldr_sim.traces.requests.benchmark_logs import (
     vllm_rows,
 )
 from eldr_sim.traces.requests.column_logs import column_rows
-from eldr_sim.traces.requests.log_rows import Row, scaled_ns, timestamp_ns
+from eldr_sim.traces.requests.log_rows import Row, scaled_ns, session_of, timestamp_ns
 from eldr_sim.traces.requests.log_sessions import read_sessions, sessions_of
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -80,6 +80,7 @@ class RequestLog:
     #: Requests left out because they have no prompt or no output tokens: they failed.
     n_dropped: int
     checksum: str  #: SHA-256 of the file
+    in_order: bool = True  #: whether the file's lines are in order of arrival
     #: ``parent``, ``gap_s``: int32 and float64 ``[n]``: the request before it that a request goes
     #: on with, -1 where it begins a session; seconds from that one's arrival, or its end where the
     #: log says so (`after_end`), to its own. None where the log has no sessions.
@@ -235,7 +236,7 @@ def _mooncake_row(entry: Any) -> Row:
     if priority is not None and type(priority) is not int:
         raise TypeError
     after = None if delay is None else float(delay) / 1e3
-    session, name = str(entry.get("session_id", "")), str(entry.get("request_id", ""))
+    session, name = session_of(entry.get("session_id")), session_of(entry.get("request_id"))
     joins = [str(other) for other in entry.get("wait_for") or ()]
     when_ns = scaled_ns(float(when), 1e6)
     return Row(when_ns, *_sizes(entry), session, priority, after, name, joins=joins)
@@ -269,6 +270,7 @@ def _assemble(file: Path, kind: str, rows: Iterator[Row]) -> RequestLog:
             dropped += 1
     if not kept:
         raise InputError(str(file), "holds no request with prompt and output tokens")
+    in_order = all(one[0] <= other[0] for one, other in pairwise(kept))
     kept.sort(key=lambda row: row[0])
     when = np.array([row[0] for row in kept], dtype=np.int64)
     prompt = np.array([row[1] for row in kept], dtype=np.int32)
@@ -293,6 +295,7 @@ def _assemble(file: Path, kind: str, rows: Iterator[Row]) -> RequestLog:
         prefix_block_tokens=_block_tokens(file, prompt, blocks),
         n_dropped=dropped,
         checksum=hashlib.sha256(file.read_bytes()).hexdigest(),
+        in_order=in_order,
     )
 
 

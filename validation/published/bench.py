@@ -17,6 +17,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
 
 _METRICS = ("ttft", "tpot", "itl", "e2el")
 _STATISTICS = ("mean", "median", "p90", "p99")
@@ -86,6 +87,11 @@ def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:
     }
     given = found.get("input_config", {}).get("loadgen", {})
     load: dict[str, Any] = {"request_rate": given.get("request_rate") or "inf"}
+    pattern = given.get("arrival_pattern") or given.get("request_rate_mode")
+    if given.get("request_rate") and pattern == "constant":
+        load["burstiness"] = MOST_BURSTINESS
+    elif given.get("request_rate") and pattern == "gamma":
+        load["burstiness"] = float(given.get("arrival_smoothness") or 1.0)
     if given.get("concurrency"):
         load["max_concurrency"] = int(given["concurrency"])
     load["num_requests"] = int(found.get("request_count", {}).get("avg") or 0)
