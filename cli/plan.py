@@ -260,9 +260,11 @@ def _with_window(config: RunConfig, objective: Objective, options: dict[str, Any
     """Return a configuration with the window of a plan's runs, where options do not say it.
 
     A warm-up is as long as requests live that just keep the TPOT bound: a cluster is full then. Of
-    a part of a log those before it are as long as nine in ten of the log are. A whole log has none.
+    a part of a log those before it are as long as nine in ten of the log are. A whole log has none,
+    nor have sessions, all of whose turns count.
     """
-    if options["num_requests"] is not None or config.measures_whole_log:
+    whole = config.measures_whole_log or config.n_sessions is not None
+    if options["num_requests"] is not None or whole:
         return config
     window = {"duration": _DURATION} if config.duration is None and not config.chooses_part else {}
     length: float | str = config.effective_output_len

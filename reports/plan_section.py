@@ -8,6 +8,7 @@ from eldr_sim.reports.cells import Table, Value, interval, measured, nan, number
 from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.headings import PLAN_COLUMNS
 from eldr_sim.reports.pictures import Colours, Picture, intervals, pareto_picture
+from eldr_sim.traces.requests.session_shape import rate_unit
 
 Record = Mapping[str, Any]
 
@@ -92,7 +93,8 @@ def _question(document: Record) -> str:
     bounds = ", ".join(f"{name.upper()} {ms:g} ms" for name, ms in document["slo_ms"].items())
     goal = f"within {bounds} for {100 * document['attainment']:g}% of requests"
     if kind == "cluster":
-        return f"{document['request_rate']:g} requests/s {goal}{of}"
+        unit = rate_unit(document["config"]["workload"])
+        return f"{document['request_rate']:g} {unit} {goal}{of}"
     return f"Highest rate {goal}{of}"
 
 
@@ -116,7 +118,8 @@ def _answer(document: Record) -> list[tuple[str, str]]:
     if margin is not None:
         least = "at least " if margin["highest_rate_is_a_lower_bound"] else ""
         load = _interval(margin["percent_above_load"], signs=True)
-        rate = f"{_interval(margin['highest_rate'])} requests/s: {load}% of the load"
+        unit = rate_unit(document["config"]["workload"])
+        rate = f"{_interval(margin['highest_rate'])} {unit}: {load}% of the load"
         if blocks is not None:
             rate += ", the log's arrivals drawn closer"
         lines.append(("Margin", f"carries {least}{rate}"))

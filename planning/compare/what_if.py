@@ -17,6 +17,7 @@ from eldr_sim.simulator.outcome.catalogue import HEADLINE, PREFILL_HEADLINE
 from eldr_sim.simulator.outcome.headline import Headline, Shown
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config import RunConfig, make_config, read_config, set_field
+from eldr_sim.simulator.setup.config_groups import SessionConfig
 from eldr_sim.simulator.setup.paths import portable
 
 #: Metrics of a what-if.
@@ -34,12 +35,12 @@ REQUEST_FIELDS = (
     "input_len", "prompt_lengths", "random_range_ratio", "prefix_len", "num_prefixes",
     "domain_mix", "domain_mix_end", "trace", "routing_band", "routing", "trace_replay", "prompts",
     "request_rate", "burstiness", "load", "duration", "warmup", "num_requests", "output_len",
-    "seed",
+    "seed", *SessionConfig.model_fields,
 )  # fmt: skip
 #: The attributes that hold what is in force of them, where that is not the field.
 _IN_FORCE = {
     "request_rate": "effective_rate", "duration": "duration_s", "warmup": "warmup_s",
-    "output_len": "effective_output_len",
+    "output_len": "effective_output_len", "sessions": "n_sessions",
 }  # fmt: skip
 
 

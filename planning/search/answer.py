@@ -28,6 +28,7 @@ from eldr_sim.simulator.outcome.without_effect import NO_TOKEN
 from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.paths import portable
+from eldr_sim.traces.requests.session_shape import rate_unit
 
 MARKER = "plan.json"  #: a folder with this file holds a plan, which ``force`` replaces
 #: Metrics of a run in ``points.parquet`` and, as means over seeds, of a cluster in ``plan.json``.
@@ -275,7 +276,8 @@ class Answer(Shown):
                 cells += [number(row.figure.mean)] if row.figure is not None else []
                 cells += [number(row.trial.mean(tag)) for tag in tags]
             rows.append((row.policy, row.gpu, *cells))
-        title = f"{question.rate:g} requests/s, " if question.rate is not None else ""
+        unit = rate_unit(question.config.workload)
+        title = f"{question.rate:g} {unit}, " if question.rate is not None else ""
         title += "cheapest first" if question.kind == "cluster" else "best first"
         title += "" if question.max_gpus is None else f", up to {question.max_gpus} GPUs"
         heads = (label("gpus"), *asked, *map(label, tags))

@@ -42,7 +42,8 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     """Bound the workers that a load needs on the pools of a configuration.
 
     - A prefill worker computes prompts of mean length, at best in steps filled up to the token
-      budget. With prefix caching of prompts that share blocks there is no bound.
+      budget. With prefix caching of prompts that share blocks there is no bound, nor where decode
+      workers compute prompts, too (`conditional_disagg`).
     - A decode worker generates at best ``batch / step`` tokens per second, over the batches whose
       step is within the TPOT bound. A step activates at least the model's top-k experts (under
       expert parallelism, at least their share per rank).
@@ -62,7 +63,8 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     prefill, decode = prepared.spec.prefill, prepared.spec.decode
     rate = offered_rate(config, workload)
     level, gpu = objective.level, decode.step_time.gpu.name
-    cached = workload.prefix_block_tokens > 0 and config.enable_prefix_caching
+    spared = workload.prefix_block_tokens > 0 and config.enable_prefix_caching
+    spared |= config.conditional_disagg is not None
     n_decode = 1 if config.generates else 0
 
     lengths, outputs = workload.prompt_len.astype(np.int64), workload.output_len
@@ -77,7 +79,7 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
         return Bounds(1, n_decode, rate, why)
     lengths = lengths[accepted]
     n_prefill, prompts = min(1, config.n_prefill), 0.0
-    if not cached and prefill.group is None:
+    if not spared and prefill.group is None:
         mean = max(1, int(lengths.mean()))
         each_s = prefill.prompt_s(mean)
         # Engines that gather experts, or stages, compute as many prompts at a time.

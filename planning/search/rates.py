@@ -111,14 +111,17 @@ def lowest_rate(config: RunConfig) -> float:
 def check_requests(config: RunConfig, rate: float) -> None:
     """Raise InputError where a run measures too few requests to estimate a share such as 99%."""
     field, what, about = "num_requests", "requests", ""
-    if config.num_requests is not None:
+    if config.num_requests is not None and config.n_sessions is None:
         expected = float(config.num_requests)
     elif config.duration_s is not None:
         field, expected, about = "duration", rate * config.duration_s, "about "
-    else:  # a log, of which a part may be asked for
+    else:  # sessions, all of whose turns count, or a log, of which a part may be asked for
         field = next((name for name in NO_PART if getattr(config, name) is not None), "workload")
         workload, _ = offered_load(config, routing_of(config, load_model(config.model)))
-        expected, what = workload.description["log_window"]["measured"], "requests of the log"
+        if config.n_sessions is not None:
+            field, expected, what = "sessions", len(workload), "turns"
+        else:
+            expected, what = workload.description["log_window"]["measured"], "requests of the log"
     if expected < LEAST_REQUESTS:
         problem = (
             f"{about}{expected:.0f} {what} in the measured window are too few to estimate a share"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 
+from eldr_sim.cli.plan import _with_window
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.intervals import Interval
@@ -18,7 +19,7 @@ from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import ClusterTemplate
 from eldr_sim.planning.search.plan import CandidateRow, plan
-from eldr_sim.planning.search.rates import plan_rate
+from eldr_sim.planning.search.rates import check_requests, plan_rate
 from eldr_sim.planning.search.shapes import shapes
 from eldr_sim.planning.search.split import plan_split
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial
@@ -267,6 +268,26 @@ def test_bounds_hold_in_simulations():
     assert found.n_decode > 1
     short = config.model_copy(update={"output_len": 256, "topology": f"8P{found.n_decode - 1}D"})
     assert simulate_summary(short)["slo_attainment"] < 0.95
+
+
+def test_prompts_that_decode_workers_compute_bound_no_prefill_workers():
+    load = {"request_rate": 400, "duration": 8, "output_len": 16, "gpu": "A100"}
+    config = make_config(load | {"goodput": {"ttft": 1000}, "topology": "1P16D"})
+    objective = Objective(config.goodput, 0.95)
+    assert bounds(config, objective).n_prefill > 1
+    local = config.model_copy(update={"conditional_disagg": "noncached:4096"})
+    assert bounds(local, objective).n_prefill == 1
+
+
+def test_a_plan_of_sessions_measures_all_their_turns():
+    config = make_config({"workload": "chat", "sessions": 60, "request_rate": 1, "topology": "1C"})
+    objective = Objective(LEVEL)
+    same = _with_window(config, objective, {"num_requests": None, "warmup": None})
+    assert same == config
+    assert same.n_sessions == 60  # 30 s of sessions whose users think for a minute have one turn
+    check_requests(config, 1.0)
+    with pytest.raises(InputError, match="3 turns in the measured window are too few"):
+        check_requests(config.replace(sessions=3, turns="1"), 1.0)
 
 
 # -- the highest rate ----------------------------------------------------------------------------

@@ -14,9 +14,15 @@ from scipy import stats
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.compare.what_if import FIGURES, change_fields, read_base
+from eldr_sim.planning.compare.what_if import FIGURES, REQUEST_FIELDS, change_fields, read_base
 from eldr_sim.planning.compare.what_if import what_if as make_what_if
 from eldr_sim.simulator.setup.config import RunConfig, make_config
+from eldr_sim.simulator.setup.config_groups import (
+    LengthConfig,
+    RoutingConfig,
+    SessionConfig,
+    WorkloadConfig,
+)
 
 BASE = {"topology": "1P2D", "request_rate": 10, "duration": 3, "warmup": 1, "output_len": 20}
 
@@ -134,11 +140,18 @@ def test_interval_is_students_t_over_the_seeds():
         ("workload=language duration=4", ("workload", "duration")),
         ("prompts=shared", ("prompts",)),
         ("warmup=0", ("warmup",)),
+        ("workload=chat turns=8", ("workload", "turns")),
     ],
 )
 def test_changes_of_the_requests_are_told(change, fields):
     found = what_if(make_config(BASE), [change], Analytic(), n_seeds=1)
     assert found.changes[0].other_requests == fields
+
+
+def test_every_field_of_the_load_tells_of_other_requests():
+    groups = WorkloadConfig, SessionConfig, RoutingConfig, LengthConfig
+    fields = {name for group in groups for name in group.model_fields}
+    assert fields - set(REQUEST_FIELDS) == {"max_concurrency"}  # the client sends the same later
 
 
 def test_simulated_pairs_serve_the_same_requests():
