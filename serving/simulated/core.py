@@ -31,13 +31,15 @@ _WARM = {"prompt_len": 100, "output_len": 3}
 class Stream:
     """A request in flight: how many tokens it has got and when, and how it has ended.
 
-    ``number``, ``prompt_len``, ``output_len``: of the request; ``tokens``: numbers of tokens as
+    ``number``, ``prompt_len``, ``output_len``: of the request; ``reason``: why its answer ends,
+    as OpenAI says: at the client's limit or by itself; ``tokens``: numbers of tokens as
     they are due, and at last a text: one of `state.OUTCOMES`; ``times_s``: the simulated time of
     each number.
     """
 
-    def __init__(self, number: int, prompt_len: int, output_len: int) -> None:
+    def __init__(self, number: int, prompt_len: int, output_len: int, most: int | None) -> None:
         self.number, self.prompt_len, self.output_len = number, prompt_len, output_len
+        self.reason = "length" if output_len == most else "stop"
         self.tokens: asyncio.Queue[int | str] = asyncio.Queue()
         self.times_s: list[tuple[int, float]] = []
         self.known = self.given = 0
@@ -106,7 +108,7 @@ class Core:
         self._advance()
         output_len = max(least, min(self.cluster.coming()[1], most or 1 << 30))
         number = self.cluster.submit(prompt_len, output_len)
-        stream = self.open[number] = Stream(number, prompt_len, output_len)
+        stream = self.open[number] = Stream(number, prompt_len, output_len, most)
         self._write(t=self.simulation.env.now, prompt_len=prompt_len, output_len=output_len)
         self._soon()
         return stream

@@ -73,7 +73,7 @@ class Metrics(Registry):
         if outcome != "completed":
             self._success.labels(self._model, "abort").inc()
             return
-        self._success.labels(self._model, "length").inc()
+        self._success.labels(self._model, stream.reason).inc()
         self._prompts.inc(stream.prompt_len)
         self._prompt(stream.prompt_len)
         self._output(stream.output_len)

@@ -102,7 +102,7 @@ class Service:
         if self._max_queue is not None and self.core.waiting >= self._max_queue:
             return error_answer(429, f"{self.core.waiting} requests wait", {"Retry-After": "1"})
         stream = self.core.submit(prompt_len, least, most)
-        answer = _Answer(request.path.endswith("chat/completions"), self.model, asked, stream, most)
+        answer = _Answer(request.path.endswith("chat/completions"), self.model, asked, stream)
         try:
             if asked.streamed:
                 return await answer.stream(request)
@@ -135,13 +135,12 @@ class Service:
 class _Answer:
     """The words of one answer."""
 
-    def __init__(self, chat: bool, model: str, asked: Ask, stream: Stream, most: int) -> None:
+    def __init__(self, chat: bool, model: str, asked: Ask, stream: Stream) -> None:
         self._chat, self._asked, self._stream = chat, asked, stream
         self._kind = "chat.completion" if chat else "text_completion"
         prefix = "chatcmpl" if chat else "cmpl"
         self._head = {"id": f"{prefix}-{stream.number}", "created": int(time.time())}
         self._head |= {"model": model}
-        self._reason = "length" if stream.output_len == most else "stop"
 
     async def whole(self) -> Any:
         """Wait for the end, and answer with everything."""
@@ -152,7 +151,11 @@ class _Answer:
         if outcome != "completed":
             return error_answer(*_failed(outcome))
         text = _WORD * self._stream.output_len
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self._reason, "logprobs": None}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": self._stream.reason,
+            "logprobs": None,
+        }
         message = {"role": "assistant", "content": text}
         choice |= {"message": message} if self._chat else {"text": text}
         body = self._head | {"object": self._kind, "choices": [choice], "usage": self._usage()}
@@ -176,7 +179,7 @@ class _Answer:
             n += part
             last = n == self._stream.output_len
             if last or each or role or part > 1:
-                piece = self._piece(_WORD * part, self._reason if last else None, role)
+                piece = self._piece(_WORD * part, self._stream.reason if last else None, role)
                 if each:
                     piece["usage"] = self._usage(n)
                 await response.write(_event(piece))

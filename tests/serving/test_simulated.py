@@ -302,6 +302,26 @@ def test_metrics_are_those_of_clients_and_quiet_at_the_end():
     assert samples[("eldr_sim_lag_seconds_count",)] > 0
 
 
+def test_ends_are_counted_by_the_reason_that_clients_get():
+    service = Service(CONFIG, speed=SPEED)
+
+    async def talk(session, _url):
+        bodies = [{"prompt": [1] * 9, "max_tokens": n} for n in (2, 3, 900)]
+        answers = await asyncio.gather(*(session.post(TEXT, json=body) for body in bodies))
+        reasons = [(await answer.json())["choices"][0]["finish_reason"] for answer in answers]
+        return reasons, await (await session.get("/metrics")).text()
+
+    reasons, text = against(service, talk)
+    assert reasons == ["length", "length", "stop"]
+    ends = {
+        sample.labels["finished_reason"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "vllm:request_success_total"
+    }
+    assert ends == {"length": 2, "stop": 1}
+
+
 def test_our_client_gets_every_token_through_our_router_from_engine_ports():
     one = CONFIG.replace(topology="1C")
     services = [Service(one.replace(seed=n), speed=SPEED) for n in range(2)]
