@@ -130,8 +130,8 @@ def _requests_in_phases(runs: Sequence[_Run]) -> list[Picture]:
             # Others were refused, gave up or lost their worker: they wait for nothing.
             times = run.requests[run.requests["outcome"].isin(IN_LINE)].copy()
             times["decode_start_s"] = times["decode_start_s"].fillna(times["finish_s"])
-            span = (times[name].to_numpy(float, na_value=np.nan) for name in (start, end))
-            level = mean_in_phase(*span, edges)
+            begun, over = (times[name].to_numpy(float, na_value=np.nan) for name in (start, end))
+            level = mean_in_phase(begun, over, edges)
             series.append(run.series((edges[1:] + edges[:-1]) / 2, level))
         labels = ("simulated time, s", "requests, mean of the interval")
         pictures.append(curves(title, *labels, series, warmups_s=[r.warmup_s for r in runs]))

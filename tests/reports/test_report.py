@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.reports.cells import number
+from eldr_sim.reports.figures import pick, pictures_of
 from eldr_sim.reports.page import report, write_report
 from eldr_sim.reports.run_pictures import mean_in_phase
 from eldr_sim.simulator.results import write_json, write_result, write_table
@@ -234,6 +235,38 @@ def test_mean_in_phase_is_the_integral_of_the_number_there(rows):
                 total += max(0.0, until - max(s, low))
         expected.append(total / (high - low))
     assert mean_in_phase(start, end, edges) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"topology": "1C"}, {"topology": "2P"},
+     {"topology": "1P1D", "conditional_disagg": "noncached:60"}],
+)  # fmt: skip
+def test_pictures_have_requests_where_they_are(changes, tmp_path):
+    """By hand: the mean number in a phase is the time that requests spend there; and TTFT's parts
+    sum to it, where some requests stay with their prompts, too. Some are refused."""
+    load = {"num_requests": 40, "request_rate": 60, "trace": "reference-moe", "seed": 2}
+    config = make_config(load | {"max_model_len": 650} | changes)
+    if config.generates:
+        config = config.replace(output_len=560)
+    result = simulate(config)
+    write_result(result, tmp_path / "run")
+    rows = [r for r in result.requests.to_pylist() if r["outcome"] == "completed"]
+    assert len(rows) < 40 or not config.generates
+    shown = pictures_of(tmp_path / "run")
+    end = max(r["finish_s"] for r in rows)
+
+    def seconds(title):
+        (curve,) = (c for c in pick(shown, title).spec["data"] if c.get("name") == "run")
+        return sum(curve["y"]) * end / len(curve["y"])
+
+    between = sum((r["decode_start_s"] or r["finish_s"]) - r["prefill_end_s"] for r in rows)
+    assert seconds("between prefill and decode") == pytest.approx(between, abs=1e-6)
+    waits = sum(r["prefill_start_s"] - r["sent_s"] for r in rows)
+    assert seconds("waiting for prefill") == pytest.approx(waits, abs=1e-6)
+    parts = pick(shown, "Components of TTFT").spec["data"]
+    of = [r["ttft_ms"] for r in rows if r["measured"]]
+    assert sum(v for bar in parts for v in bar["y"]) == pytest.approx(sum(of) / len(of))
 
 
 def test_text_of_files_stays_text(report_folders, tmp_path):
