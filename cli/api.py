@@ -199,7 +199,7 @@ def _options(
             near = get_close_matches(name, {*known, *RunConfig.model_fields}, 3)
             raise InputError(name, "no such option", ", ".join(near) or "see eldr-sim run --help")
     if isinstance(config, RunConfig):
-        values["config_file"] = config.model_dump()
+        values["config_file"] = config.said("python")
     elif config is not None:
         values["config_file"] = config
     return {name: value for name, value in values.items() if name not in _OUTPUT}

@@ -344,4 +344,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise InputError("config", f"{path} holds no mapping", "field: value lines")
     # A result's config.json keeps the fields under "config", beside checksums and versions.
     nested = values.get("config")
-    return flat(resolved(nested, path.parent) if isinstance(nested, dict) else values)
+    if not isinstance(nested, dict):
+        return flat(values)
+    found = flat(resolved(nested, path.parent))
+    said = make_config(found).said("json")  # but for what it ran with and nobody asked for
+    return {name: value for name, value in found.items() if name in said}

@@ -8,6 +8,7 @@ the next step has been planned, as overlapped scheduling sees them.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from types import SimpleNamespace
 
@@ -16,10 +17,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eldr_sim.cli.api import _options
+from eldr_sim.cli.options import config_from_options
+from eldr_sim.cli.run import run
 from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config import make_config, read_config
 from eldr_sim.simulator.setup.engines import EngineRules, rules_of
 from eldr_sim.simulator.setup.prepare import prepare
 
@@ -399,6 +403,32 @@ def test_what_is_taken_for_something_else_is_said(tmp_path):
     file = tmp_path / "eager.yaml"
     file.write_text("cuda_graph_config: null\n")
     assert make_config({"extra_llm_api_options": str(file)}).enforce_eager
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"gpu": "H200"}, {"engine": "trtllm"}, {"engine": "vllm"}, {"max_num_batched_tokens": 16384},
+     {"gpu": "H200", "tensor_parallel_size": 8, "data_parallel_size": 8}],
+)  # fmt: skip
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+def test_other_fields_bring_their_own_defaults(engine, changes):
+    """Plans, what-ifs and Python change a run's GPU, engine and sizes."""
+    changed = make_config({"engine": engine}).replace(**changes)
+    assert changed == make_config({"engine": engine} | changes)
+    said = {"gpu_memory_utilization": 0.7, "block_size": 64}
+    changed = make_config({"engine": engine} | said).replace(**changes)
+    assert changed == make_config({"engine": engine} | said | changes)
+
+
+def test_a_result_brings_no_defaults_of_its_engine(tmp_path):
+    fields = {"topology": "1C", "model": "Llama-3.1-8B", "engine": "sglang", "block_size": 64}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"config": make_config(fields).model_dump(mode="json")}))
+    read = make_config(read_config(path) | {"gpu": "H200"})
+    assert read == make_config(fields | {"gpu": "H200"})
+    for config in (make_config(fields), str(path)):
+        values = _options(run, config, {"gpu": "H200"})
+        assert config_from_options(values) == read
 
 
 def test_each_pool_has_its_own_default_share_of_the_memory():
