@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.cluster import Cluster
-from eldr_sim.simulator.control.fault_processes import start_faults
+from eldr_sim.simulator.control.fault_processes import leave, start_faults
 from eldr_sim.simulator.control.record import (
     DRAINING,
     OFF,
@@ -139,7 +139,7 @@ class Control:
         self._clock, self._arrived = cluster.arrays.clock, cluster.arrays.clock["arrived"]
         self.acts = Actions(plan, cluster)
         start_faults(self.acts)
-        self.acted = bool(plan.faults) or plan.cancel_s is not None
+        self.acted = bool(plan.faults or self._patience_s is not None) or plan.cancel_s is not None
         self._waited: dict[int, simpy.Event] = {}
         self._drained: set[Worker] = set()
         self._switching: set[Worker] = set()  # workers that leave their pool, and places kept
@@ -183,9 +183,10 @@ class Control:
         cluster.arrays.engines.sessions.order[number] = number
         self._arrived[0] = number + 1
         if self._patience_s is not None:
-            patience_s = float(self._patience_s[number % len(self._patience_s)])
+            client = number % len(self._patience_s)
+            patience_s = float(self._patience_s[client])
             if patience_s < math.inf:
-                self._env.at(now + patience_s, lambda _event: self.cancel(number))
+                self._env.at(now + patience_s, lambda _event: leave(self.acts, number, client))
         return number
 
     def coming(self) -> tuple[int, int]:

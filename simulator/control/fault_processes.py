@@ -26,7 +26,7 @@ def start_faults(acts: Actions) -> None:
         after_s = plan.cancel_s - acts.cluster.workload.arrival_s
         of_sessions = len(acts.cluster.arrays.engines.sessions.waits) > 0
         for request in np.flatnonzero(np.isfinite(plan.cancel_s)).tolist():
-            give_up = partial(_leave, acts, request)
+            give_up = partial(leave, acts, request, request)
             if of_sessions:
                 give_up = partial(_give_up, acts, request, float(after_s[request]))
             _begin(acts, [(float(plan.cancel_s[request]), give_up)])
@@ -58,13 +58,13 @@ def _give_up(acts: Actions, request: int, after_s: float) -> None:
     if at_s > acts.now:
         acts.env.at(at_s, lambda _event: _give_up(acts, request, after_s))
     else:
-        _leave(acts, request)
+        leave(acts, request, request)
 
 
-def _leave(acts: Actions, request: int) -> None:
-    """Let a client leave now, unless it only waits for a first token that it has."""
+def leave(acts: Actions, request: int, client: int) -> None:
+    """Let a client of a plan leave now, unless it only waits for a first token that it has."""
     patient, first_s = acts.plan.patient, acts.requests["first_token_s"][request]
-    if patient is None or not patient[request] or not 0.0 <= first_s <= acts.now:
+    if patient is None or not patient[client] or not 0.0 <= first_s <= acts.now:
         acts.cancel(request)
 
 
