@@ -412,6 +412,7 @@ class Cluster:
         arrived["outcome"][arrived["outcome"] == state.OPEN] = reason
         # Who stays where its prompt was computed notes that with its last token.
         begun = (arrived["source"] < 0) & (arrived["first_token_s"] >= 0.0)
+        begun &= arrived["outcome"] != state.COMPLETED
         for name in ("prefill_end_s", "decode_start_s"):
             stays = begun & (arrived[name] < 0.0)
             arrived[name][stays] = arrived["first_token_s"][stays]
