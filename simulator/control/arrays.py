@@ -128,7 +128,8 @@ def make_pools(
     pools["whole_prompts"] &= ~takes_over
     pools["mixed_steps"] |= takes_over
     pools["poll_steps"][takes_over], pools["wait_steps"][takes_over] = 1, 0
-    pools["balance_steps"][takes_over | (pools["group_size"] == 1)] = 0
+    decodes = pools["then"] == state.HERE
+    pools["balance_steps"][takes_over | ~decodes | (pools["group_size"] == 1)] = 0
     pools["reserve"][pools["then"] != state.HERE] = state.OF_PROMPT
     pools["own_experts"] = own_experts
     pools["capture_s"][[pool.decodes for pool in spec.pools]] = 0.0

@@ -36,7 +36,6 @@ from eldr_sim.simulator.setup.config_groups import (
     StreamingConfig,
     WorkloadConfig,
 )
-from eldr_sim.simulator.setup.engines import default_fields
 from eldr_sim.simulator.setup.paths import resolved
 from eldr_sim.simulator.setup.pools import Pool, WorkerPool, parse_topology, pools_of
 from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS
@@ -110,6 +109,8 @@ class RunConfig(
         With another engine, GPU or width the run then has those of that one. ``mode``: as of
         ``model_dump``.
         """
+        from eldr_sim.simulator.setup.engines import default_fields  # NumPy: --help does without
+
         values = self.model_dump(mode=mode)
         usual = default_fields(values)
         for name in ("gpu_memory_utilization", "block_size"):

@@ -145,7 +145,7 @@ def test_every_number_of_a_plan_is_the_sources(pages, report_folders):
     answer = next(page.root.all("section", "answer"))
     assert [d.text for d in answer.all("dd")] == [
         "2P3D on H100 under eldr, 5 GPUs, $12.50 an hour",
-        "2P4D on H100 under jsq, 6 GPUs, $15.00 an hour",
+        "2P4D on H100 under jsq, 6 GPUs, $15.00 an hour: dearer by 20%",
         "carries 24.00 [22.00, 26.00] requests/s: +20.00 [+10.00, +30.00]% of the load",
         "2P2D attains 99.5%, TTFT p99 90.00 ms, TPOT p99 15.40 ms",
         "serves nothing",

@@ -163,6 +163,11 @@ def run_pair(arguments, prefill="least_loaded", decode="jsq"):
 
 
 @settings(max_examples=80)
+@example(  # workers that compute prompts alone wait for no other engine
+    decode="jsq", seed=15658, topology=(1, 1), size=2, per_engine=1, gpus_per_node=1, interval=1,
+    n_redundant=0, copy_per=ALL, prefix=0, async_scheduling=False, slow_transfers=False,
+    preempt_by_key=False, n_queue_keys=1, aging=None, balance=(3, 0),
+)  # fmt: skip
 @example(  # the last sequence that decodes is preempted in a step that defers prompts
     decode="jsq", seed=2443, topology=(1, 1), size=2, per_engine=1, gpus_per_node=1, interval=5,
     n_redundant=0, copy_per=ALL, prefix=7, async_scheduling=True, slow_transfers=True,
