@@ -139,7 +139,9 @@ GROUPED = {
     "per_engine": st.sampled_from([1, 1, 2, 8]),  # 16 ranks or more are counted another way
     "gpus_per_node": st.sampled_from([1, 2, 4, 8]),
     "interval": st.sampled_from([1, 1, 2, 5]),
-    "balance": st.sampled_from([(0, 0), (0, 0), (3, 0), (20, 2)]),
+    # Engines that wait for each other decide where an idle one wakes in the middle of a step with
+    # what that one sees, the twin at the step's end: only a group without such waits is compared.
+    "balance": st.just((0, 0)),
     "n_redundant": st.sampled_from([0, 1, 4, 30]),
     "copy_per": st.sampled_from([ALL, EXPERT, RANK, NODE]),
     "prefix": st.sampled_from([0, 4, 7]),
@@ -149,6 +151,24 @@ GROUPED = {
     "n_queue_keys": st.sampled_from([1, 3]),
     "aging": st.sampled_from([None, None, 3, 30]),
 }
+
+
+def test_prompts_that_wait_for_other_engines_make_fewer_steps_with_prompts():
+    """Until both of two engines have prompts, or for 20 steps, sequences decode alone."""
+    common = {"topology": (0, 1), "size": 2, "per_engine": 1, "gpus_per_node": 1, "copy_per": ALL}
+    common |= {"prefix": 0, "async_scheduling": False, "slow_transfers": False}
+    fewer, more = 0, 0
+    for seed in range(12):
+        counts, ended = [], []
+        for balance in ((0, 0), (20, 0)):
+            record, _ = run_pair(grouped_cluster(seed, balance=balance, **common))
+            ended.append(record.completed.tolist())
+            chunks = record.decode_steps["chunks"] > 0
+            counts.append(len(set(record.decode_steps["start"][chunks].tolist())))
+        assert ended[0] == ended[1]
+        fewer += counts[1] < counts[0]
+        more += counts[1] > counts[0]
+    assert (fewer >= 3, more) == (True, 0), (fewer, more)
 
 
 def run_pair(arguments, prefill="least_loaded", decode="jsq"):
@@ -163,11 +183,6 @@ def run_pair(arguments, prefill="least_loaded", decode="jsq"):
 
 
 @settings(max_examples=80)
-@example(  # workers that compute prompts alone wait for no other engine
-    decode="jsq", seed=15658, topology=(1, 1), size=2, per_engine=1, gpus_per_node=1, interval=1,
-    n_redundant=0, copy_per=ALL, prefix=0, async_scheduling=False, slow_transfers=False,
-    preempt_by_key=False, n_queue_keys=1, aging=None, balance=(3, 0),
-)  # fmt: skip
 @example(  # the last sequence that decodes is preempted in a step that defers prompts
     decode="jsq", seed=2443, topology=(1, 1), size=2, per_engine=1, gpus_per_node=1, interval=5,
     n_redundant=0, copy_per=ALL, prefix=7, async_scheduling=True, slow_transfers=True,
