@@ -40,15 +40,15 @@ class PublishedBlocks:
 class SentBlocks:
     """The prefix blocks of the prompts that a router has sent to each worker of late.
 
-    ``limit``: most blocks of a worker; the ones sent last stay. Routers take requests in turn.
+    ``told``: for how long, and how many tokens of a worker at most, of which those sent last stay;
+    and how many routers there are, which take requests in turn.
     """
 
     def __init__(self, n_workers: int, told: KVSignal, block_tokens: int) -> None:
         self._ttl_s, self._routers = told.ttl, int(told.routers)
         self._limit = max(1, int(told.tokens) // max(1, block_tokens))
-        shape = range(self._routers), range(n_workers)
         self._since: list[list[OrderedDict[int, float]]] = [
-            [OrderedDict() for _ in shape[1]] for _ in shape[0]
+            [OrderedDict() for _ in range(n_workers)] for _ in range(self._routers)
         ]
 
     def match(self, request: int, blocks: Sequence[int], own: range, now_s: float) -> list[int]:

@@ -46,18 +46,25 @@ def sessions(draw):
     return chains, lengths
 
 
+def found_in(cache, chain, prompt):
+    """Tokens of a prompt but for its last that a cache has, block by block from the first."""
+    hits = 0
+    for j, block in enumerate(chain):
+        if block not in cache or (j + 1) * SIZE > prompt - 1:
+            if block in cache:
+                hits += prompt - 1 - j * SIZE if j * SIZE < prompt - 1 else 0
+            break
+        hits += SIZE
+    return hits
+
+
 @given(sessions(), st.integers(1, 20))
 def test_hit_rates_are_those_of_lru_caches(drawn, capacity):
     chains, lengths = drawn
     requests = made_of(chains, lengths)
     cache, hits = OrderedDict(), 0
     for chain, (prompt, _) in zip(chains, lengths, strict=True):
-        for j, block in enumerate(chain):
-            if block not in cache or (j + 1) * SIZE > prompt - 1:
-                if block in cache:
-                    hits += prompt - 1 - j * SIZE if j * SIZE < prompt - 1 else 0
-                break
-            hits += SIZE
+        hits += found_in(cache, chain, prompt)
         for block in reversed(chain):
             cache[block] = None
             cache.move_to_end(block)
@@ -141,12 +148,7 @@ def test_arc_is_that_of_its_paper_and_nobody_beats_belady(drawn, capacity):
     chains, lengths = drawn
     requests, cache, hits = made_of(chains, lengths), Arc(capacity), 0
     for chain, (prompt, _) in zip(chains, lengths, strict=True):
-        for j, block in enumerate(chain):
-            if block not in cache or (j + 1) * SIZE > prompt - 1:
-                if block in cache:
-                    hits += prompt - 1 - j * SIZE if j * SIZE < prompt - 1 else 0
-                break
-            hits += SIZE
+        hits += found_in(cache, chain, prompt)
         for block in reversed(chain):
             cache.use(block)
     arc, best = hit_rates(requests, capacity)
