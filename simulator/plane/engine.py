@@ -163,10 +163,11 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
             _end_prompts(clock, events, engines, w)
         else:
             _finish(clock, engines, w)
+    balances = pool.balance_steps > 0 and _waits_for_engines(engines, w)
     if _is_idle(worker):
         worker.share = pool.first_share
         _append_late(engines.requests, worker)  # no step has been scheduled yet
-    defers = _defers_prompts(engines, w)
+    defers = balances or _defers_prompts(engines, w)
     if pool.mixed_steps and not fits(engines, w, _NONE):
         _preempt(clock, engines, w)
         defers = defers and worker.batch > 0
@@ -178,7 +179,7 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
         _admit(clock, events, engines, w, defers)
     if not pool.mixed_steps and worker.joined == 0 and worker.chunk_tokens == 0:
         _preempt(clock, engines, w)  # a step of prompts needs nothing for those that decode
-    if (defers or pool.balance_steps > 0) and _has_step(worker):
+    if defers and _has_step(worker):
         worker.one_step = True  # look again before the next step
     if _has_step(worker):
         schedule_step(clock, events, engines.workers, w)
@@ -199,8 +200,6 @@ def _defers_prompts(engines: Engines, w: int) -> Any:
         return False
     if pool.wait_steps > 0:
         return _waits_for_others(engines, w)
-    if pool.balance_steps > 0:
-        return _waits_for_engines(engines, w)
     if pool.prefill_schedule_interval == 1:
         return False
     return engines.workers[worker.leader].n_group_steps % pool.prefill_schedule_interval != 0
@@ -240,31 +239,33 @@ def _waits_for_others(engines: Engines, w: int) -> Any:
 def _waits_for_engines(engines: Engines, w: int) -> Any:
     """Whether prompts wait until all engines of the group have some and a place for them.
 
-    They do so for ``balance_steps`` steps at most, and for ``batching_steps`` more once all have
-    (TensorRT-LLM's ``_balance_adp_requests``, `pyexecutor/py_executor.py`); not while an engine
-    decodes nothing. The engines decide alike: with what the first of them sees.
+    They do so for ``balance_steps`` steps at most, counting the one that goes on, and for
+    ``batching_steps`` once all have some, unless an engine decodes nothing (TensorRT-LLM's
+    ``_balance_adp_requests``, `pyexecutor/py_executor.py`). The first engine that comes to the
+    group's next step decides for all, when none of them has taken anybody in.
     """
     pool, workers = engines.pools[engines.pool_of[w]], engines.workers
     leader = workers[workers[w].leader]
     if leader.balanced_step == leader.n_group_steps:
         return leader.balances
+    leader.balanced_step = leader.n_group_steps
     all_have, all_decode = True, True
     for member in range(workers[w].leader, workers[w].leader + pool.group_size):
-        worker = workers[member]
+        worker, decoding = workers[member], _NONE
+        for i in range(worker.batch):
+            decoding += engines.sequences[member, i].tokens_left > 0
         has = worker.prefilling > 0 or max(worker.new_head, worker.preempted_head) >= 0
-        all_have = all_have and has and worker.batch + worker.prefilling < pool.max_num_seqs
-        all_decode = all_decode and worker.batch > 0
-    leader.balanced_step = leader.n_group_steps
-    if all_have:
-        leader.waited, leader.batched = 0, leader.batched + 1
-        leader.balances = all_decode and leader.batched < pool.batching_steps
-        if not leader.balances:
-            leader.batched = 0
-    else:
+        all_have = all_have and has and decoding < pool.max_num_seqs
+        all_decode = all_decode and decoding > 0
+    leader.balances = False
+    if not all_have:
         leader.waited += 1
         leader.balances = all_decode and leader.waited < pool.balance_steps
-        if not leader.balances:
-            leader.waited = 0
+    elif all_decode:
+        leader.balances = leader.batched < pool.batching_steps
+        leader.batched = leader.batched + 1 if leader.balances else 0
+    if all_have or not leader.balances:
+        leader.waited = 0
     return leader.balances
 
 

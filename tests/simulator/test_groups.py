@@ -139,9 +139,7 @@ GROUPED = {
     "per_engine": st.sampled_from([1, 1, 2, 8]),  # 16 ranks or more are counted another way
     "gpus_per_node": st.sampled_from([1, 2, 4, 8]),
     "interval": st.sampled_from([1, 1, 2, 5]),
-    # Engines that wait for each other decide where an idle one wakes in the middle of a step with
-    # what that one sees, the twin at the step's end: only a group without such waits is compared.
-    "balance": st.just((0, 0)),
+    "balance": st.sampled_from([(0, 0), (0, 0), (3, 0), (4, 2), (20, 1)]),
     "n_redundant": st.sampled_from([0, 1, 4, 30]),
     "copy_per": st.sampled_from([ALL, EXPERT, RANK, NODE]),
     "prefix": st.sampled_from([0, 4, 7]),

@@ -272,7 +272,7 @@ def _finish(
     worker.tokens = batch * (1 + next_drafts)
     worker.begun_tokens += worker.chunk_tokens
 
-    planned_ahead = worker.one_step or worker.blocked or n_chunks > 0
+    planned_ahead = worker.one_step or worker.blocked or n_chunks > 0 or pool.balance_steps > 0
     worker.one_step = worker.blocked = False
     worker.joined = worker.chunk_tokens = worker.filled = 0
     worker.next_start = end

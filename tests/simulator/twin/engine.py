@@ -127,9 +127,10 @@ class Worker:
         """End, preempt, admit, plan."""
         self.boundary_at, self.decided = None, True
         self.end_sequences()
+        balances = self.group[0].balance()
         if not (self.running() or self.arrived or self.preempted or self.new):
             self.queue_late()  # no step has been scheduled yet
-        defers = self.defers_prompts()
+        defers = balances or self.defers_prompts()
         if self.preempt():
             defers = defers and bool(self.decoding)  # else nothing at all would be computed
             if not defers:
@@ -226,27 +227,29 @@ class Worker:
         interval = self.twin.spec.scheduler.prefill_schedule_interval
         if len(self.group) == 1 or not self.decoding:
             return False
-        if self.role == COLOCATED and self.pool.spec.rules.balance_steps:
-            return self.group[0].balance(self.pool.spec.rules)
         return self.group[0].group_steps % interval != 0
 
-    def balance(self, rules):
+    def balance(self):
         """Whether prompts of its group wait for engines that have none; decided once a step."""
+        rules, seats = self.pool.spec.rules, self.pool.spec.max_num_seqs
+        if self.role != COLOCATED or len(self.group) == 1 or not rules.balance_steps:
+            return False
         if self.decided_for == self.group_steps:
             return self.balances
-        self.decided_for, seats = self.group_steps, self.pool.spec.max_num_seqs
-        able = [
-            bool(e.prefilling or e.new or e.preempted) and len(e.running()) < seats
-            for e in self.group
+        self.decided_for = self.group_steps
+        decoding = [
+            sum(s.request.generated < s.request.output for s in e.decoding) for e in self.group
         ]
-        self.lacking = 0 if all(able) else self.lacking + 1
-        self.gathered += all(able)
-        enough = self.gathered >= rules.batching_steps if all(able) else (
-            self.lacking >= rules.balance_steps
-        )  # fmt: skip
-        self.balances = not enough and all(e.decoding for e in self.group)
-        if not self.balances:
-            self.lacking, self.gathered = (self.lacking, 0) if all(able) else (0, self.gathered)
+        with_prompts = [bool(e.prefilling or e.new or e.preempted) for e in self.group]
+        if all(with_prompts) and max(decoding) < seats:
+            self.lacking, self.balances = 0, False
+            if min(decoding):
+                self.balances = self.gathered < rules.batching_steps
+                self.gathered = (self.gathered + 1) * self.balances
+        else:
+            self.lacking += 1
+            self.balances = min(decoding) > 0 and self.lacking < rules.balance_steps
+            self.lacking *= self.balances
         return self.balances
 
     def admit(self, defers):
