@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,6 +165,10 @@ class Autoscaler(Policy):
 
     decision = "scaling"
     Parameters = ScalingParameters
+    #: ``aims``: parameters that make the rule leaner or more generous, which a plan that is not
+    #: told them multiplies by ``factors``, the leanest first.
+    aims: ClassVar[tuple[str, ...]] = ()
+    factors: ClassVar[tuple[float, ...]] = (1.0,)
 
     def __init__(self, context: PolicyContext, parameters: ScalingParameters | None = None) -> None:
         self.told = parameters if parameters is not None else type(self).Parameters()
@@ -185,6 +189,28 @@ class Autoscaler(Policy):
         Targets may lie outside of the pools' bounds, which are kept in any case.
         """
         raise NotImplementedError
+
+
+def with_switches(fleet: Fleet, wishes: Mapping[str, int], facts: ScalingContext) -> Decision:
+    """Return the targets of all pools, and changes of roles in place of starts.
+
+    Where one pool needs a worker and another has one to spare, that one changes its role if this is
+    faster than to start one.
+    """
+    said: list[Target | Switch] = []
+    spare = {
+        pool.name: min(pool.ready, pool.workers - max(pool.minimum, wishes[pool.name]))
+        for pool in fleet.pools
+    }
+    for pool in fleet.pools:
+        short, own = wishes[pool.name] - pool.workers, facts.of(pool.name)
+        for other in spare if own.switch_s < own.start_up_s else ():
+            move = min(short, spare[other])
+            if move > 0:  # who is on its way counts among the workers of where it goes
+                said.append(Switch(other, pool.name, move))
+                spare[other] -= move
+                short -= move
+    return [*said, *(Target(name, wish) for name, wish in wishes.items())]
 
 
 def up(workers: float) -> int:

@@ -116,6 +116,7 @@ class HorizontalPodAutoscaler(Autoscaler):
     name = "hpa"
     Parameters = HpaParameters
     told: HpaParameters
+    aims, factors = ("target",), (4.0, 2.0, 1.0, 0.5, 0.25)
 
     def __init__(self, context: PolicyContext, parameters: HpaParameters | None = None) -> None:
         super().__init__(context, parameters)
@@ -156,6 +157,7 @@ class Keda(Autoscaler):
     name = "keda"
     Parameters = KedaParameters
     told: KedaParameters
+    aims, factors = ("running",), (4.0, 2.0, 1.0, 0.5, 0.25)
 
     def __init__(self, context: PolicyContext, parameters: KedaParameters | None = None) -> None:
         super().__init__(context, parameters)
@@ -199,6 +201,7 @@ class Knative(Autoscaler):
     name = "knative"
     Parameters = KnativeParameters
     told: KnativeParameters
+    aims, factors = ("target",), (2.0, 1.0, 0.5, 0.25, 0.1)
 
     def __init__(self, context: PolicyContext, parameters: KnativeParameters | None = None) -> None:
         super().__init__(context, parameters)
@@ -255,6 +258,7 @@ class LlmdSaturation(Autoscaler):
     name = "llmd_saturation"
     Parameters = SaturationParameters
     told: SaturationParameters
+    aims, factors = ("spare_kv",), (0.5, 1.0, 2.0, 4.0, 6.0)
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return one worker more, or less, for pools where none starts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -22,9 +22,9 @@ from eldr_sim.policies.scaling.base import (
     PoolFacts,
     PoolView,
     ScalingParameters,
-    Switch,
     Target,
     up,
+    with_switches,
 )
 from eldr_sim.policies.scaling.metrics import Stabilised
 
@@ -54,6 +54,7 @@ class DynamoLoad(Autoscaler):
     name = "dynamo_load"
     Parameters = LoadParameters
     told: LoadParameters
+    aims, factors = ("ttft", "itl"), (1.0, 0.7, 0.5, 0.35, 0.2)
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return one worker more, or less."""
@@ -110,6 +111,7 @@ class DynamoThroughput(Autoscaler):
     name = "dynamo_throughput"
     Parameters = ThroughputParameters
     told: ThroughputParameters
+    aims, factors = ("itl",), (1.0, 0.8, 0.6, 0.45, 0.35)
 
     def __init__(self, context: PolicyContext, parameters: ThroughputParameters | None = None):
         super().__init__(context, parameters)
@@ -165,6 +167,9 @@ class TimetableParameters(ScalingParameters):
     """Share of the time that workers may be busy."""
     itl: float = Field(default=50.0, gt=0)
     """Time between tokens that full decode steps keep, ms."""
+    switch: bool = False
+    """Whether a pool that grows while another shrinks takes its workers, where that is faster than
+    to start new ones."""
 
 
 class Timetable(Autoscaler):
@@ -176,6 +181,8 @@ class Timetable(Autoscaler):
     name = "timetable"
     Parameters = TimetableParameters
     told: TimetableParameters
+    aims = ("utilisation",)
+    factors: ClassVar[tuple[float, ...]] = (1.2, 1.1, 1.0, 0.85, 0.7, 0.55)
 
     def begin(self) -> Mapping[str, int]:
         """Return the first line."""
@@ -186,10 +193,24 @@ class Timetable(Autoscaler):
     def decide(self, fleet: Fleet) -> Decision:
         """Return the line, or the next one where it is larger and has to be started now."""
         now = fleet.now_s
-        return [
-            Target(f.name, self._needed(f, now, now + f.start_up_s + fleet.interval_s))
-            for f in self.facts.pools
-        ]
+        due = {f.name: now + f.start_up_s + fleet.interval_s for f in self.facts.pools}
+        wishes = {f.name: self._needed(f, now, due[f.name]) for f in self.facts.pools}
+        if not self.told.switch:
+            return [Target(name, wish) for name, wish in wishes.items()]
+        for pool in fleet.pools:  # it waits for those that others still need until the line begins
+            at, facts = due[pool.name], self.facts.of(pool.name)
+            others = [other for other in fleet.pools if other is not pool]
+            later = {
+                other.name: self._needed(self.facts.of(other.name), at, at) for other in others
+            }
+            coming = sum(
+                max(0, min(other.ready, wishes[other.name]) - max(other.minimum, later[other.name]))
+                for other in others
+            )
+            short = wishes[pool.name] - pool.workers
+            if facts.switch_s < facts.start_up_s and short > 0:
+                wishes[pool.name] -= min(short, coming)
+        return with_switches(fleet, wishes, self.facts)
 
     def _needed(self, facts: PoolFacts, begin: float, end: float) -> int:
         """Return the largest number of the periods from one time to another, s."""
@@ -225,6 +246,7 @@ class Oracle(Timetable):
 
     name = "oracle"
     Parameters = OracleParameters
+    factors = (1.1, 1.0, 0.85, 0.7, 0.55)
 
 
 class SecondsParameters(ScalingParameters):
@@ -244,6 +266,8 @@ class SecondsParameters(ScalingParameters):
     """Seconds over which rates and their change are smoothed."""
     hold: float = Field(default=300.0, ge=0)
     """Seconds for which fewer workers must do before one goes; at least a start-up."""
+    switch: bool = True
+    """Whether workers change their pool where that is faster than to start one."""
 
 
 class Seconds(Autoscaler):
@@ -259,6 +283,7 @@ class Seconds(Autoscaler):
     name = "seconds"
     Parameters = SecondsParameters
     told: SecondsParameters
+    aims, factors = ("utilisation",), (1.1, 1.0, 0.85, 0.7, 0.55)
 
     def __init__(self, context: PolicyContext, parameters: SecondsParameters | None = None) -> None:
         super().__init__(context, parameters)
@@ -272,18 +297,9 @@ class Seconds(Autoscaler):
     def decide(self, fleet: Fleet) -> Decision:
         """Return the workers of each pool, and changes of roles that spare a start."""
         wishes = {pool.name: self._wish(pool, fleet) for pool in fleet.pools}
-        said: list[Target | Switch] = []
-        for pool in fleet.pools:
-            short, facts = wishes[pool.name] - pool.workers, self.facts.of(pool.name)
-            for other in fleet.pools if facts.switch_s < facts.start_up_s else ():
-                has = min(other.ready, other.workers - max(other.minimum, wishes[other.name]))
-                move = min(short, has)
-                if other is not pool and move > 0:
-                    said.append(Switch(other.name, pool.name, move))
-                    wishes[other.name] = other.workers  # it has fewer by those that go
-                    wishes[pool.name] -= move
-                    short -= move
-        return [*said, *(Target(name, wish) for name, wish in wishes.items())]
+        if self.told.switch:
+            return with_switches(fleet, wishes, self.facts)
+        return [Target(name, wish) for name, wish in wishes.items()]
 
     def _wish(self, pool: PoolView, fleet: Fleet) -> int:
         own, facts = self.told, self.facts.of(pool.name)

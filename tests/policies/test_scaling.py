@@ -195,6 +195,23 @@ def test_seconds_staffs_by_offered_work_one_start_up_ahead():
     assert n == pytest.approx(59 + 6.5, abs=2)  # what comes when one started now serves
 
 
+def test_a_timetable_that_switches_waits_for_those_that_the_night_sets_free():
+    def known(begin, end):  # by day 4 s of prompts a second and 4 of decoding; by night 6 and 1
+        return Offered(1800.0, 6000.0, 1000.0) if begin >= 1800 else Offered(7200.0, 1000.0, 1000.0)
+
+    pools = facts("prefill", decodes=False), facts("decode", computes=False)
+    rule = make("timetable:utilisation=1,interval=10,switch=true", *pools, known=known)
+    always = make("timetable:utilisation=1,interval=10", *pools, known=known)
+    day = view(4, name="prefill"), view(4, name="decode")
+    by_day = [Target("prefill", 4), Target("decode", 4)]
+    assert rule.decide(Fleet(1735.0, 10.0, day)) == by_day  # who comes soon need not be started
+    assert Target("prefill", 6) in always.decide(Fleet(1735.0, 10.0, day))
+    by_night = [Switch("decode", "prefill", 2), Target("prefill", 6), Target("decode", 1)]
+    assert rule.decide(Fleet(1800.0, 10.0, day)) == by_night
+    few = view(4, name="prefill"), view(2, name="decode")  # one comes, one is to be started
+    assert rule.decide(Fleet(1735.0, 10.0, few))[0] == Target("prefill", 5)
+
+
 def test_seconds_survives_the_end_of_a_load():
     told = {"prompt_tokens": 1000.0, "output_tokens": 0.0, "cached_tokens": 0.0}
     rule = make("seconds")
@@ -221,6 +238,6 @@ def test_seconds_switches_roles_where_that_is_faster():
     # 4 s of prompts a second, and 4 of decoding: 6 workers each
     told_twice = said(make("seconds", *pools), 9)
     assert told_twice[0] == Switch("decode", "prefill", 3)
-    assert Target("prefill", 3) in told_twice
+    assert told_twice[1:] == [Target("prefill", 6), Target("decode", 6)]
     slow = tuple(pool._replace(switch_s=100.0) for pool in pools)
     assert not any(isinstance(each, Switch) for each in said(make("seconds", *slow), 9))

@@ -133,6 +133,18 @@ def test_roles_switch_where_that_is_faster_than_to_start():
     assert result.summary["mean_ttft_ms"] < never.summary["mean_ttft_ms"]
 
 
+def test_a_worker_that_switches_is_neither_started_anew_nor_one_too_many():
+    config = CONFIG.replace(
+        topology="6P6D", load="ladder:40@16", input_len=4000, output_len=8, initial_workers="1,5",
+        autoscale="seconds:interval=0.5,hold=2", start_up="30", switch_time=0.2,
+        prefill_policy="least_loaded",
+    )  # fmt: skip
+    scaling = simulate(config).summary["scaling"]
+    # Four go from decode to prefill: nobody is started in their place, nobody of prefill leaves.
+    assert [scaling[name] for name in ("switches", "starts", "stops")] == [4, 0, 0]
+    assert min(scaling["replicas"]["prefill"]["ready"]) == 1
+
+
 def test_the_budget_holds_and_old_news_are_old():
     config = CONFIG.replace(topology="2P3D", initial_workers="1,1", autoscale=QUICK, gpu_budget=3)
     states = simulate(config).record.states
