@@ -60,7 +60,12 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
         "Without --slo, the fastest for --num-requests prompts at once.")  # fmt: skip
 @option("--strategy strategies", None, "How GPUs of such a worker may share the model: "
         "async_ep,dp_ep,tp_ep,tp,pp.  [default: all]", metavar="NAME,...")  # fmt: skip
-@option("--topology", None, "Find the highest rate of this cluster instead.", metavar="xPyD")
+@option("--topology", None, "Find the highest rate of this cluster instead; with --load, the most "
+        "workers of a fleet.", metavar="xPyD")  # fmt: skip
+@option("--autoscale autoscalers", None, "Autoscalers to choose from for a load that changes "
+        "(--load, or a log).", multiple=True, show_default="all that know no future",
+        metavar="NAME,NAME,...",
+        shell_complete=complete(policy_names("scaling"), listed=True))  # fmt: skip
 @option("--gpus n_gpus", int, "Find the cluster of up to N GPUs with the highest rate instead.",
         metavar="N")  # fmt: skip
 @option("--why-not", None, "Say why a cluster is not the answer: 1P2D:tp8, 4C:tp2,dp4, or "
@@ -72,7 +77,7 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
 @run_options(
     without=(
         "policy", "gpu", "topology", "tensor_parallel_size", "goodput", "max_concurrency",
-        "data_parallel_size", "num_redundant_experts", "preset",
+        "data_parallel_size", "num_redundant_experts", "preset", "autoscale",
     )
 )  # fmt: skip
 @option("--out", Path, "Write the plan. Ended runs are kept beside it until then.")
@@ -94,20 +99,23 @@ def plan(
     """Find the cheapest xPyD or xC cluster that meets an SLO at a rate.
 
     With --topology, find the highest rate of this cluster within the SLO; with --gpus N, the
-    shape and split of N GPUs that carry the highest rate. Exit code 1 if there is none.
+    shape and split of N GPUs that carry the highest rate; with --load or --autoscale, the cheapest
+    autoscaler and fleet for a load that changes. Exit code 1 if there is none.
     """
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.search.answer import MARKER
 
-    if verbose and (not options["slo"] or (options["topology"] or options["n_gpus"]) is not None):
+    day = bool(options["autoscalers"] or options["load"])
+    if verbose and (not options["slo"] or day or (options["topology"] or options["n_gpus"])):
         raise InputError("verbose", "no shapes of clusters are searched", "without --verbose")
     check_out(out, force and (out is not None or emit is None), MARKER)
     if emit is not None:
         from eldr_sim.planning.launch.files import MARKER as LAUNCHES
         from eldr_sim.planning.launch.files import launch_files_of, write_launch_files
 
-        if options["prefill_only"]:
-            raise InputError("emit", "prefill workers alone are not launched", "none")
+        if options["prefill_only"] or day:
+            what = "fleets that change" if day else "prefill workers alone"
+            raise InputError("emit", f"{what} are not launched", "none")
         check_out(emit, force, LAUNCHES)
     extras = plot_extras(plot, out)
     if resume and out is None:
@@ -163,6 +171,7 @@ def planned(
     n_gpus: int | None,
     prefill_only: bool,
     strategies: str | None,
+    autoscalers: tuple[str, ...],
     why_not: tuple[str, ...],
     sensitivity: bool,
     seeds: int,
@@ -174,6 +183,7 @@ def planned(
     """Return the answer to what the options ask."""
     from eldr_sim.planning.runs.shared_runs import Runs
     from eldr_sim.planning.search.axes import DRAFTS, parse_axes
+    from eldr_sim.planning.search.day import plan_day
     from eldr_sim.planning.search.plan import plan as plan_cluster
     from eldr_sim.planning.search.prefill import plan_fastest
     from eldr_sim.planning.search.rates import plan_rate
@@ -194,8 +204,13 @@ def planned(
         raise InputError("gpus", f"together with {other}", "one of the two")
     if n_gpus is not None and prefill_only:
         raise InputError("gpus", "together with --prefill-only", "one of the two")
+    day = bool(autoscalers) or options.get("load") is not None
+    if day and (n_gpus is not None or prefill_only):
+        other = "--gpus" if n_gpus is not None else "--prefill-only"
+        field = "autoscale" if autoscalers else "load"
+        raise InputError(field, f"together with {other}", "--max-gpus, or --topology")
     if topology is not None:
-        if rate is not None:
+        if rate is not None and not day:
             raise InputError("topology", "together with --request-rate", "one of the two")
         if prefill_only:
             raise InputError("prefill_only", "together with --topology", "one of the two")
@@ -224,7 +239,7 @@ def planned(
     if options.get("config_file") is None and objective is not None:
         config = _with_window(config, objective, options)
     _note_long_log(config)
-    asked = topology is not None or n_gpus is not None or objective is None
+    asked = day or topology is not None or n_gpus is not None or objective is None
     if not (asked or config.from_file) and config.request_rate is None:
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
     if groups and prefill_only:
@@ -247,6 +262,11 @@ def planned(
             chosen |= {"seeds": min(seeds, 3), "worker_gpus": worker_sizes, "strategies": names}
             return plan_fastest(config, max_gpus=max_gpus, **chosen)
         chosen |= {"policies": decoders, "axes": wanted}
+        if day:
+            rules = [name for text in autoscalers for name in split(text)]
+            sized = {"tensor_parallel_sizes": worker_sizes, "data_parallel_sizes": groups}
+            chosen |= {"rules": rules, "bounded": topology is not None} | sized
+            return plan_day(config, objective, max_gpus=max_gpus, **chosen)
         if topology is not None:
             return plan_rate(config, objective, **chosen)
         chosen |= {"tensor_parallel_sizes": worker_sizes, "data_parallel_sizes": groups}
@@ -261,9 +281,9 @@ def _with_window(config: RunConfig, objective: Objective, options: dict[str, Any
 
     A warm-up is as long as requests live that just keep the TPOT bound: a cluster is full then. Of
     a part of a log those before it are as long as nine in ten of the log are. A whole log has none,
-    nor have sessions, all of whose turns count.
+    nor have a load that changes and sessions, all of whose turns count.
     """
-    whole = config.measures_whole_log or config.n_sessions is not None
+    whole = config.measures_whole_log or config.n_sessions is not None or bool(config.load)
     if options["num_requests"] is not None or whole:
         return config
     window = {"duration": _DURATION} if config.duration is None and not config.chooses_part else {}

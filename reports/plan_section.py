@@ -17,18 +17,21 @@ _FIGURES = {
     "rate": ("requests/s", "Highest rate"),
     "split": ("requests/s", "Highest rate"),
     "fastest": ("prompt tokens/s", "Speed of prompts at once"),
+    "day": ("GPU-hours", "What each rule takes"),
 }
 _TITLES = {
     "cluster": "Cheapest cluster of each candidate, {by} first",
     "rate": "Highest rate of each candidate, mean over seeds",
     "split": "Highest rates of the splits, mean over seeds",
     "fastest": "Fastest token budget of each strategy, {by} first",
+    "day": "Cheapest fleet of each rule that meets the objective, mean over seeds",
 }
 #: Columns that say nothing of a kind: a cluster at its highest rate just attains the target.
 _WITHOUT = {
     "rate": {"slo_attainment", "verdict"},
     "split": {"slo_attainment", "verdict"},
     "fastest": {"slo_attainment", "verdict", "p99_ttft_ms", "prefill_throughput"},
+    "day": {"verdict"},
 }
 #: Columns for which a terminal has no room.
 _WIDE = {"mean_active_experts_per_step", "mean_active_experts_per_token", "by_seed", "verdict"}
@@ -57,6 +60,7 @@ def plan_words(document: Record, *, narrow: bool = False) -> dict[str, Any]:
     """
     answer, kind = document["answer"], document["kind"]
     nothing = {"cluster": "No cluster meets the objective", "fastest": "No strategy has memory"}
+    nothing["day"] = "No fleet meets the objective"
     title = nothing.get(kind, "No rate is within the objective")
     if answer is not None:
         title = f"Plan: {_name(answer)}"
@@ -92,8 +96,9 @@ def _question(document: Record) -> str:
         return f"Prompts at once{of}"
     bounds = ", ".join(f"{name.upper()} {ms:g} ms" for name, ms in document["slo_ms"].items())
     goal = f"within {bounds} for {100 * document['attainment']:g}% of requests"
-    if kind == "cluster":
+    if kind in ("cluster", "day"):
         unit = rate_unit(document["config"]["workload"])
+        unit += " on average" if kind == "day" else ""
         return f"{document['request_rate']:g} {unit} {goal}{of}"
     return f"Highest rate {goal}{of}"
 
@@ -102,7 +107,7 @@ def _answer(document: Record) -> list[tuple[str, str]]:
     """Return the lines of the answer: name and value."""
     margin, other, kind = document["margin"], document["runner_up"], document["kind"]
     figures = [
-        f": {_interval(row['figure'])} {_FIGURES[kind][0]}"
+        f": {_interval(row['figure'])} {_unit(document)}"
         for row in document["rows"]
         if row["figure"] is not None
     ] or ["", ""]
@@ -133,6 +138,11 @@ def _answer(document: Record) -> list[tuple[str, str]]:
             del lines[-2]
     for each in document["gains"]:
         against = f"{each['reference']} on {each['gpu']} ({len(each['by_seed'])} paired seeds)"
+        if kind == "day":
+            taken = _interval(each["gain"], signs=True)
+            seeds = f"{len(each['by_seed'])} paired seeds"
+            lines.append((each["policy"], f"{taken}% {_unit(document)} ({seeds})"))
+            continue
         if kind == "cluster":
             text = f"{each['policy']} saves {_interval(each['gain'])} GPUs against {against}"
         else:
@@ -140,6 +150,13 @@ def _answer(document: Record) -> list[tuple[str, str]]:
             text = f"{each['policy']} carries {percent}% against {against}"
         lines.append(("Gain", text))
     return lines + list(_sensitivity(document.get("sensitivity", ())))
+
+
+def _unit(document: Record) -> str:
+    """Return what the figures of the rows are."""
+    kind = document["kind"]
+    priced = kind == "day" and document["cheapest_by"] == "price_per_hour"
+    return "$" if priced else _FIGURES.get(kind, ("",))[0]
 
 
 def _why_it_lost(answer: Record, other: Record) -> str:
@@ -214,7 +231,7 @@ def _clusters(
         if key not in left
         and (any(each.get(key) not in (None, []) for each in clusters) or key == asked)
     ]
-    heads = PLAN_COLUMNS | {"figure": f"{_FIGURES.get(kind, ('',))[0]} [95% interval]"}
+    heads = PLAN_COLUMNS | {"figure": f"{_unit(document)} [95% interval]"}
     if prompts:
         heads["policy"] = "strategy"
     cells = [[_cell(each, key) for key in columns] for each in clusters]
@@ -262,7 +279,7 @@ def _pictures(document: Record, colours: Colours) -> list[Picture]:
     if kind == "cluster":
         unit = f"SLO attainment, % of the requests (asked for: {100 * document['attainment']:g}%)"
     else:
-        (unit, title), key = _FIGURES[kind], "figure"
+        unit, title, key = _unit(document), _FIGURES[kind][1], "figure"
     dots = [
         _dot(row, row[key], colours, 100.0 if kind == "cluster" else 1.0)
         for row in _rows(document)
@@ -273,7 +290,9 @@ def _pictures(document: Record, colours: Colours) -> list[Picture]:
     if dots:
         pictures.append(intervals(title, unit, dots, differences=False))
     if gains := document["gains"]:
-        what = "GPUs saved" if kind == "cluster" else "gain in rate, %"
+        what = {"cluster": "GPUs saved", "day": f"{_unit(document)}, %"}.get(
+            kind, "gain in rate, %"
+        )
         drawn = [_dot(each, each["gain"], colours) for each in gains]
         pictures.append(intervals("Gain", f"{what}, against {gains[0]['reference']}", drawn))
     return pictures
@@ -301,8 +320,9 @@ def _front(document: Record, colours: Colours) -> Picture:
 def _name(cluster: Record) -> str:
     chunks = f", {cluster['chunks']} tokens a step" if "chunks" in cluster else ""
     n = cluster["gpus"]
+    most = "up to " if " to " in cluster["name"] else ""
     where = f"{cluster['name']} on {cluster['gpu']} under {cluster['policy']}"
-    return f"{where}{chunks}, {n} GPU{'s' if n > 1 else ''}"
+    return f"{where}{chunks}, {most}{n} GPU{'s' if n > 1 else ''}"
 
 
 def _price(cluster: Record) -> str:

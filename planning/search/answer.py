@@ -65,7 +65,7 @@ _ASSUMED = (
     "trace",
 )
 
-Kind = Literal["cluster", "rate", "split", "fastest"]
+Kind = Literal["cluster", "rate", "split", "fastest", "day"]
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class Question:
 
     #: ``cluster``: the cheapest cluster for a load; ``rate``: the highest rate of a cluster;
     #: ``split``: of any cluster of so many GPUs; ``fastest``: the cheapest way to compute prompts
-    #: that come at once.
+    #: that come at once; ``day``: the cheapest rule and fleet for a load that changes.
     kind: Kind
     config: RunConfig  #: the configuration as given
     objective: Objective | None = None  #: service level and attainment; None for ``fastest``
     max_gpus: int | None = None  #: most GPUs of a cluster; None for ``rate``
-    rate: float | None = None  #: the load of ``cluster``, requests per second
+    rate: float | None = None  #: the load of ``cluster`` and ``day``, requests per second
     engines: tuple[int, ...] = (1,)  #: of a worker, of ``cluster``
     axes: Axes = dataclasses.field(default_factory=Axes)  #: what candidates differ by
 
@@ -111,8 +111,8 @@ class Row:
     #: Its cluster with the runs that show it best; None if there is none.
     trial: Trial | None = None
     #: What ``rate`` and ``split`` (requests per second) and ``fastest`` (prompt tokens per second,
-    #: cached ones counted) ask for: mean over seeds with its 95% interval; None unless every seed
-    #: has one.
+    #: cached ones counted) ask for, or what a fleet of ``day`` takes (GPU-hours, or $): mean over
+    #: seeds with its 95% interval; None unless every seed has one.
     figure: Interval | None = None
     by_seed: tuple[float | None, ...] = ()  #: the same under each seed; None where a seed has none
     #: ``none``, ``refused`` for lack of memory, or ``beaten`` by clusters that carry more; empty
@@ -160,8 +160,8 @@ class Gain:
     """What a policy gains on the first one on the same GPU, paired over seeds.
 
     ``by_seed`` and ``reference_by_seed`` hold the GPUs of the cheapest cluster (``cluster``), or
-    the highest rate, requests per second, under each seed. ``gain`` has a 95% interval: GPUs saved,
-    or the rate in percent of the reference's, less 100.
+    the highest rate, requests per second, or what a fleet of ``day`` takes, under each seed.
+    ``gain`` has a 95% interval: GPUs saved, or the figure in percent of the reference's, less 100.
     """
 
     gpu: str
@@ -348,7 +348,7 @@ class Answer(Shown):
 
 #: What `Row.figure` is, by the kind of question.
 FIGURE_NAMES: dict[Kind, str] = {
-    "rate": "requests/s", "split": "requests/s", "fastest": "prompt tokens/s",
+    "rate": "requests/s", "split": "requests/s", "fastest": "prompt tokens/s", "day": "GPU-hours",
 }  # fmt: skip
 
 R = TypeVar("R", bound=Row)
@@ -446,7 +446,8 @@ def _cluster_of(config: RunConfig, axes: Axes) -> dict[str, Any]:
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "num_redundant_experts": config.num_redundant_experts,
         "gpus": config.n_gpus,
-        "price_per_hour": config.price_per_hour,
+        **({"autoscale": config.autoscale} if config.scales else {}),
+        "price_per_hour": None if config.scales else config.price_per_hour,
         "request_rate": config.request_rate,
         **({name: getattr(config, name) for name in _PROMPT_FIELDS} if prompts else {}),
         **({"chunks": chunk_label(config)} if prompts else {}),
@@ -460,11 +461,12 @@ def _figures(config: RunConfig, of: Callable[[str], float | None]) -> dict[str, 
     power = [n * load_gpu(gpu).power_w for n, gpu in watts]
     figures = {name: of(name) for name in FIGURES + (PROMPT_FIGURES if prompts else ())}
     tokens = None if prompts else of("output_throughput")
+    tokens = None if config.scales else tokens  # of a fleet that changes GPUs come and go
     figures["tokens_per_s_per_gpu"] = None if tokens is None else tokens / config.n_gpus
     figures["tokens_per_s_per_user"] = 1e3 / tpot_ms if tpot_ms else None
     speed = of("prefill_throughput")
     figures["price_per_million_prompt_tokens"] = None
-    if price is not None and speed:
+    if price is not None and speed and not config.scales:
         figures["price_per_million_prompt_tokens"] = 1e6 * price / 3600 / speed
     figures["most_kwh_per_million_output_tokens"] = None  # all GPUs at their limit of power
     if tokens and all(power):

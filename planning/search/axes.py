@@ -71,7 +71,7 @@ class Axes:
     def label(self, config: RunConfig) -> str:
         """Return what tells a configuration from the others on its GPU, the policy first.
 
-        Of prefill workers alone, how they share the model.
+        Of prefill workers alone, how they share the model; of a fleet, its autoscaler before it.
         """
         first = config.policy if config.generates else prefill_label(config)
         found = [
@@ -79,6 +79,9 @@ class Axes:
             for name, given in self.values.items()
             if len(given) > 1 and name not in ("policy", "gpu")
         ]
+        if config.scales:
+            several = len(self.values.get("policy", ())) > 1
+            first = f"{config.autoscale}, {first}" if several else config.autoscale
         return ", ".join([first, *found])
 
 

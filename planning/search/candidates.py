@@ -17,6 +17,8 @@ from eldr_sim.planning.search.prefill_strategy import chunk_label, prefill_label
 from eldr_sim.planning.search.search import SearchSpace
 from eldr_sim.planning.search.shapes import capacity, estimate, shapes
 from eldr_sim.planning.slo import Objective
+from eldr_sim.policies.choice import parse
+from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config import Pool, RunConfig
 from eldr_sim.simulator.setup.prepare import trace_of
@@ -117,12 +119,16 @@ def cost(config: RunConfig) -> float:
 def cluster_label(config: RunConfig) -> str:
     """Return the workers of a cluster: numbers, GPUs, and tokens a step of co-located ones.
 
-    The GPUs of prefill workers alone are in their `prefill_label`.
+    The GPUs of prefill workers alone are in their `prefill_label`; of a fleet that changes, its
+    fewest workers come first.
     """
     pools = [pool.own.parallelism for pool in config.pools]
     sizes = list(dict.fromkeys(own.n_gpus for own in pools))
     groups = list(dict.fromkeys(own.data_parallel_size for own in pools))
     text = str(config.topology)
+    if config.scales and parse(config.autoscale, "autoscale").name != "none":
+        least = per_pool("min_workers", config.min_workers, [pool.name for pool in config.pools])
+        text = f"{'+'.join(map(str, least.values()))} to {text}"
     if max(sizes) > 1 and config.generates:
         engines = f"{' + '.join(map(str, groups))} engines, " if max(groups) > 1 else ""
         ranks = f", EP {sizes[-1]}" if config.enable_expert_parallel and sizes[-1] > 1 else ""
@@ -160,14 +166,17 @@ def gpu_label(config: RunConfig) -> str:
     return " + ".join(dict.fromkeys(load_gpu(pool.own.gpu or "").name for pool in config.pools))
 
 
-def clusters_to_plan(config: RunConfig, axes: Axes, prices: Mapping[str, float]) -> list[RunConfig]:
+def clusters_to_plan(
+    config: RunConfig, axes: Axes, prices: Mapping[str, float], *, given: bool = False
+) -> list[RunConfig]:
     """Return a configuration for each combination of axes, with prices.
 
     Raises InputError if `Axes.configs` does, if only some of the GPUs have a price, or if the
     configuration does not suit a plan.
 
     ``config``: fields that all share; a pool with a GPU of its own keeps it; ``prices``: of a
-    GPU-hour by GPU, before the configuration's.
+    GPU-hour by GPU, before the configuration's; ``given``: whether the topology is what is asked
+    about, and not searched.
     """
     if not isinstance(config.topology, str):
         problem = "a file of pools, and plans choose the workers themselves"
@@ -180,32 +189,36 @@ def clusters_to_plan(config: RunConfig, axes: Axes, prices: Mapping[str, float])
     made: dict[tuple[str, str], RunConfig] = {}
     for base in axes.configs(config):
         pools: dict[str, Pool] = {}
-        for role in _roles(base):
+        for role in _roles(base, given):
             pool = base.pool(role)
             price = by_gpu.get(load_gpu(pool.gpu or "").name, pool.price_per_gpu_hour)
             own: Pool = getattr(base, role)
             pools[role] = own.model_copy(update={"price_per_gpu_hour": price})
         base = base.model_copy(update=pools)
         made.setdefault((gpu_label(base), axes.label(base)), base)
-    _check_prices(made.values())
+    _check_prices(made.values(), given)
     planned = {
-        load_gpu(base.pool(role).gpu or "").name for base in made.values() for role in _roles(base)
+        load_gpu(base.pool(role).gpu or "").name
+        for base in made.values()
+        for role in _roles(base, given)
     }
     for name in by_gpu.keys() - planned:
         raise InputError("price", f"{name} is no GPU of this plan", f"{', '.join(sorted(planned))}")
     return list(made.values())
 
 
-def _roles(config: RunConfig) -> tuple[Literal["prefill", "decode"], ...]:
-    """Return the pools that have a price."""
+def _roles(config: RunConfig, given: bool) -> tuple[Literal["prefill", "decode"], ...]:
+    """Return the pools that have a price; co-located workers of a given topology are one."""
+    if given and not config.n_prefill:
+        return ("decode",)
     return ("prefill", "decode") if config.generates else ("prefill",)
 
 
-def _check_prices(configs: Iterable[RunConfig]) -> None:
+def _check_prices(configs: Iterable[RunConfig], given: bool) -> None:
     prices = {
         load_gpu(pool.gpu or "").name: pool.price_per_gpu_hour
         for config in configs
-        for pool in map(config.pool, _roles(config))
+        for pool in map(config.pool, _roles(config, given))
     }
     free = [name for name, price in prices.items() if price is None]
     if free and len(free) < len(prices):

@@ -19,7 +19,7 @@ from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.config_groups import NO_PART
-from eldr_sim.simulator.setup.prepare import routing_of
+from eldr_sim.simulator.setup.prepare import trace_of
 
 LEAST_REQUESTS = 100  #: fewest expected requests of a run that estimates a share such as 99%
 TOLERANCE = 0.01  #: largest relative distance between the rate returned and one that misses
@@ -50,7 +50,7 @@ def plan_rate(
     """
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     wanted = Axes({"gpu": gpus, "policy": policies, **(axes or {})})
-    configs = clusters_to_plan(config, wanted, prices or {})
+    configs = clusters_to_plan(config, wanted, prices or {}, given=True)
     low = lowest_rate(config)
     runs = Runs() if runs is None else runs
     with runs.starting(configs[0]):
@@ -88,7 +88,7 @@ def _likely(config: RunConfig, objective: Objective, low: float) -> float:
     if not config.generates:
         return some
     config = _at(config, some)
-    workload, _ = offered_load(config, routing_of(config, load_model(config.model)))
+    workload, _ = offered_load(config, trace_of(config, load_model(config.model)))
     prefill, decode = capacity(config, objective, workload)
     rate = decode * config.n_decode
     if config.n_prefill:
@@ -117,7 +117,7 @@ def check_requests(config: RunConfig, rate: float) -> None:
         field, expected, about = "duration", rate * config.duration_s, "about "
     else:  # sessions, all of whose turns count, or a log, of which a part may be asked for
         field = next((name for name in NO_PART if getattr(config, name) is not None), "workload")
-        workload, _ = offered_load(config, routing_of(config, load_model(config.model)))
+        workload, _ = offered_load(config, trace_of(config, load_model(config.model)))
         if config.n_sessions is not None:
             field, expected, what = "sessions", len(workload), "turns"
         else:

@@ -533,3 +533,13 @@ def test_a_pool_s_last_worker_cannot_be_lost(topology):
     assert found.beside() is trial
     for less in ({"prefill": -1}, {"decode": -1}):
         assert found.beside(**less) is None
+
+
+def test_the_rate_of_a_dense_model_and_of_priced_co_located_workers():
+    base = {"topology": "2C", "duration": 4, "warmup": 0, "input_len": 500, "output_len": 8}
+    objective = Objective(parse_slo(["ttft:5000"]), 0.5, (2,))
+    for changes, prices in (({"model": "Llama-3.1-8B"}, {}), ({}, {"h100": 2.0})):
+        with simulated_by(simulate_summary):
+            found = plan_rate(make_config(base | changes), objective, prices=prices, runs=Runs(1))
+        assert found.best.figure.mean > 25
+        assert found.has_prices == bool(prices)

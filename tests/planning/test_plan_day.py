@@ -1,0 +1,165 @@
+"""The cheapest rule and fleet for a load that changes, against trying them all."""
+
+import json
+
+import pytest
+
+from eldr_sim import RunConfig
+from eldr_sim.errors import InputError
+from eldr_sim.planning.runs.points import with_seed
+from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.search.day import _settings, plan_day
+from eldr_sim.planning.search.trial import try_cluster
+from eldr_sim.planning.slo import Objective, Verdict, parse_slo
+from eldr_sim.reports.plan_section import plan_words
+from eldr_sim.simulator.run import simulate
+
+CONFIG = RunConfig(
+    trace="reference-moe", topology="3C", policy="jsq", load="ladder:15,40,80,40,15@6",
+    input_len=1000, output_len=16, start_up="0.3", max_num_seqs=16,
+)  # fmt: skip
+OBJECTIVE = Objective(parse_slo(["ttft:300"]), 0.9, (3,))
+RULE = "seconds:interval=0.5,hold=1,memory=2"
+
+
+@pytest.fixture(scope="module")
+def answer():
+    return plan_day(
+        CONFIG, OBJECTIVE, rules=[RULE, "hpa:interval=0.5,down_s=2"], bounded=True, runs=Runs(1)
+    )
+
+
+def trial(runs, config):
+    config = config.replace(goodput=OBJECTIVE.level)
+    return runs.ended(try_cluster(config, OBJECTIVE))
+
+
+def hours(found):
+    return sum(s["scaling"]["gpu_hours"] for s in found.summaries) / len(found.summaries)
+
+
+def test_the_fixed_fleet_is_the_smallest_that_meets(answer):
+    runs = Runs(1)
+    meet = [
+        n
+        for n in (1, 2, 3)
+        if trial(runs, CONFIG.replace(autoscale=f"none:n={n}")).verdict is Verdict.MEETS
+    ]
+    fixed = next(row for row in answer.rows if row.policy.startswith("none"))
+    assert fixed.policy == f"none:n={min(meet)}"
+    assert fixed.trial.config.topology == f"{min(meet)}C"
+
+
+def test_a_rule_is_the_cheapest_of_all_its_fleets_and_settings(answer):
+    row = next(row for row in answer.rows if row.policy.startswith("seconds"))
+    runs, found, (first,) = Runs(1), [], row.trial.config.initial_workers
+    for least, most in ((1, 2), (1, 3), (2, 3)):
+        for word in _settings(RULE, OBJECTIVE, 30.0, True)[0]:
+            config = CONFIG.replace(
+                autoscale=word, topology=f"{most}C", min_workers=(least,),
+                initial_workers=(max(least, first),),
+            )  # fmt: skip
+            each = trial(runs, config)
+            found += [hours(each)] if each.verdict is Verdict.MEETS else []
+    assert hours(row.trial) == row.figure.mean
+    assert row.trial.verdict is Verdict.MEETS
+    assert row.figure.mean <= min(found) * 1.02
+
+
+def test_rows_are_runs_and_gains_are_paired_with_the_fixed_fleet(answer):
+    best = answer.best
+    assert best.figure.mean == min(row.figure.mean for row in answer.rows if row.figure)
+    again = [simulate(with_seed(best.trial.config, n)).summary["scaling"] for n in range(3)]
+    assert list(best.by_seed) == [each["gpu_hours"] for each in again]
+    fixed = next(row for row in answer.rows if row.policy.startswith("none"))
+    assert answer.gains
+    for gain in answer.gains:
+        assert gain.reference_by_seed == fixed.by_seed[: len(gain.by_seed)]
+        ratios = [a / b for a, b in zip(gain.by_seed, gain.reference_by_seed, strict=True)]
+        assert gain.gain.mean == pytest.approx(100 * (sum(ratios) / len(ratios) - 1))
+    assert any(
+        row.policy.startswith("timetable") or "timetable" in row.policy for row in answer.rows
+    )
+
+
+def test_it_is_told_as_every_plan_is(answer, tmp_path):
+    answer.write(tmp_path / "plan")
+    record = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert record["kind"] == "day"
+    words = plan_words(record, narrow=True)
+    told = dict(words["answer"])
+    assert "GPU-hours" in told["Answer"]
+    assert "on average within TTFT 300 ms for 90% of requests" in words["question"]
+    assert answer.headline().rows
+
+
+def test_prices_make_it_dollars():
+    found = plan_day(
+        CONFIG, OBJECTIVE, rules=[RULE], prices={"h100": 2.0}, bounded=True, runs=Runs(1)
+    )
+    best = found.best
+    used = [s["scaling"]["gpu_hours"] for s in best.trial.summaries]
+    assert list(best.by_seed) == pytest.approx([2 * each for each in used])
+
+
+def test_bounds_of_the_objective_become_those_of_rules():
+    objective = Objective(parse_slo(["ttft:700,tpot:30"]))
+    first = _settings("dynamo_load:itl=80", objective, 1e6, True)
+    # What is told is not tuned; the leanest comes first.
+    targets = 700, 490, 350, 245, 140
+    assert first == [[f"dynamo_load:ttft={target}.0,itl=80.0" for target in targets]]
+    assert len(_settings("seconds", objective, 1e6, False)) == 2  # with switches and without
+    lines = _settings("timetable:utilisation=0.5", objective, 120.0, True)
+    assert lines == [["timetable:interval=10.0,period=10.0,utilisation=0.5,itl=30.0"]]
+
+
+def test_where_one_worker_serves_all_no_rule_is_run():
+    found = plan_day(
+        CONFIG.replace(load="ladder:9,12@6"), OBJECTIVE, rules=[RULE], bounded=True, runs=Runs(1)
+    )
+    assert found.best.policy == "none:n=1"
+    assert "none can go" in found.rows[1].reasons[0]
+
+
+def test_a_load_that_no_fleet_serves_has_no_answer():
+    found = plan_day(
+        CONFIG.replace(load="ladder:300@6", topology="2C"), OBJECTIVE, rules=[RULE], bounded=True,
+        runs=Runs(1),
+    )  # fmt: skip
+    assert found.best is None
+    assert "always, attains only" in found.rows[0].reasons[0] or found.rows[0].reasons
+
+
+@pytest.mark.parametrize(
+    ("changes", "rules", "message"),
+    [
+        ({}, ["hpa", "hpa:target=16"], "twice"),
+        ({}, ["none:n=2"], "a fixed fleet"),
+        ({"min_workers": (2,)}, ["hpa"], "min_workers"),
+        ({"topology": "2P"}, ["hpa"], "xPyD or xC"),
+    ],
+)
+def test_bad_questions(changes, rules, message):
+    with pytest.raises(InputError, match=message):
+        plan_day(CONFIG.replace(**changes), OBJECTIVE, rules=rules, bounded=True, runs=Runs(1))
+
+
+def test_the_command(run_cli, tmp_path):
+    options = (
+        "plan", "--load", "ladder:15,40,80,40,15@6", "--slo", "ttft:300", "--attainment", "0.9",
+        "--trace", "reference-moe", "--input-len", "1000", "--output-len", "16", "--policy", "jsq",
+        "--max-num-seqs", "16", "--start-up", "0.3", "--seeds", "3", "--jobs", "1",
+    )  # fmt: skip
+    code, out, _ = run_cli(
+        *options, "--autoscale", RULE, "--max-gpus", 3, "--tensor-parallel-size", 1
+    )
+    assert code == 0
+    assert "GPU-hours" in out.splitlines()[2]
+    for more, field in (
+        (("--gpus", "4"), "load"),
+        (("--emit", tmp_path / "x"), "emit"),
+        (("--sensitivity",), "sensitivity"),
+        (("--min-workers", "2"), "min_workers"),
+    ):
+        code, _, err = run_cli(*options, *more)
+        assert (code, err.split(":")[1].strip()) == (2, field), err
