@@ -65,6 +65,34 @@ def md1_wait(rate: float, service_s: float) -> float:
     return mg1_wait(rate, service_s, service_s * service_s)
 
 
+def mdc_wait(rate: float, service_s: float, servers: int) -> float:
+    """Return the mean wait in queue of M/D/c, s, by Crommelin's chain (GSTH section 6.2.1).
+
+    Who is in service leaves within a service time, and nobody who begins meanwhile does: a service
+    time after n were in system there are ``max(n - c, 0)`` and who arrived. The chain's stationary
+    distribution is that of any moment, and Little's law gives the wait.
+
+    Raises
+    ------
+    InputError
+        If an argument is not positive, or the load of a server is 1 or more.
+    """
+    load = _load(rate, service_s, servers)
+    size = servers + math.ceil(
+        60.0 / (1.0 - load)
+    )  # the tail falls off as that of M/D/1, or faster
+    come = np.asarray(stats.poisson.pmf(np.arange(size), rate * service_s))
+    chain = np.zeros((size, size))
+    for n in range(size):
+        left = max(n - servers, 0)
+        chain[n, left:] = come[: size - left]
+    chain[:, -1] += 1.0 - chain.sum(axis=1)
+    balance = chain.T - np.eye(size)
+    balance[-1] = 1.0
+    share = np.linalg.solve(balance, np.eye(size)[-1])
+    return float(share @ np.maximum(np.arange(size) - servers, 0)) / rate
+
+
 def geometric_moments(step_s: float, mean_steps: float) -> tuple[float, float]:
     """Return ``E[S]``, s, and ``E[S^2]``, s squared, of a geometric number of equal steps.
 

@@ -9,8 +9,11 @@ from eldr_sim.simulator.control.control import Worker
 from eldr_sim.simulator.control.record import DRAINING, OFF, READY, STARTING
 from eldr_sim.simulator.outcome.worker_hours import worker_seconds
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.start_up import start_up_parts
 from eldr_sim.simulator.simulation import Simulation
+
+from ..queueing import mdc_wait
 
 CONFIG = RunConfig(
     trace="reference-moe", topology="4C", policy="jsq", load="ladder:20,150,20@8", input_len=1000,
@@ -109,6 +112,26 @@ def test_demand_at_the_exit_cannot_see_saturation():
     assert at_exit.summary["scaling"]["mean_workers"]["prefill"] < 2.2
     assert at_entry.summary["scaling"]["mean_workers"]["prefill"] > 2.5
     assert at_entry.summary["mean_ttft_ms"] < at_exit.summary["mean_ttft_ms"] / 2
+
+
+@pytest.mark.parametrize("initial", [1, 24])
+@pytest.mark.parametrize("busy", [2, 4, 8])
+def test_stationary_load_takes_the_workers_that_queueing_theory_asks_for(busy, initial):
+    """M/D/c with a mean wait of a tenth of the service, to one worker, wherever it begins."""
+    config = RunConfig(
+        trace="reference-moe", topology="24P", prefill_policy="least_loaded", input_len=16_000,
+        max_num_batched_tokens=16_000, enable_prefix_caching=False, duration=1200, warmup=0,
+        autoscale="seconds",
+    )  # fmt: skip
+    service_s = prepare(config).spec.pools[0].engine.prompt_s(16_000)
+    rate = busy / service_s
+    wanted = next(c for c in range(busy + 1, 25) if mdc_wait(rate, service_s, c) <= service_s / 10)
+    result = simulate(config.replace(request_rate=rate, initial_workers=(initial,)))
+    table = result.summary["scaling"]["replicas"]["prefill"]
+    settled = 500.0  # what waited is worked off, and the wish for fewer is 300 s old
+    until = [*table["at_s"][1:], 1200.0]
+    seen = [n for n, end in zip(table["ready"], until, strict=True) if end > settled]
+    assert all(abs(n - wanted) <= 1 for n in seen), (wanted, seen)
 
 
 def test_the_tail_grows_with_start_up():

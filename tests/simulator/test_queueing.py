@@ -63,6 +63,15 @@ def test_mmc_equals_its_birth_death_chain(servers):
     assert queueing.mmc_wait(rate, mean_s, servers) == pytest.approx(queue / rate)
 
 
+def test_mdc_is_md1_of_one_server_and_about_half_of_mmc_of_many():
+    for load in (0.3, 0.8, 0.95):
+        one = queueing.mdc_wait(load / 2.0, 2.0, 1)
+        assert one == pytest.approx(queueing.md1_wait(load / 2.0, 2.0), rel=1e-6)
+    # Heavy traffic halves it (GSTH 6.2.1); waits of few are a little more than half.
+    ratio = queueing.mdc_wait(4.9, 1.0, 5) / queueing.mmc_wait(4.9, 1.0, 5)
+    assert 0.5 < ratio < 0.52
+
+
 def test_steps_tend_to_their_limits():
     # One seat: exactly M/G/1 with a geometric service time, however coarse the steps.
     for mean_steps in (1.0, 1.5, 4.0, 100.0):
