@@ -112,6 +112,7 @@ LINKED = (
     "simulator.plane.sessions",
     "simulator.plane.state",
     "simulator.plane.steps.bit_planes",
+    "simulator.plane.steps.disaggregated",
     "simulator.plane.steps.executor",
     "simulator.plane.steps.expert_loads",
     "simulator.plane.steps.expert_union",

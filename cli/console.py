@@ -406,6 +406,11 @@ def _print_parts(summary: dict[str, Any], alone: bool) -> None:
         _heading("Engines that share experts")
         how = f"{group['data_parallel_size']}, {group['all2all_backend']}"
         _line("Engines a group, all-to-all", how)
+        if "ffn_ranks" in group:
+            how = f"{group['ffn_ranks']}, {group['micro_batches']}"
+            _line("FFN GPUs, micro-batches", how)
+            for side in ("attention", "ffn"):
+                _line(f"Mean idle time of {side} GPUs (ms)", group[f"mean_{side}_idle_ms"])
         for part in ("step", "moe", "dispatch", "combine", "idle"):
             _line(f"Mean {part} time (ms)", group[f"mean_{part}_ms"])
         if group.get("mean_replica_choice_ms"):  # older results have none

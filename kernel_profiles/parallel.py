@@ -18,6 +18,8 @@ As vLLM does (``--tensor-parallel-size``, ``--enable-expert-parallel``, ``--data
   ranks. Tokens are dispatched to them and combined back
   (`kernel_profiles.kernels.all_to_all`). The ranks of an engine dispatch a part of its
   tokens each and gather the outputs (sequence parallel MoE, ``use_sequence_parallel_moe``).
+- With attention-FFN disaggregation (``ffn_ranks``) the routed experts lie on GPUs of their own and
+  not on those of the engines, which have all else: gates, shared experts and dense layers, too.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ class Parallelism:
     data_parallel_size: int = 1  #: engines that share experts
     #: Stages of an engine, each of ``tensor_parallel_size`` GPUs and a part of the layers.
     pipeline_parallel_size: int = 1
+    ffn_ranks: int = 0  #: GPUs beside the engines' that hold all routed experts; 0: these do
 
     def __post_init__(self) -> None:
         if not 1 <= self.tensor_parallel_size <= NODE_GPUS:
@@ -77,7 +80,12 @@ class Parallelism:
     @property
     def n_gpus(self) -> int:
         """GPUs of all engines that share experts."""
-        return self.n_ranks * self.pipeline_parallel_size
+        return self.n_ranks * self.pipeline_parallel_size + self.ffn_ranks
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def n_ranks(self) -> int:
@@ -87,7 +95,12 @@ class Parallelism:
     @property
     def n_expert_ranks(self) -> int:
         """GPUs that the experts are spread over; 1 where each of them holds a part of every one."""
-        return self.n_ranks if self.expert_parallel else 1
+        return self.ffn_ranks or (self.n_ranks if self.expert_parallel else 1)
+
+    @property
+    def first_expert_rank(self) -> int:
+        """The number of the first of them, in the numbering of all GPUs that exchange tokens."""
+        return self.n_ranks if self.ffn_ranks else 0
 
     def check(self, model: ModelDims) -> None:
         """Raise InputError unless the model can be spread so."""
@@ -106,11 +119,11 @@ class Parallelism:
                     problem = f"{model.name} is dense: there are no experts to share"
                     raise InputError(name, problem, "tensor parallelism, or more workers")
 
-        def divide(what: str, count: int, unit: int = 1, by: int = size) -> None:
+        def divide(what: str, count: int, unit: int = 1, by: int = size, name: str = "") -> None:
             if count % (by * unit):
                 blocks = f" in FP8 blocks of {unit}" if unit > 1 else ""
                 raise InputError(
-                    "tensor_parallel_size" if by == size else "data_parallel_size",
+                    name or ("tensor_parallel_size" if by == size else "data_parallel_size"),
                     f"{by} does not divide the {count} {what} of {model.name}{blocks}",
                     "a size that does",
                 )
@@ -124,7 +137,8 @@ class Parallelism:
         divide("features of a dense layer's MLP", model.dense_intermediate_size, linear)
         divide("features of the shared experts", model.shared_intermediate_size, linear)
         if self.expert_parallel:
-            divide("experts", model.n_experts, by=ranks)
+            of_ffn = "ffn_ranks" if self.ffn_ranks else ""
+            divide("experts", model.n_experts, by=self.n_expert_ranks, name=of_ffn)
         else:
             expert = FP8_BLOCK if model.expert_dtype == "fp8_block" else 1
             divide("features of an expert", model.expert_intermediate_size, expert, by=ranks)
@@ -150,13 +164,15 @@ class Parallelism:
         return ModelDims(**fields)
 
     def weight_bytes(self, model: ModelDims, instances: int | None = None) -> int:
-        """Bytes of the weights on one GPU; of several stages, on the fullest.
+        """Bytes of the weights on one GPU of an engine; of several stages, on the fullest.
 
         ``instances``: expert instances of all MoE layers on this GPU; an equal share of the experts
         of each when not given. Redundant experts and unequal placements make it more.
         """
         shard = self.shard(model)
         share = model.n_moe_layers * (model.n_experts // self.n_expert_ranks)
+        if self.ffn_ranks:
+            share = 0
         own = share if instances is None else instances
         elsewhere = model.n_moe_layers * model.n_experts - own
         total = shard.weight_bytes - elsewhere * shard.bytes_per_expert

@@ -560,7 +560,7 @@ def _placements(
                         placed.group.slots_per_rank,
                     )
                 )
-            placements += [placed.placement] * size
+            placements += [placed.placement.behind(engine.parallelism.first_expert_rank)] * size
     return placements, movable
 
 

@@ -48,6 +48,11 @@ class Placement:
         held[layer, self.rank[layer, slot], self.expert[layer, slot]] = True
         return held
 
+    def behind(self, n: int) -> Placement:
+        """Return the placement on the ranks behind ``n`` others, which hold nothing."""
+        load = None if self.load is None else np.pad(self.load, ((0, 0), (n, 0)))
+        return Placement(self.expert, self.rank + n, self.n_ranks + n, load) if n else self
+
     def instances(self, n_experts: int) -> Ints:
         """Return how many instances each expert has, [layers, experts]."""
         counts = np.zeros((len(self.expert), n_experts), np.int64)

@@ -16,6 +16,7 @@ from eldr_sim.simulator.plane.steps.group_state import (
     Groups,
     Replicas,
     make_group_scratch,
+    make_micro_batches,
     no_group,
     no_replicas,
 )
@@ -190,9 +191,12 @@ def of_all(items: Sequence[_T]) -> tuple[_T, ...]:
 
 def make_groups(
     spec: ClusterSpec, masks: NDArray[np.uint64], replicas: Replicas | None,
-    loads: ExpertLoads | None, asks: bool,
+    loads: ExpertLoads | None, asks: bool, places: int,
 ) -> Groups:  # fmt: skip
-    """Return what engines share; ``asks``: whether a policy in Python chooses instances."""
+    """Return what engines share.
+
+    ``asks``: whether a policy in Python chooses instances; ``places``: sequences of an engine.
+    """
     n_workers, ranks, width = masks.shape
     shared = replicas or no_replicas()
     engines = [pool.engine for pool in spec.pools]
@@ -206,6 +210,7 @@ def make_groups(
         shared = shared._replace(asked=np.zeros((instances, ranks, most, width), np.uint64))
     nodes = [-(-ranks // e.group.gpus_per_node) for e in engines if e.group is not None]
     step_time, instances = spec.decode.step_time, shared.rank.shape[3]
+    most = max(e.group.micro_batches if e.group and e.group.ffn_ranks else 0 for e in engines)
     return Groups(
         of_all([e.group or no_group() for e in engines]),
         shared,
@@ -214,4 +219,5 @@ def make_groups(
             max(nodes, default=0),
         ),
         make_expert_loads(n_workers, 0) if loads is None else loads,
+        make_micro_batches(n_workers if most else 0, places, most, step_time.n_moe_layers),
     )  # fmt: skip

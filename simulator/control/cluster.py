@@ -49,7 +49,7 @@ from eldr_sim.simulator.plane.network import make_network
 from eldr_sim.simulator.plane.prefill_reports import PrefillReports
 from eldr_sim.simulator.plane.router import PolicyRouter, make_fleet, with_more, with_room
 from eldr_sim.simulator.plane.sessions import make_sessions
-from eldr_sim.simulator.plane.steps import group_step, plain, streamed
+from eldr_sim.simulator.plane.steps import disaggregated, group_step, plain, streamed
 from eldr_sim.simulator.plane.steps.executor import Scratch
 from eldr_sim.simulator.plane.steps.expert_union import PromptRows, no_prompts
 from eldr_sim.simulator.plane.steps.group_state import CHOOSE, Replicas, no_groups
@@ -180,7 +180,7 @@ class Cluster:
         if grouped:
             loads = None if relocations is None else relocations.loads
             asks = replica_policy is not None
-            self.groups = make_groups(spec, self.arrays.masks, replicas, loads, asks)
+            self.groups = make_groups(spec, self.arrays.masks, replicas, loads, asks, self._places)
         layout, steps, self.layers = spec.prefill.layout, spec.prefill.step_time, None
         if layout is not None and layout.has_steps_of_its_own:
             self.layers = make_prompt_layers(
@@ -375,7 +375,8 @@ class Cluster:
         world, pools = self.world(), self.arrays.engines.pools
         for number, pool in enumerate(self.spec.pools):
             layout = pool.engine.layout
-            executor = plain if pool.engine.group is None else group_step
+            group = pool.engine.group
+            executor = plain if group is None else disaggregated if group.ffn_ranks else group_step
             if layout is not None and layout.has_steps_of_its_own:
                 executor = streamed
             pools["executor"][number] = address_of(executor.execute, world)

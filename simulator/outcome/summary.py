@@ -50,7 +50,8 @@ def _size(layout: Parallelism) -> str:
     engines = layout.data_parallel_size
     if layout.pipeline_parallel_size > 1:
         return f"{layout.pipeline_parallel_size} stages of {gpus}"
-    return gpus if engines == 1 else f"{engines} engines of {gpus}"
+    beside = f" and {layout.ffn_ranks} FFN GPUs" if layout.ffn_ranks else ""
+    return gpus if engines == 1 else f"{engines} engines of {gpus}{beside}"
 
 
 def _gpus(prepared: PreparedRun) -> str:
@@ -77,7 +78,7 @@ def _block_bytes(prepared: PreparedRun) -> float:
     """Return the bytes of a KV block on all GPUs of an engine that computes prompts."""
     layout = prepared.spec.prefill.parallelism
     shard = layout.shard(prepared.model).kv_bytes_per_token
-    gpus = layout.n_gpus // layout.data_parallel_size
+    gpus = layout.engine_gpus
     return float(shard * prepared.spec.block_size * gpus)
 
 
@@ -127,9 +128,24 @@ def _group(engine: EngineSpec, steps: NDArray[np.void]) -> dict[str, Any]:
     def mean(name: str, unit: float = 1.0) -> float | None:
         return unit * float(steps[name].mean()) if n else None
 
+    apart = {}
+    if engine.group is not None and engine.group.ffn_ranks:
+        ends = float(steps["own_s"].mean()) if n else 0.0
+        apart = {
+            "ffn_ranks": engine.group.ffn_ranks,
+            "micro_batches": engine.group.micro_batches,
+            "mean_attention_ms": mean("own_s", 1e3),
+            "mean_attention_idle_ms": 1e3 * (seconds / n - ends) if n else None,
+            "mean_ffn_idle_ms": (
+                1e3 * (seconds / n - float((steps["moe_s"] + steps["choice_s"]).mean()))
+                if n
+                else None
+            ),
+        }
     return {
         "group": {
             "data_parallel_size": engine.parallelism.data_parallel_size,
+            **apart,
             "all2all_backend": engine.all_to_all.backend,
             "steps": n,
             "mean_step_ms": 1e3 * seconds / n if n else None,

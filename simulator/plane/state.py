@@ -309,6 +309,7 @@ GROUP_STEP = np.dtype(
         ("dispatch_s", np.float64),
         ("combine_s", np.float64),
         ("choice_s", np.float64),  # of the instances of redundant experts
+        ("own_s", np.float64),  # of the slowest engine's attention, dense layers and lm_head
         ("wait_s", np.float64),  # for the slowest engine's attention and dense layers, all engines
         ("inside_bytes", np.float64),  # that the busiest GPU sends or receives in its node
         ("between_bytes", np.float64),  # and between nodes

@@ -37,7 +37,7 @@ from eldr_sim.simulator.setup.config_groups import (
     WorkloadConfig,
 )
 from eldr_sim.simulator.setup.paths import resolved
-from eldr_sim.simulator.setup.pools import Pool, WorkerPool, parse_topology, pools_of
+from eldr_sim.simulator.setup.pools import OwnPool, Pool, WorkerPool, parse_topology, pools_of
 from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS
 from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
 
@@ -214,15 +214,15 @@ class RunConfig(
         """Whether others than those that computed their prompts may decode requests."""
         return self.generates and self.n_prefill > 0
 
-    def pool(self, role: str, named: Pool | None = None) -> Pool:
+    def pool(self, role: str, named: OwnPool | None = None) -> OwnPool:
         """Return what holds for the workers of ``prefill`` or ``decode``, or of a named pool."""
         own: dict[str, Any] = getattr(self, role).model_dump(exclude_none=True)
         if named is not None:
             own |= named.model_dump(exclude_none=True)
-        values = {name: own.get(name, getattr(self, name)) for name in Pool.model_fields}
+        values = {name: own.get(name, getattr(self, name, None)) for name in OwnPool.model_fields}
         if role == "prefill" and "expert_placement" not in own and self.generates:
             values["expert_placement"] = "linear"
-        return Pool(**values)
+        return OwnPool(**values)
 
     @property
     def price_per_hour(self) -> float | None:

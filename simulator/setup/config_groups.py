@@ -299,7 +299,8 @@ class ClusterConfig(Fields):
     topology: Topology = "8P16D"
     """``xPyD``: x prefill and y decode WORKERS of ``data_parallel_size`` engines each; ``xC``: x
     co-located workers, which compute prompts in chunks beside their decode batch; ``xP``: x prefill
-    workers alone, where a request ends with its prompt; or a file of pools."""
+    workers alone, where a request ends with its prompt; ``xPyAzF``: a decode worker of y engines
+    whose experts lie on z GPUs of their own (docs/afd.md); or a file of pools."""
     gpu: PathText = "H100"
     """A known GPU or a gpu.json."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
@@ -310,6 +311,8 @@ class ClusterConfig(Fields):
     data_parallel_size: int = Field(default=1, ge=1, le=1024)
     """Engines of every worker, each with its own queue, KV cache and batch. They share experts and
     so step together; routers choose the engine."""
+    micro_batches: int = Field(default=2, ge=1, le=16)
+    """Micro-batches of a step of ``xPyAzF``, computed on one side while others are sent."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=1024)
     """Stages of every worker, each with a part of the layers; for prefill workers alone."""
     num_redundant_experts: int = Field(default=0, ge=0)

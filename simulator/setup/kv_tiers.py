@@ -117,7 +117,7 @@ def _members(spec: ClusterSpec, tier: Tier, gpus_per_node: int) -> NDArray[np.in
             at = {"worker": len(numbers), "node": gpu // gpus_per_node, "cluster": 0}[tier.scope]
             numbers.append(at if pool.router == 0 or tier.scope == "cluster" else -1)
             layout = pool.engine.parallelism
-            gpu += layout.n_gpus // layout.data_parallel_size
+            gpu += layout.engine_gpus
     return np.array(numbers)
 
 
@@ -133,7 +133,7 @@ def make_tiers(
         [shard.kv_bytes_per_token for shard in shards], [pool.n for pool in spec.pools]
     )
     layout = spec.prefill.parallelism
-    engine_gpus = layout.n_gpus // layout.data_parallel_size
+    engine_gpus = layout.engine_gpus
     links["store"], n_stores = -1, 0
     for t, tier in enumerate(spec.tiers):
         renews, own_stores = tier.evict == "lru", tier.scope == "worker"

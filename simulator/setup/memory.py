@@ -72,6 +72,15 @@ def window_blocks(model: ModelDims, block_size: int) -> WindowBlocks:
     return WindowBlocks(sliding / full, -(-(model.sliding_window - 1) // block_size) + 1)
 
 
+def check_experts_fit(model: ModelDims, gpu: GPU, utilization: float, instances: int) -> None:
+    """Raise InputError unless a GPU that holds nothing else holds so many expert instances."""
+    needed, left = instances * model.bytes_per_expert, int(gpu.memory_bytes * utilization)
+    left -= gpu.engine_reserved_bytes
+    if needed > left:
+        problem = f"experts of {needed / 1e9:.1f} GB on a {gpu.name} that has {left / 1e9:.1f} GB"
+        raise InputError("ffn_ranks", problem, "more FFN GPUs")
+
+
 def kv_blocks(
     model: ModelDims,
     gpu: GPU,

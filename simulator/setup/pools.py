@@ -1,4 +1,4 @@
-"""The pools of a cluster: spelled ``8P16D``, ``16C`` or ``4P``, or named in a file (topologies.md).
+"""The pools of a cluster: spelled (``8P16D``, ``16C``, ``4P``, ``4P8A16F``) or named in a file.
 
 Requests come to the pools that no other pool hands over to; one router chooses among their workers.
 A pool hands a request over with ``then``, when its prompt is computed, to one pool or to several
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -40,6 +41,7 @@ def _start_up(value: Any) -> Any:
 #: How a new worker starts, as it is spelled.
 StartUp = Annotated[str | None, BeforeValidator(_start_up)]
 _TOPOLOGY = re.compile(r"([1-9]\d{0,3})P(?:([1-9]\d{0,3})D)?|([1-9]\d{0,3})C", re.IGNORECASE)
+_DISAGGREGATED = re.compile(r"([1-9]\d{0,3})P([1-9]\d{0,3})A([1-9]\d{0,3})F", re.IGNORECASE)
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 #: Most pools of a cluster; the plane's tuples of what each has are so long (`state.MAX_POOLS`).
 MOST_POOLS = 8
@@ -86,8 +88,8 @@ def parse_topology(text: str) -> tuple[int, int]:
     match = _TOPOLOGY.fullmatch(text.strip())
     if match is None:
         allowed = (
-            "xPyD with 1 to 9999 workers of each kind, such as 8P16D, xC, such as 8C, xP, or a "
-            "file of pools that ends with .yaml"
+            "xPyD with 1 to 9999 workers of each kind, such as 8P16D, xC, such as 8C, xP, xPyAzF, "
+            "or a file of pools that ends with .yaml"
         )
         raise InputError("topology", repr(text), allowed)
     return (0, int(match[3])) if match[3] else (int(match[1]), int(match[2] or 0))
@@ -138,7 +140,19 @@ class Pool(Fields):
         )
 
 
-class NamedPool(Pool):
+class OwnPool(Pool):
+    """What holds for the workers of a pool, with what a topology alone says."""
+
+    ffn_ranks: int | None = Field(default=None, ge=1, le=1024)
+    """GPUs of a worker that hold its experts, beside those of its engines; decode workers only."""
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How a worker spreads the model over its GPUs; raises InputError if it cannot exist."""
+        return replace(super().parallelism, ffn_ranks=self.ffn_ranks or 0)
+
+
+class NamedPool(OwnPool):
     """A pool of a file: its workers, who takes over, and what it has of its own."""
 
     workers: int = Field(ge=1, le=9999)
@@ -162,7 +176,7 @@ class WorkerPool(NamedTuple):
     workers: int
     takes_over: tuple[str, ...]  #: the pools that its requests are handed over to
     decodes: bool
-    own: Pool  #: what holds for its workers
+    own: OwnPool  #: what holds for its workers
 
     @property
     def role(self) -> Role:
@@ -222,6 +236,12 @@ class Pools(RootModel[dict[str, NamedPool]]):
 
 @lru_cache(maxsize=256)
 def _spelled(text: str) -> Pools:
+    if match := _DISAGGREGATED.fullmatch(text.strip()):
+        n, engines, ffn_ranks = map(int, match.groups())
+        decode = NamedPool(
+            workers=1, data_parallel_size=engines, enable_expert_parallel=True, ffn_ranks=ffn_ranks
+        )
+        return Pools({"prefill": NamedPool(workers=n, then="decode"), "decode": decode})
     n_prefill, n_decode = parse_topology(text)
     pools: dict[str, NamedPool] = {}
     if n_prefill:
@@ -241,7 +261,7 @@ def _topology(value: Any) -> Any:
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         if Path(text).suffix.lower() not in (".yaml", ".yml", ".json"):
-            parse_topology(text)
+            pools_of(text)
             return text
         value = parse_yaml(read_text(text, "topology"), "topology", text)
         if not isinstance(value, Mapping):
@@ -262,5 +282,5 @@ def _topology(value: Any) -> Any:
         raise InputError(where, f"{first['input']!r}: {first['msg'].lower()}") from None
 
 
-#: ``8P16D``, ``16C`` or ``4P``; a file of pools is read at once.
+#: ``8P16D``, ``16C``, ``4P`` or ``4P8A16F``; a file of pools is read at once.
 Topology = Annotated[str | Pools, BeforeValidator(_topology)]

@@ -25,7 +25,7 @@ from eldr_sim.kernel_profiles.kernels.front_end import load_front_end
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
-from eldr_sim.kernel_profiles.tables.format import load_tables
+from eldr_sim.kernel_profiles.tables.format import load_tables, weakest
 from eldr_sim.kernel_profiles.tables.library import note_use, noting_use
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
@@ -56,7 +56,13 @@ from eldr_sim.simulator.setup.engines import (
 )
 from eldr_sim.simulator.setup.kv_tiers import tiers_of
 from eldr_sim.simulator.setup.log_part import check_window
-from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks, kv_blocks, window_blocks
+from eldr_sim.simulator.setup.memory import (
+    NO_WINDOWS,
+    WindowBlocks,
+    check_experts_fit,
+    kv_blocks,
+    window_blocks,
+)
 from eldr_sim.simulator.setup.pools import Engine, WorkerPool, pools_of
 from eldr_sim.simulator.setup.replay import fit_trace
 from eldr_sim.simulator.setup.speculation import Speculation, speculation_of
@@ -306,6 +312,8 @@ def _engine(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineS
         problem = f"{budget} is below max_num_seqs {max_num_seqs}{tokens}"
         raise InputError("max_num_batched_tokens", problem, f"{max_num_seqs * each} or more")
     parallelism.check(model)
+    if parallelism.ffn_ranks:
+        _check_disaggregated(config, workers)
     ranks = parallelism.n_expert_ranks
     _check_experts(pool, workers.name)
     redundant = pool.num_redundant_experts or 0
@@ -382,7 +390,18 @@ def _sharing(
         gpus_per_node=config.gpus_per_node,
         tables=load_tables(config.tables),
     )
+    if parallelism.ffn_ranks:  # the tables are of ranks that all send and receive
+        derived = {
+            part: said
+            | {"label": weakest([said["label"], "derived"])}
+            | {"origin": f"{said['origin']}; read at the bytes between attention and FFN GPUs"}
+            for part, said in all_to_all.provenance.items()
+        }
+        all_to_all = replace(all_to_all, provenance=derived)
     choice = _replica_choice(config.replica_choice, all_to_all, redundant > 0)
+    if parallelism.ffn_ranks and choice.number == ASKED:
+        problem = f"{config.replica_choice!r} chooses in Python, not for micro-batches"
+        raise InputError("replica_choice", problem, "a choice that is compiled, such as hash")
     pairs = _most_pairs(model, parallelism, engine.max_num_seqs, engine.max_num_batched_tokens)
     group = GroupCost(
         {"all": ALL, "expert": EXPERT, "rank": RANK, "node": NODE}[COPY_PER[all_to_all.backend]],
@@ -395,6 +414,8 @@ def _sharing(
         all_to_all.cost,
         all_to_all.gathered,
         chunk_tokens(all_to_all.backend, config.moe_dp_chunk_size),
+        parallelism.ffn_ranks,
+        config.micro_batches,
     )
     return replace(
         engine,
@@ -403,6 +424,25 @@ def _sharing(
         n_redundant=redundant,
         choice_provenance=choice.provenance,
     )
+
+
+def _check_disaggregated(config: RunConfig, workers: WorkerPool) -> None:
+    """Raise InputError where a pool's experts cannot lie on GPUs of their own."""
+    pool, field = workers.own, f"topology.{workers.name}.ffn_ranks"
+    if not any(workers.name in other.takes_over for other in config.pools):
+        problem = f"{workers.name} workers compute prompts, which is not simulated with FFN GPUs"
+        raise InputError(field, problem, "a pool that others hand over to, as in 4P8A16F")
+    if (pool.data_parallel_size or 1) < 2:
+        raise InputError(field, "one engine of attention", "2 or more, as in 4P2A1F")
+    if pool.speculative_config is not None:
+        problem = "drafts are not simulated where experts lie on GPUs of their own"
+        raise InputError("speculative_config", problem, "not given")
+    if config.eplb_interval is not None:
+        problem = "experts on GPUs of their own do not move"
+        raise InputError("eplb_interval", problem, "not given")
+    if isinstance(config.topology, str) and config.decode.data_parallel_size is not None:
+        problem = f"{config.decode.data_parallel_size} engines beside those of {config.topology}"
+        raise InputError("decode.data_parallel_size", problem, "one of both")
 
 
 def hold_instances(
@@ -471,6 +511,9 @@ def _kv_blocks(
     activation_bytes: int = 0,
     speculation: Speculation | None = None,
 ) -> int:
+    if parallelism.ffn_ranks:
+        check_experts_fit(model, gpu, 1.0 if engine == "trtllm" else share, instances)
+        instances = 0
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
     return kv_blocks(

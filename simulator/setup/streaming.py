@@ -184,7 +184,7 @@ def work_of(model: ModelDims, engine: EngineSpec) -> PrefillWork:
     computes = parts.attention + parts.dense + parts.collectives + parts.moe
     work, streams = prefill_work(model), engine.layout is not None and engine.layout.stream
     n_layers = model.n_moe_layers or model.n_layers
-    gpus = engine.parallelism.n_gpus // engine.parallelism.data_parallel_size
+    gpus = engine.parallelism.engine_gpus
     return with_saturation(
         work,
         streams.stream if streams else _NOTHING,

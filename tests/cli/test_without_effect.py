@@ -68,6 +68,7 @@ CASES = {
             ("attention_dp_batching_wait_iters", "vllm", "4"),
         )
     },
+    "micro_batches": "--micro-batches 3",
     "moe_dp_chunk_size": "--moe-dp-chunk-size 64",
     "policy": "--topology 2P1D --policy p2c",
     "prefill_policy": "--topology 2C --prefill-policy least_loaded",

@@ -41,8 +41,8 @@ from .twin.cluster import Twin
 from .twin.group import Traffic, rank_seconds
 
 SUMS = (
-    "start", "end", "moe_s", "dispatch_s", "combine_s", "choice_s", "wait_s", "inside_bytes",
-    "between_bytes",
+    "start", "end", "own_s", "moe_s", "dispatch_s", "combine_s", "choice_s", "wait_s",
+    "inside_bytes", "between_bytes",
 )  # fmt: skip
 
 
@@ -89,9 +89,12 @@ def growing(engine):
 
 def grouped_cluster(
     seed, topology, size, per_engine, gpus_per_node, copy_per, n_redundant=0, interval=1,
-    balance=(0, 0), **drawn
+    balance=(0, 0), apart=(0, 1), **drawn
 ):  # fmt: skip
-    """Return the arguments of a random cluster of groups of ``size`` engines."""
+    """Return the arguments of a random cluster of groups of ``size`` engines.
+
+    ``apart``: FFN ranks of those that decode, and their micro-batches.
+    """
     engines = topology[0] * size, topology[1] * size
     alone = {"launches": max(topology) == 1}
     arguments = random_cluster(seed, engines, grid=0, n_ranks=1, own_experts=True, **drawn, **alone)
@@ -99,17 +102,20 @@ def grouped_cluster(
     n_layers = spec.decode.step_time.n_moe_layers
     n_experts = spec.decode.step_time.cost.n_experts
     trace_layers = int(rng.integers(1, n_layers + 1))
-    ranks, placements = size * per_engine, []
-    if ranks % gpus_per_node:
-        gpus_per_node = ranks  # nodes are full
-    for _ in range(sum(topology)):
+    n_ranks, placements = size * per_engine, []
+    if n_ranks % gpus_per_node or apart[0] % gpus_per_node:
+        gpus_per_node = n_ranks + apart[0]  # nodes are full
+    for number in range(sum(topology)):
+        ranks, first = n_ranks, 0
+        if apart[0] and number >= topology[0]:
+            ranks, first = apart[0], n_ranks
         owner = rng.integers(ranks, size=(trace_layers, n_experts + n_redundant))
         expert = rng.integers(n_experts, size=owner.shape)
         expert[:, :n_experts] = np.arange(n_experts)
         used = n_experts + rng.integers(n_redundant + 1, size=(trace_layers, 1))
         expert[np.arange(expert.shape[1]) >= used] = EMPTY
         load = rng.gamma(1.0, size=(trace_layers, ranks))
-        placements += [Placement(expert, owner, ranks, load)] * size
+        placements += [Placement(expert, owner, ranks, load).behind(first)] * size
     pools = {
         name: dataclasses.replace(
             growing(getattr(spec, name)),
@@ -119,6 +125,8 @@ def grouped_cluster(
         )
         for name in ("prefill", "decode")
     }
+    group = pools["decode"].group._replace(ffn_ranks=apart[0], micro_batches=apart[1])
+    pools["decode"] = dataclasses.replace(pools["decode"], group=group)
     if engines[0] == 0:
         pools["prefill"] = pools["decode"]
     scheduler = spec.scheduler.model_copy(update={"prefill_schedule_interval": interval})
@@ -188,7 +196,10 @@ def run_pair(arguments, prefill="least_loaded", decode="jsq"):
 )  # fmt: skip
 @given(decode=st.sampled_from(["jsq", "round_robin", "holds"]), **GROUPED)
 def test_groups_equal_their_twin(decode, **drawn):
-    record, twin = run_pair(grouped_cluster(**drawn), decode=decode)
+    assert_equal_steps(*run_pair(grouped_cluster(**drawn), decode=decode))
+
+
+def assert_equal_steps(record, twin):
     assert_same(record, twin)
     for role, steps in (
         ("prefill", record.prefill_group_steps),

@@ -6,6 +6,7 @@ the first engine, counts the experts that the tokens choose and returns when the
 
 - `plain`: an engine by itself,
 - `group_step`: engines that dispatch their tokens to the experts of all,
+- `disaggregated`: likewise, to experts on GPUs of their own, in micro-batches,
 - `streamed`: engines whose layers come and go, or lie in stages.
 
 And it ends here: tokens, contexts, a record of ``STEP`` for each engine, and what comes next.

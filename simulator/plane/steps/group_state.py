@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
-from eldr_sim.simulator.plane.state import MAX_POOLS
+from eldr_sim.simulator.plane.state import MAX_POOLS, SEQUENCE, WORKER
 from eldr_sim.simulator.plane.steps.bit_planes import EIGHT
 from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, make_expert_loads
 
@@ -50,6 +50,8 @@ class GroupCost(NamedTuple):
     all_to_all: Any  #: `AllToAllCost`
     gathered: Any  #: `AllToAllCost` of the steps that gather
     chunk: int  #: tokens of an engine that MoE layers compute at once; 0: all of a step
+    ffn_ranks: int = 0  #: GPUs that hold the experts beside the engines', see `disaggregated`
+    micro_batches: int = 1  #: of a step, where there are such
 
 
 def no_group() -> GroupCost:
@@ -181,6 +183,24 @@ def make_group_scratch(
     )
 
 
+class MicroBatches(NamedTuple):
+    """A step cut into micro-batches, see `disaggregated`."""
+
+    workers: NDArray[np.void]  #: ``WORKER [workers]``: what the engines have of one micro-batch,
+    sequences: NDArray[np.void]  #: ``SEQUENCE [workers, places]``: and its sequences
+    seconds: NDArray[np.float64]  #: ``[4, micro-batches, layers]``: of each stage
+    free: NDArray[np.float64]  #: ``[4]``: since when each stage is, s of the step,
+    ready: NDArray[np.float64]  #: ``[micro-batches]``: and each micro-batch for its next one
+
+
+def make_micro_batches(n_workers: int, places: int, most: int, layers: int) -> MicroBatches:
+    """Return room for up to ``most`` micro-batches of engines of so many places."""
+    return MicroBatches(
+        np.zeros(n_workers, WORKER), np.zeros((n_workers, places), SEQUENCE),
+        np.zeros((4, most, layers)), np.zeros(4), np.zeros(most),
+    )  # fmt: skip
+
+
 class Groups(NamedTuple):
     """What the steps of groups need beside what every step needs."""
 
@@ -188,13 +208,14 @@ class Groups(NamedTuple):
     replicas: Replicas
     work: GroupScratch
     loads: ExpertLoads
+    micro: MicroBatches
 
 
 def no_groups() -> Groups:
     """Return what stands for engines that share nothing."""
     return Groups(
         (no_group(),) * MAX_POOLS, no_replicas(), make_group_scratch(1, 1, 1, 1, 0),
-        make_expert_loads(0, 0),
+        make_expert_loads(0, 0), make_micro_batches(0, 0, 0, 0),
     )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def execute(world: Any, leader: int) -> float:
     if asks and ask(decide, CHOOSE, leader) < 0:
         return -1.0
     count_step(engines, drafts, size, run.bits, run.prompts, counting, loads)
-    shared = _shared_layers(group, work, ranks, computes)
+    shared = shared_layers(group, work, ranks, computes, 0, work.pairs.shape[1])
     choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[1]
     slowest = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
     slowest += cost.collectives_s[tokens_max]
@@ -123,7 +123,7 @@ def execute(world: Any, leader: int) -> float:
     run.clock[0].n_group_steps += 1
     row.start, row.end, row.leader = start, end, leader
     row.moe_s, row.dispatch_s, row.combine_s = shared.moe_s, shared.dispatch_s, shared.combine_s
-    row.wait_s, row.n_busy = wait + n_busy * slowest, n_busy
+    row.own_s, row.wait_s, row.n_busy = slowest, wait + n_busy * slowest, n_busy
     row.choice_s = choice_s
     row.inside_bytes, row.between_bytes = shared.inside_bytes, shared.between_bytes
     row.busiest_pairs, row.pairs = np.int64(shared.busiest_pairs), np.int64(shared.pairs)
@@ -183,11 +183,13 @@ class SharedLayers(NamedTuple):
 
 
 @compiled()
-def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: bool) -> Any:
-    """Return what the MoE layers take whose tokens have been counted; ``computes``: prompts.
+def shared_layers(
+    group: GroupCost, work: GroupScratch, ranks: int, computes: bool, first: int, end: int
+) -> Any:
+    """Return what the MoE layers ``first .. end - 1`` take whose tokens have been counted.
 
-    In chunks all ranks compute and exchange as many as the engine with most tokens has; of each,
-    an expert has its share of the tokens.
+    ``computes``: whether the step holds prompts. In chunks all ranks compute and exchange as many
+    as the engine with most tokens has; of each, an expert has its share of the tokens.
     """
     moe = dispatched = combined = 0.0
     inside_bytes, between_bytes = 0.0, 0.0
@@ -195,7 +197,7 @@ def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: b
     gathers = group.gathers and not computes
     table = group.gathered if gathers else group.all_to_all
     n_chunks = _n_chunks(group, work, ranks)
-    for layer in range(work.pairs.shape[1]):
+    for layer in range(first, end):
         slowest, most, most_pairs = 0.0, 0, 0.0
         for r in range(ranks):
             instances, pairs = work.instances[r, layer], work.pairs[r, layer]
@@ -279,13 +281,13 @@ def route_tokens(bits: Any, rows: Any, c: Counting) -> Any:
     Every token goes to every rank; parameters as of `group_counting.count_rows`.
     """
     count_rows(bits, rows, c)
-    return _shared_layers(c.group, c.work, c.ranks, c.computes)
+    return shared_layers(c.group, c.work, c.ranks, c.computes, 0, c.work.pairs.shape[1])
 
 
 @njit(_nrt=False)
 def price_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: bool) -> Any:
     """Return what the MoE layers of a step take, `SharedLayers`, whose work is in ``work``."""
-    return _shared_layers(group, work, ranks, computes)
+    return shared_layers(group, work, ranks, computes, 0, work.pairs.shape[1])
 
 
 @compiled()

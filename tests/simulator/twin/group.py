@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate, product
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -160,36 +161,52 @@ class Instances:
                     if so_far > wanted)  # fmt: skip
 
 
-def group_step(twin, group):
-    """Let the engines of a group step together; those without tokens wait."""
-    pool, cost, now = group[0].pool, group[0].cost, twin.now
+class Part(NamedTuple):
+    """What tokens that are computed together take; lists go by layers."""
+
+    own: list  #: parts of each engine that has any
+    prompts: bool
+    moe: list
+    dispatch: list
+    combine: list
+    choosing: float  #: in each layer
+    pairs: np.ndarray  #: by layer and rank
+    counts: list  #: activated experts, likewise
+    moved: tuple  #: the busiest rank's bytes, inside its node and between
+    chosen: list  #: (layer, expert) pairs
+
+    @property
+    def slowest(self):
+        """The longest of each part of the engines."""
+        return [max(part) for part in zip(*self.own, strict=True)]
+
+
+def part_of(twin, group, busy):
+    """Count ``busy`` tokens: of (engine's place, engine, who decodes, who computes a context)."""
+    pool, cost = group[0].pool, group[0].cost
     shared = pool.spec.group
     per_engine = shared.ranks_per_engine
-    n_ranks = len(group) * per_engine
+    n_ranks = len(group) * per_engine + shared.ffn_ranks
     copy_per = ("all", "expert", "rank", "node")[shared.copy_per]
     layers = range(cost.n_moe_layers)
     leader = group[0].number
     placement = twin.placements[leader]
     if twin.relocations:
-        placement = twin.relocations.placement(leader, now) or placement
+        placement = twin.relocations.placement(leader, twin.now) or placement
     pairs = np.zeros((len(layers), n_ranks), int)
     activated = [[set() for _ in range(n_ranks)] for _ in layers]
-    busy, own, routed = [], [], []
-    for number, worker in enumerate(group):
-        batch, chunked = worker.reserve()
-        if not batch and not chunked:
-            continue
+    own, routed = [], []
+    for number, worker, batch, chunked in busy:
         chunks = [(s.cached, s.chunk) for s in chunked]
         decoded = sum(s.tokens for s in batch)
         tokens = decoded + sum(n for _, n in chunks)
         rows = decoded + sum(s not in batch for s in chunked)
         own.append(own_seconds(cost, *worker.read(batch), chunks, tokens, rows))
-        busy.append((worker, batch, chunked))
         run = -(-tokens // per_engine)
         for position, experts in enumerate(worker.token_experts(batch, chunked)):
             home, place = number * per_engine + position // run, position % run
             routed.append((home, place, experts))
-    prompts = any(chunked for _, _, chunked in busy)
+    prompts = any(chunked for *_, chunked in busy)
     gathers = shared.gathers and not prompts
     ways = ("all" if gathers else copy_per, copy_per)
     traffic = [[Traffic(n_ranks, shared.gpus_per_node, way) for _ in layers] for way in ways]
@@ -223,17 +240,17 @@ def group_step(twin, group):
         below, above = (rank_seconds(shared.moe, part * own, n, prompts) for n in (low, low + 1))
         return below + (seen - low) * (above - below)
 
-    moe = sum(
-        max(rank_chunk(layer, r, part) for r in range(n_ranks))
+    moe = [
+        sum(max(rank_chunk(layer, r, part) for r in range(n_ranks)) for part in parts)
         for layer in layers
-        for part in parts
-    )
+    ]
     table = shared.gathered if gathers else shared.all_to_all
     out, back = ([each.busiest() for each in way] for way in traffic)
 
-    def phase(name, n_bytes, sent):
+    def phase(name, n_bytes, inside, between):
+        """One layer's."""
         total = 0.0
-        for (inside, between), share in product(sent, parts):
+        for share in parts:
             knots, seconds = getattr(table, f"{name}_knots"), getattr(table, f"{name}_s")
             longest = line(n_bytes * share * inside, knots, seconds)
             if between > 0:
@@ -242,35 +259,111 @@ def group_step(twin, group):
             total += longest
         return total
 
-    dispatch = phase("dispatch", table.dispatch_bytes, out)
-    combine = phase("combine", table.combine_bytes, back)
-    replaced = prompts and choice in ("metro", "metro_sorted", "optimal")
-    choosing = 0.0 if replaced else shared.choice_s * len(layers)
-    slowest = [max(part) for part in zip(*own, strict=True)]
-    seconds = sum(slowest) + cost.host_s + moe + dispatch + combine + choosing
-    seconds = at_least_launched(cost, seconds, prompts)
-    end = now + (seconds + pool.capture_s) * max(worker.slowdown for worker in group)
-    if twin.relocations:
-        chosen = [pair for _, _, experts in routed for pair in experts]
-        end += twin.relocations.stepped(leader, chosen, end)
-
     def moved(tier):
         """The busiest rank's bytes."""
         sent = sum(phase[tier] for phase in out) * table.dispatch_bytes
         return sent + sum(phase[tier] for phase in back) * table.combine_bytes
 
+    replaced = prompts and choice in ("metro", "metro_sorted", "optimal")
+    return Part(
+        own,
+        prompts,
+        moe,
+        [phase("dispatch", table.dispatch_bytes, *sent) for sent in out],
+        [phase("combine", table.combine_bytes, *sent) for sent in back],
+        0.0 if replaced else shared.choice_s,
+        pairs,
+        counts,
+        (moved(0), moved(1)),
+        [pair for _, _, experts in routed for pair in experts],
+    )
+
+
+def micro_batches(running, m):
+    """The parts of each engine's sequences: (place, engine, who decodes, who computes)."""
+    for j in range(m):
+        busy = []
+        for number, worker, batch, chunked in running:
+            own = worker.running()
+            mine = own[len(own) * j // m : len(own) * (j + 1) // m]
+            part = [s for s in batch if s in mine], [s for s in chunked if s in mine]
+            if any(part):
+                busy.append((number, worker, *part))
+        if busy:
+            yield busy
+
+
+def ping_pong(stages):
+    """When the last of several micro-batches leaves the last layer.
+
+    ``stages``: of each micro-batch by layer what each stage takes.
+    """
+    jobs = [(layer, j) for layer in range(len(stages[0])) for j in range(len(stages))]
+    ends = {}
+    for at, (layer, j) in enumerate(jobs):
+        for stage, seconds in enumerate(stages[j][layer]):
+            before = (stage - 1, layer, j) if stage else (3, layer - 1, j)
+            beside = (stage, *jobs[at - 1]) if at else None
+            ends[stage, layer, j] = max(ends.get(before, 0.0), ends.get(beside, 0.0)) + seconds
+    return max(ends.values())
+
+
+def group_step(twin, group):
+    """Let the engines of a group step together; those without tokens wait."""
+    pool, cost, now = group[0].pool, group[0].cost, twin.now
+    shared, leader = pool.spec.group, group[0].number
+    running = [(n, worker, *worker.reserve()) for n, worker in enumerate(group)]
+    running = [one for one in running if one[2] or one[3]]
+    n_layers = cost.n_moe_layers
+    if shared.ffn_ranks:
+        done = [part_of(twin, group, busy) for busy in micro_batches(running, shared.micro_batches)]
+        rows = [
+            sum(s.tokens for s in batch) + sum(s not in batch for s in chunked)
+            for _, _, batch, chunked in running
+        ]
+        attention = [[*part.slowest[:2], part.slowest[3]] for part in done]
+        stages = [
+            [
+                (sum(own) / n_layers, out, part.choosing + moe, back)
+                for out, moe, back in zip(part.dispatch, part.moe, part.combine, strict=True)
+            ]
+            for own, part in zip(attention, done, strict=True)
+        ]
+        head = max(cost.head_s[n] for n in rows)
+        seconds = ping_pong(stages) + head
+        busy_s = head + sum(map(sum, attention))
+        waits = len(running) * busy_s - sum(cost.head_s[n] for n in rows)
+        waits -= sum(sum(own) - own[2] for part in done for own in part.own)
+    else:
+        done = [part_of(twin, group, running)]
+        (part,) = done
+        busy_s = sum(part.slowest)
+        seconds = busy_s + sum(part.moe) + sum(part.dispatch) + sum(part.combine)
+        seconds += part.choosing * n_layers
+        waits = sum(busy_s - sum(own) for own in part.own)
+    prompts = any(part.prompts for part in done)
+    seconds = at_least_launched(cost, seconds + cost.host_s, prompts)
+    end = now + (seconds + pool.capture_s) * max(worker.slowdown for worker in group)
+    if twin.relocations:
+        end += twin.relocations.stepped(leader, [pair for p in done for pair in p.chosen], end)
+
+    def total(name):
+        return sum(sum(getattr(part, name)) for part in done)
+
     twin.group_steps.append(
-        {"start": now, "end": end, "moe_s": moe, "dispatch_s": dispatch, "combine_s": combine}
-        | {"wait_s": sum(sum(slowest) - sum(parts) for parts in own)}
-        | {"choice_s": choosing, "inside_bytes": moved(0), "between_bytes": moved(1)}
-        | {"busiest_pairs": int(pairs.max(axis=1).sum()), "pairs": int(pairs.sum())}
-        | {"n_busy": len(busy), "pool": pool.role}
+        {"start": now, "end": end, "own_s": busy_s, "wait_s": waits, "pool": pool.role}
+        | {f"{name}_s": total(name) for name in ("moe", "dispatch", "combine")}
+        | {"choice_s": sum(part.choosing * n_layers for part in done)}
+        | {"inside_bytes": sum(part.moved[0] for part in done)}
+        | {"between_bytes": sum(part.moved[1] for part in done)}
+        | {"busiest_pairs": sum(int(part.pairs.max(axis=1).sum()) for part in done)}
+        | {"pairs": sum(int(part.pairs.sum()) for part in done), "n_busy": len(running)}
     )
     group[0].last_group_step = twin.group_steps[-1]
-    active = sum(map(sum, counts))
-    busiest = sum(map(max, counts))
+    active = sum(sum(map(sum, part.counts)) for part in done)
+    busiest = sum(sum(map(max, part.counts)) for part in done)
     group[0].group_steps += 1
-    for worker, batch, chunked in busy:
+    for _, worker, batch, chunked in running:
         worker.move(batch, chunked, end, active, busiest)
     for worker in group:
         worker.step_end, worker.decided = end, False
