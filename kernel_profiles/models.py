@@ -29,9 +29,11 @@ _INT4_GROUP = 32  # INT4 of compressed-tensors: one bfloat16 scale per 32 weight
 _FAMILIES = (
     "deepseek_v2", "deepseek_v3", "gemma4", "gemma4_text", "glm4_moe", "gpt_oss", "granitemoe",
     "kimi_k2", "llama", "llama4", "llama4_text", "minimax_m2", "mistral", "mixtral", "olmoe",
-    "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text",
+    "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_text",
 )  # fmt: skip
-_DENSE = ("llama", "mistral", "qwen2", "qwen3")
+_DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
+_LINEAR = ("qwen3_5", "qwen3_next")  # start of families with layers of linear attention
 
 
 LONGEST = 2**24  #: tokens of the longest context: tables have a row for each
@@ -84,6 +86,15 @@ class ModelDims(BaseModel):
     #: attends to everything.
     sliding_window: int = 0
     n_sliding_layers: int = 0  #: layers that attend only to the window
+    #: Layers of linear attention (Gated DeltaNet, arXiv 2412.06464), which keep a state of each
+    #: sequence in place of keys and values.
+    n_linear_layers: int = 0
+    linear_key_heads: int = 0  #: of these layers: query and key heads,
+    linear_value_heads: int = 0  #: value heads, each with a state of its own,
+    linear_head_dim: int = 0  #: width of all of them,
+    linear_conv: int = 0  #: tokens that the convolution before them reads,
+    linear_state_bytes_per_value: Literal[2, 4] = 4  #: and bytes of a value of the state
+    attention_gate: bool = False  #: whether a gate as wide as the queries scales what heads return
     qk_norm: Literal["none", "per_head", "full_width"] = "none"  #: RMS norm on queries and keys
     #: Biases on the QKV projections, or on these and the output projection.
     attention_bias: Literal["none", "qkv", "all"] = "none"
@@ -117,6 +128,11 @@ class ModelDims(BaseModel):
             raise ValueError(f"{self.n_experts} experts, top_k {self.top_k}, of width {routed[2]}")
         if self.n_sliding_layers > self.n_layers:
             raise ValueError(f"n_sliding_layers {self.n_sliding_layers} of {self.n_layers} layers")
+        if self.n_linear_layers and self.n_linear_layers >= self.n_layers - self.n_sliding_layers:
+            raise ValueError(f"n_linear_layers {self.n_linear_layers} of {self.n_layers} layers")
+        linear = (self.linear_key_heads, self.linear_value_heads, self.linear_head_dim)
+        if any(linear) != (self.n_linear_layers > 0) or any(linear) != all(linear):
+            raise ValueError(f"{self.n_linear_layers} linear layers of heads {linear}")
         if bool(self.n_sliding_layers) != bool(self.sliding_window):
             raise ValueError("n_sliding_layers and sliding_window go together")
         return self
@@ -134,11 +150,14 @@ class ModelDims(BaseModel):
     @property
     def n_full_layers(self) -> int:
         """Layers that attend to the whole context."""
-        return self.n_layers - self.n_sliding_layers
+        return self.n_layers - self.n_sliding_layers - self.n_linear_layers
 
     @property
     def attention_kinds(self) -> list[tuple[bool, int]]:
-        """Whether a kind of layer attends to a window, and how many layers it has; none of 0."""
+        """Whether a kind of layer attends to a window, and how many layers it has; none of 0.
+
+        Without those of linear attention.
+        """
         kinds = ((True, self.n_sliding_layers), (False, self.n_full_layers))
         return [(sliding, layers) for sliding, layers in kinds if layers]
 
@@ -172,7 +191,38 @@ class ModelDims(BaseModel):
             ]
         heads, kv_heads, width = self.heads(sliding)
         projections = 1 if self.global_shared_kv_projection and not sliding else 2
-        return [((heads + projections * kv_heads) * width, hidden), (hidden, heads * width)]
+        queries = heads * (1 + self.attention_gate)
+        return [((queries + projections * kv_heads) * width, hidden), (hidden, heads * width)]
+
+    @property
+    def linear_attention_linears(self) -> list[tuple[int, int]]:
+        """Matrices of one layer of linear attention (out features n, in features k).
+
+        Queries, keys, values and the gate of the output in one, decay and write strength of each
+        value head in one (``vllm/model_executor/models/qwen3_next.py``).
+        """
+        keys, values = (
+            heads * self.linear_head_dim
+            for heads in (self.linear_key_heads, self.linear_value_heads)
+        )
+        hidden = self.hidden_size
+        return [
+            (2 * (keys + values), hidden),
+            (2 * self.linear_value_heads, hidden),
+            (hidden, values),
+        ]
+
+    @property
+    def _convolved(self) -> int:
+        """Features that the convolution of a layer of linear attention runs over."""
+        return (2 * self.linear_key_heads + self.linear_value_heads) * self.linear_head_dim
+
+    @property
+    def attention_layer_linears(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Layers of each kind, and the matrices of one."""
+        kinds = [(n, self.attention_linears(sliding)) for sliding, n in self.attention_kinds]
+        linear = self.n_linear_layers
+        return kinds + ([(linear, self.linear_attention_linears)] if linear else [])
 
     def _attention_params(self, sliding: bool) -> int:
         params = sum(n * k for n, k in self.attention_linears(sliding))
@@ -192,7 +242,11 @@ class ModelDims(BaseModel):
     @property
     def attention_params(self) -> int:
         """Parameters of attention over all layers."""
-        return sum(n * self._attention_params(sliding) for sliding, n in self.attention_kinds)
+        own = sum(n * self._attention_params(sliding) for sliding, n in self.attention_kinds)
+        linear = sum(n * k for n, k in self.linear_attention_linears)
+        linear += self._convolved * self.linear_conv
+        linear += 2 * self.linear_value_heads + self.linear_head_dim  # decay, step bias, norm
+        return own + self.n_linear_layers * linear
 
     @property
     def params_per_expert(self) -> int:
@@ -250,8 +304,7 @@ class ModelDims(BaseModel):
         total = 2 * (self._always_on_params + self.embedding_params + self.lm_head_params)
         total += self.n_moe_layers * self.n_experts * self.bytes_per_expert
         if self.linear_dtype != "bfloat16":
-            kinds = self.attention_kinds
-            linears = [pair for kind, n in kinds for pair in n * self.attention_linears(kind)]
+            linears = [pair for n, own in self.attention_layer_linears for pair in n * own]
             linears += self.n_moe_layers * 3 * [(self.shared_intermediate_size, self.hidden_size)]
             linears += self.n_dense_layers * 3 * [(self.dense_intermediate_size, self.hidden_size)]
             total += sum(stored_bytes(n, k, self.linear_dtype) - 2 * n * k for n, k in linears)
@@ -273,14 +326,24 @@ class ModelDims(BaseModel):
     @property
     def n_kv_tensors(self) -> int:
         """Regions of memory of the KV cache: K and V of every layer; MLA keeps one latent."""
-        return self.n_layers * (1 if self.attention == "mla" else 2)
+        return (self.n_layers - self.n_linear_layers) * (1 if self.attention == "mla" else 2)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a sequence keeps in layers of linear attention, however long it is.
+
+        A matrix for each value head, and the tokens that the next convolution reads, in bfloat16.
+        """
+        state = self.linear_value_heads * self.linear_head_dim**2
+        state *= self.linear_state_bytes_per_value
+        return self.n_linear_layers * (state + 2 * self._convolved * max(self.linear_conv - 1, 0))
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of KV cache that a sequence of ``context`` tokens needs.
 
         Sliding layers keep no more than their window, as vLLM's hybrid KV cache manager does.
         """
-        return sum(
+        return self.state_bytes + sum(
             n * min(context, self.sliding_window if sliding else context)
             * self.kv_bytes_per_token_layer(sliding)
             for sliding, n in self.attention_kinds
@@ -446,6 +509,8 @@ def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         }
     if family.startswith("llama4"):
         fields |= _llama4(config)
+    if family.startswith(_LINEAR):
+        fields |= _linear_attention(config, path)
     return fields | _dtypes(_object(config, "quantization_config", path), path, routed)
 
 
@@ -467,6 +532,27 @@ def _llama4(config: dict[str, Any]) -> dict[str, Any]:
         "shared_intermediate_size": config["intermediate_size"],
         "sliding_window": config["attention_chunk_size"],
         "n_sliding_layers": layers - full,
+    }
+
+
+def _linear_attention(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Fields of Qwen3-Next and Qwen3.5: three layers of four keep a state, others have a gate."""
+    layers, types = config["num_hidden_layers"], config.get("layer_types")
+    every = config.get("full_attention_interval", 4)
+    linear = types.count("linear_attention") if types else layers - layers // every
+    widths = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    if widths[0] != widths[1]:
+        problem = f"{path}: linear_value_head_dim {widths[1]}"
+        raise InputError("model", problem, f"{widths[0]}, that of keys")
+    return {
+        "n_linear_layers": linear,
+        "linear_key_heads": config["linear_num_key_heads"],
+        "linear_value_heads": config["linear_num_value_heads"],
+        "linear_head_dim": widths[0],
+        "linear_conv": config["linear_conv_kernel_dim"],
+        "linear_state_bytes_per_value": 2 if config.get("mamba_ssm_dtype") == "bfloat16" else 4,
+        "attention_gate": bool(config.get("attn_output_gate", True)),
+        "shared_expert_gate": bool(config.get("shared_expert_intermediate_size")),
     }
 
 

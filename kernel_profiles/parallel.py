@@ -133,6 +133,8 @@ class Parallelism:
             for heads in {model.n_kv_heads, model.global_n_kv_heads or model.n_kv_heads}:
                 if size % heads:  # else each GPU holds a copy of one KV head
                     divide("KV heads", heads)
+        for heads in filter(None, (model.linear_key_heads, model.linear_value_heads)):
+            divide("heads of linear attention", heads)
         linear = FP8_BLOCK if model.linear_dtype == "fp8_block" else 1
         divide("features of a dense layer's MLP", model.dense_intermediate_size, linear)
         divide("features of the shared experts", model.shared_intermediate_size, linear)
@@ -153,7 +155,8 @@ class Parallelism:
         if self.n_ranks == 1:
             return model
         fields = model.model_dump()
-        for name in ("n_heads", "dense_intermediate_size", "shared_intermediate_size"):
+        for name in ("n_heads", "dense_intermediate_size", "shared_intermediate_size",
+                     "linear_key_heads", "linear_value_heads"):  # fmt: skip
             fields[name] //= size
         for name in ("n_kv_heads", "global_n_kv_heads"):
             if fields[name]:

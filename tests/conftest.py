@@ -281,7 +281,11 @@ def make_cluster(make_step_time):
                 routers.append(policy)
         return Cluster(
             spec,
-            [SimpleNamespace(n_kv_tensors=n_kv_tensors, kv_bytes_per_token=kv_bytes_per_token)]
+            [
+                SimpleNamespace(
+                    n_kv_tensors=n_kv_tensors, kv_bytes_per_token=kv_bytes_per_token, state_bytes=0
+                )
+            ]
             * len(spec.pools),
             workload,
             Replay(bits, first, length),

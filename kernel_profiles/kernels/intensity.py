@@ -41,6 +41,15 @@ def pair_flops(model: ModelDims, sliding: bool = False, *, decode: bool = True) 
     return 2.0 * model.n_heads * width
 
 
+def state_flops(model: ModelDims) -> float:
+    """FLOPs of one token against the states of one layer of linear attention.
+
+    Three products of a vector and the ``d x d`` state of each value head: what the key reads from
+    it, the update, and what the query reads (Gated DeltaNet, arXiv 2412.06464, Eq. 10).
+    """
+    return 6.0 * model.linear_value_heads * model.linear_head_dim**2
+
+
 def expert_bytes(model: ModelDims, batch: ArrayLike) -> FloatArray:
     """Bytes of the expert weights that one MoE layer is expected to read."""
     distinct = uniform_distinct(batch, model.n_experts, model.top_k)
@@ -63,6 +72,7 @@ def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> Fl
     window = min(context, model.sliding_window)
     pairs = model.n_sliding_layers * window * pair_flops(model, sliding=True)
     pairs += model.n_full_layers * context * pair_flops(model)
+    pairs += model.n_linear_layers * state_flops(model)
     flops = tokens * (2.0 * multiplied + pairs)
     return np.asarray(flops / (weights + tokens * model.kv_bytes(context)), dtype=np.float64)
 

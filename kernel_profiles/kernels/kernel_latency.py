@@ -88,7 +88,8 @@ class DecodeAttention:
         """
         if table.metadata.kind != "attention_decode":
             raise InputError("table", f"kind {table.metadata.kind!r}", "attention_decode")
-        batch, context = np.unique(table.columns["batch"]), np.unique(table.columns["context"])
+        axes = (np.unique(table.columns[name]).astype(np.float64) for name in ("batch", "context"))
+        batch, context = axes
         if len(batch) < 2 or len(context) < 2:
             raise InputError("table", "too few rows", "2 batches and 2 contexts at least")
         grid = np.full((len(batch), len(context)), np.inf)
@@ -114,7 +115,7 @@ class DecodeAttention:
             )
         grid = np.maximum.accumulate(grid, axis=1)  # where rows end at odd contexts
         most = int((table.columns["batch"].astype(np.int64) * table.columns["context"]).max())
-        return cls(batch.astype(np.float64), context.astype(np.float64), grid, token_s, most)
+        return cls(batch, context, grid, token_s, most)
 
     def time_s(self, batch: FloatArray, context: FloatArray) -> FloatArray:
         """Seconds [len(batch), len(context)]; zero for an empty batch."""
@@ -139,7 +140,7 @@ class PrefillAttention:
         """Build the curves from whole-prompt rows.
 
         The time of longer prompts grows with the pairs under the causal mask: with the square of
-        the length, linearly where a window limits them.
+        the length, linearly where a window or a state limits them.
         """
         if table.metadata.kind != "attention_prefill":
             raise InputError("table", f"kind {table.metadata.kind!r}", "attention_prefill")
@@ -154,7 +155,9 @@ class PrefillAttention:
             alone.append(latency[at][np.argmin(batch[at])])
             share.append((latency[largest] - floor) / batch[largest])
         knots = np.concatenate([[0.0], lengths])
-        window = table.metadata.shape.get("window", 0)  # MLA has none
+        shape = table.metadata.shape
+        # MLA has none; of linear attention a token attends to the state alone.
+        window = 1 if "n_value_heads" in shape else shape.get("window", 0)
         curves = [np.concatenate([[floor], monotone_fit(alone)])]
         curves.append(np.concatenate([[0.0], monotone_fit(share)]))
         alone_s, share_s = (_extend(knots, curve, max_tokens, window) for curve in curves)

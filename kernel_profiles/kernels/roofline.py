@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.kernel_profiles.gpus import GPU
-from eldr_sim.kernel_profiles.kernels.intensity import pair_flops
+from eldr_sim.kernel_profiles.kernels.intensity import pair_flops, state_flops
 from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     DecodeAttention,
     PrefillAttention,
     causal_pairs,
 )
 from eldr_sim.kernel_profiles.kernels.moe_latency import MoELatency
-from eldr_sim.kernel_profiles.models import ModelDims, shipped_json
+from eldr_sim.kernel_profiles.models import LONGEST, ModelDims, shipped_json
 from eldr_sim.kernel_profiles.tables.format import Provenance
 
 FloatArray = NDArray[np.float64]
@@ -129,6 +129,22 @@ def prefill_attention(
     share = pairs * _pair_s(gpu, model, sliding, decode=False)
     floor = efficiency.attention_floor_s
     return PrefillAttention(floor, floor + share, share, _token_s(gpu, model, sliding))
+
+
+def linear_attention(
+    gpu: GPU, model: ModelDims, max_tokens: int
+) -> tuple[DecodeAttention, PrefillAttention]:
+    """One layer's linear attention: states read and written, or FLOPs, whatever the context."""
+    efficiency = efficiency_of(gpu)
+    floor = efficiency.attention_floor_s
+    bandwidth = efficiency.bandwidth * gpu.memory_bandwidth
+    flops_s = state_flops(model) / (efficiency.attention_flops * gpu.bf16_flops)
+    token_s = max(2 * model.state_bytes / model.n_linear_layers / bandwidth, flops_s)
+    batch, context = np.array([0.0, 1024.0]), np.array([0.0, float(LONGEST)])
+    seconds = floor + token_s * np.tile(batch[:, None], (1, 2))
+    share = flops_s * np.arange(max_tokens + 1.0)
+    decode = DecodeAttention(batch, context, seconds, 0.0, int(batch[-1] * context[-1]))
+    return decode, PrefillAttention(floor, floor + share, share, 0.0)
 
 
 def all_reduce_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:

@@ -104,7 +104,7 @@ def _more_s(
     """How much longer each row's roofline is on ``gpu``; None where none splits the kernel."""
     kind, shape = table.metadata.kind, table.metadata.shape
     columns = {name: np.asarray(values) for name, values in table.columns.items()}
-    if "kv_lora_rank" in shape:
+    if "kv_lora_rank" in shape or "n_value_heads" in shape:
         return None
     if kind in _UNCHANGED:
         return np.zeros(len(table))

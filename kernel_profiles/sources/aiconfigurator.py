@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.table_errors import left_out_errors
-from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.models import LONGEST, ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
@@ -40,6 +40,7 @@ from eldr_sim.kernel_profiles.tables.format import (
     LatencyTable,
     TableMetadata,
     attention_shapes,
+    linear_attention_shape,
     moe_shape_of,
 )
 
@@ -347,6 +348,49 @@ def attention_tables(gpu: str, model: ModelDims, engine: str = "vllm") -> Iterat
                 }
                 dtype = model.linear_dtype if mla else "bfloat16"
                 yield package_table(kind, file, rows, columns, shape=shape, dtype=dtype)
+    yield from linear_attention_tables(gpu, model, engine)
+
+
+def linear_attention_tables(
+    gpu: str, model: ModelDims, engine: str = "vllm"
+) -> Iterator[LatencyTable]:
+    """Decode and prefill of a model's linear attention (Gated DeltaNet), newest version.
+
+    A row is the convolution and the delta rule together, the median over models of these heads.
+    """
+    if not model.n_linear_layers:
+        return
+    shape = linear_attention_shape(model)
+    names = {"num_k_heads": "n_key_heads", "num_v_heads": "n_value_heads"}
+    names |= {"head_k_dim": "head_dim", "head_v_dim": "head_dim"}
+    for file in sources(gpu, "linear_attention", engine, "gdn_perf.parquet")[:1]:
+        frame = file.rows
+        if frame.empty:
+            continue
+        wanted = [shape[name] for name in names.values()]
+        frame = frame[(frame[list(names)] == wanted).all(axis=1)]
+        kinds: tuple[tuple[Kind, str], ...] = (
+            ("attention_decode", "generation"),
+            ("attention_prefill", "context"),
+        )
+        for kind, phase in kinds:
+            rows = frame[frame.phase == phase]
+            if rows.empty:
+                continue
+            keys = ["batch_size", "seq_len"]
+            points = median_rows(rows, ["kernel_source", *keys])
+            whole = points.groupby(keys)["latency"].transform("size")
+            both = points[whole == rows.kernel_source.nunique()]
+            points = both.groupby(keys)["latency"].sum().reset_index()
+            if kind == "attention_decode":  # as long for every context
+                points = pd.concat([points.assign(seq_len=length) for length in (1, LONGEST)])
+            axis = "context" if kind == "attention_decode" else "new_tokens"
+            columns: dict[str, NDArray[Any]] = {
+                "batch": points.batch_size.to_numpy(np.int32),
+                axis: points.seq_len.to_numpy(np.int32),
+                "latency_s": points.latency.to_numpy(np.float64) / 1e3,
+            }
+            yield package_table(kind, file, rows, columns, shape=shape, dtype="bfloat16")
 
 
 def gemm_tables(gpu: str, dtype: str = "bfloat16", engine: str = "vllm") -> Iterator[LatencyTable]:

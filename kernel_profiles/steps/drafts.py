@@ -115,7 +115,8 @@ def _dims(
         if method == "draft_model":
             return dims, [], 0
         return dims, [(hidden, (3 if method == "eagle3" else 2) * hidden)], dims.embedding_params
-    one = {"n_layers": 1, "n_sliding_layers": 0, "sliding_window": 0}
+    one = {"n_layers": 1, "n_sliding_layers": 0, "sliding_window": 0, "n_linear_layers": 0,
+           "linear_key_heads": 0, "linear_value_heads": 0, "linear_head_dim": 0}  # fmt: skip
     if method == "mtp":
         if target.is_dense:
             problem = f"{target.name} has no multi-token-prediction layer"

@@ -37,6 +37,7 @@ from eldr_sim.kernel_profiles.tables.format import (
     attention_shapes,
     elementwise_shape,
     engine_step_shape,
+    linear_attention_shape,
     moe_shape_of,
     provenance_of,
     weakest,
@@ -68,6 +69,10 @@ by expert, two GEMMs, activation, sum over a token's experts."""
 MLA_KERNELS = 8
 """Small kernels of multi-head latent attention beside those of other attention: two norms of the
 compressed queries and KV, two splits, two rotations, keys and values put together."""
+LINEAR_KERNELS = 14
+"""Kernels of a layer of linear attention that computes prompts: the split of its projections, the
+convolution, gates, two norms and six of the chunked delta rule, states read and written, a gated
+norm (SGLang's ``qwen3_next.py`` and ``gdn_backend.py``, flash-linear-attention's ``chunk.py``)."""
 
 _ATTENTION: tuple[Kind, Kind] = ("attention_decode", "attention_prefill")
 
@@ -134,13 +139,16 @@ class Parts:
         self.whole, self.parallelism = whole, parallelism
         self.provenance: dict[str, dict[str, Any]] = {}
         self.warnings: list[str] = []
-        self.sliding: DecodeAttention | None = None
         self.moe = self._moe()
         self.engine_step = self._engine_step()
         if self.engine_step is None or self.model.attention == "mla":
             self.gemm = self._gemm("bfloat16")
             own = self.model.linear_dtype
             self.linear = self.gemm if own == "bfloat16" else self._gemm(own)
+        #: Layers of linear attention with their decode and prefill; None where there are none.
+        self.states: tuple[int, DecodeAttention, PrefillAttention] | None = None
+        #: Layers that read a prompt's cached tokens again, and their attention.
+        self.rereads: list[tuple[int, PrefillAttention]] = []
         self.attention = self._attention(max_model_len)
         if self.engine_step is None:
             self.collective_tables = self._collectives()
@@ -238,12 +246,18 @@ class Parts:
             raise InputError("enforce_eager", problem, "not given, or a gap as host_gap_ms")
         linears = 2 * (model.n_moe_layers * (model.shared_intermediate_size > 0))
         linears += 2 * model.n_dense_layers
-        for sliding, layers in model.attention_kinds:
-            linears += layers * len(model.attention_linears(sliding))
+        linears += sum(layers * len(own) for layers, own in model.attention_layer_linears)
         small = _small_kernels(model) - (2 if rotates_inside else 0)
+        # Layers of linear attention neither attend, rotate, cache, nor norm queries and keys.
+        spared = 1 + (0 if rotates_inside else 2) + (model.qk_norm != "none")
+        kernels = model.n_linear_layers * (LINEAR_KERNELS - spared)
         if model.attention == "mla":
             small += MLA_KERNELS
-        kernels = model.n_layers * (small + 1) + model.n_moe_layers * (1 + MOE_KERNELS) + linears
+        if model.attention_gate:  # a sigmoid and a product
+            kernels += 2 * model.n_full_layers
+        if model.shared_expert_gate:  # likewise, after a GEMM
+            kernels += 3 * model.n_moe_layers
+        kernels += model.n_layers * (small + 1) + model.n_moe_layers * (1 + MOE_KERNELS) + linears
         if model.linear_dtype == "fp8_block":  # scales of its input: no other kernel knows them
             kernels += linears
         seconds = kernels * gpu.launch_s
@@ -378,10 +392,24 @@ class Parts:
                     prefill_table = self._without_linears(prefill_table)
                 decode = DecodeAttention.from_table(decode_table)
                 prefill = PrefillAttention.from_table(prefill_table, max_tokens, decode.token_s)
-            if sliding:
-                self.sliding = decode
             found.append((layers, decode, prefill))
+            if not sliding:
+                self.rereads.append((layers, prefill))
+        if model.n_linear_layers:
+            self.states = model.n_linear_layers, *self._linear_attention(max_tokens)
         return found
+
+    def _linear_attention(self, max_tokens: int) -> tuple[DecodeAttention, PrefillAttention]:
+        """Decode and prefill of a layer of linear attention."""
+        shape = linear_attention_shape(self.model)
+        decode, prefill = self._attention_tables(shape, None)
+        if decode is None or prefill is None:
+            self._record_roofline("linear_attention")
+            return roofline.linear_attention(self.gpu, self.model, max_tokens)
+        self._record("linear_attention", decode)
+        self._record("linear_attention", prefill)
+        fitted = DecodeAttention.from_table(decode)
+        return fitted, PrefillAttention.from_table(prefill, max_tokens, fitted.token_s)
 
     def _attention_tables(
         self, shape: dict[str, int], dtype: str | None
@@ -438,8 +466,8 @@ class Parts:
             return self.engine_step.token_part_s(rows)
         model = self.model
         total = np.zeros_like(rows)
-        for sliding, layers in model.attention_kinds:
-            for n, k in model.attention_linears(sliding):
+        for layers, linears in model.attention_layer_linears:
+            for n, k in linears:
                 total += layers * self.linear_s(n, k, rows)
         hidden = model.hidden_size
         total += model.n_moe_layers * self._plain_s(model.n_experts, hidden, rows)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.kernel_profiles.kernels.kernel_latency import DecodeAttention, PrefillAttention
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
 from eldr_sim.kernel_profiles.rounding import rounded
@@ -223,6 +224,8 @@ def build_step_time_model(
         raise InputError("cudagraph_padding", problem, "none")
     rows = max_num_seqs * tokens_per_sequence
     cost = _tabulate(parts, gap, rows, max_model_len, max_num_batched_tokens)
+    if parts.states is not None:
+        cost = _with_states(cost, *parts.states, tokens_per_sequence)
     if linears:
         tokens = np.arange(len(cost.dense_s), dtype=np.float64)
         more = sum(parts.linear_s(n, k, tokens) for n, k in linears)
@@ -280,7 +283,6 @@ def _tabulate(
         stride *= 2
     context = stride * np.arange(-(-max_model_len // stride) + 1, dtype=np.float64)
     tokens = np.arange(max(sequences, budget) + 1.0)
-    windowless = [part for part in parts.attention if part[1] is not parts.sliding]
     return StepCost(
         n_moe_layers=parts.whole.n_moe_layers,
         n_experts=parts.whole.n_experts,
@@ -298,5 +300,23 @@ def _tabulate(
         prompt_alone_s=np.sum([n * part.alone_s for n, _, part in parts.attention], axis=0),
         prompt_share_s=np.sum([n * part.share_s for n, _, part in parts.attention], axis=0),
         prompt_floor_s=float(sum(n * p.floor_s for n, _, p in parts.attention)),
-        prompt_token_s=float(sum(n * p.token_s for n, _, p in windowless)),
+        prompt_token_s=float(sum(n * p.token_s for n, p in parts.rereads)),
+    )
+
+
+def _with_states(
+    cost: StepCost, layers: int, decode: DecodeAttention, prefill: PrefillAttention, tokens: int
+) -> StepCost:
+    """Return a worker's tables with its layers of linear attention, part of attention.
+
+    A sequence's state is read once and written for each of its ``tokens`` in a step, so that what
+    drafts leave can be taken back.
+    """
+    rows = np.arange(len(cost.attention_s)) * (1 + tokens) / 2
+    seconds = layers * decode.time_s(rows, decode.context[:1])
+    return cost._replace(
+        attention_s=cost.attention_s + seconds,
+        prompt_alone_s=cost.prompt_alone_s + layers * prefill.alone_s,
+        prompt_share_s=cost.prompt_share_s + layers * prefill.share_s,
+        prompt_floor_s=cost.prompt_floor_s + layers * prefill.floor_s,
     )

@@ -323,6 +323,18 @@ def mla_shape(
     } | _kv_bits(kv_dtype)
 
 
+def linear_attention_shape(part: ModelDims) -> dict[str, int]:
+    """Shape of one layer's linear attention as it identifies a table: of Gated DeltaNet.
+
+    Its tables are those of attention. It takes as long whatever the context.
+    """
+    return {
+        "n_key_heads": part.linear_key_heads,
+        "n_value_heads": part.linear_value_heads,
+        "head_dim": part.linear_head_dim,
+    }
+
+
 def moe_shape_of(part: ModelDims, expert_parallel_size: int = 1) -> dict[str, int]:
     """Shape of a MoE layer of a GPU's part of a model; see :func:`moe_shape`."""
     width = part.expert_intermediate_size
@@ -363,6 +375,8 @@ _LETTERS = {
     "n_kv_heads": "kv",
     "head_dim": "d",
     "window": "w",
+    "n_key_heads": "lk",
+    "n_value_heads": "lv",
     "n_layers": "l",
     "vocab_size": "v",
     "n_nodes": "n",

@@ -144,6 +144,7 @@ def make_pools(
             n_bytes += speculation.draft.kv_bytes_per_token
             n_tensors += speculation.draft.n_kv_tensors
         pools["kv_bytes_per_token"][number] = n_bytes * pool.kv_weight
+        pools["kv_state_bytes"][number] = shard.state_bytes * pool.kv_weight
         pools["n_kv_tensors"][number] = n_tensors
         pools["descriptor_s"][number] = (pool.transfer or spec.transfer).descriptor_s
     return pools

@@ -256,7 +256,7 @@ def _waits_for_engines(engines: Engines, w: int) -> Any:
             decoding += engines.sequences[member, i].tokens_left > 0
         has = worker.prefilling > 0 or max(worker.new_head, worker.preempted_head) >= 0
         all_have = all_have and has and decoding < pool.max_num_seqs
-        all_decode = all_decode and decoding > 0
+        all_decode = all_decode and bool(decoding > 0)
     leader.balances = False
     if not all_have:
         leader.waited += 1

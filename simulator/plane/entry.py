@@ -58,7 +58,8 @@ def _remote_s(engines: Any, router: Any, net: Any, request: int, target: int, he
             seconds = prompt_seconds(table, pool, _to_do(engines, w))
             seconds += prompt_seconds(table, pool, prompt) - prompt_seconds(table, pool, mine)
             least = min(least, seconds)
-    n_bytes = (prompt - held) * engines.pools[engines.pool_of[target]].kv_bytes_per_token
+    pool_of = engines.pools[engines.pool_of[target]]
+    n_bytes = (prompt - held) * pool_of.kv_bytes_per_token + pool_of.kv_state_bytes
     settings = engines.settings[0]
     taken = settings.setup_s + settings.routing_s + settings.routing_token_s * prompt
     return least + taken + n_bytes / net.rate[target]

@@ -360,7 +360,8 @@ def _start_transfer(clock: Any, events: Any, engines: Engines, net: Any, request
     size, record = engines.settings[0].block_size, engines.requests[request]
     context = record.prompt_len + record.generated
     blocks = blocks_of(context - record.decode_cached_tokens, size)
-    n_bytes = blocks * size * engines.pools[engines.pool_of[record.worker]].kv_bytes_per_token
+    pool = engines.pools[engines.pool_of[record.worker]]
+    n_bytes = blocks * size * pool.kv_bytes_per_token + pool.kv_state_bytes
     network.begin(clock, events, net, record.source, record.worker, n_bytes, request)
 
 

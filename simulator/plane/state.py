@@ -147,6 +147,7 @@ POOL = np.dtype(
         ("n_workers", np.int64),
         # Of a KV cache that its workers fetch, in what one of their GPUs has of it:
         ("kv_bytes_per_token", np.float64),
+        ("kv_state_bytes", np.float64),  # of a sequence, of linear attention
         ("n_kv_tensors", np.int64),
         ("descriptor_s", np.float64),
         ("max_num_seqs", np.int64),

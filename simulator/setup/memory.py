@@ -43,7 +43,7 @@ def streamed_experts(
 
 
 class WindowBlocks(NamedTuple):
-    """What a request's sliding windows take, in KV blocks of the layers with full attention.
+    """What a request's windows and states take, in KV blocks of the layers with full attention.
 
     vLLM's hybrid KV cache manager (``vllm/v1/core/kv_cache_utils.py``, ``get_kv_cache_groups``;
     ``single_type_kv_cache_manager.py``, ``SlidingWindowManager``) gives all groups of layers blocks
@@ -52,11 +52,12 @@ class WindowBlocks(NamedTuple):
 
     share: float = 0.0  #: bytes of a block in the sliding layers over those in the others
     most: int = 0  #: blocks that a window reaches into
+    state: int = 0  #: and blocks that the states of linear attention take, however long it is
 
     def of(self, tokens: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
         """Return the blocks of requests that grow to so many tokens."""
         reached = np.minimum(-(-tokens // block_size), self.most)
-        return np.ceil(self.share * reached).astype(np.int64)
+        return np.ceil(self.share * reached).astype(np.int64) + self.state
 
 
 #: Of models without such layers, and of engines that keep whole contexts in them.
@@ -79,6 +80,11 @@ def check_experts_fit(model: ModelDims, gpu: GPU, utilization: float, instances:
     if needed > left:
         problem = f"experts of {needed / 1e9:.1f} GB on a {gpu.name} that has {left / 1e9:.1f} GB"
         raise InputError("ffn_ranks", problem, "more FFN GPUs")
+
+
+def state_blocks(shard: ModelDims, block_size: int) -> int:
+    """Return the KV blocks of a GPU that the states of a request's linear attention take."""
+    return -(-shard.state_bytes // (block_size * shard.kv_bytes_per_token))
 
 
 def kv_blocks(

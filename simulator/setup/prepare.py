@@ -61,6 +61,7 @@ from eldr_sim.simulator.setup.memory import (
     WindowBlocks,
     check_experts_fit,
     kv_blocks,
+    state_blocks,
     window_blocks,
 )
 from eldr_sim.simulator.setup.pools import Engine, WorkerPool, pools_of
@@ -148,7 +149,7 @@ def prepare(config: RunConfig) -> PreparedRun:
         if isinstance(output_len, int) and not config.random_range_ratio
         else None,
         scheduler=settled if ahead else settled.replace(async_scheduling=False),
-        windows=_windows(config, model),
+        windows=_windows(config, model)._replace(state=_state_blocks(config, model, pools)),
         handover_s=HAND_OVERS[config.handover].seconds,
         front_end=_front_end(config),
         tiers=tiers_of(config),
@@ -536,6 +537,12 @@ def _windows(config: RunConfig, model: ModelDims) -> WindowBlocks:
     if whole or (whole is None and config.n_prefill):
         return NO_WINDOWS
     return window_blocks(model, config.block_size)
+
+
+def _state_blocks(config: RunConfig, model: ModelDims, pools: Sequence[PoolSpec]) -> int:
+    """Return the KV blocks of a request's states, of the pool where they are most."""
+    shards = [pool.engine.parallelism.shard(model) for pool in pools]
+    return max(state_blocks(shard, config.block_size) for shard in shards)
 
 
 def _most_pairs(model: ModelDims, parallelism: Parallelism, max_num_seqs: int, budget: int) -> int:

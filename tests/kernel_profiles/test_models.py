@@ -23,7 +23,7 @@ def test_total_parameters_match_what_the_publisher_says(name):
 
 
 def test_the_models_that_ship():
-    assert len(list_models()) == 34
+    assert len(list_models()) == 37
 
 
 @pytest.mark.parametrize("name", list_models())
@@ -220,4 +220,5 @@ def test_unknown_models_are_refused_with_the_names_that_exist():
 @pytest.mark.parametrize("name", list_models())
 def test_mla_keeps_one_tensor_a_layer_others_two(name):
     model = load_model(name)
-    assert model.n_kv_tensors == model.n_layers * {"mla": 1, "gqa": 2}[model.attention]
+    attends = model.n_layers - model.n_linear_layers
+    assert model.n_kv_tensors == attends * {"mla": 1, "gqa": 2}[model.attention]

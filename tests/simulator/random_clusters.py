@@ -226,7 +226,7 @@ RANDOM_CLUSTER = {
     "preempt_by_key": st.booleans(),
     "n_queue_keys": st.sampled_from([1, 1, 3, 50]),
     "aging": st.sampled_from([None, None, 0, 3, 30, 300]),
-    "windows": st.sampled_from([None, None, WindowBlocks(1.0, 2), WindowBlocks(2.5, 3)]),
+    "windows": st.sampled_from([None, None, WindowBlocks(1.0, 2), WindowBlocks(2.5, 3, 1)]),
     "front_end": st.sampled_from([None, None, *get_args(Mode)]),
     "drafts": st.sampled_from([0, 0, 1, 2, 3, 5]),
 }
@@ -343,7 +343,9 @@ def random_cluster(
     last = float(workload.arrival_s[-1])
     return {
         "spec": spec,
-        "model": SimpleNamespace(n_kv_tensors=some(1, 2), kv_bytes_per_token=3),
+        "model": SimpleNamespace(
+            n_kv_tensors=some(1, 2), kv_bytes_per_token=3, state_bytes=seed % 3
+        ),
         "workload": workload,
         "replay": Replay(bits, np.cumsum(length) - length, length),
         "window": some((0.0, np.inf), (0.0, np.inf), (last * rng.random() / 2, last)),

@@ -1,7 +1,8 @@
-"""What InferenceX's launch scripts of TensorRT-LLM said of a run, where its labels do not.
+"""What InferenceX's launch scripts said of a run, where its labels do not.
 
-The scripts are ``benchmarks/dsr1_fp[48]_{b200,h200}_trt*.sh`` and ``gptoss_fp4_*_trt*.sh`` of
-github.com/SemiAnalysisAI/InferenceX on the day of the run. What changed, and when:
+TensorRT-LLM's scripts are ``benchmarks/dsr1_fp[48]_{b200,h200}_trt*.sh`` and
+``gptoss_fp4_*_trt*.sh`` of github.com/SemiAnalysisAI/InferenceX on the day of the run. What
+changed, and when:
 
 - Until 17d5e204f (3 November 2025) they chose expert parallelism and data-parallel attention
   themselves, by lengths and streams; the labels are the configuration's, which knew neither.
@@ -10,6 +11,12 @@ github.com/SemiAnalysisAI/InferenceX on the day of the run. What changed, and wh
 - Since ec7bafaae (29 January 2026, FP8), 6eecc0e66 (3 February, NVFP4), 5d517074c and 0aae52d4c
   (5 and 6 February, with drafts) the scripts of B200 capture prompts as CUDA graphs in pieces, take
   another ``MOE_BACKEND`` and, in FP8, let prompts wait for each other, each at some loads.
+
+SGLang's of Qwen3.5 are ``benchmarks/qwen3.5_{bf16,fp8,fp4}_{b200,b300,h200}.sh`` of 9dc87a68c (20
+February 2026) to 1b4c27d16 (18 April). Of FP8 on 4 Blackwell GPUs that cut the experts the
+configurations know runs with three drafts alone until then (``*-mtp``, 35d4bb367); later ones are
+the dump's, which has none with drafts. Prompts of a model that can see run without graphs in any
+version (``_handle_piecewise_cuda_graph`` of ``server_args.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from eldr_sim.kernel_profiles.models import KVDtype
 from eldr_sim.kernel_profiles.parallel import Parallelism
 
 HOPPER = ("H100", "H200")
@@ -38,6 +46,13 @@ class Script(NamedTuple):
     piecewise_graphs: bool = False  #: prompts run as CUDA graphs in pieces
     waits: bool = False  #: prompts wait for each other, 40 steps at most
     least_tokens: int = 8192  #: that ``max_num_tokens`` is at least
+    #: SGLang's: ``chunked-prefill-size``, ``scheduler-recv-interval``, ``mem-fraction-static``; 0
+    #: where another rule says them.
+    chunk: int = 0
+    recv_interval: int = 0
+    memory_share: float = 0.0
+    kv_dtype: KVDtype | None = None  #: of the KV cache; None where another rule says it
+    seats: int = 0  #: most running requests; 0 for all streams
 
 
 SAYS_NOTHING = Script()
@@ -74,6 +89,8 @@ def script_of(
 
     ``layout``: of its decode or co-located workers; ``drafts``: of multi-token prediction.
     """
+    if "Qwen3.5" in record["model_path"]:
+        return _qwen_script(record, gpu, streams, layout, drafts)
     if record["backend"] != "trtllm" or "DeepSeek" not in record["model_path"]:
         return SAYS_NOTHING
     shared, fp4 = layout.data_parallel_size > 1, record["precision"] == "fp4"
@@ -102,3 +119,28 @@ def script_of(
     graphs &= not (lengths == _ANSWERS and streams >= 256)
     runner = "DEEPGEMM" if layout.expert_parallel else "TRTLLM"
     return Script(runner, graphs, lengths == _SHORT and streams >= 64)
+
+
+def qwen_drafts(record: Mapping[str, str], gpu: str, layout: Parallelism) -> int:
+    """Return the drafts of a run of Qwen3.5 under SGLang."""
+    recent = record["backend_version"].startswith("0.5.10")
+    cut = gpu not in HOPPER and layout == Parallelism(4)
+    return 3 if record["precision"] == "fp8" and cut and not recent else 0
+
+
+def _qwen_script(
+    record: Mapping[str, str], gpu: str, streams: int, layout: Parallelism, drafts: int
+) -> Script:
+    precision, version = record["precision"], record["backend_version"]
+    told = Script(chunk=32768, recv_interval=30 if streams >= 16 else 10, memory_share=0.82,
+                  kv_dtype="bfloat16" if precision == "bf16" else "fp8", seats=128)  # fmt: skip
+    if gpu in HOPPER:
+        return told._replace(chunk=16384, recv_interval=1, memory_share=0.8)
+    if drafts:
+        return told._replace(memory_share=0.8, seats=0)
+    if version.startswith("0.5.10"):
+        told = told._replace(memory_share=0.8)
+        if precision == "fp8":
+            return told._replace(chunk=16384, recv_interval=10, seats=0)
+        return told if precision == "fp4" else told._replace(memory_share=0.82)
+    return told._replace(memory_share=0.85) if precision == "fp4" else told

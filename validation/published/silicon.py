@@ -43,7 +43,7 @@ from eldr_sim.simulator.plane.front_end import Mode
 from eldr_sim.simulator.setup.engines import default_fields
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.published import silicon_routing
-from eldr_sim.validation.published.launch_scripts import HOPPER, MOE_RUNNERS
+from eldr_sim.validation.published.launch_scripts import HOPPER, MOE_RUNNERS, Script
 from eldr_sim.validation.published.predictions import PublishedRow, errors_of, predict, simulate
 from eldr_sim.validation.published.silicon_routing import Routing
 from eldr_sim.validation.published.silicon_rows import (
@@ -153,7 +153,9 @@ def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]
             "request_rate": "inf",
             "max_concurrency": case.concurrency,
             "max_num_seqs": _seats(case, target),
-            "kv_cache_dtype": "fp8" if _kv_dtype(case.gpu, target) == "fp8" else "auto",
+            "kv_cache_dtype": "fp8"
+            if _kv_dtype(case.gpu, target, case.script) == "fp8"
+            else "auto",
             "enable_prefix_caching": False,
             "cudagraph_padding": form.graphs,
         }
@@ -161,8 +163,10 @@ def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]
     )
 
 
-def _kv_dtype(gpu: str, target: MeasuredModel) -> KVDtype:
-    """Return the type of the KV cache: SGLang's scripts name FP8 on Blackwell alone."""
+def _kv_dtype(gpu: str, target: MeasuredModel, script: Script) -> KVDtype:
+    """Return the type of the KV cache: SGLang's scripts of DeepSeek name FP8 on Blackwell alone."""
+    if script.kv_dtype is not None:
+        return script.kv_dtype
     hopper = gpu in HOPPER and target.backend == "sglang"
     return "bfloat16" if hopper else target.kv_cache_dtype
 
@@ -189,10 +193,13 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
     trtllm, blackwell = target.backend == "trtllm", case.gpu not in HOPPER
     engines = case.data_parallel_size
     if target.backend == "sglang":
-        chunk = _sglang_chunk(case, target)
+        chunk, script = _sglang_chunk(case, target), case.script
         verified = case.concurrency * (1 + case.drafts)  # the chunk does not bound these
         told: dict[str, Any] = {"max_num_batched_tokens": max(chunk // engines, verified)}
-        told["piecewise_cuda_graph"] = False  # as SGLang was until 0.5.9
+        told["piecewise_cuda_graph"] = script.piecewise_graphs  # SGLang's default since 0.5.10
+        if script.memory_share:
+            return told | {"gpu_memory_utilization": script.memory_share,
+                           "scheduler_recv_interval": script.recv_interval}  # fmt: skip
         if target.inferencex and blackwell and engines == 1:
             wide = case.tensor_parallel_size == 8 and case.concurrency >= 16
             told["scheduler_recv_interval"] = 30 if wide else 10
@@ -223,6 +230,8 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
 
 def _sglang_chunk(case: Case, target: MeasuredModel) -> int:
     """Return ``--chunked-prefill-size``, which SGLang divides by its data-parallel engines."""
+    if case.script.chunk:
+        return case.script.chunk
     if target.inferencex and target.precision == "fp8":
         return 32768
     return 8192 if case.gpu in HOPPER else 16384
@@ -269,7 +278,7 @@ def tokenizer_mode(version: str, backend: str = "vllm") -> Mode:
 def _seats(case: Case, target: MeasuredModel) -> int | None:
     """Return max_num_seqs: the scripts' on Hopper, GPT-OSS and Llama, vLLM's default elsewhere."""
     if target.backend != "vllm":
-        return case.concurrency  # the loop has no more
+        return min(case.concurrency, case.script.seats or case.concurrency)
     if not target.inferencex:
         return None
     if case.gpu in HOPPER:
@@ -318,21 +327,19 @@ def case_tables(
             raise InputError("silicon", f"no {kind} table of {model.name} on {size} {gpu}")
         return tables
 
-    pools = {(case.gpu, case.parallelism, case.script.moe_runner) for case in cases}
-    pools |= {
-        (case.gpu, case.prefill.parallelism, case.script.moe_runner)
-        for case in cases
-        if case.prefill.count
-    }
-    for gpu, parallelism, runner in sorted(pools, key=str):
+    pools = {(case.gpu, case.parallelism, case.script) for case in cases}
+    pools |= {(c.gpu, c.prefill.parallelism, c.script) for c in cases if c.prefill.count}
+    for gpu, parallelism, script in sorted(pools, key=str):
         size = parallelism.tensor_parallel_size
         shard = parallelism.shard(model)
-        shard = shard.model_copy(update={"kv_cache_dtype": _kv_dtype(gpu, target)})
+        shard = shard.model_copy(update={"kv_cache_dtype": _kv_dtype(gpu, target, script)})
         if moe_kernel == "marlin":
             if gpu in HOPPER:
                 found.append(derive_marlin_table(gpu, model, parallelism, padding=form.padding))
-        elif target.shipped is None and not model.is_dense:  # those tables ship
-            table = _moe_table(gpu, model, parallelism, target.backend, runner, moe_kernel)
+        elif target.imported:
+            table = _moe_table(
+                gpu, model, parallelism, target.backend, script.moe_runner, moe_kernel
+            )
             found += need("MoE", gpu, size, [] if table is None else [table])
             attention = list(attention_tables(gpu, shard, target.backend))
             attention = attention or list(attention_tables(gpu, shard))

@@ -52,6 +52,7 @@ from eldr_sim.validation.published.launch_scripts import (
     SAYS_NOTHING,
     Script,
     chosen_layout,
+    qwen_drafts,
     script_of,
 )
 
@@ -110,6 +111,11 @@ class MeasuredModel:
             return self.shipped
         name = f"{(self.checkpoint or self.model_path).replace('/', '--')}_config.json"
         return str(package_folder() / "model_configs" / name)
+
+    @property
+    def imported(self) -> bool:
+        """Whether its tables are imported: those of GPT-OSS and of dense models ship."""
+        return not (self.shipped == "GPT-OSS-120B" or self.dims().is_dense)
 
     def dims(self) -> ModelDims:
         """Return the dimensions, under the model's own name."""
@@ -200,6 +206,15 @@ MEASURED_MODELS = {
     "qwen3-32b-fp8-trtllm": MeasuredModel(
         "Qwen/Qwen3-32B", None, _DENSE, checkpoint="Qwen/Qwen3-32B-FP8", backend="trtllm",
         inferencex=False,
+    ),
+    "qwen3.5-397b-sglang": MeasuredModel(
+        "Qwen/Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B", ("newest",), "bf16", backend="sglang"
+    ),
+    "qwen3.5-397b-fp8-sglang": MeasuredModel(
+        "Qwen/Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B-FP8", ("newest",), backend="sglang"
+    ),
+    "qwen3.5-397b-nvfp4-sglang": MeasuredModel(
+        "Qwen/Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B-NVFP4", ("newest",), "fp4", backend="sglang"
     ),
     "qwen3-32b-sglang": MeasuredModel(
         "Qwen/Qwen3-32B", "Qwen3-32B", _DENSE, "", backend="sglang", inferencex=False
@@ -406,6 +421,8 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
             layout = _colocated(record, gpu, day, concurrency)
         if record["mode"] != "disagg":
             layout = chosen_layout(record, gpu, day, concurrency) or layout
+        if "Qwen3.5" in record["model_path"]:
+            drafts = qwen_drafts(record, gpu, layout)
         if not concurrency:
             return "its concurrency is not given"
         layout.check(model)

@@ -117,7 +117,8 @@ class Twin:
             reached = min(
                 -(-(prompt + request.output) // self.spec.block_size), self.spec.windows.most
             )
-            request.window_blocks = math.ceil(self.spec.windows.share * reached)
+            kept = self.spec.windows
+            request.window_blocks = math.ceil(kept.share * reached) + kept.state
             if trace is not None:
                 request.token_experts = [
                     prompt_token_experts(prompts, trace, source, token, self.n_layers)
@@ -334,6 +335,7 @@ class Twin:
         tensors = self.model.n_kv_tensors + own[0]
         latency = transfer.setup_s + blocks * tensors * transfer.descriptor_s
         n_bytes = blocks * self.spec.block_size * (self.model.kv_bytes_per_token + own[1])
+        n_bytes += self.model.state_bytes
         self.schedule(self.now + latency, partial(self.links.begin, request, n_bytes))
 
     def transferred(self, request):
