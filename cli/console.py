@@ -409,8 +409,8 @@ def _print_parts(summary: dict[str, Any], alone: bool) -> None:
         if "ffn_ranks" in group:
             how = f"{group['ffn_ranks']}, {group['micro_batches']}"
             _line("FFN GPUs, micro-batches", how)
-            for side in ("attention", "ffn"):
-                _line(f"Mean idle time of {side} GPUs (ms)", group[f"mean_{side}_idle_ms"])
+            for side in ("attention", "FFN"):
+                _line(f"Mean idle time of {side} GPUs (ms)", group[f"mean_{side.lower()}_idle_ms"])
         for part in ("step", "moe", "dispatch", "combine", "idle"):
             _line(f"Mean {part} time (ms)", group[f"mean_{part}_ms"])
         if group.get("mean_replica_choice_ms"):  # older results have none

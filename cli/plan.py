@@ -112,10 +112,14 @@ def plan(
     if emit is not None:
         from eldr_sim.planning.launch.files import MARKER as LAUNCHES
         from eldr_sim.planning.launch.files import launch_files_of, write_launch_files
+        from eldr_sim.simulator.setup.pools import pools_of
 
         if options["prefill_only"] or day:
             what = "fleets that change" if day else "prefill workers alone"
             raise InputError("emit", f"{what} are not launched", "none")
+        topology = options["topology"]
+        if topology and any(pool.ffn_ranks for pool in pools_of(topology).root.values()):
+            raise InputError("emit", f"{topology} is not launched", "xPyD or xC")
         check_out(emit, force, LAUNCHES)
     extras = plot_extras(plot, out)
     if resume and out is None:

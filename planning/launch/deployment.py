@@ -123,6 +123,9 @@ def deployment_of(config: RunConfig, head: tuple[str, ...]) -> Deployment:
     """Return what a cluster's pools are; raises InputError for what no engine is launched as."""
     if not isinstance(config.topology, str) or not config.generates:
         raise InputError("emit", f"{config.topology} is not launched", "xPyD or xC")
+    if any(pool.own.ffn_ranks for pool in config.pools):
+        problem = f"experts of {config.topology} on GPUs of their own are not launched"
+        raise InputError("emit", problem, "xPyD or xC")
     prepared, roles = prepare(config), []
     for pool, spec in zip(config.pools, prepared.spec.pools, strict=True):
         own, engine = pool.own, spec.engine

@@ -307,6 +307,15 @@ def test_what_an_engine_cannot_do_is_said():
         launch_files(make_config({"topology": "2P"}), "1", (100.0, 1.0, 1.0))
 
 
+def test_experts_on_gpus_of_their_own_are_not_launched(run_cli, tmp_path):
+    own = {"topology": "2P4A4F", "trace": "reference-moe"}
+    with pytest.raises(InputError, match="2P4A4F on GPUs of their own are not launched"):
+        launch_files(make_config(own), "1", (100.0, 1.0, 1.0))
+    words = ["plan", "--topology", "2P4A4F", "--slo", "tpot:30", "--emit", tmp_path / "files"]
+    code, _, err = run_cli(*words)
+    assert (code, "2P4A4F is not launched" in err) == (2, True)
+
+
 def test_files_are_written_whole(tmp_path):
     config = make_config({"request_rate": 20, "policy": "jsq"} | PLAIN)
     files = launch_files(config, "1", (1000.0, 300.0, 20.0))
