@@ -27,7 +27,8 @@ _NVFP4_GROUP = 16  # NVFP4: one FP8 scale per 16 weights
 _INT4_GROUP = 32  # INT4 of compressed-tensors: one bfloat16 scale per 32 weights
 #: ``model_type`` of the Hugging Face architectures whose layers are described here.
 _FAMILIES = (
-    "deepseek_v2", "deepseek_v3", "gemma4", "gemma4_text", "glm4_moe", "gpt_oss", "granitemoe",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4", "gemma4_text", "glm4_moe",
+    "glm_moe_dsa", "gpt_oss", "granitemoe",
     "kimi_k2", "llama", "llama4", "llama4_text", "minimax_m2", "mistral", "mixtral", "olmoe",
     "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
     "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_text",
@@ -104,6 +105,11 @@ class ModelDims(BaseModel):
     qk_nope_head_dim: int = 0  #: MLA: query-key width without rotary embedding
     qk_rope_head_dim: int = 0  #: MLA: query-key width with rotary embedding
     v_head_dim: int = 0  #: MLA: value width per head
+    #: Sparse attention (DeepSeek-V3.2, arXiv 2512.02556): cached tokens that a query attends to, 0
+    #: for all; ``index_heads`` of ``index_head_dim`` choose them by keys of their own.
+    index_topk: int = 0
+    index_heads: int = 0
+    index_head_dim: int = 0
     norms_per_layer: int = 2  #: norm vectors of width ``hidden_size`` per layer
     norm_bias: bool = False  #: whether norms carry a bias (LayerNorm)
     #: Storage of routed experts; ``fp8`` has one scale a tensor, ``fp8_block`` one a block.
@@ -135,6 +141,9 @@ class ModelDims(BaseModel):
             raise ValueError(f"{self.n_linear_layers} linear layers of heads {linear}")
         if bool(self.n_sliding_layers) != bool(self.sliding_window):
             raise ValueError("n_sliding_layers and sliding_window go together")
+        index = (self.index_topk, self.index_heads, self.index_head_dim)
+        if any(index) != all(index) or (any(index) and self.attention != "mla"):
+            raise ValueError(f"index_topk, heads and width {index} of {self.attention} attention")
         return self
 
     @property
@@ -183,11 +192,14 @@ class ModelDims(BaseModel):
                 if self.q_lora_rank
                 else [(heads * (nope + rope), hidden)]
             )
+            index = [(self.index_heads * self.index_head_dim, self.q_lora_rank),
+                     (self.index_head_dim, hidden), (self.index_heads, hidden)]  # fmt: skip
             return [
                 *query,
                 (rank + rope, hidden),
                 (heads * (nope + value), rank),
                 (hidden, heads * value),
+                *(index if self.index_topk else ()),
             ]
         heads, kv_heads, width = self.heads(sliding)
         projections = 1 if self.global_shared_kv_projection and not sliding else 2
@@ -227,7 +239,7 @@ class ModelDims(BaseModel):
     def _attention_params(self, sliding: bool) -> int:
         params = sum(n * k for n, k in self.attention_linears(sliding))
         if self.attention == "mla":
-            return params + self.q_lora_rank + self.kv_lora_rank
+            return params + self.q_lora_rank + self.kv_lora_rank + 2 * self.index_head_dim
         heads, kv_heads, width = self.heads(sliding)
         if self.attention_bias != "none":
             params += (heads + 2 * kv_heads) * width
@@ -314,9 +326,15 @@ class ModelDims(BaseModel):
         """Bytes that one token adds to one layer's KV cache."""
         value = 1 if self.kv_cache_dtype == "fp8" else 2
         if self.attention == "mla":
-            return value * (self.kv_lora_rank + self.qk_rope_head_dim)
+            latent = value * (self.kv_lora_rank + self.qk_rope_head_dim)
+            return latent + self.index_bytes_per_token
         _, kv_heads, width = self.heads(sliding)
         return 2 * value * kv_heads * width
+
+    @property
+    def index_bytes_per_token(self) -> int:
+        """Bytes of a token's index key in one layer of sparse attention: FP8 and a scale."""
+        return self.index_head_dim + 4 if self.index_topk else 0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -506,6 +524,9 @@ def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
             "qk_rope_head_dim": rope,
             "v_head_dim": config["v_head_dim"],
             "head_dim": nope + rope,
+            "index_topk": config.get("index_topk") or 0,
+            "index_heads": config.get("index_n_heads") or 0,
+            "index_head_dim": config.get("index_head_dim") or 0,
         }
     if family.startswith("llama4"):
         fields |= _llama4(config)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from eldr_sim.kernel_profiles.gpus import GPU
-from eldr_sim.kernel_profiles.kernels.intensity import pair_flops, state_flops
+from eldr_sim.kernel_profiles.kernels.intensity import index_flops, pair_flops, state_flops
 from eldr_sim.kernel_profiles.models import ModelDims
 
 
@@ -60,13 +60,20 @@ def _beyond(tokens: int, window: int) -> int:
 
 
 def prefill_work(model: ModelDims) -> PrefillWork:
-    """Return what a model's prompts cost; it streams no weights."""
+    """Return what a model's prompts cost; it streams no weights.
+
+    Sparse attention scores every pair and attends to a window's worth of each token's.
+    """
+    full = model.n_full_layers * pair_flops(model, decode=False)
+    sliding = model.n_sliding_layers * pair_flops(model, sliding=True, decode=False)
+    if model.index_topk:
+        full, sliding = model.n_full_layers * index_flops(model), full
     return PrefillWork(
         2.0 * (model.active_params - model.embedding_params - model.lm_head_params)
         + model.n_linear_layers * state_flops(model),
-        model.n_full_layers * pair_flops(model, decode=False),
-        model.n_sliding_layers * pair_flops(model, sliding=True, decode=False),
-        model.sliding_window,
+        full,
+        sliding,
+        model.sliding_window or model.index_topk,
     )
 
 

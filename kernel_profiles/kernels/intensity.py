@@ -41,6 +41,11 @@ def pair_flops(model: ModelDims, sliding: bool = False, *, decode: bool = True) 
     return 2.0 * model.n_heads * width
 
 
+def index_flops(model: ModelDims) -> float:
+    """FLOPs of one query token against one cached token's index key in one layer."""
+    return 2.0 * model.index_heads * model.index_head_dim
+
+
 def state_flops(model: ModelDims) -> float:
     """FLOPs of one token against the states of one layer of linear attention.
 
@@ -71,7 +76,9 @@ def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> Fl
     weights = always_on + model.n_moe_layers * expert_bytes(model, tokens)
     window = min(context, model.sliding_window)
     pairs = model.n_sliding_layers * window * pair_flops(model, sliding=True)
-    pairs += model.n_full_layers * context * pair_flops(model)
+    attended = min(context, model.index_topk or context)
+    pairs += model.n_full_layers * attended * pair_flops(model)
+    pairs += model.n_full_layers * context * index_flops(model)
     pairs += model.n_linear_layers * state_flops(model)
     flops = tokens * (2.0 * multiplied + pairs)
     return np.asarray(flops / (weights + tokens * model.kv_bytes(context)), dtype=np.float64)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.kernel_profiles.gpus import GPU
-from eldr_sim.kernel_profiles.kernels.intensity import pair_flops, state_flops
+from eldr_sim.kernel_profiles.kernels.intensity import index_flops, pair_flops, state_flops
 from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     DecodeAttention,
     PrefillAttention,
@@ -95,21 +95,27 @@ def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
 
 
 def decode_attention(gpu: GPU, model: ModelDims, sliding: bool) -> DecodeAttention:
-    """One layer's decode attention: KV bytes over bandwidth, or FLOPs where MLA makes them more."""
+    """One layer's decode attention: KV bytes over bandwidth, or FLOPs where MLA makes them more.
+
+    Sparse attention reads all index keys, and what they choose.
+    """
     efficiency = efficiency_of(gpu)
-    token_s = _token_s(gpu, model, sliding)
-    context = np.array([0.0, model.sliding_window, 2.0 * model.sliding_window])
-    if not sliding:
-        context = np.array([0.0, float(model.max_position_embeddings)])
+    token_s, index_s = _token_s(gpu, model, sliding), _index_s(gpu, model)
+    limit = model.sliding_window if sliding else model.index_topk
+    last = 2.0 * limit if sliding else float(model.max_position_embeddings)
+    context = np.unique([0.0, float(limit), last])
     batch = np.array([0.0, 1024.0])
-    read = np.minimum(context, model.sliding_window) if sliding else context
-    seconds = efficiency.attention_floor_s + token_s * batch[:, None] * read[None, :]
+    read = np.minimum(context, limit) if limit else context
+    seconds = token_s * batch[:, None] * read + index_s * batch[:, None] * context
+    seconds = efficiency.attention_floor_s + seconds
+    token_s = index_s or token_s
     return DecodeAttention(batch, context, seconds, token_s, int(batch[-1] * context[-1]))
 
 
 def _token_s(gpu: GPU, model: ModelDims, sliding: bool) -> float:
     efficiency = efficiency_of(gpu)
-    memory = model.kv_bytes_per_token_layer(sliding) / (efficiency.bandwidth * gpu.memory_bandwidth)
+    read = model.kv_bytes_per_token_layer(sliding) - model.index_bytes_per_token
+    memory = read / (efficiency.bandwidth * gpu.memory_bandwidth)
     return max(memory, _pair_s(gpu, model, sliding, decode=True))
 
 
@@ -119,16 +125,32 @@ def _pair_s(gpu: GPU, model: ModelDims, sliding: bool, *, decode: bool) -> float
     return pair_flops(model, sliding, decode=decode) / peak
 
 
+def _index_s(gpu: GPU, model: ModelDims) -> float:
+    """Time of one query token against one cached token's index key; 0 without sparse attention."""
+    efficiency = efficiency_of(gpu)
+    memory = model.index_bytes_per_token / (efficiency.bandwidth * gpu.memory_bandwidth)
+    return max(memory, _index_pair_s(gpu, model))
+
+
+def _index_pair_s(gpu: GPU, model: ModelDims) -> float:
+    return index_flops(model) / (efficiency_of(gpu).attention_flops * gpu.peak_flops(fp8=True))
+
+
 def prefill_attention(
     gpu: GPU, model: ModelDims, sliding: bool, max_tokens: int
 ) -> PrefillAttention:
-    """One layer's prefill attention: the pairs under the causal mask (and the window)."""
+    """One layer's prefill attention: the pairs under the causal mask (and the window).
+
+    Sparse attention scores all of them by index keys and attends to those it chooses.
+    """
     efficiency = efficiency_of(gpu)
     tokens = np.arange(max_tokens + 1.0)
-    pairs = causal_pairs(tokens, model.sliding_window if sliding else 0)
+    pairs = causal_pairs(tokens, model.sliding_window if sliding else model.index_topk)
     share = pairs * _pair_s(gpu, model, sliding, decode=False)
+    share = share + causal_pairs(tokens) * _index_pair_s(gpu, model)
     floor = efficiency.attention_floor_s
-    return PrefillAttention(floor, floor + share, share, _token_s(gpu, model, sliding))
+    reread_s = _index_s(gpu, model) or _token_s(gpu, model, sliding)
+    return PrefillAttention(floor, floor + share, share, reread_s)
 
 
 def linear_attention(

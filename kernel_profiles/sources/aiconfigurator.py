@@ -312,6 +312,9 @@ def attention_tables(gpu: str, model: ModelDims, engine: str = "vllm") -> Iterat
     layers are.
     """
     mla = model.attention == "mla"
+    if model.index_topk:
+        yield from _sparse_attention_tables(gpu, model, engine)
+        return
     if mla and (model.q_lora_rank, model.kv_lora_rank, model.hidden_size) != (1536, 512, 7168):
         return
     kinds: tuple[tuple[Kind, str, str], ...] = (
@@ -349,6 +352,43 @@ def attention_tables(gpu: str, model: ModelDims, engine: str = "vllm") -> Iterat
                 dtype = model.linear_dtype if mla else "bfloat16"
                 yield package_table(kind, file, rows, columns, shape=shape, dtype=dtype)
     yield from linear_attention_tables(gpu, model, engine)
+
+
+def _sparse_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterator[LatencyTable]:
+    """Decode and prefill of whole modules of sparse attention, projections and indexer included.
+
+    Prompts of no more tokens than are attended to take dense attention, as SGLang does.
+    """
+    names = {7168: "DeepseekV32ForCausalLM", 6144: "GlmMoeDsaForCausalLM"}
+    (_, _, shape), *_ = attention_shapes(model, model.kv_cache_dtype)
+    kinds: tuple[tuple[Kind, str, str], ...] = (
+        ("attention_decode", "generation", "step"),
+        ("attention_prefill", "context", "isl"),
+    )
+    for kind, name, axis in kinds:
+        for file in sources(gpu, "sparse_attention", engine, f"dsa_{name}_module_perf.parquet")[:1]:
+            frame = file.rows
+            if frame.empty:
+                continue
+            wanted = {"op_name": f"dsa_{name}_module", "num_heads": model.n_heads,
+                      "kv_cache_dtype": model.kv_cache_dtype, "gemm_type": model.linear_dtype,
+                      "architecture": names.get(model.hidden_size, "")}  # fmt: skip
+            rows = frame[(frame[list(wanted)] == list(wanted.values())).all(axis=1)]
+            if kind == "attention_prefill":
+                dense = rows.kernel_source.str.contains("dense")
+                short = rows.isl <= model.index_topk
+                rows = rows[(rows.step == 0) & ((dense == short) | ~dense.any())]
+            if rows.empty:
+                continue
+            points = median_rows(rows, ["batch_size", axis])
+            tokens = points[axis].to_numpy(np.int32)
+            decode = kind == "attention_decode"
+            columns: dict[str, NDArray[Any]] = {
+                "batch": points.batch_size.to_numpy(np.int32),
+                "context" if decode else "new_tokens": tokens + 1 if decode else tokens,
+                "latency_s": points.latency.to_numpy(np.float64) / 1e3,
+            }
+            yield package_table(kind, file, rows, columns, shape=shape, dtype=model.linear_dtype)
 
 
 def linear_attention_tables(

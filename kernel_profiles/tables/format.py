@@ -347,7 +347,9 @@ def attention_shapes(
     """Whether it slides, layers, and shape of each kind of attention of a GPU's part of a model."""
     if part.attention == "mla":
         ranks = part.q_lora_rank, part.kv_lora_rank
-        return [(False, part.n_layers, mla_shape(part.n_heads, part.hidden_size, *ranks, kv_dtype))]
+        shape = mla_shape(part.n_heads, part.hidden_size, *ranks, kv_dtype)
+        shape |= {"index_heads": part.index_heads} if part.index_topk else {}
+        return [(False, part.n_layers, shape)]
     return [
         (kind, n, attention_shape(*part.heads(kind), part.sliding_window if kind else 0, kv_dtype))
         for kind, n in part.attention_kinds
@@ -375,6 +377,7 @@ _LETTERS = {
     "n_kv_heads": "kv",
     "head_dim": "d",
     "window": "w",
+    "index_heads": "x",
     "n_key_heads": "lk",
     "n_value_heads": "lv",
     "n_layers": "l",

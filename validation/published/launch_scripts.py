@@ -91,6 +91,14 @@ def script_of(
     """
     if "Qwen3.5" in record["model_path"]:
         return _qwen_script(record, gpu, streams, layout, drafts)
+    if "GLM-5" in record["model_path"] and record["backend"] == "sglang":
+        # glm5_{fp8,nvfp4}_{b200,h200}.sh of ebb48d4bc, 13930ca61 and d43805fc3 (March 2026).
+        told = Script(chunk=8192, recv_interval=1, memory_share=0.85, kv_dtype="bfloat16")
+        if gpu in HOPPER:
+            return told
+        if record["precision"] == "fp4":
+            return told._replace(chunk=131072, memory_share=0.8, kv_dtype="fp8")
+        return told._replace(chunk=32768, kv_dtype="fp8")
     if record["backend"] != "trtllm" or "DeepSeek" not in record["model_path"]:
         return SAYS_NOTHING
     shared, fp4 = layout.data_parallel_size > 1, record["precision"] == "fp4"

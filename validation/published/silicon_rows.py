@@ -207,6 +207,12 @@ MEASURED_MODELS = {
         "Qwen/Qwen3-32B", None, _DENSE, checkpoint="Qwen/Qwen3-32B-FP8", backend="trtllm",
         inferencex=False,
     ),
+    "glm-5-sglang": MeasuredModel(
+        "zhipuai/GLM-5", None, ("newest",), checkpoint="zai-org/GLM-5-FP8", backend="sglang"
+    ),
+    "glm-5-nvfp4-sglang": MeasuredModel(
+        "zhipuai/GLM-5", None, ("newest",), "fp4", "nvidia/GLM-5-NVFP4", backend="sglang"
+    ),
     "qwen3.5-397b-sglang": MeasuredModel(
         "Qwen/Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B", ("newest",), "bf16", backend="sglang"
     ),

@@ -1,0 +1,94 @@
+"""Models with sparse attention (DeepSeek-V3.2, GLM-5): counts, caches and times of the indexer."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels import roofline
+from eldr_sim.kernel_profiles.kernels.flops import prefill_flops
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.sources.aiconfigurator import attention_tables
+
+#: A small GLM-5.
+CONFIG = {
+    "model_type": "glm_moe_dsa", "num_hidden_layers": 3, "first_k_dense_replace": 1,
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 1000,
+    "n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "n_shared_experts": 1, "max_position_embeddings": 8192, "q_lora_rank": 96, "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "index_n_heads": 4,
+    "index_head_dim": 24, "index_topk": 100,
+}  # fmt: skip
+
+
+def model_of(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIG | changes))
+    return load_model(path)
+
+
+DENSE = {"index_topk": 0, "index_n_heads": 0, "index_head_dim": 0}
+
+
+def test_the_indexer_adds_three_matrices_and_a_norm_and_is_whole_on_every_gpu(tmp_path):
+    model, dense = model_of(tmp_path), model_of(tmp_path, **DENSE)
+    index = 96 * 4 * 24 + 512 * 24 + 512 * 4 + 2 * 24
+    assert model.attention_params - dense.attention_params == 3 * index
+    shard = Parallelism(4).shard(model)
+    assert shard.index_heads == 4
+    assert shard.attention_linears()[-3:] == [(4 * 24, 96), (24, 512), (4, 512)]
+
+
+def test_a_token_keeps_its_index_key_too(tmp_path):
+    """An FP8 value a feature and one scale, whatever the type of the latent."""
+    model = model_of(tmp_path)
+    assert model.kv_bytes_per_token == 3 * (2 * (64 + 16) + 24 + 4)
+    fp8 = model.model_copy(update={"kv_cache_dtype": "fp8"})
+    assert fp8.kv_bytes_per_token == 3 * (64 + 16 + 24 + 4)
+
+
+def test_flops_of_a_far_token_grow_by_the_index_alone(tmp_path):
+    model = model_of(tmp_path)
+    far, farther = (prefill_flops(model, 1, cached) for cached in (1000, 3000))
+    assert farther - far == 3 * 2000 * 2 * 4 * 24
+    near, nearer = (prefill_flops(model, 1, cached) for cached in (50, 60))
+    pair = 2 * 8 * (32 + 16 + 32)
+    assert nearer - near == 3 * 10 * (pair + 2 * 4 * 24)
+
+
+def test_decode_reads_all_index_keys_and_no_more_latents_than_are_attended_to(tmp_path):
+    model, gpu = model_of(tmp_path), load_gpu("H100")
+    dense = model_of(tmp_path, **DENSE)
+    sparse, whole = (roofline.decode_attention(gpu, m, False) for m in (model, dense))
+    one = np.array([1.0])
+    context = np.array([50.0, 100.0, 4000.0, 8000.0])
+    (times,), (of_all,) = sparse.time_s(one, context), whole.time_s(one, context)
+    floor = roofline.efficiency_of(gpu).attention_floor_s
+    index_s = (times[3] - times[2]) / 4000
+    bandwidth = roofline.efficiency_of(gpu).bandwidth * gpu.memory_bandwidth
+    assert index_s == pytest.approx(28 / bandwidth)
+    assert times[0] == pytest.approx(of_all[0] + 50 * index_s)
+    assert times[3] == pytest.approx(of_all[1] + 8000 * index_s)
+    assert of_all[1] > floor
+
+
+@pytest.mark.parametrize("changes", [{"index_n_heads": 0}, {"index_head_dim": 0}])
+def test_what_cannot_be(tmp_path, changes):
+    with pytest.raises(InputError, match="index_topk, heads and width"):
+        model_of(tmp_path, **changes)
+
+
+def test_rows_that_the_package_measured():
+    """An eighth of GLM-5 on H200 under SGLang: dense attention up to 2,048 tokens, then sparse."""
+    pytest.importorskip("aiconfigurator_core")
+    from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS
+
+    model = Parallelism(8).shard(MEASURED_MODELS["glm-5-sglang"].dims())
+    decode, prefill = attention_tables("H200", model, "sglang")
+    assert decode.metadata.shape["index_heads"] == 32
+    assert "dense" in prefill.metadata.kernel_source
+    assert "sparse" in prefill.metadata.kernel_source
+    assert prefill.columns["new_tokens"].max() > 2048
