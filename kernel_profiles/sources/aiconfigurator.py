@@ -377,7 +377,7 @@ def _sparse_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterato
             if kind == "attention_prefill":
                 dense = rows.kernel_source.str.contains("dense")
                 short = rows.isl <= model.index_topk
-                rows = rows[(rows.step == 0) & ((dense == short) | ~dense.any())]
+                rows = rows[(rows.step == 0) & ((dense == short) if dense.any() else ~dense)]
             if rows.empty:
                 continue
             points = median_rows(rows, ["batch_size", axis])
