@@ -383,6 +383,7 @@ def run_cli(capsys, monkeypatch):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["eldr-sim", *map(str, arguments)])
+        monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # not ``-m pytest``
         code = 0
         try:
             main()

@@ -14,6 +14,7 @@ import pytest
 import eldr_sim
 from eldr_sim import cache
 from eldr_sim.errors import EldrSimWarning, InputError
+from eldr_sim.jit import _place
 
 from ..paths import ROOT
 
@@ -339,10 +340,10 @@ print(trace.manifest.checksum, digest.hexdigest())
 def test_processes_share_an_empty_cache(tmp_path, monkeypatch):
     """All at once, and once more: the same bytes, no warning, nothing unfinished.
 
-    Compiled code is kept apart here; `test_two_runs_share_an_empty_cache` is cold.
+    Compiled code is the suite's here; `test_two_runs_share_an_empty_cache` is cold.
     """
     home = tmp_path / "cache"
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(cache.writable_folder(cache.NUMBA) / "shared"))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", _place())
     monkeypatch.setenv("ELDR_SIM_CACHE", str(home))
 
     def together(n, ready):

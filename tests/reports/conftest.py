@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 
 import pyarrow as pa
 import pytest
 
+from eldr_sim.cli.main import main
 from eldr_sim.simulator.results import write_json, write_result, write_table
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
@@ -31,8 +31,9 @@ def report_folders(tmp_path_factory):
         write_result(result, folder / policy)
     command = "compare --policies jsq --seeds 2 --topology 1P2D --request-rate 10 --duration 2"
     command += f" --warmup 1 --output-len 10 --out {folder / 'comparison'}"
-    arguments = [sys.executable, "-m", "eldr_sim.cli.main", *command.split()]
-    subprocess.run(arguments, check=True, capture_output=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["eldr-sim", *command.split(), "--jobs", "1"])
+        main()
     _write_sweep(folder / "sweep", result.summary)
     _write_plans(folder, result)
     return folder

@@ -18,6 +18,7 @@ from eldr_sim.policies.base import Needs
 from eldr_sim.simulator.control import cluster as cluster_module
 from eldr_sim.simulator.plane import loop, state
 
+from ..properties import examples
 from .random_clusters import (
     LONGEST,
     POLICIES,
@@ -96,8 +97,7 @@ def assert_same(record, twin):
     np.testing.assert_allclose(record.end_s, ended, **close)
 
 
-@settings(max_examples=350)
-@given(**POLICIES, **RANDOM_CLUSTER)
+@examples(70, 1000, **POLICIES, **RANDOM_CLUSTER)
 def test_cluster_equals_its_twin(prefill, decode, **drawn):
     make, make_twin = make_pair(random_cluster(**drawn), prefill, decode)
     cluster, twin = make(), make_twin()
@@ -143,8 +143,7 @@ def test_a_long_run_sees_every_kind_of_hit():
 # -- many steps a call, or one -----------------------------------------------------------------
 
 
-@settings(max_examples=60)
-@given(**POLICIES, **RANDOM_CLUSTER, cut_s=st.sampled_from([0.001, 0.02, 1 / 256]))
+@examples(9, 200, **POLICIES, **RANDOM_CLUSTER, cut_s=st.sampled_from([0.001, 0.02, 1 / 256]))
 def test_macro_steps_equal_single_steps(prefill, decode, cut_s, **drawn):
     """However often the loop comes back to Python, the bytes are the same."""
     make, _ = make_pair(random_cluster(**drawn), prefill, decode)

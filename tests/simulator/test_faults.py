@@ -16,6 +16,7 @@ from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan, check_overlaps
 from eldr_sim.simulator.setup.transfer import TransferModel
 
+from ..properties import examples
 from ..random_rows import random_prompts
 from .random_clusters import (
     LONGEST,
@@ -104,10 +105,9 @@ def make_pair(arguments, prefill, decode):
     )
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    prefill=POLICIES["prefill"], decode=st.sampled_from(["jsq", "round_robin", "p2c", "holds"]),
-    **RANDOM_CLUSTER,
+@examples(
+    40, 500, prefill=POLICIES["prefill"],
+    decode=st.sampled_from(["jsq", "round_robin", "p2c", "holds"]), **RANDOM_CLUSTER,
 )  # fmt: skip
 def test_faults_equal_their_twin(prefill, decode, **drawn):
     arguments = random_cluster(**drawn)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.jit import njit
@@ -34,6 +34,7 @@ from eldr_sim.simulator.plane.steps.replica_choice import choose_instance
 from eldr_sim.simulator.setup.engines import EngineRules
 from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 
+from ..properties import examples
 from ..random_rows import random_prompts
 from .random_clusters import N_TRACE, cluster_of, policies_of, random_cluster, with_engines
 from .test_engine import assert_same
@@ -188,13 +189,16 @@ def run_pair(arguments, prefill="least_loaded", decode="jsq"):
     return cluster.run(), Twin(**arguments, **policies()).run()
 
 
-@settings(max_examples=80)
-@example(  # the last sequence that decodes is preempted in a step that defers prompts
-    decode="jsq", seed=2443, topology=(1, 1), size=2, per_engine=1, gpus_per_node=1, interval=5,
-    n_redundant=0, copy_per=ALL, prefix=7, async_scheduling=True, slow_transfers=True,
-    preempt_by_key=True, n_queue_keys=1, aging=None, balance=(0, 0),
-)  # fmt: skip
-@given(decode=st.sampled_from(["jsq", "round_robin", "holds"]), **GROUPED)
+#: The last sequence that decodes is preempted in a step that defers prompts.
+DEFERS = {
+    "decode": "jsq", "seed": 2443, "topology": (1, 1), "size": 2, "per_engine": 1,
+    "gpus_per_node": 1, "interval": 5, "n_redundant": 0, "copy_per": ALL, "prefix": 7,
+    "async_scheduling": True, "slow_transfers": True, "preempt_by_key": True, "n_queue_keys": 1,
+    "aging": None, "balance": (0, 0),
+}  # fmt: skip
+
+
+@examples(25, 300, DEFERS, decode=st.sampled_from(["jsq", "round_robin", "holds"]), **GROUPED)
 def test_groups_equal_their_twin(decode, **drawn):
     assert_equal_steps(*run_pair(grouped_cluster(**drawn), decode=decode))
 

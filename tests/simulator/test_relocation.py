@@ -32,6 +32,7 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.replay import make_replicas
 
+from ..properties import examples
 from .random_clusters import cluster_of, policies_of
 from .test_engine import assert_same
 from .test_groups import GROUPED, SUMS, grouped_cluster
@@ -132,8 +133,7 @@ def assert_relocations_are_the_same(record, twin):
         np.testing.assert_allclose(log[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-@settings(max_examples=60)
-@given(rule=RULE, decode=st.sampled_from(["jsq", "holds"]), **GROUPED)
+@examples(16, 200, rule=RULE, decode=st.sampled_from(["jsq", "holds"]), **GROUPED)
 def test_relocating_groups_equal_their_twin(rule, decode, **drawn):
     record, twin, _ = run_pair(drawn, rule, decode=decode)
     assert_same(record, twin)
@@ -158,7 +158,7 @@ def drawn(seed, topology=(0, 2), **more):
 def test_the_property_is_not_empty():
     """Groups relocate, in their own time, between nodes too, and put it in force while they run."""
     moved = between = apart = in_force = late = 0
-    for seed in range(12):
+    for seed in range(8):
         for rule in (RelocationRule(4, 6), RelocationRule(3, 2, True, 2e-3)):
             record, twin, _ = run_pair(drawn(seed, gpus_per_node=1 + 2 * (seed % 2)), rule)
             assert_same(record, twin)
@@ -175,8 +175,8 @@ def test_the_property_is_not_empty():
             else:
                 same = log["in_force_s"] - log["asked_s"]
                 np.testing.assert_allclose(same, log["transfer_s"], atol=1e-12)
-    assert min(moved, between, in_force) > 40
-    assert apart > 6
+    assert min(moved, between, in_force) > 25
+    assert apart > 4
     assert late > 0
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.simulator.setup.transfer import TransferModel
 
+from ..properties import examples
 from ..watching import free_blocks
 
 
-@settings(max_examples=100)
-@given(
+@examples(
+    40, 400,
     seed=st.integers(0, 2**32),
     n=st.integers(1, 30),
     n_prefill=st.integers(0, 1),
@@ -23,7 +23,7 @@ from ..watching import free_blocks
     latency_s=st.sampled_from([0.0, 1e-3, 0.5]),
     burst=st.booleans(),
     async_scheduling=st.booleans(),
-)
+)  # fmt: skip
 def test_tiny_caches_end_and_give_every_block_back(
     make_cluster, make_workload, run_watched, run_to_rest, seed, n, n_prefill, seqs, budget,
     block_size, slack, latency_s, burst, async_scheduling,

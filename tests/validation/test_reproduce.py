@@ -11,6 +11,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.synthetic import drawn
 from eldr_sim.validation.reproduce.eldr import evaluation as eldr_evaluation
 from eldr_sim.validation.reproduce.eldr.results import mean_difference, run_grid
+from eldr_sim.validation.reproduce.eldr_measured import cells
 from eldr_sim.validation.reproduce.reproduction import Claim, Runner, choose, write_reproduction
 
 from ..paths import ROOT
@@ -114,9 +115,13 @@ def figures(tmp_path_factory):
         patch.setattr(eldr_evaluation, "MODELS", eldr_evaluation.MODELS[:1])
         # Routing is drawn: few requests, kept out of the user's cache.
         patch.setenv("ELDR_SIM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(drawn, "SERVING", 16)
-        patch.setattr(drawn, "CALIBRATION", 16)
+        for draws in (drawn, cells):
+            patch.setattr(draws, "SERVING", 16)
+            patch.setattr(draws, "CALIBRATION", 16)
+        patch.setattr(cells, "OUTPUT_LEN", 64)
+        cells.scored_routing.cache_clear()
         yield eldr_evaluation.figures(Runner(TINY | shorter, 1), quick=True)
+        cells.scored_routing.cache_clear()
 
 
 def test_every_figure_and_table_of_the_paper_is_there(figures):
