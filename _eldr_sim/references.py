@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import struct
 from hashlib import blake2b
 from typing import Any
 
@@ -39,7 +40,11 @@ class ReferenceType(types.Type):
         self.whole = whole
         # All that mangled names show of the type: they stand in the code of every call.
         digest = blake2b(str(whole).encode(), digest_size=6).hexdigest()
+        self._hash = int(digest, 16)  # of a tuple's type it takes all its members, at every call
         super().__init__(f"{getattr(whole, 'instance_class', tuple).__name__}{digest}")
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def key(self) -> Any:
@@ -83,9 +88,9 @@ def _lay_out(value: Any, memory: bytearray, kinds: list[Any]) -> None:
     elif isinstance(value, np.ndarray):
         kinds += value.dtype, value.ndim, value.flags.num
         words = (0, 0, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides)
-        memory += np.array(words, np.int64).tobytes()
+        memory += struct.pack(f"{len(words)}q", *words)
     else:
-        memory += np.array(value, np.float64 if isinstance(value, float) else np.int64).tobytes()
+        memory += struct.pack("d" if isinstance(value, float) else "q", value)
 
 
 @typeof_impl.register(Reference)
