@@ -6,9 +6,9 @@ import math
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,13 +22,12 @@ from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.eldr.artifact import RoutingArtifact
 from eldr_sim.policies.eldr.fit_cache import cached_fit
 from eldr_sim.policies.eldr.signature import FitOptions, score_of
-from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
+from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.queue.orders import QueueOrder, Waiting
 from eldr_sim.policies.registry import (
     autoscaler,
     decode_policy,
     parameters,
-    placement_policy,
     prefill_policy,
     queue_order,
     replica_choice,
@@ -37,13 +36,9 @@ from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.control.autoscaling import Autoscaling, ScalingRule
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.control import Control
+from eldr_sim.simulator.control.placing import place_pool, placements_of, relocations_of
 from eldr_sim.simulator.control.record import RunRecord
-from eldr_sim.simulator.control.relocation import (
-    MovableGroup,
-    RelocationRule,
-    Relocations,
-    expert_links,
-)
+from eldr_sim.simulator.control.relocation import Relocations
 from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
 from eldr_sim.simulator.outcome.catalogue import headline_tags, label
 from eldr_sim.simulator.outcome.headline import Headline, Shown, number
@@ -318,7 +313,7 @@ def build_cluster(
         preempt_by_key=order.preempts,
         aging_s=order.aging_s,
     )
-    placements, movable = _placements(
+    placements, movable = placements_of(
         config, prepared, None if decode is None else decode.artifact, calibration
     )
     if placements is not None:
@@ -327,7 +322,7 @@ def build_cluster(
             own = [placements[w] for w in spec.workers_of(pool.name)]
             pools.append(pool._replace(engine=hold_instances(config, model, pool.engine, own)))
         spec = replace(spec, pools=tuple(pools))
-    relocations = _relocations(config, prepared, movable)
+    relocations = relocations_of(config, prepared, movable)
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         spec,
@@ -420,7 +415,7 @@ def _decode_policy(
         return replay.activation(window, offset, steps, step_time.n_experts)
 
     def placements() -> list[Placement]:
-        placed = [_place_pool(config, prepared, pool.name, None, calibration) for pool in pools]
+        placed = [place_pool(config, prepared, pool.name, None, calibration) for pool in pools]
         return [one.placement for pool in placed for one in pool]
 
     return decode_policy(
@@ -524,46 +519,6 @@ def _check_colocated(config: RunConfig, policy: RouterPolicy | None) -> None:
         )
 
 
-def _placements(
-    config: RunConfig,
-    prepared: PreparedRun,
-    fitted: RoutingArtifact | None,
-    calibration: Callable[[], CalibrationSet],
-) -> tuple[list[Placement] | None, list[MovableGroup]]:
-    """Return where the experts of each worker lie, and the groups whose experts can move.
-
-    None where every GPU holds all experts. ELDR's clusters are those of decode workers.
-    """
-    spec = prepared.spec
-    if all(pool.engine.n_expert_ranks == 1 for pool in spec.pools):
-        return None, []
-    placements: list[Placement] = []
-    movable = []
-    for at, pool in enumerate(spec.pools):
-        engine, artifact = pool.engine, fitted if pool.decodes else None
-        size, ranks = engine.parallelism.data_parallel_size, engine.n_expert_ranks
-        for nth, placed in enumerate(
-            _place_pool(config, prepared, pool.name, artifact, calibration)
-        ):
-            if engine.group is not None and placed.policy.needs.counts:
-                gpu, n_bytes = engine.step_time.gpu, prepared.model.bytes_per_expert
-                movable.append(
-                    MovableGroup(
-                        len(placements),
-                        size,
-                        at,
-                        nth,
-                        placed.group,
-                        placed.policy,
-                        placed.placement,
-                        expert_links(gpu, n_bytes, ranks, config.gpus_per_node),
-                        placed.group.slots_per_rank,
-                    )
-                )
-            placements += [placed.placement.behind(engine.parallelism.first_expert_rank)] * size
-    return placements, movable
-
-
 def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placement:
     """Return where the experts of a pool's first group lie, before any move.
 
@@ -574,81 +529,17 @@ def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placeme
     def calibration() -> CalibrationSet:
         return _calibration(_routed(prepared), config.workload, mix, "count")
 
-    return _place_pool(config, prepared, name, None, calibration)[0].placement
-
-
-class _Placed(NamedTuple):
-    """The experts of one group, and who placed them."""
-
-    policy: PlacementPolicy
-    group: ExpertGroup
-    placement: Placement
-
-
-def _place_pool(
-    config: RunConfig,
-    prepared: PreparedRun,
-    name: str,
-    fitted: RoutingArtifact | None,
-    calibration: Callable[[], CalibrationSet],
-) -> list[_Placed]:
-    """Return where the experts of each group of a pool's engines lie."""
-    pool, own = next(
-        (pool, made.own)
-        for pool, made in zip(prepared.spec.pools, config.pools, strict=True)
-        if pool.name == name
-    )
-    engine = pool.engine
-    ranks, size = engine.n_expert_ranks, engine.parallelism.data_parallel_size
-    rng = stream(config.seed, "placement")
-    context = PolicyContext(
-        pool.n,
-        rng,
-        calibration,
-        artifact=fitted,
-        group_size=size,
-        rank_moe=None if engine.group is None else engine.group.moe,
-        all_to_all=engine.all_to_all,
-    )
-    policy = placement_policy(own.expert_placement, context)
-    assert prepared.trace is not None, "dense models place no experts"
-    layers, n_experts = prepared.trace.manifest.n_layers, prepared.model.n_experts
-    n_nodes = max(1, ranks // config.gpus_per_node)
-    groups = (
-        ExpertGroup(members, layers, n_experts, ranks, engine.n_redundant, n_nodes)
-        for members in (range(first, first + size) for first in range(0, pool.n, size))
-    )
-    return [_Placed(policy, group, policy.place(group)) for group in groups]
-
-
-def _relocations(
-    config: RunConfig, prepared: PreparedRun, movable: list[MovableGroup]
-) -> Relocations | None:
-    """Return what moves the experts of groups while they run; None where nothing does."""
-    if config.eplb_interval is None:
-        for name in ("eplb_window", "eplb_async", "eplb_overhead_ms"):
-            if getattr(config, name) != RunConfig.model_fields[name].default:
-                raise InputError(name, "without eplb_interval no expert moves", "--eplb-interval")
-        return None
-    if not movable:
-        raise InputError(
-            "eplb_interval",
-            "no worker's engines share experts that a placement policy moves",
-            "--data-parallel-size 2 or more with --expert-placement eplb",
-        )
-    rule = RelocationRule(
-        config.eplb_interval, config.eplb_window, config.eplb_async, config.eplb_overhead_ms / 1e3
-    )
-    spec, model = prepared.spec, prepared.model
-    return Relocations(rule, movable, spec.n_workers, model.n_moe_layers, model.n_experts)
+    return place_pool(config, prepared, name, None, calibration)[0].placement
 
 
 def _run_again(config: RunConfig, trace: RoutingTrace | None) -> dict[str, Any]:
     return {
         "config": config.model_dump(mode="json"),
         "trace_checksum": None if trace is None else trace.manifest.checksum,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("eldr-sim", "numpy", "numba", "simpy", "pyarrow")},
-        },
+        "versions": {"python": platform.python_version()} | _versions(),
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("eldr-sim", "numpy", "numba", "simpy", "pyarrow")}

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import seconds
 from eldr_sim.kernel_profiles.models import LONGEST
 from eldr_sim.kernel_profiles.parallel import Backend, MoEBackend, Padding
+from eldr_sim.simulator.setup.field_types import (
+    Conditional,
+    Counted,
+    Drawn,
+    Faults,
+    Mix,
+    Rate,
+    Seconds,
+    Signal,
+    Tiers,
+)
 from eldr_sim.simulator.setup.pools import (
     Engine,
     Fields,
@@ -21,7 +30,6 @@ from eldr_sim.simulator.setup.pools import (
     policy_word,
 )
 from eldr_sim.simulator.setup.speculative_config import Speculative
-from eldr_sim.traces.requests.distributions import parse_distribution
 from eldr_sim.traces.requests.length_shapes import LengthShape
 from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
 from eldr_sim.traces.requests.session_shape import check_history
@@ -30,91 +38,6 @@ from eldr_sim.traces.requests.session_shape import check_history
 LOOP = "read by the loop"
 #: The named workloads; any other is a file.
 WORKLOADS = ("task", "language", "trace", *SESSIONS)
-
-
-def _number_or_inf(value: Any) -> Any:
-    if isinstance(value, str) and value.strip().lower() in {"inf", "infinity", ".inf"}:
-        return math.inf
-    return value
-
-
-def _fail(value: Any) -> Any:
-    from eldr_sim.simulator.setup.fault_spellings import spelled  # most runs have none
-
-    return spelled(value) if value else ()
-
-
-def _tiers(value: Any) -> Any:
-    if not value:
-        return ()
-    from eldr_sim.simulator.setup.kv_tiers import parse_tier
-
-    texts = (value,) if isinstance(value, str) else tuple(map(str, value))
-    for text in texts:
-        parse_tier(text)
-    return texts
-
-
-def _kv_signal(value: str) -> str:
-    from eldr_sim.simulator.setup.kv_signal import parse_kv_signal
-
-    parse_kv_signal(value)
-    return value
-
-
-def _conditional(value: str | None) -> str | None:
-    from eldr_sim.simulator.setup.conditional import parse_conditional
-
-    if value is not None:
-        parse_conditional(value)
-    return value
-
-
-def parse_mix(text: str, field: str = "domain_mix") -> dict[str, float]:
-    """Return the weights of ``NAME=WEIGHT,...``; raises InputError."""
-    weights: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, weight = (word.strip() for word in part.partition("="))
-        try:
-            number = float(weight)
-        except ValueError:
-            number = math.nan
-        if not name or math.isnan(number) or name in weights:
-            raise InputError(field, repr(text), "NAME=WEIGHT,... such as code=2,math=1, each once")
-        weights[name] = number
-    return weights
-
-
-def _seconds(value: Any, about: ValidationInfo) -> Any:
-    return seconds(value, about.field_name or "") if isinstance(value, str) else value
-
-
-def _mix(value: Any, about: ValidationInfo) -> Any:
-    return parse_mix(value, about.field_name or "") if isinstance(value, str) else value
-
-
-#: Weights by domain, as a mapping or spelled ``code=2,math=1``.
-Mix = Annotated[dict[str, float] | None, BeforeValidator(_mix)]
-Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
-#: Seconds, or a time such as ``90s``, ``10m`` or ``2h``; 31 years are longer than any run.
-Seconds = Annotated[float, BeforeValidator(_seconds), Field(le=1e9, allow_inf_nan=False)]
-
-
-def _drawn(value: Any, about: ValidationInfo) -> Any:
-    if value is not None:
-        parse_distribution(str(value), about.field_name or "")
-    return value if value is None else str(value)
-
-
-def _counted(value: Any, about: ValidationInfo) -> Any:
-    if value is not None:
-        parse_distribution(str(value), about.field_name or "", counts=True)
-    return value if value is None else str(value)
-
-
-#: ``Drawn``, ``Counted``: a distribution as it is spelled, the latter of whole numbers from 1 on.
-Drawn = Annotated[str | None, BeforeValidator(_drawn)]
-Counted = Annotated[str | None, BeforeValidator(_counted)]
 
 
 class ServiceLevel(BaseModel):
@@ -325,7 +248,7 @@ class ClusterConfig(Fields):
     """What the prefill workers have of their own."""
     decode: Pool = Pool()
     """What the decode workers (or the co-located ones) have of their own."""
-    conditional_disagg: Annotated[str | None, AfterValidator(_conditional)] = None
+    conditional_disagg: Conditional = None
     """When a prompt is computed where it is decoded: few tokens not cached there
     (``isl_bounding:2048,0.7``, Dynamo's, or ``noncached:512``, llm-d's), prefill workers with much
     to do (``prefill_load:0.9``), ``either`` or fewer ``seconds``. Never when not given."""
@@ -382,7 +305,7 @@ class EngineConfig(Fields):
 class KVTierConfig(Fields):
     """Where KV blocks are kept beside the workers' own caches."""
 
-    kv_tier: Annotated[tuple[str, ...], BeforeValidator(_tiers)] = ()
+    kv_tier: Tiers = ()
     """A tier, ``host:126GB,load=20GB/s,write=through``: bytes of each store, bandwidth of a GPU's
     link, when a block comes to it (``through``: when computed, ``selective``: when used again,
     ``back``: when evicted). Also ``store``, ``total``, ``latency``, ``scope=worker|node|cluster``,
@@ -395,7 +318,7 @@ class KVTierConfig(Fields):
     kv_in_flight: Literal["join", "delay", "duplicate"] = "join"
     """Who wants a block that is on its way to the worker for another request waits for that one and
     loads its others meanwhile, waits before it does anything (vLLM), or loads it again."""
-    kv_signal: Annotated[str, AfterValidator(_kv_signal)] = "exact"
+    kv_signal: Signal = "exact"
     """What routers know of prefix caches: ``exact``, what engines hold, as of the last signals, or
     ``approx:ttl=120,tokens=500000,routers=1``: the prompts that each of so many routers has itself
     sent to a worker of late."""
@@ -524,7 +447,7 @@ class StreamingConfig(Fields):
 class FaultConfig(Fields):
     """What goes wrong, and what routers do about it."""
 
-    fail: Annotated[tuple[str, ...], BeforeValidator(_fail)] = ()
+    fail: Faults = ()
     """A worker that dies, ``decode:3@60s+30s``: when, and how long it takes until a new one serves
     in its place (never when not given). Times are those of the run, the warm-up included. Repeat
     for more, or separate by commas."""

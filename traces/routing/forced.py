@@ -80,10 +80,12 @@ def _experts(trace: RoutingTrace, how: Forced) -> NDArray[np.uint16]:
         return np.resize(table.astype(np.uint16), (n, layers, top_k))
     sets = n if how == "uniform" else trace.n_requests
     rng, drawn = stream(0, f"forced {how}"), np.empty((sets, layers, top_k), np.uint16)
-    for first in range(0, sets, 1024):
-        part = drawn[first : first + 1024]
-        random = rng.random((*part.shape[:2], n_experts), np.float32)
-        part[:] = np.argpartition(random, top_k - 1, axis=-1)[..., :top_k]
+    # Floyd's sample without replacement (CACM 30 (9), 1987): what is drawn twice becomes the last.
+    for i, last in enumerate(range(n_experts - top_k, n_experts)):
+        chosen = rng.integers(last + 1, size=(sets, layers), dtype=np.uint16)
+        for before in range(i):
+            chosen[chosen == drawn[..., before]] = last
+        drawn[..., i] = chosen
     if how == "uniform":
         return drawn
     order = np.argsort(trace.first_row, kind="stable")

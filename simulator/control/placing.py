@@ -1,0 +1,128 @@
+"""Where the experts of engines that share them lie, and what moves them while a run lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.eldr.artifact import RoutingArtifact
+from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
+from eldr_sim.policies.registry import placement_policy
+from eldr_sim.simulator.control.relocation import (
+    MovableGroup,
+    RelocationRule,
+    Relocations,
+    expert_links,
+)
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.prepare import PreparedRun
+from eldr_sim.traces.routing.calibration import CalibrationSet
+from eldr_sim.traces.streams import stream
+
+
+def placements_of(
+    config: RunConfig,
+    prepared: PreparedRun,
+    fitted: RoutingArtifact | None,
+    calibration: Callable[[], CalibrationSet],
+) -> tuple[list[Placement] | None, list[MovableGroup]]:
+    """Return where the experts of each worker lie, and the groups whose experts can move.
+
+    None where every GPU holds all experts. ELDR's clusters are those of decode workers.
+    """
+    spec = prepared.spec
+    if all(pool.engine.n_expert_ranks == 1 for pool in spec.pools):
+        return None, []
+    placements: list[Placement] = []
+    movable = []
+    for at, pool in enumerate(spec.pools):
+        engine, artifact = pool.engine, fitted if pool.decodes else None
+        size, ranks = engine.parallelism.data_parallel_size, engine.n_expert_ranks
+        for nth, placed in enumerate(
+            place_pool(config, prepared, pool.name, artifact, calibration)
+        ):
+            if engine.group is not None and placed.policy.needs.counts:
+                gpu, n_bytes = engine.step_time.gpu, prepared.model.bytes_per_expert
+                movable.append(
+                    MovableGroup(
+                        len(placements),
+                        size,
+                        at,
+                        nth,
+                        placed.group,
+                        placed.policy,
+                        placed.placement,
+                        expert_links(gpu, n_bytes, ranks, config.gpus_per_node),
+                        placed.group.slots_per_rank,
+                    )
+                )
+            placements += [placed.placement.behind(engine.parallelism.first_expert_rank)] * size
+    return placements, movable
+
+
+class Placed(NamedTuple):
+    """The experts of one group, and who placed them."""
+
+    policy: PlacementPolicy
+    group: ExpertGroup
+    placement: Placement
+
+
+def place_pool(
+    config: RunConfig,
+    prepared: PreparedRun,
+    name: str,
+    fitted: RoutingArtifact | None,
+    calibration: Callable[[], CalibrationSet],
+) -> list[Placed]:
+    """Return where the experts of each group of a pool's engines lie."""
+    pool, own = next(
+        (pool, made.own)
+        for pool, made in zip(prepared.spec.pools, config.pools, strict=True)
+        if pool.name == name
+    )
+    engine = pool.engine
+    ranks, size = engine.n_expert_ranks, engine.parallelism.data_parallel_size
+    rng = stream(config.seed, "placement")
+    context = PolicyContext(
+        pool.n,
+        rng,
+        calibration,
+        artifact=fitted,
+        group_size=size,
+        rank_moe=None if engine.group is None else engine.group.moe,
+        all_to_all=engine.all_to_all,
+    )
+    policy = placement_policy(own.expert_placement, context)
+    assert prepared.trace is not None, "dense models place no experts"
+    layers, n_experts = prepared.trace.manifest.n_layers, prepared.model.n_experts
+    n_nodes = max(1, ranks // config.gpus_per_node)
+    groups = (
+        ExpertGroup(members, layers, n_experts, ranks, engine.n_redundant, n_nodes)
+        for members in (range(first, first + size) for first in range(0, pool.n, size))
+    )
+    return [Placed(policy, group, policy.place(group)) for group in groups]
+
+
+def relocations_of(
+    config: RunConfig, prepared: PreparedRun, movable: list[MovableGroup]
+) -> Relocations | None:
+    """Return what moves the experts of groups while they run; None where nothing does."""
+    if config.eplb_interval is None:
+        for name in ("eplb_window", "eplb_async", "eplb_overhead_ms"):
+            if getattr(config, name) != RunConfig.model_fields[name].default:
+                raise InputError(name, "without eplb_interval no expert moves", "--eplb-interval")
+        return None
+    if not movable:
+        raise InputError(
+            "eplb_interval",
+            "no worker's engines share experts that a placement policy moves",
+            "--data-parallel-size 2 or more with --expert-placement eplb",
+        )
+    rule = RelocationRule(
+        config.eplb_interval, config.eplb_window, config.eplb_async, config.eplb_overhead_ms / 1e3
+    )
+    spec, model = prepared.spec, prepared.model
+    return Relocations(rule, movable, spec.n_workers, model.n_moe_layers, model.n_experts)

@@ -1,0 +1,102 @@
+"""What fields of a configuration hold and how that is spelled: seconds, mixes, distributions."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import seconds
+from eldr_sim.traces.requests.distributions import parse_distribution
+
+
+def _number_or_inf(value: Any) -> Any:
+    if isinstance(value, str) and value.strip().lower() in {"inf", "infinity", ".inf"}:
+        return math.inf
+    return value
+
+
+def _fail(value: Any) -> Any:
+    from eldr_sim.simulator.setup.fault_spellings import spelled  # most runs have none
+
+    return spelled(value) if value else ()
+
+
+def _tiers(value: Any) -> Any:
+    if not value:
+        return ()
+    from eldr_sim.simulator.setup.kv_tiers import parse_tier
+
+    texts = (value,) if isinstance(value, str) else tuple(map(str, value))
+    for text in texts:
+        parse_tier(text)
+    return texts
+
+
+def _kv_signal(value: str) -> str:
+    from eldr_sim.simulator.setup.kv_signal import parse_kv_signal
+
+    parse_kv_signal(value)
+    return value
+
+
+def _conditional(value: str | None) -> str | None:
+    from eldr_sim.simulator.setup.conditional import parse_conditional
+
+    if value is not None:
+        parse_conditional(value)
+    return value
+
+
+def parse_mix(text: str, field: str = "domain_mix") -> dict[str, float]:
+    """Return the weights of ``NAME=WEIGHT,...``; raises InputError."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, weight = (word.strip() for word in part.partition("="))
+        try:
+            number = float(weight)
+        except ValueError:
+            number = math.nan
+        if not name or math.isnan(number) or name in weights:
+            raise InputError(field, repr(text), "NAME=WEIGHT,... such as code=2,math=1, each once")
+        weights[name] = number
+    return weights
+
+
+def _seconds(value: Any, about: ValidationInfo) -> Any:
+    return seconds(value, about.field_name or "") if isinstance(value, str) else value
+
+
+def _mix(value: Any, about: ValidationInfo) -> Any:
+    return parse_mix(value, about.field_name or "") if isinstance(value, str) else value
+
+
+#: Weights by domain, as a mapping or spelled ``code=2,math=1``.
+Mix = Annotated[dict[str, float] | None, BeforeValidator(_mix)]
+Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
+#: Seconds, or a time such as ``90s``, ``10m`` or ``2h``; 31 years are longer than any run.
+Seconds = Annotated[float, BeforeValidator(_seconds), Field(le=1e9, allow_inf_nan=False)]
+
+
+def _drawn(value: Any, about: ValidationInfo) -> Any:
+    if value is not None:
+        parse_distribution(str(value), about.field_name or "")
+    return value if value is None else str(value)
+
+
+def _counted(value: Any, about: ValidationInfo) -> Any:
+    if value is not None:
+        parse_distribution(str(value), about.field_name or "", counts=True)
+    return value if value is None else str(value)
+
+
+#: ``Drawn``, ``Counted``: a distribution as it is spelled, the latter of whole numbers from 1 on.
+Drawn = Annotated[str | None, BeforeValidator(_drawn)]
+Counted = Annotated[str | None, BeforeValidator(_counted)]
+#: What goes wrong, KV tiers, what routers know of caches, and who computes where it decodes.
+Faults = Annotated[tuple[str, ...], BeforeValidator(_fail)]
+Tiers = Annotated[tuple[str, ...], BeforeValidator(_tiers)]
+Signal = Annotated[str, AfterValidator(_kv_signal)]
+Conditional = Annotated[str | None, AfterValidator(_conditional)]
