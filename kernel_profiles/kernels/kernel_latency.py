@@ -88,8 +88,9 @@ class DecodeAttention:
         """
         if table.metadata.kind != "attention_decode":
             raise InputError("table", f"kind {table.metadata.kind!r}", "attention_decode")
-        axes = (np.unique(table.columns[name]).astype(np.float64) for name in ("batch", "context"))
-        batch, context = axes
+        batch, context = (
+            np.unique(table.columns[name]).astype(np.float64) for name in ("batch", "context")
+        )
         if len(batch) < 2 or len(context) < 2:
             raise InputError("table", "too few rows", "2 batches and 2 contexts at least")
         grid = np.full((len(batch), len(context)), np.inf)

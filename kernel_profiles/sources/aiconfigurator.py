@@ -57,6 +57,11 @@ SYSTEMS = {
 }
 """GPUs that can be imported, and their folder in the package."""
 
+#: Kinds of tables of attention, the package's word for each, and the column that tells its tokens.
+_ATTENTION: tuple[tuple[Kind, str, str], ...] = (
+    ("attention_decode", "generation", "step"),
+    ("attention_prefill", "context", "isl"),
+)
 _BLACKWELL = ("B200", "B300", "GB200", "GB300", "RTX PRO 6000")
 _SMALL = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 _GEMM_ROWS = [*_SMALL, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384]
@@ -317,11 +322,7 @@ def attention_tables(gpu: str, model: ModelDims, engine: str = "vllm") -> Iterat
         return
     if mla and (model.q_lora_rank, model.kv_lora_rank, model.hidden_size) != (1536, 512, 7168):
         return
-    kinds: tuple[tuple[Kind, str, str], ...] = (
-        ("attention_decode", "generation", "step"),
-        ("attention_prefill", "context", "isl"),
-    )
-    for kind, name, axis in kinds:
+    for kind, name, axis in _ATTENTION:
         name = f"mla_{name}_module" if mla else f"{name}_attention"
         part = "mla" if mla else "attention"
         for file in sources(gpu, part, engine, f"{name}_perf.parquet")[:1]:
@@ -341,17 +342,24 @@ def attention_tables(gpu: str, model: ModelDims, engine: str = "vllm") -> Iterat
                 rows = frame[(frame[list(wanted)] == list(wanted.values())).all(axis=1)]
                 if rows.empty:
                     continue
-                points = median_rows(rows, ["batch_size", axis])
-                tokens = points[axis].to_numpy(np.int32)
-                decode = kind == "attention_decode"
-                columns: dict[str, NDArray[Any]] = {
-                    "batch": points.batch_size.to_numpy(np.int32),
-                    "context" if decode else "new_tokens": tokens + 1 if decode else tokens,
-                    "latency_s": points.latency.to_numpy(np.float64) / 1e3,
-                }
                 dtype = model.linear_dtype if mla else "bfloat16"
-                yield package_table(kind, file, rows, columns, shape=shape, dtype=dtype)
+                yield _attention_table(kind, axis, file, rows, shape, dtype)
     yield from linear_attention_tables(gpu, model, engine)
+
+
+def _attention_table(
+    kind: Kind, axis: str, file: Source, rows: pd.DataFrame, shape: dict[str, int], dtype: str
+) -> LatencyTable:
+    """Return the table of rows by batch and ``axis``: tokens of a prompt, or cached ones."""
+    points = median_rows(rows, ["batch_size", axis])
+    tokens = points[axis].to_numpy(np.int32)
+    decode = kind == "attention_decode"
+    columns: dict[str, NDArray[Any]] = {
+        "batch": points.batch_size.to_numpy(np.int32),
+        "context" if decode else "new_tokens": tokens + 1 if decode else tokens,
+        "latency_s": points.latency.to_numpy(np.float64) / 1e3,
+    }
+    return package_table(kind, file, rows, columns, shape=shape, dtype=dtype)
 
 
 def _sparse_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterator[LatencyTable]:
@@ -361,11 +369,7 @@ def _sparse_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterato
     """
     names = {7168: "DeepseekV32ForCausalLM", 6144: "GlmMoeDsaForCausalLM"}
     (_, _, shape), *_ = attention_shapes(model, model.kv_cache_dtype)
-    kinds: tuple[tuple[Kind, str, str], ...] = (
-        ("attention_decode", "generation", "step"),
-        ("attention_prefill", "context", "isl"),
-    )
-    for kind, name, axis in kinds:
+    for kind, name, axis in _ATTENTION:
         for file in sources(gpu, "sparse_attention", engine, f"dsa_{name}_module_perf.parquet")[:1]:
             frame = file.rows
             if frame.empty:
@@ -380,15 +384,7 @@ def _sparse_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterato
                 rows = rows[(rows.step == 0) & ((dense == short) if dense.any() else ~dense)]
             if rows.empty:
                 continue
-            points = median_rows(rows, ["batch_size", axis])
-            tokens = points[axis].to_numpy(np.int32)
-            decode = kind == "attention_decode"
-            columns: dict[str, NDArray[Any]] = {
-                "batch": points.batch_size.to_numpy(np.int32),
-                "context" if decode else "new_tokens": tokens + 1 if decode else tokens,
-                "latency_s": points.latency.to_numpy(np.float64) / 1e3,
-            }
-            yield package_table(kind, file, rows, columns, shape=shape, dtype=model.linear_dtype)
+            yield _attention_table(kind, axis, file, rows, shape, model.linear_dtype)
 
 
 def linear_attention_tables(
@@ -409,11 +405,7 @@ def linear_attention_tables(
             continue
         wanted = [shape[name] for name in names.values()]
         frame = frame[(frame[list(names)] == wanted).all(axis=1)]
-        kinds: tuple[tuple[Kind, str], ...] = (
-            ("attention_decode", "generation"),
-            ("attention_prefill", "context"),
-        )
-        for kind, phase in kinds:
+        for kind, phase, _ in _ATTENTION:
             rows = frame[frame.phase == phase]
             if rows.empty:
                 continue

@@ -85,7 +85,7 @@ def chosen_layout(
 def script_of(
     record: Mapping[str, str], gpu: str, date: str, streams: int, layout: Parallelism, drafts: int
 ) -> Script:
-    """Return what the script of the day said of a run of DeepSeek-R1 under TensorRT-LLM.
+    """Return what the script of the day said of a run, where one is read: see the module's text.
 
     ``layout``: of its decode or co-located workers; ``drafts``: of multi-token prediction.
     """
@@ -146,9 +146,7 @@ def _qwen_script(
         return told._replace(chunk=16384, recv_interval=1, memory_share=0.8)
     if drafts:
         return told._replace(memory_share=0.8, seats=0)
-    if version.startswith("0.5.10"):
-        told = told._replace(memory_share=0.8)
-        if precision == "fp8":
-            return told._replace(chunk=16384, recv_interval=10, seats=0)
-        return told if precision == "fp4" else told._replace(memory_share=0.82)
-    return told._replace(memory_share=0.85) if precision == "fp4" else told
+    recent = version.startswith("0.5.10")
+    if recent and precision == "fp8":
+        return told._replace(chunk=16384, recv_interval=10, memory_share=0.8, seats=0)
+    return told._replace(memory_share=0.8 if recent else 0.85) if precision == "fp4" else told
