@@ -15,21 +15,44 @@ from eldr_sim.cli.option import model_option, option, parallel_options
 from eldr_sim.errors import InputError
 
 
-@click.command(short_help="List the known GPUs.")
+@click.group(short_help="List the known GPUs.", invoke_without_command=True)
 @model_option()
-@option("--json described", None, "Print one as a gpu.json, to be edited and given to --gpu.",
-        metavar="NAME", shell_complete=complete(gpu_names))  # fmt: skip
-def gpus(model: str, described: str | None) -> None:
+@click.pass_context
+def gpus(context: click.Context, model: str) -> None:
     """List the known GPUs and how well a model's step times are known on each.
 
-    `--gpu` also takes the path of a gpu.json (docs/formats.md). Rents are what was published in
-    2026, lowest to highest, with their sources in `--json`; a plan takes yours by `--price`.
+    `--gpu` also takes the path of a gpu.json (docs/formats.md): `gpus show H100 --json > mine.json`
+    prints one to edit. Rents are what was published in 2026, lowest to highest; a plan takes yours
+    by `--price`.
     """
-    from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
+    if context.invoked_subcommand is None:
+        _list_gpus(model)
 
-    if described is not None:
-        click.echo(load_gpu(described).model_dump_json(indent=2))
+
+@gpus.command("show")
+@click.argument("name", metavar="NAME|PATH", shell_complete=complete(gpu_names, "file"))
+@option("--json as_json", bool, "As a gpu.json, to be edited and given to --gpu.")
+def show_gpu(name: str, as_json: bool) -> None:
+    """Print what is known of a GPU, with the sources."""
+    from eldr_sim.kernel_profiles.gpus import load_gpu
+
+    gpu = load_gpu(name)
+    if as_json:
+        click.echo(gpu.model_dump_json(indent=2))
         return
+    fields = gpu.model_dump(exclude={"name"}).items()
+    rows = [[field, _figure(value)] for field, value in fields if value]
+    print_table(gpu.name, ["field", "value"], rows)
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_figure, value))
+    return value if isinstance(value, str) else f"{value:,.16g}"
+
+
+def _list_gpus(model: str) -> None:
+    from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 

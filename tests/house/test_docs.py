@@ -87,6 +87,12 @@ def test_pages_are_found():
     assert next(w for _, w in COMMANDS if "--gpus" in w)[:3] == ["plan", "--gpus", "10"]
 
 
+def test_no_page_holds_a_merge_that_was_not_ended():
+    marks = re.compile(r"^(<{7} |={7}$|>{7} )", re.M)
+    pages = [page for page in [*PAGES, ROOT / "CHANGELOG.md"] if marks.search(page.read_text())]
+    assert pages == []
+
+
 def test_every_link_leads_to_a_file_and_a_heading():
     broken = []
     for page in PAGES:

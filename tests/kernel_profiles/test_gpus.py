@@ -77,7 +77,7 @@ def test_figures_that_no_gpu_has_are_refused(tmp_path, field, value):
 
 def test_a_printed_gpu_is_one_to_edit(run_cli, tmp_path):
     """It loads as it is, and without sources; the docs name every field."""
-    code, printed, _ = run_cli("gpus", "--json", "h100")
+    code, printed, _ = run_cli("gpus", "show", "h100", "--json")
     assert code == 0
     (tmp_path / "mine.json").write_text(printed)
     assert load_gpu(tmp_path / "mine.json") == load_gpu("H100")
@@ -87,6 +87,20 @@ def test_a_printed_gpu_is_one_to_edit(run_cli, tmp_path):
     page = (ROOT / "docs" / "formats.md").read_text()
     section = page.partition("## GPU: `gpu.json`")[2].partition("\n## ")[0]
     assert set(GPU.model_fields) <= set(re.findall(r"`(\w+)`", section))
+
+
+def test_a_gpu_is_shown_in_units_that_are_read(run_cli, tmp_path):
+    """Every field that is known, of a file too; an unknown name says which there are."""
+    code, printed, _ = run_cli("gpus", "show", "MI300X")
+    gpu = load_gpu("MI300X")
+    assert code == 0
+    assert printed.startswith("MI300X\n")
+    assert f"{gpu.memory_bandwidth:,.0f}" in printed
+    assert "sibling" not in printed
+    (tmp_path / "mine.json").write_text(gpu.model_copy(update={"name": "H20"}).model_dump_json())
+    assert run_cli("gpus", "show", tmp_path / "mine.json")[1].startswith("H20\n")
+    code, _, error = run_cli("gpus", "show", "H900")
+    assert (code, "MI300X" in error) == (2, True)
 
 
 def test_the_help_says_that_a_file_is_taken(run_cli):
