@@ -17,7 +17,9 @@ REPLACE = "REPLACE_ME"
 PORTS = {"prefill": 8100, "decode": 8200, "serve": 8000}
 
 #: Fields of a run that no file says.
-_NOT_LAUNCHED = ("kv_tier", "conditional_disagg", "queue_order", "eplb_interval", "frontend")
+_NOT_LAUNCHED = (
+    "kv_tier", "answer_kv", "conditional_disagg", "queue_order", "eplb_interval", "frontend",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,10 @@ class Actions:
         sent = self.requests[self.came("sent")]
         bound = np.isin(sent["worker"], engines)
         bound |= np.isin(sent["source"], engines) & ~sent["kv_here"]
+        loads = self.cluster.arrays.engines.kv.tiers.loads
+        if len(loads):
+            pulls = loads[self.came("sent")]
+            bound |= pulls["pulling"] & np.isin(pulls["peer"], engines)
         bound &= sent["outcome"] == state.OPEN
         return [r for r in self.came("sent")[bound].tolist() if r not in self.lost]
 

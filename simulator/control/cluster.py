@@ -288,7 +288,9 @@ class Cluster:
             return None
         tokens = self.requests["prompt_len"] + self.requests["output_len"]
         n_listed = int((tokens // self.spec.block_size).sum())
-        return make_tiers(self.spec, shards, clock, n_listed, len(self.requests))
+        return make_tiers(
+            self.spec, shards, clock, n_listed, len(self.requests), link_rates(self.spec)
+        )
 
     def _settings(self, period: int) -> NDArray[np.void]:
         settings = make_settings(self.spec, self.workload)
@@ -453,7 +455,7 @@ class Cluster:
             tiers.links["stored"].sum(axis=0),
             np.array([tiers.stores["evicted"][stores].sum() for stores in mine]),
             [len(stores) for stores in mine],
-            [int((tiers.stores["n_blank"] + tiers.stores["n_idle"])[of[0]]) for of in mine],
+            [int((tiers.stores["n_blank"] + tiers.stores["n_idle"])[of[:1]].sum()) for of in mine],
         )
 
     def _drafted(self) -> NDArray[np.int64] | None:

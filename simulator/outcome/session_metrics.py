@@ -20,14 +20,19 @@ from eldr_sim.traces.workload import Workload
 _MOST_TURNS = 10  #: rows of the table by turn; the last one has all later turns
 
 
-def reuse_figures(workload: Workload, block_size: int, caching: bool) -> dict[str, float | None]:
+def reuse_figures(
+    workload: Workload, record: RunRecord, block_size: int, caching: bool
+) -> dict[str, float | None]:
     """Return the prefix hit rate of a cache without bounds, and the part that all have in common.
 
-    Both of all requests of a workload, in their order; None where prompts share nothing.
+    Both of all requests that an engine has admitted, in the workload's order; None where there are
+    none or prompts share nothing.
     """
-    if not (caching and workload.prefix_block_tokens and len(workload)):
+    served = np.zeros(len(workload), bool)
+    served[record.numbers[record.requests["cached_tokens"] >= 0]] = True
+    if not (caching and workload.prefix_block_tokens and served.any()):
         return {"ideal_prefix_cache_hit_rate": None, "common_prefix_share": None}
-    found = reuse_of(workload, block_size)
+    found = reuse_of(workload, block_size, served)
     return {
         "ideal_prefix_cache_hit_rate": found.ideal_hit_rate,
         "common_prefix_share": found.common_share,

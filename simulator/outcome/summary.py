@@ -349,7 +349,7 @@ def summary_of(
         "kv_cache_dtype": model.kv_cache_dtype,
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
-        **reuse_figures(workload, config.block_size, config.enable_prefix_caching),
+        **reuse_figures(workload, record, config.block_size, config.enable_prefix_caching),
         **session_figures(workload, record, spec),
         **tier_figures(record, spec, _block_bytes(prepared)),
         **scaling_figures(record, config, spec),

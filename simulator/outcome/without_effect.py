@@ -108,8 +108,10 @@ def _of_workers(
 ) -> _Found:
     groups = [engine for engine in engines if engine.group is not None]
     if not config.hands_over:
-        for name in ("kv_transfer", "handover"):
+        for name in ("kv_transfer", "handover", "answer_kv"):
             yield name, f"no KV cache is handed over in {config.topology}"
+    elif workload.parent is None:
+        yield "answer_kv", "no request goes on with another (--workload chat)"
     if not groups:
         for name in _OF_GROUPS:
             yield name, "no engines share experts and exchange tokens"
@@ -138,8 +140,9 @@ def _of_workers(
     elif not config.enable_prefix_caching:
         yield "kv_tier", "no worker keeps a prefix (enable_prefix_caching)"
     if not config.kv_tier:
-        for name in KVTierConfig.model_fields.keys() - {"kv_signal"}:
-            yield name, "there are no tiers (--kv-tier)"
+        for name in KVTierConfig.model_fields.keys() - {"kv_signal", "answer_kv"}:
+            if config.answer_kv != "pull" or name == "kv_overlap":
+                yield name, "there are no tiers (--kv-tier)"
     elif config.kv_overlap == "layers":
         yield "kv_in_flight", "nobody waits for blocks outside the batch (--kv-overlap layers)"
     if window_blocks(prepared.model, config.block_size) == NO_WINDOWS:

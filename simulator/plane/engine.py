@@ -604,6 +604,10 @@ def _compute(
             kv_loads.line_up(engines, w, request)
             if load.until_s >= 0.0:
                 schedule(clock, events, load.until_s, LOADED, request)
+            if load.pulling:
+                settings, pool = engines.settings[0], engines.pools[engines.pool_of[w]]
+                latency = settings.setup_s + load.pulled * pool.n_kv_tensors * pool.descriptor_s
+                schedule(clock, events, now + latency, TRANSFER_START, request)
             return
     if record.prefill_start_s < 0.0:
         record.prefill_start_s = now
@@ -620,6 +624,22 @@ def blocks_have_come(clock: Any, events: Any, engines: Engines, request: int) ->
     """Let a request whose KV blocks have come from tiers begin, with who waited for them."""
     load, w = engines.kv.tiers.loads[request], engines.requests[request].worker
     if load.loading and load.until_s == clock[0].now:
+        kv_loads.have_come(engines, w, side_of(engines, w), request)
+        wake(clock, events, engines.workers, w)
+
+
+@compiled()
+def blocks_are_pulled(clock: Any, events: Any, engines: Engines, request: int) -> None:
+    """Let the blocks be here that a request pulls from a decode worker, which needs hold them no
+    longer."""
+    load, w = engines.kv.tiers.loads[request], engines.requests[request].worker
+    load.pulling = False
+    release(
+        engines.kv, engines.tables, engines.workers, load.peer, side_of(engines, load.peer), request
+    )
+    if engines.workers[load.peer].new_head >= 0:
+        wake(clock, events, engines.workers, load.peer)
+    if load.until_s < 0.0:
         kv_loads.have_come(engines, w, side_of(engines, w), request)
         wake(clock, events, engines.workers, w)
 

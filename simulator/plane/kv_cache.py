@@ -269,21 +269,42 @@ def _evict(kv: Any, workers: Any, w: int, n: int) -> None:
         block = workers[w].idle_head
         take_out(kv.blocks, workers, w, block)
         key = kv.blocks[w, block].block_hash
-        slot = slot_of(kv.hash_slots, kv.blocks, w, key)
-        known, copy = kv.hash_slots[w, slot] - 1, kv.blocks[w, block].copy
-        if known != block:
-            while kv.blocks[w, known].copy != block:
-                known = kv.blocks[w, known].copy
-            kv.blocks[w, known].copy = copy
-        elif copy >= 0:  # the copies take over in order of age
-            kv.hash_slots[w, slot] = copy + 1
-        else:
-            forget(kv.hash_slots, kv.blocks, w, slot)
-            _note(kv, w, block, np.int64(0))
-            if kv.tiers.links.shape[1] > 0:
-                write_back(kv.tiers, w, key)
-        give_up_record(kv.blocks, workers, w, block)
+        if _lose_contents(kv, workers, w, block) and kv.tiers.links.shape[1] > 0:
+            write_back(kv.tiers, w, key)
         workers[w].n_blank += 1
+
+
+@compiled()
+def _lose_contents(kv: Any, workers: Any, w: int, block: int) -> Any:
+    """Let a block not be found any more; returns whether there is no copy of it."""
+    key = kv.blocks[w, block].block_hash
+    slot = slot_of(kv.hash_slots, kv.blocks, w, key)
+    known, copy = kv.hash_slots[w, slot] - 1, kv.blocks[w, block].copy
+    last = known == block and copy < 0
+    if known != block:
+        while kv.blocks[w, known].copy != block:
+            known = kv.blocks[w, known].copy
+        kv.blocks[w, known].copy = copy
+    elif copy >= 0:  # the copies take over in order of age
+        kv.hash_slots[w, slot] = copy + 1
+    else:
+        forget(kv.hash_slots, kv.blocks, w, slot)
+        _note(kv, w, block, np.int64(0))
+    give_up_record(kv.blocks, workers, w, block)
+    return last
+
+
+@compiled()
+def withdraw(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, n: int) -> None:
+    """Let the last ``n`` blocks of a request have no contents, unless others hold them, too."""
+    table, first = tables[request, side], kv.first_listed[request]
+    for number in range(table.listed - 1, table.listed - 1 - n, -1):
+        block = np.int64(kv.listed[side, first + number])
+        if kv.blocks[w, block].n_held > 1:
+            return
+        _lose_contents(kv, workers, w, block)
+        table.listed -= 1
+        table.private += 1
 
 
 def forget_blocks(kv: KVCache, w: int) -> None:

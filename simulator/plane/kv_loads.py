@@ -4,6 +4,9 @@ Behind the blocks that its worker's cache holds, a request loads those that tier
 run as there is, or computes them where that is faster. It has blocks for its whole context then,
 but no place in the batch: others pass. When its blocks have come it is the first to begin. Where
 loads and steps overlap, it begins at once and the step lasts until the blocks are there.
+
+A prefill worker may also pull what the decode worker of the turn before has of the context, over
+the links of KV transfers; the blocks are held there until the bytes have flowed.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import numpy as np
 
 from eldr_sim.jit import njit
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv_cache import block_hash, publish
+from eldr_sim.simulator.plane.kv_cache import block_hash, find, hold, matched_tokens, publish
 from eldr_sim.simulator.plane.kv_tiers import (
     DELAY,
     DUPLICATE,
@@ -27,6 +30,7 @@ from eldr_sim.simulator.plane.kv_tiers import (
     tier_of,
     touch,
 )
+from eldr_sim.simulator.plane.state import HERE
 
 _NONE = np.int64(0)
 #: What `look` returns where a request has to wait before it does anything.
@@ -95,6 +99,32 @@ def reach(engines: Any, w: int, request: int, found: int, tokens: int) -> Any:
     return more
 
 
+@compiled()
+def reach_peer(engines: Any, w: int, request: int, found: int, tokens: int) -> Any:
+    """Count the blocks behind ``found`` ones that a prefill worker pulls; note from whom.
+
+    0 where the turn before has no decode worker that holds them, or it is faster to compute them.
+    """
+    kv, requests = engines.kv, engines.requests
+    loading, load = kv.tiers.loading[0], kv.tiers.loads[request]
+    load.pulled = 0
+    parent = requests[request].parent
+    if loading.pulls < 0 or parent < 0 or engines.pools[engines.pool_of[w]].then < 0:
+        return _NONE
+    peer = requests[parent].worker
+    if peer < 0 or engines.pools[engines.pool_of[peer]].then != HERE:
+        return _NONE
+    size = engines.settings[0].block_size
+    more = matched_tokens(kv, peer, request, tokens) // size - found
+    if more <= 0:
+        return _NONE
+    seconds = engines.settings[0].setup_s + more * loading.pull_s
+    if loading.cheaper and seconds >= _saved(engines, w, found, found + more):
+        return _NONE
+    load.peer, load.pulled = peer, more
+    return np.int64(more)
+
+
 @njit(_nrt=False)
 def match_tiers(
     kv: Any, first: int, request: int, tokens: int, matched: Any, reachable: Any, load_s: Any
@@ -143,10 +173,11 @@ def secure(engines: Any, w: int, request: int, found: int, more: int) -> None:
 
 
 @compiled()
-def begin(engines: Any, w: int, side: int, request: int, more: int) -> None:
+def begin(engines: Any, w: int, side: int, request: int, more: int, pulled: int) -> None:
     """Begin to load ``more`` blocks behind a request's cached ones, which it holds.
 
-    Others find them in the worker's cache from now on.
+    ``pulled`` ones behind these come from a decode worker, which holds them meanwhile. Others find
+    all of them in the worker's cache from now on.
     """
     kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
     size, prefix = settings.block_size, settings.prefix_block_tokens
@@ -159,8 +190,10 @@ def begin(engines: Any, w: int, side: int, request: int, more: int) -> None:
     if engines.requests[request].prefill_start_s < 0.0:  # later ones are after a preemption
         for t in range(tiers.links.shape[1]):
             tiers.hits[request, t] = tiers.counts[t] * size
-    now = tiers.clock[0].now
-    load.cached, load.until_s, load.since_s, load.loading = (found + more) * size, -1.0, now, False
+        if pulled > 0:
+            tiers.hits[request, tiers.loading[0].pulls] = pulled * size
+    now, end_of_all = tiers.clock[0].now, found + more + pulled
+    load.cached, load.until_s, load.since_s, load.loading = end_of_all * size, -1.0, now, False
     if more > 0:
         end = load_end(tiers, w, True)
         load.saved_s += _saved(engines, w, found, found + more)
@@ -172,7 +205,18 @@ def begin(engines: Any, w: int, side: int, request: int, more: int) -> None:
             load.until_s = end
             for number in range(found, found + more):
                 kv.blocks[w, kv.listed[side, kv.first_listed[request] + number]].loader = request
-    load.loading = load.until_s >= 0.0 or load.waits_for >= 0
+    load.pulling = pulled > 0
+    if load.pulling:
+        load.saved_s += _saved(engines, w, found + more, end_of_all)
+        tokens, peer = end_of_all * size, load.peer
+        publish(kv, engines.tables, engines.workers, w, side, request, tokens, size, prefix)
+        for number in range(found + more, end_of_all):
+            kv.blocks[w, kv.listed[side, kv.first_listed[request] + number]].loader = request
+        held, _ = find(kv, peer, 1 - side, request, tokens + 1, size, prefix)
+        engines.tables[request, 1 - side].found = held
+        hold(kv, engines.tables, engines.workers, peer, 1 - side, request, _NONE)
+        tiers.links[w, tiers.loading[0].pulls].loaded += pulled
+    load.loading = load.until_s >= 0.0 or load.waits_for >= 0 or load.pulling
 
 
 @compiled()
@@ -195,7 +239,7 @@ def have_come(engines: Any, w: int, side: int, request: int) -> None:
     kv, loads = engines.kv, engines.kv.tiers.loads
     worker = engines.workers[w]
     loads[request].until_s = -1.0
-    done = loads[request].waits_for < 0
+    done = loads[request].waits_for < 0 and not loads[request].pulling
     last: Any = np.int64(request)
     while done:
         load = loads[last]
@@ -214,7 +258,8 @@ def have_come(engines: Any, w: int, side: int, request: int) -> None:
         done, at = False, np.int64(worker.loading_head)
         while at >= 0 and not done:
             load = loads[at]
-            if load.loading and load.waits_for < 0 and load.until_s < 0.0:
+            waits = load.waits_for >= 0 or load.pulling
+            if load.loading and not waits and load.until_s < 0.0:
                 last, done = at, True
             at = np.int64(engines.requests[at].next)
 

@@ -91,7 +91,7 @@ def allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool)
     """
     pool, side = engines.pool_of[w], side_of(engines, w)
     found, idle, size = _NONE, _NONE, engines.settings[0].block_size
-    more = _NONE
+    more = pulled = _NONE
     slots = tokens
     if not fetches:
         slots += 2 * engines.pools[pool].lookahead
@@ -107,6 +107,7 @@ def allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool)
         if taken < found:
             found, idle = taken, kv_loads.count_idle(engines, w, side, request, taken)
         more = kv_loads.reach(engines, w, request, found, tokens)
+        pulled = kv_loads.reach_peer(engines, w, request, found + more, tokens)
     record, reserve = engines.requests[request], engines.pools[pool].reserve
     if reserve == TO_THE_END:
         last = record.prompt_len + record.output_len + engines.pools[pool].lookahead
@@ -123,8 +124,8 @@ def allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool)
         kv_loads.secure(engines, w, request, found, more)
     hold(engines.kv, engines.tables, engines.workers, w, side, request, new)
     if tiers:
-        kv_loads.begin(engines, w, side, request, more)
-    return int((found + more) * size)
+        kv_loads.begin(engines, w, side, request, more, pulled)
+    return int((found + more + pulled) * size)
 
 
 @compiled()

@@ -56,6 +56,10 @@ LOADING = np.dtype(
         ("cheaper", np.bool_),  # only where that takes less time than to compute them
         ("layers", np.int64),  # a step waits for its loads layer by layer, of so many; 0: before it
         ("in_flight", np.int64),
+        # Where prefill workers pull answers' blocks from decode workers: the tier that counts them,
+        # -1: they do not; and what a block takes then by itself, s.
+        ("pulls", np.int64),
+        ("pull_s", np.float64),
     ]
 )
 #: A store; the names are those of a worker's cache.
@@ -93,6 +97,9 @@ LOAD = np.dtype(
         ("delayed", np.bool_),  # and has none itself
         ("until_s", np.float64),  # its own come; negative: have come
         ("waits_for", np.int64),  # request whose blocks on their way it shares, or -1
+        ("pulling", np.bool_),  # some come from a decode worker,
+        ("peer", np.int64),  # this one,
+        ("pulled", np.int64),  # so many
         ("cached", np.int64),  # tokens of its context that it has then
         ("kept", np.int64),  # blocks of its context that have been offered to tiers
         ("start_s", np.float64),  # it began to wait, before its prompt was computed; 0: never
@@ -121,8 +128,10 @@ class Tiers(NamedTuple):
 
 def no_tiers() -> Tiers:
     """Return what stands for a cluster without tiers, of the same types: the loop is one."""
+    loading = np.zeros(1, LOADING)
+    loading["pulls"] = -1
     return Tiers(
-        np.zeros(0, CLOCK), np.zeros(1, LOADING), np.zeros(0, RULES),
+        np.zeros(0, CLOCK), loading, np.zeros(0, RULES),
         np.zeros((0, 0), LINK), np.zeros(0, STORE), np.zeros((0, 0), BLOCK),
         np.zeros((0, 0), np.int32), np.zeros((0, 0)), np.zeros(0, np.int64), np.zeros(0, LOAD),
         np.zeros((0, 0), np.int32),

@@ -54,6 +54,7 @@ from eldr_sim.simulator.plane.compiled import ask, compiled
 from eldr_sim.simulator.plane.engine import (
     PENDING_END,
     PENDING_HAND_OVER,
+    blocks_are_pulled,
     blocks_have_come,
     boundary,
     leave,
@@ -71,7 +72,7 @@ from eldr_sim.simulator.plane.front_end import (
     on_tokenized,
     send,
 )
-from eldr_sim.simulator.plane.kv_cache import blocks_of, release
+from eldr_sim.simulator.plane.kv_cache import blocks_of, release, withdraw
 from eldr_sim.simulator.plane.kv_manager import Engines, publish_tokens, side_of
 from eldr_sim.simulator.plane.removal import give_back, remove
 from eldr_sim.simulator.plane.sessions import arrive, go_on
@@ -209,6 +210,13 @@ def detach(
     if record.transfer_start_s >= 0.0 and not record.kv_here:
         network.drop(clock, events, net, request)
     w, source = record.worker, record.source
+    if engines.kv.tiers.loads.shape[0] > 0 and engines.kv.tiers.loads[request].pulling:
+        load = engines.kv.tiers.loads[request]
+        network.drop(clock, events, net, request)
+        give_back(clock, events, engines, load.peer, request)
+        withdraw(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request,
+                 load.pulled)  # fmt: skip
+        load.pulling = False
     if w >= 0:
         if engines.pools[engines.pool_of[w]].then >= 0 and record.prefill_end_s >= 0.0:
             give_back(clock, events, engines, w, request)  # nobody has taken it over yet
@@ -358,11 +366,17 @@ def _start_transfer(clock: Any, events: Any, engines: Engines, net: Any, request
     parts at the same time, each over its own NIC: one of them stands for all.
     """
     size, record = engines.settings[0].block_size, engines.requests[request]
-    context = record.prompt_len + record.generated
-    blocks = blocks_of(context - record.decode_cached_tokens, size)
-    pool = engines.pools[engines.pool_of[record.worker]]
+    source, target = record.source, record.worker
+    if source < 0:  # a prefill worker pulls from a decode worker
+        load = engines.kv.tiers.loads[request]
+        source, blocks = load.peer, load.pulled
+        pool = engines.pools[engines.pool_of[source]]
+    else:
+        context = record.prompt_len + record.generated
+        blocks = blocks_of(context - record.decode_cached_tokens, size)
+        pool = engines.pools[engines.pool_of[target]]
     n_bytes = blocks * size * pool.kv_bytes_per_token + pool.kv_state_bytes
-    network.begin(clock, events, net, record.source, record.worker, n_bytes, request)
+    network.begin(clock, events, net, source, target, n_bytes, request)
 
 
 @compiled()
@@ -371,6 +385,9 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
     for i in range(network.end(clock, events, net)):
         request = net.done[i]
         record = engines.requests[request]
+        if record.source < 0:
+            blocks_are_pulled(clock, events, engines, request)
+            continue
         record.transfer_end_s = clock[0].now
         w = record.source
         release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)

@@ -318,6 +318,9 @@ class KVTierConfig(Fields):
     kv_in_flight: Literal["join", "delay", "duplicate"] = "join"
     """Who wants a block that is on its way to the worker for another request waits for that one and
     loads its others meanwhile, waits before it does anything (vLLM), or loads it again."""
+    answer_kv: Literal["recompute", "pull"] = "recompute"
+    """Whether a prefill worker computes the answers in a turn's history, or pulls their KV blocks
+    from the worker that decoded the turn before."""
     kv_signal: Signal = "exact"
     """What routers know of prefix caches: ``exact``, what engines hold, as of the last signals, or
     ``approx:ttl=120,tokens=500000,routers=1``: the prompts that each of so many routers has itself

@@ -27,6 +27,8 @@ _UNITS |= {unit: 1024.0**k for k, unit in enumerate(("kib", "mib", "gib", "tib")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([kmgtp]?i?b)(/s)?", re.IGNORECASE)
 _SCOPES, _WRITES = ("worker", "node", "cluster"), ("through", "selective", "back")
 _EVICTIONS, _IN_FLIGHT = ("lru", "fifo"), ("join", "delay", "duplicate")
+#: Stands among the tiers for decode workers that answers' blocks are pulled from.
+DECODE = "decode"
 _ALLOWED = "NAME:BYTES,load=BYTES/s,... such as host:126GB,load=20GB/s,write=through"
 #: Blocks of a store whose arrays are laid out at least; no more than a workload can fill.
 _LEAST_BLOCKS = 1 << 20
@@ -99,8 +101,11 @@ def parse_tier(text: str) -> Tier:
 
 
 def tiers_of(config: KVTierConfig) -> tuple[Tier, ...]:
-    """Return the tiers of a configuration; raises InputError where two have one name."""
+    """Return the tiers of a configuration, the last of them decode workers that blocks are pulled
+    from; raises InputError where two have one name."""
     tiers = tuple(map(parse_tier, config.kv_tier))
+    if config.answer_kv == "pull":
+        tiers += (Tier(DECODE, 0.0, math.inf, math.inf, math.inf),)
     if len({tier.name for tier in tiers}) < len(tiers):
         raise InputError("kv_tier", "two tiers have one name", "a name for each")
     return tiers
@@ -115,7 +120,8 @@ def _members(spec: ClusterSpec, tier: Tier, gpus_per_node: int) -> NDArray[np.in
     for pool in spec.pools:
         for _ in range(pool.n):
             at = {"worker": len(numbers), "node": gpu // gpus_per_node, "cluster": 0}[tier.scope]
-            numbers.append(at if pool.router == 0 or tier.scope == "cluster" else -1)
+            has = (pool.router == 0 or tier.scope == "cluster") and tier.name != DECODE
+            numbers.append(at if has else -1)
             layout = pool.engine.parallelism
             gpu += layout.engine_gpus
     return np.array(numbers)
@@ -123,9 +129,9 @@ def _members(spec: ClusterSpec, tier: Tier, gpus_per_node: int) -> NDArray[np.in
 
 def make_tiers(
     spec: ClusterSpec, shards: Sequence[ModelDims], clock: NDArray[np.void], n_listed: int,
-    n_requests: int,
+    n_requests: int, rates: NDArray[np.float64],
 ) -> plane.Tiers:  # fmt: skip
-    """Return empty tiers: ``n_listed`` KV blocks that requests have."""
+    """Return empty tiers: ``n_listed`` KV blocks that requests have, links of ``rates`` bytes/s."""
     config, n_tiers = spec.kv_tiers, len(spec.tiers)
     rules, loading = np.zeros(n_tiers, plane.RULES), np.zeros(1, plane.LOADING)
     links, stores = np.zeros((spec.n_workers, n_tiers), plane.LINK), list[NDArray[np.void]]()
@@ -153,17 +159,30 @@ def make_tiers(
     every = np.concatenate(stores)
     for name in ("spare", "idle_head", "idle_tail"):
         every[name] = -1
-    most = max(int(every["n_blank"].max()), 1)
+    most = max(int(every["n_blank"].max(initial=0)), 1)
     loading["cheaper"] = config.kv_load == "cheaper"
     loading["in_flight"] = _IN_FLIGHT.index(config.kv_in_flight)
     if config.kv_overlap == "layers":
         loading["layers"] = spec.n_layers
+    loading["pulls"], loading["pull_s"] = -1, _pull_s(spec, shards, float(rates.min()))
+    if spec.tiers[-1].name == DECODE:
+        loading["pulls"] = n_tiers - 1
     return plane.Tiers(
         clock, loading, rules, links, every, np.zeros((n_stores, most), BLOCK),
         np.zeros((n_stores, 1 << max(2, (2 * most - 1).bit_length())), np.int32),
         np.zeros((n_stores, most)), np.zeros(n_tiers, np.int64),
         np.zeros(n_requests, plane.LOAD), np.zeros((n_requests, n_tiers), np.int32),
     )  # fmt: skip
+
+
+def _pull_s(spec: ClusterSpec, shards: Sequence[ModelDims], rate: float) -> float:
+    """Return what a KV block takes from a decode worker over links of ``rate`` bytes/s, s."""
+    pools = zip(spec.pools, shards, strict=True)
+    return max(
+        shard.kv_bytes_per_token * pool.kv_weight * spec.block_size / rate
+        + shard.n_kv_tensors * (pool.transfer or spec.transfer).descriptor_s
+        for pool, shard in pools
+    )
 
 
 def prompt_table(spec: ClusterSpec, longest: int) -> NDArray[np.float64]:

@@ -140,6 +140,7 @@ CASES = {
     "conditional_disagg": ("--topology 2C --conditional-disagg seconds", "conditional_disagg"),
     "kv_overlap": "--kv-overlap layers",
     "kv_in_flight": "--kv-in-flight delay",
+    "answer_kv": "--answer-kv pull",
     "sessions": "--sessions 9",
     "turns": "--turns 3",
     "calls_per_turn": "--calls-per-turn 2",

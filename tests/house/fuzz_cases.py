@@ -468,6 +468,7 @@ VALUES: dict[str, list[Any]] = {
     "load_report_delay_ms": [30], "kv_tier": ["host:1GB,load=20GB/s"], "kv_load": ["cheaper"],
     "conditional_disagg": ["noncached:40"],
     "kv_overlap": ["layers"], "kv_in_flight": ["delay", "duplicate"],
+    "answer_kv": ["pull"],
     "speculative_config": [{"method": "ngram", "num_speculative_tokens": 2,
                             "synthetic_acceptance_length": 1.8}],
     **{f"{pool}.speculative_config": [

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.simulator.plane.state import CANCELLED
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.config_groups import KVTierConfig
 from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
-from eldr_sim.simulator.setup.kv_tiers import parse_tier
+from eldr_sim.simulator.setup.kv_tiers import parse_tier, tiers_of
+from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.requests.request_logs import chain_blocks
 
 BLOCK, BYTES = 4, 8  # tokens of a block, bytes of its KV cache: two a token
@@ -311,6 +313,82 @@ def test_hit_rates_follow_ches_approximation(make_workload, run):
     assert (record.requests["cached_tokens"][2000:] > 0).mean() == pytest.approx(
         expected, abs=0.012
     )
+
+
+#: A prompt of 10 tokens and its answer of 9 have 4 whole blocks, the prompt alone 2.
+SLOW = TransferModel(0.5, 0.125, 4.0, "test")  # bytes/s
+PULL_S = 0.5 + 2 * 2 * 0.125 + 2 * BYTES / 4.0  # two blocks of two tensors
+
+
+@pytest.fixture(scope="module")
+def turns(make_workload, make_cluster, make_step_time):
+    """A turn of 10 tokens, answered with 9, and 10 s later one of 26; of one prefill worker."""
+
+    def run(answer_kv="pull", transfer=SLOW, n_decode=1, prepare=lambda cluster: None, **rest):
+        config = KVTierConfig(answer_kv=answer_kv, **rest)
+        indptr = np.array([0, 7, 14])
+        work = dataclasses.replace(
+            make_workload(np.zeros(2), np.array([10, 26]), np.array([9, 2])),
+            prefix_hash=chain_blocks(np.tile(np.arange(7, dtype=np.uint64), 2), indptr),
+            prefix_indptr=indptr, prefix_block_tokens=BLOCK,
+            prefix_text=np.zeros(14, np.int32), parent=np.array([-1, 0], np.int32),
+            gap_s=np.array([0.0, 10.0]), session=np.zeros(2, np.int32), answered=np.ones(2, bool),
+        )  # fmt: skip
+        cluster = make_cluster(
+            work, n_blocks=20, n_decode=n_decode, transfer=transfer, kv_tiers=config,
+            kv_bytes_per_token=BYTES // BLOCK, tiers=tiers_of(config),
+            step_time=make_step_time(8, 1, 8, constant=0.25, prefill=(0.0, 0.125)),
+        )  # fmt: skip
+        prepare(cluster)
+        record = cluster.run()
+        workers = cluster.arrays.engines.workers
+        assert (workers["n_blank"] + workers["n_idle"] == 20).all()
+        assert cluster.arrays.clock["n_flows"][0] == 0
+        return record
+
+    return run
+
+
+def test_a_prefill_worker_pulls_the_answer_over_the_links_of_kv_transfers(turns):
+    two = turns().requests[1]
+    assert two["cached_tokens"] == 16
+    assert two["prefill_start_s"] - two["arrival_s"] == PULL_S
+    # It computes 10 tokens and hands over what the decode worker lacks: 3 of 7 blocks.
+    assert two["transfer_start_s"] - two["prefill_start_s"] == 10 * 0.125
+    assert two["transfer_end_s"] - two["transfer_start_s"] == 0.5 + 3 * 0.25 + 3 * BYTES / 4.0
+    record = turns()
+    assert record.tiers.hits.tolist() == [[0], [8]]
+    assert record.tiers.loaded.tolist() == [2]
+    assert record.tiers.loads["saved_s"].tolist() == [0.0, 8 * 0.125]
+
+
+def test_answers_are_computed_again_where_that_is_faster_or_nothing_is_pulled(turns):
+    plain = turns("recompute")
+    assert plain.requests["cached_tokens"].tolist() == [0, 8]
+    assert plain.requests["prefill_start_s"][1] == plain.requests["arrival_s"][1]
+    cheaper = turns(kv_load="cheaper")  # 8 tokens take a second
+    assert cheaper.requests.tobytes() == plain.requests.tobytes()
+    fast = turns(kv_load="cheaper", transfer=TransferModel(0.0, 0.0, 17.0, "test"))
+    assert fast.requests["cached_tokens"].tolist() == [0, 16]
+
+
+@pytest.mark.parametrize("while_s", [0.25, 0.9])  # descriptors are posted; bytes flow
+@pytest.mark.parametrize("what", ["decode", "prefill", "cancel"])
+def test_nothing_is_left_of_a_pull_that_is_cut(turns, what, while_s):
+    at = float(turns().requests["arrival_s"][1]) + while_s
+    if what == "cancel":
+        plan = FaultPlan((), cancel_s=np.array([np.inf, while_s]))
+    else:
+        plan = FaultPlan((Fault("fail", what, 0, at, 5.0),))
+    record = turns(prepare=lambda cluster: setattr(cluster, "faults", plan))
+    two = record.requests[1]
+    if what == "cancel":
+        assert two["outcome"] == CANCELLED
+        return
+    assert record.completed.all()
+    assert record.retries.tolist() == [0, 1]
+    # What a dead decode worker had is lost; a dead prefill worker pulls all again.
+    assert two["cached_tokens"] == {"decode": 8, "prefill": 16}[what]
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,20 @@ def test_prefill_workers_lack_the_answers():
     assert (rows.cached_tokens[before >= 0] == found[before >= 0]).all()
 
 
+def test_prefill_workers_pull_the_answers():
+    one = {"sessions": 3, "topology": "1P1D", "max_active_sessions": 1, "output_len": 45}
+    result, work = requests_of(**one, answer_kv="pull")
+    rows = result.requests.to_pandas().sort_values("request_id")
+    before = work.parent[rows.request_id]
+    context = work.prompt_len[before].astype(int) + work.output_len[before] - 1
+    assert (rows.cached_tokens[before >= 0] == (context // 16 * 16)[before >= 0]).all()
+    pulled = context // 16 * 16 - work.prompt_len[before] // 16 * 16
+    assert (rows.loaded_tokens[before >= 0] == pulled[before >= 0]).all()
+    assert result.summary["prefix_cache_hit_rate"] == pytest.approx(
+        result.summary["ideal_prefix_cache_hit_rate"], abs=1e-12
+    )
+
+
 def test_policies_see_the_same_users():
     (one, work), (other, same) = requests_of(policy="jsq"), requests_of(policy="random")
     for name in ("prompt_len", "output_len", "gap_s", "parent", "text", "replay_offset"):

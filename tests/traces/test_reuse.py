@@ -180,6 +180,17 @@ def test_the_common_part_is_that_of_all():
     assert found.ideal.tolist() == [0, 8, 8]
 
 
+def test_who_is_not_served_neither_finds_nor_leaves_anything():
+    chains, lengths = [[0, 1], [0, 1, 2], [0, 1, 2], [9]], [(9, 1), (12, 1), (13, 1), (4, 1)]
+    served = np.array([True, False, True, False])
+    found = reuse_of(made_of(chains, lengths), SIZE, served)
+    alone = reuse_of(made_of(chains[::2], lengths[::2]), SIZE)
+    assert found.ideal[served].tolist() == alone.ideal.tolist() == [0, 8]
+    assert (
+        (found.n_tokens, found.common_tokens) == (alone.n_tokens, alone.common_tokens) == (22, 16)
+    )
+
+
 def test_an_endless_cache_finds_of_a_log_what_is_ideal(tmp_path):
     """One engine, one request after the other; a log's answers are in no block of its hashes."""
     log = tmp_path / "log.jsonl"

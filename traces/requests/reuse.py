@@ -44,12 +44,15 @@ class Reuse(NamedTuple):
         return self.common_tokens / self.n_tokens
 
 
-def reuse_of(requests: Requests, granule: int = 1) -> Reuse:
+def reuse_of(
+    requests: Requests, granule: int = 1, served: NDArray[np.bool_] | None = None
+) -> Reuse:
     """Return what requests, in their order, find of those before them.
 
     ``granule``: tokens of an engine's KV block: found are whole ones, and never a prompt's last
-    token.
+    token; ``served``: bool ``[requests]``: who looks anything up and leaves anything; None: all.
     """
+    served = np.ones(len(requests), bool) if served is None else served
     size, n = requests.prefix_block_tokens, len(requests)
     _, blocks = np.unique(requests.prefix_hash, return_inverse=True)
     context = requests.prompt_len.astype(np.int64)
@@ -59,25 +62,27 @@ def reuse_of(requests: Requests, granule: int = 1) -> Reuse:
     ideal = np.zeros(n, np.int64)
     found = _pass(
         blocks.astype(np.int64), requests.prefix_indptr, requests.n_prompt_blocks, context,
-        requests.prompt_len.astype(np.int64), size, granule, distance, tokens, ideal,
+        requests.prompt_len.astype(np.int64), served, size, granule, distance, tokens, ideal,
     ) if size else 0  # fmt: skip
     common = 0
     if size:
-        first = blocks[: int(requests.n_prompt_blocks.min())]
-        begins = requests.prefix_indptr[:-1]
+        begins = requests.prefix_indptr[:-1][served]
+        least = int(requests.n_prompt_blocks[served].min())
+        first = blocks[begins[0] : begins[0] + least]
         while common < len(first) and (blocks[begins + common] == first[common]).all():
             common += 1
-    in_common = np.minimum(requests.prompt_len, common * size).sum(dtype=np.int64)
+    prompts = requests.prompt_len[served]
+    in_common = np.minimum(prompts, common * size).sum(dtype=np.int64)
     return Reuse(
-        distance[:found], tokens[:found], ideal, int(requests.prompt_len.sum(dtype=np.int64)),
+        distance[:found], tokens[:found], ideal, int(prompts.sum(dtype=np.int64)),
         int(in_common), size,
     )  # fmt: skip
 
 
 @njit()
 def _pass(
-    blocks: Any, indptr: Any, n_prompt: Any, context: Any, prompt: Any, size: int, granule: int,
-    distance: Any, tokens: Any, ideal: Any,
+    blocks: Any, indptr: Any, n_prompt: Any, context: Any, prompt: Any, served: Any, size: int,
+    granule: int, distance: Any, tokens: Any, ideal: Any,
 ) -> int:  # fmt: skip
     """Fill in what is found; return how many blocks are."""
     n_blocks = blocks.max() + 1 if blocks.shape[0] else 0
@@ -86,6 +91,8 @@ def _pass(
     tree = np.zeros(blocks.shape[0] + 1, np.int64)  # Fenwick: uses that are the last of a block
     now, n_found = 0, 0
     for i in range(prompt.shape[0]):
+        if not served[i]:
+            continue
         begin, end = indptr[i], indptr[i + 1]
         deepest, got = -1, 0
         for k in range(begin, begin + n_prompt[i]):
