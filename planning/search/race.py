@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from eldr_sim.planning.runs.shared_runs import Search, side_by_side
 from eldr_sim.planning.search.candidates import ClusterTemplate
-from eldr_sim.planning.search.rates import FROM_ESTIMATE
+from eldr_sim.planning.search.rates import FROM_ESTIMATE, at_rate
 from eldr_sim.planning.search.search import highest_rate
 from eldr_sim.planning.search.trial import attains
 from eldr_sim.planning.slo import Objective
@@ -48,8 +48,7 @@ class Contender:
 
     def at(self, rate: float) -> RunConfig:
         """Return the cluster under a rate."""
-        config = self.template.at(self.x, self.y)
-        return config.model_copy(update={"request_rate": rate})
+        return at_rate(self.template.at(self.x, self.y), rate)
 
 
 def halved(

@@ -54,7 +54,7 @@ def plan_rate(
     low = lowest_rate(config)
     runs = Runs() if runs is None else runs
     with runs.starting(configs[0]):
-        starts = [_at(each, _likely(each, objective, low)) for each in configs]
+        starts = [at_rate(each, _likely(each, objective, low)) for each in configs]
         impossible = [bounds(start, objective).impossible for start in starts]
         possible = [start for start, reason in zip(starts, impossible, strict=True) if not reason]
         at_once = 1 if len(possible) > 1 else 2  # else one process would wait
@@ -87,7 +87,7 @@ def _likely(config: RunConfig, objective: Objective, low: float) -> float:
     some = max(low, float(config.n_decode or config.n_prefill))
     if not config.generates:
         return some
-    config = _at(config, some)
+    config = at_rate(config, some)
     workload, _ = offered_load(config, trace_of(config, load_model(config.model)))
     prefill, decode = capacity(config, objective, workload)
     rate = decode * config.n_decode
@@ -96,15 +96,20 @@ def _likely(config: RunConfig, objective: Objective, low: float) -> float:
     return some if math.isinf(rate) else max(low, rate)
 
 
-def _at(config: RunConfig, rate: float) -> RunConfig:
-    return config.model_copy(update={"request_rate": rate})
+def at_rate(config: RunConfig, rate: float) -> RunConfig:
+    """Return a run at another rate; its window is as long as a share of requests needs."""
+    window = {}
+    if config.duration_s is not None and not config.replays_log:
+        window = {"duration": max(config.duration_s, LEAST_REQUESTS / rate)}
+    return config.model_copy(update={"request_rate": rate, **window})
 
 
 def lowest_rate(config: RunConfig) -> float:
-    """Return the lowest rate with enough requests in the measured window; raises InputError."""
-    if config.duration_s is not None:
+    """Return the lowest rate that is looked for; raises InputError where requests are too few."""
+    if config.duration_s is None:
+        check_requests(config, math.inf)
+    elif config.replays_log:
         return LEAST_REQUESTS / config.duration_s
-    check_requests(config, math.inf)
     return 0.01
 
 
@@ -147,7 +152,7 @@ def carried(
     assert config.request_rate is not None
 
     def meets(rate: float) -> Search[bool]:
-        return attains(_at(config, rate), seed, objective)
+        return attains(at_rate(config, rate), seed, objective)
 
     return highest_rate(
         config.request_rate, low, meets, factor=factor, tolerance=TOLERANCE, high=high,
@@ -170,7 +175,9 @@ def carried_by_seed(
     see :func:`~eldr_sim.planning.search.search.highest_rate`.
     """
     first = yield from carried(config, 0, objective, low=low, high=high, at_once=at_once)
-    start, factor = (config, FROM_ESTIMATE) if first is None else (_at(config, first.good), NEAR)
+    start, factor = (
+        (config, FROM_ESTIMATE) if first is None else (at_rate(config, first.good), NEAR)
+    )
     others = yield from side_by_side(
         [
             carried(start, seed, objective, low=low, high=high, factor=factor)
@@ -193,7 +200,7 @@ def carried_row(
     if beaten or not known or len(known) < len(by_seed):
         without = "beaten" if beaten else "none"
         return Row(gpu_label(config), label, None, None, tuple(by_seed), without, [reason], config)
-    best = _at(config, known[0])
+    best = at_rate(config, known[0])
     trial = found_by_seed(best, (yield [best]))
     return Row(gpu_label(config), label, trial, t_interval(known), tuple(by_seed))
 

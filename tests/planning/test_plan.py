@@ -535,6 +535,23 @@ def test_a_pool_s_last_worker_cannot_be_lost(topology):
         assert found.beside(**less) is None
 
 
+def test_a_rate_of_few_requests_is_found_in_a_longer_window():
+    """A cluster that carries less than a hundred requests in the window is no cluster without."""
+    config = make_config(BASE | {"topology": "1P1D", "duration": 10, "policy": "jsq"})
+    evaluate = Analytic()
+    with simulated_by(evaluate):
+        found = plan_rate(config, Objective(LEVEL, 0.9, (3,)), gpus=["H100"], runs=Runs(1))
+
+    def above(rate):
+        return math.prod(attained(found.best.trial.config.model_copy(
+            update={"request_rate": rate}))) - 0.9  # fmt: skip
+
+    rate = brentq(above, 0.01, 5.9)
+    assert rate * 10 < 100
+    assert found.best.figure.mean == pytest.approx(rate, rel=0.01)
+    assert all(c.request_rate * c.duration >= 100 - 1e-9 for c in evaluate.configs)
+
+
 def test_the_rate_of_a_dense_model_and_of_priced_co_located_workers():
     base = {"topology": "2C", "duration": 4, "warmup": 0, "input_len": 500, "output_len": 8}
     objective = Objective(parse_slo(["ttft:5000"]), 0.5, (2,))

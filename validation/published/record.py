@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
-from eldr_sim.validation.published import silicon_routing
+from eldr_sim.validation.published import advice, silicon_routing
 from eldr_sim.validation.published.silicon import (
     Form,
     Load,
@@ -284,21 +284,18 @@ def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
         ("Cards", ("engine", "mode", "gpu")),
         ("Models", ("engine", "mode", "model", "precision")),
     ):
-        lines += [f"## {title}", "", *cell_lines(list(cells(table, by)), by), ""]
+        lines += [f"## {title}", "", *cell_lines(list(cells(table, by)), by)]
+    if asked := advice.rows_of(table):
+        lines += ["## Advice", "", *_table(list(asked[0]), [list(row.values()) for row in asked])]
     frame = table.to_pandas()
     refused = frame[frame.refused != ""].groupby(["engine", "mode", "model", "refused"]).size()
-    lines += [
-        "## Not predicted",
-        "",
-        "| rows | engine | mode | model | why |",
-        "|---|---|---|---|---|",
-    ]
-    for (engine, mode, model, why), n in refused.sort_values(ascending=False).items():
-        lines.append(f"| {n} | {engine} | {mode} | {model} | {why} |")
+    reasons = [[n, *why] for why, n in refused.sort_values(ascending=False).items()]
+    columns = ["rows", "engine", "mode", "model", "why"]
+    lines += ["## Not predicted", "", *_table(columns, reasons)]
     kept = frame[(frame.refused == "") & (frame.excluded == "")]
-    columns = "row | engine | model | GPU | GPUs | in | out | streams | TPOT, ms | predicted"
-    lines += ["", "## The worst twenty in TPOT", "", f"| {columns} | TTFT, ms | predicted |"]
-    lines += ["|" + "---|" * 12]
+    columns = ["row", "engine", "model", "GPU", "GPUs", "in", "out", "streams"]
+    columns += ["TPOT, ms", "predicted", "TTFT, ms", "predicted"]
+    worst_lines = list[list[Any]]()
     if len(kept):
         worst = kept.reindex(kept.tpot_error.abs().sort_values(ascending=False).index)[:20]
         for line in worst.itertuples():
@@ -306,27 +303,34 @@ def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
             said = [line.row, line.engine, line.model, line.gpu, int(line.gpus)]
             said += [int(line.input_len), int(line.output_len), int(line.concurrency)]
             said += [f"{figure:.4g}" for figure in figures]
-            lines.append("| " + " | ".join(map(str, said)) + " |")
-    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+            worst_lines.append(said)
+    lines += ["## The worst twenty in TPOT", "", *_table(columns, worst_lines)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return a Markdown table and an empty line."""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (columns, *rows)]
+    return [lines[0], "|" + "---|" * len(columns), *lines[1:], ""]
 
 
 def cell_lines(found: Sequence[dict[str, Any]], by: Sequence[str]) -> list[str]:
-    """Return cells as a Markdown table."""
+    """Return cells as a Markdown table, and an empty line."""
 
     def said(errors: tuple[float, float, float] | None) -> str:
         return "" if errors is None else "{:.1f} / {:.1f} / {:+.1f}".format(*errors)
 
     columns = [*by, "rows", "predicted", "after the filters", "TPOT", "TTFT", "TPOT, all",
                "TTFT, all", "other's TPOT", "other's TTFT", "ahead"]  # fmt: skip
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    rows = list[list[str]]()
     for cell in found:
         values = [*(str(cell[name]) for name in by), *map(str, (cell["rows"], cell["predicted"]))]
         values += [str(cell["kept"]), said(cell["tpot_kept"]), said(cell["ttft_kept"])]
         values += [said(cell["tpot_all"]), said(cell["ttft_all"])]
         values += [said(cell["tpot_other"]), said(cell["ttft_other"])]
         values.append(_ahead(cell))
-        lines.append("| " + " | ".join(values) + " |")
-    return lines
+        rows.append(values)
+    return _table(columns, rows)
 
 
 def _ahead(cell: dict[str, Any]) -> str:
