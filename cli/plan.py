@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -159,34 +159,41 @@ def _kept(out: Path | None, resume: bool) -> Iterator[Journal | None]:
         sys.exit(130)
 
 
+class _Asked(NamedTuple):
+    """The command's own options; the others are of a run."""
+
+    slo: tuple[str, ...]
+    attainment: float
+    gpus: str | None
+    policies: tuple[str, ...]
+    max_gpus: int
+    price: str | None
+    sizes: str | None
+    engines: str | None
+    redundant: str | None
+    drafts: str | None
+    axes: tuple[str, ...]
+    topology: str | None
+    n_gpus: int | None
+    prefill_only: bool
+    strategies: str | None
+    autoscalers: tuple[str, ...]
+    why_not: tuple[str, ...]
+    sensitivity: bool
+    seeds: int
+    jobs: int | None
+
+    @property
+    def cluster_is_given(self) -> bool:
+        """Whether its GPUs are."""
+        return self.topology is not None or self.n_gpus is not None
+
+
 def planned(
-    slo: tuple[str, ...],
-    attainment: float,
-    gpus: str | None,
-    policies: tuple[str, ...],
-    max_gpus: int,
-    price: str | None,
-    sizes: str | None,
-    engines: str | None,
-    redundant: str | None,
-    drafts: str | None,
-    axes: tuple[str, ...],
-    topology: str | None,
-    n_gpus: int | None,
-    prefill_only: bool,
-    strategies: str | None,
-    autoscalers: tuple[str, ...],
-    why_not: tuple[str, ...],
-    sensitivity: bool,
-    seeds: int,
-    jobs: int | None,
-    progress: RunCounter = run_counter,
-    journal: Journal | None = None,
-    **options: Any,
+    progress: RunCounter = run_counter, journal: Journal | None = None, **options: Any
 ) -> Answer:
-    """Return the answer to what the options ask."""
+    """Return the answer to what the options of the command ask."""
     from eldr_sim.planning.runs.shared_runs import Runs
-    from eldr_sim.planning.search.axes import DRAFTS, parse_axes
     from eldr_sim.planning.search.day import plan_day
     from eldr_sim.planning.search.plan import plan as plan_cluster
     from eldr_sim.planning.search.prefill import plan_fastest
@@ -194,90 +201,112 @@ def planned(
     from eldr_sim.planning.search.split import plan_split
     from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
 
-    if not slo and not prefill_only:
+    asked = _Asked(**{name: options.pop(name) for name in _Asked._fields})
+    if not asked.slo and not asked.prefill_only:
         raise InputError("slo", "none", "METRIC:MS such as ttft:500,tpot:30, or --prefill-only")
-    objective = Objective(parse_slo(slo), attainment, looks_up_to(seeds)) if slo else None
-    if objective is None and attainment != _ATTAINMENT:
-        raise InputError("attainment", "nothing is attained without a service level", "--slo")
-    if max_gpus != _MAX_GPUS and (topology or n_gpus) is not None:
-        beside = "--gpus" if topology is None else "--topology"
-        raise InputError("max_gpus", f"beside {beside}, which says how many GPUs there are", "none")
-    rate = options.get("request_rate")
-    if n_gpus is not None and (topology is not None or rate is not None):
-        other = "--request-rate" if topology is None else "--topology"
-        raise InputError("gpus", f"together with {other}", "one of the two")
-    if n_gpus is not None and prefill_only:
-        raise InputError("gpus", "together with --prefill-only", "one of the two")
-    day = bool(autoscalers) or options.get("load") is not None
-    if day and (n_gpus is not None or prefill_only):
-        other = "--gpus" if n_gpus is not None else "--prefill-only"
-        field = "autoscale" if autoscalers else "load"
-        raise InputError(field, f"together with {other}", "--max-gpus, or --topology")
-    if topology is not None:
-        if rate is not None and not day:
-            raise InputError("topology", "together with --request-rate", "one of the two")
-        if prefill_only:
-            raise InputError("prefill_only", "together with --topology", "one of the two")
-        options["topology"] = topology
-    elif prefill_only:
+    objective = None
+    if asked.slo:
+        looks = looks_up_to(asked.seeds)
+        objective = Objective(parse_slo(asked.slo), asked.attainment, looks)
+    day = bool(asked.autoscalers) or options.get("load") is not None
+    _check_question(asked, options.get("request_rate"), day)
+    sizes, groups = _worker_sizes(asked)
+    if asked.topology is not None:
+        sized = {"tensor_parallel_size": sizes, "data_parallel_size": groups}
+        options |= {"topology": asked.topology} | {k: v[0] for k, v in sized.items() if v}
+    elif asked.prefill_only:
         options["topology"] = "1P"
-    given = {"tensor_parallel_size": sizes, "data_parallel_size": engines}
-    lists = {field: _integers(field, text) for field, text in given.items()}
-    for field, numbers in lists.items():
-        if len(set(numbers)) < len(numbers):
-            raise InputError(field, f"{given[field]} names one twice")
-    worker_sizes, groups = lists.values()
-    if topology is not None:
-        for field, numbers in lists.items():
-            if len(numbers) > 1:
-                raise InputError(field, f"{given[field]} for one cluster", "one number")
-            if numbers:
-                options[field] = numbers[0]
     config = config_from_options(options)
-    wanted = parse_axes(axes)
-    for field, text in (("num_redundant_experts", redundant), (DRAFTS, drafts)):
-        if text:
-            wanted[field] = _integers(field, text)
-    if wanted and prefill_only:
-        raise InputError(next(iter(wanted)), "prefill workers alone have --strategy", "none")
+    axes = _axes(asked)
     if options.get("config_file") is None and objective is not None:
         config = _with_window(config, objective, options)
     _note_long_log(config)
-    asked = day or topology is not None or n_gpus is not None or objective is None
-    if not (asked or config.from_file) and config.request_rate is None:
+    is_search = not (day or asked.cluster_is_given or objective is None)
+    if is_search and not config.from_file and config.request_rate is None:
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
-    if groups and prefill_only:
-        raise InputError("data_parallel_size", "prefill workers alone have --strategy", "none")
-    for field, about in (("why_not", why_not), ("sensitivity", sensitivity)):
-        if about and (asked or prefill_only):
+    for field, about in (("why_not", asked.why_not), ("sensitivity", asked.sensitivity)):
+        if about and (not is_search or asked.prefill_only):
             raise InputError(field, "no cheapest cluster is searched", "--slo, --request-rate")
-    names = _list(strategies)
-    if names and not prefill_only:
-        raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only")
-    decoders = served(config, [name for text in policies for name in split(text)])
-    chosen: dict[str, Any] = {"gpus": _list(gpus), "prices": _prices(price)}
+    names = _list(asked.strategies)
+    decoders = served(config, [name for text in asked.policies for name in split(text)])
+    if objective is None and decoders:
+        raise InputError("policy", "prefill workers alone decode nothing")
+    chosen: dict[str, Any] = {"gpus": _list(asked.gpus), "prices": _prices(asked.price)}
+    sized = {"tensor_parallel_sizes": sizes, "data_parallel_sizes": groups}
+    most = {"max_gpus": asked.max_gpus}
     with progress("planning") as count:
-        chosen["runs"] = Runs(jobs, count, journal)
+        chosen["runs"] = Runs(asked.jobs, count, journal)
         if objective is None:
-            if rate is not None:
-                raise InputError("request_rate", "without --slo all prompts come at once", "--slo")
-            if decoders:
-                raise InputError("policy", "prefill workers alone decode nothing")
-            chosen |= {"seeds": min(seeds, 3), "worker_gpus": worker_sizes, "strategies": names}
-            return plan_fastest(config, max_gpus=max_gpus, **chosen)
-        chosen |= {"policies": decoders, "axes": wanted}
+            chosen |= {"seeds": min(asked.seeds, 3), "worker_gpus": sizes, "strategies": names}
+            return plan_fastest(config, **most, **chosen)
+        chosen |= {"policies": decoders, "axes": axes}
         if day:
-            rules = [name for text in autoscalers for name in split(text)]
-            sized = {"tensor_parallel_sizes": worker_sizes, "data_parallel_sizes": groups}
-            chosen |= {"rules": rules, "bounded": topology is not None} | sized
-            return plan_day(config, objective, max_gpus=max_gpus, **chosen)
-        if topology is not None:
+            rules = [name for text in asked.autoscalers for name in split(text)]
+            chosen |= {"rules": rules, "bounded": asked.topology is not None}
+            return plan_day(config, objective, **most, **sized, **chosen)
+        if asked.topology is not None:
             return plan_rate(config, objective, **chosen)
-        chosen |= {"tensor_parallel_sizes": worker_sizes, "data_parallel_sizes": groups}
-        if n_gpus is not None:
-            return plan_split(config, objective, n_gpus, **chosen)
-        chosen |= {"strategies": names, "why_not": why_not, "sensitivity": sensitivity}
-        return plan_cluster(config, objective, max_gpus=max_gpus, **chosen)
+        if asked.n_gpus is not None:
+            return plan_split(config, objective, asked.n_gpus, **sized, **chosen)
+        chosen |= {"why_not": asked.why_not, "sensitivity": asked.sensitivity}
+        return plan_cluster(config, objective, strategies=names, **most, **sized, **chosen)
+
+
+def _check_question(asked: _Asked, rate: object, day: bool) -> None:
+    """Raise InputError for options that ask two questions at once."""
+    if not asked.slo and asked.attainment != _ATTAINMENT:
+        raise InputError("attainment", "nothing is attained without a service level", "--slo")
+    if asked.max_gpus != _MAX_GPUS and asked.cluster_is_given:
+        beside = "--gpus" if asked.topology is None else "--topology"
+        raise InputError("max_gpus", f"beside {beside}, which says how many GPUs there are", "none")
+    if asked.n_gpus is not None and (asked.topology is not None or rate is not None):
+        other = "--request-rate" if asked.topology is None else "--topology"
+        raise InputError("gpus", f"together with {other}", "one of the two")
+    if asked.n_gpus is not None and asked.prefill_only:
+        raise InputError("gpus", "together with --prefill-only", "one of the two")
+    if day and (asked.n_gpus is not None or asked.prefill_only):
+        other = "--gpus" if asked.n_gpus is not None else "--prefill-only"
+        field = "autoscale" if asked.autoscalers else "load"
+        raise InputError(field, f"together with {other}", "--max-gpus, or --topology")
+    if asked.topology is not None and rate is not None and not day:
+        raise InputError("topology", "together with --request-rate", "one of the two")
+    if asked.topology is not None and asked.prefill_only:
+        raise InputError("prefill_only", "together with --topology", "one of the two")
+    if not asked.slo and rate is not None:
+        raise InputError("request_rate", "without --slo all prompts come at once", "--slo")
+    if asked.strategies and not asked.prefill_only:
+        raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only")
+    if asked.engines and asked.prefill_only:
+        raise InputError("data_parallel_size", "prefill workers alone have --strategy", "none")
+
+
+def _worker_sizes(asked: _Asked) -> list[list[int]]:
+    """Return the GPUs of an engine and the engines of a worker to choose from."""
+    found = []
+    for field, text in (
+        ("tensor_parallel_size", asked.sizes),
+        ("data_parallel_size", asked.engines),
+    ):
+        numbers = _integers(field, text)
+        if len(set(numbers)) < len(numbers):
+            raise InputError(field, f"{text} names one twice")
+        if asked.topology is not None and len(numbers) > 1:
+            raise InputError(field, f"{text} for one cluster", "one number")
+        found.append(numbers)
+    return found
+
+
+def _axes(asked: _Asked) -> dict[str, list[Any]]:
+    """Return further fields and the values to choose from."""
+    from eldr_sim.planning.search.axes import DRAFTS, parse_axes
+
+    wanted = parse_axes(asked.axes)
+    for field, text in (("num_redundant_experts", asked.redundant), (DRAFTS, asked.drafts)):
+        if text:
+            wanted[field] = _integers(field, text)
+    if wanted and asked.prefill_only:
+        raise InputError(next(iter(wanted)), "prefill workers alone have --strategy", "none")
+    return wanted
 
 
 def _with_window(config: RunConfig, objective: Objective, options: dict[str, Any]) -> RunConfig:
