@@ -228,6 +228,7 @@ class Actions:
         sent = self.requests[self.came("sent")]
         bound = np.isin(sent["worker"], engines)
         bound |= np.isin(sent["source"], engines) & ~sent["kv_here"]
+        bound |= np.isin(sent["reserved"], engines)
         loads = self.cluster.arrays.engines.kv.tiers.loads
         if len(loads):
             pulls = loads[self.came("sent")]
@@ -348,7 +349,7 @@ class Actions:
     def _hear(self, request: int) -> None:
         """Let the routers know that a request is nowhere any more."""
         record = self.requests[request]
-        for w in (int(record["source"]), int(record["worker"])):
+        for w in map(int, (record["source"], record["worker"], record["reserved"])):
             if w < 0:
                 continue
             report = request * len(self.workers) + w  # of a prompt that it has computed

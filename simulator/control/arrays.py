@@ -66,7 +66,7 @@ def make_requests(
     for name in state.REQUEST.names or ():
         if name.endswith("_s"):
             requests[name] = -1.0
-    for name in ("worker", "source", "cached_tokens", "decode_cached_tokens"):
+    for name in ("worker", "source", "reserved", "cached_tokens", "decode_cached_tokens"):
         requests[name] = -1
     roots = np.arange(len(workload))
     requests["parent"] = -1 if workload.parent is None else workload.parent

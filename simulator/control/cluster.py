@@ -228,6 +228,9 @@ class Cluster:
             events[1], clock["n_events"] = (self.window[1], 0, state.ARRIVAL, -1), 2
             events[:2].sort(order=("time", "order"))
             clock["open_measured"] += 1
+        most_pending = most_seqs + most_at_once(spec.front_end) + 1
+        if spec.reserves_early:  # perhaps for all at once
+            most_pending += n_requests
         n_layers = spec.decode.step_time.n_moe_layers
         masks = np.zeros((n_workers, 1, 0), np.uint64)
         if expert_masks is not None:
@@ -253,7 +256,7 @@ class Cluster:
                     else int(last[pools["reports"]].max(initial=0)),
                     self._tiers(shards, clock, bool(pools["prefix_caching"].any())),
                 ),
-                pending=np.zeros((most_seqs + most_at_once(spec.front_end) + 1, 2), np.int64),
+                pending=np.zeros((most_pending, 2), np.int64),
                 sessions=sessions,
                 prompt_s=prompt_table(spec, longest),
             ),
@@ -546,6 +549,7 @@ class Cluster:
             engines=engines._replace(
                 requests=requests,
                 tables=with_more(engines.tables, new - old),
+                pending=with_more(engines.pending, new - old),
                 kv=kv,
                 sessions=engines.sessions._replace(
                     order=with_more(engines.sessions.order, new - old)
@@ -642,7 +646,8 @@ class Cluster:
     def _info(self, router: int, request: int) -> RequestInfo:
         """Return a request as a router sees it: with its signature if the prompt is computed."""
         workload, signature, which, hashes = self.workload, None, None, list[int]()
-        here = self.spec.conditional.entry and self.requests["prefill_end_s"][request] < 0.0
+        first = self.spec.conditional.entry or self.spec.reserves_early
+        here = first and self.requests["prefill_end_s"][request] < 0.0
         if router in self._reads_signatures and not here:  # else nobody has computed the prompt yet
             which, signature = self.signatures(self._signature_rows(request))
         elif self.routers[router].needs.session_signature and workload.parent is not None:

@@ -128,13 +128,14 @@ def with_columns(requests: NDArray[np.void], spec: ClusterSpec) -> NDArray[np.vo
     """Return requests, changed in place, as results have them.
 
     ``prefill_worker`` has computed the prompt, or was to, and counts its router's workers;
-    ``decode_worker`` has decoded it, or was to, and counts the workers that decode; -1: none.
+    ``decode_worker`` has decoded it, or was to (so has who has reserved its KV blocks), and counts
+    the workers that decode; -1: none.
     """
     decodes, own, at_router = (np.append(column, -1) for column in _places(spec))
     worker, source = requests["worker"].copy(), requests["source"].copy()
     here = (worker >= 0) & (decodes[worker] == 1)
     computed = np.where(here & (source < 0) & (requests["prefill_start_s"] < 0.0), -1, worker)
     computed = np.where(source >= 0, source, computed)
-    requests["worker"] = np.where(here, own[worker], -1)
+    requests["worker"] = own[np.where(here, worker, requests["reserved"])]
     requests["source"] = at_router[computed]
     return requests.view(REQUEST)

@@ -15,7 +15,8 @@ their next token, and chunks of contexts that are still being computed.
   but decoded, in the step of its last chunk, except on a prefill worker, which hands the request
   over when the prompt is computed, or ends it there.
 - With a KV connector the blocks are reserved before the transfer starts, and only those that are
-  not in the prefix cache are fetched. Requests whose KV cache has arrived come before others.
+  not in the prefix cache are fetched. Requests whose KV cache has arrived come before others. Where
+  blocks are reserved early, a prompt goes to who computes it when it has them (SGLang).
 - With asynchronous scheduling the next step is scheduled when one starts, so a request that comes
   meanwhile joins the one after.
 
@@ -63,7 +64,7 @@ from eldr_sim.simulator.plane.state import (
 )
 
 #: What a boundary leaves to be done, beside the request: see `loop.drain`.
-PENDING_END, PENDING_HAND_OVER = np.int64(0), np.int64(1)
+PENDING_END, PENDING_HAND_OVER, PENDING_PROMPT = map(np.int64, (0, 1, 4))
 _NONE = np.int64(0)
 _RETRACTED = np.int64(20)  # tokens that SGLang reserves for each sequence when it retracts some
 
@@ -539,7 +540,7 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> N
             if defers or not _admit_preempted(clock, events, engines, w, lost):
                 worker.blocked = worker.blocked or pool.reserve == OF_SHARE
                 return  # nobody overtakes who is next
-        elif new < 0 or (defers and requests[new].source < 0):
+        elif new < 0 or (defers and not _fetches(engines, w, new)):
             return  # to fetch a KV cache computes nothing and is not put off
         elif not _admit_new(clock, events, engines, w, new):
             worker.blocked = pool.aging_s < np.inf and new != worker.oldest
@@ -645,27 +646,47 @@ def blocks_are_pulled(clock: Any, events: Any, engines: Engines, request: int) -
 
 
 @compiled()
+def _fetches(engines: Engines, w: int, request: int) -> Any:
+    """Whether a request that is new to a worker gets blocks for a KV cache that comes later."""
+    if engines.requests[request].source >= 0:
+        return True
+    decodes = engines.pools[engines.pool_of[w]].then == HERE
+    return bool(decodes and engines.settings[0].reserves_early)
+
+
+@compiled()
+def fetch(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
+    """Let a request fetch its KV cache into the blocks reserved for it."""
+    record, settings = engines.requests[request], engines.settings[0]
+    pool, now = engines.pools[engines.pool_of[w]], clock[0].now
+    record.transfer_start_s, record.ticket = now, clock[0].order
+    tokens = record.prompt_len + record.generated - record.decode_cached_tokens
+    blocks = blocks_of(tokens, settings.block_size)
+    latency = settings.setup_s + blocks * pool.n_kv_tensors * pool.descriptor_s
+    schedule(clock, events, now + latency, TRANSFER_START, request)
+
+
+@compiled()
 def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Any:
     """Let a request compute its prompt, or fetch it; False if its blocks are not free."""
-    worker, requests, now = engines.workers[w], engines.requests, clock[0].now
-    pool = engines.pools[engines.pool_of[w]]
+    worker, requests = engines.workers[w], engines.requests
+    pool, fetches = engines.pools[engines.pool_of[w]], _fetches(engines, w, request)
     prompt = requests[request].prompt_len + requests[request].generated
-    whole = pool.whole_prompts and requests[request].source < 0
+    whole = pool.whole_prompts and not fetches
     if whole and prompt - cached_tokens(engines, w, request, prompt) > _budget(engines, w):
         return False
-    cached = allocate(engines, w, request, prompt, bool(requests[request].source >= 0))
+    cached = allocate(engines, w, request, prompt, fetches)
     if cached < 0 and cached != WAITS:
         return False
     worker.new_head = queue_remove(requests, worker.new_head, request)
     line_remove(requests, worker, request)
-    if requests[request].source >= 0:  # fetch the KV cache into the blocks reserved for it
-        requests[request].transfer_start_s = now
+    if fetches:
         requests[request].decode_cached_tokens = cached
-        requests[request].ticket = clock[0].order
-        settings = engines.settings[0]
-        blocks = blocks_of(prompt - cached, settings.block_size)
-        latency = settings.setup_s + blocks * pool.n_kv_tensors * pool.descriptor_s
-        schedule(clock, events, now + latency, TRANSFER_START, request)
+        if requests[request].source >= 0:
+            fetch(clock, events, engines, w, request)
+        else:  # who computes its prompt?
+            requests[request].reserved, requests[request].worker = w, -1
+            leave(clock, engines, PENDING_PROMPT, request)
         return True
     _compute(clock, events, engines, w, request, cached)
     return True

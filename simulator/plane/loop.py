@@ -23,8 +23,10 @@ The life of a request, top to bottom::
 
 Workers have one numbering, pool by pool. A request says whose KV cache it takes over
 (``REQUEST.source``; -1: it computes its own), and the pool of its worker who goes on when the
-prompt is computed (``POOL.then``): another router's worker, that worker itself, or nobody. A router
-may hold a request and is asked again when it hears of an end or the engines publish their signals.
+prompt is computed (``POOL.then``): another router's worker, that worker itself, or nobody. Where
+blocks are reserved early, that router is asked first, and the one of prompts when its worker has
+blocks for the KV cache (``REQUEST.reserved``). A router may hold a request and is asked again when
+it hears of an end or the engines publish their signals.
 Engines that share experts start their steps together (`executor`).
 
 The control plane (faults, operators, users: SimPy processes) is a guest: the time of its next event
@@ -54,9 +56,11 @@ from eldr_sim.simulator.plane.compiled import ask, compiled
 from eldr_sim.simulator.plane.engine import (
     PENDING_END,
     PENDING_HAND_OVER,
+    PENDING_PROMPT,
     blocks_are_pulled,
     blocks_have_come,
     boundary,
+    fetch,
     leave,
     leave_stages,
     take,
@@ -224,6 +228,10 @@ def detach(
             remove(clock, events, engines, w, request)
     if source >= 0 and not record.kv_here:
         give_back(clock, events, engines, source, request)
+    if record.reserved >= 0:
+        engines.workers[record.reserved].n_waiting -= 1
+        engines.workers[record.reserved].waiting_tokens -= record.prompt_len + record.generated
+        give_back(clock, events, engines, record.reserved, request)
     for side in range(2):
         table = engines.tables[request, side]
         table.found = table.listed = table.private = 0
@@ -281,6 +289,13 @@ def _route(clock: Any, events: Any, engines: Engines, routers: Any, r: int, requ
 
 
 @compiled()
+def _first_router(engines: Engines, routers: Any, net: Any, request: int) -> Any:
+    """Return the router that a request comes to: of who computes its prompt, or decodes it."""
+    early = engines.settings[0].reserves_early
+    return np.int64(early or stays(engines, routers, net, request))
+
+
+@compiled()
 def _enter(clock: Any, events: Any, engines: Engines, front: FrontEnd) -> None:
     """Let the client send to the API servers what it may send."""
     limit = engines.settings[0].max_concurrency
@@ -319,7 +334,7 @@ def drain(
                 clock[0].sent += 1
                 _end(clock, events, engines, request, reason)
                 continue
-            router: Any = np.int64(stays(engines, routers, net, request))
+            router: Any = _first_router(engines, routers, net, request)
             answer = _route(clock, events, engines, routers, router, request)
             if answer < 0:
                 return answer
@@ -347,10 +362,16 @@ def drain(
                 engines.pending[head, 0] = _PENDING_DISPATCH
                 continue
             schedule(clock, events, clock[0].now + delay, DISPATCH, request)
+        elif what == _PENDING_DISPATCH and requests[request].reserved >= 0:
+            requests[request].source = requests[request].worker
+            requests[request].worker = requests[request].reserved
+            requests[request].reserved = -1
+            fetch(clock, events, engines, requests[request].worker, request)
         else:
+            router = np.int64(0)
             if what == PENDING_ROUTE:
-                router = np.int64(stays(engines, routers, net, request))
-            else:
+                router = _first_router(engines, routers, net, request)
+            elif what != PENDING_PROMPT:
                 router = pools[engines.pool_of[requests[request].worker]].then
             answer = _route(clock, events, engines, routers, router, request)
             if answer < 0:

@@ -75,6 +75,7 @@ REQUEST = np.dtype(
         # Where it is, or was last; and whose KV cache it takes over: -1 where it computes its own.
         ("worker", np.int64),
         ("source", np.int64),
+        ("reserved", np.int64),  # the worker that has blocks for it before its prompt is computed
         ("preemptions", np.int32),
         # Prompt tokens found in the prefix cache where the prompt is computed, and on the decode
         # worker, which fetches the others; -1 before.
@@ -104,8 +105,8 @@ REQUEST = np.dtype(
 
 #: What a request has of each try: of a new one when it is sent again.
 TRY = (
-    "worker", "source", "prefill_start_s", "prefill_end_s", "transfer_start_s", "transfer_end_s",
-    "decode_start_s", "cached_tokens", "decode_cached_tokens",
+    "worker", "source", "reserved", "prefill_start_s", "prefill_end_s", "transfer_start_s",
+    "transfer_end_s", "decode_start_s", "cached_tokens", "decode_cached_tokens",
 )  # fmt: skip
 
 #: The KV blocks of a request on one worker: ``found`` of its ``listed`` blocks were in the prefix
@@ -425,6 +426,7 @@ SETTINGS = np.dtype(
         ("entry_tokens", np.float64),
         ("entry_share", np.float64),
         ("entry_load", np.float64),
+        ("reserves_early", np.bool_),  # who decodes a request is chosen, and has blocks, first
         ("front_end", np.bool_),  # requests reach a router through API servers
         ("period", np.int64),  # the tokens of a step take the first so many rows in turn; 0: own
     ],

@@ -157,6 +157,8 @@ class ClusterSpec:
     gpus_per_node: int = 8
     n_layers: int = 1
     conditional: Conditional = NEVER  #: when decode workers compute prompts
+    #: Whether a decode worker reserves KV blocks for a request before its prompt is computed.
+    reserves_early: bool = False
 
     @property
     def names(self) -> list[str]:

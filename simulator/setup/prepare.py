@@ -154,6 +154,7 @@ def prepare(config: RunConfig) -> PreparedRun:
         front_end=_front_end(config),
         tiers=tiers_of(config),
         conditional=_conditional(config),
+        reserves_early=_reserves_early(config),
         kv_tiers=settled,
         n_layers=model.n_layers,
         **{name: getattr(config, name) for name in same},
@@ -278,6 +279,29 @@ def _conditional(config: RunConfig) -> Conditional:
             problem = f"{config.policy!r} places by signatures, which prompts to compute lack"
             raise InputError("policy", problem, "a policy without signatures, or seconds")
     return rule
+
+
+def _reserves_early(config: RunConfig) -> bool:
+    """Return whether decode workers reserve KV blocks before prompts are computed.
+
+    Raises InputError where they are to and who decodes cannot be known then.
+    """
+    if not config.hands_over or config.decode_kv_reserve == "prompt_end":
+        return False
+    needs = registry.needs("policy", config.policy)
+    why = ""
+    if needs.signature is not None or needs.future:
+        why = f"{config.policy!r} places by signatures, which only computed prompts have"
+    elif config.conditional_disagg is not None:
+        why = "decode workers compute prompts, too (--conditional-disagg)"
+    elif len(pools_of(config.topology).routers) != 2:
+        why = "prompts are handed over more than once"
+    if config.decode_kv_reserve is None:
+        engines = {pool.own.engine or config.engine for pool in config.pools if pool.decodes}
+        return engines == {"sglang"} and not why
+    if why:
+        raise InputError("decode_kv_reserve", f"arrival: {why}", "prompt_end")
+    return True
 
 
 def _front_end(config: RunConfig) -> FrontEndSpec | None:

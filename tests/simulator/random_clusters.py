@@ -264,6 +264,7 @@ def random_cluster(
     windows=None,
     front_end=None,
     drafts=0,
+    early=False,
 ):
     """Return the arguments of a random cluster, but for its policies.
 
@@ -329,6 +330,7 @@ def random_cluster(
         windows=windows,
         handover_s=some(0.0, 0.0, unit),
         front_end=None if front_end is None else random_front_end(rng, front_end, unit),
+        reserves_early=early and min(topology) > 0,
     )
     length = rng.integers(1, 9, N_TRACE)
     bits = random_rows(rng, int(length.sum()), n_layers, n_experts)

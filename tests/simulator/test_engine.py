@@ -97,7 +97,7 @@ def assert_same(record, twin):
     np.testing.assert_allclose(record.end_s, ended, **close)
 
 
-@examples(70, 1000, **POLICIES, **RANDOM_CLUSTER)
+@examples(70, 1000, early=st.booleans(), **POLICIES, **RANDOM_CLUSTER)
 def test_cluster_equals_its_twin(prefill, decode, **drawn):
     make, make_twin = make_pair(random_cluster(**drawn), prefill, decode)
     cluster, twin = make(), make_twin()

@@ -512,3 +512,38 @@ def test_a_pool_of_another_engine_has_the_kv_blocks_of_that_engine(run, own):
     share = {"gpu_memory_utilization": 0.8}
     mixed = blocks(engine=run, decode={"engine": own}, **share)
     assert mixed[1] == blocks(engine=own, **share)[1]
+
+
+def test_blocks_are_reserved_early_where_sglang_decodes_and_the_router_can():
+    chat = {"topology": "1P1D", "engine": "sglang", "policy": "jsq", "model": "Qwen3-30B-A3B"}
+    assert spec_of(**chat).reserves_early
+    for other in ({"policy": "eldr"}, {"engine": "vllm"}, {"decode": {"engine": "vllm"}},
+                  {"decode_kv_reserve": "prompt_end"}, {"topology": "1C"},
+                  {"conditional_disagg": "noncached:9"}):  # fmt: skip
+        assert not spec_of(**chat | other).reserves_early, other
+    early = {"engine": "vllm", "decode_kv_reserve": "arrival"}
+    assert spec_of(**chat | early).reserves_early
+    for other in ({"policy": "eldr"}, {"conditional_disagg": "noncached:9"}):
+        with pytest.raises(InputError) as refused:
+            spec_of(**chat | early | other)
+        assert refused.value.field == "decode_kv_reserve"
+
+
+def test_a_full_decode_worker_stalls_prompts_where_blocks_are_reserved_early(
+    make_cluster, make_workload, make_step_time
+):
+    """Blocks for one request: the second one's prompt waits until the first has ended."""
+    work = make_workload(np.array([0.0, 0.25]), np.array([12, 12]), np.array([8, 2]))
+    step_time = make_step_time(8, 1, 8, constant=0.5, prefill=(1.0, 0.0))
+    begins = {}
+    for early in (False, True):
+        requests = (
+            make_cluster(work, step_time=step_time, decode={"n_blocks": 5}, reserves_early=early)
+            .run()
+            .requests
+        )
+        begins[early] = requests["prefill_start_s"].tolist()
+        # The transfer takes no time, each of the 8 tokens a step.
+        assert requests["finish_s"][0] == 1.0 + 8 * 0.5
+        assert requests["finish_s"][1] == {False: 5.0 + 2 * 0.5, True: 5.0 + 1.0 + 2 * 0.5}[early]
+    assert begins == {False: [0.0, 1.0], True: [0.0, 5.0]}

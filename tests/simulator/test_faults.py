@@ -164,9 +164,9 @@ def free_of(cluster):
     return idle.any(), engines.workers["batch"].sum(), *waiting, loads
 
 
-def small(topology):
+def small(topology, early=False):
     """Two prefill workers and two decode workers, or two co-located ones; nine requests."""
-    arguments = random_cluster(3, topology, 4, 0, 1, False, True, True)
+    arguments = random_cluster(3, topology, 4, 0, 1, False, True, True, early=early)
     rng, spec = np.random.default_rng(5), arguments["spec"]
     few = {"n_blocks": 30, "max_num_seqs": 3}
     arguments["spec"] = with_engines(
@@ -208,29 +208,31 @@ def instants(arguments):
 HEARD = (0.0, np.inf), (0.004, 0.002), (0.003, 0.02)
 
 
-@pytest.mark.parametrize("topology", [(2, 2), (0, 2)])
+@pytest.mark.parametrize(("topology", "early"), [((2, 2), False), ((2, 2), True), ((0, 2), False)])
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_death_at_any_event_loses_no_request(topology, each):
+def test_a_death_at_any_event_loses_no_request(topology, early, each):
     """At every event, and just behind: any worker; each worker in each way if slow."""
-    arguments = small(topology)
+    arguments = small(topology, early)
     lengths, tried, again = arguments["workload"].output_len, 0, 0
     workers = [(1, 0), (1, 1)] + [(0, 0), (0, 1)] * (topology[0] > 0)
     cases = [(worker, way) for worker in workers for way in HEARD]
     for i, at in enumerate(instants(arguments)):
         for (pool, worker), (delay, lasts) in cases if each else [cases[i % len(cases)]]:
             fault = Fault("fail", ("prefill", "decode")[pool], worker, at, lasts)
-            _, record = run_with(arguments, FaultPlan((fault,), None, delay, "migrate"))
+            cluster, record = run_with(arguments, FaultPlan((fault,), None, delay, "migrate"))
             assert record.completed.all(), (fault, delay)
             # Every request has got each of its tokens once.
             assert record.decode_steps["outputs"].sum() == lengths.sum(), (fault, delay)
             assert record.retries.max() <= 1
+            assert free_of(cluster)[:4] == (False, 0, 0, 0)
             tried, again = tried + 1, again + int(record.retries.sum())
     assert again > tried / 2  # most of them hit requests
     print(f"{topology}: {i + 1} instants, {tried} deaths, {again} requests sent again, none lost")
 
 
-def test_a_client_that_gives_up_at_any_event_leaves_nothing():
-    arguments = small((2, 2))
+@pytest.mark.parametrize("early", [False, True])
+def test_a_client_that_gives_up_at_any_event_leaves_nothing(early):
+    arguments = small((2, 2), early)
     n = len(arguments["workload"])
     for i, at in enumerate(instants(arguments)):
         cancel = np.full(n, np.inf)

@@ -213,7 +213,8 @@ class Twin:
 
     def route(self, request):
         """Ask the first router."""
-        self.dispatch(request, 0 if self.spec.n_prefill else 1)
+        early = self.spec.reserves_early
+        self.dispatch(request, 0 if self.spec.n_prefill and not early else 1)
 
     def refusal(self, request):
         """Say why a request can never be served."""
@@ -262,12 +263,19 @@ class Twin:
         spec = self.spec
         delay = spec.routing_s + spec.handover_s + spec.routing_token_s * request.prompt
         if delay == 0:
-            self.dispatch(request, 1)
+            self.decode(request)
         else:
             self.schedule(self.now + delay, partial(self.ask_for_decode, request))
 
     def ask_for_decode(self, request):
-        self.todo.append((lambda who: self.dispatch(who, 1), request))
+        self.todo.append((self.decode, request))
+
+    def decode(self, request):
+        """Let a router pick who decodes it, or fetch its KV cache into blocks reserved early."""
+        if self.spec.reserves_early:
+            self.fetch(request)
+        else:
+            self.dispatch(request, 1)
 
     def complete(self, request):
         self.report(request, 1 if self.spec.n_decode else 0)

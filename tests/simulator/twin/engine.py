@@ -318,7 +318,10 @@ class Worker:
             return False
         if self.role == DECODE:
             request.decode_cached_tokens = cached
-            self.twin.fetch(request)
+            if request.prefill_end_s < 0:  # blocks are reserved early: who computes its prompt?
+                self.twin.todo.append((lambda who: self.twin.dispatch(who, 0), request))
+            else:
+                self.twin.fetch(request)
             return True
         request.prefill_start_s = self.twin.now
         request.cached_tokens = cached
