@@ -353,6 +353,8 @@ def _print_sessions(summary: dict[str, Any], _: bool) -> None:
         begun, done, lost = (sessions[key] for key in ("begun", "completed", "abandoned"))
         _line("Begun, completed, abandoned", f"{begun}, {done}, {lost}")
         _line("Mean duration (s)", sessions["mean_duration_s"])
+        if "p90_e2el_per_token_ms" in summary:  # older results have none
+            _figures(summary, "mean_e2el_per_token_ms", "p90_e2el_per_token_ms")
         columns = ("mean_ttft_ms", "mean_tpot_ms", "prefix_cache_hit_rate")
         for row in sessions["by_turn"]:
             shown = (f"{row[key]:.4g}" if row[key] is not None else "-" for key in columns)

@@ -165,6 +165,9 @@ def _why_it_lost(answer: Record, other: Record) -> str:
     dearer = 100.0 * (other[by] / answer[by] - 1.0)
     if dearer > 0.0:
         return f": {'more GPUs' if by == 'gpus' else 'dearer'} by {dearer:.0f}%"
+    held = [each.get("kv_tiers_gb", 0.0) for each in (other, answer)]
+    if held[0] > held[1]:
+        return ": as cheap, with {:,.4g} GB of KV tiers where the answer has {:,.4g}".format(*held)
     shares = (100.0 * each["slo_attainment"]["mean"] for each in (other, answer))
     return ": as cheap, and attains {:.2f}% where the answer attains {:.2f}%".format(*shares)
 

@@ -18,7 +18,7 @@ PORTS = {"prefill": 8100, "decode": 8200, "serve": 8000}
 
 #: Fields of a run that no file says.
 _NOT_LAUNCHED = (
-    "kv_tier", "answer_kv", "conditional_disagg", "decode_kv_reserve", "queue_order",
+    "kv_tier", "answer_kv", "conditional_disagg", "kv_reserve", "queue_order",
     "eplb_interval", "frontend",
 )  # fmt: skip
 

@@ -27,6 +27,7 @@ from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.outcome.without_effect import NO_TOKEN
 from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.kv_tiers import total_bytes
 from eldr_sim.simulator.setup.paths import portable
 from eldr_sim.traces.requests.session_shape import rate_unit
 
@@ -354,11 +355,12 @@ FIGURE_NAMES: dict[Kind, str] = {
 R = TypeVar("R", bound=Row)
 
 
-def rank(trial: Trial | None) -> tuple[float, float, float]:
-    """Return a sort key: cheapest, then fewest GPUs, then highest attainment."""
+def rank(trial: Trial | None) -> tuple[float, float, float, float]:
+    """Return a sort key: cheapest, then fewest GPUs, smallest KV tiers, highest attainment."""
     if trial is None:
-        return (math.inf, math.inf, 0.0)
-    return cost(trial.config), trial.config.n_gpus, -trial.attainment.mean
+        return (math.inf, math.inf, math.inf, 0.0)
+    config = trial.config
+    return cost(config), config.n_gpus, total_bytes(config), -trial.attainment.mean
 
 
 def policy_pairs(rows: Sequence[R]) -> Iterator[tuple[R, R]]:
@@ -402,6 +404,7 @@ def cluster(trial: Trial, axes: Axes) -> dict[str, Any]:
     bounds = trial.config.goodput.model_dump(exclude_none=True)
     return {
         **_cluster_of(trial.config, axes),
+        **({"kv_tiers_gb": gb} if (gb := total_bytes(trial.config) / 1e9) else {}),
         "verdict": trial.verdict.value,
         "weakest_provenance": trial.summaries[0]["weakest_provenance"],
         "hopeless": trial.hopeless,

@@ -23,6 +23,7 @@ from eldr_sim.simulator.setup.config_groups import (
     SessionConfig,
     WorkloadConfig,
 )
+from eldr_sim.simulator.setup.kv_tiers import parse_sizes
 from eldr_sim.simulator.setup.prepare import servable
 
 DRAFTS = "drafts"  #: drafts of ``speculative_config``, 0 for none: an axis that is no field
@@ -89,7 +90,7 @@ def parse_axes(texts: Iterable[str]) -> dict[str, list[Any]]:
     """Parse axes such as ``all2all_backend=deepep_ll,pplx``; a field that comes again has more.
 
     Commas separate numbers and words, which may have parameters; a YAML list holds any values.
-    ``default`` is what the field has when it is not given.
+    ``default`` is what the field has when it is not given; a KV tier may have a range of bytes.
 
     Raises InputError if a text is not ``FIELD=VALUE,...``, or there is no such field.
     """
@@ -98,7 +99,9 @@ def parse_axes(texts: Iterable[str]) -> dict[str, list[Any]]:
         name, equals, listed = (part.strip() for part in text.partition("="))
         if not (name and equals and listed):
             raise InputError("vary", repr(text), "FIELD=VALUE,... such as kv_load=always,cheaper")
-        if listed[0] in "[{":
+        if name == "kv_tier" and ".." in listed:
+            values: list[Any] = [*parse_sizes(listed)]
+        elif listed[0] in "[{":
             found = parse_yaml(listed, "vary", repr(text))
             values = found if isinstance(found, list) else [found]
         else:

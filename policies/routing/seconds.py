@@ -12,7 +12,9 @@ Of each worker, all in seconds:
 
 Cached prefixes and experts so come in one unit. A request of unknown experts, on co-located workers
 the first of a session, counts as the mean of the calibration requests, and so do all where the
-policy is told ``experts=false``.
+policy is told ``experts=false``. Where prompts are computed, who returns goes where its prefix
+is: the first turn of a session places all of them, and what it adds to steps counts once for each
+turn that is expected (``horizon``).
 """
 
 from __future__ import annotations
@@ -117,6 +119,8 @@ class SecondsParameters(SignatureParameters):
     """Whether steps are predicted with the request's own experts, not those of the mean one."""
     tokens: float | None = Field(default=None, gt=0)
     """Output tokens that a request is expected to want; the mean of those asked for, or 300."""
+    horizon: float = Field(default=1.0, ge=1, allow_inf_nan=False)
+    """Turns that a session is expected to have, on co-located workers."""
 
 
 class SecondsPolicy(MarginalCostPolicy):
@@ -141,6 +145,7 @@ class SecondsPolicy(MarginalCostPolicy):
         if context.computes_prompts:
             self._prompts = PromptSeconds(context.require_step_times(self), context)
             self.needs = self.needs._replace(session_signature=parameters.experts)
+        self._sessions: set[int | str] = set()  # that have begun
 
     def _check(self, context: PolicyContext) -> None:
         """Allow co-located workers: their prompts are part of the cost."""
@@ -153,6 +158,10 @@ class SecondsPolicy(MarginalCostPolicy):
         if self._prompts is None:
             before = np.asarray((request.prompt_len - workers.matched) * self._kv_s, np.float64)
             return self._place(request, self.usage(request), workers, (tokens, before))
+        session = request.session
+        if self._own.horizon > 1.0 and session is not None and session not in self._sessions:
+            self._sessions.add(session)
+            tokens *= self._own.horizon
         wait, own = self._prompts.of(request, workers)
         before = np.asarray(wait + own * (1.0 + workers.running), np.float64)
         worker = self._place(request, self.usage(request), workers, (tokens, before))

@@ -191,6 +191,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         **describe("tpot", times["tpot"][done & ~np.isnan(times["tpot"])]),
         **describe("itl", *_token_gaps(record, steps[inside], start, end)),
         **describe("e2el", times["e2el"][done]),
+        **_per_token(times["e2el"][done], requests["output_len"][done]),
         **({"streamed_by_prefill": streamed_by_prefill(record)} if config.hands_over else {}),
         **_activated_experts(steps[inside][decoding], n_moe_layers),
         "mean_decode_batch": _mean(batch[decoding].astype(float)),
@@ -205,6 +206,14 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "cost_per_million_output_tokens": (
             None if dollars is None or not tokens else dollars / tokens * 1e6
         ),
+    }
+
+
+def _per_token(e2el_s: NDArray[np.float64], tokens: NDArray[np.int64]) -> dict[str, float | None]:
+    """Return mean and 90th percentile of the end-to-end latency per output token, ms."""
+    found = describe("e2el_per_token", e2el_s / tokens, percentiles=(90,))
+    return {
+        f"{key}_e2el_per_token_ms": found[f"{key}_e2el_per_token_ms"] for key in ("mean", "p90")
     }
 
 

@@ -108,7 +108,7 @@ def _of_workers(
 ) -> _Found:
     groups = [engine for engine in engines if engine.group is not None]
     if not config.hands_over:
-        for name in ("kv_transfer", "handover", "answer_kv", "decode_kv_reserve"):
+        for name in ("kv_transfer", "handover", "answer_kv", "kv_reserve"):
             yield name, f"no KV cache is handed over in {config.topology}"
     elif workload.parent is None:
         yield "answer_kv", "no request goes on with another (--workload chat)"

@@ -252,7 +252,7 @@ class ClusterConfig(Fields):
     """When a prompt is computed where it is decoded: few tokens not cached there
     (``isl_bounding:2048,0.7``, Dynamo's, or ``noncached:512``, llm-d's), prefill workers with much
     to do (``prefill_load:0.9``), ``either`` or fewer ``seconds``. Never when not given."""
-    decode_kv_reserve: Literal["arrival", "prompt_end"] | None = None
+    kv_reserve: Literal["arrival", "prompt_end"] | None = None
     """When a decode worker reserves KV blocks for a request: before its prompt goes to a prefill
     worker, which waits for that (SGLang's, where the policy needs no signature), or when the prompt
     is computed (vLLM's)."""

@@ -20,6 +20,7 @@ from eldr_sim.simulator.plane.state import BLOCK
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
+    from eldr_sim.simulator.setup.config import RunConfig
     from eldr_sim.simulator.setup.config_groups import KVTierConfig
 
 _UNITS = {unit: 1000.0**k for k, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))}
@@ -32,6 +33,7 @@ DECODE = "decode"
 _ALLOWED = "NAME:BYTES,load=BYTES/s,... such as host:126GB,load=20GB/s,write=through"
 #: Blocks of a store whose arrays are laid out at least; no more than a workload can fill.
 _LEAST_BLOCKS = 1 << 20
+_MOST_SIZES = 7  # of a range
 
 
 class Tier(NamedTuple):
@@ -109,6 +111,31 @@ def tiers_of(config: KVTierConfig) -> tuple[Tier, ...]:
     if len({tier.name for tier in tiers}) < len(tiers):
         raise InputError("kv_tier", "two tiers have one name", "a name for each")
     return tiers
+
+
+def parse_sizes(text: str) -> list[list[str]]:
+    """Return the tiers of the sizes of a range, the smallest first: ``host:0GB..1TB,load=20GB/s``.
+
+    They halve from its end on, seven at most; a range from 0 begins with no tier. Raises
+    InputError.
+    """
+    first, comma, words = text.partition(",")
+    name, _, sizes = first.partition(":")
+    least, most = (_amount(size.strip(), False) for size in sizes.split("..", 1))
+    if not least < most < math.inf:
+        raise InputError("kv_tier", repr(text), "a range such as host:0GB..1TB,load=20GB/s")
+    found = [most / 2**k for k in range(_MOST_SIZES) if most / 2**k >= max(least, 1.0)]
+    tiers = [[f"{name}:{size / 1e9:.12g}GB{comma}{words}"] for size in reversed(found)]
+    return [[], *tiers] if least == 0.0 else tiers
+
+
+def total_bytes(config: RunConfig) -> float:
+    """Return the bytes of all KV stores of a cluster."""
+    entry = [pool for pool in config.pools if not pool.decodes] or list(config.pools)
+    own = sum(pool.workers * pool.own.parallelism.data_parallel_size for pool in entry)
+    gpus = sum(pool.workers * pool.own.parallelism.n_gpus for pool in entry)
+    stores = {"worker": own, "node": -(-gpus // config.gpus_per_node), "cluster": 1}
+    return math.fsum(tier.n_bytes * stores[tier.scope] for tier in tiers_of(config))
 
 
 def _members(spec: ClusterSpec, tier: Tier, gpus_per_node: int) -> NDArray[np.int64]:

@@ -286,7 +286,7 @@ def _reserves_early(config: RunConfig) -> bool:
 
     Raises InputError where they are to and who decodes cannot be known then.
     """
-    if not config.hands_over or config.decode_kv_reserve == "prompt_end":
+    if not config.hands_over or config.kv_reserve == "prompt_end":
         return False
     needs = registry.needs("policy", config.policy)
     why = ""
@@ -296,11 +296,11 @@ def _reserves_early(config: RunConfig) -> bool:
         why = "decode workers compute prompts, too (--conditional-disagg)"
     elif len(pools_of(config.topology).routers) != 2:
         why = "prompts are handed over more than once"
-    if config.decode_kv_reserve is None:
+    if config.kv_reserve is None:
         engines = {pool.own.engine or config.engine for pool in config.pools if pool.decodes}
         return engines == {"sglang"} and not why
     if why:
-        raise InputError("decode_kv_reserve", f"arrival: {why}", "prompt_end")
+        raise InputError("kv_reserve", f"arrival: {why}", "prompt_end")
     return True
 
 

@@ -141,7 +141,7 @@ CASES = {
     "kv_overlap": "--kv-overlap layers",
     "kv_in_flight": "--kv-in-flight delay",
     "answer_kv": "--answer-kv pull",
-    "decode_kv_reserve": "--topology 2C --decode-kv-reserve arrival",
+    "kv_reserve": "--topology 2C --kv-reserve arrival",
     "sessions": "--sessions 9",
     "turns": "--turns 3",
     "calls_per_turn": "--calls-per-turn 2",

@@ -468,7 +468,7 @@ VALUES: dict[str, list[Any]] = {
     "load_report_delay_ms": [30], "kv_tier": ["host:1GB,load=20GB/s"], "kv_load": ["cheaper"],
     "conditional_disagg": ["noncached:40"],
     "kv_overlap": ["layers"], "kv_in_flight": ["delay", "duplicate"],
-    "answer_kv": ["pull"], "decode_kv_reserve": ["arrival"],
+    "answer_kv": ["pull"], "kv_reserve": ["arrival"],
     "speculative_config": [{"method": "ngram", "num_speculative_tokens": 2,
                             "synthetic_acceptance_length": 1.8}],
     **{f"{pool}.speculative_config": [
@@ -524,7 +524,7 @@ _QUIET: dict[str, set[str]] = {
     "signal_interval_ms": set(BASES), "kv_signal": set(BASES), "gather_interference": {"streamed"},
     "prefill.engine": set(BASES), "decode.engine": set(BASES),
     "conditional_disagg": set(BASES), "kv_tier": set(BASES), "kv_load": set(BASES),
-    "decode_kv_reserve": set(BASES),
+    "kv_reserve": set(BASES),
     "kv_overlap": set(BASES), "kv_in_flight": set(BASES),
     "cudagraph_padding": {"prompts alone", "streamed"},
 }  # fmt: skip

@@ -13,6 +13,7 @@ from eldr_sim.planning.search.axes import Axes, parse_axes
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.kv_tiers import total_bytes
 
 from .analytic import BASE, LEVEL, Analytic, attained, simulated_by
 
@@ -63,6 +64,21 @@ def test_any_field_is_an_axis():
     assert found.record()["answer"]["policy"] == found.best.policy
 
 
+def test_of_clusters_as_cheap_the_smallest_tiers_are_the_answer():
+    """The analytic runs know no tiers: each size needs as many GPUs."""
+    sizes = parse_axes(["kv_tier=host:8GB..64GB,load=20GB/s"])["kv_tier"]
+    found = ask(Ordered(), axes={"kv_tier": sizes[::-1]})
+    answer = found.record()["answer"]
+    assert found.best.policy.endswith("kv_tier=host:8GB,load=20GB/s")
+    made = make_config(BASE | {"topology": answer["topology"]})
+    assert answer["kv_tiers_gb"] == 8 * (made.n_prefill or made.n_decode)
+    everywhere = total_bytes(make_config({
+        "topology": "3P4D", "tensor_parallel_size": 4, "kv_tier": [
+            "a:1GB,load=1GB/s", "b:10GB,load=1GB/s,scope=node", "c:100GB,load=1GB/s,scope=cluster",
+        ]}))  # fmt: skip
+    assert everywhere == 3e9 + 20e9 + 100e9
+
+
 def test_axes_are_parsed():
     assert parse_axes(["max_num_seqs=64,128", "queue_order=fcfs,sjf", "max_num_seqs=256"]) == {
         "max_num_seqs": [64, 128, 256], "queue_order": ["fcfs", "sjf"],
@@ -75,6 +91,14 @@ def test_axes_are_parsed():
     assert [config.kv_tier for config in configs] == [(), ("host:126GB,load=20GB/s",)]
     assert Axes(tiers).label(configs[0]) == "round_robin, kv_tier=none"
     assert parse_axes(["block_size=[16, 32]"]) == {"block_size": [16, 32]}
+    assert parse_axes(["kv_tier=host:0GB..64GB,load=20GB/s"])["kv_tier"] == [
+        [], *([f"host:{size}GB,load=20GB/s"] for size in (1, 2, 4, 8, 16, 32, 64)),
+    ]  # fmt: skip
+    assert parse_axes(["kv_tier=host:200GB..1TB,load=20GB/s"])["kv_tier"] == [
+        ["host:250GB,load=20GB/s"], ["host:500GB,load=20GB/s"], ["host:1000GB,load=20GB/s"],
+    ]  # fmt: skip
+    with pytest.raises(InputError, match=r"kv_tier: .* a range such as"):
+        parse_axes(["kv_tier=host:2TB..1TB,load=20GB/s"])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.registry import prefill_policy
-from eldr_sim.policies.routing.seconds import PromptSeconds, prompt_s
+from eldr_sim.policies.routing.seconds import PromptSeconds, SecondsPolicy, prompt_s
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
@@ -191,6 +191,32 @@ def test_seconds_decodes_with_and_without_experts(topology):
         assert summary["completed"] == 120
         if topology == "2C":
             assert summary["prefix_cache_hit_rate"] > 0.6
+
+
+def test_a_first_turn_counts_what_it_adds_to_steps_for_all_that_follow(monkeypatch):
+    asked, place = [], SecondsPolicy.select
+
+    def noting(policy, request, workers):
+        inner = policy._place
+        policy._place = lambda *of: asked.append((request.session, of[3][0])) or inner(*of)
+        chosen = place(policy, request, workers)
+        policy._place = inner
+        return chosen
+
+    monkeypatch.setattr(SecondsPolicy, "select", noting)
+    fields = CHAT | {"sessions": 12, "policy": "seconds:tokens=40,horizon=5", "topology": "2C"}
+    simulate(make_config(fields))
+    seen = set()
+    for session, tokens in asked:
+        assert tokens == (40.0 if session in seen else 200.0)
+        seen.add(session)
+    assert len(seen) < len(asked)
+    # Where KV caches are handed over, a turn's prefix lies where its prompt was computed.
+    plain, ahead = (
+        simulate(make_config(fields | {"topology": "2P2D", "policy": word}))
+        for word in ("seconds", "seconds:horizon=5")
+    )
+    assert plain.requests.equals(ahead.requests)
 
 
 def test_seconds_needs_experts_on_one_gpu():

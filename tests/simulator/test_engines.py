@@ -518,15 +518,15 @@ def test_blocks_are_reserved_early_where_sglang_decodes_and_the_router_can():
     chat = {"topology": "1P1D", "engine": "sglang", "policy": "jsq", "model": "Qwen3-30B-A3B"}
     assert spec_of(**chat).reserves_early
     for other in ({"policy": "eldr"}, {"engine": "vllm"}, {"decode": {"engine": "vllm"}},
-                  {"decode_kv_reserve": "prompt_end"}, {"topology": "1C"},
+                  {"kv_reserve": "prompt_end"}, {"topology": "1C"},
                   {"conditional_disagg": "noncached:9"}):  # fmt: skip
         assert not spec_of(**chat | other).reserves_early, other
-    early = {"engine": "vllm", "decode_kv_reserve": "arrival"}
+    early = {"engine": "vllm", "kv_reserve": "arrival"}
     assert spec_of(**chat | early).reserves_early
     for other in ({"policy": "eldr"}, {"conditional_disagg": "noncached:9"}):
         with pytest.raises(InputError) as refused:
             spec_of(**chat | early | other)
-        assert refused.value.field == "decode_kv_reserve"
+        assert refused.value.field == "kv_reserve"
 
 
 def test_a_full_decode_worker_stalls_prompts_where_blocks_are_reserved_early(

@@ -461,3 +461,62 @@ def test_a_bad_session_of_an_agent_is_one_line(tmp_path, entry):
     path.write_text("\n".join(json.dumps({"requests": [one]}) for one in (good, entry)))
     with pytest.raises(InputError, match="session 2: not as expected"):
         read_request_log(path)
+
+
+def conversations(tmp_path, **changes):
+    """Write what vLLM's multi-turn benchmark generates conversations from."""
+    constant = {
+        "num_turns": {"distribution": "constant", "value": 5},  # three requests
+        "common_prefix_num_tokens": {"distribution": "constant", "value": 40},
+        "prefix_num_tokens": {"distribution": "constant", "value": 30},
+        "num_tokens": {"distribution": "constant", "value": 20},
+    }
+    path = tmp_path / "generate_multi_turn.json"
+    made = {
+        "filetype": "generate_conversations", "num_conversations": 2, "text_files": ["a.txt"],
+        "prompt_input": constant | changes,
+        "prompt_output": {"num_tokens": {"distribution": "constant", "value": 10}},
+    }  # fmt: skip
+    path.write_text(json.dumps(made, indent=4))
+    return path
+
+
+def test_vllms_conversations_are_sessions(tmp_path):
+    log = read_request_log(conversations(tmp_path))
+    assert log.format == "vllm conversations"
+    assert log.prompt_len.tolist() == [90, 120, 150] * 2
+    assert log.output_len.tolist() == [10] * 6
+    assert log.session.tolist() == [0, 0, 0, 1, 1, 1]
+    assert log.parent.tolist() == [-1, 0, 1, -1, 3, 4]
+    assert (log.gaps(0.0, 0.0) == 0.0).all()
+    assert log.prefix_block_tokens == 16
+    blocks = np.split(log.prefix_hash, log.prefix_indptr[1:-1])
+    assert (blocks[1][:6] == blocks[0]).all()
+    assert (blocks[0][:2] == blocks[3][:2]).all()  # 40 common tokens: two whole blocks
+    assert not set(blocks[0][2:]) & set(blocks[3][2:])
+
+
+def test_vllms_conversations_are_drawn(tmp_path):
+    drawn = {
+        "num_turns": {"distribution": "uniform", "min": 12, "max": 18},
+        "prefix_num_tokens": {"distribution": "lognormal", "average": 1000, "max": 5000},
+        "num_tokens": {"distribution": "poisson", "alpha": 30, "max": 40},
+    }
+    text = conversations(tmp_path, **drawn).read_text().replace('s": 2,', 's": 2000,')
+    path = tmp_path / "many.json"
+    path.write_text(text)
+    log = read_request_log(path)
+    first = log.parent < 0
+    turns = np.bincount(log.session)
+    assert (turns.min(), turns.max()) == (6, 9)
+    assert turns.mean() == pytest.approx(np.mean([6, 7, 7, 8, 8, 9, 9]), rel=0.02)
+    assert log.prompt_len[first].mean() == pytest.approx(40 + 1000 + 30, rel=0.02)
+    new = np.diff(log.prompt_len)[~first[1:]] - 10
+    assert new.max() == 40
+    assert new.mean() == pytest.approx(30, rel=0.02)
+
+
+@pytest.mark.parametrize("turns", [{"distribution": "best"}, {"distribution": "constant"}, 5])
+def test_bad_conversations_are_refused(tmp_path, turns):
+    with pytest.raises(InputError, match="no conversations to generate"):
+        read_request_log(conversations(tmp_path, num_turns=turns))

@@ -8,7 +8,8 @@ equal prefixes; Mooncake's blocks have 512 tokens and the last may be partial, o
 smaller, full ones, so the block size is found from the data. Bailian JSONL is the same with
 ``chat_id``, ``parent_chat_id`` (-1: none) and ``timestamp`` in seconds
 (alibaba-edu/qwen-bailian-usagetraces-anon). A line of Mooncake's may have a ``request_id`` and wait
-for others, ``wait_for``, as Dynamo's agentic rows do. Sessions of agents are read by `agent_logs`.
+for others, ``wait_for``, as Dynamo's agentic rows do. Sessions of agents are read by `agent_logs`,
+what vLLM generates conversations from by `conversation_files`.
 
 All may have a ``priority``, an integer as in vLLM's API. Results of benchmarks are read too
 (`benchmark_logs`), and any table whose columns are named (`column_logs`).
@@ -40,6 +41,7 @@ from eldr_sim.traces.requests.benchmark_logs import (
     vllm_rows,
 )
 from eldr_sim.traces.requests.column_logs import column_rows
+from eldr_sim.traces.requests.conversation_files import conversation_rows, is_conversations
 from eldr_sim.traces.requests.log_rows import Row, scaled_ns, session_of, timestamp_ns
 from eldr_sim.traces.requests.log_sessions import read_sessions, sessions_of
 
@@ -58,7 +60,8 @@ class RequestLog:
     """Requests as a serving system recorded them, in order of arrival."""
 
     #: ``path``, ``format``: where the log was read from, and as what: ``azure``, ``burstgpt``,
-    #: ``mooncake``, ``vllm bench``, ``aiperf``, or the kind of a table whose columns were named.
+    #: ``mooncake``, ``vllm bench``, ``vllm conversations``, ``aiperf``, ``weka``,
+    #: ``bailian``, or the kind of a table whose columns were named.
     path: Path
     format: str
     #: float64 ``[n]``, seconds since the first request, rounded to 1 ns.
@@ -170,6 +173,8 @@ def _json_rows(file: Path, first: str, lines: TextIO) -> tuple[str, Iterator[Row
         if not whole and any(line.strip() for line in lines):
             raise InputError(str(file), "holds more than one result", "one result a file")
         return "vllm bench", vllm_rows(file, record)
+    if is_conversations(record):
+        return "vllm conversations", conversation_rows(file, record)
     others = map(_json, filter(str.strip, lines))
     if is_aiperf(record):
         return "aiperf", aiperf_rows(file, chain([record], others))
