@@ -135,6 +135,8 @@ def make_pools(
     pools["own_experts"] = own_experts
     pools["capture_s"][[pool.decodes for pool in spec.pools]] = 0.0
     pools["prefill_schedule_interval"][[engine.group is None for engine in engines]] = 1
+    heads = np.array([e.speculation is not None and e.speculation.has_head for e in engines])
+    pools["drops_block"] &= heads & bool((pools["then"] >= 0).any())
     for number, (pool, shard) in enumerate(zip(spec.pools, shards, strict=True)):
         n_bytes, n_tensors = shard.kv_bytes_per_token, shard.n_kv_tensors
         speculation = pool.engine.speculation

@@ -97,8 +97,7 @@ def allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool)
         slots += 2 * engines.pools[pool].lookahead
         slots = min(slots, engines.settings[0].max_model_len)
     if engines.pools[pool].prefix_caching:
-        prefix = engines.settings[0].prefix_block_tokens
-        found, idle = find(engines.kv, w, side, request, tokens, size, prefix)
+        found, idle = _find(engines, w, request, tokens)
     tiers = not fetches and engines.kv.tiers.links.shape[1] > 0
     if tiers:
         taken = kv_loads.look(engines, w, side, request, found)
@@ -133,9 +132,18 @@ def cached_tokens(engines: Engines, w: int, request: int, tokens: int) -> Any:
     """Return how many of a context's tokens are in a worker's prefix cache."""
     if not engines.pools[engines.pool_of[w]].prefix_caching:
         return _NONE
+    return _find(engines, w, request, tokens)[0] * engines.settings[0].block_size
+
+
+@compiled()
+def _find(engines: Engines, w: int, request: int, tokens: int) -> Any:
+    """Note the cached blocks of a context that are used; returns those, and how many are idle."""
     size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
-    found, _ = find(engines.kv, w, side_of(engines, w), request, tokens, size, prefix)
-    return found * size
+    side = side_of(engines, w)
+    found, idle = find(engines.kv, w, side, request, tokens, size, prefix)
+    if found > 0 and engines.pools[engines.pool_of[w]].drops_block:
+        found, idle = find(engines.kv, w, side, request, (found - 1) * size + 1, size, prefix)
+    return found, idle
 
 
 @compiled()

@@ -174,6 +174,7 @@ POOL = np.dtype(
         ("share_step", np.float64),
         ("fewest_first", np.bool_),
         ("token_with_kv", np.bool_),
+        ("drops_block", np.bool_),
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these
         ("drafts", np.int64),  # most of a sequence and step

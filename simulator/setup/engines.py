@@ -52,6 +52,8 @@ class EngineRules:
     share_step: float = 0.0  #: and how much less each step of decoding
     fewest_first: bool = False  #: the sequence with the fewest outputs is preempted first
     token_with_kv: bool = False  #: the first token comes with a KV cache that is handed over
+    #: Where KV caches are handed over, an EAGLE or MTP head computes the last cached block again.
+    drops_block: bool = True
     eager_prompts: bool = False  #: steps with prompts run without CUDA graphs, uncompiled
 
 
@@ -75,6 +77,7 @@ def rules_of(engine: Engine, options: Any, budget: int, engines_of_worker: int) 
             share_step=(1.0 - _LEAST) * first / _STEPS,
             fewest_first=True,
             token_with_kv=True,
+            drops_block=False,
             eager_prompts=options.piecewise_cuda_graph is False,
         )
     if engine == "trtllm":
@@ -91,6 +94,7 @@ def rules_of(engine: Engine, options: Any, budget: int, engines_of_worker: int) 
             batching_steps=10 if batching is None else batching,
             reserve=int(OF_PROMPT if evicts else TO_THE_END),
             token_with_kv=True,
+            drops_block=False,
             eager_prompts=not options.piecewise_cuda_graph,
         )
     return EngineRules()

@@ -60,6 +60,11 @@ class Speculation:
         return 0 if self.config.method in LOOKING_UP else self.k
 
     @property
+    def has_head(self) -> bool:
+        """Whether an EAGLE or MTP head drafts, which reads the hidden states of the model."""
+        return self.config.method not in (*LOOKING_UP, "draft_model")
+
+    @property
     def tokens_per_plain_step(self) -> float:
         """Estimate the tokens of a plain step's time: a verify step is taken to last 1.5 of them.
 

@@ -99,6 +99,24 @@ def test_a_joining_request_is_padded_on_a_decode_worker():
     assert looked_up.record.decode_steps["tokens"][0] == 1
 
 
+@pytest.mark.parametrize(
+    ("method", "topology", "engine", "lost"),
+    [("mtp", "1P1D", "vllm", 1), ("eagle3", "1P1D", "vllm", 1), ("ngram", "1P1D", "vllm", 0),
+     ("mtp", "1C", "vllm", 0), ("mtp", "1P1D", "sglang", 0)],
+)  # fmt: skip
+def test_a_head_behind_a_connector_computes_the_last_cached_block_again(
+    method, topology, engine, lost
+):
+    """vLLM's ``use_eagle_block_drop``: 5 of 6 blocks of the shared prefix are found."""
+    told = drafts(method=method, synthetic_acceptance_length=2.0)
+    config = make_config(RUN | {"topology": topology, "engine": engine, "prefix_len": 96,
+                                "speculative_config": told, "num_requests": 9,
+                                "block_size": 16})  # fmt: skip
+    cached = simulate(config).record.requests["cached_tokens"]
+    assert set(cached.tolist()) <= {0, 96 - 16 * lost}
+    assert max(cached) == 96 - 16 * lost
+
+
 def test_tokens_and_blocks_are_conserved_when_blocks_are_short():
     """Preemption, rejected drafts and lookahead slots lose no token and no block."""
     config = drafts(synthetic_acceptance_rates=[0.7, 0.5, 0.2])

@@ -67,6 +67,10 @@ class Worker:
         layout = pool.spec.layout
         self.whole_prompts = layout is not None and layout.whole_prompts
         self.lookahead, self.drafts = 0, None
+        # vLLM with a KV connector and a head computes the last cached block again.
+        hands_over = any(other.then >= 0 for other in twin.spec.pools)
+        self.drops_block = hands_over and pool.spec.speculation is not None
+        self.drops_block = self.drops_block and pool.spec.speculation.config.method != "ngram"
         if pool.spec.speculation is not None:
             self.drafts = pool.spec.speculation.drafts(pool.spec.max_num_seqs, self.cost)
             if self.role in (DECODE, COLOCATED):
@@ -389,6 +393,8 @@ class Worker:
                 if block is None:
                     break
                 found.append(block)
+        if self.drops_block:
+            del found[-1:]
         new, windows = -(-slots // size) - len(found), request.window_blocks
         if not self.fits(new + windows + sum(block.holders == 0 for block in found)):
             return None
