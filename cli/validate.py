@@ -27,8 +27,10 @@ from eldr_sim.validation.live.campaign import (
     with_shortest_first,
 )
 from eldr_sim.validation.live.engine_calibration import read_calibration
+from eldr_sim.validation.live.feature_check import check_features
+from eldr_sim.validation.live.features import FEATURES
 from eldr_sim.validation.live.report import write_report
-from eldr_sim.validation.live.report_text import headline_table
+from eldr_sim.validation.live.report_text import headline_table, verdict
 from eldr_sim.validation.live.servers import EngineOptions
 from eldr_sim.validation.live.setups import SETUPS
 from eldr_sim.validation.published.mixtral import OTHERS, mixtral_rows, predict_mixtral
@@ -333,6 +335,10 @@ _OF_ENGINES = (
     "--out", Path, "Folder of the campaign; runs that it holds already are kept.", required=True
 )
 @option("--report", Path, "Write the report here, in the place of what is there.")
+@option("--quick", bool, "Ten minutes on one engine: two loads, each twice for 25 s, a report in "
+        "OUT/report and one verdict.")  # fmt: skip
+@option("--feature features", [*FEATURES, "all"], "Check a feature of one engine, in place of "
+        "set-ups and loads; repeat for more.", multiple=True)  # fmt: skip
 @option("--setup setups", list(SETUPS), "Engines to start; repeat for more. All by default.",
         multiple=True)  # fmt: skip
 @option("--policy policies", None, "Decode policies of the proxy where there are several decode "
@@ -374,6 +380,8 @@ _OF_ENGINES = (
 def vllm(
     out: Path,
     report: Path | None,
+    quick: bool,
+    features: tuple[str, ...],
     setups: tuple[str, ...],
     model: str | None,
     prefill_urls: tuple[str, ...],
@@ -398,7 +406,10 @@ def vllm(
         extra += ("--num-gpu-blocks-override", str(num_gpu_blocks_override))
     own = [LoadShape(share, lengths, burstiness) for share in shares]
     own += [LoadShape(0.0, lengths, burstiness, rate=rate) for rate in rates]
-    loads = tuple(own) or LOADS
+    loads = tuple(own) or (LOADS[1:3] if quick else LOADS)
+    if quick:
+        setups, duration, report = ("colocated",), 25.0, report or out / "report"
+        fields |= {"repeats": 2}
     engine = {name: fields.pop(name) for name in _OF_ENGINES}
     campaign = Campaign(
         out,
@@ -408,6 +419,11 @@ def vllm(
         domain_mix=parse_mix(domain_mix) if domain_mix else {},
         **fields,
     )
+    if features:
+        with task_bar() as update:
+            check_features(campaign, list(FEATURES) if "all" in features else features, update)
+        click.echo((out / "features.md").read_text(encoding="utf-8"))
+        return
     with task_bar() as update:
         folders = record_campaign(
             campaign,
@@ -424,6 +440,7 @@ def vllm(
         with progress_bar("comparing") as compared:
             document = write_report(out, report, force=True, progress=compared)
         print_table("Goals", *headline_table(document))
+        click.echo(verdict(document))
         click.echo(f"Wrote {report}")
 
 

@@ -14,7 +14,11 @@ from typing import Any, Literal
 from eldr_sim.errors import InputError
 from eldr_sim.serving.http import import_aiohttp
 from eldr_sim.validation.live.client import join_proxy_log, prefill_ahead, send_load
-from eldr_sim.validation.live.engine_calibration import model_of, read_calibration
+from eldr_sim.validation.live.engine_calibration import (
+    EngineCalibration,
+    model_of,
+    read_calibration,
+)
 from eldr_sim.validation.live.live_run import LoadInfo, RunInfo
 from eldr_sim.validation.live.load import LoadRequest, make_load
 from eldr_sim.validation.live.random_model import DOMAINS, domain_slices, write_model
@@ -134,14 +138,9 @@ def record_campaign(
         require_vllm()
     elif not all(log.is_dir() for _, log in (*prefill, *decode)):
         raise InputError("decode_url", "a log folder is not there", "ELDR_SIM_TIMING of the engine")
-    model = Path(campaign.options.model)
-    if decode and model == campaign.out / "model":
+    if decode and Path(campaign.options.model) == campaign.out / "model":
         raise InputError("model", "missing: these engines need --model", "--model DIR")
-    campaign.out.mkdir(parents=True, exist_ok=True)
-    if model == campaign.out / "model" and not model.exists():
-        progress("making the model", 0.0)
-        write_model(model, campaign.seed)
-    _check_same(campaign)
+    begin_campaign(campaign, progress)
     folders: list[Path] = []
     if decode:
         setup = existing_setup(campaign.out / "logs", prefill, decode)
@@ -158,6 +157,19 @@ def record_campaign(
         with started_setup(name, campaign.options, log, gpu=gpu) as setup:
             folders += record_setup(campaign, setup, progress)
     return folders
+
+
+def begin_campaign(campaign: Campaign, progress: Callable[[str, float], None]) -> None:
+    """Make a campaign's folder and its random model, unless they are there.
+
+    Raises InputError if the folder holds another campaign.
+    """
+    model = Path(campaign.options.model)
+    campaign.out.mkdir(parents=True, exist_ok=True)
+    if model == campaign.out / "model" and not model.exists():
+        progress("making the model", 0.0)
+        write_model(model, campaign.seed)
+    _check_same(campaign)
 
 
 def _check_same(campaign: Campaign) -> None:
@@ -181,17 +193,10 @@ def record_setup(
     of the recorded runs; existing ones are left unchanged. Raises InputError if an engine, the
     proxy or a request fails.
     """
-    with _on_core(setup.client_core):
-        for endpoint in setup.endpoints:  # an engine describes itself when it gets a request
-            hello = LoadRequest(f"hello-{time.time_ns():x}", "", [4, 5, 6, 7], 2, 0.0)
-            send_at_once([hello], endpoint.url)
-        folder, options = campaign.calibration(setup.name), campaign.options
-        if not (folder / "calibration.json").exists():
-            fit_prompt = campaign.prompt_len if campaign.fits(setup) else None
-            told = partial(progress, f"{setup.name}: calibration")
-            calibrate(folder, setup, options, campaign.config, told, fit_prompt, campaign.seed)
-        engine = model_of(campaign.config), read_calibration(folder)
-        rate = capacity(setup, options, *engine, campaign.prompt_len, campaign.output_len)
+    with on_core(setup.client_core):
+        calibrated = calibrated_setup(campaign, setup, progress)
+        engine = model_of(campaign.config), calibrated
+        rate = capacity(setup, campaign.options, *engine, campaign.prompt_len, campaign.output_len)
         planned = _planned(campaign, setup.name, len(setup.decode))
         for out, number, policy, repeat in planned:
             if not out.exists():
@@ -200,6 +205,21 @@ def record_setup(
                 told = partial(progress, f"{setup.name} {policy}: {shape.name} #{repeat}")
                 _record(campaign, setup, policy, info, repeat, out, told)
         return [out for out, *_ in planned]
+
+
+def calibrated_setup(
+    campaign: Campaign, setup: Setup, progress: Callable[[str, float], None]
+) -> EngineCalibration:
+    """Calibrate a running set-up, unless it was before, and return its calibration."""
+    for endpoint in setup.endpoints:  # an engine describes itself when it gets a request
+        hello = LoadRequest(f"hello-{time.time_ns():x}", "", [4, 5, 6, 7], 2, 0.0)
+        send_at_once([hello], endpoint.url)
+    folder = campaign.calibration(setup.name)
+    if not (folder / "calibration.json").exists():
+        fit_prompt = campaign.prompt_len if campaign.fits(setup) else None
+        told = partial(progress, f"{setup.name}: calibration")
+        calibrate(folder, setup, campaign.options, campaign.config, told, fit_prompt, campaign.seed)
+    return read_calibration(folder)
 
 
 def _planned(campaign: Campaign, setup: str, n_decode: int) -> list[tuple[Path, int, str, int]]:
@@ -288,7 +308,7 @@ def _record(
 
 
 @contextmanager
-def _on_core(core: int | None) -> Iterator[None]:
+def on_core(core: int | None) -> Iterator[None]:
     """Pin the client to a core, away from the threads that it measures."""
     if core is None:
         yield

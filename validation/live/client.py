@@ -21,6 +21,7 @@ from eldr_sim.validation.live.load import Load, LoadRequest
 #: Time to prepare before the first request, s.
 _LEAD_S = 0.2
 _TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
+_IDS = re.compile(rb'"token_ids": ?\[([\d, ]*)\]')
 
 
 def send_load(
@@ -50,36 +51,74 @@ def send_load(
     have no text: the number of tokens is the one reported by the server, and all tokens of a chunk
     get the same time.
     """
+    told = model, temperature
+    return _sent(load, url, told, None, timeout_s, start_s, progress)[0]
+
+
+def send_turns(
+    load: Load, url: str, *, model: str, max_concurrency: int | None = None
+) -> tuple[pa.Table, list[list[int]]]:
+    """Send a load as `send_load` does, and return the tokens of each prompt and answer, too.
+
+    Answers are empty where no request goes on with another. ``max_concurrency``: requests in flight
+    at most; those that are due wait for one to end, as in ``vllm bench serve``.
+    """
+    return _sent(load, url, (model, 1.0), max_concurrency)
+
+
+def _sent(
+    load: Load,
+    url: str,
+    told: tuple[str, float],
+    max_concurrency: int | None = None,
+    timeout_s: float = 600.0,
+    start_s: float | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> tuple[pa.Table, list[list[int]]]:
+    turns = any(request.parent >= 0 for request in load.requests)
     # Built before the first request is sent, as the client shares its core with the engines.
-    bodies = [_body(request, model, temperature) for request in load.requests]
+    bodies = [_body(request, *told, return_ids=turns) for request in load.requests]
     moments: list[tuple[float, list[float]]] = [(0.0, [])] * len(bodies)
+    contexts = [request.prompt for request in load.requests]
+    prompt_len = [len(prompt) for prompt in contexts]
     done, address = 0, url.rstrip("/") + "/v1/completions"
 
-    async def one(session: Any, index: int) -> None:
+    async def one(session: Any, index: int, ended: list[asyncio.Event], seats: Any) -> None:
         nonlocal done
-        moments[index] = await _complete(session, address, load.requests[index], bodies[index])
+        request, body = load.requests[index], bodies[index]
+        if request.parent >= 0:
+            await ended[request.parent].wait()
+            await asyncio.sleep(request.gap_s)
+            request = replace(request, prompt=contexts[request.parent] + request.prompt)
+            body, prompt_len[index] = _body(request, *told, return_ids=True), len(request.prompt)
+        async with seats:
+            sent_s, token_s, answer = await _complete(session, address, request, body)
+        moments[index], contexts[index] = (sent_s, token_s), request.prompt + answer
+        ended[index].set()
         done += 1
         if progress is not None:
             progress(done / len(bodies))
 
     async def send() -> None:
+        ended = [asyncio.Event() for _ in bodies]
+        seats = asyncio.Semaphore(max_concurrency or len(bodies))
         async with open_session(timeout_s) as session, asyncio.TaskGroup() as group:
             start = time.monotonic() + _LEAD_S if start_s is None else start_s
             for index, request in enumerate(load.requests):
                 wait = start + request.send_s - time.monotonic()
                 await asyncio.sleep(max(wait, 0.0))
-                group.create_task(one(session, index))
+                group.create_task(one(session, index, ended, seats))
 
     try:
         asyncio.run(send())
     except BaseExceptionGroup as group:
         # The first exception of the task group, which cancelled the other requests.
         raise group.exceptions[0] from None
-    return pa.table(
+    table = pa.table(
         {
             "request_id": [request.request_id for request in load.requests],
             "domain": [request.domain for request in load.requests],
-            "prompt_len": [len(request.prompt) for request in load.requests],
+            "prompt_len": prompt_len,
             "output_len": [request.output_len for request in load.requests],
             "sent_s": [sent for sent, _ in moments],
             "prefilled_s": [None] * len(moments),
@@ -89,6 +128,7 @@ def send_load(
         },
         schema=REQUESTS,
     )
+    return table, contexts
 
 
 def prefill_ahead(load: Load, url: str, *, model: str) -> Load:
@@ -121,7 +161,9 @@ def prefill_ahead(load: Load, url: str, *, model: str) -> Load:
     return replace(load, requests=tuple(asyncio.run(compute())))
 
 
-def _body(request: LoadRequest, model: str, temperature: float = 1.0) -> bytes:
+def _body(
+    request: LoadRequest, model: str, temperature: float = 1.0, *, return_ids: bool = False
+) -> bytes:
     body: dict[str, Any] = {
         "model": model,
         "prompt": request.prompt,
@@ -135,16 +177,19 @@ def _body(request: LoadRequest, model: str, temperature: float = 1.0) -> bytes:
         body["kv_transfer_params"] = request.kv_transfer_params
     if request.priority is not None:
         body["priority"] = request.priority
+    if return_ids:
+        body["return_token_ids"] = True
     return json.dumps(body, separators=(",", ":")).encode()
 
 
 async def _complete(
     session: Any, address: str, request: LoadRequest, body: bytes
-) -> tuple[float, list[float]]:
-    """Post a request; return its send time and the arrival times of its tokens."""
+) -> tuple[float, list[float], list[int]]:
+    """Post a request; return its send time, the arrival times of its tokens, and those told."""
     aiohttp = import_aiohttp()
     headers = {"X-Request-Id": request.request_id}
     token_s: list[float] = []
+    answer: list[int] = []
     event = b""
     try:
         sent_s = time.monotonic()
@@ -157,6 +202,8 @@ async def _complete(
                 now = time.monotonic()
                 whole, end, rest = (rest + data).rpartition(b"\n\n")
                 said = _TOKENS.findall(whole) if end else []
+                for ids in _IDS.findall(whole) if end else ():
+                    answer += map(int, ids.split(b",") if ids.strip() else ())
                 if said:
                     token_s += [now] * (int(said[-1]) - len(token_s))
                 event = whole.removesuffix(b"data: [DONE]").rstrip() or event
@@ -168,7 +215,7 @@ async def _complete(
         count = f"{len(token_s)} of {request.output_len} tokens"
         last = event.rpartition(b"\n\n")[2].decode(errors="replace")[:300]
         raise _failed(request, address, f"ended after {count}: {last or 'no event'}")
-    return sent_s, token_s
+    return sent_s, token_s, answer
 
 
 def _failed(request: LoadRequest, address: str, problem: str) -> InputError:

@@ -38,6 +38,10 @@ class LoadRequest:
     #: Location of the prompt's KV cache on a prefill engine; None if it is not computed yet.
     kv_transfer_params: dict[str, Any] | None = None
     priority: int | None = None  #: its priority, the lowest first; None gives none
+    #: ``parent``, ``gap_s``: the request before it that it goes on with, -1 for none: it is sent so
+    #: long after that one's end, s, and its prompt follows that one's prompt and answer.
+    parent: int = -1
+    gap_s: float = 0.0
 
 
 @dataclass(frozen=True)

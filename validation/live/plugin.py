@@ -35,6 +35,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from eldr_sim.validation.live.cpu_acceptance import prescribe_acceptance
+
 TIMING_VARIABLE = "ELDR_SIM_TIMING"
 FORCED_PREFIX = "forced-"
 FORCED_LEVELS = 8
@@ -178,6 +180,10 @@ def _time_worker(runner: Any, folder: str) -> None:
         def load_and_wrap(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = load_model(self, *args, **kwargs)
             _process["worker"] = True
+            drafts = self.speculative_config
+            synthetic = drafts is not None and drafts.rejection_sample_method == "synthetic"
+            if synthetic and self.device.type == "cpu":
+                prescribe_acceptance()
             if not hasattr(self, "_eldr_sim_watches"):
                 self._eldr_sim_watches = _watch(self)
             return result

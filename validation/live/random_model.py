@@ -45,13 +45,7 @@ def write_model(folder: str | os.PathLike[str], seed: int = 0, **shape: int) -> 
     ``folder`` must not exist; ``shape`` overrides :data:`SHAPE`. Raises InputError if torch or
     transformers is not installed.
     """
-    try:
-        import torch
-        import transformers
-    except ModuleNotFoundError as error:
-        raise InputError(
-            str(error.name), "making a model needs torch and transformers", "vLLM's environment"
-        ) from None
+    torch, transformers = _libraries()
     sizes = SHAPE | shape
     config = transformers.Qwen3MoeConfig(
         **sizes,
@@ -83,3 +77,37 @@ def write_model(folder: str | os.PathLike[str], seed: int = 0, **shape: int) -> 
     with whole_folder(Path(folder)) as whole:
         model.save_pretrained(whole)
     return dict(config.to_dict())
+
+
+def write_draft(folder: str | os.PathLike[str], vocab_size: int, seed: int = 0) -> None:
+    """Write a dense random model of one layer, to draft for a model of this vocabulary.
+
+    ``folder`` must not exist. Raises InputError as `write_model` does.
+    """
+    torch, transformers = _libraries()
+    config = transformers.Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+    with whole_folder(Path(folder)) as whole:
+        model.save_pretrained(whole)
+
+
+def _libraries() -> tuple[Any, Any]:
+    try:
+        import torch
+        import transformers
+    except ModuleNotFoundError as error:
+        raise InputError(
+            str(error.name), "making a model needs torch and transformers", "vLLM's environment"
+        ) from None
+    return torch, transformers

@@ -80,6 +80,16 @@ def headline_table(document: Row) -> tuple[list[str], list[list[str]]]:
     return [*columns, "worst load: error ± noise", "goal", "loads at or under it", "verdict"], rows
 
 
+def verdict(document: Row) -> str:
+    """Return one sentence: whether all figures are predicted to their goal or the noise."""
+    named: dict[str, list[str]] = {}
+    for row in document["headline"]:
+        named.setdefault(row["verdict"], []).append(f"{row['setup']} {_named(row['figure'])}")
+    if "missed" not in named:
+        return "Verdict: predicted to the goals, or to within the difference between live runs."
+    return f"Verdict: not predicted: {', '.join(named['missed'])}."
+
+
 def _place(document: Row, setup: str, load: str, policy: str) -> str:
     """Name a load, and the policy where the set-up ran several."""
     return f"{load}, {policy}" if len(document["policies_run"][setup]) > 1 else load

@@ -40,6 +40,7 @@ class EngineOptions:
     block_size: int | None = None
     kv_cache_gib: int = 1  #: memory of the KV cache of an engine on a CPU, GiB
     extra: tuple[str, ...] = ()  #: further arguments of ``vllm serve``
+    capture: bool = True  #: whether the plug-in logs which experts tokens choose
 
 
 @dataclass
@@ -166,7 +167,7 @@ class EngineProcess:
     def _environment(self, side_channel: int) -> dict[str, str]:
         variables = {
             TIMING_VARIABLE: str(self.log),
-            CAPTURE_VARIABLE: str(self.log),
+            CAPTURE_VARIABLE: str(self.log) if self.options.capture else "",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_USE_V2_MODEL_RUNNER": "0",

@@ -1,0 +1,306 @@
+"""Check of an engine's features: serve, simulate, compare, one page.
+
+``OUT/features/NAME.json`` holds a feature's figures, ``OUT/features.md`` all of them. Engines are
+those of the set-up ``colocated``, whose calibration in ``OUT/calibration`` is used or made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.errors import InputError
+from eldr_sim.outputs import whole_file
+from eldr_sim.validation.live.campaign import Campaign, begin_campaign, calibrated_setup, on_core
+from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
+from eldr_sim.validation.live.feature_loads import FeatureLoad, feature_load, lengths_of
+from eldr_sim.validation.live.features import (
+    FEATURES,
+    FIGURES,
+    Sent,
+    live_figures,
+    serve,
+    simulate_sent,
+)
+from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
+from eldr_sim.validation.live.load import Load, LoadRequest
+from eldr_sim.validation.live.random_model import domain_slices, write_draft
+from eldr_sim.validation.live.run_writer import machine, versions, write_trace_of
+from eldr_sim.validation.live.setup_calibration import capacity, engine_infos, read_logs
+from eldr_sim.validation.live.setups import Setup, started_setup
+
+Row = dict[str, Any]
+Told = Callable[[str, float], None]
+
+#: Largest error, %, by figure.
+GOALS = {"tpot p50": 5.0, "tpot p99": 15.0, "ttft p50": 10.0, "ttft p99": 15.0}
+#: Rate of open loads, as a share of what the engine carries without the feature.
+_SHARE = 0.6
+_NAME = "colocated"
+#: Requests at once of the loads that drafts are calibrated on, and tokens of each.
+_AT_ONCE, _DRAFT_LEN = (1, 8), 64
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What the calibrated engine has shown."""
+
+    calibrated: EngineCalibration
+    engine: EngineInfo
+    sent: dict[FeatureLoad, list[Sent]]  #: of each load, a repeat each
+    traces: dict[FeatureLoad, list[Path]]  #: their routing
+    rates: dict[FeatureLoad, float]  #: requests/s
+
+
+def check_features(campaign: Campaign, names: Sequence[str], progress: Told) -> list[Row]:
+    """Check features of an engine, and return the figures of each; those in OUT are kept.
+
+    ``progress``: called with the current task and the share of it that is done. Raises InputError
+    if an engine does not start or a request fails.
+    """
+    begin_campaign(campaign, progress)
+    folder = campaign.out / "features"
+    folder.mkdir(exist_ok=True)
+    todo = [name for name in names if not (folder / f"{name}.json").exists()]
+    if todo:
+        base = _serve_base(campaign, [FEATURES[name].load for name in todo], progress)
+        for name in todo:
+            found = _check(campaign, name, base, progress)
+            found |= {"machine": machine(), "versions": versions()}
+            text = json.dumps(found | {"doubts": base.calibrated.info.doubts}, indent=2)
+            with whole_file(folder / f"{name}.json") as file:
+                file.write_text(text + "\n", encoding="utf-8")
+    files = sorted(folder.glob("*.json"), key=lambda file: list(FEATURES).index(file.stem))
+    rows = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    with whole_file(campaign.out / "features.md") as file:
+        file.write_text(page(rows), encoding="utf-8")
+    return rows
+
+
+def _serve_base(campaign: Campaign, loads: Sequence[FeatureLoad], progress: Told) -> _Base:
+    """Calibrate an engine without the features, and send it the loads of all."""
+    dims = model_of(campaign.config)
+    with _engine(campaign, "base", progress) as setup:
+        calibrated = calibrated_setup(campaign, setup, progress)
+        base = _Base(calibrated, engine_infos(setup, read_logs(setup))[0], {}, {}, {})
+        for name, repeat in itertools.product(dict.fromkeys(loads), range(campaign.repeats)):
+            progress(f"{name} #{repeat}", 0.0)
+            lengths = lengths_of(name, campaign.prompt_len, campaign.output_len)
+            carried = capacity(setup, campaign.options, dims, calibrated, *lengths[:2])
+            base.rates[name] = _SHARE * carried
+            sent = _serve(campaign, name, base.rates[name], setup, calibrated, repeat)
+            read_logs(setup, sent.requests)  # until they hold the last tokens
+            trace = campaign.out / "features" / f"trace-{time.time_ns():x}"
+            write_trace_of(trace, sent.requests, setup.endpoints, campaign.options.model)
+            base.sent.setdefault(name, []).append(sent)
+            base.traces.setdefault(name, []).append(trace)
+    return base
+
+
+@contextmanager
+def _engine(
+    campaign: Campaign, name: str, progress: Told, extra: tuple[str, ...] = (), capture: bool = True
+) -> Iterator[Setup]:
+    """Start an engine, and be the client on its core while the block lasts."""
+    progress(f"{name}: starting vLLM", 0.0)
+    options = replace(campaign.options, extra=(*campaign.options.extra, *extra), capture=capture)
+    log = campaign.out / "logs" / f"{name}-{time.time_ns():x}"
+    with (
+        started_setup(_NAME, options, log, gpu="gpu" in machine()) as setup,
+        on_core(setup.client_core),
+    ):
+        yield setup
+
+
+def _serve(
+    campaign: Campaign, name: FeatureLoad, rate: float, setup: Setup,
+    calibrated: EngineCalibration, repeat: int,
+) -> Sent:  # fmt: skip
+    load, most = feature_load(
+        name,
+        domain_slices(model_of(campaign.config).vocab_size),
+        rate=rate,
+        duration_s=campaign.duration_s,
+        lengths=lengths_of(name, campaign.prompt_len, campaign.output_len),
+        seed=campaign.seed,
+        repeat=repeat,
+        prefix=f"{name.replace(' ', '-')}-{time.time_ns():x}",
+    )
+    return serve(load, setup.endpoints[0], calibrated, most)
+
+
+def _check(campaign: Campaign, name: str, base: _Base, progress: Told) -> Row:
+    """Return a feature's figures without it and with it, live and simulated."""
+    feature = FEATURES[name]
+    load, traces = feature.load, base.traces[feature.load]
+
+    def simulated(sent: Sent, trace: Path, fields: Mapping[str, Any]) -> tuple[Row, Row]:
+        return simulate_sent(
+            sent, fields, engine=base.engine, trace=trace,
+            calibration=campaign.calibration(_NAME), calibrated=base.calibrated,
+            model=campaign.options.model, max_model_len=campaign.options.max_model_len,
+            seed=campaign.seed,
+        )  # fmt: skip
+
+    def sides(all_sent: Sequence[Sent], fields: Mapping[str, Any]) -> Row:
+        pairs = [
+            simulated(sent, trace, fields) for sent, trace in zip(all_sent, traces, strict=True)
+        ]
+        live, ours = [live_figures(sent) for sent in all_sent], [figures for figures, _ in pairs]
+        counted = {
+            counter: {"live": [sent.counted.get(counter, 0.0) for sent in all_sent],
+                      "simulated": [_figure(summary, figure) for _, summary in pairs]}
+            for counter, figure in feature.counters.items()
+        }  # fmt: skip
+        return {"figures": _errors(live, ours), "counters": counted if fields else {}}
+
+    row: Row = {"feature": name, "load": load, "repeats": len(traces),
+                "requests": len(base.sent[load][0].contexts),
+                "without": sides(base.sent[load], {})}  # fmt: skip
+    drafts, extra, fields = feature.drafts, feature.engine, feature.fields
+    if drafts is not None:
+        if drafts["method"] == "draft_model":
+            draft = campaign.out / "draft"
+            if not draft.exists():
+                write_draft(draft, model_of(campaign.config).vocab_size, campaign.seed)
+            drafts = dict(drafts) | {"model": str(draft)}
+        extra = ("--speculative-config", json.dumps(drafts))
+    if not extra:
+        return row
+    with _engine(campaign, name, progress, extra, capture=False) as setup:
+        _send_alike(campaign, setup, base, 8, _DRAFT_LEN)  # engines are slow in their first steps
+        if drafts is not None:
+            progress(f"{name}: calibration of drafts", 0.0)
+            fields = {
+                "speculative_config": _calibrated_drafts(
+                    drafts, campaign, setup, base, simulated, traces[0]
+                )
+            }
+        progress(f"{name}: {load}", 0.0)
+        served = [
+            _serve(campaign, load, base.rates[load], setup, base.calibrated, repeat)
+            for repeat in range(len(traces))
+        ]
+    return row | {"with": sides(served, fields), "fields": dict(fields)}
+
+
+def _calibrated_drafts(
+    drafts: Mapping[str, Any],
+    campaign: Campaign,
+    setup: Setup,
+    base: _Base,
+    simulated: Callable[[Sent, Path, Mapping[str, Any]], tuple[Row, Row]],
+    trace: Path,
+) -> Row:
+    """Return a ``speculative_config`` with what drafts cost, and are worth, on loads of their own.
+
+    The host's time is what steps take beyond their verification: of each pass and of each request,
+    from requests alone and eight at once. Acceptance is that of these loads unless it is
+    synthetic.
+    """
+    k = int(drafts["num_speculative_tokens"])
+    told = {name: value for name, value in drafts.items() if not name.startswith("prompt_lookup")}
+    loads = [_send_alike(campaign, setup, base, n, _DRAFT_LEN) for n in _AT_ONCE]
+    by_place = [f"spec_decode_num_accepted_tokens_per_pos_{i}" for i in range(k)]
+    counted = [
+        sum(sent.counted.get(name, 0.0) for sent in loads)
+        for name in ("spec_decode_num_drafts", *by_place)
+    ]
+    extra = []
+    if drafts.get("rejection_sample_method") != "synthetic":
+        rates = [counted[i + 1] / max(counted[0], 1.0) for i in range(k)]
+        told["synthetic_acceptance_rates"] = rates
+    for sent in loads:
+        free = {"speculative_config": told | {"draft_host_ms": 1e-6}}
+        ours, summary = simulated(sent, trace, free)
+        live, n = live_figures(sent), len(sent.contexts)
+        steps = sent.counted.get("spec_decode_num_drafts", 0.0) / n
+        ours_steps = _figure(summary, "spec_decode_num_drafts") / n
+        if not steps:
+            raise InputError("features", f"{drafts['method']} drafted nothing")
+        tokens = _DRAFT_LEN - 1
+        extra.append(live["tpot p50"] * tokens / steps - ours["tpot p50"] * tokens / ours_steps)
+    a, b = _AT_ONCE
+    per_request = max(0.0, (extra[1] - extra[0]) / (b - a))
+    told["draft_host_ms"] = max(1e-6, (extra[0] - a * per_request) / k)
+    return told | {"draft_host_ms_per_request": per_request}
+
+
+def _send_alike(campaign: Campaign, setup: Setup, base: _Base, n: int, tokens: int) -> Sent:
+    """Send so many requests at once, of as many tokens to compute as to generate."""
+    ids = next(iter(domain_slices(model_of(campaign.config).vocab_size).values()))
+    rng = np.random.default_rng(campaign.seed)
+    named = enumerate(rng.integers(*ids, size=(n, tokens)).tolist(), start=time.time_ns())
+    requests = tuple(LoadRequest(f"alike-{i:x}", "", ids, tokens, 0.0) for i, ids in named)
+    info = LoadInfo(name="alike", request_rate=1e6, burstiness=1.0, lengths="fixed",
+                    num_requests=n, seed=campaign.seed)  # fmt: skip
+    return serve(Load(info, requests), setup.endpoints[0], base.calibrated, None)
+
+
+def _figure(summary: Mapping[str, Any], name: str) -> float:
+    """Return a figure of a summary, 0 where it has none."""
+    return float(summary.get(name) or 0.0)
+
+
+def _errors(live: Sequence[Row], simulated: Sequence[Row]) -> Row:
+    """Return by figure: means over repeats, the mean of the errors' sizes, noise and verdict."""
+    found: Row = {}
+    for name, q in FIGURES:
+        figure = f"{name} p{q}"
+        mine, ours = [r[figure] for r in live], [r[figure] for r in simulated]
+        pairs = list(itertools.combinations(mine, 2))
+        mean = float(np.mean(mine))
+        noise = float(np.mean([abs(a - b) for a, b in pairs])) / mean * 100 if pairs else None
+        size = float(np.mean([abs(s / m - 1) for s, m in zip(ours, mine, strict=True)])) * 100
+        found[figure] = {"live_ms": mean, "simulated_ms": float(np.mean(ours)),
+                         "error_percent": 100 * (float(np.mean(ours)) / mean - 1),
+                         "abs_error_percent": size, "noise_percent": noise}  # fmt: skip
+        if figure in GOALS:
+            within = noise is not None and size <= noise
+            met = "met" if size <= GOALS[figure] else "within the noise" if within else "missed"
+            found[figure] |= {"goal_percent": GOALS[figure], "verdict": met}
+    return found
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return the page of features that were checked."""
+    lines = ["# Features of a live engine, and their simulation", ""]
+    if rows:
+        about = rows[0]["machine"] | rows[0]["versions"]
+        lines += [", ".join(f"{name} {value}" for name, value in about.items()) + ".", ""]
+    if doubts := [doubt for row in rows[:1] for doubt in row["doubts"]]:
+        lines += [f"**The calibrated tables are not to be trusted**: {'; '.join(doubts)}.", ""]
+    lines += ["Mean of the repeats, live and simulated; error +- difference between repeats.", ""]
+    columns = ["feature", "load", "engine", *(f"{n.upper()} p{q}, ms" for n, q in FIGURES)]
+    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        for side in ("without", "with"):
+            if side in row:
+                cells = [
+                    row["feature"],
+                    row["load"],
+                    side,
+                    *map(_cell, row[side]["figures"].values()),
+                ]
+                lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| feature | counted | live | simulated |", "|---|---|---|---|"]
+    for row in rows:
+        for name, both in row.get("with", {}).get("counters", {}).items():
+            said = (", ".join(f"{n:.0f}" for n in both[side]) for side in ("live", "simulated"))
+            lines.append("| " + " | ".join([row["feature"], name, *said]) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _cell(figure: Row) -> str:
+    noise = figure["noise_percent"]
+    text = f"{figure['live_ms']:.1f}, {figure['simulated_ms']:.1f}: {figure['error_percent']:+.1f}%"
+    text += "" if noise is None else f" +- {noise:.1f}"
+    return f"**{text}**" if figure.get("verdict") == "missed" else text

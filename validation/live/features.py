@@ -1,0 +1,255 @@
+"""What an engine's features do, live and simulated: each by a load that exercises it.
+
+A feature's load goes to the calibrated engine, which has none of them and records the routing of
+its requests, and again to an engine that has it. Both runs are simulated as ``eldr-sim run`` does,
+with the calibrated tables and the routing that the first recorded; so a feature's error stands
+beside that without it, and what vLLM counts of it beside what the simulation counts.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError, needed
+from eldr_sim.simulator.outcome.metrics import draft_counters, request_times, summarise
+from eldr_sim.simulator.run import build_cluster
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.prepare import prepare
+from eldr_sim.traces.requests.request_logs import chain_blocks
+from eldr_sim.traces.workload import Workload
+from eldr_sim.validation.live.client import send_turns
+from eldr_sim.validation.live.drift import Clock
+from eldr_sim.validation.live.engine_calibration import EngineCalibration
+from eldr_sim.validation.live.feature_loads import FeatureLoad
+from eldr_sim.validation.live.live_run import EngineInfo
+from eldr_sim.validation.live.load import Load
+from eldr_sim.validation.live.servers import SERVED_NAME
+from eldr_sim.validation.live.setups import Endpoint
+
+Row = dict[str, Any]
+
+#: Figures of a run: TPOT's and TTFT's median and 99th percentile, and E2E's median.
+FIGURES = (("tpot", 50), ("tpot", 99), ("ttft", 50), ("ttft", 99), ("e2el", 50))
+_HITS = {"prefix_cache_queries": "prefix_cache_queries", "prefix_cache_hits": "prefix_cache_hits"}
+_VERIFIED = {name: name for name in ("spec_decode_num_drafts", "spec_decode_num_draft_tokens",
+                                     "spec_decode_num_accepted_tokens")}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of an engine."""
+
+    load: FeatureLoad  #: what exercises it
+    #: Further arguments of ``vllm serve``, and the fields of a run that say the same. Without them
+    #: the load itself is the feature, and the calibrated engine shows it.
+    engine: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    #: vLLM's counters, less ``vllm:`` and ``_total``, and the figures of a result that they are.
+    counters: Mapping[str, str] = field(default_factory=dict)
+    drafts: Mapping[str, Any] | None = None  #: ``--speculative-config``, in place of `engine`
+
+
+def _drafting(**config: Any) -> Feature:
+    return Feature("single prompts", counters=_VERIFIED, drafts=config)
+
+
+_CACHED = {"enable_prefix_caching": True}
+FEATURES: dict[str, Feature] = {
+    "chunked-prefill": Feature("long prompts"),
+    "closed-loop": Feature("closed loop"),
+    "prefix-cache": Feature("shared prefixes", ("--enable-prefix-caching",), _CACHED, _HITS),
+    "conversations": Feature("conversations", ("--enable-prefix-caching",), _CACHED, _HITS),
+    "async-scheduling": Feature(
+        "single prompts", ("--async-scheduling",), {"async_scheduling": True}
+    ),
+    "defaults": Feature("shared prefixes", ("--enable-prefix-caching", "--async-scheduling"),
+                        _CACHED | {"async_scheduling": True}, _HITS),
+    "preemption": Feature("single prompts", ("--num-gpu-blocks-override", "20"),
+                          {"num_gpu_blocks_override": 20}, {"num_preemptions": "preemptions"}),
+    "synthetic-drafts": _drafting(
+        method="draft_model", num_speculative_tokens=3, rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=[0.8, 0.6, 0.3],
+    ),
+    "ngram": _drafting(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1,
+                       prompt_lookup_max=3),
+}  # fmt: skip
+"""By name. ``defaults`` are vLLM's: prefix caching and asynchronous scheduling together."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A load that an engine has served."""
+
+    load: Load
+    requests: pa.Table  #: ``live_run.REQUESTS``, times of `time.monotonic`
+    contexts: list[list[int]]  #: tokens of each prompt and, in conversations, of its answer
+    counted: dict[str, float]  #: vLLM's counters, by their names less ``vllm:`` and ``_total``
+    clock: Clock  #: the engine's, by its probes
+    max_concurrency: int | None = None  #: of the client
+
+
+def serve(
+    load: Load, endpoint: Endpoint, calibrated: EngineCalibration, max_concurrency: int | None
+) -> Sent:
+    """Send a load to an engine, and read what it counted meanwhile."""
+    before = _counters(endpoint.url)
+    requests, contexts = send_turns(
+        load, endpoint.url, model=SERVED_NAME, max_concurrency=max_concurrency
+    )
+    counted = {name: n - before.get(name, 0.0) for name, n in _counters(endpoint.url).items()}
+    clock = _clock(endpoint.log, requests, calibrated)
+    return Sent(load, requests, contexts, counted, clock, max_concurrency)
+
+
+def _counters(url: str) -> dict[str, float]:
+    """Return an engine's counters; those with a position are named after it."""
+    parser = needed("prometheus_client.parser", "live run")
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    found: dict[str, float] = {}
+    for family in parser.text_string_to_metric_families(text):
+        if family.type == "counter":
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    name = sample.name.removeprefix("vllm:").removesuffix("_total")
+                    name += f"_{sample.labels['position']}" if "position" in sample.labels else ""
+                    found[name] = found.get(name, 0.0) + sample.value
+    return found
+
+
+def _clock(log: Path, requests: pa.Table, calibrated: EngineCalibration) -> Clock:
+    """Return the clock of an engine while it served requests, by the probes of its worker."""
+    known = calibrated.info.drift
+    if known is None:
+        return Clock(np.empty(0), np.empty(0))
+    begin = float(np.min(requests["sent_s"].to_numpy()))
+    end = max(times[-1] for times in requests["token_s"].to_pylist())
+    probes = []
+    for file in log.glob("worker-*.jsonl"):
+        for text in file.read_text(encoding="utf-8").splitlines():
+            if '"probe"' in text and text.endswith("}"):
+                line = json.loads(text)
+                if begin <= line["start"] <= end and line["probe"] is not None:
+                    probes.append((line["start"], line["probe"]))
+    at, taken = np.array(probes, np.float64).reshape(-1, 2).T
+    return Clock(at, calibrated.drift(at, taken).factor(at) ** known.step)
+
+
+def simulate_sent(
+    sent: Sent,
+    fields: Mapping[str, Any],
+    *,
+    engine: EngineInfo,
+    calibration: Path,
+    calibrated: EngineCalibration,
+    model: str,
+    max_model_len: int,
+    trace: Path,
+    seed: int = 0,
+) -> tuple[Row, Row]:
+    """Simulate a load that an engine has served; return `figures`, and what a result counts.
+
+    ``fields``: of the run, beyond the calibrated engine; ``calibration``: its folder; ``trace``:
+    routing, request ``i`` that of the load's request ``i``.
+    """
+    config = make_config(
+        {"topology": "1C", "policy": "round_robin", "model": model, "trace": str(trace),
+         "gpu": str(calibration), "tables": str(calibration / "tables"),
+         "max_model_len": max_model_len, "max_num_seqs": engine.max_num_seqs,
+         "max_num_batched_tokens": engine.max_num_batched_tokens, "seed": seed,
+         "block_size": engine.block_size, "num_gpu_blocks_override": engine.n_blocks,
+         "enable_prefix_caching": False, "async_scheduling": False, "request_rate": "inf",
+         "num_requests": len(sent.contexts), "max_concurrency": sent.max_concurrency}
+        | dict(fields)
+    )  # fmt: skip
+    info, n = calibrated.info, len(sent.contexts)
+    prompt_len = sent.requests["prompt_len"].to_numpy()
+    ingress = np.asarray(info.ingress_s.of(prompt_len), np.float64)
+    workload, order = _workload(sent, engine.block_size, ingress, info.egress_s)
+    prepared = prepare(config)
+    record = build_cluster(config, prepared, workload, (0.0, np.inf)).run()
+    if not record.completed.all():
+        raise InputError("features", "the simulation does not complete all requests")
+    for moment in ("sent_s", "first_token_s", "finish_s"):
+        record.requests[moment] = sent.clock.wall_s(record.requests[moment])
+    times = request_times(record)
+    back = np.argsort(order)
+    found = {name: times[name][back] for name in ("ttft", "tpot", "e2el")}
+    found["ttft"] += ingress + info.egress_s
+    found["e2el"] += ingress + info.egress_s
+    assert len(found["ttft"]) == n
+    counted = summarise(record, config, prepared.model.n_moe_layers) | draft_counters(record)
+    return figures(found), counted
+
+
+def _workload(
+    sent: Sent, block_size: int, ingress: NDArray[np.float64], egress_s: float
+) -> tuple[Workload, NDArray[np.intp]]:
+    """Return the requests as the engine's queue got them, and which row of the load each is.
+
+    Prompts, and answers that others go on with, share the blocks whose tokens are equal.
+    """
+    requests, load = sent.requests, sent.load.requests
+    first = float(np.min(requests["sent_s"].to_numpy()))
+    arrival = sent.clock.own_s(requests["sent_s"].to_numpy() + ingress)
+    arrival -= float(sent.clock.own_s(np.array([first]))[0])
+    order = np.argsort(arrival, kind="stable")
+    place = np.argsort(order)
+    blocks, indptr = [], [0]
+    for row in order.tolist():
+        tokens = sent.contexts[row]
+        pieces = range(0, len(tokens) - block_size + 1, block_size)
+        # A block's number stands for its tokens; `chain_blocks` adds what comes before.
+        blocks += [hash(tuple(tokens[i : i + block_size])) % (1 << 63) for i in pieces]
+        indptr.append(len(blocks))
+    parent = np.array([place[load[i].parent] if load[i].parent >= 0 else -1 for i in order])
+    gaps = np.array([load[i].gap_s + egress_s + ingress[i] for i in order]) / sent.clock.mean
+    turns = bool((parent >= 0).any())
+    rows = order.astype(np.int32)
+    domains = {name: i for i, name in enumerate(sorted({r.domain for r in load}))}
+    workload = Workload(
+        arrival_s=arrival[order],
+        prompt_len=requests["prompt_len"].to_numpy()[order],
+        output_len=requests["output_len"].to_numpy()[order],
+        text=rows,
+        decode_request=rows,
+        replay_offset=np.zeros(len(rows), np.int32),
+        domain=np.array([domains[load[i].domain] for i in order], np.int16),
+        session=rows,
+        prefix_hash=chain_blocks(np.array(blocks, np.uint64), np.array(indptr)),
+        prefix_indptr=np.array(indptr, np.int64),
+        prefix_text=np.repeat(rows, np.diff(indptr)),
+        prefix_block_tokens=block_size if blocks else 0,
+        description={},
+        parent=parent.astype(np.int32) if turns else None,
+        gap_s=gaps if turns else None,
+        answered=np.full(len(rows), True) if turns else None,
+    )
+    return workload, order
+
+
+def live_figures(sent: Sent) -> Row:
+    """Return the figures of a load as its client saw it."""
+    sent_s = sent.requests["sent_s"].to_numpy()
+    tokens = sent.requests["token_s"].to_pylist()
+    first, last = (np.array([times[i] for times in tokens]) for i in (0, -1))
+    gaps = np.array([max(len(times) - 1, 1) for times in tokens])
+    tpot = np.where([len(times) > 1 for times in tokens], (last - first) / gaps, np.nan)
+    return figures({"ttft": first - sent_s, "tpot": tpot, "e2el": last - sent_s})
+
+
+def figures(times: Mapping[str, NDArray[np.float64]]) -> Row:
+    """Return TPOT's and TTFT's median and 99th percentile, and E2E's median, ms.
+
+    ``times``: ``ttft``, ``tpot`` and ``e2el`` of each request, s.
+    """
+    return {f"{name} p{q}": 1e3 * float(np.nanpercentile(times[name], q)) for name, q in FIGURES}
