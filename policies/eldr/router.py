@@ -178,21 +178,36 @@ class EldrPolicy(RouterPolicy):
             band = sorted(band)
         return Rule(self._members(band), in_turn=False)
 
-    def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the least loaded worker of the locality band."""
-        if self._online is None:
-            return self.rules([request])[0].pick(workers)
-        online, counts = self._online, request.signature
-        online.advance(workers.now_s)
+    def near(self, request: RequestInfo, now_s: float) -> Floats | None:
+        """Return the cosine similarity, shape [K], of a request to the centroids as they are now.
+
+        The request counts as served at ``now_s`` in the refits to come; times do not fall. None
+        where its signature, if it has one, says nothing of locality.
+        """
+        counts, online = request.signature, self._online
+        if online is not None:
+            online.advance(now_s)
         if counts is None:
-            return self._everyone.pick(workers)
+            return None
+        if online is None:
+            similar = self.similarities(counts[None])[0]
+            return similar if similar.any() else None
         row, unit = online.signature(
             request.signature_id, lambda: self.artifact.signatures(counts[None])[0]
         )
         similar = np.empty(len(online.centroids))
         if not _compare(unit, online.centroids, similar):
+            return None
+        online.note(row, similar, now_s)
+        return similar
+
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the least loaded worker of the locality band."""
+        if self._online is None:
+            return self.rules([request])[0].pick(workers)
+        similar = self.near(request, workers.now_s)
+        if similar is None:
             return self._everyone.pick(workers)
-        online.note(row, similar, workers.now_s)
         if self._compiled:
             last = self.parameters.ties == "similar"
             found: int = _least(similar, self._tau, last, workers.loads, workers.healthy)

@@ -15,12 +15,19 @@ Why this cost. The growth ``t' - t`` alone is smallest on the *fullest* worker, 
 experts already, so everything piles up there. The sum of step times over requests, ``b t``, has a
 trace of the same weakness near saturation, where ``t`` is concave in ``b``. The square does not:
 see ``docs/marginal_cost.md``. Where experts lie on several GPUs, see `marginal_ranks`.
+
+Affinity. A prompt tells part of what its answer will choose; of the rest, requests with like
+prompts have something in common. So ELDR's centroids, one a worker, know of a group what the
+predictions of its requests do not, and the growth gets dearer by ``affinity (s* - s)`` of its size,
+with ``s`` the cosine similarity to the worker's centroid and ``s*`` that of the most similar one.
+Unlike a band, a centroid can be overruled by the time that it costs.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
@@ -28,6 +35,7 @@ from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import SignatureParameters
+from eldr_sim.policies.eldr.router import EldrPolicy
 from eldr_sim.policies.eldr.signature import Floats
 from eldr_sim.policies.routing.activation import cached_activation, independent_tokens, of_tokens
 from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks
@@ -58,7 +66,8 @@ class Greedy:
     """Sends a request where the cost grows least; what it knows of requests is up to others.
 
     ``step_times``: of a worker; ``n_layers``: of the activations that ``place`` gets; ``each``:
-    tokens of a request in a step.
+    tokens of a request in a step. ``dearer``, shape [K], which others may write: by how much more,
+    as a part, a growth on each worker counts, because the request belongs less there.
     """
 
     def __init__(self, step_times: StepCost, n_workers: int, n_layers: int, each: int = 1) -> None:
@@ -75,6 +84,7 @@ class Greedy:
         )
         self._resident: dict[tuple[int, int], tuple[int, NDArray[np.float32]]] = {}
         self._next, self._nothing = 0, np.zeros(n_workers)
+        self.dearer = np.zeros(n_workers)
 
     def place(
         self,
@@ -93,7 +103,7 @@ class Greedy:
         prompt_len = request.prompt_len
         worker: int = place(
             self._step_times, self._books, workers.loads, workers.healthy, prompt_len, activation,
-            log, self._next, tokens, beside,
+            log, self._next, tokens, beside, self.dearer,
         )  # fmt: skip
         if worker < 0:
             return None
@@ -107,6 +117,14 @@ class Greedy:
         self._unions.remove(worker, log)
         self._books.prompt_tokens[worker] -= prompt_len
         self._books.cost_load[worker] = -1
+
+
+class MarginalCostParameters(SignatureParameters):
+    """Parameters of `MarginalCostPolicy`."""
+
+    affinity: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How much dearer a worker is, as a part of the cost, by each unit of cosine similarity that
+    its centroid of ELDR lacks to the most similar one; 0: no centroids."""
 
 
 class MarginalCostPolicy(RouterPolicy):
@@ -131,7 +149,7 @@ class MarginalCostPolicy(RouterPolicy):
     name = "marginal_cost"
     decision = "decode"
     needs = Needs(experts=True, costs=True, ends=True, columns=LOADS)
-    Parameters = SignatureParameters
+    Parameters: ClassVar[type[SignatureParameters]] = MarginalCostParameters
 
     def __init__(
         self, context: PolicyContext, parameters: SignatureParameters | None = None
@@ -150,6 +168,13 @@ class MarginalCostPolicy(RouterPolicy):
             raise InputError("calibration", problem)
         self._greedy = _greedy(context, step_times, n_layers)
         self._usages: dict[int, _Usage] = {}
+        self._affinity = 0.0
+        if isinstance(parameters, MarginalCostParameters):
+            self._affinity = parameters.affinity
+        if self._affinity and context.computes_prompts:
+            problem = "affinity reads expert signatures, which co-located workers do not have"
+            raise InputError("policy", problem, "a topology such as 8P16D")
+        self._eldr = EldrPolicy(context) if self._affinity else None
 
     def _check(self, context: PolicyContext) -> None:
         """Raise InputError where no worker has what the policy reads."""
@@ -179,6 +204,11 @@ class MarginalCostPolicy(RouterPolicy):
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the worker whose cost grows least, and count the request there."""
+        if self._eldr is not None:
+            similar = self._eldr.near(request, workers.now_s)
+            away = np.zeros(1) if similar is None else similar.max() - similar
+            each = len(self._greedy.dearer) // len(away)
+            self._greedy.dearer[:] = np.repeat(self._affinity * away, each)
         return self._greedy.place(request, self.usage(request), workers)
 
     def on_complete(self, request_id: int, worker: int) -> None:
@@ -275,6 +305,7 @@ def place(
     first: int,
     tokens: float,
     beside: Any,
+    dearer: Any,
 ) -> int:
     """Return the worker whose cost a request lets grow least, and enter it in the books.
 
@@ -284,7 +315,8 @@ def place(
     ``activation``, ``log``: the request's, on the grid of ``unions``, and that one's ``log_idle``;
     ``first``: the worker that is preferred among equals; then those behind it; ``tokens``,
     ``beside``: 0: the cost is of second power, ``b t^2``; else it is ``tokens * b t``, s, and what
-    each worker's requests cost beside, s, shape [K].
+    each worker's requests cost beside, s, shape [K]; ``dearer``: shape [K]: by how much more a
+    growth counts, as a part of it.
     """
     n_workers, (log_idle, idle, activated) = loads.shape[0], books.unions
     best, least = -1, 0.0
@@ -307,7 +339,8 @@ def place(
             books.growth[w] = tokens * ((load + 1) * then - books.cost[w]) + beside[w]
         else:
             books.growth[w] = (load + 1) * then**2 - books.cost[w]
-        rounded = np.rint(books.growth[w] * 1e12)
+        grown = books.growth[w]  # negative where a kernel gets faster with one more
+        rounded = np.rint((grown + dearer[w] * abs(grown)) * 1e12)
         if best < 0 or rounded < least:
             best, least = w, rounded
     if best < 0:

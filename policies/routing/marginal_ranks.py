@@ -104,6 +104,7 @@ class GreedyOnRanks:
             np.zeros(n_layers),
         )
         self._reported_s = -np.inf
+        self.dearer = np.zeros(n_workers)
         self._resident: dict[tuple[int, int], tuple[int, NDArray[Any], NDArray[np.float32]]] = {}
         self._next = 0
 
@@ -120,7 +121,7 @@ class GreedyOnRanks:
             self._reported_s = workers.signals_s
         worker: int = place_on_ranks(
             self._step_times, self._moe, self._shares, self._books, workers.loads, workers.healthy,
-            request.prompt_len, activation, log, self._next,
+            request.prompt_len, activation, log, self._next, self.dearer,
         )  # fmt: skip
         if worker < 0:
             return None
@@ -266,6 +267,7 @@ def place_on_ranks(
     activation: Any,
     log: Any,
     first: int,
+    dearer: Any,
 ) -> int:
     """Return the worker whose group's cost a request lets grow least, and enter it in the books.
 
@@ -304,7 +306,8 @@ def place_on_ranks(
     best, least = -1, 0.0
     for i in range(n_workers):
         w = (first + i) % n_workers
-        rounded = np.rint(books.growth[w] * 1e12)
+        grown = books.growth[w]  # negative where a kernel gets faster with one more
+        rounded = np.rint((grown + dearer[w] * abs(grown)) * 1e12)
         if healthy[w] and (best < 0 or rounded < least):
             best, least = w, rounded
     if best < 0:

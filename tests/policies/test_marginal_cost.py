@@ -1,5 +1,7 @@
 """Routing by predicted step time: a twin from scratch, and what the cluster tells the policy."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,9 +12,12 @@ from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.policies.base import Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
+from eldr_sim.policies.eldr.artifact import fit
+from eldr_sim.policies.eldr.router import EldrParameters, EldrPolicy
 from eldr_sim.policies.routing.activation import fit_activation, independent_tokens, of_tokens
 from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy
 from eldr_sim.policies.routing.marginal_cost import (
+    MarginalCostParameters,
     MarginalCostPolicy,
     OraclePolicy,
     expected_step_s,
@@ -122,6 +127,59 @@ def history(policy, activations, prompts, n_workers, seed):
                 del residents[worker][gone]
                 loads[worker] -= 1
                 policy.on_complete(gone, worker)
+
+
+def with_affinity(affinity, n_workers, seed=0, **values):
+    """A policy, and the context that it was made in, whose fit has a centroid a worker."""
+    calibration = make_calibration(seed, 40)
+    rarer = replace(calibration, counts=calibration.counts - 1)  # experts that some never choose
+    made = context(n_workers, calibration=rarer, artifact=fit(rarer, n_workers, 0), **values)
+    return MarginalCostPolicy(made, MarginalCostParameters(affinity=affinity)), made
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), n_workers=st.integers(1, 5), affinity=st.sampled_from([0.3, 2.0])
+)
+def test_affinity_multiplies_the_growth(seed, n_workers, affinity):
+    """The twin from scratch, times ``1 + affinity (s* - s)``; the first refit comes after 5 s."""
+    times = make_step_times(seed)
+    policy, made = with_affinity(affinity, n_workers, seed, step_times=times)
+    model, eldr = fit_activation(made.calibration), EldrPolicy(made)
+    counts = make_calibration(seed + 1, 30).counts
+    prompts = np.random.default_rng(seed).integers(1, 250, len(counts)).tolist()
+    asked = [(model.predict(c), c) for c in counts]
+    similar = eldr.similarities(counts)
+    steps = history(policy, asked, prompts, n_workers, seed)
+    for (before, loads, new, chosen), near in zip(steps, similar, strict=True):
+        costs = [
+            growths_from_scratch(times, before[w], int(loads[w]), new)
+            * (1 + affinity * (near.max() - near[w]))
+            for w in range(n_workers)
+        ]
+        assert costs[chosen] <= min(costs) + 2e-3 * abs(min(costs)) + 1e-9
+
+
+def test_boundless_affinity_goes_to_the_nearest_centroid_as_it_is_refitted():
+    """As `eldr` does with a tau of 0, whatever the time that it costs."""
+    policy, made = with_affinity(1e9, 4)
+    eldr = EldrPolicy(made, EldrParameters(tau=0))
+    counts = make_calibration(5, 200).counts
+    refitted = set()
+    for i, each in enumerate(counts):
+        workers = Workers.idle(np.zeros(4, np.int64))._replace(now_s=0.1 * i)
+        request = RequestInfo(i, 10, 0, signature=each)
+        assert policy.select(request, workers) == eldr.select(request, workers)
+        refitted.add(eldr._online.centroids.tobytes())
+    assert len(refitted) > 5
+
+
+def test_affinity_needs_signatures():
+    with pytest.raises(InputError, match="co-located workers do not have"):
+        with_affinity(0.5, 4, computes_prompts=True, rank_moe=())
+    policy, _ = with_affinity(0.5, 3)
+    loads = np.array([2, 0, 1])
+    assert policy.select(RequestInfo(0, 10, 0), Workers.idle(loads)) == 1  # without: by time alone
 
 
 @settings(max_examples=60, deadline=None)
