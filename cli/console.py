@@ -451,11 +451,11 @@ def _print_parts(summary: dict[str, Any], alone: bool) -> None:
 
 def _print_basis(summary: dict[str, Any]) -> None:
     """Print what the figures rest on."""
-    from eldr_sim.kernel_profiles.tables.format import parts_by_provenance
+    from eldr_sim.kernel_profiles.tables.format import IN_WORDS, parts_by_provenance
 
     _heading("Rests on")
     for known, parts in parts_by_provenance(summary.get("provenance", {})).items():
-        _text(f"Step times, {known}: {', '.join(parts)}")
+        _text(f"Step times, {known} ({IN_WORDS[known]}): {', '.join(parts)}")
     if handover := summary.get("handover"):  # older results and other topologies have none
         presets = (summary["kv_transfer"], handover)
         _line("KV transfer, hand-over", ", ".join(text.partition(":")[0] for text in presets))

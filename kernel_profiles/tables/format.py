@@ -35,6 +35,14 @@ _METADATA_KEY = b"eldr_sim.latency_table"
 
 Provenance = Literal["measured", "imported", "published", "derived", "roofline"]
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)  #: from strongest to weakest
+#: What a reader is told beside a label.
+IN_WORDS: dict[str, str] = {
+    "measured": "on this device",
+    "imported": "measured by others",
+    "published": "in a paper or log",
+    "derived": "fitted to such",
+    "roofline": "by arithmetic",
+}
 
 Kind = Literal[
     "moe",

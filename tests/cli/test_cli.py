@@ -120,7 +120,8 @@ def test_summary_is_golden(capsys):
         "trace": {
             "name": "reference-moe",
             "provenance": "recorded",
-            "rests_on": "625,472 recorded tokens of reference-moe-38m, not of Qwen3-30B-A3B",
+            "rests_on": "625,472 recorded tokens of reference-moe-38m; nothing was "
+            "recorded of Qwen3-30B-A3B",
             "layers": "6 tiled over 48",
         },
         **figures,

@@ -183,7 +183,7 @@ def test_a_run_replays_all_layers_of_its_model_and_says_what_they_rest_on(
     assert (trace["name"], trace["provenance"]) == ("drawn", "synthetic")
     assert trace["layers"] == f"{layers} layers"
     assert trace["rests_on"].startswith(rests_on)
-    assert trace["rests_on"].endswith(f"not of {options[1]}") == ("Qwen1.5" in options[1])
+    assert trace["rests_on"].endswith(f"recorded of {options[1]}") == ("Qwen1.5" in options[1])
     assert set(trace["domain_mix"]) <= domains
     assert "".join(trace["rests_on"].split()) in "".join(out.split())  # in lines of its width
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -205,7 +205,7 @@ def test_a_band_is_drawn_apart_and_refused_beside_a_trace(few, drawn_routing, ru
         assert code == 0, err
         summary = json.loads((tmp_path / band / "summary.json").read_text())
         rests_on.append(summary["trace"]["rests_on"])
-        assert f"{band} of its band" in rests_on[-1]
+        assert f"--routing-band {band}" in rests_on[-1]
     assert rests_on[0] != rests_on[1]
     code, _, err = run_cli("run", *SHORT, "--trace", "gpt-oss-20b", "--routing-band", "low")
     assert code == 2

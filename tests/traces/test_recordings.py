@@ -85,7 +85,7 @@ def test_a_run_on_a_recording_says_that_one_phase_stands_for_both():
     ("changes", "model", "want"),
     [
         ({}, "GPT-OSS-20B", "150,714 recorded generated tokens of gpt-oss-20b"),
-        ({}, "X", "150,714 recorded generated tokens of gpt-oss-20b, not of X"),
+        ({}, "X", "150,714 recorded generated tokens of gpt-oss-20b; nothing was recorded of X"),
         (
             {"provenance": "synthetic", "notes": "Synthetic routing, preset Y: fitted to Z."},
             "gpt-oss-20b",

@@ -149,6 +149,10 @@ MOONCAKE = '{"timestamp": 0, "input_length": 8, "output_length": 1}\n'
     [
         ("", "unknown format, first line ''"),
         ("a,b,c\n1,2,3\n", "unknown format.*Azure CSV.*BurstGPT CSV.*Mooncake"),
+        (
+            "timestamp,prompt_tokens,completion_tokens\n1,2,3\n",
+            "--columns time_s=timestamp,input=prompt_tokens,output=completion_tokens",
+        ),
         (AZURE + "yesterday,1,1\n", "line 3: got 'yesterday,1,1'"),
         (AZURE + "2023-11-16 18:15:46,1.5,1\n", "line 3: got"),
         (AZURE + "2023-11-16 18:15:46,1\n", "line 3: got"),
@@ -406,7 +410,7 @@ def test_bad_tables_and_results(tmp_path, text, columns, message):
 def test_a_time_that_is_a_number_needs_its_unit(tmp_path):
     log = tmp_path / "log.csv"
     log.write_text("t,i,o\n0.5,10,2\n1.5,10,2\n")
-    with pytest.raises(InputError, match=r"time 0\.5 is a number, whose unit time_s"):
+    with pytest.raises(InputError, match=r"time 0\.5 is a number: time_s= or time_ms="):
         read_request_log(log, columns="time=t,input=i,output=o")
     assert len(read_request_log(log, columns="time_s=t,input=i,output=o").arrival_s) == 2
 

@@ -532,7 +532,7 @@ def test_a_band_widens_the_domains_part():
     label = []
     for band in BANDS:
         model = preset_model("GPT-OSS-20B", n_layers=6, domains=["code", "math"], band=band)
-        assert f"{band} of its band" in model.facts["source"]
+        assert f"--routing-band {band}" in model.facts["source"]
         n, length = 120, 96
         experts = sample_experts(model, np.arange(n) % 2, np.full(n, 32), np.full(n, 64), 1)
         halves = np.zeros((2, n, 6, 32))

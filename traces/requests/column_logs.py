@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,12 @@ from eldr_sim.traces.requests.log_rows import Row, scaled_ns, session_of, timest
 
 _UNITS_NS = {"time_s": 1e9, "time_ms": 1e6, "time_us": 1e3, "time_ns": 1.0}
 KEYS = ("time", *_UNITS_NS, "input", "output", "session", "priority")  #: what a column may be
+#: Words in the names of columns, of what they usually are.
+_USUAL = {
+    "time_s": ("time", "arriv", "start"),
+    "input": ("prompt", "input", "context"),
+    "output": ("completion", "output", "generated", "response"),
+}
 _PARQUET_BATCH = 65_536
 
 
@@ -37,6 +43,18 @@ def parse_columns(text: str) -> dict[str, str]:
         problem = f"no {missing[0]}" if missing else "more than one time"
         raise InputError("columns", problem, "input, output and at most one time")
     return columns
+
+
+def likely_columns(header: Sequence[str]) -> str:
+    """Return what may be said of a table with such a header; ``NAME`` for what no name tells.
+
+    A time's unit is a guess, which who knows the table has to check.
+    """
+    named = {
+        key: next((name for name in header if any(w in name.lower() for w in words)), "NAME")
+        for key, words in _USUAL.items()
+    }
+    return ",".join(f"{key}={name}" for key, name in named.items())
 
 
 def column_rows(file: Path, text: str) -> tuple[str, Iterator[Row]]:
@@ -129,7 +147,7 @@ def _time_ns(key: str, value: Any) -> int:
         return timestamp_ns(str(value))
     except ValueError:
         if str(value).replace(".", "", 1).isdecimal():
-            text = f"time {value} is a number, whose unit time_s, time_ms, ... says"
+            text = f"time {value!s:.18} is a number: time_s= or time_ms= names its unit"
             raise ValueError(text) from None
         raise
 

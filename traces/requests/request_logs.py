@@ -40,7 +40,7 @@ from eldr_sim.traces.requests.benchmark_logs import (
     is_vllm_result,
     vllm_rows,
 )
-from eldr_sim.traces.requests.column_logs import column_rows
+from eldr_sim.traces.requests.column_logs import column_rows, likely_columns
 from eldr_sim.traces.requests.conversation_files import conversation_rows, is_conversations
 from eldr_sim.traces.requests.log_rows import Row, scaled_ns, session_of, timestamp_ns
 from eldr_sim.traces.requests.log_sessions import read_sessions, sessions_of
@@ -137,7 +137,8 @@ def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -
         raise InputError(str(file), "is not UTF-8 text") from None
     allowed = (
         f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL, "
-        "Weka's sessions, a result of vllm bench serve or AIPerf, or --columns"
+        "Weka's sessions, a result of vllm bench serve or AIPerf, or any table with "
+        f"--columns {likely_columns(header)}"
     )
     raise InputError(str(file), f"unknown format, first line {first.strip()!r:.80}", allowed)
 

@@ -92,7 +92,7 @@ def rests_on(manifest: Manifest, model: str) -> str:
         name = manifest.model.split(" (")[0]
         source = f"{manifest.n_tokens:,} recorded {phase}tokens of {name}"
     own = model.lower().removesuffix("-fp8") in manifest.model.lower()
-    return source if own else f"{source}, not of {model}"
+    return source if own else f"{source}; nothing was recorded of {model}"
 
 
 def builtin_traces() -> list[str]:

@@ -122,9 +122,12 @@ class Preset:
 
 
 _DOMAINS: dict[Band, str] = {
-    "low": "25% of what requests differ by, as of all recorded domains of gpt-oss-20b; languages 0",
-    "middle": "34% of what requests differ by, as of gpt-oss-20b's task domains; languages 12%",
-    "high": "as in ELDR Fig. 4 (17-21% task, 3-10% language, batch 32 to 128)",
+    "low": "domains explain 25% of how requests differ in their experts, as recorded of all "
+    "domains of gpt-oss-20b; languages 0%",
+    "middle": "domains explain 34% of how requests differ in their experts, as recorded of "
+    "gpt-oss-20b's task domains; languages 12%",
+    "high": "domains explain so much of how requests differ in their experts that grouping by them "
+    "saves what ELDR's Fig. 4 shows (17-21% task, 3-10% language, batch 32 to 128)",
 }
 
 _LOW = {"task": 0.25, "language": 0.0}
@@ -216,8 +219,8 @@ def preset_model(
     tuned = f"; tuned to {preset.tuned_to}" if preset.tuned_to else ""
     changed = "" if as_is else "; changed by hand, tuned to nothing"
     source = (
-        f"preset {name}: {model.facts['source']}; {band} of its band: the domains' part in it is "
-        f"{_DOMAINS[band]}{tuned}{changed}"
+        f"preset {name}: {model.facts['source']}; {_DOMAINS[band]} (--routing-band {band})"
+        f"{tuned}{changed}"
     )
     return replace(
         model,
