@@ -193,14 +193,14 @@ def published(
         "step that makes TPOT right, for --config; every other result is held out, where there are "
         "several.", metavar="OUT.yaml")  # fmt: skip
 def bench(results: tuple[Path, ...], calibrate: Path | None, **options: Any) -> None:
-    """Hold results of `vllm bench serve` (SGLang's alike) or aiperf against predictions.
+    """Hold results of `vllm bench serve` (SGLang's alike), aiperf or GuideLLM against predictions.
 
     The load is the results'; the cluster is what the options say.
     """
     from eldr_sim.validation.published import bench as own
 
     config = config_from_options(options)
-    found = [own.read_bench(path) for path in results]
+    found = [each for path in results for each in own.read_bench(path)]
     with TemporaryDirectory() as work:
         if calibrate is not None:
             gap_ms = own.calibrate(found[::2], config, Path(work))

@@ -524,3 +524,19 @@ def test_vllms_conversations_are_drawn(tmp_path):
 def test_bad_conversations_are_refused(tmp_path, turns):
     with pytest.raises(InputError, match="no conversations to generate"):
         read_request_log(conversations(tmp_path, num_turns=turns))
+
+
+def test_a_report_of_guidellm(tmp_path):
+    """Its requests in the order of their starts; a sweep has no one rate."""
+    made = {"request_start_time": 1e9 + 2.5, "prompt_tokens": 30, "output_tokens": 4}
+    rows = [made, made | {"request_start_time": 1e9, "prompt_tokens": 50}]
+    benchmark = {"requests": {"successful": rows, "errored": [{}]}}
+    (tmp_path / "log").write_text(json.dumps({"benchmarks": [benchmark]}, indent=1))
+    log = read_request_log(tmp_path / "log")
+    assert log.format == "guidellm"
+    assert log.arrival_s.tolist() == [0.0, 2.5]
+    assert log.prompt_len.tolist() == [50, 30]
+    for benchmarks, said in (([benchmark] * 2, "2 benchmarks"), ([{}], "lacks requests")):
+        (tmp_path / "log").write_text(json.dumps({"benchmarks": benchmarks}))
+        with pytest.raises(InputError, match=said):
+            read_request_log(tmp_path / "log")

@@ -8,7 +8,9 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config import make_config
-from eldr_sim.validation.published.bench import calibrate, errors, predict_bench, read_bench
+from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
+from eldr_sim.validation.published.bench import calibrate, errors, predict_bench
+from eldr_sim.validation.published.bench import read_bench as read_benches
 
 CONFIG = {"model": "Llama-3.1-8B", "gpu": "H100", "topology": "1C"}
 RESULT = {
@@ -16,6 +18,11 @@ RESULT = {
     "total_input_tokens": 600, "total_output_tokens": 60, "mean_ttft_ms": 20.0,
     "mean_tpot_ms": 8.0, "p99_ttft_ms": 40.0,
 }  # fmt: skip
+
+
+def read_bench(path):
+    (found,) = read_benches(path)
+    return found
 
 
 @pytest.fixture
@@ -137,3 +144,91 @@ def test_what_has_no_tpot_calibrates_nothing(result_file, tmp_path):
     bench = read_bench(result_file(mean_tpot_ms=None))
     with pytest.raises(InputError, match="has no TPOT"):
         calibrate([bench], make_config(CONFIG), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("phase", "load"),
+    [
+        ({"type": "poisson", "rate": 10.0}, {"request_rate": 10.0}),
+        (
+            {"type": "constant", "rate": 10.0, "concurrency": 9},
+            {"request_rate": 10.0, "burstiness": MOST_BURSTINESS, "max_concurrency": 9},
+        ),
+        ({"type": "gamma", "rate": 4, "smoothness": 2.5}, {"request_rate": 4, "burstiness": 2.5}),
+        ({"type": "concurrency", "concurrency": 9}, {"request_rate": "inf", "max_concurrency": 9}),
+    ],
+)
+def test_the_load_of_aiperf_is_its_profiling_phase(tmp_path, phase, load):
+    """As aiperf 0.13 writes it; warm-up is another phase, and other arrivals are refused."""
+    path = tmp_path / "aiperf.json"
+
+    def write(**phase):
+        warmup = {"kind": "warmup", "type": "poisson", "rate": 99.0}
+        result = {
+            "request_latency": {"avg": 600.0},
+            "request_count": {"avg": 20},
+            "input_sequence_length": {"avg": 100.0},
+            "output_sequence_length": {"avg": 10.0},
+            "input_config": {"phases": [warmup, phase] if phase else []},
+        }
+        path.write_text(json.dumps(result))
+
+    write(kind="profiling", **phase)
+    lengths = {"num_requests": 20, "input_len": 100, "output_len": 10}
+    assert read_bench(path).load == load | lengths
+    write(kind="profiling", type="fixed_schedule")
+    with pytest.raises(InputError, match="arrivals of fixed_schedule"):
+        read_bench(path)
+    write()
+    with pytest.raises(InputError, match="does not say its load"):
+        read_bench(path)
+
+
+def guidellm(strategy, *starts):
+    """Return a benchmark of GuideLLM's of some requests of 30 and 4 tokens."""
+    statistics = {"mean": 2.0, "median": 1.5, "percentiles": {"p50": 1.5, "p90": 3.0, "p99": 4.0}}
+    request = {"prompt_tokens": 30, "output_tokens": 4}
+    return {
+        "config": {"strategy": {"max_concurrency": 512} | strategy},
+        "metrics": {
+            name: {"successful": statistics, "errored": None}
+            for name in ("time_to_first_token_ms", "inter_token_latency_ms", "request_latency")
+        },
+        "requests": {"successful": [request | {"request_start_time": at} for at in starts]},
+    }
+
+
+def test_a_sweep_of_guidellm_is_a_result_each(tmp_path):
+    """Requests at a rate are sent when they were; users that wait keep so many in flight."""
+    path = tmp_path / "guide.json"
+    runs = [
+        guidellm({"type_": "poisson", "rate": 10.0}, 1e9 + 7, 1e9, 1e9 + 3),
+        guidellm({"type_": "concurrent", "streams": 2}, 1e9, 1e9, 1e9 + 1),
+        guidellm({"type_": "synchronous"}, 1e9, 1e9 + 1),
+    ]
+    path.write_text(json.dumps({"metadata": {"version": 2}, "benchmarks": runs}))
+    poisson, two, one = read_benches(path)
+    assert poisson.name == "guide.json, poisson at 10/s"
+    assert poisson.figures == {
+        f"{of}_{metric}_ms": factor * value
+        for metric, factor in (("ttft", 1), ("tpot", 1), ("e2el", 1000))
+        for of, value in (("mean", 2.0), ("median", 1.5), ("p90", 3.0), ("p99", 4.0))
+    }
+    assert (two.load["max_concurrency"], one.load["max_concurrency"]) == (2, 1)
+    assert two.lengths == ((30, 4),) * 3
+    config = make_config(CONFIG)
+    summary = predict_bench(poisson, config, tmp_path)
+    assert summary["completed"] == 3
+    assert summary["trace"]["log_window"]["requests"] == 3
+    assert predict_bench(two, config, tmp_path)["completed"] == 3
+
+
+@pytest.mark.parametrize(
+    "changes", [{"requests": {}}, {"config": {}}, {"requests": {"successful": []}}, {"metrics": 3}]
+)
+def test_a_report_of_guidellm_that_lacks_something_is_one_line(tmp_path, changes):
+    path = tmp_path / "guide.json"
+    benchmark = guidellm({"type_": "poisson", "rate": 10.0}, 1e9) | changes
+    path.write_text(json.dumps({"benchmarks": [benchmark]}))
+    with pytest.raises(InputError, match=r"guide\.json"):
+        read_benches(path)

@@ -1,4 +1,4 @@
-"""Requests of benchmark results: ``vllm bench serve`` and AIPerf.
+"""Requests of benchmark results: ``vllm bench serve``, AIPerf and GuideLLM.
 
 vLLM
     The JSON file of ``vllm bench serve --save-result --save-detailed``: ``input_lens``,
@@ -8,6 +8,9 @@ AIPerf
     ``profile_export.jsonl``, a line a request: ``metadata.request_start_ns`` (``timestamp_ns`` in
     older versions), ``metrics.input_sequence_length`` and ``metrics.output_sequence_length``.
     Requests of the warm-up are left out; those that failed have no lengths and are dropped.
+GuideLLM
+    The JSON of ``guidellm run --output kind=json``: of its one benchmark the successful requests,
+    ``request_start_time`` (s), ``prompt_tokens`` and ``output_tokens``.
 """
 
 from __future__ import annotations
@@ -82,6 +85,35 @@ def aiperf_rows(file: Path, records: Iterable[Any]) -> Iterator[Row]:
                 "metadata.request_start_ns, metrics.input_sequence_length, "
                 "metrics.output_sequence_length",
             ) from None
+
+
+def is_guidellm(record: Any) -> bool:
+    """Whether a JSON value is a report of GuideLLM."""
+    return isinstance(record, dict) and isinstance(record.get("benchmarks"), list)
+
+
+def guidellm_rows(file: Path, report: Mapping[str, Any]) -> Iterator[Row]:
+    """Return the requests of a report of one benchmark; raises InputError."""
+    benchmarks = report["benchmarks"]
+    if len(benchmarks) != 1:
+        raise InputError(str(file), f"holds {len(benchmarks)} benchmarks", "a report of one rate")
+    return guidellm_requests(file, benchmarks[0])
+
+
+def guidellm_requests(file: Path, benchmark: Mapping[str, Any]) -> Iterator[Row]:
+    """Return the successful requests of one benchmark of GuideLLM's; raises InputError."""
+    names = ("request_start_time", "prompt_tokens", "output_tokens")
+    try:
+        for request in benchmark["requests"]["successful"]:
+            when, prompt, output = (request[name] for name in names)
+            if not _is_number(when) or type(prompt) is not int or type(output) is not int:
+                raise TypeError
+            yield Row(scaled_ns(when, 1e9), prompt, output)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        problem = "a benchmark lacks requests or their figures"
+        raise InputError(
+            str(file), problem, f"requests.successful with {', '.join(names)}"
+        ) from None
 
 
 def _is_number(value: Any) -> bool:

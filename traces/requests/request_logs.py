@@ -36,7 +36,9 @@ from eldr_sim.inputs import regular_file
 from eldr_sim.traces.requests.agent_logs import agent_rows, is_agent_session
 from eldr_sim.traces.requests.benchmark_logs import (
     aiperf_rows,
+    guidellm_rows,
     is_aiperf,
+    is_guidellm,
     is_vllm_result,
     vllm_rows,
 )
@@ -60,7 +62,7 @@ class RequestLog:
     """Requests as a serving system recorded them, in order of arrival."""
 
     #: ``path``, ``format``: where the log was read from, and as what: ``azure``, ``burstgpt``,
-    #: ``mooncake``, ``vllm bench``, ``vllm conversations``, ``aiperf``, ``weka``,
+    #: ``mooncake``, ``vllm bench``, ``vllm conversations``, ``aiperf``, ``guidellm``, ``weka``,
     #: ``bailian``, or the kind of a table whose columns were named.
     path: Path
     format: str
@@ -137,7 +139,7 @@ def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -
         raise InputError(str(file), "is not UTF-8 text") from None
     allowed = (
         f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL, "
-        "Weka's sessions, a result of vllm bench serve or AIPerf, or any table with "
+        "Weka's sessions, a result of vllm bench serve, AIPerf or GuideLLM, or any table with "
         f"--columns {likely_columns(header)}"
     )
     raise InputError(str(file), f"unknown format, first line {first.strip()!r:.80}", allowed)
@@ -176,6 +178,8 @@ def _json_rows(file: Path, first: str, lines: TextIO) -> tuple[str, Iterator[Row
         return "vllm bench", vllm_rows(file, record)
     if is_conversations(record):
         return "vllm conversations", conversation_rows(file, record)
+    if is_guidellm(record):
+        return "guidellm", guidellm_rows(file, record)
     others = map(_json, filter(str.strip, lines))
     if is_aiperf(record):
         return "aiperf", aiperf_rows(file, chain([record], others))

@@ -1,7 +1,8 @@
 """A user's own benchmark beside the simulator's prediction of the same load.
 
 Results of ``vllm bench serve`` (``--save-result``, better with ``--save-detailed``), which SGLang's
-``bench_serving`` writes alike, and of aiperf (``profile_export_aiperf.json``).
+``bench_serving`` writes alike, of aiperf (``profile_export_aiperf.json``) and of GuideLLM
+(``guidellm run --output kind=json``), whose TPOT divides by all tokens: its ITL is our TPOT.
 """
 
 import csv
@@ -18,12 +19,19 @@ from eldr_sim.inputs import read_text
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
+from eldr_sim.traces.requests.benchmark_logs import guidellm_requests, is_guidellm
 
 _METRICS = ("ttft", "tpot", "itl", "e2el")
 _STATISTICS = ("mean", "median", "p90", "p99")
 #: aiperf's names of metrics and statistics.
 _AIPERF = {"time_to_first_token": "ttft", "inter_token_latency": "tpot", "request_latency": "e2el"}
 _AIPERF_STATISTICS = {"avg": "mean", "p50": "median", "p90": "p90", "p99": "p99"}
+#: GuideLLM's names of metrics, and what makes milliseconds of them.
+_GUIDELLM = {
+    "time_to_first_token_ms": ("ttft", 1.0),
+    "inter_token_latency_ms": ("tpot", 1.0),
+    "request_latency": ("e2el", 1e3),
+}
 _LARGEST_GAP_MS = 50.0
 
 
@@ -36,18 +44,22 @@ class Bench:
     load: Mapping[str, Any]  #: fields of a run
     #: Prompt and output tokens of each request, where the file has them.
     lengths: tuple[tuple[int, int], ...] = ()
+    #: When each was sent, s, where the load came at given times.
+    arrivals_s: tuple[float, ...] = ()
 
 
-def read_bench(path: Path) -> Bench:
-    """Read a benchmark's result; raises InputError if it is none."""
+def read_bench(path: Path) -> list[Bench]:
+    """Read a benchmark's result, of a sweep several; raises InputError if it is none."""
     try:
         found = json.loads(read_text(path, "bench"))
     except ValueError:
         raise InputError("bench", f"{path} is no JSON", "a result of vllm bench serve") from None
     try:
         if isinstance(found, dict) and any(name in found for name in _AIPERF):
-            return _aiperf(path.name, found)
-        return _vllm(path, found)
+            return [_aiperf(path.name, found)]
+        if is_guidellm(found):
+            return [_guidellm(path, each) for each in found["benchmarks"]]
+        return [_vllm(path, found)]
     except InputError:
         raise
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -59,7 +71,7 @@ def _vllm(path: Path, found: Any) -> Bench:
     keys = [f"{s}_{m}_ms" for m in _METRICS for s in _STATISTICS]
     if not isinstance(found, dict) or "mean_ttft_ms" not in found:
         problem = f"{path} has no mean_ttft_ms"
-        raise InputError("bench", problem, "a result of vllm bench serve, or aiperf's")
+        raise InputError("bench", problem, "a result of vllm bench serve, aiperf or GuideLLM")
     figures = {key: float(found[key]) for key in keys if found.get(key) is not None}
     n = int(found.get("completed") or found.get("num_prompts") or 0)
     if n < 1:
@@ -85,7 +97,7 @@ def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:
         for statistic, of in _AIPERF_STATISTICS.items()
         if theirs in found and found[theirs].get(statistic) is not None
     }
-    given = found.get("input_config", {}).get("loadgen", {})
+    given = _aiperf_load(name, found.get("input_config", {}))
     load: dict[str, Any] = {"request_rate": given.get("request_rate") or "inf"}
     pattern = given.get("arrival_pattern") or given.get("request_rate_mode")
     if given.get("request_rate") and pattern == "constant":
@@ -103,6 +115,49 @@ def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:
     return Bench(name, figures, load)
 
 
+def _aiperf_load(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the load by its names in older versions; since 0.13 it is a phase."""
+    phases = [p for p in config.get("phases") or () if p.get("kind") == "profiling"]
+    if not phases:
+        if "loadgen" in config:
+            known: Mapping[str, Any] = config["loadgen"]
+            return known
+        raise InputError("bench", f"{name} does not say its load", "input_config of aiperf")
+    phase = phases[-1]
+    if phase["type"] not in ("concurrency", "poisson", "gamma", "constant"):
+        problem = f"{name} has arrivals of {phase['type']}"
+        raise InputError("bench", problem, "a rate or a concurrency; run --workload replays others")
+    return {
+        "request_rate": phase.get("rate"),
+        "arrival_pattern": phase["type"],
+        "arrival_smoothness": phase.get("smoothness"),
+        "concurrency": phase.get("concurrency"),
+    }
+
+
+def _guidellm(path: Path, found: Mapping[str, Any]) -> Bench:
+    figures = {}
+    for theirs, (ours, factor) in _GUIDELLM.items():
+        known = (found["metrics"].get(theirs) or {}).get("successful") or {}
+        known = known | {f"p{n}": known.get("percentiles", {}).get(f"p{n}") for n in (90, 99)}
+        for of in _STATISTICS:
+            if known.get(of) is not None:
+                figures[f"{of}_{ours}_ms"] = factor * float(known[of])
+    strategy = found["config"]["strategy"]
+    kind, rate = strategy["type_"], strategy.get("rate")
+    name = f"{path.name}, {kind}"
+    requests = list(guidellm_requests(path, found))
+    if not requests:
+        raise InputError("bench", f"{name}: no request completed", "a run that did something")
+    lengths = tuple((request.prompt, request.output) for request in requests)
+    if rate is not None:
+        arrivals = tuple(request.when_ns / 1e9 for request in requests)
+        return Bench(f"{name} at {rate:g}/s", figures, {}, lengths, arrivals)
+    together = 1 if kind == "synchronous" else strategy.get("streams", strategy["max_concurrency"])
+    load = {"request_rate": "inf", "max_concurrency": together or len(lengths)}
+    return Bench(f"{name} of {load['max_concurrency']}", figures, load, lengths)
+
+
 def predict_bench(bench: Bench, config: RunConfig, folder: Path) -> dict[str, Any]:
     """Return the summary of a run of the same load.
 
@@ -115,10 +170,12 @@ def predict_bench(bench: Bench, config: RunConfig, folder: Path) -> dict[str, An
             lines = csv.writer(file)
             lines.writerow(["TIMESTAMP", "ContextTokens", "GeneratedTokens"])
             day = datetime.datetime(2026, 1, 1)  # when they came is the load's
-            for i, both in enumerate(bench.lengths):
-                lines.writerow([day + datetime.timedelta(milliseconds=i), *both])
+            begin = min(bench.arrivals_s, default=0.0)
+            when = bench.arrivals_s or [i / 1e3 for i in range(len(bench.lengths))]
+            for at, both in zip(when, bench.lengths, strict=True):
+                lines.writerow([day + datetime.timedelta(seconds=at - begin), *both])
         load |= {"workload": str(log), "num_requests": len(bench.lengths)}
-        if not math.isinf(float(load["request_rate"])):
+        if not bench.arrivals_s and not math.isinf(float(load["request_rate"])):
             load["arrivals"] = "poisson"
     return simulate(config.replace(**load)).summary
 
