@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import Any
 
+PLOT = "pip install 'eldr-sim[plot]'"  #: how what draws pictures and pages is installed
+
 
 class InputError(ValueError):
     """Bad input: names the field, what was wrong and what is allowed.

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from os import PathLike
 from typing import IO, Any
 
+from eldr_sim.errors import PLOT, needed
+
 
 def write_picture(
     to: PathLike[str] | IO[bytes],
@@ -17,8 +19,9 @@ def write_picture(
 
     ``to``: the PNG; ``draw``: draws; A panel with labels gets a legend, unless ``draw`` made one or
     a panel before shows the same labels; ``size``: inches; ``title``: over all panels; ``dpi``:
-    dots per inch.
+    dots per inch. Raises InputError where matplotlib is not installed.
     """
+    needed("matplotlib", "plot", PLOT)
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

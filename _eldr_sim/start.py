@@ -1,13 +1,34 @@
 """Where the command ``eldr-sim`` starts: Ctrl-C while it is imported is one line, too."""
 
 import sys
+import threading
+
+_SILENT_S = 1.0
+_working: threading.Timer | None = None
 
 
 def main() -> None:
-    """Import the command line and run it."""
+    """Import the command line and run it.
+
+    On a terminal that nobody writes to for a second, a word says that there is work.
+    """
+    global _working
+    if sys.stderr is not None and sys.stderr.isatty():
+        _working = threading.Timer(_SILENT_S, sys.stderr.write, ["working...\r"])
+        _working.daemon = True
+        _working.start()
     try:
-        from eldr_sim.cli.main import main as run
-    except KeyboardInterrupt:
-        sys.stderr.write("Interrupted: nothing was written.\n")
-        sys.exit(130)
-    run()
+        try:
+            from eldr_sim.cli.main import main as run
+        except KeyboardInterrupt:
+            sys.stderr.write("Interrupted: nothing was written.\n")
+            sys.exit(130)
+        run()
+    finally:
+        show_nothing_more()
+
+
+def show_nothing_more() -> None:
+    """Leave the terminal to whoever shows what is done."""
+    if _working is not None:
+        _working.cancel()

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from eldr_sim.news import listening
 from eldr_sim.simulator.outcome.catalogue import LATENCIES, label
+from eldr_sim.start import show_nothing_more
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -158,6 +159,7 @@ def _shares(said: str = "{task.percentage:3.0f}%", *, left: bool = True) -> list
 def _bar(title: str, total: float, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
     """Show progress; yields a function of the share done, how a line says it, and the fields."""
     console, shown = Console(stderr=True), sys.stderr.isatty()
+    show_nothing_more()
     lines = None if shown else _lines(title)
     with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task(title, total=total)
@@ -181,6 +183,7 @@ def _bar(title: str, total: float, *columns: ProgressColumn) -> Iterator[Callabl
 @contextmanager
 def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
     """Show a sweep's progress and time left on the terminal's standard error."""
+    show_nothing_more()
     with Progress(
         *_shares("{task.fields[runs]}"),
         console=Console(stderr=True),
@@ -208,6 +211,7 @@ def task_bar() -> Iterator[Callable[[str, float], None]]:
 
     Where that is no terminal, a line says which task begins.
     """
+    show_nothing_more()
     shown, columns = sys.stderr.isatty(), _shares(left=False)
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
         current: tuple[str, TaskID] | None = None

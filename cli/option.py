@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from eldr_sim.cli.completion import complete, models
+from eldr_sim.errors import PLOT, needed
 
 Decorator = Callable[[Any], Any]
 
@@ -54,13 +55,24 @@ def together(*options: Decorator) -> Decorator:
     return decorate
 
 
+def with_pictures(given: bool) -> bool:
+    """Raise InputError, before anything runs, if pictures are asked for and cannot be drawn."""
+    if given:
+        needed("matplotlib", "plot", PLOT)
+    return given
+
+
+#: --plot of a command that writes a folder.
+plot_option = option("--plot", bool, "Draw pictures (PNG) into --out; needs [plot].",
+                     callback=lambda _context, _option, given: with_pictures(given))  # fmt: skip
+
+
 def output(help: str, replaced: str, *, plot: bool = False) -> Decorator:
     """Return --out and --force of a command that writes a folder and, where asked for, --plot."""
-    pictures = (option("--plot", bool, "Draw pictures (PNG) into --out."),)
     return together(
         option("--out", Path, help),
         option("--force", bool, f"Replace {replaced}."),
-        *(pictures if plot else ()),
+        *((plot_option,) if plot else ()),
     )
 
 

@@ -20,7 +20,7 @@ from eldr_sim.cli.completion import (
     traces,
     workloads,
 )
-from eldr_sim.cli.option import ALIASES, Decorator, option, together
+from eldr_sim.cli.option import ALIASES, Decorator, option, together, with_pictures
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import BUILT_IN, DECISION_OF
 from eldr_sim.simulator.setup.config import Pool, RunConfig, make_config, read_config, set_field
@@ -167,6 +167,7 @@ def check_file(out: Path, force: bool, report: Path | None, what: str) -> None:
 
     if out.exists() and not force:
         raise InputError("out", f"{out} exists", "a new file, or --force")
+    with_pictures(report is not None)
     if report is not None:
         check_output(report, force)
         if report.resolve() in (out.resolve(), *out.resolve().parents):

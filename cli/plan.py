@@ -16,7 +16,7 @@ from eldr_sim.cli.completion import gpus as gpu_names
 from eldr_sim.cli.completion import policies as policy_names
 from eldr_sim.cli.console import RunCounter, print_log_part, print_table, run_counter
 from eldr_sim.cli.groups import GroupedCommand
-from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, jobs_option, option
+from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, jobs_option, option, plot_option
 from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options, served
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
@@ -85,7 +85,7 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
 @option("--emit", Path, "Write what launches the answer: vLLM, SGLang, TensorRT-LLM, llm-d, "
         "Dynamo, a benchmark.")  # fmt: skip
 @option("--force", bool, "Replace the plan in --out, the files in --emit.")
-@option("--plot", bool, "Draw pictures (PNG) into --out.")
+@plot_option
 @option("--verbose", bool, "Print what became of every shape of clusters.")
 def plan(
     out: Path | None,

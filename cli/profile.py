@@ -13,7 +13,7 @@ import click
 from eldr_sim.cli.completion import complete
 from eldr_sim.cli.completion import models as model_names
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.cli.option import option, parallel_options
+from eldr_sim.cli.option import option, parallel_options, plot_option
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
@@ -38,7 +38,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> fl
 @option("--budget", callback=_seconds, default="5m", metavar="TIME")
 @option("--out", Path, required=True)
 @option("--resume", bool, "Go on with the profile in --out.")
-@option("--plot", bool, "Draw pictures (PNG) into --out.")
+@plot_option
 @option("--only", None, "Some of moe, moe-vllm, attention, gemm, elementwise, collectives, nixl, "
         "host-gap.", metavar="PART,...")  # fmt: skip
 @parallel_options("kernels")

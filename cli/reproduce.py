@@ -9,7 +9,7 @@ import click
 from pyarrow import csv
 
 from eldr_sim.cli.console import number_text, print_table, progress_bar, value_text
-from eldr_sim.cli.option import Decorator, option, output, together
+from eldr_sim.cli.option import Decorator, option, output, together, with_pictures
 from eldr_sim.cli.options import check_out
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import result_folder, write_json
@@ -93,6 +93,7 @@ def _reproduce(
     ``own`` is what this paper's command can be told besides.
     """
     check_out(out, force)
+    with_pictures(out is not None)
     evaluation = import_module(f"eldr_sim.validation.reproduce.{module}.evaluation")
     made: list[Reproduction] = []
     with progress_bar(paper) as update:

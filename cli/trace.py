@@ -11,7 +11,7 @@ import click
 from eldr_sim.cli.completion import complete, traces
 from eldr_sim.cli.console import print_table, print_written
 from eldr_sim.cli.lazy import LazyGroup
-from eldr_sim.cli.option import option
+from eldr_sim.cli.option import option, plot_option
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.encoding import FILE_NAMES
 from eldr_sim.traces.routing.imports.formats import READERS
@@ -64,7 +64,7 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 )
 @option("--json as_json", bool, "Print all figures as JSON.")
 @option("--out", Path, "Write all figures: statistics.json and CSV files.")
-@option("--plot", bool, "Draw pictures (PNG) into --out.")
+@plot_option
 @option("--force", bool, "Replace the report in --out.")
 def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool) -> None:
     """Validate a trace and print what is in it."""

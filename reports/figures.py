@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from eldr_sim.errors import InputError
+from eldr_sim.errors import PLOT, InputError, needed
 from eldr_sim.pictures import write_picture
 from eldr_sim.reports.folders import contents_of, open_folders
 from eldr_sim.reports.page import section_of
@@ -45,13 +45,12 @@ def pick(pictures: list[Picture], title: str) -> Picture:
 
 def plotly_figure(picture: Picture) -> Any:
     """Return a picture as a `plotly.graph_objects.Figure`."""
-    from plotly.graph_objects import Figure
-
+    figure = needed("plotly.graph_objects", "plot", PLOT).Figure
     spec = _painted(picture.spec, _palette())
     layout = {"template": "plotly_white", "title": {"text": picture.title}} | spec["layout"]
     layout["height"] = layout.get("height", 300) + 80
     layout["margin"] = {"l": 60, "r": 20, "t": 60, "b": 50}
-    return Figure(data=spec["data"], layout=layout)
+    return figure(data=spec["data"], layout=layout)
 
 
 def png_writer(name: str = "") -> Callable[[Path], None]:

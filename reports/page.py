@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eldr_sim import __version__
-from eldr_sim.errors import InputError
+from eldr_sim.errors import PLOT, InputError, needed
 from eldr_sim.outputs import whole_file
 from eldr_sim.reports.cells import number, plain
 from eldr_sim.reports.comparison_section import comparison_section
@@ -33,11 +33,11 @@ def report(folders: Sequence[str | os.PathLike[str]]) -> str:
 
     ``folders``: folders that ``eldr-sim run``, ``compare``, ``sweep`` or ``plan`` wrote, in any
     mixture; runs share a section, side by side; each other folder has its own. Raises InputError if
-    one is not a result or cannot be read.
+    one is not a result or cannot be read, or Plotly is not installed.
     """
     from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
+    get_plotlyjs = needed("plotly.offline", "report", PLOT).get_plotlyjs
     environment = _environment()
     assets = files("eldr_sim.reports") / "assets"
     scripts = [get_plotlyjs(), (assets / "report.js").read_text(encoding="utf-8")]

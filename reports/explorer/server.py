@@ -55,8 +55,8 @@ class Explorer:
     def app(self) -> Any:
         """Return the ``aiohttp.web.Application``; its runner needs ``handler_cancellation``."""
         from aiohttp import web
-        from plotly.offline import get_plotlyjs
 
+        get_plotlyjs = needed("plotly.offline", "explore").get_plotlyjs
         assets = files("eldr_sim.reports") / "assets"
         styles = [(assets / f"{name}.css").read_text() for name in ("report", "explore")]
         texts = {

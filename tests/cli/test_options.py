@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from typing import get_args
 
 import click
@@ -150,3 +151,26 @@ def test_the_schema_has_every_field_and_group(run_cli):
     for title, group in CONFIG_GROUPS.items():
         whole = fields[title].get("anyOf", [fields[title]])[-1]
         assert set(whole["properties"]) == set(group.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "package"),
+    [
+        ("run --num-requests 1 --out out --plot", "plot", "matplotlib"),
+        ("plan --slo ttft:500 --request-rate 9 --out out --plot", "plot", "matplotlib"),
+        ("trace inspect reference-moe --out out --plot", "plot", "matplotlib"),
+        ("fit --decoders 2 --out out --report report", "plot", "matplotlib"),
+        ("reproduce metro --quick --out out", "plot", "matplotlib"),
+        ("report out", "report", "plotly"),
+    ],
+)
+def test_pictures_that_cannot_be_drawn_are_said_first(
+    words, field, package, run_cli, tmp_path, monkeypatch
+):
+    """One line with what to install, before anything runs; the install has neither package."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    code, out, error = run_cli(*words.split())
+    said = f"Error: {field}: {package} is not installed (allowed: pip install 'eldr-sim[plot]')"
+    assert (code, out, error.splitlines()[-1]) == (2, "", said)
+    assert list(tmp_path.iterdir()) == []

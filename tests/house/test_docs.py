@@ -224,6 +224,7 @@ EXTRAS = {
     "[aiconfigurator]": ["aiconfigurator_core"],
     "[capture]": ["torch", "transformers"],
     "[live]": ["aiohttp", "prometheus_client"],
+    "[plot]": ["matplotlib", "plotly"],
     "[profile]": ["torch", "triton"],
     "vLLM": ["vllm"],
 }

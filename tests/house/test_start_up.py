@@ -96,3 +96,20 @@ def test_a_misspelt_command_is_told_the_right_one(run_cli):
     code, _, err = run_cli("compair")
     assert code == 2
     assert "compare" in err
+
+
+def test_a_terminal_hears_within_a_second_that_there_is_work():
+    """Before anything is imported; what is shown later writes over it, and a pipe gets nothing."""
+    code = (
+        "import sys, time, eldr_sim.start as start\n"
+        "sys.stderr.isatty = lambda: {}\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'eldr_sim.cli.main': time.sleep(2.0); sys.exit(0)\n"
+        "sys.meta_path.insert(0, Slow()); start.main()"
+    )
+    for terminal, said in ((True, b"working...\r"), (False, b"")):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(terminal)], capture_output=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, said)
