@@ -80,6 +80,7 @@
     }
   };
 
+  const fill = (name, ...content) => { byId(name).replaceChildren(...content); byId(name).classList.remove("waiting"); };
   let current = null, shown = { point: null, curve: [], plane: [], pictures: [] };
   const say = (text, wrong = false) => { byId("status").textContent = text; byId("status").classList.toggle("wrong", wrong); };
   const ask = async () => {
@@ -87,11 +88,11 @@
     const mine = current = new AbortController(), fresh = { point: null, curve: [], plane: [], pictures: [] };
     label(); keep();
     say("Simulating … (the first run of a model draws its routing, which takes a minute)");
-    for (const plot of document.querySelectorAll(".plot")) plot.classList.add("waiting");
+    for (const old of document.querySelectorAll(".plot, #figures, #command")) old.classList.add("waiting");
     const take = (found) => {
       if (mine !== current) return;
       if (found.error && found.kind !== "plane" && found.kind !== "curve") { say(found.error, true); return; }
-      if (found.kind === "command") byId("command").textContent = found.command;
+      if (found.kind === "command") fill("command", found.command);
       else if (found.kind === "point") { fresh.point = found; shown = fresh; tiles(found); say("Drawing the curve …"); }
       else if (found.kind === "pictures") { fresh.pictures = found.pictures; notes(found); }
       else if (found.kind === "end") say("");
@@ -118,7 +119,7 @@
       ["good requests/s", number(p.request_goodput)], ["output tokens/s", number(p.output_throughput)],
       ["GPUs", number(p.gpus)], ["$ a million output tokens", number(p.cost_per_million_output_tokens)],
       ["experts a step and layer", number(p.mean_active_experts_per_step)]];
-    byId("figures").replaceChildren(...told.map(([name, value]) => {
+    fill("figures", ...told.map(([name, value]) => {
       const box = document.createElement("div"), b = document.createElement("b"), s = document.createElement("span");
       b.textContent = value; s.textContent = name; box.append(b, s);
       return box;

@@ -118,6 +118,11 @@ def test_wrong_input_is_said_and_mended(browser, url):
     assert "wrong" in browser.find_element("id", "status").get_attribute("class")
     move(browser, "more", "")
     settle(browser)
+    faded = "return [...document.querySelectorAll('#figures.waiting, .plot.waiting')].length"
+    assert browser.execute_script(faded) == 0
+    move(browser, "more", "decode.gpu=none")
+    time.sleep(1.0)
+    assert browser.execute_script(faded) > 1, "figures of the state before look like its own"
     browser.get(f"{url}/#goodput=%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E")
     time.sleep(1.0)
     assert "goodput" in text(browser, "status")
