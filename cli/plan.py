@@ -212,8 +212,8 @@ def planned(
     _check_question(asked, options.get("request_rate"), day)
     sizes, groups = _worker_sizes(asked)
     if asked.topology is not None:
-        sized = {"tensor_parallel_size": sizes, "data_parallel_size": groups}
-        options |= {"topology": asked.topology} | {k: v[0] for k, v in sized.items() if v}
+        given = {"tensor_parallel_size": sizes, "data_parallel_size": groups}
+        options |= {"topology": asked.topology} | {k: v[0] for k, v in given.items() if v}
     elif asked.prefill_only:
         options["topology"] = "1P"
     config = config_from_options(options)
@@ -232,8 +232,8 @@ def planned(
     if objective is None and decoders:
         raise InputError("policy", "prefill workers alone decode nothing")
     chosen: dict[str, Any] = {"gpus": _list(asked.gpus), "prices": _prices(asked.price)}
-    sized = {"tensor_parallel_sizes": sizes, "data_parallel_sizes": groups}
-    most = {"max_gpus": asked.max_gpus}
+    sized: dict[str, Any] = {"tensor_parallel_sizes": sizes, "data_parallel_sizes": groups}
+    most: dict[str, Any] = {"max_gpus": asked.max_gpus}
     with progress("planning") as count:
         chosen["runs"] = Runs(asked.jobs, count, journal)
         if objective is None:
