@@ -155,13 +155,18 @@ def _shares(said: str = "{task.percentage:3.0f}%", *, left: bool = True) -> list
     return [*columns, TimeRemainingColumn()] if left else columns
 
 
+def _progress(*columns: ProgressColumn, **options: Any) -> Progress:
+    """Return what shows progress on the terminal's standard error, in place of any other word."""
+    show_nothing_more()
+    shown = sys.stderr.isatty()
+    return Progress(*columns, console=Console(stderr=True), disable=not shown, **options)
+
+
 @contextmanager
 def _bar(title: str, total: float, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
     """Show progress; yields a function of the share done, how a line says it, and the fields."""
-    console, shown = Console(stderr=True), sys.stderr.isatty()
-    show_nothing_more()
-    lines = None if shown else _lines(title)
-    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
+    lines = None if sys.stderr.isatty() else _lines(title)
+    with _progress(*columns, transient=True) as progress:
         task = progress.add_task(title, total=total)
 
         def update(share: float, said: str, **now: Any) -> None:
@@ -183,12 +188,9 @@ def _bar(title: str, total: float, *columns: ProgressColumn) -> Iterator[Callabl
 @contextmanager
 def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
     """Show a sweep's progress and time left on the terminal's standard error."""
-    show_nothing_more()
-    with Progress(
+    with _progress(
         *_shares("{task.fields[runs]}"),
-        console=Console(stderr=True),
         transient=True,
-        disable=not sys.stderr.isatty(),
         speed_estimate_period=math.inf,  # a run may take longer than any fixed period
     ) as progress:
         task = progress.add_task(title, total=1.0, runs="")
@@ -211,9 +213,8 @@ def task_bar() -> Iterator[Callable[[str, float], None]]:
 
     Where that is no terminal, a line says which task begins.
     """
-    show_nothing_more()
-    shown, columns = sys.stderr.isatty(), _shares(left=False)
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+    shown = sys.stderr.isatty()
+    with _progress(*_shares(left=False)) as progress:
         current: tuple[str, TaskID] | None = None
 
         def update(what: str, share: float) -> None:

@@ -175,7 +175,7 @@ def published(
     date = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y")
     record.write_page(table, out / "record.md", "eldr-sim validate published", date)
     by = ("engine", "mode")
-    for line in record.cell_lines(list(record.cells(table, by)), by)[:-1]:
+    for line in record.cell_lines(list(record.cells(table, by)), by):
         click.echo(line)
     click.echo(f"Wrote {out / 'record.md'}")
 

@@ -39,7 +39,14 @@ from eldr_sim.policies.eldr.router import EldrPolicy
 from eldr_sim.policies.eldr.signature import Floats
 from eldr_sim.policies.routing.activation import cached_activation, independent_tokens, of_tokens
 from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks
-from eldr_sim.policies.routing.unions import ExpertUnions, growth, log_idle, on_grid, shift
+from eldr_sim.policies.routing.unions import (
+    ExpertUnions,
+    compared,
+    growth,
+    log_idle,
+    on_grid,
+    shift,
+)
 
 _Usage = tuple[Floats, NDArray[np.float32]]
 """A request's activation on the grid of ``unions``, and its ``log_idle``, both [L, E]."""
@@ -339,8 +346,7 @@ def place(
             books.growth[w] = tokens * ((load + 1) * then - books.cost[w]) + beside[w]
         else:
             books.growth[w] = (load + 1) * then**2 - books.cost[w]
-        grown = books.growth[w]  # negative where a kernel gets faster with one more
-        rounded = np.rint((grown + dearer[w] * abs(grown)) * 1e12)
+        rounded = compared(books.growth[w], dearer[w])
         if best < 0 or rounded < least:
             best, least = w, rounded
     if best < 0:

@@ -29,7 +29,7 @@ from eldr_sim.kernel_profiles.steps.step_cost import decode_attention_s, moe_lay
 from eldr_sim.policies.base import RequestInfo, Workers
 from eldr_sim.policies.eldr.signature import Floats
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.policies.routing.unions import ExpertUnions, shift
+from eldr_sim.policies.routing.unions import ExpertUnions, compared, shift
 
 
 class Shares(NamedTuple):
@@ -306,8 +306,7 @@ def place_on_ranks(
     best, least = -1, 0.0
     for i in range(n_workers):
         w = (first + i) % n_workers
-        grown = books.growth[w]  # negative where a kernel gets faster with one more
-        rounded = np.rint((grown + dearer[w] * abs(grown)) * 1e12)
+        rounded = compared(books.growth[w], dearer[w])
         if healthy[w] and (best < 0 or rounded < least):
             best, least = w, rounded
     if best < 0:

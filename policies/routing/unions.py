@@ -117,3 +117,12 @@ def _complement(idle: Any) -> float:
     for e in range(idle.shape[0]):
         total += 1.0 - idle[e]
     return total
+
+
+@njit()
+def compared(grown: float, dearer: float) -> float:
+    """Return a cost's growth, s, as workers are compared by it: ``dearer`` by a part, and rounded.
+
+    A growth is negative where a kernel gets faster with one more.
+    """
+    return float(np.rint((grown + dearer * abs(grown)) * 1e12))

@@ -291,8 +291,9 @@ def _route(clock: Any, events: Any, engines: Engines, routers: Any, r: int, requ
 @compiled()
 def _first_router(engines: Engines, routers: Any, net: Any, request: int) -> Any:
     """Return the router that a request comes to: of who computes its prompt, or decodes it."""
-    early = engines.settings[0].reserves_early
-    return np.int64(early or stays(engines, routers, net, request))
+    if engines.settings[0].reserves_early:
+        return np.int64(1)  # there are two routers then
+    return np.int64(stays(engines, routers, net, request))
 
 
 @compiled()

@@ -36,6 +36,7 @@ from eldr_sim.validation.live.random_model import domain_slices, write_draft
 from eldr_sim.validation.live.run_writer import machine, versions, write_trace_of
 from eldr_sim.validation.live.setup_calibration import capacity, engine_infos, read_logs
 from eldr_sim.validation.live.setups import Setup, started_setup
+from eldr_sim.validation.markdown import markdown_table
 
 Row = dict[str, Any]
 Told = Callable[[str, float], None]
@@ -45,6 +46,7 @@ GOALS = {"tpot p50": 5.0, "tpot p99": 15.0, "ttft p50": 10.0, "ttft p99": 15.0}
 #: Rate of open loads, as a share of what the engine carries without the feature.
 _SHARE = 0.6
 _NAME = "colocated"
+_SIDES = ("live", "simulated")
 #: Requests at once of the loads that drafts are calibrated on, and tokens of each.
 _AT_ONCE, _DRAFT_LEN = (1, 8), 64
 
@@ -280,22 +282,19 @@ def page(rows: Sequence[Row]) -> str:
         lines += [f"**The calibrated tables are not to be trusted**: {'; '.join(doubts)}.", ""]
     lines += ["Mean of the repeats, live and simulated; error +- difference between repeats.", ""]
     columns = ["feature", "load", "engine", *(f"{n.upper()} p{q}, ms" for n, q in FIGURES)]
-    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        for side in ("without", "with"):
-            if side in row:
-                cells = [
-                    row["feature"],
-                    row["load"],
-                    side,
-                    *map(_cell, row[side]["figures"].values()),
-                ]
-                lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| feature | counted | live | simulated |", "|---|---|---|---|"]
-    for row in rows:
-        for name, both in row.get("with", {}).get("counters", {}).items():
-            said = (", ".join(f"{n:.0f}" for n in both[side]) for side in ("live", "simulated"))
-            lines.append("| " + " | ".join([row["feature"], name, *said]) + " |")
+    sides = [
+        [row["feature"], row["load"], side, *map(_cell, row[side]["figures"].values())]
+        for row in rows
+        for side in ("without", "with")
+        if side in row
+    ]
+    counted = [
+        [row["feature"], name, *(", ".join(f"{n:.0f}" for n in both[side]) for side in _SIDES)]
+        for row in rows
+        for name, both in row.get("with", {}).get("counters", {}).items()
+    ]
+    lines += [*markdown_table(columns, sides), ""]
+    lines += markdown_table(["feature", "counted", *_SIDES], counted)
     return "\n".join([*lines, ""])
 
 

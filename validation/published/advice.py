@@ -65,8 +65,12 @@ def advise(table: pa.Table, who: str, margin: float = 0.0) -> Advice:
     ``other``; ``margin``: the share by which a predicted TPOT must stay below the bound. A question
     has six choices or more, some of which keep the bound and some of which do not.
     """
+    return _advise(_choices(table), who, margin)
+
+
+def _advise(choices: Any, who: str, margin: float) -> Advice:
     lines = list[tuple[bool, float, float, int]]()
-    for group, (_, runs) in enumerate(_choices(table).groupby(_ASKED)):
+    for group, (_, runs) in enumerate(choices.groupby(_ASKED)):
         for limit in LIMITS:
             good = runs[runs.tpot_ms <= limit]
             if len(runs) < _CHOICES or not 0 < len(good) < len(runs):
@@ -87,10 +91,10 @@ def rows_of(table: pa.Table, names: Sequence[str] = ("eldr-sim", "other")) -> li
 
     Intervals are 95%, over resampled cards, models and lengths: bounds of one depend on each other.
     """
-    rows = list[dict[str, str]]()
+    rows, choices = list[dict[str, str]](), _choices(table)
     for margin in MARGINS:
         for who, name in zip(("ours", "other"), names, strict=True):
-            advice = advise(table, who, margin)
+            advice = _advise(choices, who, margin)
             if not len(advice.kept):
                 return []
             missed = advice.over[~advice.kept & np.isfinite(advice.over)]

@@ -17,6 +17,7 @@ import pandas as pd
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
+from eldr_sim.validation.markdown import markdown_table
 from eldr_sim.validation.published import advice, silicon_routing
 from eldr_sim.validation.published.silicon import (
     Form,
@@ -284,14 +285,15 @@ def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
         ("Cards", ("engine", "mode", "gpu")),
         ("Models", ("engine", "mode", "model", "precision")),
     ):
-        lines += [f"## {title}", "", *cell_lines(list(cells(table, by)), by)]
+        lines += [f"## {title}", "", *cell_lines(list(cells(table, by)), by), ""]
     if asked := advice.rows_of(table):
-        lines += ["## Advice", "", *_table(list(asked[0]), [list(row.values()) for row in asked])]
+        said_lines = [list(row.values()) for row in asked]
+        lines += ["## Advice", "", *markdown_table(list(asked[0]), said_lines), ""]
     frame = table.to_pandas()
     refused = frame[frame.refused != ""].groupby(["engine", "mode", "model", "refused"]).size()
     reasons = [[n, *why] for why, n in refused.sort_values(ascending=False).items()]
     columns = ["rows", "engine", "mode", "model", "why"]
-    lines += ["## Not predicted", "", *_table(columns, reasons)]
+    lines += ["## Not predicted", "", *markdown_table(columns, reasons), ""]
     kept = frame[(frame.refused == "") & (frame.excluded == "")]
     columns = ["row", "engine", "model", "GPU", "GPUs", "in", "out", "streams"]
     columns += ["TPOT, ms", "predicted", "TTFT, ms", "predicted"]
@@ -304,18 +306,12 @@ def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
             said += [int(line.input_len), int(line.output_len), int(line.concurrency)]
             said += [f"{figure:.4g}" for figure in figures]
             worst_lines.append(said)
-    lines += ["## The worst twenty in TPOT", "", *_table(columns, worst_lines)]
+    lines += ["## The worst twenty in TPOT", "", *markdown_table(columns, worst_lines), ""]
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return a Markdown table and an empty line."""
-    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (columns, *rows)]
-    return [lines[0], "|" + "---|" * len(columns), *lines[1:], ""]
-
-
 def cell_lines(found: Sequence[dict[str, Any]], by: Sequence[str]) -> list[str]:
-    """Return cells as a Markdown table, and an empty line."""
+    """Return cells as a Markdown table."""
 
     def said(errors: tuple[float, float, float] | None) -> str:
         return "" if errors is None else "{:.1f} / {:.1f} / {:+.1f}".format(*errors)
@@ -330,7 +326,7 @@ def cell_lines(found: Sequence[dict[str, Any]], by: Sequence[str]) -> list[str]:
         values += [said(cell["tpot_other"]), said(cell["ttft_other"])]
         values.append(_ahead(cell))
         rows.append(values)
-    return _table(columns, rows)
+    return markdown_table(columns, rows)
 
 
 def _ahead(cell: dict[str, Any]) -> str:
