@@ -23,7 +23,7 @@ with ``s`` the cosine similarity to the worker's centroid and ``s*`` that of the
 Unlike a band, a centroid can be overruled by the time that it costs.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,6 @@ from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import SignatureParameters
-from eldr_sim.policies.eldr.router import EldrPolicy
 from eldr_sim.policies.eldr.signature import Floats
 from eldr_sim.policies.routing.activation import cached_activation, independent_tokens, of_tokens
 from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks
@@ -47,6 +46,9 @@ from eldr_sim.policies.routing.unions import (
     on_grid,
     shift,
 )
+
+if TYPE_CHECKING:
+    from eldr_sim.policies.eldr.router import EldrPolicy
 
 _Usage = tuple[Floats, NDArray[np.float32]]
 """A request's activation on the grid of ``unions``, and its ``log_idle``, both [L, E]."""
@@ -181,7 +183,11 @@ class MarginalCostPolicy(RouterPolicy):
         if self._affinity and context.computes_prompts:
             problem = "affinity reads expert signatures, which co-located workers do not have"
             raise InputError("policy", problem, "a topology such as 8P16D")
-        self._eldr = EldrPolicy(context) if self._affinity else None
+        self._eldr: EldrPolicy | None = None
+        if self._affinity:
+            from eldr_sim.policies.eldr import router  # which other runs do without
+
+            self._eldr = router.EldrPolicy(context)
 
     def _check(self, context: PolicyContext) -> None:
         """Raise InputError where no worker has what the policy reads."""
