@@ -11,8 +11,8 @@ from eldr_sim.simulator.setup.pools import Pool
 _APART: dict[str, tuple[str, tuple[str, ...]]] = {
     "Cluster": ("Parallelism", (
         "tensor_parallel_size", "enable_expert_parallel", "data_parallel_size",
-        "micro_batches", "pipeline_parallel_size", "num_redundant_experts", "gpus_per_node",
-        "all2all_backend",
+        "enable_elastic_ep", "micro_batches", "pipeline_parallel_size", "num_redundant_experts",
+        "gpus_per_node", "all2all_backend",
     )),
     "Workload": ("Measured part", (
         "log_from", "log_to", "busiest", "duration", "warmup", "num_requests", "seed",

@@ -36,7 +36,12 @@ from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.control.autoscaling import Autoscaling, ScalingRule
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.control import Control
-from eldr_sim.simulator.control.placing import place_pool, placements_of, relocations_of
+from eldr_sim.simulator.control.placing import (
+    elastic_groups,
+    place_pool,
+    placements_of,
+    relocations_of,
+)
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import Relocations
 from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
@@ -313,9 +318,8 @@ def build_cluster(
         preempt_by_key=order.preempts,
         aging_s=order.aging_s,
     )
-    placements, movable = placements_of(
-        config, prepared, None if decode is None else decode.artifact, calibration
-    )
+    artifact = None if decode is None else decode.artifact
+    placements, movable = placements_of(config, prepared, artifact, calibration)
     if placements is not None:
         pools = []
         for pool in spec.pools:
@@ -323,6 +327,8 @@ def build_cluster(
             pools.append(pool._replace(engine=hold_instances(config, model, pool.engine, own)))
         spec = replace(spec, pools=tuple(pools))
     relocations = relocations_of(config, prepared, movable)
+    elastic = elastic_groups(config, prepared, artifact, calibration)
+    most = [each.most_instances(model.n_experts) for each in elastic]
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         spec,
@@ -344,13 +350,14 @@ def build_cluster(
             placements,
             model.n_experts,
             model.n_moe_layers,
-            most=1 if relocations is None else relocations.most_instances,
+            most=max([1, *most]) if relocations is None else relocations.most_instances,
         ),
         prompts=prompt_rows(trace, workload) if trace is not None and trace.has_prompts else None,
         queue_keys=_queue_keys(order, workload),
         relocations=relocations,
         faults=planned(config, spec, workload),
         replica_policy=_replica_policy(config, prepared, placements, relocations),
+        elastic=elastic,
     )
 
 
@@ -429,7 +436,7 @@ def _decode_policy(
             future=None if prepared.trace is None else future,
             group_size=group_size,
             rank_moe=None if shared is None else shared.moe,
-            placements=placements if spread else None,
+            placements=placements if spread and not engine.elastic else None,
             computes_prompts=router == 0,
             tokens_per_step=1 + (0 if engine.speculation is None else engine.speculation.k),
             token_budget=engine.max_num_batched_tokens,

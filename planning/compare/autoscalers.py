@@ -86,7 +86,7 @@ def compare_autoscalers(
     if len(set(names)) != len(names) or "none" in names:
         problem = f"{', '.join(names)} names one twice, or none"
         raise InputError("autoscale", problem, "rules, and none:n=5 for a fixed fleet")
-    sizes = [pool.workers for pool in config.pools]
+    sizes = [pool.units[0] for pool in config.pools]
     fleets = [
         ",".join(str(math.ceil(size * k / max(sizes))) for size in sizes)
         for k in range(1, max(sizes) + 1)

@@ -116,6 +116,9 @@ def plan_day(
     within("max_gpus", max_gpus, MOST_GPUS)
     if not config.generates:
         raise InputError("topology", f"{config.topology}", "xPyD or xC, for the load of a day")
+    if any(pool.is_elastic for pool in config.pools):
+        problem = "fleets of a plan change by whole workers"
+        raise InputError("enable_elastic_ep", problem, "not given, or compare --autoscale")
     names = [registry.canonical("scaling", rule) for rule in rules or RULES]
     if len(set(names)) < len(names) or any(parse(n, "autoscale").name == "none" for n in names):
         problem = f"{', '.join(names)} names one twice, or a fixed fleet, which is always tried"

@@ -92,9 +92,8 @@ class Actions:
 
     def engines(self, pool: str, worker: int) -> range:
         """Return the engines of a pool's worker."""
-        settings = self.pools[self.cluster.spec.names.index(pool)]
-        size = int(settings["group_size"])
-        first = int(settings["first_worker"]) + worker * size
+        size = self.cluster.spec.pools[self.cluster.spec.names.index(pool)].engine.worker_size
+        first = self.cluster.spec.workers_of(pool).start + worker * size
         return range(first, first + size)
 
     @property
@@ -203,6 +202,12 @@ class Actions:
         if engines[0] in self.known:
             self.known.remove(engines[0])
             self._send_again(engines[0])
+
+    def join_group(self, leader: int) -> None:
+        """Let engines that have come to a group wait for the end of its step in progress."""
+        mine = self.workers["leader"] == leader
+        came = mine & np.isfinite(self.workers["next_start"])
+        self.workers["next_start"][came] = self.workers["next_start"][leader]
 
     def _move_end(self, engines: range, seconds: float) -> None:
         _move_end(self.cluster.world(), engines[0], len(engines), float(seconds))

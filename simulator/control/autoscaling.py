@@ -168,8 +168,11 @@ class Autoscaling:
         wanted = min(max(wanted, self.rule.minimum[pool]), len(states))
         more = wanted - len(self._of(pool, READY, STARTING, RESERVED))
         budget, each = self.rule.gpu_budget, self._gpus[pool]
-        for number in self._of(pool, OFF)[: max(0, more)]:
-            if budget is None or self._used() + each <= budget:
+        elastic = pool in self._cluster.elastic  # who drains would be in the way of who comes
+        free = self._of(pool, OFF, *[DRAINING] * elastic)
+        for number in free[: max(0, more)]:
+            there = self._states[pool][number] == DRAINING
+            if there or budget is None or self._used() + each <= budget:
                 self.control.start(Worker(pool, number))
         if more < 0:
             for number in self._to_go(pool)[:-more]:
@@ -178,10 +181,12 @@ class Autoscaling:
     def _to_go(self, pool: str) -> list[int]:
         """Return workers in the order in which they can be spared."""
         ready = self._of(pool, READY)
+        starting = [n for n in self._of(pool, STARTING) if self.control.starts(Worker(pool, n))]
+        if pool in self._cluster.elastic:
+            return [*starting[::-1], *ready[::-1]]
         told = self._signals(pool, ready)
         tokens = (told["waiting_tokens"] + told["running_tokens"]).tolist()
         idle_first = sorted(zip(tokens, [-number for number in ready], strict=True))
-        starting = [n for n in self._of(pool, STARTING) if self.control.starts(Worker(pool, n))]
         return [*starting[::-1], *(-number for _, number in idle_first)]
 
     def _switch(self, said: Switch) -> None:

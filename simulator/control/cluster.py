@@ -32,6 +32,7 @@ from eldr_sim.simulator.control.arrays import (
     with_joins,
 )
 from eldr_sim.simulator.control.clock import Clock
+from eldr_sim.simulator.control.elastic import ElasticGroup
 from eldr_sim.simulator.control.fault_processes import start_faults
 from eldr_sim.simulator.control.known_blocks import PublishedBlocks, SentBlocks, matched_tokens
 from eldr_sim.simulator.control.record import RunRecord, TierRecord, by_role, with_columns
@@ -103,6 +104,8 @@ class Cluster:
         What goes wrong; None: nothing.
     replica_policy
         Chooses among ``replicas`` in Python; None where compiled code does.
+    elastic
+        The groups whose engines come and go.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Cluster:
         relocations: Relocations | None = None,
         faults: FaultPlan | None = None,
         replica_policy: ReplicaPolicy | None = None,
+        elastic: Sequence[ElasticGroup] = (),
     ) -> None:
         self.spec = spec
         self.workload, self._replay = workload, replay
@@ -173,6 +177,7 @@ class Cluster:
                 published,
             )  # fmt: skip
         self.faults, self.replica_policy = faults, replica_policy
+        self.elastic = {spec.names[group.pool]: group for group in elastic}
         self.relocations = relocations
         if relocations is not None:
             relocations.bind(self.arrays.masks, replicas)
@@ -422,6 +427,8 @@ class Cluster:
         for name in ("prefill_end_s", "decode_start_s"):
             stays = begun & (arrived[name] < 0.0)
             arrived[name][stays] = arrived["first_token_s"][stays]
+        moved = [group.log() for group in self.elastic.values()]
+        moved += [] if self.relocations is None else [self.relocations.log()]
         pools = self.arrays.engines.pools
         prefill, decode = by_role(self.spec, self.log[: int(clock["n_steps"])], "worker")
         groups = by_role(self.spec, self.group_log[: int(clock["n_group_steps"])], "leader")
@@ -433,9 +440,7 @@ class Cluster:
             prefill_group_steps=groups[0][groups[0]["end"] <= end_s],
             decode_group_steps=groups[1],
             gaps=self.gaps[: int(clock["n_gaps"])],
-            relocations=np.zeros(0, RELOCATION)
-            if self.relocations is None
-            else self.relocations.log(),
+            relocations=np.concatenate([np.zeros(0, RELOCATION), *moved]),
             window=self.window,
             end_s=end_s,
             streamed_s=float(pools["streamed_s"][0]),
@@ -497,10 +502,10 @@ class Cluster:
 
     def _wake(self) -> int:
         """Let the control plane do the next thing."""
-        arrays, front_end = self.arrays, self.front_end
+        before = self.arrays, self.front_end, self.groups
         self.env.step()
         self._guest_s[0] = self.env.peek()
-        same = self.arrays is arrays and self.front_end is front_end
+        same = not any(map(operator.is_not, before, (self.arrays, self.front_end, self.groups)))
         return 0 if same else int(choose.RETURN)
 
     def tell_end(self, request: int) -> None:

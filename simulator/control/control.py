@@ -82,7 +82,7 @@ class Pool:
     def __init__(self, cluster: Cluster, number: int) -> None:
         self._cluster = cluster
         pool = cluster.arrays.engines.pools[number]
-        self._size = int(pool["group_size"])
+        self._size = cluster.spec.pools[number].engine.worker_size
         first, n = int(pool["first_worker"]), int(pool["n_workers"])
         self._engines = slice(first, first + n)
         self.name = cluster.spec.names[number]
@@ -270,6 +270,7 @@ class Control:
             raise InputError("start", f"{worker} is part of a switch", "a worker that is not")
         if worker in self._starting:
             raise InputError("start", f"{worker} starts", "a worker that does not")
+        self._check_order("start", worker)
         if worker in self._drained:
             self._drained.remove(worker)
             self.acts.avoid(engines, -1)
@@ -297,6 +298,7 @@ class Control:
             del self._starting[worker]
             engines = self._engines(worker)
             self.acts.start(engines)
+            self._reshape(worker.pool)
             self.acts.later(self.acts.avoid, engines, -1)
             self._note(worker, READY)
             done.succeed(worker)
@@ -313,8 +315,9 @@ class Control:
             self._note(worker, OFF)
             return
         self._check_may_go("stop", worker)
+        self._check_order("stop", worker)
         self.drain(worker)
-        if self.acts.is_empty(engines):
+        if self.acts.is_empty(engines) and self._is_last(worker):
             self._leave(worker, engines)
         else:
             self._env.process(self._stop(worker, engines, self._env.now + timeout_s))
@@ -323,7 +326,7 @@ class Control:
         self, worker: Worker, engines: range, until: float
     ) -> Generator[simpy.Event, Any, None]:
         while worker in self._drained and engines[0] not in self.acts.dead:
-            if self.acts.is_empty(engines) or self._env.now >= until:
+            if self._is_last(worker) and (self.acts.is_empty(engines) or self._env.now >= until):
                 self._leave(worker, engines)
                 return
             yield self._env.timeout(_LOOK_STOP_S)
@@ -335,6 +338,33 @@ class Control:
         self.acts.die(engines)
         self.acts.hear_of_death(engines)
         self._note(worker, OFF)
+        self._reshape(worker.pool)
+
+    # Of engines that come and go at the end of a group:
+
+    def _reshape(self, pool: str) -> None:
+        """Change the width of a pool's group, once for all engines of this instant."""
+        group = self.cluster.elastic.get(pool)
+        if group is not None:
+            self.acts.join_group(group.first)
+            self._env.at(self._env.now, lambda _event: group.change(self.acts))
+
+    def _is_last(self, worker: Worker) -> bool:
+        """Whether nobody is behind a worker whose group shrinks from its end."""
+        if worker.pool not in self.cluster.elastic:
+            return True
+        return all(what in (OFF, STARTING) for what in self._behind(worker))
+
+    def _behind(self, worker: Worker) -> list[int]:
+        return self.states[worker.pool][worker.number + 1 :]
+
+    def _check_order(self, field: str, worker: Worker) -> None:
+        """Raise InputError where engines of an elastic group would come or go in its midst."""
+        before, there = self.states[worker.pool][: worker.number], {READY, STARTING}
+        gap = there & set(self._behind(worker)) if field == "stop" else set(before) - there
+        if worker.pool in self.cluster.elastic and gap:
+            allowed = "the last engine to stop, the one behind the last to start"
+            raise InputError(field, f"{worker} is in the midst of its group", allowed)
 
     def drain(self, worker: Worker) -> None:
         """Let routers send a worker nothing new; it finishes what it has."""
@@ -427,6 +457,8 @@ class Control:
         if cluster.relocations is not None:
             problem = "dead workers beside experts that move (eplb_interval) are not simulated"
         layout = cluster.spec.pools[cluster.spec.names.index(worker.pool)].engine.layout
+        if worker.pool in cluster.elastic and field in ("fail", "switch"):
+            problem = f"engines of an elastic group that {field} are not simulated"
         if layout is not None and layout.has_steps_of_its_own:
             problem = "dead workers that stream weights or have stages are not simulated"
         if problem is not None:
@@ -437,6 +469,7 @@ class Control:
         self._check_may_go("absent", worker)
         self.acts.remove(self._engines(worker))
         self._note(worker, OFF)
+        self._reshape(worker.pool)
 
     def _engines(self, worker: Worker) -> range:
         spec = self.cluster.spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from eldr_sim.errors import InputError
@@ -10,6 +11,7 @@ from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.eldr.artifact import RoutingArtifact
 from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
 from eldr_sim.policies.registry import placement_policy
+from eldr_sim.simulator.control.elastic import ElasticGroup, Shape
 from eldr_sim.simulator.control.relocation import (
     MovableGroup,
     RelocationRule,
@@ -17,7 +19,9 @@ from eldr_sim.simulator.control.relocation import (
     expert_links,
 )
 from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.prepare import PreparedRun
+from eldr_sim.simulator.setup.elastic import least_engines
+from eldr_sim.simulator.setup.prepare import PreparedRun, sharing
+from eldr_sim.simulator.setup.start_up import start_up_parts
 from eldr_sim.traces.routing.calibration import CalibrationSet
 from eldr_sim.traces.streams import stream
 
@@ -76,18 +80,29 @@ def place_pool(
     name: str,
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
+    width: int | None = None,
 ) -> list[Placed]:
-    """Return where the experts of each group of a pool's engines lie."""
+    """Return where the experts of each group of a pool's engines lie.
+
+    ``width``: engines that are there of its only group, whose ranks hold as many instances; all
+    when None.
+    """
     pool, own = next(
         (pool, made.own)
         for pool, made in zip(prepared.spec.pools, config.pools, strict=True)
         if pool.name == name
     )
     engine = pool.engine
-    ranks, size = engine.n_expert_ranks, engine.parallelism.data_parallel_size
+    size, ranks = engine.parallelism.data_parallel_size, engine.n_expert_ranks
+    n, n_experts = pool.n, prepared.model.n_experts
+    n_redundant = engine.n_redundant
+    if width is not None:
+        slots = (n_experts + n_redundant) // ranks
+        n, size, ranks = width, width, ranks // size * width
+        n_redundant = slots * ranks - n_experts
     rng = stream(config.seed, "placement")
     context = PolicyContext(
-        pool.n,
+        n,
         rng,
         calibration,
         artifact=fitted,
@@ -97,13 +112,48 @@ def place_pool(
     )
     policy = placement_policy(own.expert_placement, context)
     assert prepared.trace is not None, "dense models place no experts"
-    layers, n_experts = prepared.trace.manifest.n_layers, prepared.model.n_experts
+    layers = prepared.trace.manifest.n_layers
     n_nodes = max(1, ranks // config.gpus_per_node)
     groups = (
-        ExpertGroup(members, layers, n_experts, ranks, engine.n_redundant, n_nodes)
-        for members in (range(first, first + size) for first in range(0, pool.n, size))
+        ExpertGroup(members, layers, n_experts, ranks, n_redundant, n_nodes)
+        for members in (range(first, first + size) for first in range(0, n, size))
     )
     return [Placed(policy, group, policy.place(group)) for group in groups]
+
+
+def elastic_groups(
+    config: RunConfig,
+    prepared: PreparedRun,
+    fitted: RoutingArtifact | None,
+    calibration: Callable[[], CalibrationSet],
+) -> list[ElasticGroup]:
+    """Return the groups whose engines come and go, with where experts lie at every width.
+
+    Raises InputError where a placement does not fill the ranks evenly: KV caches would change.
+    """
+    found, model = [], prepared.model
+    for number, (pool, made) in enumerate(zip(prepared.spec.pools, config.pools, strict=True)):
+        engine, shapes = pool.engine, {}
+        if not engine.elastic:
+            continue
+        for width in range(least_engines(config, made), pool.n + 1):
+            of = fitted if pool.decodes else None
+            placed = place_pool(config, prepared, pool.name, of, calibration, width)[0]
+            if (placed.placement.slots() != placed.group.slots_per_rank).any():
+                problem = f"{made.own.expert_placement!r} fills ranks unevenly"
+                raise InputError("expert_placement", problem, "linear or eplb, with elastic EP")
+            layout = replace(engine.parallelism, data_parallel_size=width)
+            own = replace(engine, parallelism=layout, n_redundant=placed.group.n_redundant)
+            shared = sharing(config, made.own, model, own).group
+            assert shared is not None
+            shapes[width] = Shape(placed.placement, shared)
+        gpu, n_bytes = engine.step_time.gpu, model.bytes_per_expert
+        links = expert_links(gpu, n_bytes, engine.n_expert_ranks, config.gpus_per_node)
+        parts = start_up_parts(made.own.start_up or "0", model.weight_bytes)
+        first = prepared.spec.workers_of(pool.name).start
+        graphs_s = parts.get("graphs", 0.0)
+        found.append(ElasticGroup(number, first, shapes, links, graphs_s, config.width_pause))
+    return found
 
 
 def relocations_of(

@@ -138,6 +138,26 @@ def expert_moves(
     return moves
 
 
+def place_experts(
+    masks: NDArray[np.uint64],
+    replicas: Replicas | None,
+    engines: slice,
+    placement: Placement,
+    n_experts: int,
+    n_layers: int,
+) -> None:
+    """Write where the experts of a group's engines are into what the compiled loop reads."""
+    masks[engines, : placement.n_ranks] = rank_masks([placement], n_experts, n_layers)
+    if replicas is None or not len(replicas.multi):
+        return
+    changed = make_replicas([placement], n_experts, n_layers, most=replicas.rank.shape[-1])
+    assert changed is not None
+    replicas.multi[engines] = changed.multi
+    replicas.rank[engines] = changed.rank
+    replicas.n_instances[engines] = changed.n_instances
+    replicas.weight[engines] = changed.weight
+
+
 class Transfer(NamedTuple):
     """What a relocation moves, over all MoE layers of the model."""
 
@@ -280,16 +300,8 @@ class Relocations:
         self._log[place] = (asked, now, *rest)
         self.loads.arrival_s[group.first] = np.inf
         engines = slice(group.first, group.first + group.size)
-        placed = [group.placement], self.n_experts, self.n_layers
-        self._masks[engines, : group.placement.n_ranks] = rank_masks(*placed)
-        if self._replicas is None:
-            return
-        changed = make_replicas(*placed, most=self._replicas.rank.shape[-1])
-        assert changed is not None
-        self._replicas.multi[engines] = changed.multi
-        self._replicas.rank[engines] = changed.rank
-        self._replicas.n_instances[engines] = changed.n_instances
-        self._replicas.weight[engines] = changed.weight
+        dims = self.n_experts, self.n_layers
+        place_experts(self._masks, self._replicas, engines, group.placement, *dims)
 
     def _check(self, group: MovableGroup, placement: Placement) -> None:
         """Raise ValueError unless a policy's placement fits: compiled code does not look."""

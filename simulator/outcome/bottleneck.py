@@ -166,7 +166,7 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
 
 def _there(record: RunRecord, spec: ClusterSpec, start: float, end: float) -> NDArray[np.float64]:
     """Return the seconds that each pool's engines serve or drain in the window, ``[pools]``."""
-    sizes = np.array([pool.engine.group_size for pool in spec.pools])
+    sizes = np.array([pool.engine.worker_size for pool in spec.pools])
     workers = [pool.n // size for pool, size in zip(spec.pools, sizes.tolist(), strict=True)]
     spent = worker_seconds(record, workers, start, max(start, end))
     return np.asarray(spent[:, [READY, DRAINING]].sum(axis=1) * sizes)

@@ -52,7 +52,7 @@ def scaling_figures(record: RunRecord, config: RunConfig, spec: ClusterSpec) -> 
             "minutes_below_95": sum(share < _WELL for share in known),
             **_events(record, spec),
             "by_minute": minutes,
-            "replicas": replicas(record, [pool.workers for pool in pools], spec.names),
+            "replicas": replicas(record, [pool.units[0] for pool in pools], spec.names),
         }
     }
 

@@ -26,8 +26,9 @@ class Spent(NamedTuple):
 def spent_hours(record: RunRecord, config: RunConfig, begin: float, end: float) -> Spent:
     """Return what the workers of a run take from ``begin`` to ``end``, s."""
     pools = config.pools
-    gpus = np.array([pool.own.parallelism.n_gpus for pool in pools], np.int64)
-    hours = worker_seconds(record, [pool.workers for pool in pools], begin, end) / 3600.0
+    units = np.array([pool.units for pool in pools], np.int64)
+    gpus = units[:, 1]
+    hours = worker_seconds(record, units[:, 0].tolist(), begin, end) / 3600.0
     by_pool = hours[:, list(PAID.values())].sum(axis=1) * gpus
     prices = [pool.own.price_per_gpu_hour for pool in pools]
     known = [price for price in prices if price is not None]

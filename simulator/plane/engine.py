@@ -251,7 +251,7 @@ def _waits_for_engines(engines: Engines, w: int) -> Any:
         return leader.balances
     leader.balanced_step = leader.n_group_steps
     all_have, all_decode = True, True
-    for member in range(workers[w].leader, workers[w].leader + pool.group_size):
+    for member in range(workers[w].leader, workers[w].leader + leader.width):
         worker, decoding = workers[member], _NONE
         for i in range(worker.batch):
             decoding += engines.sequences[member, i].tokens_left > 0
@@ -777,6 +777,7 @@ def make_workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray
     workers["slowdown"] = 1.0
     workers["share"] = pools["first_share"][pool_of]
     size, first = pools["group_size"][pool_of], pools["first_worker"][pool_of]
+    workers["width"] = size
     workers["leader"] = first + (np.arange(len(pool_of)) - first) // size * size
     for name in ("wake", "spare", "idle_head", "idle_tail", "new_head", "oldest", "newest",
                  "arrived_head", "preempted_head", "loading_head", "late_head",

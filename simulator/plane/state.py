@@ -203,6 +203,7 @@ WORKER = np.dtype(
         ("ended", np.bool_),  # the last step completed a sequence
         ("n_group_steps", np.int64),  # steps that the group has made, at its leader
         ("leader", np.int64),  # first engine of its group: holds the start of the group's step
+        ("width", np.int64),  # at a group's leader: engines of it that are there, the first ones
         ("slowdown", np.float64),  # its steps take so many times as long: 1 but for stragglers
         ("one_step", np.bool_),  # the next step was scheduled ahead, without who came since
         ("blocked", np.bool_),  # who is next has no KV blocks, and another may soon be next

@@ -52,6 +52,7 @@ class EngineSpec:
     start_up_s: float = field(default=0.0, compare=False)  #: until a new worker serves
     engine: Engine = "vllm"  #: whose
     memory_share: float = 0.92  #: of a GPU, see `memory.kv_blocks`
+    elastic: bool = False  #: whether the engines of its group start and stop one by one
 
     @property
     def most_decoded(self) -> int:
@@ -72,6 +73,11 @@ class EngineSpec:
         if layout is not None and layout.stream is not None and not layout.together:
             return 1
         return self.parallelism.data_parallel_size
+
+    @property
+    def worker_size(self) -> int:
+        """Engines that start and stop together."""
+        return 1 if self.elastic else self.group_size
 
     def prompt_s(self, tokens: int) -> float:
         """Return the seconds of a prompt by itself, in steps that hold as many as they can."""

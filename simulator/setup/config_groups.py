@@ -234,6 +234,9 @@ class ClusterConfig(Fields):
     data_parallel_size: int = Field(default=1, ge=1, le=1024)
     """Engines of every worker, each with its own queue, KV cache and batch. They share experts and
     so step together; routers choose the engine."""
+    enable_elastic_ep: bool = False
+    """Let the engines of a worker that share experts start and stop one by one, as its workers
+    do (docs/elastic.md): experts are placed anew, on as many GPUs as there are."""
     micro_batches: int = Field(default=2, ge=1, le=16)
     """Micro-batches of a step of ``xPyAzF``, computed on one side while others are sent."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=1024)
@@ -502,6 +505,9 @@ class ScalingConfig(Fields):
     drain_timeout: Annotated[Seconds, Field(gt=0)] | None = None
     """A worker that is to go leaves after so long even if it has requests (``retry``), s; when
     they have ended when not given."""
+    width_pause: Annotated[Seconds, Field(ge=0)] | None = None
+    """How long the engines of ``enable_elastic_ep`` stand still when one comes or goes, s; as long
+    as CUDA graphs (``start_up``) and the moved experts take when not given."""
     switch_time: Annotated[Seconds, Field(ge=0)] = 10.0
     """From when a worker has nothing left to when it serves in another pool, s."""
 

@@ -14,9 +14,9 @@ from eldr_sim.simulator.setup.engines import default_fields
 _SAME = (
     "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "block_size",
     "gpu_memory_utilization", "max_model_len", "tensor_parallel_size", "data_parallel_size",
-    "pipeline_parallel_size", "enable_expert_parallel", "num_redundant_experts", "enforce_eager",
-    "enable_prefix_caching", "async_scheduling", "num_gpu_blocks_override", "speculative_config",
-    "disable_hybrid_kv_cache_manager", "model",
+    "pipeline_parallel_size", "enable_expert_parallel", "enable_elastic_ep",
+    "num_redundant_experts", "enforce_eager", "enable_prefix_caching", "async_scheduling",
+    "num_gpu_blocks_override", "speculative_config", "disable_hybrid_kv_cache_manager", "model",
 )  # fmt: skip
 _PARALLEL = {"tp": "tensor_parallel_size", "dp": "data_parallel_size",
              "pp": "pipeline_parallel_size"}  # fmt: skip

@@ -145,6 +145,8 @@ class OwnPool(Pool):
 
     ffn_ranks: int | None = Field(default=None, ge=1, le=1024)
     """GPUs of a worker that hold its experts, beside those of its engines; decode workers only."""
+    enable_elastic_ep: bool | None = None
+    """Whether its engines, if there are several, start and stop one by one."""
 
     @property
     def parallelism(self) -> Parallelism:
@@ -177,6 +179,18 @@ class WorkerPool(NamedTuple):
     takes_over: tuple[str, ...]  #: the pools that its requests are handed over to
     decodes: bool
     own: OwnPool  #: what holds for its workers
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the engines of its worker start and stop one by one."""
+        return bool(self.own.enable_elastic_ep) and self.own.parallelism.data_parallel_size > 1
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """What starts and stops by itself, and its GPUs: workers, or engines of an elastic one."""
+        parallelism = self.own.parallelism
+        engines = parallelism.data_parallel_size if self.is_elastic else 1
+        return self.workers * engines, parallelism.n_gpus // engines
 
     @property
     def role(self) -> Role:

@@ -47,6 +47,7 @@ from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolS
 from eldr_sim.simulator.setup.conditional import Conditional, parse_conditional
 from eldr_sim.simulator.setup.config import Pool, RunConfig
 from eldr_sim.simulator.setup.config_groups import FrontEndConfig
+from eldr_sim.simulator.setup.elastic import redundant_experts
 from eldr_sim.simulator.setup.engines import (
     OPTIONS,
     default_budget,
@@ -122,6 +123,9 @@ def prepare(config: RunConfig) -> PreparedRun:
             raise InputError(name, problem, f"--engine {' or '.join(owners)}")
     if trace is not None and any(p.own.parallelism.data_parallel_size > 1 for p in config.pools):
         trace.require_prompts("the pairs of engines that share experts")
+    if config.enable_elastic_ep and not any(pool.is_elastic for pool in config.pools):
+        problem = "no worker has several engines"
+        raise InputError("enable_elastic_ep", problem, "--data-parallel-size 2 or more beside it")
     with noting_use() as used:
         # The last pool first: of two mistakes the one of its workers is told.
         engines = [_engine(config, pool, model) for pool in reversed(config.pools)][::-1]
@@ -342,6 +346,8 @@ def _engine(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineS
     ranks = parallelism.n_expert_ranks
     _check_experts(pool, workers.name)
     redundant = pool.num_redundant_experts or 0
+    if workers.is_elastic:
+        redundant = redundant_experts(config, workers, model)
     layout = prompt_layout(config, workers, model, gpu, parallelism, budget)
     experts = None if layout is None else layout.experts
     slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
@@ -389,24 +395,24 @@ def _engine(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineS
         step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout, rules=rules,
         speculation=speculation,
         start_up_s=sum(start_up_parts(starts, model.weight_bytes).values()),
-        engine=engine, memory_share=share,
+        engine=engine, memory_share=share, n_redundant=redundant,
+        elastic=workers.is_elastic,
     )  # fmt: skip
     if parallelism.data_parallel_size == 1 or experts is not None:
         return spec
-    return _sharing(config, pool, model, spec, slots)
+    return sharing(config, pool, model, spec)
 
 
-def _sharing(
-    config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec, slots: int
-) -> EngineSpec:
-    """Return engines that share experts, of which each rank holds so many instances a layer."""
+def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec) -> EngineSpec:
+    """Return engines with what they share where they share experts, ``n_redundant`` among them."""
     if pool.enforce_eager:
         problem = "steps of engines that share experts are simulated under graphs alone"
         raise InputError("enforce_eager", problem, "not given")
     if config.cudagraph_padding != "none":
         problem = "engines that share experts pad to the widest of them, which is not simulated"
         raise InputError("cudagraph_padding", problem, "none")
-    parallelism, redundant = engine.parallelism, pool.num_redundant_experts or 0
+    parallelism, redundant = engine.parallelism, engine.n_redundant
+    slots = (model.n_experts + redundant) // parallelism.n_expert_ranks
     all_to_all = build_all_to_all(
         model,
         engine.step_time.gpu,
@@ -424,8 +430,9 @@ def _sharing(
         }
         all_to_all = replace(all_to_all, provenance=derived)
     choice = _replica_choice(config.replica_choice, all_to_all, redundant > 0)
-    if parallelism.ffn_ranks and choice.number == ASKED:
-        problem = f"{config.replica_choice!r} chooses in Python, not for micro-batches"
+    if (parallelism.ffn_ranks or engine.elastic) and choice.number == ASKED:
+        what = "groups that change their width" if engine.elastic else "micro-batches"
+        problem = f"{config.replica_choice!r} chooses in Python, not for {what}"
         raise InputError("replica_choice", problem, "a choice that is compiled, such as hash")
     pairs = _most_pairs(model, parallelism, engine.max_num_seqs, engine.max_num_batched_tokens)
     group = GroupCost(
@@ -442,13 +449,7 @@ def _sharing(
         parallelism.ffn_ranks,
         config.micro_batches,
     )
-    return replace(
-        engine,
-        group=group,
-        all_to_all=all_to_all,
-        n_redundant=redundant,
-        choice_provenance=choice.provenance,
-    )
+    return replace(engine, group=group, all_to_all=all_to_all, choice_provenance=choice.provenance)
 
 
 def _check_disaggregated(config: RunConfig, workers: WorkerPool) -> None:

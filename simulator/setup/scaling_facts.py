@@ -23,8 +23,8 @@ def scaling_facts(config: RunConfig, prepared: PreparedRun, workload: Workload) 
                 name=pool.name,
                 computes=pool.name not in fetching,
                 decodes=pool.decodes,
-                engines=pool.engine.group_size,
-                gpus=pool.engine.parallelism.n_gpus,
+                engines=pool.engine.worker_size,
+                gpus=made.units[1],
                 max_num_seqs=pool.engine.max_num_seqs,
                 kv_tokens=pool.engine.n_blocks * config.block_size,
                 start_up_s=pool.engine.start_up_s,
@@ -33,7 +33,7 @@ def scaling_facts(config: RunConfig, prepared: PreparedRun, workload: Workload) 
                 step_s=partial(_decode_s, prepared.model, pool.engine),
             )
         )
-        for pool in spec.pools
+        for pool, made in zip(spec.pools, config.pools, strict=True)
     ]
     arrival_s = workload.arrival_s
     prompts, outputs = (

@@ -55,7 +55,7 @@ def run_step(world: Any, leader: int) -> Any:
     run = world.run
     clock, events, engines, scratch = run.clock, run.events, run.engines, run.scratch
     workers, pool = engines.workers, engines.pools[engines.pool_of[leader]]
-    engines_of = range(leader, leader + pool.group_size)
+    engines_of = range(leader, leader + workers[leader].width)
     workers[leader].step_due = False
     busy, short = False, False
     for w in engines_of:

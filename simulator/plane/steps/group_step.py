@@ -63,7 +63,7 @@ def execute(world: Any, leader: int) -> float:
     number, decide, loads = engines.pool_of[leader], engines.settings[0].decide, world.groups.loads
     workers, pool, start = engines.workers, engines.pools[number], run.clock[0].now
     cost, group = run.costs[number], world.groups.costs[number]
-    work, size = world.groups.work, pool.group_size
+    work, size = world.groups.work, workers[leader].width
     if not begin_step(loads, leader, workers[leader].n_group_steps, start, decide):
         return -1.0
     ranks = size * group.ranks_per_engine

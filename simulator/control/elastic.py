@@ -1,0 +1,98 @@
+"""Groups of engines that share experts and change their width while they run (elastic EP).
+
+Engines come and go at the end of a group. When some have come, or are to go, the group stands
+still, its experts are placed anew on the GPUs that there are, and the next step finds them there:
+so does vLLM, which prepares everything else beside the steps (pull request 47288).
+
+The pause is what CUDA graphs take, captured again, and the experts that a GPU does not hold yet
+over the links (`relocation`), or ``width_pause``. Published: DeepSeek-V2-Lite from 4 to 8 engines
+and back took 31 and 7 s in all, 3 s where all engines are prepared and sleep (vLLM pull request
+44994); at first traffic was dropped for 55 and 40 s (20775).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.simulator.control.relocation import (
+    RELOCATION,
+    ExpertLinks,
+    expert_moves,
+    place_experts,
+    transfer_of,
+)
+from eldr_sim.simulator.plane.steps.group_state import GroupCost
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.control.actions import Actions
+
+
+class Shape(NamedTuple):
+    """A group of some width."""
+
+    placement: Placement
+    cost: GroupCost
+
+
+@dataclass
+class ElasticGroup:
+    """A pool's group whose engines come and go.
+
+    ``first``: its first engine; ``shapes``: by width; ``pause_s``: of a change, None where what it
+    moves says so, and ``graphs_s``, which are captured again.
+    """
+
+    pool: int
+    first: int
+    shapes: Mapping[int, Shape]
+    links: ExpertLinks
+    graphs_s: float
+    pause_s: float | None
+    width: int = field(init=False)
+    _log: list[tuple[float | int, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.width = max(self.shapes)
+
+    def most_instances(self, n_experts: int) -> int:
+        """Return the instances of an expert at any width."""
+        shapes = self.shapes.values()
+        return max(int(shape.placement.instances(n_experts).max()) for shape in shapes)
+
+    def change(self, acts: Actions) -> None:
+        """Have the width of the engines that are there, after a pause unless the run begins."""
+        cluster = acts.cluster
+        width = sum(self.first + n not in acts.dead for n in range(max(self.shapes)))
+        if width == self.width:
+            return
+        before, after = self.shapes[self.width].placement, self.shapes[width]
+        self.width = width
+        groups, dims = cluster.groups, cluster.spec.decode.step_time
+        assert groups is not None
+        sizes = dims.cost.n_experts, dims.n_moe_layers
+        engines = slice(self.first, self.first + max(self.shapes))
+        place_experts(cluster.arrays.masks, groups.replicas, engines, after.placement, *sizes)
+        costs = list(groups.costs)
+        costs[self.pool] = after.cost
+        cluster.groups = groups._replace(costs=tuple(costs))
+        acts.workers["width"][self.first] = width
+        if acts.now == 0.0:
+            return
+        ranks = max(before.n_ranks, after.placement.n_ranks)
+        old, new = (replace(placement, n_ranks=ranks) for placement in (before, after.placement))
+        moves = expert_moves(old, new, sizes[0], self.links.gpus_per_node)
+        moved = transfer_of(moves, self.links, sizes[1])
+        pause = self.graphs_s + moved.seconds if self.pause_s is None else self.pause_s
+        acts.hang(range(self.first, self.first + width), pause)
+        figures = moved.experts, moved.inside_bytes, moved.between_bytes
+        self._log.append((acts.now, acts.now + pause, moved.seconds, pause, *figures, self.pool, 0))
+
+    def log(self) -> NDArray[np.void]:
+        """Return a record of each change but those with which the run begins: ``RELOCATION``."""
+        return np.array(self._log, RELOCATION)
