@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.control.record import DRAINING, READY, RunRecord
+from eldr_sim.simulator.outcome.sums import exact_sum
 from eldr_sim.simulator.outcome.worker_hours import worker_seconds
 from eldr_sim.simulator.plane.state import AFTER_WINDOW, COMPLETED, OPEN, OUTCOMES, OVERLOADED
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
@@ -173,7 +174,7 @@ def _there(record: RunRecord, spec: ClusterSpec, start: float, end: float) -> ND
 
 
 def _share(values: NDArray[np.float64], whole: float) -> float:
-    return math.fsum(values.tolist()) / whole
+    return exact_sum(values) / whole
 
 
 def _bottleneck(

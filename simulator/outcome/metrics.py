@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.bottleneck import is_overload, load_growth
+from eldr_sim.simulator.outcome.sums import exact_sum, within
 from eldr_sim.simulator.outcome.worker_hours import spent_hours
 from eldr_sim.simulator.plane.state import NO_KV_ROOM, OUTCOMES, OVER_BUDGET, TOO_LONG
 from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
@@ -34,14 +35,18 @@ PERCENTILES = (50, 90, 99)
 
 
 def weighted_percentile(
-    values: NDArray[np.float64], weights: NDArray[np.int64], q: Sequence[float]
+    values: NDArray[np.float64], weights: NDArray[np.int64] | None, q: Sequence[float]
 ) -> list[float]:
     """Return percentiles of ``np.repeat(values, weights)`` (NumPy's linear method).
 
-    ``values``, ``weights``: shape [n]; weights are counts; ``q``: percentiles in [0, 100].
+    ``values``, ``weights``: shape [n]; weights are counts, 1 when None; ``q``: percentiles in [0,
+    100].
     """
-    order = np.argsort(values, kind="stable")
-    ordered, last = values[order], np.cumsum(weights[order]) - 1
+    if weights is None:
+        ordered, last = np.sort(values), np.arange(len(values))
+    else:
+        order = np.argsort(values)
+        ordered, last = values[order], np.cumsum(weights[order]) - 1
     result = []
     for p in q:
         rank = p / 100.0 * float(last[-1])
@@ -59,16 +64,16 @@ def describe(
     """Return mean, median, standard deviation and percentiles of a metric, in ms.
 
     The keys are those of ``vllm bench serve``: ``mean_{name}_ms`` and so on; all None where there
-    is no value. Sums are exact (``math.fsum``), so that they do not depend on the machine.
+    is no value. Sums are exact, so that they do not depend on the machine.
     """
     keys = [f"{k}_{name}_ms" for k in ("mean", "median", "std", *(f"p{p}" for p in percentiles))]
-    counts = np.ones(len(values_s), np.int64) if weights is None else weights
-    total = int(counts.sum())
+    total = len(values_s) if weights is None else int(weights.sum())
     if total == 0:
         return dict.fromkeys(keys)
-    mean = math.fsum((values_s * counts).tolist()) / total
-    variance = math.fsum(((values_s - mean) ** 2 * counts).tolist()) / total
-    median, *quantiles = weighted_percentile(values_s, counts, (50, *percentiles))
+    counts = 1 if weights is None else weights
+    mean = exact_sum(values_s * counts) / total
+    variance = exact_sum((values_s - mean) ** 2 * counts) / total
+    median, *quantiles = weighted_percentile(values_s, weights, (50, *percentiles))
     figures = [mean, median, math.sqrt(variance), *quantiles]
     return {key: 1e3 * figure for key, figure in zip(keys, figures, strict=True)}
 
@@ -133,23 +138,23 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     start = record.window[0]
     end = min(record.window[1], record.end_s)
     seconds = max(end - start, 1e-9)
-    steps = record.decode_steps
-    inside = (steps["start"] >= start) & (steps["start"] < end)
-    batch = steps["sequences"][inside].astype(np.int64)
+    started = record.decode_steps["start"]
+    steps = within(record.decode_steps, (started >= start) & (started < end))
+    batch = steps["sequences"].astype(np.int64)
     decoding = batch > 0
     computed = requests["prefill_end_s"]
     computed_inside = (start <= computed) & (computed <= end)
     # Where it comes with the KV cache, a request has its first token when it joins the batch.
     brought = (requests["transfer_start_s"] >= 0.0) & (requests["first_token_s"] >= 0.0)
     brought &= requests["first_token_s"] == requests["decode_start_s"]
-    tokens = int(steps["outputs"][inside].sum()) + int((brought & computed_inside).sum())
+    tokens = int(steps["outputs"].sum()) + int((brought & computed_inside).sum())
     # The last request may end the run, so its end belongs to it.
     finish = requests["finish_s"]
     finished = int((record.completed & (start <= finish) & (finish <= end)).sum())
     prefills = record.prefill_steps
     begun = (prefills["start"] >= start) & (prefills["start"] < end)
     prompt_tokens = int(prefills["chunk_tokens"][begun].sum())
-    prompt_tokens += int(steps["chunk_tokens"][inside & _computes_prompts(config, steps)].sum())
+    prompt_tokens += int(steps["chunk_tokens"][_computes_prompts(config, steps)].sum())
     prefilled = requests["prompt_len"][computed_inside]
     good = good_requests(times, config.goodput) & measured
 
@@ -189,14 +194,14 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         ),
         **describe("ttft", times["ttft"][done]),
         **describe("tpot", times["tpot"][done & ~np.isnan(times["tpot"])]),
-        **describe("itl", *_token_gaps(record, steps[inside], start, end)),
+        **describe("itl", *_token_gaps(record, steps, start, end)),
         **describe("e2el", times["e2el"][done]),
         **_per_token(times["e2el"][done], requests["output_len"][done]),
         **({"streamed_by_prefill": streamed_by_prefill(record)} if config.hands_over else {}),
-        **_activated_experts(steps[inside][decoding], n_moe_layers),
+        **_activated_experts(steps, decoding, n_moe_layers),
         "mean_decode_batch": _mean(batch[decoding].astype(float)),
         "decode_steps": int(decoding.sum()),
-        **_drafts(record, steps[inside][decoding]),
+        **_drafts(record, steps, decoding),
         **_prefix_cache(record, "", config),
         **_prefix_cache(record, "decode_", config),
         "preemptions": int(requests["preemptions"].sum()),
@@ -252,37 +257,47 @@ def _computes_prompts(config: RunConfig, steps: NDArray[np.void]) -> NDArray[np.
     return np.asarray(np.repeat(computes, n_engines)[steps["worker"]])
 
 
-def _activated_experts(steps: NDArray[np.void], n_moe_layers: int) -> dict[str, float | None]:
-    """Return the activated experts of decode steps, means over MoE layers."""
-    steps = steps if n_moe_layers else steps[:0]  # a dense model's: no figure
-    active, busiest = (steps[field] / (n_moe_layers or 1) for field in ("active", "busiest"))
-    tokens = steps["outputs"].astype(float)
+def _activated_experts(
+    steps: NDArray[np.void], decoding: NDArray[np.bool_], n_moe_layers: int
+) -> dict[str, float | None]:
+    """Return the activated experts of the steps that decode, means over MoE layers."""
+    if not n_moe_layers:  # a dense model's: no figure
+        decoding = np.zeros_like(decoding)
+    layers = n_moe_layers or 1
+    active, busiest = (steps[field][decoding] / layers for field in ("active", "busiest"))
+    tokens = steps["outputs"][decoding].astype(float)
+    median, p99 = weighted_percentile(active, None, (50, 99)) if len(active) else (None, None)
     return {
         "mean_active_experts_per_step": _mean(active),
         "mean_active_experts_per_token": (
             float((active * tokens).sum() / tokens.sum()) if tokens.sum() else None
         ),
-        "median_active_experts_per_step": _percentile(active, 50),
-        "p99_active_experts_per_step": _percentile(active, 99),
+        "median_active_experts_per_step": median,
+        "p99_active_experts_per_step": p99,
         "mean_busiest_rank_experts_per_step": _mean(busiest),
     }
 
 
-def _drafts(record: RunRecord, steps: NDArray[np.void]) -> dict[str, float | None]:
-    """Return what decode steps yield, and what of it is drafts'."""
+def _drafts(
+    record: RunRecord, steps: NDArray[np.void], decoding: NDArray[np.bool_]
+) -> dict[str, float | None]:
+    """Return what steps yield, and what of it is drafts'; some of them decode."""
     sequences, counts = int(steps["sequences"].sum()), record.drafted
-    verified, plain = steps[steps["plain"] > 0], int(steps["plain"].sum())
+    plain = int(steps["plain"].sum())
     length = None
     if counts is not None and counts[:-1].any():
         length = 1.0 + float((np.arange(len(counts) - 1) * counts[:-1]).sum() / counts[:-1].sum())
-    seconds = math.fsum((steps["end"] - steps["start"]).tolist())
+    share = None
+    if counts is not None and decoding.any():
+        seconds = exact_sum((steps["end"] - steps["start"])[decoding])
+        share = exact_sum(steps["draft_s"][decoding]) / seconds
     return {
         "tokens_per_step": int(steps["outputs"].sum()) / sequences if sequences else None,
         "acceptance_length": length,
-        "verify_experts_over_plain": int(verified["active"].sum()) / plain if plain else None,
-        "draft_time_share": math.fsum(steps["draft_s"].tolist()) / seconds
-        if counts is not None and seconds
+        "verify_experts_over_plain": int(steps["active"][steps["plain"] > 0].sum()) / plain
+        if plain
         else None,
+        "draft_time_share": share,
     }
 
 
@@ -360,13 +375,7 @@ def warnings_of(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:
-    return math.fsum(values.tolist()) / len(values) if len(values) else None
-
-
-def _percentile(values: NDArray[np.float64], q: float) -> float | None:
-    if len(values) == 0:
-        return None
-    return weighted_percentile(values, np.ones(len(values), np.int64), [q])[0]
+    return exact_sum(values) / len(values) if len(values) else None
 
 
 def _in_flight(record: RunRecord, at: float) -> int:

@@ -19,6 +19,7 @@ from eldr_sim.simulator.outcome.fault_metrics import fault_figures
 from eldr_sim.simulator.outcome.metrics import describe, draft_counters, summarise
 from eldr_sim.simulator.outcome.scaling_metrics import scaling_figures
 from eldr_sim.simulator.outcome.session_metrics import reuse_figures, session_figures
+from eldr_sim.simulator.outcome.sums import within
 from eldr_sim.simulator.outcome.tier_metrics import tier_figures
 from eldr_sim.simulator.outcome.trace_use import copies_met, trace_warnings
 from eldr_sim.simulator.outcome.without_effect import without_effect
@@ -328,7 +329,7 @@ def summary_of(
     """Return what ``summary.json`` holds: the run, its figures, and what they rest on."""
     model, trace, spec = prepared.model, prepared.trace, prepared.spec
     started, window = record.decode_steps["start"], record.window
-    steps = record.decode_steps[(started >= window[0]) & (started < window[1])]
+    steps = within(record.decode_steps, (started >= window[0]) & (started < window[1]))
     copies = {} if trace is None else copies_met(trace, workload, record, steps)
     gpu, provenance = _gpus(prepared), _all_provenance(config, prepared)
     groups = [

@@ -218,7 +218,7 @@ def test_utilisation_by_hand():
         window=(10.0, 20.0), end_s=30.0, states=None, load_start_s=np.full(3, -1.0),
         prefill_steps=np.array([], step), decode_steps=np.array([(8.0, 12.0, 2, 100, 0)], step),
     )  # fmt: skip
-    engine = SimpleNamespace(max_num_seqs=4, n_blocks=50, group_size=1)
+    engine = SimpleNamespace(max_num_seqs=4, n_blocks=50, worker_size=1)
     pools = [SimpleNamespace(n=1, decodes=decodes, engine=engine) for decodes in (False, True)]
     spec = SimpleNamespace(
         pools=pools,
