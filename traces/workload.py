@@ -7,7 +7,7 @@ of the same text or of another of its domain.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,22 @@ class Workload(Requests):
     #: the first decode step replays; each later step takes the next row, around the end to row 0. 0
     #: wherever the window is as long as the output.
     replay_offset: NDArray[np.int32]
+
+    @classmethod
+    def plain(
+        cls, arrival_s: Any, prompt_len: Any, output_len: Any, text: Any, **more: Any
+    ) -> Self:
+        """Return requests of one domain that share no prefix and replay their own texts from row 0.
+
+        The four: shape ``[n]``, as in `Requests`; ``more``: fields that differ from that.
+        """
+        n = len(arrival_s)
+        fields = {"domain": np.zeros(n, np.int16), "session": np.arange(n, dtype=np.int32),
+                  "prefix_hash": np.empty(0, np.uint64), "prefix_indptr": np.zeros(n + 1, np.int64),
+                  "prefix_text": np.empty(0, np.int32), "prefix_block_tokens": 0, "description": {},
+                  "decode_request": text, "replay_offset": np.zeros(n, np.int32)}  # fmt: skip
+        own = {"arrival_s": arrival_s, "prompt_len": prompt_len, "output_len": output_len}
+        return cls(**(fields | own | {"text": text} | more))
 
 
 def join_routing(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.charts import bars, lines
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import write_rows
 from eldr_sim.pictures import write_picture
@@ -143,44 +144,33 @@ def pca_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
 
 def draw_transforms(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
     """Draw a bar of rho for each transform and workload (Fig. 7)."""
-    axes = figure.subplots()
-    shown = [t for t in TRANSFORMS if any(t in fit.rho_by_transform for fit in fits.values())]
-    width = 0.8 / len(fits)
-    lowest = 0.0
-    for i, (workload, fit) in enumerate(fits.items()):
-        rho = [fit.rho_by_transform.get(t, np.nan) for t in shown]
-        lowest = min(lowest, np.nanmin(rho))
-        at = np.arange(len(shown)) + (i - (len(fits) - 1) / 2) * width
-        label = f"{workload} ({len(fit.compared.requests)} requests)"
-        bars = axes.bar(at, rho, width, label=label, color=_COLOURS[i % len(_COLOURS)])
-        axes.bar_label(bars, fmt="%.3f", fontsize=7)
-    axes.set_xticks(np.arange(len(shown)), shown)
-    axes.set(ylabel="rho", ylim=(min(0.0, lowest * 1.1), 1))
-    missing = [t for t in TRANSFORMS if t not in shown]
+    known = {t for fit in fits.values() for t in fit.rho_by_transform}
+    missing = [transform for transform in TRANSFORMS if transform not in known]
     note = f" (the trace has no scores for {' and '.join(missing)})" if missing else ""
-    axes.set_title(f"Signature quality by transform, all layers{note}", fontsize=9)
+    rows = [row | {"of": f"{row['workload']} ({row['requests']} requests)"}
+            for row in transform_rows(fits)]  # fmt: skip
+    title = f"Signature quality by transform, all layers{note}"
+    bars(rows, "transform", "rho", "of", title=title)(figure)
 
 
 def draw_layers(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
     """Draw rho against the layers kept, a star at N* (Fig. 8)."""
-    axes = figure.subplots()
+    transform = next(iter(fits.values())).artifact.transform
+    labels = {"xlabel": "layers kept by the greedy selection",
+              "title": f"Signature quality by layers kept, {transform}"}  # fmt: skip
+    lines(layer_rows(fits), "layers_kept", "rho", "workload", **labels)(figure)
+    (axes,) = figure.axes
     for i, (workload, fit) in enumerate(fits.items()):
-        colour, greedy = _COLOURS[i % len(_COLOURS)], fit.greedy
-        kept = np.arange(1, len(greedy.rho) + 1)
-        axes.plot(kept, greedy.rho, "-", marker=".", color=colour, label=workload)
-        peak = greedy.n_kept, greedy.rho[greedy.n_kept - 1]
-        axes.plot(*peak, "*", markersize=15, color=colour)
+        peak = fit.greedy.n_kept, fit.greedy.rho[fit.greedy.n_kept - 1]
+        axes.plot(*peak, "*", markersize=15, color=f"C{i}")
         place = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(f"N* = {greedy.n_kept}", peak, fontsize=8, **place)
+        axes.annotate(f"N* = {fit.greedy.n_kept}", peak, fontsize=8, **place)
         own = fit.artifact
         if own.mask_rule != "greedy":
             label = f"{workload}: mask {own.mask_rule}"
-            axes.plot(own.n_kept, own.rho[own.n_kept - 1], "x", color=colour, label=label)
+            axes.plot(own.n_kept, own.rho[own.n_kept - 1], "x", color=f"C{i}", label=label)
     axes.margins(y=0.15)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set(xlabel="layers kept by the greedy selection", ylabel="rho")
-    transform = next(iter(fits.values())).artifact.transform
-    axes.set_title(f"Signature quality by layers kept, {transform}", fontsize=9)
 
 
 def draw_pca(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:

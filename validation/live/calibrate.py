@@ -20,6 +20,7 @@ import pyarrow as pa
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
+from eldr_sim.kernel_profiles.profile.timing import Timing
 from eldr_sim.kernel_profiles.tables.format import (
     Kind,
     LatencyTable,
@@ -268,17 +269,11 @@ def _table(
     points = sorted(point for point, values in samples.items() if len(values) >= _LEAST_STEPS)
     if len(points) < 4:
         raise InputError("calibration", f"{len(points)} points of {kind}", "4 or more")
-    values = [np.array(samples[point]) for point in points]
     axes = map(np.array, zip(*points, strict=True))
     columns: dict[str, Any] = dict(zip(names, axes, strict=True))
     for name, text in (constants or {}).items():
         columns[name] = np.full(len(points), text, object)
-    columns |= {
-        "latency_s": np.array([np.median(v) for v in values]),
-        "latency_q1_s": np.array([np.quantile(v, 0.25) for v in values]),
-        "latency_q3_s": np.array([np.quantile(v, 0.75) for v in values]),
-        "repeats": np.array([len(v) for v in values]),
-    }
+    columns |= Timing.columns([Timing.of(samples[point]) for point in points])
     dtype = "none" if kind == "engine_step" else "bfloat16"
     return LatencyTable(TableMetadata(kind=kind, shape=shape, dtype=dtype, **head), columns)
 

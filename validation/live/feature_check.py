@@ -20,6 +20,7 @@ import numpy as np
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 from eldr_sim.validation.live.campaign import Campaign, begin_campaign, calibrated_setup, on_core
+from eldr_sim.validation.live.comparison import noise_floor
 from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
 from eldr_sim.validation.live.feature_loads import FeatureLoad, feature_load, lengths_of
 from eldr_sim.validation.live.features import (
@@ -258,9 +259,7 @@ def _errors(live: Sequence[Row], simulated: Sequence[Row]) -> Row:
     for name, q in FIGURES:
         figure = f"{name} p{q}"
         mine, ours = [r[figure] for r in live], [r[figure] for r in simulated]
-        pairs = list(itertools.combinations(mine, 2))
-        mean = float(np.mean(mine))
-        noise = float(np.mean([abs(a - b) for a, b in pairs])) / mean * 100 if pairs else None
+        mean, noise = float(np.mean(mine)), noise_floor(mine)
         size = float(np.mean([abs(s / m - 1) for s, m in zip(ours, mine, strict=True)])) * 100
         found[figure] = {"live_ms": mean, "simulated_ms": float(np.mean(ours)),
                          "error_percent": 100 * (float(np.mean(ours)) / mean - 1),

@@ -216,20 +216,17 @@ def _workload(
     turns = bool((parent >= 0).any())
     rows = order.astype(np.int32)
     domains = {name: i for i, name in enumerate(sorted({r.domain for r in load}))}
-    workload = Workload(
-        arrival_s=arrival[order],
-        prompt_len=requests["prompt_len"].to_numpy()[order],
-        output_len=requests["output_len"].to_numpy()[order],
-        text=rows,
-        decode_request=rows,
-        replay_offset=np.zeros(len(rows), np.int32),
+    lengths = (requests[name].to_numpy()[order] for name in ("prompt_len", "output_len"))
+    workload = Workload.plain(
+        arrival[order],
+        *lengths,
+        rows,
         domain=np.array([domains[load[i].domain] for i in order], np.int16),
         session=rows,
         prefix_hash=chain_blocks(np.array(blocks, np.uint64), np.array(indptr)),
         prefix_indptr=np.array(indptr, np.int64),
         prefix_text=np.repeat(rows, np.diff(indptr)),
         prefix_block_tokens=block_size if blocks else 0,
-        description={},
         parent=parent.astype(np.int32) if turns else None,
         gap_s=gaps if turns else None,
         answered=np.full(len(rows), True) if turns else None,

@@ -4,7 +4,6 @@ Blue is live, orange simulated; batches and loads are shades of ``cividis``, whi
 any colour vision.
 """
 
-import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,8 +26,7 @@ Row = dict[str, Any]
 _METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
 _SIDES = {"live": ("C0", "-"), "simulated": ("C1", "--")}
 _MOST_CURVES, _FEWEST_STEPS = 4, 30
-_LARGEST_FILE = 80_000  # bytes, where a resolution of 60 dpi or more allows it
-_MOST_POINTS = 1500  # of a scatter; more hide each other and make the file large
+_MOST_POINTS = 1500  # of a scatter; more hide each other
 
 
 def draw_pictures(
@@ -48,7 +46,7 @@ def draw_pictures(
         kind: str, setup: str, of: str, size: tuple[float, float], draw: Callable[[Any], None]
     ) -> None:
         file = f"{kind}_{of.replace(' ', '_')}.png"
-        _save(folder / file, size, draw)
+        write_picture(folder / file, draw, size, dpi=100)
         drawn.append({"file": file, "kind": kind, "setup": setup, "of": of})
 
     all_requests, all_steps = compared.requests.to_pandas(), compared.steps.to_pandas()
@@ -81,21 +79,6 @@ def draw_pictures(
             curves = partial(_distinct, batches=batches, run=mine[0], calibrated=calibrated[setup])
             picture("distinct", setup, setup, (9.0, 4.0), curves)
     return drawn
-
-
-def _save(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
-    """Draw a figure of ``size`` inches; write a PNG of 128 colours, coarser if it is large."""
-    from PIL import Image
-
-    for dpi in (100, 80, 60):
-        buffer, packed = io.BytesIO(), io.BytesIO()
-        write_picture(buffer, draw, size, dpi=dpi)
-        picture = Image.open(buffer).convert("RGB")
-        picture = picture.quantize(128, dither=Image.Dither.NONE)
-        picture.save(packed, format="PNG", optimize=True)
-        if packed.tell() <= _LARGEST_FILE:
-            break
-    path.write_bytes(packed.getvalue())
 
 
 def _cdfs(figure: Any, loads: Sequence[tuple[str, pd.DataFrame]]) -> None:

@@ -96,10 +96,11 @@ def simulate_run(
     sent = requests["sent_s"].to_numpy()
     queued = sent + calibrated.info.ingress_s.of(requests["prompt_len"].to_numpy())
     order = np.argsort(queued, kind="stable")
-    everyone = np.arange(len(order))
+    everyone, rows = np.arange(len(order)), order.astype(np.int32)
+    lengths = [requests[name].to_numpy()[order] for name in ("prompt_len", "output_len")]
+    domain = trace.domain[order]
     # Their priorities, 0 where they were sent none.
-    prompt_len = requests["prompt_len"].to_numpy().astype(np.float64)
-    keys = prompt_len if info.load.queue_order == "sjf" else np.zeros(len(order))
+    sjf = info.load.queue_order == "sjf"
     policy = build_decode_policy(  # as the proxy builds it
         f"eldr:artifact={artifact}" if info.policy == "eldr" else info.policy,
         spec.n_decode,
@@ -112,14 +113,14 @@ def simulate_run(
     cluster = Cluster(
         spec,
         [model] * len(spec.pools),
-        _workload(run, clock.own_s(queued), order),
+        Workload.plain(clock.own_s(queued)[order], *lengths, rows, domain=domain, session=rows),
         make_replay(trace, model.n_moe_layers, everyone),
         PromptSignatures(trace, policy.needs.signature or "count", everyone),
         policies,
         (0.0, np.inf),
         time_limit_s=np.inf,
         prompts=prompt_rows(trace),
-        queue_keys=keys[order],
+        queue_keys=lengths[0].astype(np.float64) if sjf else np.zeros(len(order)),
     )
     record = cluster.run()
     for outcome in record.outcomes():
@@ -171,26 +172,6 @@ def _cluster_spec(
         preempt_by_key=info.load.queue_order == "sjf",
         routing_s=0.0 if info.prefilled else calibration.handoff_s.base_s,
         routing_token_s=0.0 if info.prefilled else calibration.handoff_s.per_token_s,
-    )
-
-
-def _workload(run: LiveRun, queued_s: NDArray[np.float64], order: NDArray[np.intp]) -> Workload:
-    """Return the recorded requests in the order in which they enter the engines' queues."""
-    rows = order.astype(np.int32)
-    return Workload(
-        arrival_s=queued_s[order],
-        prompt_len=run.requests["prompt_len"].to_numpy()[order],
-        output_len=run.requests["output_len"].to_numpy()[order],
-        text=rows,
-        decode_request=rows,
-        replay_offset=np.zeros(len(order), np.int32),
-        domain=run.trace.domain[order],
-        session=rows,
-        prefix_hash=np.empty(0, np.uint64),
-        prefix_indptr=np.zeros(len(order) + 1, np.int64),
-        prefix_text=np.empty(0, np.int32),
-        prefix_block_tokens=0,
-        description={},
     )
 
 

@@ -103,20 +103,14 @@ def repeating_workload(requests: Requests, seed: int = 0) -> Workload:
     blocks = prompt // BLOCK
     indptr = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
     place = np.arange(indptr[-1]) - np.repeat(indptr[:-1], blocks)
-    plain = silicon_routing.plain_workload(
-        arrival_s=arrival,
-        prompt_len=prompt,
-        output_len=output,
-        text=trace,
+    return Workload.plain(
+        arrival, prompt, output, trace,
         replay_offset=rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32),
-    )
-    changes: dict[str, Any] = {
-        "prefix_hash": (np.repeat(which, blocks) * 2**20 + place + 1).astype(np.uint64),
-        "prefix_indptr": indptr,
-        "prefix_text": np.repeat(trace, blocks).astype(np.int32),
-        "prefix_block_tokens": BLOCK,
-    }
-    return Workload(**(vars(plain) | changes))
+        prefix_hash=(np.repeat(which, blocks) * 2**20 + place + 1).astype(np.uint64),
+        prefix_indptr=indptr,
+        prefix_text=np.repeat(trace, blocks).astype(np.int32),
+        prefix_block_tokens=BLOCK,
+    )  # fmt: skip
 
 
 def predict_mixtral(

@@ -129,13 +129,10 @@ def _workload(n: int, seed: int) -> Workload:
     """Return Poisson arrivals of requests of one length."""
     rng = np.random.default_rng(seed)
     which = rng.integers(silicon_routing.REQUESTS, size=n).astype(np.int32)
-    return silicon_routing.plain_workload(
-        arrival_s=np.cumsum(rng.exponential(1.0 / RATE, n)),
-        prompt_len=np.full(n, PROMPT, np.int32),
-        output_len=np.full(n, OUTPUT, np.int32),
-        text=which,
-        replay_offset=rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32),
-    )
+    arrival_s = np.cumsum(rng.exponential(1.0 / RATE, n))
+    lengths = (np.full(n, tokens, np.int32) for tokens in (PROMPT, OUTPUT))
+    offset = rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32)
+    return Workload.plain(arrival_s, *lengths, which, replay_offset=offset)
 
 
 def _figures(record: RunRecord, warm_up: int) -> dict[str, float | None]:

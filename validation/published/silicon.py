@@ -299,13 +299,7 @@ def _closed_loop(case: Case, target: MeasuredModel) -> Workload:
     offset = rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32)
     if target.dims().is_dense:
         which, offset = 0 * which, 0 * offset
-    return silicon_routing.plain_workload(
-        arrival_s=np.zeros(n),
-        prompt_len=prompt_len,
-        output_len=output_len,
-        text=which,
-        replay_offset=offset,
-    )
+    return Workload.plain(np.zeros(n), prompt_len, output_len, which, replay_offset=offset)
 
 
 def case_tables(

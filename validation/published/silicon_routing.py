@@ -4,13 +4,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eldr_sim.traces.routing.synthetic.drawn import Shape, nearest_preset
 from eldr_sim.traces.routing.synthetic.presets import PRESETS, preset_model
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 from eldr_sim.traces.routing.writer import write_trace
-from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.published.silicon_rows import MeasuredModel
 
 Routing = Literal["uniform", "drawn"]
@@ -78,30 +76,3 @@ def drawn_trace(folder: Path, seed: int = 0, *, target: MeasuredModel) -> Path:
         seed=seed,
     )
     return folder
-
-
-def plain_workload(
-    *,
-    arrival_s: NDArray[np.float64],
-    prompt_len: NDArray[np.int32],
-    output_len: NDArray[np.int32],
-    text: NDArray[np.int32],
-    replay_offset: NDArray[np.int32],
-) -> Workload:
-    """Return requests of one domain that share no prefix, shape [N] each."""
-    n = len(arrival_s)
-    return Workload(
-        arrival_s=arrival_s,
-        prompt_len=prompt_len,
-        output_len=output_len,
-        text=text,
-        decode_request=text,
-        replay_offset=replay_offset,
-        domain=np.zeros(n, np.int16),
-        session=np.arange(n, dtype=np.int32),
-        prefix_hash=np.empty(0, np.uint64),
-        prefix_indptr=np.zeros(n + 1, np.int64),
-        prefix_text=np.empty(0, np.int32),
-        prefix_block_tokens=0,
-        description={},
-    )
