@@ -18,7 +18,7 @@ rows lie from those derived of H200's. Multiplying rows by the ratio of their ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,33 +44,18 @@ _UNCHANGED: tuple[Kind, ...] = ("attention_prefill", "collective", "all_to_all",
 
 
 def gpu_table(
-    kind: Kind,
-    gpu: GPU,
-    model: ModelDims | None = None,
-    *,
-    shape: Mapping[str, int] | None = None,
-    dtype: str | None = None,
-    library: str | None = None,
-    kernel: str = "",
-    extra: Sequence[LatencyTable] = (),
+    kind: Kind, gpu: GPU, model: ModelDims | None = None, **asked: Any
 ) -> LatencyTable | None:
     """The GPU's own table, or else one derived from its sibling's, or None.
 
-    The table is asked for as of :func:`~eldr_sim.kernel_profiles.tables.library.find_table`;
     ``model``: dimensions of the part of a model that a GPU computes; MoE layers and attention need
-    them.
+    them; ``asked``: as of :func:`~eldr_sim.kernel_profiles.tables.library.find_table`.
     """
-
-    def find(name: str) -> LatencyTable | None:
-        return find_table(
-            kind, name, shape=shape, dtype=dtype, library=library, kernel=kernel, extra=extra
-        )
-
-    own = find(gpu.name)
+    own = find_table(kind, gpu.name, **asked)
     if own is not None or not gpu.sibling:
         return own
     sibling = load_gpu(gpu.sibling)
-    table = find(sibling.name)
+    table = find_table(kind, sibling.name, **asked)
     if table is None:
         return None
     more_s = _more_s(table, sibling, gpu, model)

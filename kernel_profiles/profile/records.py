@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.kernel_profiles.profile.timing import Timing
-from eldr_sim.kernel_profiles.tables.format import Kind, LatencyTable, TableMetadata
+from eldr_sim.kernel_profiles.tables.format import Kind, LatencyTable, TableMetadata, dtypes_of
 
 MAIN = ""  #: folder of the tables that a run uses; the others are for comparison
 #: Matrices with more rows (lm_head) are measured with their own k only, and for few tokens.
@@ -93,15 +93,10 @@ def _whole_gemm_rows(rows: Sequence[Record]) -> list[Record]:
 
 def _table(rows: Sequence[Record], gpu: str, facts: Mapping[str, str]) -> LatencyTable:
     first = rows[0]
-    columns: dict[str, Any] = {}
-    for name, value in first.row.items():
-        values = [record.row[name] for record in rows]
-        if isinstance(value, str):
-            columns[name] = np.array(values, dtype=object)
-        else:
-            columns[name] = np.array(values, dtype=np.int64 if "bytes" in name else np.int32)
-        if name == "distinct_experts":
-            columns[name] = columns[name].astype(np.float64)
+    columns = {
+        name: np.array([record.row[name] for record in rows], dtype)
+        for name, dtype in dtypes_of(first.kind).items()
+    }
     columns |= Timing.columns([record.timing for record in rows])
     versions = {name: facts[name] for name in ("torch", "triton", "runtime") if name in facts}
     known = {"device", "driver_version", *versions}

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
@@ -40,6 +39,7 @@ from eldr_sim.kernel_profiles.tables.format import (
     LatencyTable,
     TableMetadata,
     attention_shapes,
+    dtypes_of,
     linear_attention_shape,
     moe_shape_of,
 )
@@ -166,6 +166,14 @@ class Source(NamedTuple):
         """Its rows, none if it is missing."""
         return pd.read_parquet(self.path) if self.path.is_file() else pd.DataFrame()
 
+    def chosen(self, **wanted: Any) -> pd.DataFrame:
+        """Return its rows with these values; a version without such a column has 0 in it."""
+        frame = self.rows
+        if not frame.empty:
+            frame = frame.assign(**{name: 0 for name in wanted if name not in frame})
+            frame = frame[(frame[list(wanted)] == list(wanted.values())).all(axis=1)]
+        return frame
+
 
 def sources(gpu: str, part: str, engine: str, file: str = "") -> list[Source]:
     """Return a file in all versions that there are, newest first."""
@@ -184,16 +192,17 @@ def package_table(
     kind: Kind,
     source: Source,
     frame: pd.DataFrame,
-    columns: dict[str, NDArray[Any]],
+    points: pd.DataFrame,
     *,
     shape: dict[str, int],
     dtype: str,
     latency_dtype: type = np.float64,
     **about: str,
 ) -> LatencyTable:
-    """Table of these columns; what else it says of its source comes from the package's rows.
+    """Table of some points; what else it says of its source comes from the package's rows.
 
-    ``about``: fields of its metadata that do not.
+    ``points``: columns as the kind has them, and ``latency``, ms, or ``latency_s``; ``about``:
+    fields of its metadata that do not.
     """
     _, part, engine, version, file = source
     path = "/".join(filter(None, (SYSTEMS[source.gpu], part, engine, version, file)))
@@ -202,6 +211,8 @@ def package_table(
         "device": str(frame["device"].iloc[0]) if "device" in frame else SYSTEMS[source.gpu],
         "notes": _NOTES if kind not in ("collective", "all_to_all") else "",
     }
+    seconds = points["latency_s"] if "latency_s" in points else points["latency"] / 1e3
+    columns = {name: points[name].to_numpy(of) for name, of in dtypes_of(kind).items()}
     table = LatencyTable(
         TableMetadata(
             kind=kind,
@@ -214,7 +225,7 @@ def package_table(
             date=datetime.date.today().isoformat(),
             **(said | about),
         ),
-        columns | {"latency_s": columns["latency_s"].astype(latency_dtype)},
+        columns | {"latency_s": seconds.to_numpy(latency_dtype)},
     )
     return table.saying(fit_error=left_out_errors(table))
 
@@ -234,16 +245,12 @@ def moe_tables(
     shard = parallelism.shard(model)
     seen: set[str] = set()
     for file in sources(gpu, "moe", engine, "moe_perf.parquet"):
-        frame = file.rows
+        frame = file.chosen(
+            hidden_size=model.hidden_size, inter_size=model.expert_intermediate_size,
+            num_experts=model.n_experts, topk=model.top_k, moe_dtype=dtype,
+        )  # fmt: skip
         if frame.empty:
             continue
-        frame = frame[
-            (frame.hidden_size == model.hidden_size)
-            & (frame.inter_size == model.expert_intermediate_size)
-            & (frame.num_experts == model.n_experts)
-            & (frame.topk == model.top_k)
-            & (frame.moe_dtype == dtype)
-        ]
         limited = _reads_too_fast(frame, gpu, model)
         frame = frame[
             (frame.moe_tp_size == parallelism.n_gpus // ranks)
@@ -251,21 +258,22 @@ def moe_tables(
             & ~(limited & (frame.distribution == "balanced"))
         ]
         for source, rows in frame.groupby("kernel_source", sort=True):
-            points = median_rows(rows, ["distribution", "num_tokens"])
-            points["distinct"] = [
+            named = {"distribution": "routing", "num_tokens": "batch"}
+            points = median_rows(rows, list(named)).rename(columns=named)
+            points["distinct_experts"] = [
                 routed_distinct(routing, tokens, model, ranks)
-                for routing, tokens in zip(points.distribution, points.num_tokens, strict=True)
+                for routing, tokens in zip(points.routing, points.batch, strict=True)
             ]
-            rate = points.distinct * shard.bytes_per_expert / (points.latency / 1e3)
-            cached = (points.distribution == "balanced") & (rate > load_gpu(gpu).memory_bandwidth)
+            rate = points.distinct_experts * shard.bytes_per_expert / (points.latency / 1e3)
+            cached = (points.routing == "balanced") & (rate > load_gpu(gpu).memory_bandwidth)
             points = points[~cached]
-            if ranks > 1 and "balanced" not in set(points.distribution):
+            if ranks > 1 and "balanced" not in set(points.routing):
                 continue
-            if source in seen or points.num_tokens.nunique() < 10:
+            if source in seen or points.batch.nunique() < 10:
                 continue
             seen.add(str(source))
             notes = _NOTES
-            if "balanced" not in set(points.distribution):
+            if "balanced" not in set(points.routing):
                 notes += "; distinct experts are expectations of the power laws"
             if dtype != MOE_DTYPES[model.expert_dtype]:
                 notes += f"; rows of {dtype}"
@@ -273,12 +281,7 @@ def moe_tables(
                 "moe",
                 file,
                 rows,
-                {
-                    "batch": points.num_tokens.to_numpy(np.int32),
-                    "distinct_experts": points.distinct.to_numpy(np.float64),
-                    "routing": points.distribution.to_numpy(dtype=object),
-                    "latency_s": points.latency.to_numpy(np.float64) / 1e3,
-                },
+                points,
                 shape=moe_shape_of(shard, ranks),
                 dtype=MOE_DTYPES[model.expert_dtype],
                 notes=notes,
@@ -326,11 +329,6 @@ def attention_tables(gpu: str, model: ModelDims, engine: str = "vllm") -> Iterat
         name = f"mla_{name}_module" if mla else f"{name}_attention"
         part = "mla" if mla else "attention"
         for file in sources(gpu, part, engine, f"{name}_perf.parquet")[:1]:
-            frame = file.rows
-            if frame.empty:
-                continue
-            if "window_size" not in frame:
-                frame["window_size"] = 0
             for _, _, shape in attention_shapes(model, model.kv_cache_dtype):
                 wanted: dict[str, Any] = {"num_heads": model.n_heads}
                 wanted |= {"kv_cache_dtype": model.kv_cache_dtype}
@@ -339,7 +337,7 @@ def attention_tables(gpu: str, model: ModelDims, engine: str = "vllm") -> Iterat
                 else:
                     wanted |= {"num_key_value_heads": shape["n_kv_heads"]}
                     wanted |= {"head_dim": shape["head_dim"], "window_size": shape["window"]}
-                rows = frame[(frame[list(wanted)] == list(wanted.values())).all(axis=1)]
+                rows = file.chosen(**wanted)
                 if rows.empty:
                     continue
                 dtype = model.linear_dtype if mla else "bfloat16"
@@ -351,15 +349,10 @@ def _attention_table(
     kind: Kind, axis: str, file: Source, rows: pd.DataFrame, shape: dict[str, int], dtype: str
 ) -> LatencyTable:
     """Return the table of rows by batch and ``axis``: tokens of a prompt, or cached ones."""
-    points = median_rows(rows, ["batch_size", axis])
-    tokens = points[axis].to_numpy(np.int32)
+    points = median_rows(rows, ["batch_size", axis]).rename(columns={"batch_size": "batch"})
     decode = kind == "attention_decode"
-    columns: dict[str, NDArray[Any]] = {
-        "batch": points.batch_size.to_numpy(np.int32),
-        "context" if decode else "new_tokens": tokens + 1 if decode else tokens,
-        "latency_s": points.latency.to_numpy(np.float64) / 1e3,
-    }
-    return package_table(kind, file, rows, columns, shape=shape, dtype=dtype)
+    points["context" if decode else "new_tokens"] = points[axis] + decode
+    return package_table(kind, file, rows, points, shape=shape, dtype=dtype)
 
 
 def _sparse_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterator[LatencyTable]:
@@ -371,14 +364,12 @@ def _sparse_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterato
     (_, _, shape), *_ = attention_shapes(model, model.kv_cache_dtype)
     for kind, name, axis in _ATTENTION:
         for file in sources(gpu, "sparse_attention", engine, f"dsa_{name}_module_perf.parquet")[:1]:
-            frame = file.rows
-            if frame.empty:
-                continue
-            wanted = {"op_name": f"dsa_{name}_module", "num_heads": model.n_heads,
-                      "kv_cache_dtype": model.kv_cache_dtype, "gemm_type": model.linear_dtype,
-                      "architecture": names.get(model.hidden_size, "")}  # fmt: skip
-            rows = frame[(frame[list(wanted)] == list(wanted.values())).all(axis=1)]
-            if kind == "attention_prefill":
+            rows = file.chosen(
+                op_name=f"dsa_{name}_module", num_heads=model.n_heads,
+                kv_cache_dtype=model.kv_cache_dtype, gemm_type=model.linear_dtype,
+                architecture=names.get(model.hidden_size, ""),
+            )  # fmt: skip
+            if kind == "attention_prefill" and not rows.empty:
                 dense = rows.kernel_source.str.contains("dense")
                 short = rows.isl <= model.index_topk
                 rows = rows[(rows.step == 0) & ((dense == short) if dense.any() else ~dense)]
@@ -400,13 +391,8 @@ def linear_attention_tables(
     names = {"num_k_heads": "n_key_heads", "num_v_heads": "n_value_heads"}
     names |= {"head_k_dim": "head_dim", "head_v_dim": "head_dim"}
     for file in sources(gpu, "linear_attention", engine, "gdn_perf.parquet")[:1]:
-        frame = file.rows
-        if frame.empty:
-            continue
-        wanted = [shape[name] for name in names.values()]
-        frame = frame[(frame[list(names)] == wanted).all(axis=1)]
         for kind, phase, _ in _ATTENTION:
-            rows = frame[frame.phase == phase]
+            rows = file.chosen(phase=phase, **{name: shape[own] for name, own in names.items()})
             if rows.empty:
                 continue
             keys = ["batch_size", "seq_len"]
@@ -417,12 +403,8 @@ def linear_attention_tables(
             if kind == "attention_decode":  # as long for every context
                 points = pd.concat([points.assign(seq_len=length) for length in (1, LONGEST)])
             axis = "context" if kind == "attention_decode" else "new_tokens"
-            columns: dict[str, NDArray[Any]] = {
-                "batch": points.batch_size.to_numpy(np.int32),
-                axis: points.seq_len.to_numpy(np.int32),
-                "latency_s": points.latency.to_numpy(np.float64) / 1e3,
-            }
-            yield package_table(kind, file, rows, columns, shape=shape, dtype="bfloat16")
+            points = points.rename(columns={"batch_size": "batch", "seq_len": axis})
+            yield package_table(kind, file, rows, points, shape=shape, dtype="bfloat16")
 
 
 def gemm_tables(gpu: str, dtype: str = "bfloat16", engine: str = "vllm") -> Iterator[LatencyTable]:
@@ -437,22 +419,15 @@ def gemm_tables(gpu: str, dtype: str = "bfloat16", engine: str = "vllm") -> Iter
     engines = engines if engine == "vllm" else (engine, *engines)
     found = [file for name in engines for file in sources(gpu, "gemm", name, "gemm_perf.parquet")]
     for file in found:
-        frame = file.rows
-        if frame.empty:
+        rows = file.chosen(gemm_dtype=dtype)
+        if rows.empty:
             continue
-        rows = frame[(frame.gemm_dtype == dtype) & frame.m.isin(_GEMM_ROWS)]
+        rows = rows[rows.m.isin(_GEMM_ROWS)]
         least = rows[(rows.m == 1) & (rows.n == _SMALLEST) & (rows.k == _SMALLEST)]
         if rows.empty or (least.latency > _LAUNCH_MS).any():
             continue
         points = median_rows(rows, ["n", "k", "m"])
         yield package_table(
-            "gemm",
-            file,
-            rows,
-            {name: points[name].to_numpy(np.int32) for name in ("m", "n", "k")}
-            | {"latency_s": points.latency.to_numpy(np.float64) / 1e3},
-            shape={},
-            dtype=dtype,
-            latency_dtype=np.float32,
+            "gemm", file, rows, points, shape={}, dtype=dtype, latency_dtype=np.float32
         )
         return

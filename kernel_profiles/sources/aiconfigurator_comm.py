@@ -38,23 +38,18 @@ def collective_tables(gpu: str) -> Iterator[LatencyTable]:
          "vLLM_custom_graph"),
     ):  # fmt: skip
         files = [file for file in sources(gpu, "comm", backend, name) if file.path.is_file()]
-        if not files:
-            continue
-        frame = files[0].rows
-        rows = frame[(frame[column] == element) & (frame.kernel_source == keep)]
+        rows = pd.DataFrame()
+        if files:
+            rows = files[0].chosen(kernel_source=keep, **{column: element})
         if rows.empty:
             continue
-        points = median_rows(rows, ["op_name", "num_gpus", "message_size"])
+        named = {"op_name": "operation", "num_gpus": "n_gpus", "message_size": "message_bytes"}
+        points = median_rows(rows, list(named)).rename(columns=named)
         yield package_table(
             "collective",
             files[0],
             rows,
-            {
-                "operation": points.op_name.to_numpy(dtype=object),
-                "n_gpus": points.num_gpus.to_numpy(np.int32),
-                "message_bytes": 2 * points.message_size.to_numpy(np.int64),  # 2-byte elements
-                "latency_s": points.latency.to_numpy(np.float64) / 1e3,
-            },
+            points.assign(message_bytes=2 * points.message_bytes),  # 2-byte elements
             shape={},
             dtype="float16" if element == "half" else element,
         )
@@ -72,17 +67,11 @@ def all_to_all_tables(gpu: str) -> Iterator[LatencyTable]:
                 seen.add(nodes)
                 own = rows[rows.n_nodes == nodes]
                 points = own.groupby(_POINT, sort=True).latency_us.median().reset_index()
-                columns = {
-                    name: points[name].to_numpy(
-                        object if name in ("backend", "phase") else np.int32
-                    )
-                    for name in _POINT
-                }
                 yield package_table(
                     "all_to_all",
                     folder,
                     own,
-                    columns | {"latency_s": points.latency_us.to_numpy(np.float64) / 1e6},
+                    points.assign(latency_s=points.latency_us / 1e6),
                     shape={"n_nodes": int(nodes)} if nodes > 1 else {},
                     dtype="fp8" if framework == "sglang" else "bfloat16",
                     kernel_source="DeepEP",

@@ -94,6 +94,15 @@ MOE_DTYPES = {
 }
 
 
+def dtypes_of(kind: Kind) -> dict[str, Any]:
+    """Return numpy's types of a kind's columns but the times, where tables are made of rows."""
+    known = {"i": np.int32, "f": np.float64, "s": object}
+    return {
+        name: np.int64 if "bytes" in name else known[type_]
+        for name, type_ in _COLUMNS[kind].items()
+    }
+
+
 def weakest(labels: Iterable[str]) -> Provenance:
     """The weakest provenance among ``labels``.
 

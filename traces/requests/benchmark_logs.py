@@ -45,14 +45,11 @@ def vllm_rows(file: Path, record: Mapping[str, Any]) -> Iterator[Row]:
         if type(prompt) is not int or type(output) is not int or not _is_number(start):
             problem = f"got {prompt!r:.20}, {output!r:.20}, {start!r:.20}"
             raise InputError(f"{file} request {number}", problem, "tokens, tokens, seconds")
-        yield Row(_start_ns(file, number, start), prompt, output)
-
-
-def _start_ns(file: Path, number: int, start: float) -> int:
-    try:
-        return scaled_ns(start, 1e9)
-    except (ValueError, OverflowError):
-        raise InputError(f"{file} request {number}", f"starts at {start!r:.30}", "s") from None
+        try:
+            when_ns = scaled_ns(start, 1e9)
+        except (ValueError, OverflowError):
+            raise InputError(f"{file} request {number}", f"starts at {start!r:.30}", "s") from None
+        yield Row(when_ns, prompt, output)
 
 
 def is_aiperf(record: Any) -> bool:

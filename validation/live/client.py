@@ -24,58 +24,43 @@ _TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 _IDS = re.compile(rb'"token_ids": ?\[([\d, ]*)\]')
 
 
-def send_load(
+def send_load(load: Load, url: str, **told: Any) -> pa.Table:
+    """Send a load as `send_turns` does, and return its table alone."""
+    return send_turns(load, url, **told)[0]
+
+
+def send_turns(
     load: Load,
     url: str,
     *,
     model: str,
+    max_concurrency: int | None = None,
     temperature: float = 1.0,
     timeout_s: float = 600.0,
     start_s: float | None = None,
     progress: Callable[[float], None] | None = None,
-) -> pa.Table:
+) -> tuple[pa.Table, list[list[int]]]:
     """Send every request at its own time (open loop), and wait for all tokens.
 
-    Returns `live_run.REQUESTS`, a row per request in the order of the load. Times are those of
+    Returns `live_run.REQUESTS`, a row per request in the order of the load, and the tokens of each
+    prompt and its answer (empty where no request goes on with another). Times are those of
     `time.monotonic`, a clock that all processes of the machine share. Columns known only to the
     proxy are null, and ``engine`` is 0, until `join_proxy_log` fills them. Raises
     InputError if aiohttp is not installed or a request fails; the others are then cancelled.
 
     ``url``: of an engine or of the proxy, such as ``http://127.0.0.1:8000``, which must stream
-    completions with ``continuous_usage_stats``, as vLLM does; ``timeout_s``: longest time of one
-    request, s; ``start_s``: time by `time.monotonic` from which the load's times count; 0.2 s from
-    now if None; ``progress``: called with the share of requests that have ended.
+    completions with ``continuous_usage_stats``, as vLLM does; ``max_concurrency``: requests in
+    flight at most; those that are due wait for one to end, as in ``vllm bench serve``;
+    ``timeout_s``: longest time of one request, s; ``start_s``: time by `time.monotonic` from which
+    the load's times count; 0.2 s from now if None; ``progress``: called with the share of requests
+    that have ended.
 
     A request is sent 0 to 1 ms after its time, as Linux's ``epoll`` rounds sleeps up to 1 ms;
     ``sent_s`` is the actual time. A server may send several tokens in one chunk, and a token may
     have no text: the number of tokens is the one reported by the server, and all tokens of a chunk
     get the same time.
     """
-    told = model, temperature
-    return _sent(load, url, told, None, timeout_s, start_s, progress)[0]
-
-
-def send_turns(
-    load: Load, url: str, *, model: str, max_concurrency: int | None = None
-) -> tuple[pa.Table, list[list[int]]]:
-    """Send a load as `send_load` does, and return the tokens of each prompt and answer, too.
-
-    Answers are empty where no request goes on with another. ``max_concurrency``: requests in flight
-    at most; those that are due wait for one to end, as in ``vllm bench serve``.
-    """
-    return _sent(load, url, (model, 1.0), max_concurrency)
-
-
-def _sent(
-    load: Load,
-    url: str,
-    told: tuple[str, float],
-    max_concurrency: int | None = None,
-    timeout_s: float = 600.0,
-    start_s: float | None = None,
-    progress: Callable[[float], None] | None = None,
-) -> tuple[pa.Table, list[list[int]]]:
-    turns = any(request.parent >= 0 for request in load.requests)
+    told, turns = (model, temperature), any(request.parent >= 0 for request in load.requests)
     # Built before the first request is sent, as the client shares its core with the engines.
     bodies = [_body(request, *told, return_ids=turns) for request in load.requests]
     moments: list[tuple[float, list[float]]] = [(0.0, [])] * len(bodies)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
@@ -144,12 +143,7 @@ def _figures(record: RunRecord, warm_up: int) -> dict[str, float | None]:
         figures[f"mean_{latency}"] = float(np.nanmean(values))
         figures[f"p99_{latency}"] = float(np.nanpercentile(values, 99.0))
     for name, at, end in _PARTS:
-        part = _mean_ms(requests[end] - requests[at], requests[at], requests[end])
-        figures[f"part_{name}"] = part
+        known = (requests[at] >= 0.0) & (requests[end] >= 0.0)
+        taken = (requests[end] - requests[at])[known]
+        figures[f"part_{name}"] = 1e3 * float(taken.mean()) if len(taken) else None
     return figures
-
-
-def _mean_ms(seconds: NDArray[np.float64], *known: NDArray[np.float64]) -> float | None:
-    """Return the mean, ms, over the requests whose times are known; None without any."""
-    there = np.logical_and.reduce([times >= 0.0 for times in known])
-    return 1e3 * float(seconds[there].mean()) if there.any() else None

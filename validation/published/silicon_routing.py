@@ -1,12 +1,13 @@
 """Routing of the measured runs' random prompts, which nobody recorded: uniform, or as a model's."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from eldr_sim.traces.routing.synthetic.drawn import Shape, nearest_preset
-from eldr_sim.traces.routing.synthetic.presets import PRESETS, preset_model
+from eldr_sim.traces.routing.synthetic.presets import preset_model
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation.published.silicon_rows import MeasuredModel
@@ -61,13 +62,8 @@ def drawn_trace(folder: Path, seed: int = 0, *, target: MeasuredModel) -> Path:
     model = target.dims()
     shape = Shape(model.n_moe_layers, model.n_experts, model.top_k)
     preset = nearest_preset(target.shipped or model.name, shape)
-    own = PRESETS[preset]
-    wanted = (shape.n_layers, shape.n_experts, shape.top_k)
-    changes: dict[str, Any] = {} if wanted == (own.n_layers, own.n_experts, own.top_k) else {
-        "n_layers": shape.n_layers, "n_experts": shape.n_experts, "top_k": shape.top_k
-    }  # fmt: skip
     synthesize(
-        preset_model(preset, **changes),
+        preset_model(preset, **asdict(shape)),
         folder,
         requests=REQUESTS,
         calibration=0,

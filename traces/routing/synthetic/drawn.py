@@ -113,9 +113,7 @@ def _draw(
     split: Split,
     folder: Path,
 ) -> None:
-    wanted = asdict(shape)
-    own = {name: getattr(PRESETS[preset], name) for name in wanted}
-    model = preset_model(preset, band=band, **(wanted if wanted != own else {}))
+    model = preset_model(preset, band=band, **asdict(shape))
     weights = dict(domains)
     total = sum(weights.values())
     synthesize(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
+from eldr_sim.traces.routing.synthetic.token_kinds import count_groups
 
 BLOCK = 16  #: tokens of a block
 #: Distances, in blocks of `BLOCK` tokens, at which a request is compared with itself.
@@ -131,10 +132,9 @@ def _self_overlap(
         blocks = (p + m) // BLOCK
         if blocks < 2:
             continue
-        deviation = np.zeros((blocks, layers, n_experts))
         own = np.array(experts[row : row + blocks * BLOCK], dtype=np.uint16)
-        _count_blocks(own, deviation)
-        deviation /= BLOCK
+        block = np.arange(len(own)) // BLOCK
+        deviation = count_groups(own, block, blocks, n_experts) / BLOCK
         prompt = np.clip(p / BLOCK - np.arange(blocks), 0, 1)[:, None, None]
         deviation -= prompt * mean[0, d] + (1 - prompt) * mean[1, d]
         for i, lag in enumerate(LAGS):
@@ -165,13 +165,3 @@ def _count(
                 for i in range(min(2, layers - 1 - layer)):
                     for other in range(top_k):
                         joint[i, layer, e, experts[t, layer + 1 + i, other]] += 1
-
-
-@njit()
-def _count_blocks(experts: NDArray[Any], counts: Floats) -> None:
-    """Add up the choices of one request block by block."""
-    tokens, layers, top_k = experts.shape
-    for t in range(tokens):
-        for layer in range(layers):
-            for slot in range(top_k):
-                counts[t // BLOCK, layer, experts[t, layer, slot]] += 1
