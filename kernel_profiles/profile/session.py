@@ -233,20 +233,20 @@ def measure(
     return skipped
 
 
+#: What a run makes of tables, by kind.
+_MADE_OF: dict[str, Callable[[LatencyTable], object]] = {
+    "moe": fit_moe_latency,
+    "attention_decode": DecodeAttention.from_table,
+    "attention_prefill": lambda table: PrefillAttention.from_table(table, 1024, 0.0),
+    "gemm": GemmLatency.from_table,
+    "collective": CollectiveLatency.from_table,
+}
+
+
 def unusable(table: LatencyTable) -> str:
     """Why a table holds too little for a run to use it; empty when it does not."""
     try:
-        match table.metadata.kind:
-            case "moe":
-                fit_moe_latency(table)
-            case "attention_decode":
-                DecodeAttention.from_table(table)
-            case "attention_prefill":
-                PrefillAttention.from_table(table, 1024, 0.0)
-            case "gemm":
-                GemmLatency.from_table(table)
-            case "collective":
-                CollectiveLatency.from_table(table)
+        _MADE_OF.get(table.metadata.kind, len)(table)
     except (InputError, ValueError, IndexError) as error:
         return str(error)
     return ""

@@ -15,6 +15,7 @@ import numpy as np
 
 from eldr_sim.jit import njit
 from eldr_sim.traces.requests.requests import Requests
+from eldr_sim.traces.requests.reuse import blocks_of
 
 #: Lists of ARC: used once, used again, and what was in these but is no more.
 _ONCE, _AGAIN, _WAS_ONCE, _WAS_AGAIN = range(4)
@@ -29,14 +30,7 @@ def hit_rates(requests: Requests, capacity: int) -> tuple[float, float]:
     size = requests.prefix_block_tokens
     if size == 0:
         return 0.0, 0.0
-    _, blocks = np.unique(requests.prefix_hash, return_inverse=True)
-    context = requests.prompt_len.astype(np.int64)
-    if requests.answered is not None:  # answers whose tokens the hashes tell
-        context += np.where(requests.answered, requests.output_len - 1, 0)
-    args = (
-        blocks.astype(np.int64), requests.prefix_indptr, requests.n_prompt_blocks, context,
-        requests.prompt_len.astype(np.int64), size, capacity,
-    )  # fmt: skip
+    args = *blocks_of(requests), size, capacity
     total = int(requests.prompt_len.sum(dtype=np.int64))
     return _arc(*args) / total, _belady(*args) / total
 

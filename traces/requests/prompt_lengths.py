@@ -34,26 +34,24 @@ class DataSet:
     source: str  #: where the figures are from
 
 
-def median_of_mean(tokens: float, spread: float) -> float:
-    """Return the median of a lognormal length of this mean."""
-    return tokens * math.exp(-(spread**2) / 2)
-
-
 USUAL = 0.5  #: spread of HumanEval, for data sets of which only a mean is known
+
+
+def of_mean(
+    name: str, prompts: float, tokens: float, source: str, spread: float = USUAL
+) -> DataSet:
+    """Return a data set whose prompts have so many tokens in the mean."""
+    return DataSet(name, prompts, tokens * math.exp(-(spread**2) / 2), spread, source)
+
+
 # A question has 116.6 words in the mean, each of its four options 3.5 (Jin et al. 2021, "What
 # Disease Does This Patient Have?", arXiv 2009.13081, statistics of USMLE); 1.3 tokens a word is
 # assumed.
-_MEDQA = median_of_mean(1.3 * (116.6 + 4 * 3.5), USUAL)
+_MEDQA = 1.3 * (116.6 + 4 * 3.5)
 # User messages have 295.58 tokens of Llama 2's in the mean, 1609.18 standard deviation (Zhao et al.
 # 2024, "WildChat", arXiv 2405.01470, Table 1).
 _WILD = math.sqrt(math.log(1 + (1609.18 / 295.58) ** 2))
-_WILDCHAT = DataSet(
-    "WildChat",
-    1,
-    median_of_mean(295.58, _WILD),
-    _WILD,
-    "mean, deviation of a message, arXiv 2405.01470",
-)
+_WILDCHAT = of_mean("WildChat", 1, 295.58, "mean, deviation of a message, arXiv 2405.01470", _WILD)
 
 #: By domain. Of code, 1,475 prompts (DS-1000, MBPP) have no figure, of math 1,425 (MATH-500,
 #: OlympiadBench and others); the rest of their domain stands for them. WildChat's languages are not
@@ -61,31 +59,21 @@ _WILDCHAT = DataSet(
 DATA_SETS: dict[str, tuple[DataSet, ...]] = {
     "code": (
         DataSet("HumanEval", 164, 396 / CHARACTERS, 0.51, "measured, 5-95% 173-915 characters"),
-        DataSet(
-            "BigCodeBench",
-            1140,
-            median_of_mean(663.2 / CHARACTERS, USUAL),
-            USUAL,
-            "mean characters of the instructions, its data card",
-        ),
+        of_mean("BigCodeBench", 1140, 663.2 / CHARACTERS,
+                "mean characters of the instructions, its data card"),
     ),
     "math": (DataSet("GSM8K", 1319, 222 / CHARACTERS, 0.39, "measured, 5-95% 119-431 characters"),),
     "medical": (
         DataSet("PubMedQA", 1000, 91 / CHARACTERS, 0.32, "measured, 5-95% 52-148 characters"),
-        DataSet("MedQA", 1273, _MEDQA, USUAL, "mean words, arXiv 2009.13081"),
-        DataSet("MMLU, professional medicine", 272, _MEDQA, USUAL, "MedQA's: the same exam"),
+        of_mean("MedQA", 1273, _MEDQA, "mean words, arXiv 2009.13081"),
+        of_mean("MMLU, professional medicine", 272, _MEDQA, "MedQA's: the same exam"),
     ),
     "legal": (
-        DataSet(
-            "CaseHOLD",
-            3600,
-            median_of_mean(5_989_952 / 3600 / CHARACTERS, USUAL),
-            USUAL,
-            "bytes of LexGLUE's test set, which has 3,600 prompts as ELDR's domain",
-        ),
+        of_mean("CaseHOLD", 3600, 5_989_952 / 3600 / CHARACTERS,
+                "bytes of LexGLUE's test set, which has 3,600 prompts as ELDR's domain"),
     ),
     **dict.fromkeys(("en", "zh", "ru", "fr"), (_WILDCHAT,)),
-}
+}  # fmt: skip
 
 
 def draw_prompt_lengths(domain: Sequence[str], seed: int) -> NDArray[np.int64]:

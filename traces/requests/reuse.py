@@ -44,6 +44,21 @@ class Reuse(NamedTuple):
         return self.common_tokens / self.n_tokens
 
 
+def blocks_of(requests: Requests) -> tuple[NDArray[Any], ...]:
+    """Return what compiled code reads of requests, int64.
+
+    Blocks by numbers from 0, where each request's begin, those of its prompt, tokens of prompt and
+    answer as far as hashes tell these, and tokens of the prompt.
+    """
+    _, blocks = np.unique(requests.prefix_hash, return_inverse=True)
+    prompt_len = requests.prompt_len.astype(np.int64)
+    context = prompt_len.copy()
+    if requests.answered is not None:
+        context += np.where(requests.answered, requests.output_len - 1, 0)
+    where = requests.prefix_indptr, requests.n_prompt_blocks
+    return blocks.astype(np.int64), *where, context, prompt_len
+
+
 def reuse_of(
     requests: Requests, granule: int = 1, served: NDArray[np.bool_] | None = None
 ) -> Reuse:
@@ -54,16 +69,11 @@ def reuse_of(
     """
     served = np.ones(len(requests), bool) if served is None else served
     size, n = requests.prefix_block_tokens, len(requests)
-    _, blocks = np.unique(requests.prefix_hash, return_inverse=True)
-    context = requests.prompt_len.astype(np.int64)
-    if requests.answered is not None:  # answers whose tokens the hashes tell
-        context += np.where(requests.answered, requests.output_len - 1, 0)
+    read = blocks_of(requests)
+    blocks = read[0]
     distance, tokens = np.empty((2, len(blocks)), np.int64)
     ideal = np.zeros(n, np.int64)
-    found = _pass(
-        blocks.astype(np.int64), requests.prefix_indptr, requests.n_prompt_blocks, context,
-        requests.prompt_len.astype(np.int64), served, size, granule, distance, tokens, ideal,
-    ) if size else 0  # fmt: skip
+    found = _pass(*read, served, size, granule, distance, tokens, ideal) if size else 0
     common = 0
     if size:
         begins = requests.prefix_indptr[:-1][served]
@@ -77,6 +87,24 @@ def reuse_of(
         distance[:found], tokens[:found], ideal, int(prompts.sum(dtype=np.int64)),
         int(in_common), size,
     )  # fmt: skip
+
+
+@njit()
+def _sum(tree: Any, at: int) -> int:
+    """Return the sum of a Fenwick tree's first entries."""
+    total = 0
+    while at > 0:
+        total += tree[at]
+        at -= at & -at
+    return total
+
+
+@njit()
+def _add(tree: Any, at: int, n: int) -> None:
+    """Add to an entry of a Fenwick tree, counted from 1."""
+    while at < tree.shape[0]:
+        tree[at] += n
+        at += at & -at
 
 
 @njit()
@@ -101,17 +129,7 @@ def _pass(
             known = min(reach[block], min(start + size, prompt[i] - 1) - start)
             if used[block] < 0 or known <= 0:
                 break
-            older = 0
-            at = used[block] + 1
-            while at > 0:  # uses up to its own
-                older += tree[at]
-                at -= at & -at
-            total = 0
-            at = now
-            while at > 0:
-                total += tree[at]
-                at -= at & -at
-            deepest = max(deepest, total - older)
+            deepest = max(deepest, _sum(tree, now) - _sum(tree, used[block] + 1))
             whole = (start + known) // granule * granule
             distance[n_found], tokens[n_found] = deepest, whole - got
             n_found += 1
@@ -122,15 +140,9 @@ def _pass(
         for k in range(end - 1, begin - 1, -1):
             block = blocks[k]
             if used[block] >= 0:
-                at = used[block] + 1
-                while at < tree.shape[0]:
-                    tree[at] -= 1
-                    at += at & -at
+                _add(tree, used[block] + 1, -1)
             used[block] = now
-            at = now + 1
-            while at < tree.shape[0]:
-                tree[at] += 1
-                at += at & -at
             now += 1
+            _add(tree, now, 1)
             reach[block] = max(reach[block], min(size, context[i] - (k - begin) * size))
     return n_found

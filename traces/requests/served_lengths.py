@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.traces.requests.prompt_lengths import DATA_SETS, USUAL, DataSet, median_of_mean, pick
+from eldr_sim.traces.requests.prompt_lengths import DATA_SETS, DataSet, of_mean, pick
 from eldr_sim.traces.streams import stream
 
 SHORTEST, LONGEST = 4, 1024  #: tokens of the shortest and the longest prompts; others are left out
@@ -21,33 +21,21 @@ SHORTEST, LONGEST = 4, 1024  #: tokens of the shortest and the longest prompts; 
 _WORD, _LINE = 1.3, 10.0  # tokens of a word, of a line of code: assumed
 
 
-def _of_mean(name: str, prompts: float, tokens: float, source: str) -> DataSet:
-    return DataSet(name, prompts, median_of_mean(tokens, USUAL), USUAL, source)
-
-
 #: By domain. MBPP, MATH-500, OlympiadBench and AQuA-RAT have no figure: the rest of their domain
 #: stands for them. WildChat's languages are not told apart.
 SERVED: dict[str, tuple[DataSet, ...]] = DATA_SETS | {
     "code": (
         *DATA_SETS["code"],
-        _of_mean(
-            "DS-1000",
-            1000,
-            140 * _WORD + 8.9 * _LINE,
-            "mean words of a problem, lines of its code, arXiv 2211.11501",
-        ),
+        of_mean("DS-1000", 1000, 140 * _WORD + 8.9 * _LINE,
+                "mean words of a problem, lines of its code, arXiv 2211.11501"),
     ),
     "medical": (
         # Its context has three to four paragraphs, of which the first is served.
-        _of_mean(
-            "PubMedQA, with a paragraph",
-            1000,
-            (14.4 + 238.9 / 3.3) * _WORD,
-            "mean words of question and context, arXiv 1909.06146",
-        ),
+        of_mean("PubMedQA, with a paragraph", 1000, (14.4 + 238.9 / 3.3) * _WORD,
+                "mean words of question and context, arXiv 1909.06146"),
         *DATA_SETS["medical"][1:],
     ),
-}
+}  # fmt: skip
 
 
 def served_prompt_lengths(domain: Sequence[str], seed: int) -> NDArray[np.int64]:
