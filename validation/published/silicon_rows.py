@@ -41,9 +41,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import KVDtype, ModelDims, load_model
@@ -124,108 +125,60 @@ class MeasuredModel:
         return load_model(self.model).model_copy(update=named)
 
 
-_KERNELS = ("oldest", "newest")
-_DENSE = ("newest",)  # whatever is asked for: there is no MoE kernel
+_KERNELS, _NEW_FIRST = ("oldest", "newest"), ("newest", "oldest")
+_NEW = ("newest",)  # of dense models whatever is asked for: they have no MoE kernel
+_GPT_OSS, _MINIMAX, _KIMI = (
+    "openai/gpt-oss-120b", "MiniMaxAI/MiniMax-M2.5", "moonshotai/Kimi-K2.5",
+)  # fmt: skip
+_QWEN, _QWEN_FP8 = "Qwen/Qwen3-32B", "Qwen/Qwen3-32B-FP8"
+_LARGE_QWEN, _NEXT_QWEN = "Qwen/Qwen3-235B-A22B-FP8", "Qwen/Qwen3.5-397B-A17B"
+_LLAMA, _SMALL_LLAMA = "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-8B-Instruct"
+#: The configurations of InferenceX's runs of DeepSeek-R1, which the dump calls V3.
+_V3, _V3_FP4, _GLM = (
+    "deepseek-ai/DeepSeek-V3", "nvidia/DeepSeek-V3.1-NVFP4", "zhipuai/GLM-5",
+)  # fmt: skip
+_OF_VLLM = partial(MeasuredModel, inferencex=False)
+_SGLANG, _TRTLLM = (partial(MeasuredModel, backend=name) for name in ("sglang", "trtllm"))
+_FP8_KV: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 MEASURED_MODELS = {
-    "gpt-oss-120b": MeasuredModel(
-        "openai/gpt-oss-120b", "GPT-OSS-120B", ("marlin", "newest"), "fp4"
-    ),
-    "minimax-m2.5": MeasuredModel("MiniMaxAI/MiniMax-M2.5", None, _KERNELS),
+    "gpt-oss-120b": MeasuredModel(_GPT_OSS, "GPT-OSS-120B", ("marlin", "newest"), "fp4"),
+    "minimax-m2.5": MeasuredModel(_MINIMAX, None, _KERNELS),
     "minimax-m2.5-nvfp4": MeasuredModel(
-        "MiniMaxAI/MiniMax-M2.5", None, _KERNELS, "fp4", "nvidia/MiniMax-M2.5-NVFP4"
+        _MINIMAX, None, _KERNELS, "fp4", "nvidia/MiniMax-M2.5-NVFP4"
     ),
-    "kimi-k2.5": MeasuredModel("moonshotai/Kimi-K2.5", None, _KERNELS[::-1], "int4"),
-    "kimi-k2.5-nvfp4": MeasuredModel(
-        "moonshotai/Kimi-K2.5", None, _KERNELS, "fp4", "nvidia/Kimi-K2.5-NVFP4"
+    "kimi-k2.5": MeasuredModel(_KIMI, None, _NEW_FIRST, "int4"),
+    "kimi-k2.5-nvfp4": MeasuredModel(_KIMI, None, _KERNELS, "fp4", "nvidia/Kimi-K2.5-NVFP4"),
+    "kimi-k2.5-nvfp4-trtllm": _TRTLLM(
+        _KIMI, None, _NEW, "fp4", "nvidia/Kimi-K2.5-NVFP4", **_FP8_KV
     ),
-    "kimi-k2.5-nvfp4-trtllm": MeasuredModel(
-        "moonshotai/Kimi-K2.5", None, ("newest",), "fp4", "nvidia/Kimi-K2.5-NVFP4",
-        backend="trtllm", kv_cache_dtype="fp8",
+    "qwen3-32b-trtllm": _TRTLLM(_QWEN, "Qwen3-32B", _NEW, "", inferencex=False),
+    "gpt-oss-120b-trtllm": _TRTLLM(_GPT_OSS, None, _NEW, "fp4"),
+    "qwen3-235b": MeasuredModel(_LARGE_QWEN, None, _KERNELS),
+    "llama-70b-fp8": MeasuredModel(_LLAMA, "Llama-3.1-70B-FP8", _NEW, **_FP8_KV),
+    "llama-70b-nvfp4": MeasuredModel(_LLAMA, "Llama-3.1-70B-NVFP4", _NEW, "fp4", **_FP8_KV),
+    "llama-8b-fp8": _OF_VLLM(
+        "nvidia/Llama-3.1-8B-Instruct-FP8", "Llama-3.1-8B-FP8", _NEW, **_FP8_KV
     ),
-    "qwen3-32b-trtllm": MeasuredModel(
-        "Qwen/Qwen3-32B", "Qwen3-32B", _DENSE, "", backend="trtllm", inferencex=False
-    ),
-    "gpt-oss-120b-trtllm": MeasuredModel(
-        "openai/gpt-oss-120b", None, ("newest",), "fp4", backend="trtllm"
-    ),
-    "qwen3-235b": MeasuredModel("Qwen/Qwen3-235B-A22B-FP8", None, _KERNELS),
-    "llama-70b-fp8": MeasuredModel(
-        "meta-llama/Llama-3.1-70B", "Llama-3.1-70B-FP8", _DENSE, kv_cache_dtype="fp8"
-    ),
-    "llama-70b-nvfp4": MeasuredModel(
-        "meta-llama/Llama-3.1-70B", "Llama-3.1-70B-NVFP4", _DENSE, "fp4", kv_cache_dtype="fp8"
-    ),
-    "llama-8b-fp8": MeasuredModel(
-        "nvidia/Llama-3.1-8B-Instruct-FP8",
-        "Llama-3.1-8B-FP8",
-        _DENSE,
-        kv_cache_dtype="fp8",
-        inferencex=False,
-    ),
-    "qwen3-32b": MeasuredModel("Qwen/Qwen3-32B", "Qwen3-32B", _DENSE, "", inferencex=False),
-    "qwen3-32b-fp8": MeasuredModel(
-        "Qwen/Qwen3-32B", None, _DENSE, checkpoint="Qwen/Qwen3-32B-FP8", inferencex=False
-    ),
-    # The configurations of InferenceX's runs of DeepSeek-R1, which the dump calls V3.
-    "deepseek-v3-sglang": MeasuredModel(
-        "deepseek-ai/DeepSeek-V3", None, _KERNELS[::-1], backend="sglang", kv_cache_dtype="fp8"
-    ),
-    "deepseek-v3-trtllm": MeasuredModel(
-        "deepseek-ai/DeepSeek-V3", None, _KERNELS[::-1], backend="trtllm", kv_cache_dtype="fp8"
-    ),
-    "deepseek-v3-nvfp4-sglang": MeasuredModel(
-        "deepseek-ai/DeepSeek-V3", None, ("newest",), "fp4", "nvidia/DeepSeek-V3.1-NVFP4",
-        backend="sglang", kv_cache_dtype="fp8",
-    ),
-    "deepseek-v3-nvfp4-trtllm": MeasuredModel(
-        "deepseek-ai/DeepSeek-V3", None, ("newest",), "fp4", "nvidia/DeepSeek-V3.1-NVFP4",
-        backend="trtllm", kv_cache_dtype="fp8",
-    ),
-    "qwen3-235b-sglang": MeasuredModel(
-        "Qwen/Qwen3-235B-A22B-FP8", None, _KERNELS[::-1], backend="sglang", inferencex=False
-    ),
-    "qwen3-235b-trtllm": MeasuredModel(
-        "Qwen/Qwen3-235B-A22B-FP8", None, _KERNELS[::-1], backend="trtllm", inferencex=False
-    ),
-    "llama-70b-fp8-trtllm": MeasuredModel(
-        "meta-llama/Llama-3.1-70B", "Llama-3.1-70B-FP8", _DENSE, backend="trtllm",
-        kv_cache_dtype="fp8",
-    ),
-    "llama-70b-nvfp4-trtllm": MeasuredModel(
-        "meta-llama/Llama-3.1-70B", "Llama-3.1-70B-NVFP4", _DENSE, "fp4", backend="trtllm",
-        kv_cache_dtype="fp8",
-    ),
-    "llama-8b-trtllm": MeasuredModel(
-        "meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B", _DENSE, "", backend="trtllm",
-        inferencex=False,
-    ),
-    "llama-8b-fp8-sglang": MeasuredModel(
-        "meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B-FP8", _DENSE, backend="sglang",
-        inferencex=False,
-    ),
-    "qwen3-32b-fp8-trtllm": MeasuredModel(
-        "Qwen/Qwen3-32B", None, _DENSE, checkpoint="Qwen/Qwen3-32B-FP8", backend="trtllm",
-        inferencex=False,
-    ),
-    "glm-5-sglang": MeasuredModel(
-        "zhipuai/GLM-5", None, ("newest",), checkpoint="zai-org/GLM-5-FP8", backend="sglang"
-    ),
-    "glm-5-nvfp4-sglang": MeasuredModel(
-        "zhipuai/GLM-5", None, ("newest",), "fp4", "nvidia/GLM-5-NVFP4", backend="sglang"
-    ),
-    "qwen3.5-397b-sglang": MeasuredModel(
-        "Qwen/Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B", ("newest",), "bf16", backend="sglang"
-    ),
-    "qwen3.5-397b-fp8-sglang": MeasuredModel(
-        "Qwen/Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B-FP8", ("newest",), backend="sglang"
-    ),
-    "qwen3.5-397b-nvfp4-sglang": MeasuredModel(
-        "Qwen/Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B-NVFP4", ("newest",), "fp4", backend="sglang"
-    ),
-    "qwen3-32b-sglang": MeasuredModel(
-        "Qwen/Qwen3-32B", "Qwen3-32B", _DENSE, "", backend="sglang", inferencex=False
-    ),
-}  # fmt: skip
+    "qwen3-32b": _OF_VLLM(_QWEN, "Qwen3-32B", _NEW, ""),
+    "qwen3-32b-fp8": _OF_VLLM(_QWEN, None, _NEW, checkpoint=_QWEN_FP8),
+    "deepseek-v3-sglang": _SGLANG(_V3, None, _NEW_FIRST, **_FP8_KV),
+    "deepseek-v3-trtllm": _TRTLLM(_V3, None, _NEW_FIRST, **_FP8_KV),
+    "deepseek-v3-nvfp4-sglang": _SGLANG(_V3, None, _NEW, "fp4", _V3_FP4, **_FP8_KV),
+    "deepseek-v3-nvfp4-trtllm": _TRTLLM(_V3, None, _NEW, "fp4", _V3_FP4, **_FP8_KV),
+    "qwen3-235b-sglang": _SGLANG(_LARGE_QWEN, None, _NEW_FIRST, inferencex=False),
+    "qwen3-235b-trtllm": _TRTLLM(_LARGE_QWEN, None, _NEW_FIRST, inferencex=False),
+    "llama-70b-fp8-trtllm": _TRTLLM(_LLAMA, "Llama-3.1-70B-FP8", _NEW, **_FP8_KV),
+    "llama-70b-nvfp4-trtllm": _TRTLLM(_LLAMA, "Llama-3.1-70B-NVFP4", _NEW, "fp4", **_FP8_KV),
+    "llama-8b-trtllm": _TRTLLM(_SMALL_LLAMA, "Llama-3.1-8B", _NEW, "", inferencex=False),
+    "llama-8b-fp8-sglang": _SGLANG(_SMALL_LLAMA, "Llama-3.1-8B-FP8", _NEW, inferencex=False),
+    "qwen3-32b-fp8-trtllm": _TRTLLM(_QWEN, None, _NEW, checkpoint=_QWEN_FP8, inferencex=False),
+    "glm-5-sglang": _SGLANG(_GLM, None, _NEW, checkpoint="zai-org/GLM-5-FP8"),
+    "glm-5-nvfp4-sglang": _SGLANG(_GLM, None, _NEW, "fp4", "nvidia/GLM-5-NVFP4"),
+    "qwen3.5-397b-sglang": _SGLANG(_NEXT_QWEN, "Qwen3.5-397B-A17B", _NEW, "bf16"),
+    "qwen3.5-397b-fp8-sglang": _SGLANG(_NEXT_QWEN, "Qwen3.5-397B-A17B-FP8", _NEW),
+    "qwen3.5-397b-nvfp4-sglang": _SGLANG(_NEXT_QWEN, "Qwen3.5-397B-A17B-NVFP4", _NEW, "fp4"),
+    "qwen3-32b-sglang": _SGLANG(_QWEN, "Qwen3-32B", _NEW, "", inferencex=False),
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -485,7 +438,7 @@ def _n_workers(record: dict[str, str], concurrency: int) -> tuple[int, int] | st
     if all(counts):
         n_prefill, n_decode = (int(float(count)) for count in counts)
         return n_prefill, n_decode
-    if (record["model_path"], record["backend"]) == ("openai/gpt-oss-120b", "trtllm"):
+    if (record["model_path"], record["backend"]) == (_GPT_OSS, "trtllm"):
         key = int(record["isl"]), int(record["decode_tp_size"]), concurrency
         return _GPT_OSS_WORKERS.get(key, "data-parallel attention, or workers not told apart")
     return "disaggregated: its workers are not given"
