@@ -39,6 +39,7 @@ from eldr_sim.kernel_profiles.tables.format import (
     LatencyTable,
     TableMetadata,
     moe_shape_of,
+    table_of,
 )
 from eldr_sim.kernel_profiles.tables.library import find_table
 
@@ -77,8 +78,15 @@ def derive_marlin_table(
     if later is None:
         problem = f"no MoE table of {model.name} on {gpu} to take the fixed cost of"
         raise InputError("model", problem)
-    batch = np.array(_TOKENS)
-    return LatencyTable(
+    points = [
+        (tokens, routed_distinct(routing, tokens, model), routing)
+        for routing in _ROUTINGS
+        for tokens in _TOKENS
+    ]
+    seconds = _carried_over(frame, later, model, parallelism.tensor_parallel_size, padding)
+    return table_of(
+        points,
+        np.concatenate(seconds),
         TableMetadata(
             kind="moe",
             gpu=gpu,
@@ -93,20 +101,6 @@ def derive_marlin_table(
             notes="equal rows per expert; fixed cost of the later kernel's own table"
             + ("; weights padded as vLLM does" if padding else "; without vLLM's padding"),
         ),
-        {
-            "batch": np.tile(batch, len(_ROUTINGS)).astype(np.int32),
-            "distinct_experts": np.array(
-                [
-                    routed_distinct(routing, tokens, model)
-                    for routing in _ROUTINGS
-                    for tokens in _TOKENS
-                ]
-            ),
-            "routing": np.repeat(np.array(_ROUTINGS, dtype=object), len(batch)),
-            "latency_s": np.concatenate(
-                _carried_over(frame, later, model, parallelism.tensor_parallel_size, padding)
-            ),
-        },
     )
 
 

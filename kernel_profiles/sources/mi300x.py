@@ -42,6 +42,7 @@ from eldr_sim.kernel_profiles.tables.format import (
     TableMetadata,
     moe_shape_of,
     save_tables,
+    table_of,
 )
 
 EXPERT_S = 2.495e-6  #: reading one expert of 9.437 MB (fit to AITER's rows): 3.78 TB/s
@@ -93,7 +94,9 @@ def moe_table() -> LatencyTable:
     model = load_model("Qwen3-30B-A3B")
     points = [(batch, min(model.n_experts, model.top_k * batch)) for batch in AITER_US]
     points.append((64, 16))
-    return LatencyTable(
+    return table_of(
+        [(*point, "derived") for point in points],
+        [layer_s(*point) for point in points],
         _metadata(
             model,
             kernel_source="AITER fused MoE with ELDR's fixed time",
@@ -106,12 +109,6 @@ def moe_table() -> LatencyTable:
             fit_error=aiter_deviation(),
             notes="(a + e * distinct) * (1 + c(batch)); see sources/mi300x.py",
         ),
-        {
-            "batch": np.array([batch for batch, _ in points], dtype=np.int32),
-            "distinct_experts": np.array([float(distinct) for _, distinct in points]),
-            "routing": np.array(["derived"] * len(points), dtype=object),
-            "latency_s": np.array([layer_s(*point) for point in points]),
-        },
     )
 
 
@@ -181,7 +178,9 @@ def triton_table(name: str, published: bool) -> LatencyTable:
     seconds = layer.time_s(batch, distinct)
     if published:
         seconds = seconds + fitted.token_s * np.minimum(batch, FITTED_TOKENS)
-    return LatencyTable(
+    return table_of(
+        [(*point, "forced") for point in points],
+        seconds,
         _metadata(
             model,
             kernel_source="Triton, vLLM's default tiles",
@@ -197,12 +196,6 @@ def triton_table(name: str, published: bool) -> LatencyTable:
             fit_error={"cells_median": fitted.error} if published else {},
             notes="floor + blocks * expert(tile); see sources/mi300x.py",
         ),
-        {
-            "batch": batch.astype(np.int32),
-            "distinct_experts": distinct.astype(np.float64),
-            "routing": np.array(["forced"] * len(points), dtype=object),
-            "latency_s": seconds,
-        },
     )
 
 

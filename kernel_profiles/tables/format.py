@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eldr_sim.errors import InputError
@@ -203,6 +203,15 @@ class LatencyTable:
         )
         with whole_file(Path(path)) as temporary:
             pq.write_table(table, temporary, compression="zstd", compression_level=19)
+
+
+def table_of(
+    points: Iterable[tuple[Any, ...]], seconds: ArrayLike, about: TableMetadata
+) -> LatencyTable:
+    """Make a table of points, values of the kind's columns in their order, and their times, s."""
+    columns = zip(dtypes_of(about.kind).items(), zip(*points, strict=True), strict=True)
+    made = {name: np.array(values, dtype) for (name, dtype), values in columns}
+    return LatencyTable(about, made | {"latency_s": np.asarray(seconds, np.float64)})
 
 
 def load_table(path: str | os.PathLike[str]) -> LatencyTable:
