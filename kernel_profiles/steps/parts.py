@@ -40,6 +40,7 @@ from eldr_sim.kernel_profiles.tables.format import (
     linear_attention_shape,
     moe_shape_of,
     provenance_of,
+    table_of,
     weakest,
 )
 
@@ -98,7 +99,7 @@ def _small_kernels(model: ModelDims) -> int:
 def bytes_alone(model: ModelDims, gpu: GPU) -> LatencyTable:
     """Return a table of what these move alone, without :data:`NORMS_S`: a bound from below."""
     bandwidth = roofline.efficiency_of(gpu).bandwidth * gpu.memory_bandwidth
-    tokens = np.array([1, 1 << 20])
+    tokens = (1, 1 << 20)
     metadata = TableMetadata(
         kind="elementwise",
         gpu=gpu.name,
@@ -110,9 +111,8 @@ def bytes_alone(model: ModelDims, gpu: GPU) -> LatencyTable:
         origin="bytes that a token moves",
         device=gpu.name,
     )
-    return LatencyTable(
-        metadata, {"tokens": tokens, "latency_s": elementwise_bytes(model) * tokens / bandwidth}
-    )
+    seconds = [elementwise_bytes(model) * n / bandwidth for n in tokens]
+    return table_of([(n,) for n in tokens], seconds, metadata)
 
 
 class MoELayer(NamedTuple):
@@ -379,35 +379,32 @@ class Parts:
         model, found = self.model, []
         dtype = model.linear_dtype if model.attention == "mla" else None
         for sliding, layers, shape in attention_shapes(model):
-            decode_table, prefill_table = self._attention_tables(shape, dtype)
-            if decode_table is None or prefill_table is None:
-                self._record_roofline("attention")
-                decode = roofline.decode_attention(self.gpu, model, sliding)
-                prefill = roofline.prefill_attention(self.gpu, model, sliding, max_tokens)
-            else:
-                self._record("attention", decode_table)
-                self._record("attention", prefill_table)
-                if model.attention == "mla":
-                    decode_table = self._without_linears(decode_table)
-                    prefill_table = self._without_linears(prefill_table)
-                decode = DecodeAttention.from_table(decode_table)
-                prefill = PrefillAttention.from_table(prefill_table, max_tokens, decode.token_s)
+            decode, prefill = self._measured("attention", shape, max_tokens, dtype) or (
+                roofline.decode_attention(self.gpu, model, sliding),
+                roofline.prefill_attention(self.gpu, model, sliding, max_tokens),
+            )
             found.append((layers, decode, prefill))
             if not sliding:
                 self.rereads.append((layers, prefill))
         if model.n_linear_layers:
-            self.states = model.n_linear_layers, *self._linear_attention(max_tokens)
+            shape = linear_attention_shape(model)
+            both = self._measured("linear_attention", shape, max_tokens)
+            both = both or roofline.linear_attention(self.gpu, model, max_tokens)
+            self.states = model.n_linear_layers, *both
         return found
 
-    def _linear_attention(self, max_tokens: int) -> tuple[DecodeAttention, PrefillAttention]:
-        """Decode and prefill of a layer of linear attention."""
-        shape = linear_attention_shape(self.model)
-        decode, prefill = self._attention_tables(shape, None)
+    def _measured(
+        self, part: str, shape: dict[str, int], max_tokens: int, dtype: str | None = None
+    ) -> tuple[DecodeAttention, PrefillAttention] | None:
+        """Decode and prefill of a kind of layer by its tables; None without one of them."""
+        decode, prefill = self._attention_tables(shape, dtype)
         if decode is None or prefill is None:
-            self._record_roofline("linear_attention")
-            return roofline.linear_attention(self.gpu, self.model, max_tokens)
-        self._record("linear_attention", decode)
-        self._record("linear_attention", prefill)
+            self._record_roofline(part)
+            return None
+        self._record(part, decode)
+        self._record(part, prefill)
+        if "kv_lora_rank" in shape:
+            decode, prefill = self._without_linears(decode), self._without_linears(prefill)
         fitted = DecodeAttention.from_table(decode)
         return fitted, PrefillAttention.from_table(prefill, max_tokens, fitted.token_s)
 
