@@ -13,15 +13,17 @@ import math
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eldr_sim import cache
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.texts import CALIBRATION, OUTPUT_LEN, SERVING
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
+from eldr_sim.traces.routing.synthetic.model import RoutingModel
 from eldr_sim.traces.routing.synthetic.presets import PRESETS, Band, fitted_path, preset_model
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 
@@ -114,17 +116,22 @@ def _draw(
     folder: Path,
 ) -> None:
     model = preset_model(preset, band=band, **asdict(shape))
-    weights = dict(domains)
-    total = sum(weights.values())
+    draw_served(model, dict(domains), folder, split=split)
+
+
+def draw_served(
+    model: RoutingModel,
+    weights: Mapping[str, float],
+    folder: Path,
+    output_len: int = OUTPUT_LEN,
+    **more: Any,
+) -> None:
+    """Draw as many requests as the default routing has, of domains by their weights.
+
+    ``more``: of `synthesize`.
+    """
+    shares = [weights.get(name, 0.0) / sum(weights.values()) for name in model.domains]
     synthesize(
-        model,
-        folder,
-        requests=SERVING,
-        calibration=CALIBRATION,
-        prompt_len=None,
-        output_len=(OUTPUT_LEN, OUTPUT_LEN),
-        seed=0,
-        shares=[weights.get(name, 0.0) / total for name in model.domains],
-        split=split,
-        force=True,
-    )
+        model, folder, requests=SERVING, calibration=CALIBRATION, prompt_len=None,
+        output_len=(output_len, output_len), seed=0, shares=shares, force=True, **more,
+    )  # fmt: skip

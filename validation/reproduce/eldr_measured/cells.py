@@ -24,9 +24,8 @@ from eldr_sim.kernel_profiles.sources.mi300x import write_tables
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.simulator.setup.presets import preset_fields
 from eldr_sim.traces.requests.domains import wanted_domains
-from eldr_sim.traces.requests.texts import CALIBRATION, SERVING
+from eldr_sim.traces.routing.synthetic.drawn import draw_served
 from eldr_sim.traces.routing.synthetic.presets import preset_model
-from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 from eldr_sim.validation.reproduce.reproduction import Runner, percent
 
 Kernels = Literal["published", "derived"]
@@ -143,21 +142,9 @@ def scored_routing(model: str, workload: str) -> str:
     That is, as long as theirs: a request of the default goes through 64 tokens again and again.
     And with gate scores, which Figure 13 asks for. The folder lasts as long as this process.
     """
-    drawn, wanted = preset_model(model), dict(wanted_domains(workload))
-    total = sum(wanted.values())
     _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-routing-"))
-    synthesize(
-        drawn,
-        _kept[-1].name,
-        requests=SERVING,
-        calibration=CALIBRATION,
-        prompt_len=None,
-        output_len=(OUTPUT_LEN, OUTPUT_LEN),
-        seed=0,
-        shares=[wanted.get(name, 0.0) / total for name in drawn.domains],
-        gate_scores=True,
-        force=True,
-    )
+    weights, folder = dict(wanted_domains(workload)), Path(_kept[-1].name)
+    draw_served(preset_model(model), weights, folder, OUTPUT_LEN, gate_scores=True)
     return _kept[-1].name
 
 
