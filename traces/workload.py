@@ -6,6 +6,7 @@ of the same text or of another of its domain.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -31,14 +32,13 @@ class Workload(Requests):
     replay_offset: NDArray[np.int32]
 
     @classmethod
-    def plain(
-        cls, arrival_s: Any, prompt_len: Any, output_len: Any, text: Any, **more: Any
-    ) -> Self:
+    def plain(cls, arrival_s: Any, lengths: Iterable[Any], text: Any, **more: Any) -> Self:
         """Return requests of one domain that share no prefix and replay their own texts from row 0.
 
-        The four: shape ``[n]``, as in `Requests`; ``more``: fields that differ from that.
+        ``lengths``: of prompts and outputs; each: ``[n]``, as in `Requests`; ``more``: fields that
+        differ from that.
         """
-        n = len(arrival_s)
+        n, (prompt_len, output_len) = len(arrival_s), lengths
         fields = {"domain": np.zeros(n, np.int16), "session": np.arange(n, dtype=np.int32),
                   "prefix_hash": np.empty(0, np.uint64), "prefix_indptr": np.zeros(n + 1, np.int64),
                   "prefix_text": np.empty(0, np.int32), "prefix_block_tokens": 0, "description": {},

@@ -219,7 +219,7 @@ def _workload(
     lengths = (requests[name].to_numpy()[order] for name in ("prompt_len", "output_len"))
     workload = Workload.plain(
         arrival[order],
-        *lengths,
+        lengths,
         rows,
         domain=np.array([domains[load[i].domain] for i in order], np.int16),
         session=rows,

@@ -113,7 +113,7 @@ def simulate_run(
     cluster = Cluster(
         spec,
         [model] * len(spec.pools),
-        Workload.plain(clock.own_s(queued)[order], *lengths, rows, domain=domain, session=rows),
+        Workload.plain(clock.own_s(queued)[order], lengths, rows, domain=domain, session=rows),
         make_replay(trace, model.n_moe_layers, everyone),
         PromptSignatures(trace, policy.needs.signature or "count", everyone),
         policies,

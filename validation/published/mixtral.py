@@ -104,7 +104,7 @@ def repeating_workload(requests: Requests, seed: int = 0) -> Workload:
     indptr = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
     place = np.arange(indptr[-1]) - np.repeat(indptr[:-1], blocks)
     return Workload.plain(
-        arrival, prompt, output, trace,
+        arrival, (prompt, output), trace,
         replay_offset=rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32),
         prefix_hash=(np.repeat(which, blocks) * 2**20 + place + 1).astype(np.uint64),
         prefix_indptr=indptr,

@@ -131,7 +131,7 @@ def _workload(n: int, seed: int) -> Workload:
     arrival_s = np.cumsum(rng.exponential(1.0 / RATE, n))
     lengths = (np.full(n, tokens, np.int32) for tokens in (PROMPT, OUTPUT))
     offset = rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32)
-    return Workload.plain(arrival_s, *lengths, which, replay_offset=offset)
+    return Workload.plain(arrival_s, lengths, which, replay_offset=offset)
 
 
 def _figures(record: RunRecord, warm_up: int) -> dict[str, float | None]:

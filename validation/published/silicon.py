@@ -295,11 +295,11 @@ def _closed_loop(case: Case, target: MeasuredModel) -> Workload:
         return rng.integers(least, longest + 1, n).astype(np.int32)
 
     which = rng.integers(silicon_routing.REQUESTS, size=n).astype(np.int32)
-    prompt_len, output_len = lengths(case.input_len), lengths(case.output_len)
+    drawn = lengths(case.input_len), lengths(case.output_len)
     offset = rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32)
     if target.dims().is_dense:
         which, offset = 0 * which, 0 * offset
-    return Workload.plain(np.zeros(n), prompt_len, output_len, which, replay_offset=offset)
+    return Workload.plain(np.zeros(n), drawn, which, replay_offset=offset)
 
 
 def case_tables(
