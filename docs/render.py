@@ -140,18 +140,16 @@ def summary(rows: list[Row]) -> str:
     said = Counter(r["direction"] for r in rows if r["role"] == "claim")
     size = Counter(r["size"] for r in rows)
     parts = []
-    if judged := said["agrees"] + said["no effect"] + said["contradicts"]:
-        parts.append(
-            f"Of {judged} claims with a direction {said['agrees']} agree, {said['no effect']} show "
-            f"no effect and {said['contradicts']} contradict."
-        )
-    if judged := size["agrees"] + size["differs"]:
-        parts.append(f"Of {judged} sizes {size['agrees']} agree.")
-    if judged := size["met"] + size["within the noise"] + size["missed"]:
-        parts.append(
-            f"Of {judged} goals {size['met']} are met, {size['within the noise']} missed by less "
-            f"than the noise, {size['missed']} missed."
-        )
+    for of, verdicts, words in (
+        (said, ("agrees", "no effect", "contradicts"),
+         "Of {} claims with a direction {} agree, {} show no effect and {} contradict."),
+        (size, ("agrees", "differs"), "Of {} sizes {} agree."),
+        (size, ("met", "within the noise", "missed"),
+         "Of {} goals {} are met, {} missed by less than the noise, {} missed."),
+    ):  # fmt: skip
+        counts = [of[name] for name in verdicts]
+        if any(counts):
+            parts.append(words.format(sum(counts), *counts))
     inputs = sum(row["role"] == "input" for row in rows)
     return " ".join(parts + [f"{inputs} figures are inputs."] * bool(inputs))
 

@@ -80,15 +80,11 @@ def _figures(folders: Sequence[Folder], summaries: Summaries) -> Table:
         if any(summary.get(tag) is not None for summary in summaries.values())
     ]
     columns = ["figure", *(["value"] if len(summaries) == 1 else summaries)]
-    levels = dict.fromkeys(_service_level(f.documents["config"]["config"]) for f in folders)
+    bounds = (f.documents["config"]["config"].get("goodput") or {} for f in folders)
+    none = "none, so every completed request is good"
+    levels = dict.fromkeys(", ".join(bounds_in_words(each)) or none for each in bounds)
     note = f"Service level: {'; '.join(levels)}."
     return table("Throughput, goodput and cost", columns, rows, note=note)
-
-
-def _service_level(config: dict[str, Any]) -> str:
-    """Return the bounds of a good request as text."""
-    told = ", ".join(bounds_in_words(config.get("goodput") or {}))
-    return told or "none, so every completed request is good"
 
 
 def _failed(summaries: Summaries) -> Table | None:

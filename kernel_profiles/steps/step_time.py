@@ -260,17 +260,8 @@ def build_step_time_model(
     )
 
 
-@lru_cache(maxsize=16)
-def _parts(
-    model: ModelDims,
-    gpu: GPU,
-    parallelism: Parallelism,
-    tables: tuple[LatencyTable, ...],
-    max_model_len: int,
-    moe_backend: MoEBackend,
-) -> Parts:
-    """Return a worker's kernels; those of workers that differ in batch or budget are the same."""
-    return Parts(model, gpu, parallelism, tables, max_model_len, moe_backend)
+#: A worker's kernels; those of workers that differ in batch or budget are the same.
+_parts = lru_cache(maxsize=16)(Parts)
 
 
 def _tabulate(

@@ -130,7 +130,8 @@ def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -
             if all(name in header for name in _AZURE):
                 return _assemble(file, "azure", _csv_rows(file, lines, _AZURE, timestamp_ns))
             if all(name in header for name in _BURSTGPT):
-                return _assemble(file, "burstgpt", _csv_rows(file, lines, _BURSTGPT, _seconds_ns))
+                rows = _csv_rows(file, lines, _BURSTGPT, lambda s: scaled_ns(float(s), 1e9))
+                return _assemble(file, "burstgpt", rows)
     except OSError as error:
         raise InputError(str(file), error.strerror or "cannot be read") from None
     except csv.Error as error:
@@ -222,10 +223,6 @@ def _csv_rows(
             raise InputError(
                 f"{file} line {rows.line_num}", f"got {','.join(row)!r:.80}", ",".join(columns)
             ) from None
-
-
-def _seconds_ns(text: str) -> int:
-    return scaled_ns(float(text), 1e9)
 
 
 def _json_lines(

@@ -500,15 +500,9 @@ def forms_table(
         table = predict_rows(rows, target=target, moe_kernel=moe_kernel, form=form, progress=part)
         groups = ((), ("gpu",), ("gpu", "tensor_parallel_size"))
         records += [
-            {
-                "form": name,
-                "group": error.group,
-                "metric": error.metric,
-                "rows": error.rows,
-                "median": error.median,
-                "p90": error.p90,
-                "signed_median": error.middle,
-            }
+            {"form": name}
+            | {key: getattr(error, key) for key in ("group", "metric", "rows", "median", "p90")}
+            | {"signed_median": error.middle}
             for error in errors_of(table, groups)
         ]
     return pa.Table.from_pylist(records)
