@@ -45,10 +45,13 @@ def token_rows(
         first, length = first + trace.has_prompts, trace.output_len[q].astype(np.int64)
     else:
         raise InputError("tokens", f"{tokens!r}", "all, decode, prompt")
-    return np.concatenate(
-        [np.arange(a, a + n) for a, n in zip(first.tolist(), length.tolist(), strict=True)]
-        or [np.zeros(0, np.int64)]
-    )
+    return ranges(first, length)
+
+
+def ranges(first: NDArray[Any], n: NDArray[Any]) -> NDArray[np.int64]:
+    """Return so many numbers from each first one on, one range after the other."""
+    each = [np.arange(a, a + k) for a, k in zip(first.tolist(), n.tolist(), strict=True)]
+    return np.concatenate(each or [np.zeros(0, np.int64)])
 
 
 def count_coactivation(

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.routing.coactivation import ranges
 from eldr_sim.traces.routing.copies import expected_copy_share
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.structure import (
     DomainDivergence,
     NextLayer,
     domain_divergence,
-    generated_rows,
     nearest_neighbour_accuracy,
     next_layer_entropy,
 )
@@ -244,8 +244,8 @@ def _copies(trace: RoutingTrace, batch_sizes: Sequence[int]) -> list[Copies]:
 
 def _neighbour_reuse(trace: RoutingTrace) -> float:
     """Compare each generated token with the generated token before it, pair by pair."""
-    rows, follows = generated_rows(trace)
-    rows = rows[follows]
+    first, length = trace.recorded_rows(np.arange(trace.n_requests))
+    rows = ranges(first + length - trace.output_len + 1, trace.output_len - 1)
     shared = 0
     for start in range(0, len(rows), _CHUNK_ROWS):
         at = rows[start : start + _CHUNK_ROWS]

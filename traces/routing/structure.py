@@ -48,19 +48,6 @@ class DomainDivergence:
     by_layer: list[float]  #: mean over pairs of domains, for each layer
 
 
-def generated_rows(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the rows of generated tokens and whether each follows another of its request."""
-    first, length = trace.recorded_rows(np.arange(trace.n_requests))
-    generated = np.zeros(trace.manifest.n_tokens, dtype=bool)
-    begins = np.zeros(trace.manifest.n_tokens, dtype=bool)
-    starts = first + length - trace.output_len
-    for start, n in zip(starts.tolist(), trace.output_len.tolist(), strict=True):
-        generated[start : start + n] = True
-        begins[start] = True
-    rows = np.flatnonzero(generated)
-    return rows, ~begins[rows]
-
-
 def next_layer_entropy(trace: RoutingTrace) -> list[NextLayer]:
     """Measure how well a layer's experts predict the next layer's; empty for a single layer."""
     if trace.n_layers < 2:
@@ -71,7 +58,7 @@ def next_layer_entropy(trace: RoutingTrace) -> list[NextLayer]:
     joints = {
         name: np.zeros(shape, np.int64) for name in (("top-1", "any") if ranked else ("any",))
     }
-    rows, _ = generated_rows(trace)
+    rows = token_rows(trace, np.arange(trace.n_requests), "decode")
     for start in range(0, len(rows), _CHUNK_ROWS):
         ids = np.array(trace.experts[rows[start : start + _CHUNK_ROWS]])
         for name, joint in joints.items():

@@ -25,6 +25,7 @@ from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
 from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.replicas.base import ReplicaChoice
+from eldr_sim.traces.routing.coactivation import ranges
 from eldr_sim.traces.routing.format import RoutingTrace
 
 
@@ -177,11 +178,6 @@ def decode_batches(
     """Return steps of generated tokens, drawn at random from those of the requests."""
     rows = np.random.default_rng(seed).permutation(ranges(*trace.decode_window(requests)))
     return _batches(trace, rows, n_ranks, per_rank, n_steps)
-
-
-def ranges(first: Ints, n: Ints) -> Ints:
-    """Return so many numbers from each first one on, one range after the other."""
-    return np.concatenate([np.arange(a, a + k) for a, k in zip(first, n, strict=True)])
 
 
 def _batches(

@@ -28,9 +28,9 @@ from eldr_sim.simulator.plane.steps.group_state import (
 from eldr_sim.simulator.plane.steps.group_step import route_tokens
 from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.coactivation import ranges
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.streams import stream
-from eldr_sim.validation.reproduce.expert_traffic import ranges
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, grouped, percent
 
 RATIOS = (1.125, 1.25, 1.5)

@@ -10,8 +10,8 @@ from eldr_sim.charts import bars, field, lines
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.traces.routing.bitsets import count_rows
+from eldr_sim.traces.routing.coactivation import ranges
 from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.validation.reproduce.expert_traffic import ranges
 from eldr_sim.validation.reproduce.moe_prefill.results import Sizes, mean_and_interval
 from eldr_sim.validation.reproduce.moe_prefill.settings import (
     COMMON,
