@@ -112,6 +112,7 @@ class PoolFacts(NamedTuple):
     prompt_s: Callable[[int], float]
     #: Seconds of an engine's step of so many sequences at a mean context, under uniform routing.
     step_s: Callable[[int, float], float]
+    token_budget: int = 8192  #: of a step
 
     def decode_batch(self, context: float, itl_s: float) -> int:
         """Return the most sequences whose steps take at most ``itl_s`` and whose KV fits; >= 1."""

@@ -16,6 +16,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.scaling.base import Autoscaler, Fleet, PoolView, ScalingContext, Switch
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.control import Control, Worker
+from eldr_sim.simulator.control.leaving import leaving_s
 from eldr_sim.simulator.control.record import DRAINING, OFF, READY, RESERVED, STARTING
 from eldr_sim.simulator.plane import state
 
@@ -38,8 +39,7 @@ class Autoscaling:
     ``control``: of the cluster; ``policy``: who decides; ``facts``: of its pools; ``rule``: bounds.
 
     A pool has at most the workers of its topology. One that is to go is the one that starts last,
-    or the one with the fewest tokens of running and waiting requests: others take its sessions
-    and experts best.
+    or the one whose leaving takes the fewest seconds (`leaving`); of an elastic group the last.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Autoscaling:
         self.control, self.policy, self.rule = control, policy, rule
         self._cluster: Cluster = control.cluster
         self._env = control.cluster.env
+        self._facts = {pool.name: pool for pool in facts.pools}
         self._gpus = {pool.name: pool.gpus for pool in facts.pools}
         self._switch_s = {pool.name: pool.switch_s for pool in facts.pools}
         self._states, begin = control.states, policy.begin()
@@ -184,10 +185,12 @@ class Autoscaling:
         starting = [n for n in self._of(pool, STARTING) if self.control.starts(Worker(pool, n))]
         if pool in self._cluster.elastic:
             return [*starting[::-1], *ready[::-1]]
-        told = self._signals(pool, ready)
-        tokens = (told["waiting_tokens"] + told["running_tokens"]).tolist()
-        idle_first = sorted(zip(tokens, [-number for number in ready], strict=True))
-        return [*starting[::-1], *(-number for _, number in idle_first)]
+        facts = self._facts[pool]
+        spec = self._cluster.spec
+        engine = spec.pools[spec.names.index(pool)].engine
+        costs = leaving_s(self.control.acts, facts, engine, ready)
+        least = sorted(zip(costs, [-number for number in ready], strict=True))
+        return [*starting[::-1], *(-number for _, number in least)]
 
     def _switch(self, said: Switch) -> None:
         """Let workers change their pool, as many as may go and find a place."""

@@ -70,9 +70,8 @@ def describe(
     total = len(values_s) if weights is None else int(weights.sum())
     if total == 0:
         return dict.fromkeys(keys)
-    counts = 1 if weights is None else weights
-    mean = exact_sum(values_s * counts) / total
-    variance = exact_sum((values_s - mean) ** 2 * counts) / total
+    mean = exact_sum(values_s, weights) / total
+    variance = exact_sum(values_s, weights, mean) / total
     median, *quantiles = weighted_percentile(values_s, weights, (50, *percentiles))
     figures = [mean, median, math.sqrt(variance), *quantiles]
     return {key: 1e3 * figure for key, figure in zip(keys, figures, strict=True)}

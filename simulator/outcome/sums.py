@@ -8,30 +8,43 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_SHORT, _CHUNK = 1 << 12, 1 << 20
+_CHUNK = 1 << 16
 _HALF = float(1 << 27)
+#: The place of a mantissa's last bit: exponents are -1074 and more, mantissas have 53 bits.
+_LAST = 1074 + 2 * 53
 
 
-def exact_sum(values: NDArray[np.float64]) -> float:
+def exact_sum(
+    values: NDArray[np.float64],
+    counts: NDArray[np.int64] | None = None,
+    around: float | None = None,
+) -> float:
     """Return the correctly rounded sum of finite numbers, as ``math.fsum`` does.
 
+    ``counts``: how often each counts; ``around``: their squared distances from it are added.
+
     Mantissas are whole numbers of 53 bits. Those of one exponent are added by halves, which float64
-    does exactly for up to 2^26 of them, and all exponents then as Python's whole numbers.
+    does exactly, and all exponents then as Python's whole numbers.
     """
-    if len(values) < _SHORT:
-        return math.fsum(values.tolist())
     total = 0
     for at in range(0, len(values), _CHUNK):
-        mantissa, exponent = np.frexp(values[at : at + _CHUNK])
+        part = values[at : at + _CHUNK]
+        if around is not None:
+            part = (part - around) ** 2
+        if counts is not None:
+            part = part * counts[at : at + _CHUNK]
+        if len(values) <= _CHUNK:
+            return math.fsum(part.tolist())
+        mantissa, exponent = np.frexp(part)
         mantissa *= 2.0**53
         high = np.floor(mantissa / _HALF)
-        least = -1074  # of all float64: exponents become places from here
-        places = exponent.astype(np.int64) - (least - 53)
+        places = exponent.astype(np.int64)
         first = int(places.min())
-        halves = [np.bincount(places - first, part) for part in (high, mantissa - high * _HALF)]
-        for place, (above, below) in enumerate(zip(*halves, strict=True)):
-            total += ((int(above) << 27) + int(below)) << (place + first)
-    return total / (1 << (1074 + 2 * 53))
+        places -= first
+        halves = [np.bincount(places, half) for half in (high, mantissa - high * _HALF)]
+        for place, (above, below) in enumerate(zip(*halves, strict=True), first + _LAST - 53):
+            total += ((int(above) << 27) + int(below)) << place
+    return total / (1 << _LAST)
 
 
 def within(log: NDArray[Any], inside: NDArray[np.bool_]) -> NDArray[Any]:

@@ -32,7 +32,7 @@ NO_TOKEN = "generates none"
 #: Autoscalers that know the load and so how many workers there are at the beginning, and those that
 #: follow gauges of engines.
 _BEGIN = ("none", "timetable", "oracle")
-_BY_METRICS = ("hpa", "keda", "knative", "llmd_saturation")
+_BY_METRICS = ("hpa", "keda", "knative", "llmd_saturation", "llmd_tokens")
 _OF_GROUPS = (
     "replica_choice", "all2all_backend", "moe_dp_chunk_size", "gpus_per_node",
     "prefill_schedule_interval", "prefill.all2all_backend", "decode.all2all_backend",

@@ -31,6 +31,7 @@ def scaling_facts(config: RunConfig, prepared: PreparedRun, workload: Workload) 
                 switch_s=config.switch_time,
                 prompt_s=pool.engine.prompt_s,
                 step_s=partial(_decode_s, prepared.model, pool.engine),
+                token_budget=pool.engine.max_num_batched_tokens,
             )
         )
         for pool, made in zip(spec.pools, config.pools, strict=True)

@@ -17,6 +17,7 @@ from eldr_sim.policies.scaling.base import (
     Switch,
     Target,
 )
+from eldr_sim.policies.scaling.llmd import queue_latency
 from eldr_sim.policies.scaling.work import Forecast
 
 NAN = math.nan
@@ -128,6 +129,68 @@ def test_saturation_adds_one_where_little_is_spare():
     assert wish(rule, 0, view(4, kv=0.2, waiting=12)) == 5
     assert wish(rule, 0, view(1, kv=0.0)) == 1
     assert wish(rule, 0, view(4, kv=0.9, starting=1)) is None
+
+
+def test_tokens_are_held_against_the_room_of_workers():
+    """A worker has room for 800 of 1,000 tokens; demand is what runs and waits."""
+    rule = make("llmd_tokens", facts(kv_tokens=1000))
+
+    def of(n, demand, **told):
+        return view(n, running_tokens=np.full(n, demand // n), **told)
+
+    for n in (1, 2, 3, 5, 9):
+        for demand in range(0, 8000, 90):
+            total = demand // n * n
+            want = math.ceil(total / 0.85 / 800)
+            if want <= n:
+                want = max(1, n - math.floor(max(0, 800 * n - total / 0.7) / 800))
+            assert wish(rule, 0, of(n, demand)) == want, (n, demand)
+    assert wish(rule, 0, of(2, 1500, starting=1)) == 3  # who starts is not asked for again
+    # Budget of 8,192: 10 sequences of 100 + 100 / 2 tokens are less than the cache.
+    steady = make("llmd_tokens")
+    told = {"prompt_tokens": 100.0, "output_tokens": 100.0}
+    assert wish(steady, 0, of(1, 1275, **told)) == 1
+    assert wish(steady, 0, of(1, 1290, **told)) == 2
+    # Five wait, so what is in use is what a worker can do; and so it is remembered.
+    full = view(1, waiting=5, running_tokens=np.array([400]), waiting_tokens=np.array([500]))
+    assert wish(steady, 0, full) == math.ceil(900 / 0.85 / 400)
+    assert wish(steady, 0, of(1, 350, **told)) == 2
+
+
+def test_a_queue_with_batches_of_one_is_mm1k():
+    """k = 11: one is served, ten wait."""
+    for load in (0.2, 0.7, 0.95):
+        steps, leaves = np.array([0.1]), np.array([2.0])  # half a second each
+        ttft, itl = queue_latency(2.0 * load, leaves, 0.1, steps)
+        chance = load ** np.arange(12) * (1 - load) / (1 - load**12)
+        number, served = chance @ np.arange(12), 2.0 * load * (1 - chance[-1])
+        assert ttft == pytest.approx(number / served - 0.5 + 0.1)
+        assert itl == pytest.approx(0.1)
+
+
+def test_the_queue_model_asks_for_the_rate_over_the_highest_within_targets():
+    own = facts(max_num_seqs=1, prompt_s=lambda n: 0.1, step_s=lambda batch, context: 0.01)
+    rule = make("llmd_latency:ttft=600,itl=50", own)
+    told = {"prompt_tokens": 100.0, "output_tokens": 40.0}  # half a second each
+    best = rule.highest_rate(own, 100.0, 40.0)
+    ttft, _ = queue_latency(best, np.array([2.0]), 0.1, np.array([0.01]))
+    assert ttft == pytest.approx(0.6, rel=1e-6)
+    assert wish(rule, 0, view(1, arrived=100, **told), interval=10.0) == math.ceil(10 / best)
+    slow = make("llmd_latency:ttft=600,itl=9", own)  # no rate keeps it
+    assert slow.highest_rate(own, 100.0, 40.0) == pytest.approx(0.02)
+    assert wish(rule, 0, view(1)) is None
+
+
+@pytest.mark.parametrize("word", ["llmd_saturation", "llmd_tokens", "llmd_latency"])
+def test_llmd_goes_to_zero_and_comes_back(word):
+    rule = make(word)
+    idle = {"minimum": 0, "prompt_tokens": 10.0, "output_tokens": 10.0}
+    assert wish(rule, 0, view(2, arrived=1, **idle)) != 0
+    assert wish(rule, 570, view(1, **idle)) == 1
+    assert wish(rule, 600, view(1, **idle)) == 0
+    assert wish(rule, 630, view(0, **idle)) == 0
+    assert wish(rule, 660, view(0, arrived=1, **idle)) == 1
+    assert wish(make(word), 9999, view(1, **idle | {"minimum": 1})) != 0
 
 
 def test_dynamos_load_rule_waits_until_all_workers_miss():

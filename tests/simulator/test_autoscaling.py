@@ -134,6 +134,23 @@ def test_stationary_load_takes_the_workers_that_queueing_theory_asks_for(busy, i
     assert all(abs(n - wanted) <= 1 for n in seen), (wanted, seen)
 
 
+def test_a_fleet_of_nobody_comes_back_for_the_next_request():
+    """Nobody comes for 50 s in the middle; who comes then waits for a start-up."""
+    config = CONFIG.replace(
+        load="ladder:5,0.001,5@50", min_workers="0", initial_workers="1", start_up="3",
+        autoscale="llmd_tokens:interval=1,idle=20",
+    )  # fmt: skip
+    result = simulate(config)
+    assert result.record.completed.all()
+    table = result.summary["scaling"]["replicas"]["decode"]
+    gone = [at for at, n in zip(table["at_s"], table["ready"], strict=True) if n == 0]
+    idle = next(at for at in gone if at > 50)  # that of the beginning of the last rung is there too
+    assert idle < 90
+    requests = result.record.requests
+    first = requests[requests["arrival_s"] > 100.0][0]
+    assert 3.0 < first["first_token_s"] - first["arrival_s"] < 5.0
+
+
 def test_the_tail_grows_with_start_up():
     tails = [
         simulate(CONFIG.replace(autoscale=QUICK, start_up=start)).summary["p99_ttft_ms"]

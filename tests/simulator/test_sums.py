@@ -8,7 +8,7 @@ import pytest
 from eldr_sim.simulator.outcome.sums import exact_sum, within
 
 
-@pytest.mark.parametrize("n", [0, 1, 5000, 2**20 + 77])
+@pytest.mark.parametrize("n", [0, 1, 5000, 2**16, 2**17 + 77])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0, 250.0])
 def test_sums_are_those_of_fsum(n, spread):
     rng = np.random.default_rng(n + int(spread))
@@ -19,9 +19,17 @@ def test_sums_are_those_of_fsum(n, spread):
 
 
 def test_sums_of_the_smallest_and_of_whole_numbers():
-    assert exact_sum(np.full(5000, 5e-324)) == 5000 * 5e-324
-    assert exact_sum(np.full(5000, 0.1)) == math.fsum([0.1] * 5000)
-    assert exact_sum(np.zeros(5000)) == 0.0
+    assert exact_sum(np.full(2**17, 5e-324)) == 2**17 * 5e-324
+    assert exact_sum(np.full(2**17, 0.1)) == math.fsum([0.1] * 2**17)
+    assert exact_sum(np.zeros(2**17)) == 0.0
+
+
+def test_sums_of_squares_and_of_values_that_count_several_times():
+    rng = np.random.default_rng(1)
+    values, counts = rng.random(2**17 + 5), rng.integers(0, 9, 2**17 + 5)
+    assert exact_sum(values, counts) == math.fsum((values * counts).tolist())
+    squares = (values - 0.3) ** 2 * counts
+    assert exact_sum(values, counts, 0.3) == math.fsum(squares.tolist())
 
 
 def test_a_row_of_records_is_a_view():
