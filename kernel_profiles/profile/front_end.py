@@ -40,17 +40,17 @@ def cpu_name() -> str:
     return f"{name}, family/model/stepping {'/'.join(numbers)}" if all(numbers) else name
 
 
-def open_tokenizer(path: Path) -> Any:
-    """Open a ``tokenizer.json``.
+def open_tokenizer(path: Path, field: str = "frontend") -> Any:
+    """Open a ``tokenizer.json``; ``field``: who needs it.
 
     Raises InputError: the package ``tokenizers`` is missing, or the file is none of its files.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core, whatever the batch
-    tokenizers = needed("tokenizers", "frontend", _EXTRA)
+    tokenizers = needed("tokenizers", field, _EXTRA)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing more special
-        raise InputError("frontend", f"cannot read {path}: {error}", "a tokenizer.json") from None
+        raise InputError(field, f"cannot read {path}: {error}", "a tokenizer.json") from None
 
 
 def prompts_of(tokenizer: Any, tokens: int, n: int, text: str | None = None) -> list[str]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from eldr_sim.errors import InputError, needed
+from eldr_sim.kernel_profiles.profile.front_end import open_tokenizer
 from eldr_sim.serving.http import (
     allow_files,
     application,
@@ -57,7 +57,7 @@ class Service:
         self.core = Core(config, speed=speed, log=file, lag=self.metrics.lag)
         self.metrics.watch(self.core)
         self._max_queue, self._start_up_s = max_queue, start_up_s
-        self._tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
+        self._tokenizer = None if tokenizer is None else open_tokenizer(tokenizer, "tokenizer")
         self._begun, self.draining = math.inf, False
 
     def app(self) -> Any:
@@ -228,14 +228,6 @@ def _text_of(message: Any) -> str:
     if not isinstance(message, dict) or "role" not in message:
         raise ValueError("messages: each is an object with role and content")
     return content or ""
-
-
-def _tokenizer(path: Path) -> Any:
-    tokenizers = needed("tokenizers", "tokenizer", "pip install tokenizers, or no tokenizer")
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # of its own, from Rust
-        raise InputError("tokenizer", f"{path}: {error}") from None
 
 
 def serve(

@@ -18,7 +18,6 @@ A folder, written whole or not at all:
     Pictures per set-up (and per policy, if a set-up ran several).
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import write_rows
-from eldr_sim.simulator.results import result_folder
+from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.validation.live.comparison import LiveComparison, compare_runs
 from eldr_sim.validation.live.engine_calibration import EngineCalibration, read_calibration
 from eldr_sim.validation.live.live_run import LiveRun, LoadInfo, read_live_run
@@ -63,7 +62,7 @@ def write_report(
             plain = _compared(campaign, runs, steady, lambda _share: None)
         document: Row = _significant(report_document(runs, calibrated, compared, plain))
         document["pictures"] = draw_pictures(folder, runs, calibrated, compared)
-        (folder / "comparison.json").write_text(_json(document) + "\n", encoding="utf-8")
+        write_json(folder / "comparison.json", document)
         tables = document | document["comparison"]
         for name in ("paired", "steps", "components", "policies", "orders"):
             if tables[name]:
@@ -161,15 +160,3 @@ def _significant(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
-
-
-def _json(value: Any, indent: str = "") -> str:
-    """Return JSON with a line per table row."""
-    inner = indent + "  "
-    if isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
-        items = [f"{json.dumps(key)}: {_json(item, inner)}" for key, item in value.items()]
-        return "{\n" + ",\n".join(inner + item for item in items) + f"\n{indent}}}"
-    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        lines = [inner + json.dumps(item, allow_nan=False) for item in value]
-        return "[\n" + ",\n".join(lines) + f"\n{indent}]"
-    return json.dumps(value, allow_nan=False)
