@@ -8,6 +8,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,10 +170,10 @@ def _predict(row: Row, folder: str) -> tuple[str, dict[str, float] | str]:
     pool = "-".join(map(str, (case.gpu, *layout, case.prefill, case.script.moe_runner)))
     own = Path(folder) / "work" / row.target
     try:
-        with _Once(own / "trace") as trace:
+        with _once(own / "trace") as trace:
             if not trace.exists() and not target.dims().is_dense:
                 silicon_routing.make_routing(trace, form.routing, target)
-        with _Once(own / pool) as tables:
+        with _once(own / pool) as tables:
             if not tables.exists():
                 made = tables.with_name(f"{tables.name}.part")
                 made.mkdir(parents=True, exist_ok=True)
@@ -186,22 +187,15 @@ def _predict(row: Row, folder: str) -> tuple[str, dict[str, float] | str]:
         return row.key, f"{error.field}: {error.problem}"
 
 
-class _Once:
+@contextmanager
+def _once(path: Path) -> Iterator[Path]:
     """Hold a path while one process makes it."""
+    import fcntl  # POSIX alone
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Path:
-        import fcntl  # POSIX alone
-
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = self._path.with_name(f"{self._path.name}.lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        return self._path
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.close()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
 
 
 def table_of(
