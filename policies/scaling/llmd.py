@@ -175,7 +175,7 @@ class LlmdLatency(VariantAutoscaler):
     targets.
 
     A worker is an M/M/1/k queue whose rate depends on its batch: ``n`` requests leave it at ``n /
-    (prompt + output * step(n))``, of which ten batches may wait. Its speed is the cost model's,
+    (n * prompt + output * step(n))``, and ten batches may wait. Its speed is the cost model's,
     where llm-d learns it.
     """
 
@@ -197,24 +197,29 @@ class LlmdLatency(VariantAutoscaler):
         """
         prompt_s = facts.prompt_s(max(1, round(prompt))) if facts.computes else 0.0
         output = output if facts.decodes else 0.0
-        batches = np.arange(1, facts.max_num_seqs + 1)
+        batches = np.arange(1.0, facts.max_num_seqs + 1)
         steps = np.array([facts.step_s(int(n), prompt + output / 2.0) for n in batches])
-        leaves = batches / (prompt_s + output * steps)
+        prompts = np.asarray(batches * prompt_s, np.float64)
+        leaves = batches / (prompts + output * steps)
         low, high = 0.0, float(leaves.max())
         for _ in range(30):
             rate = (low + high) / 2.0
-            ttft, itl = queue_latency(rate, leaves, prompt_s, steps)
+            ttft, itl = queue_latency(rate, leaves, prompts, steps)
             kept = ttft <= self.told.ttft / 1e3 and (not output or itl <= self.told.itl / 1e3)
             low, high = (rate, high) if kept else (low, rate)
         return facts.engines * max(low, float(leaves.max()) / 100.0)
 
 
 def queue_latency(
-    rate: float, leaves: NDArray[np.float64], prompt_s: float, steps: NDArray[np.float64]
+    rate: float,
+    leaves: NDArray[np.float64],
+    prompts: NDArray[np.float64],
+    steps: NDArray[np.float64],
 ) -> tuple[float, float]:
     """Return mean TTFT and time between tokens, s, of a queue to a server of batches.
 
-    ``leaves``: ``[batch]``: requests/s that leave a batch of one, two ...; ``steps``: its step, s.
+    ``leaves``: ``[batch]``: requests/s that leave a batch of one, two ...; ``prompts``, ``steps``:
+    seconds of its prompts and of a decode step.
     Chances of so many requests are those of a birth-and-death process; Little's law is the rest.
     """
     batch = np.minimum(np.arange(1, (1 + _QUEUE) * len(leaves) + 1), len(leaves))
@@ -225,4 +230,5 @@ def queue_latency(
     served = rate * (1.0 - chance[-1])
     waiting = float(chance @ np.maximum(number - len(leaves), 0))
     busy = chance[1:] / (1.0 - chance[0])
-    return waiting / served + prompt_s, float(busy @ steps[batch - 1])
+    prompt_s, step_s = (float(busy @ of[batch - 1]) for of in (prompts, steps))
+    return waiting / served + prompt_s, step_s

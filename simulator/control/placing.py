@@ -142,8 +142,11 @@ def elastic_groups(
             if (placed.placement.slots() != placed.group.slots_per_rank).any():
                 problem = f"{made.own.expert_placement!r} fills ranks unevenly"
                 raise InputError("expert_placement", problem, "linear or eplb, with elastic EP")
-            layout = replace(engine.parallelism, data_parallel_size=width)
-            own = replace(engine, parallelism=layout, n_redundant=placed.group.n_redundant)
+            priced = _whole_nodes(width, engine.parallelism.tensor_parallel_size, config)
+            layout = replace(engine.parallelism, data_parallel_size=priced)
+            slots = placed.group.slots_per_rank
+            n_redundant = slots * layout.n_expert_ranks - model.n_experts
+            own = replace(engine, parallelism=layout, n_redundant=n_redundant)
             shared = sharing(config, made.own, model, own).group
             assert shared is not None
             shapes[width] = Shape(placed.placement, shared)
@@ -154,6 +157,13 @@ def elastic_groups(
         graphs_s = parts.get("graphs", 0.0)
         found.append(ElasticGroup(number, first, shapes, links, graphs_s, config.width_pause))
     return found
+
+
+def _whole_nodes(width: int, engine_gpus: int, config: RunConfig) -> int:
+    """Return the engines of a group that fills its nodes, which all-to-alls are known of."""
+    node = config.gpus_per_node
+    ranks = width * engine_gpus
+    return width if ranks <= node else -(-ranks // node) * node // engine_gpus
 
 
 def relocations_of(

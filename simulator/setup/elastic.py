@@ -35,8 +35,8 @@ def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) 
         if is_so:
             allowed = "one worker, such as 1C with --data-parallel-size 16, and nothing else"
             raise InputError(field, problem, allowed)
-    if not 1 <= least <= parallelism.data_parallel_size:
-        allowed = f"1 to the {parallelism.data_parallel_size} engines of a worker"
+    if not 2 <= least * parallelism.tensor_parallel_size <= parallelism.n_gpus:
+        allowed = f"2 to the {parallelism.n_gpus} GPUs of a worker"
         raise InputError("min_workers", f"{least} {workers.name} engines", allowed)
     instances = model.n_experts + (pool.num_redundant_experts or 0)
     slots, rest = divmod(instances, least * parallelism.tensor_parallel_size)

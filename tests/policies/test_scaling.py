@@ -161,11 +161,18 @@ def test_a_queue_with_batches_of_one_is_mm1k():
     """k = 11: one is served, ten wait."""
     for load in (0.2, 0.7, 0.95):
         steps, leaves = np.array([0.1]), np.array([2.0])  # half a second each
-        ttft, itl = queue_latency(2.0 * load, leaves, 0.1, steps)
+        ttft, itl = queue_latency(2.0 * load, leaves, np.array([0.1]), steps)
         chance = load ** np.arange(12) * (1 - load) / (1 - load**12)
         number, served = chance @ np.arange(12), 2.0 * load * (1 - chance[-1])
         assert ttft == pytest.approx(number / served - 0.5 + 0.1)
         assert itl == pytest.approx(0.1)
+
+
+def test_a_batch_of_prompts_takes_as_long_as_they_do_one_by_one():
+    """Prompts alone, whatever the batch: an M/M/1/k queue of their seconds."""
+    own = facts(decodes=False, max_num_seqs=4, prompt_s=lambda n: 0.5)
+    best = make("llmd_latency:ttft=1e6", own).highest_rate(own, 100.0, 1.0)
+    assert best == pytest.approx(2.0, rel=1e-6)  # the queue is finite, and so is its wait
 
 
 def test_the_queue_model_asks_for_the_rate_over_the_highest_within_targets():
@@ -173,7 +180,7 @@ def test_the_queue_model_asks_for_the_rate_over_the_highest_within_targets():
     rule = make("llmd_latency:ttft=600,itl=50", own)
     told = {"prompt_tokens": 100.0, "output_tokens": 40.0}  # half a second each
     best = rule.highest_rate(own, 100.0, 40.0)
-    ttft, _ = queue_latency(best, np.array([2.0]), 0.1, np.array([0.01]))
+    ttft, _ = queue_latency(best, np.array([2.0]), np.array([0.1]), np.array([0.01]))
     assert ttft == pytest.approx(0.6, rel=1e-6)
     assert wish(rule, 0, view(1, arrived=100, **told), interval=10.0) == math.ceil(10 / best)
     slow = make("llmd_latency:ttft=600,itl=9", own)  # no rate keeps it

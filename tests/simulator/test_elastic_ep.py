@@ -40,6 +40,19 @@ def test_a_width_is_the_group_of_that_width(width, backend):
     assert same.summary["scaling"]["gpu_hours"] == pytest.approx(hours, rel=1e-6)
 
 
+def test_a_group_may_fill_a_node_in_part():
+    """Six engines on nodes of four: all pairs are there; all-to-alls are those of two nodes."""
+    config = ELASTIC.replace(gpus_per_node=4, all2all_backend="deepep_ht")
+    result = simulate(config.replace(autoscale="none:n=6"))
+    record = result.record
+    tokens = record.decode_steps["tokens"].sum() + record.decode_steps["chunk_tokens"].sum()
+    model = prepare(config).model
+    pairs = record.decode_group_steps["pairs"].sum()
+    assert pairs == tokens * model.top_k * model.n_moe_layers
+    assert record.decode_group_steps["between_bytes"].sum() > 0
+    assert set(record.decode_steps["worker"]) == set(range(6))
+
+
 def act(*deeds, **fields):
     """Run what is done to engines at times, s."""
     sim = Simulation(ELASTIC.replace(**fields), absent=[f"decode:{n}" for n in range(4, 8)])
@@ -171,7 +184,7 @@ def test_an_autoscaler_counts_engines():
         ({"fail": "decode:0@3"}, "enable_elastic_ep"),
         ({"min_workers": "3"}, "min_workers: 3 decode engines cannot hold 128"),
         ({"min_workers": "9"}, "min_workers"),
-        ({"min_workers": "0"}, "min_workers"),
+        ({"min_workers": "1"}, "min_workers"),
         ({"width_pause": -1}, "width_pause"),
     ],
 )
