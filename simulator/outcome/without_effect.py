@@ -225,11 +225,15 @@ def _of_faults(config: RunConfig, record: RunRecord) -> _Found:
 
 
 def _of_scaling(config: RunConfig) -> _Found:
+    elastic = any(pool.is_elastic for pool in config.pools)
+    if not elastic:
+        yield "width_pause", "no group changes its width (--enable-elastic-ep)"
     if not config.scales:
         for name in ("start_up", "prefill.start_up", "decode.start_up"):
             yield name, "nobody starts a worker (--autoscale)"
         for name in ScalingConfig.model_fields:
-            yield name, "there is no autoscaler (--autoscale)"
+            if not (elastic and name == "min_workers"):  # which says what a GPU holds
+                yield name, "there is no autoscaler (--autoscale)"
     rule = parse(config.autoscale, "autoscale").name
     if rule in _BEGIN:
         yield "initial_workers", f"{rule} says how many there are"

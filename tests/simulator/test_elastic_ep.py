@@ -40,6 +40,14 @@ def test_a_width_is_the_group_of_that_width(width, backend):
     assert same.summary["scaling"]["gpu_hours"] == pytest.approx(hours, rel=1e-6)
 
 
+def test_what_has_no_effect_is_named():
+    still = simulate(ELASTIC).summary["without_effect"]
+    assert not any("min_workers" in line for line in still)
+    fixed = {"enable_elastic_ep": False, "min_workers": "1", "autoscale": "none:n=1"}
+    named = simulate(ELASTIC.replace(**fixed, width_pause=1.0))
+    assert any("width_pause" in line for line in named.summary["without_effect"])
+
+
 def test_a_group_may_fill_a_node_in_part():
     """Six engines on nodes of four: all pairs are there; all-to-alls are those of two nodes."""
     config = ELASTIC.replace(gpus_per_node=4, all2all_backend="deepep_ht")
