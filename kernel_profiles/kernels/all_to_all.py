@@ -54,7 +54,7 @@ from eldr_sim.kernel_profiles.kernels import roofline
 from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency
 from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate, monotone_fit
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
-from eldr_sim.kernel_profiles.kernels.spikes import say, spikes
+from eldr_sim.kernel_profiles.kernels.spikes import say, say_behind, spikes
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Backend
 from eldr_sim.kernel_profiles.rounding import each
@@ -283,6 +283,8 @@ class _Curves:
         n_gpus = next((n for n in sizes if n >= self.node), sizes[-1])
         message, seconds = curves[operation, n_gpus]
         self._warn(latency.warnings[operation, n_gpus])
+        if table.source["label"] == "imported":
+            self._warn(say_behind(self.gpu.name, operation, n_gpus))
         self._record("all_to_all", table, n_gpus == self.node)
         return _from_zero(message * (n_gpus - 1) / n_gpus, seconds)
 

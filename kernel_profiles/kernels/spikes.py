@@ -13,6 +13,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 SPIKE = 1.5  #: a spike takes so many times as long as the slower of its two neighbours
+#: Rows that stay, and are named where results rest on their curve: of all shipped collectives of
+#: 1 MiB and more, those that take `SPIKE` times as long as on a GPU of slower links: the GPU, the
+#: operation and its GPUs; bytes, us, that other GPU, and its us. `behind_siblings` finds them.
+BEHIND = {
+    ("B200", "all_gather", 8): (2**24, 103.9, "H200", 66.9),
+    ("B300", "all_gather", 8): (2**24, 100.4, "H200", 66.9),
+}
 
 
 def spikes(seconds: ArrayLike) -> NDArray[np.bool_]:
@@ -25,6 +32,30 @@ def spikes(seconds: ArrayLike) -> NDArray[np.bool_]:
     found = np.zeros(len(times), np.bool_)
     found[1:-1] = times[1:-1] > SPIKE * np.maximum(times[:-2], times[2:])
     return found
+
+
+def behind_siblings(
+    sizes: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+    slower: tuple[NDArray[np.float64], NDArray[np.float64]],
+) -> NDArray[np.bool_]:
+    """Return which rows take `SPIKE` times as long as a sibling of slower links, from 1 MiB on.
+
+    ``sizes``, ``seconds``: shape [rows]: bytes and times; ``slower``: the same of the sibling.
+    """
+    theirs = np.interp(sizes, slower[0], slower[1])
+    return np.asarray((sizes >= 2**20) & (seconds > SPIKE * theirs))
+
+
+def say_behind(gpu: str, operation: str, n_gpus: int) -> list[str]:
+    """Return a warning where a shipped curve has a row in `BEHIND`."""
+    if (gpu, operation, n_gpus) not in BEHIND:
+        return []
+    size, us, sibling, theirs = BEHIND[gpu, operation, n_gpus]
+    return [
+        f"{operation} on {n_gpus} {gpu}: the row of {size:,} bytes takes {us:g} us, on {sibling}, "
+        f"whose links are slower, {theirs:g}"
+    ]
 
 
 def say(what: str, seconds: ArrayLike, sizes: ArrayLike, unit: str) -> list[str]:

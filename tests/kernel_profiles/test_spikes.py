@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency
-from eldr_sim.kernel_profiles.kernels.spikes import say, spikes
+from eldr_sim.kernel_profiles.kernels.spikes import BEHIND, behind_siblings, say, spikes
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.tables.library import find_table
 
@@ -56,3 +56,31 @@ def test_a_disturbed_row_of_deepep_does_not_price_the_rows_around_it():
     tokens = knots / knots[-1] * 65_536  # the most that was measured
     assert 445e-6 < np.interp(512, tokens, seconds) < 551e-6
     assert any("512 tokens is left out: 17,857.7 us" in warning for warning in made.warnings)
+
+
+def test_rows_slower_than_on_siblings_of_slower_links_are_those_that_are_named():
+    gpus = [load_gpu(name) for name in list_gpus()]
+    tables = {gpu.name: find_table("collective", gpu.name, dtype="float16") for gpu in gpus}
+    curves = {n: CollectiveLatency.from_table(t).curves for n, t in tables.items() if t}
+    links = {gpu.name: gpu.peer_bandwidth(8) for gpu in gpus}
+    found = {}
+    for name, own in curves.items():
+        for key, (sizes, seconds) in own.items():
+            for other in curves:
+                if links[other] >= links[name] or key not in curves[other]:
+                    continue
+                theirs = curves[other][key]
+                for at in np.flatnonzero(behind_siblings(sizes, seconds, theirs)):
+                    slower = round(1e6 * float(np.interp(sizes[at], *theirs)), 1)
+                    row = int(sizes[at]), round(1e6 * float(seconds[at]), 1), other, slower
+                    known = found.setdefault((name, *key), row)
+                    found[name, *key] = min(known, row, key=lambda r: r[3])
+    assert found == BEHIND
+
+
+def test_a_result_that_rests_on_such_a_row_names_it():
+    model = load_model("Qwen3-30B-A3B")
+    said = build_all_to_all(model, load_gpu("B200"), "allgather_alltoall", 8).warnings
+    assert any("16,777,216 bytes takes 103.9 us, on H200" in warning for warning in said)
+    assert not build_all_to_all(model, load_gpu("B200"), "nccl_alltoall", 8).warnings
+    assert not build_all_to_all(model, load_gpu("H200"), "allgather_alltoall", 8).warnings
