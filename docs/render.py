@@ -62,10 +62,12 @@ def judged(row: Row) -> tuple[str, str]:
             return "-", "-" if ours is None else "met"
         return "-", "within the noise" if ours <= (number(row["noise"]) or 0.0) else "missed"
     neutral: Any = {"none": None, "by unit": "by unit"}.get(row["neutral"], row["neutral"])
+    ends = number(row["ours_low"]), number(row["ours_high"])
     claim = Claim(
         row["claim"], low, high, ours, row["unit"], float(row["tolerance"]),
         stated=row["stated"] == "yes", given=row["role"] == "input",
         neutral=neutral if neutral in (None, "by unit") else float(neutral),
+        interval=None if ends[0] is None or ends[1] is None else (ends[0], ends[1]),
     )  # fmt: skip
     return claim.direction, claim.size
 
@@ -304,7 +306,7 @@ def take(rows: list[Row], page: str, folders: list[Path]) -> None:
                     rows.append(row | {"where": where, "command": command} | new | version)
                 else:
                     role = row["role"] if row["role"] == "error" else new["role"]
-                    row |= new | {"ours_low": "", "ours_high": "", "role": role} | version
+                    row |= new | {"role": role} | version
 
 
 def pages() -> list[Path]:

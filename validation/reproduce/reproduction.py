@@ -45,13 +45,15 @@ class Claim:
     neutral: float | Literal["by unit"] | None = "by unit"
     #: Whether the figure went into the simulator: an input is no claim, and has no verdict.
     given: bool = False
+    interval: tuple[float, ...] | None = None  #: ends of the 95% interval of ``ours``; may be NaN
 
     @property
     def direction(self) -> Literal["agrees", "no effect", "contradicts", "input", "-"]:
         """Whether our effect has the sign of the paper's.
 
-        ``no effect``: ours is less than a tenth of the least that the paper claims. A dash: the
-        claim has no direction (no neutral value, or a range around it), or no value of ours.
+        ``no effect``: ours is less than a tenth of the least that the paper claims, or its interval
+        has the neutral value. A dash: the claim has no direction (no neutral value, or a range
+        around it), or no value of ours.
         """
         if self.given:
             return "input"
@@ -61,7 +63,8 @@ class Claim:
         low, high, ours = (value - neutral for value in (self.low, self.high, self.ours))
         if low < 0.0 < high or low == high == 0.0:
             return "-"
-        if abs(ours) <= 0.1 * min(abs(low), abs(high)):
+        ends = self.interval or (ours + neutral,) * 2
+        if abs(ours) <= 0.1 * min(abs(low), abs(high)) or ends[0] <= neutral <= ends[1]:
             return "no effect"
         return "agrees" if (ours > 0.0) == (low + high > 0.0) else "contradicts"
 
@@ -196,6 +199,12 @@ def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]])
     return chosen or list(known)
 
 
+def _ends(claim: Claim) -> tuple[float | None, ...]:
+    """Return the ends of a claim's interval, if it has one."""
+    found = claim.interval
+    return (None, None) if found is None or np.isnan(found).any() else found
+
+
 def claims_table(reproductions: list[Reproduction]) -> pa.Table:
     """Return a row per claim: the paper's value, ours, and the verdicts on direction and size.
 
@@ -210,6 +219,7 @@ def claims_table(reproductions: list[Reproduction]) -> pa.Table:
                 "high": float(claim.high),
                 "stated": "yes" if claim.stated else "no",
                 "ours": claim.ours,
+                **dict(zip(("ours_low", "ours_high"), _ends(claim), strict=True)),
                 "unit": claim.unit,
                 "neutral": "none" if claim.neutral is None else str(claim.neutral),
                 "tolerance": claim.tolerance,

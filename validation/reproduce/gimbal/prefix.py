@@ -10,13 +10,7 @@ import numpy as np
 from eldr_sim.charts import bars
 from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
-from eldr_sim.validation.reproduce.gimbal.settings import (
-    FIELDS,
-    OUTPUTS,
-    Experiment,
-    lognormal,
-    spelled,
-)
+from eldr_sim.validation.reproduce.gimbal.settings import FIELDS, OUTPUTS, Experiment, lognormal
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, change, mean, percent
 
 #: Figure 11: vLLM's hits in five runs, and Gimbal's, the same in all.
@@ -99,9 +93,9 @@ def figure_11(experiment: Experiment) -> Reproduction:
         Claim("the paper's own five runs: t of the difference in hits (2.78 is significant at 5%)",
               2.78, math.inf, t, "", 0.0, f"p = {p:.2f}", stated=False),
         Claim("hits, Gimbal against round robin", paper, paper, hits.mean,
-              reason=f"{spelled(hits)}, {len(runs['gimbal'])} seeds; {_WHO}"),
+              reason=f"{len(runs['gimbal'])} seeds; {_WHO}", interval=hits[1:]),
         Claim("mean TTFT of the same runs", -100.0, 0.0, ttft.mean, tolerance=0.0,
-              reason=spelled(ttft), stated=False),
+              stated=False, interval=ttft[1:]),
     ]  # fmt: skip
     draw = bars(rows, "policy", ("hit_blocks", "mean_ttft_ms"))
     return Reproduction("figure_11", "Prefix-cache hits of returning users", rows, claims, draw)
@@ -110,14 +104,14 @@ def figure_11(experiment: Experiment) -> Reproduction:
 def figure_12(experiment: Experiment) -> Reproduction:
     """Prefix-cache hit rates of the same runs as Figure 11."""
     runs, rows = _measured(experiment)
-    rates = [
+    rates = t_interval([
         100 * (a["prefix_cache_hit_rate"] - b["prefix_cache_hit_rate"])
         for a, b in zip(runs["gimbal"], runs["round_robin"], strict=True)
-    ]
+    ])  # fmt: skip
     paper = GIMBAL_RATE - float(np.mean(VLLM_RATES))
     claims = [
-        Claim("hit rate, Gimbal less round robin", paper, paper, t_interval(rates).mean, "points",
-              0.1, f"{spelled(t_interval(rates))}; {_WHO}"),
+        Claim("hit rate, Gimbal less round robin", paper, paper, rates.mean, "points", 0.1, _WHO,
+              interval=rates[1:]),
     ]  # fmt: skip
     draw = bars(rows, "policy", ("hit_rate_%", "mean_ttft_ms"))
     return Reproduction("figure_12", "Hit rates of returning users", rows, claims, draw)

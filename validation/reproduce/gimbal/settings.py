@@ -159,9 +159,8 @@ def spelled(interval: Interval) -> str:
 def paired_claim(
     statement: str, low: float, high: float, found: Interval, reason: str = "", **more: Any
 ) -> Claim:
-    """Return a claim about a paired change; its interval stands in the reason."""
-    why = f"{spelled(found)}; {reason}" if reason else spelled(found)
-    return Claim(statement, low, high, found.mean, reason=why, **more)
+    """Return a claim about a paired change."""
+    return Claim(statement, low, high, found.mean, reason=reason, interval=found[1:], **more)
 
 
 def lognormal(rng: np.random.Generator, median: float, mean_: float, n: int) -> Ints:
