@@ -99,9 +99,9 @@ def test_counts_are_those_of_a_token_by_token_twin(case):
             slots = choice(name).choose(home, experts[:, layer], placement, layer, node)
             ranks = placement.rank[layer][slots]
             twin, activated = Twin(placement.n_ranks, gpus, "node"), set()
-            for own, row, chosen in zip(home, ranks.tolist(), experts[:, layer], strict=True):
+            for own, row, slot in zip(home, ranks.tolist(), slots.tolist(), strict=True):
                 twin.token(own, row)
-                activated |= set(zip(row, chosen.tolist(), strict=True))
+                activated |= set(zip(row, slot, strict=True))  # each with weights of its own
             far = [a // gpus != b // gpus for a, b in twin.sends]
             assert found.between[step, layer] == sum(far)
             assert found.inside[step, layer] == len(far) - sum(far)

@@ -13,12 +13,20 @@ from eldr_sim.validation.reproduce.grace import map as grace_map
 from eldr_sim.validation.reproduce.grace.evaluation import figures
 from eldr_sim.validation.reproduce.grace.figures import breadth, copied_everywhere
 from eldr_sim.validation.reproduce.grace.serving import _moved
-from eldr_sim.validation.reproduce.grace.settings import SOURCES, Cluster, Evaluation, gpu_of
+from eldr_sim.validation.reproduce.grace.settings import (
+    ACROSS,
+    OTHERS,
+    QWEN,
+    Cluster,
+    Evaluation,
+    gpu_of,
+    requests_of,
+)
 from eldr_sim.validation.reproduce.reproduction import Runner
 
 from ..workloads import make_workload
 
-GPT_OSS = SOURCES[3]
+GPT_OSS = OTHERS[0]
 
 
 def test_breadth_counts_partners_that_are_equally_common():
@@ -47,10 +55,17 @@ def test_fitted_and_judged_requests_are_apart():
     evaluation = Evaluation(range(1))
     trace = evaluation.trace(GPT_OSS.trace)
     assert trace.is_calibration[evaluation.calibration(GPT_OSS).requests].all()
-    one, other = SOURCES[0], SOURCES[1]
+    one, other = ACROSS
     assert (one.fitted_on[0], one.judged_on) == (other.judged_on, other.fitted_on[0])
     fitted = evaluation.calibration(one)
     assert {fitted.domains[d] for d in fitted.domain} == {"sharegpt"}
+    for source in QWEN:  # one data set, in two parts
+        trace, fitted = evaluation.trace(source.trace), evaluation.calibration(source)
+        judged = requests_of(trace, False, source.judged_on)
+        assert {trace.domains[d] for d in trace.domain[judged]} == set(source.fitted_on)
+        assert {fitted.domains[d] for d in fitted.domain} == set(source.fitted_on)
+        assert len(judged) > 0
+        assert not set(judged) & set(fitted.requests)
 
 
 def test_skew_of_groups(monkeypatch):

@@ -112,10 +112,8 @@ def measure(
             slot = choice.choose(home, ids, placement, layer, node)
             rank = placement.rank[layer][slot]
             pairs[step, layer] = np.bincount(rank.ravel(), minlength=n_ranks)
-            used = np.unique(slot)
-            held = placement.rank[layer][used], placement.expert[layer][used]
-            active = np.unique(np.stack(held), axis=1)[0]
-            activated[step, layer] = np.bincount(active, minlength=n_ranks)
+            on = placement.rank[layer][np.unique(slot)]  # each instance has weights of its own
+            activated[step, layer] = np.bincount(on, minlength=n_ranks)
             reached = np.zeros((n, n_ranks), np.int64)
             reached[every[:, None], rank] = 1
             nodes = reached.reshape(n, n_nodes, gpus).max(axis=2)

@@ -13,7 +13,7 @@ import numpy as np
 
 from eldr_sim.charts import bars
 from eldr_sim.planning.runs.shared_runs import Summary
-from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO
+from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO, counted
 from eldr_sim.validation.reproduce.grace.settings import (
     AFFINITY,
     DR_TAR,
@@ -52,12 +52,14 @@ def figure_4(evaluation: Evaluation, runner: Runner) -> Reproduction:
     for cluster in CLUSTERS:
         runs = _run(runner, cluster, evaluation.seeds)
         for scheme in SCHEMES:
-            layer = {p: evaluation.timed(REFERENCE, scheme, cluster, p) for p in PHASES}
+            layer = {p: counted(evaluation, REFERENCE, scheme, cluster, p) for p in PHASES}
             rows.append(
                 {"gpus": str(cluster), "scheme": scheme.label}
-                | {f"{phase}_layer_ms": 1e3 * t.total_s for phase, t in layer.items()}
-                | {f"{phase}_moe_ms": 1e3 * t.moe_s for phase, t in layer.items()}
-                | {f"{phase}_all_to_all_ms": 1e3 * t.all_to_all_s for phase, t in layer.items()}
+                | {
+                    f"{phase}_{part}": float(layer[phase][part].mean())
+                    for part in ("layer_ms", "moe_ms", "all_to_all_ms")
+                    for phase in PHASES
+                }
                 | {"e2e_ms": mean(runs[scheme], "mean_e2el_ms")}
                 | {"tpot_ms": mean(runs[scheme], "mean_tpot_ms")}
             )

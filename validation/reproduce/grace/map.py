@@ -30,7 +30,7 @@ from eldr_sim.validation.reproduce.grace.settings import (
     AFFINITY,
     DR_TAR,
     HG,
-    SOURCES,
+    OTHERS,
     TRACES,
     VANILLA,
     Evaluation,
@@ -88,7 +88,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     return [
         row
-        for source in SOURCES[3:]
+        for source in OTHERS
         for n in tokens
         for row in _cells(evaluation, source, n, _hardware(source, rates), fit=fit)
     ]
