@@ -93,6 +93,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "metro_sorted": "replicas.metro:MetroSorted",
         "optimal": "replicas.metro:Optimal",
         "time_aware": "replicas.metro:TimeAware",
+        "lplb": "replicas.levelled:Lplb",
+        "waterfill": "replicas.levelled:Waterfill",
+        "capped": "replicas.levelled:Capped",
     },
     "scaling": {
         "none": "scaling.metrics:Fixed",

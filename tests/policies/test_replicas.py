@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 from scipy.stats import chisquare
 
 from eldr_sim.errors import InputError
@@ -19,6 +20,7 @@ from eldr_sim.policies.replicas.base import ReplicaChoice
 from eldr_sim.policies.replicas.weighted import draws
 
 NAMES = ("even", "hash", "source", "weighted", "local_first")
+LEVELLED = ("lplb", "waterfill", "capped")
 
 
 def chosen(name, home, experts, placement, layer, node):
@@ -102,7 +104,7 @@ def test_the_rule_in_words(name, twin, case):
     assert chosen(name, *case).tolist() == list(twin(*case))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + LEVELLED)
 @given(case=cases())
 def test_every_pair_goes_to_an_instance_of_its_expert(name, case):
     _, experts, placement, layer, _ = case
@@ -133,7 +135,7 @@ def test_near_choices_send_no_pair_further_than_they_must(name, case):
 
 @given(cases(copies=0))
 def test_one_instance_each_leaves_no_choice(case):
-    slots = [chosen(name, *case).tolist() for name in NAMES]
+    slots = [chosen(name, *case).tolist() for name in NAMES + LEVELLED]
     assert all(other == slots[0] for other in slots)
 
 
@@ -248,3 +250,50 @@ def test_choices_by_name(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
     with pytest.raises(InputError, match=r"has no method choose\(tokens_home, experts, "):
         registry.names("replica")
+
+
+def fullest(name, case):
+    """Return the pairs of the fullest rank."""
+    slots = chosen(name, *case)
+    placement, layer = case[2], case[3]
+    return int(np.bincount(placement.rank[layer][slots].ravel(), minlength=1).max(initial=0))
+
+
+def least_fullest(experts, placement, layer):
+    """Return the linear programme's optimum: the fewest tokens on the fullest rank."""
+    tokens = np.bincount(experts.ravel(), minlength=placement.expert[layer].max() + 1)
+    of, on = placement.expert[layer], placement.rank[layer]
+    n, places = len(of), np.arange(len(of))
+    loads = np.zeros((placement.n_ranks, n + 1))
+    loads[on, places], loads[:, n] = 1.0, -1.0
+    sums = np.zeros((len(tokens), n + 1))
+    sums[of, places] = 1.0
+    cost = np.r_[np.zeros(n), 1.0]
+    return linprog(cost, A_ub=loads, b_ub=np.zeros(len(loads)), A_eq=sums, b_eq=tokens).fun
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_lplb_is_the_linear_programmes_optimum_but_for_whole_tokens(case):
+    _, experts, placement, layer, _ = case
+    best = least_fullest(experts, placement, layer)
+    copied = sum(n > 1 for n in Counter(placement.expert[layer].tolist()).values())
+    assert best - 1e-6 <= fullest("lplb", case) <= best + copied + 1e-2
+    assert fullest("lplb", case) <= fullest("waterfill", case) + copied
+
+
+def test_waterfill_levels_one_expert_over_what_its_ranks_have():
+    # Expert 0 on ranks 0 and 1, experts 1 and 2 on one of them each, with 2 and 6 of 18 tokens.
+    placement = Placement(np.array([[0, 0, 1, 2]]), np.array([[0, 1, 0, 1]]), 2)
+    experts = np.array([0] * 10 + [1] * 2 + [2] * 6)[:, None]
+    slots = chosen("waterfill", [0] * 18, experts, placement, 0, [0, 0])
+    assert Counter(slots.ravel().tolist()) == {0: 7, 1: 3, 2: 2, 3: 6}
+    assert Counter(slots[:10, 0][:5].tolist()) in ({0: 3, 1: 2}, {0: 4, 1: 1})  # mixed, not blocks
+
+
+def test_capped_leaves_the_first_instance_only_beyond_its_capacity():
+    placement = Placement(np.array([[0, 0, 1, 2]]), np.array([[0, 1, 0, 1]]), 2)
+    experts = np.array([0] * 10 + [1] * 2 + [2] * 6)[:, None]
+    for word, first in (("capped", 7), ("capped:capacity=1.2", 9), ("capped:capacity=2", 10)):
+        slots = chosen(word, [0] * 18, experts, placement, 0, [0, 0])
+        assert (slots[:10] == 0).sum() == first, word
