@@ -21,6 +21,7 @@ from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_t
 from eldr_sim.traces.routing.synthetic.presets import preset_model
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 from eldr_sim.validation.reproduce.metro import pareto, results, routing
+from eldr_sim.validation.reproduce.metro.choices import choices
 from eldr_sim.validation.reproduce.metro.drift import drift
 from eldr_sim.validation.reproduce.metro.locality import locality
 from eldr_sim.validation.reproduce.metro.results import Case, Dataset, Setup
@@ -28,7 +29,6 @@ from eldr_sim.validation.reproduce.metro.routing import Routing
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner
 
 _REAL_TRACE = "qwen3-30b-a3b"
-_SKEWS = (0.0, 0.5, 1.0, 2.0)
 
 
 class _Traces:
@@ -108,8 +108,10 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
     def recorded() -> Case:
         return traces.case(real, real.datasets[0], traces.of(real, real.datasets[0])[-1], shrink)
 
+    def simulated() -> list[tuple[Setup, Routing]]:
+        return [(s, traces.of(s, d)[0]) for s in results.SIMULATED for d in s.datasets]
+
     deepseek = results.SIMULATED[1]
-    batches = (32, 64, 256, 1024) if quick else (32, 64, 128, 256, 512, 1024, 4096)
     return {
         "figure_1": lambda: results.figure_1([figure_9(), figure_10()]),
         "figure_3": figure_3,
@@ -119,21 +121,17 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "figure_9": figure_9,
         "figure_10": figure_10,
         "figure_11": lambda: results.figure_11(runner, recorded(), ratios),
-        "figure_12": lambda: pareto.figure_12(
-            [(setup, traces.of(setup, d)[0]) for setup in results.SIMULATED
-             for d in setup.datasets], n_batches,
-        ),
+        "figure_12": lambda: pareto.figure_12(simulated(), n_batches),
         "figure_13": lambda: pareto.figure_13(
             results.SIMULATED[0],
             traces.of(results.SIMULATED[0], results.SIMULATED[0].datasets[0])[0], n_batches,
         ),
-        "replication": lambda: routing.against_none(
-            "replication", [*every(real), *every(deepseek)], "H100", batches, n_batches
-        ),
-        "skew": lambda: routing.against_none(
-            "skew",
-            [Routing(f"skew {s:g}", real.model, 8, traces.skewed(s), "code") for s in _SKEWS],
-            "H100", batches, n_batches,
+        "forms": lambda: pareto.forms(simulated(), recorded(), n_batches),
+        "choices": lambda: choices(
+            [*traces.of(real, real.datasets[0])[1:], traces.of(real, real.datasets[1])[1],
+             traces.of(deepseek, deepseek.datasets[0])[0],
+             Routing("experts' shares squared", real.model, 8, traces.skewed(2.0), "code")],
+            ((32, False), (256, False), (1024, False), (4096, True)),
         ),
         "drift": lambda: drift(runner, range(2 if quick else 5), 1 if quick else 4),
         "locality": lambda: locality(runner, quick),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.charts import bars, lines
+from eldr_sim.charts import bars
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
 from eldr_sim.kernel_profiles.models import load_model
@@ -31,17 +31,9 @@ from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.coactivation import ranges
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.streams import stream
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, grouped, percent
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent
 
 RATIOS = (1.125, 1.25, 1.5)
-#: The choices, by the paper's names for its own.
-CHOICES = {
-    "even": "EPLB",
-    "metro": "METRO",
-    "metro_sorted": "METRO, sorted",
-    "optimal": "optimal",
-    "time_aware": "by time",
-}
 
 
 @dataclass(frozen=True)
@@ -189,67 +181,3 @@ def _cells(rows: Sequence[dict[str, Any]], figure: str) -> dict[tuple[Any, ...],
 def _named(key: tuple[Any, ...]) -> str:
     routing, tokens, ratio = key
     return f"{routing}, {tokens} tokens, {ratio}x"
-
-
-def against_none(
-    name: str, routings: Sequence[Routing], gpu: str, batch_sizes: Sequence[int], n_batches: int
-) -> Reproduction:
-    """Every choice against one instance an expert, over batch, ratio and routing: not the paper's.
-
-    The paper's comparison is with EPLB's split. What a user who runs decode GPUs of their own has
-    to know is whether replicas help them at all.
-    """
-    rows: list[dict[str, Any]] = []
-    for routing in routings:
-        model = load_model(routing.model)
-        for batch in batch_sizes:
-            batches = routing.batches(batch, n_batches)
-            for ratio in (1.0, *RATIOS):
-                placement = routing.placement(ratio)
-                slots = placement.expert.shape[1] // routing.n_ranks
-                moe = rank_times(routing.model, gpu, routing.n_ranks, slots, max(batch_sizes))
-                for choice in CHOICES if ratio > 1 else ("even",):
-                    steps = route(routing, placement, choice, batches, moe)
-                    rows.append(
-                        {"routing": routing.name, "model": model.name, "gpus": routing.n_ranks}
-                        | {"tokens": batch, "ratio": ratio}
-                        | {"choice": choice if ratio > 1 else "none"}
-                        | {"busiest_experts": steps.busiest, "active_experts": steps.active}
-                        | {"busiest_pairs_over_mean": steps.pairs, "moe_us": steps.moe_us}
-                    )
-    none = {(r["routing"], r["tokens"]): r for r in rows if r["choice"] == "none"}
-    for row in rows:
-        base = none[row["routing"], row["tokens"]]
-        row["busiest_vs_none_%"] = percent(row["busiest_experts"], base["busiest_experts"])
-        row["moe_vs_none_%"] = percent(row["moe_us"], base["moe_us"])
-
-    claims = [
-        _no_worse_than_none(rows, choice, tokens)
-        for tokens in (batch_sizes[0], 256, 1024)
-        for choice in CHOICES
-    ]
-
-    own = grouped(rows, lambda row: (row["choice"], row["ratio"], row["tokens"]))
-    medians = [
-        {"choice": choice, "ratio": ratio, "tokens": tokens}
-        | {"MoE time, %": float(np.median([row["moe_vs_none_%"] for row in each]))}
-        for (choice, ratio, tokens), each in own.items()
-        if choice != "none"
-    ]
-    draw = lines(medians, "tokens", "MoE time, %", "choice", "ratio", xscale="log")
-    title = "every choice against no replication (not in the paper)"
-    return Reproduction(name, title, rows, claims, draw)
-
-
-def _no_worse_than_none(rows: Sequence[dict[str, Any]], choice: str, tokens: int) -> Claim:
-    """Say whether a choice is no slower than no replicas, as the median of routings and ratios."""
-    own = [r for r in rows if r["choice"] == choice and r["tokens"] == tokens]
-    each = {f"{r['routing']}, {r['ratio']}x": r["moe_vs_none_%"] for r in own}
-    experts = [r["busiest_vs_none_%"] for r in own]
-    least, most = min(each, key=lambda name: each[name]), max(each, key=lambda name: each[name])
-    return Claim(
-        f"{CHOICES[choice]}, {tokens} tokens: MoE time no longer than without replicas, median",
-        -100.0, 0.0, float(np.median(list(each.values()))), "%", 0.0,
-        f"{each[least]:+.1f}% ({least}) to {each[most]:+.1f}% ({most}); experts of the busiest GPU "
-        f"{min(experts):+.1f} to {max(experts):+.1f}%", stated=False,
-    )  # fmt: skip

@@ -1,0 +1,109 @@
+"""Beyond METRO's paper: every choice of copies that serving systems have, on the same steps.
+
+EPLB's placement, and steps without queues: recorded or drawn tokens spread over 8 H100 (DeepSeek-V3
+on 16), each step a decode step, or one of prompts. Times are a MoE layer's: the slowest GPU's
+experts, and dispatch and combine with DeepEP's copies. What choosing takes is not in them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.charts import lines
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.policies import registry
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.validation.reproduce.expert_traffic import Batch, layer_times, measure
+from eldr_sim.validation.reproduce.metro.routing import Routing, rank_times
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, grouped, spread
+
+#: Choices, and what tables call them.
+CHOICES = {
+    "even": "EPLB's split", "hash": "vLLM's hash", "source": "own GPU first", "metro": "METRO",
+    "metro_sorted": "METRO, sorted", "optimal": "fewest experts", "time_aware": "by time",
+    "lplb": "LPLB", "waterfill": "waterfill", "capped": "capacity-limited",
+}  # fmt: skip
+#: METRO's kernel and its like choose in decode steps alone; prompts keep EPLB's split.
+_DECODE_ONLY = ("metro", "metro_sorted", "optimal")
+RATIO = 1.125
+SEEDS = range(3)
+_NONE = "no copies"
+
+
+def choices(routings: Sequence[Routing], sizes: Sequence[tuple[int, bool]]) -> Reproduction:
+    """Return every choice against no copies.
+
+    ``sizes``: tokens of a step, and whether it computes prompts.
+    """
+    rows = [
+        row for routing in routings for size, prompts in sizes
+        for row in _rows(routing, size, prompts)
+    ]  # fmt: skip
+    medians = [
+        {"choice": choice, "tokens": size, "layer against no copies, %": float(np.median(
+            [row["layer_%"] for row in own]))}
+        for (choice, size), own in grouped(rows, lambda row: (row["choice"], row["tokens"])).items()
+    ]  # fmt: skip
+    claims = [
+        _no_worse(rows, choice, size, prompts)
+        for size, prompts in sizes
+        for choice in CHOICES.values()
+        if any(row["choice"] == choice and row["tokens"] == size for row in rows)
+    ]
+    draw = lines(medians, "tokens", "layer against no copies, %", "choice", xscale="log")
+    title = f"choices of copies at {RATIO} instances an expert (not in the paper)"
+    return Reproduction("choices", title, rows, claims, draw)
+
+
+def _rows(routing: Routing, size: int, prompts: bool) -> list[dict[str, Any]]:
+    """Return a row for each choice: time, busiest GPU's experts and tokens, with intervals."""
+    model, gpu, n = load_model(routing.model), load_gpu("H100"), routing.n_ranks
+    home = np.arange(size) * n // size
+    node = np.zeros(n, np.int64)
+    network = build_all_to_all(model, gpu, "deepep_ht", n, gpus_per_node=n)
+    found: dict[str, dict[str, list[float]]] = {}
+    for name in (_NONE, *(c for c in CHOICES if not (prompts and c in _DECODE_ONLY))):
+        placement = routing.placement(1.0 if name == _NONE else RATIO)
+        slots = placement.expert.shape[1] // n
+        moe = rank_times(routing.model, "H100", n, slots, size)
+        context = PolicyContext(1, np.random.default_rng(0), rank_moe=moe)
+        choice = registry.replica_choice("hash" if name == _NONE else name, context)
+        own: dict[str, list[float]] = {}
+        for seed in SEEDS:
+            (rows,) = routing.batches(size, 1, seed)
+            step = Batch(np.asarray(routing.trace.experts[rows]), home)
+            traffic = measure([step], placement, choice, node)
+            times = layer_times(traffic, moe, network, prompts=prompts)
+            figures = {
+                "layer": 1e6 * times.total_s, "moe": 1e6 * times.moe_s,
+                "experts": traffic.busiest_experts, "tokens_over_mean": traffic.load_max,
+            }  # fmt: skip
+            for figure, value in figures.items():
+                own.setdefault(figure, []).append(value)
+        found[CHOICES.get(name, name)] = own
+    return [
+        {"routing": routing.name, "gpus": n, "tokens": size, "choice": name}
+        | {"step": "prompts" if prompts else "decode"}
+        | {f"{figure}_us": float(np.mean(own[figure])) for figure in ("layer", "moe")}
+        | {f"busiest_{f}": float(np.mean(own[f])) for f in ("experts", "tokens_over_mean")}
+        | spread("layer_%", paired_percent(own["layer"], found[_NONE]["layer"]))
+        for name, own in found.items()
+    ]
+
+
+def _no_worse(rows: Sequence[dict[str, Any]], choice: str, size: int, prompts: bool) -> Claim:
+    """Say whether a choice is no slower than no copies, as the median of routings."""
+    own = {r["routing"]: r for r in rows if (r["choice"], r["tokens"]) == (choice, size)}
+    each = sorted(own, key=lambda name: own[name]["layer_%"])
+    median = own[each[len(each) // 2]]
+    said = ", ".join(f"{name} {own[name]['layer_%']:+.1f}" for name in (each[0], each[-1]))
+    what = "prompt tokens" if prompts else "sequences"
+    return Claim(
+        f"{choice}, {size:,} {what}: a layer takes less than without copies, median routing",
+        -100.0, -0.1, median["layer_%"], "%", 0.0, said, stated=False,
+        interval=(median["layer_%_low"], median["layer_%_high"]),
+    )  # fmt: skip
