@@ -72,8 +72,9 @@ def _command(name: str, module: str, paper: str, example: str, *options: Decorat
     reproduce.command(name)(together(_options, *options)(run))
 
 
-_command("metro", "metro", "METRO", "replication")
+_command("metro", "metro", "METRO", "choices")
 _command("grace", "grace", "GRACE-MoE", "map")
+_command("factorial", "factorial", "The papers' methods together", "factorial")
 _LOG = "Take lengths from a request log (BurstGPT, Azure, Mooncake)."
 _command("gimbal", "gimbal", "Gimbal", "sjf_sign", option("--log", None, _LOG, metavar="FILE"))
 _command("moe-prefill", "moe_prefill", "MoE-Prefill", "table_1")
