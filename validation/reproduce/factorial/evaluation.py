@@ -212,9 +212,9 @@ def score(runs: Runs, settings: Sequence[Setting], cell: Cell) -> float:
 
 
 def _logs(runs: Runs, setting: Setting, cell: Cell, metric: str) -> np.ndarray[Any, Any]:
-    return np.log([float(run[metric]) for run in runs[setting, cell]])  # type: ignore[arg-type]
+    return np.log([float(run[metric]) for run in runs[setting, cell]])
 
 
 def _percent(logs: np.ndarray[Any, Any]) -> list[float]:
     """Return differences of logarithms as changes, %."""
-    return (100.0 * np.expm1(logs)).tolist()  # type: ignore[no-any-return]
+    return [100.0 * float(value) for value in np.expm1(logs)]

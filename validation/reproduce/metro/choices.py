@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.charts import lines
+from eldr_sim.charts import field
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.models import load_model
@@ -43,18 +43,19 @@ def choices(routings: Sequence[Routing], sizes: Sequence[tuple[int, bool]]) -> R
         row for routing in routings for size, prompts in sizes
         for row in _rows(routing, size, prompts)
     ]  # fmt: skip
-    medians = [
-        {"choice": choice, "tokens": size, "layer against no copies, %": float(np.median(
-            [row["layer_%"] for row in own]))}
-        for (choice, size), own in grouped(rows, lambda row: (row["choice"], row["tokens"])).items()
-    ]  # fmt: skip
+    cells = grouped(rows, lambda row: (row["routing"], row["tokens"], row["step"]))
+    fastest = [
+        {"routing": routing, "tokens": f"{size:,} ({step})"}
+        | {"fastest": min(own, key=lambda row: row["layer_%"])["choice"]}
+        for (routing, size, step), own in cells.items()
+    ]
     claims = [
         _no_worse(rows, choice, size, prompts)
         for size, prompts in sizes
         for choice in CHOICES.values()
         if any(row["choice"] == choice and row["tokens"] == size for row in rows)
     ]
-    draw = lines(medians, "tokens", "layer against no copies, %", "choice", xscale="log")
+    draw = field(fastest, "tokens", "routing", "fastest", spell="{}")
     title = f"choices of copies at {RATIO} instances an expert (not in the paper)"
     return Reproduction("choices", title, rows, claims, draw)
 
