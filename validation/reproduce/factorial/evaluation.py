@@ -203,7 +203,9 @@ def joint_search(runs: Runs, settings: Sequence[Setting]) -> tuple[Cell, str]:
     own = [min(CELLS, key=lambda cell: score(runs, [s], cell)) for s in settings]
     counts = grouped(map(str, own), lambda name: name)
     said = ", ".join(f"{name} ({len(each)})" for name, each in counts.items())
-    return best, f"best in each of {len(settings)} settings: {said}"
+    charged = [cell for cell in CELLS if cell.replicas != "METRO free"]
+    known = min(charged, key=lambda cell: score(runs, settings, cell))
+    return best, f"by setting: {said}; of those with METRO at its published cost: {known}"
 
 
 def score(runs: Runs, settings: Sequence[Setting], cell: Cell) -> float:
