@@ -151,6 +151,11 @@ QWEN = tuple(
     Source(f"Qwen3-30B-A3B, {label}", "qwen3-30b-a3b", (domain,), domain)
     for label, domain in (("ShareGPT", "sharegpt"), ("random", "random"))
 )
+#: The paper does not say that the requests are others: here they are the same.
+SAME = tuple(
+    source._replace(label=f"{source.label}, the requests it was fitted on", split=False)
+    for source in QWEN
+)
 OTHERS = (Source("gpt-oss-20b", "gpt-oss-20b"), Source("reference-moe", "reference-moe"))
 ACROSS = (
     Source("Qwen3-30B-A3B, ShareGPT -> random", "qwen3-30b-a3b", ("sharegpt",), "random", False),
