@@ -36,6 +36,7 @@ from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.control.autoscaling import Autoscaling, ScalingRule
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.control import Control
+from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.control.placing import (
     elastic_groups,
     place_pool,
@@ -330,7 +331,7 @@ def build_cluster(
     elastic = elastic_groups(config, prepared, artifact, calibration)
     most = [each.most_instances(model.n_experts) for each in elastic]
     last_arrival = float(workload.arrival_s[-1])
-    return Cluster(
+    inputs = Inputs(
         spec,
         [pool.engine.parallelism.shard(model) for pool in spec.pools],
         workload,
@@ -359,6 +360,7 @@ def build_cluster(
         replica_policy=_replica_policy(config, prepared, placements, relocations),
         elastic=elastic,
     )
+    return Cluster(inputs)
 
 
 def _prefill_policy(config: RunConfig, prepared: PreparedRun, workload: Workload) -> RouterPolicy:

@@ -30,6 +30,7 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.simulator.control import cluster as cluster_module
 from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.plane import loop
 from eldr_sim.simulator.setup import prepare
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
@@ -279,7 +280,7 @@ def make_cluster(make_step_time):
                 )
             if n > 0:
                 routers.append(policy)
-        return Cluster(
+        inputs = Inputs(
             spec,
             [
                 SimpleNamespace(
@@ -297,6 +298,7 @@ def make_cluster(make_step_time):
             prompts,
             queue_keys,
         )
+        return Cluster(inputs)
 
     return make
 

@@ -171,8 +171,7 @@ class Actions:
         """Let a worker lose all it has."""
         cluster = self.cluster
         self.make_room()
-        if cluster.prefill_reports is not None:
-            cluster.prefill_reports.tell(at_once=True)
+        cluster.asking.hear(at_once=True)
         self._move_end(engines, np.inf)
         for request in [request for w in engines for request in self._done(w)]:
             self._complete(request)
@@ -258,7 +257,7 @@ class Actions:
 
     def _tell_lost_work(self, engines: range) -> None:
         """Let a router that counts tokens know that a worker has none to compute."""
-        reports = self.cluster.prefill_reports
+        reports = self.cluster.asking.reports
         if reports is not None and self.pools["reports"][self.pool_of[engines[0]]]:
             reports.tell(at_once=True)
             for w in engines:

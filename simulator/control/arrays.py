@@ -9,12 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.simulator.plane import state
-from eldr_sim.simulator.plane.sessions import Sessions
-from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, make_expert_loads
+from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.plane import loop, state
+from eldr_sim.simulator.plane.engine import make_workers
+from eldr_sim.simulator.plane.front_end import most_at_once
+from eldr_sim.simulator.plane.kv_cache import make_kv_cache
+from eldr_sim.simulator.plane.kv_manager import Engines
+from eldr_sim.simulator.plane.network import make_network
+from eldr_sim.simulator.plane.router import PolicyRouter
+from eldr_sim.simulator.plane.sessions import Sessions, make_sessions
+from eldr_sim.simulator.plane.steps.executor import make_scratch
+from eldr_sim.simulator.plane.steps.expert_loads import make_expert_loads
+from eldr_sim.simulator.plane.steps.expert_union import no_prompts
 from eldr_sim.simulator.plane.steps.group_state import (
     Groups,
-    Replicas,
     make_group_scratch,
     make_micro_batches,
     no_group,
@@ -23,7 +31,7 @@ from eldr_sim.simulator.plane.steps.group_state import (
 from eldr_sim.simulator.plane.steps.verify import Drafts, no_drafts
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.config_groups import LOOP, EngineConfig
-from eldr_sim.simulator.setup.replay import Replay
+from eldr_sim.simulator.setup.kv_tiers import make_tiers, prompt_table
 from eldr_sim.traces.workload import Workload
 
 _T = TypeVar("_T")
@@ -58,10 +66,9 @@ def with_joins(sessions: Sessions, joins: NDArray[np.int32] | None) -> Sessions:
     )
 
 
-def make_requests(
-    spec: ClusterSpec, workload: Workload, replay: Replay, window: tuple[float, float]
-) -> NDArray[np.void]:
+def make_requests(inputs: Inputs, workload: Workload) -> NDArray[np.void]:
     """Return the requests of a workload before they arrive: ``REQUEST [requests]``."""
+    spec, replay, window = inputs.spec, inputs.replay, inputs.window
     requests = np.zeros(len(workload), state.REQUEST)
     for name in state.REQUEST.names or ():
         if name.endswith("_s"):
@@ -104,6 +111,100 @@ def check_tables(engine: EngineSpec, longest: int) -> None:
             raise ValueError(
                 f"step times: {name} has {len(getattr(cost, name))} entries, not {last + 1}"
             )
+
+
+def make_run(
+    inputs: Inputs, requests: NDArray[np.void], routers: Sequence[PolicyRouter], decide: int
+) -> loop.Run:
+    """Return all that the loop works on; ``decide`` is the address of who is asked."""
+    spec, workload, n_workers = inputs.spec, inputs.workload, inputs.spec.n_workers
+    tokens, n_requests = requests["prompt_len"] + requests["output_len"], len(requests)
+    longest, engines = int(tokens.max(initial=0)), [pool.engine for pool in spec.pools]
+    for engine in engines:
+        check_tables(engine, min(longest, spec.max_model_len))
+    pools = make_pools(spec, inputs.shards, workload, inputs.prompts is not None)
+    pools["reports"] = routers[0].needs.blocks & (pools["router"] == 0)
+    reporting = (pools["first_worker"] + pools["n_workers"])[pools["reports"]].max(initial=0)
+    matches = workload.prefix_block_tokens and any(router.needs.matched for router in routers)
+    if matches and spec.signal_interval_s > 0:
+        reporting = n_workers
+    caching = bool(pools["prefix_caching"].any())
+    pool_of = np.repeat(np.arange(len(pools)), pools["n_workers"])
+    sessions = make_sessions(workload, inputs.window, spec.max_active_sessions)
+    sessions = with_joins(sessions, workload.joins)
+    clock, events = _first_events(requests, n_workers, sessions, inputs.window[1])
+    # Behind its places an engine has those of sequences that sit out, and one to move another.
+    most_seqs = max(engine.max_num_seqs for engine in engines)
+    places = most_seqs * (1 if all(e.rules.mixed_steps for e in engines) else 2)
+    places += int(any(e.rules.token_with_kv for e in engines))
+    most_pending = most_seqs + most_at_once(spec.front_end) + 1
+    if spec.reserves_early:  # perhaps for all at once
+        most_pending += n_requests
+    tiers = None
+    if spec.tiers and caching:
+        n_listed = int((tokens // spec.block_size).sum())
+        rates = link_rates(spec)
+        tiers = make_tiers(spec, inputs.shards, clock, n_listed, n_requests, rates)
+    masks = np.zeros((n_workers, 1, 0), np.uint64)
+    if inputs.expert_masks is not None:
+        masks = np.ascontiguousarray(inputs.expert_masks)
+    return loop.Run(
+        clock=clock,
+        events=events,
+        engines=Engines(
+            settings=_make_settings(inputs, routers, decide),
+            pools=pools,
+            pool_of=pool_of,
+            workers=make_workers(pools, pool_of),
+            sequences=np.zeros((n_workers, places), state.SEQUENCE),
+            requests=requests,
+            tables=np.zeros((n_requests, 2), state.BLOCK_TABLE),
+            kv=make_kv_cache(
+                workload,
+                spec.block_size,
+                max(engine.n_blocks for engine in engines),
+                n_workers if caching else 0,
+                int(reporting),
+                tiers,
+            ),
+            pending=np.zeros((most_pending, 2), np.int64),
+            sessions=sessions,
+            prompt_s=prompt_table(spec, longest),
+        ),
+        routers=of_all([router.arrays for router in routers]),
+        net=make_network(n_requests, link_rates(spec)),
+        reported=np.zeros((n_requests * len(routers), 2), np.int32),
+        bits=inputs.replay.bits,
+        masks=masks,
+        prompts=no_prompts() if inputs.prompts is None else inputs.prompts,
+        costs=of_all([engine.step_time.cost for engine in engines]),
+        drafts=of_all([make_drafts(engine) for engine in engines]),
+        scratch=make_scratch(
+            n_workers,
+            most_seqs,
+            max(engine.most_decoded for engine in engines),
+            spec.decode.step_time.n_moe_layers,
+            inputs.replay.bits.shape[1],
+        ),
+    )
+
+
+def _first_events(
+    requests: NDArray[np.void], n_workers: int, sessions: Sessions, end_s: float
+) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """Return the clock and the events of a run of which nothing has happened."""
+    clock = np.zeros(1, state.CLOCK)
+    clock["open_measured"] = int(requests["measured"].sum())
+    # At most one event a worker and kind, and what a request and its transfer schedule.
+    events = np.zeros(6 * len(requests) + 4 * n_workers + 64, state.EVENT)
+    if len(requests):
+        events[0] = float(requests["arrival_s"][0]), 0, state.ARRIVAL, 0
+        clock["n_events"] = 1
+    if len(sessions.waits) and np.isfinite(end_s):  # who comes in the window may not be known
+        events[1], clock["n_events"] = (end_s, 0, state.ARRIVAL, -1), 2
+        events[:2].sort(order=("time", "order"))
+        clock["open_measured"] += 1
+    return clock, events
 
 
 def make_pools(
@@ -152,16 +253,22 @@ def make_pools(
     return pools
 
 
-def make_settings(spec: ClusterSpec, workload: Workload) -> NDArray[np.void]:
-    """Return the constants of a run: ``SETTINGS [1]``; ``decide`` is still to be set."""
-    settings = np.zeros(1, state.SETTINGS)
+def _make_settings(
+    inputs: Inputs, routers: Sequence[PolicyRouter], decide: int
+) -> NDArray[np.void]:
+    """Return the constants of a run: ``SETTINGS [1]``."""
+    spec, settings = inputs.spec, np.zeros(1, state.SETTINGS)
     _fill(settings, spec)
     _fill(settings, spec.transfer)
     settings["routing_s"] += spec.handover_s
     for name, value in spec.conditional._asdict().items():
         settings[name] = value
     settings["front_end"] = spec.front_end is not None
-    settings["prefix_block_tokens"] = workload.prefix_block_tokens
+    settings["prefix_block_tokens"] = inputs.workload.prefix_block_tokens
+    settings["period"], settings["decide"] = inputs.replay.period, decide
+    settings["n_routers"] = len(routers)
+    if not any(r.policy is not None and (r.needs.signals or not r.tells_rules) for r in routers):
+        settings["signal_interval_s"] = -1.0
     return settings
 
 
@@ -192,18 +299,15 @@ def of_all(items: Sequence[_T]) -> tuple[_T, ...]:
     return (*items, *(items[0] for _ in range(state.MAX_POOLS - len(items))))
 
 
-def make_groups(
-    spec: ClusterSpec, masks: NDArray[np.uint64], replicas: Replicas | None,
-    loads: ExpertLoads | None, asks: bool, places: int,
-) -> Groups:  # fmt: skip
-    """Return what engines share.
-
-    ``asks``: whether a policy in Python chooses instances; ``places``: sequences of an engine.
-    """
-    n_workers, ranks, width = masks.shape
-    shared = replicas or no_replicas()
-    engines = [pool.engine for pool in spec.pools]
-    if asks:
+def make_groups(inputs: Inputs, arrays: loop.Run) -> Groups | None:
+    """Return what engines share; None where none do."""
+    engines = [pool.engine for pool in inputs.spec.pools]
+    groups = [engine.group for engine in engines if engine.group is not None]
+    if not groups:
+        return None
+    n_workers, ranks, width = arrays.masks.shape
+    shared, relocations = inputs.replicas or no_replicas(), inputs.relocations
+    if inputs.replica_policy is not None:  # it chooses instances in Python
         most = max(
             -(-max(e.most_decoded, e.max_num_batched_tokens) // e.group.ranks_per_engine)
             for e in engines
@@ -211,16 +315,15 @@ def make_groups(
         )
         instances = max(shared.rank.shape[3] - 1, 0)
         shared = shared._replace(asked=np.zeros((instances, ranks, most, width), np.uint64))
-    nodes = [-(-ranks // e.group.gpus_per_node) for e in engines if e.group is not None]
-    step_time, instances = spec.decode.step_time, shared.rank.shape[3]
-    most = max(e.group.micro_batches if e.group and e.group.ffn_ranks else 0 for e in engines)
+    nodes = max(-(-ranks // group.gpus_per_node) for group in groups)
+    step_time, instances = inputs.spec.decode.step_time, shared.rank.shape[3]
+    n_layers, n_experts = step_time.n_moe_layers, step_time.cost.n_experts
+    batches = max(group.micro_batches if group.ffn_ranks else 0 for group in groups)
+    places = arrays.engines.sequences.shape[1]
     return Groups(
         of_all([e.group or no_group() for e in engines]),
         shared,
-        make_group_scratch(
-            step_time.n_moe_layers, width, ranks, step_time.cost.n_experts, instances,
-            max(nodes, default=0),
-        ),
-        make_expert_loads(n_workers, 0) if loads is None else loads,
-        make_micro_batches(n_workers if most else 0, places, most, step_time.n_moe_layers),
-    )  # fmt: skip
+        make_group_scratch(n_layers, width, ranks, n_experts, instances, nodes),
+        make_expert_loads(n_workers, 0) if relocations is None else relocations.loads,
+        make_micro_batches(n_workers if batches else 0, places, batches, n_layers),
+    )

@@ -16,6 +16,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.fault_processes import leave, start_faults
+from eldr_sim.simulator.control.growth import grow, set_lengths
 from eldr_sim.simulator.control.record import (
     DRAINING,
     OFF,
@@ -170,9 +171,9 @@ class Control:
         cluster, clock = self.cluster, self._clock
         number, now = int(self._arrived[0]), float(self._env.now)
         if number == len(cluster.requests):
-            cluster.grow()
+            grow(cluster)
         if prompt_len is not None or output_len is not None:
-            cluster.set_lengths(number, prompt_len, output_len)
+            set_lengths(cluster, number, prompt_len, output_len)
         start, end = cluster.window
         cluster.requests["arrival_s"][number] = cluster.workload.arrival_s[number] = now
         if start <= now < end:
@@ -193,7 +194,7 @@ class Control:
         """Return the lengths of prompt and output of the workload's next request."""
         number = int(self._arrived[0])
         if number == len(self.cluster.requests):
-            self.cluster.grow()
+            grow(self.cluster)
         record = self.cluster.requests[number]
         return int(record["prompt_len"]), int(record["output_len"])
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.state import STEP_ORDER, STEP_START
+from eldr_sim.simulator.plane.state import BOUNDARY, STEP_ORDER, STEP_START
 
 
 @compiled()
@@ -74,6 +74,23 @@ def drop_first(clock: Any, events: Any) -> None:
         events[i] = events[below]
         i = below
     events[i] = events[n]
+
+
+@compiled()
+def wake(clock: Any, events: Any, workers: Any, w: int) -> None:
+    """Schedule a boundary at the end of the step in progress, or now if the worker is idle."""
+    at = max(clock[0].now, workers[w].next_start)
+    if at != workers[w].wake:
+        workers[w].wake = at
+        schedule(clock, events, at, BOUNDARY, w)
+
+
+@compiled()
+def leave(clock: Any, engines: Any, what: int, request: int) -> None:
+    """Leave something about a request to be done when the event is over: see `loop.drain`."""
+    tail = clock[0].pending_tail
+    engines.pending[tail, 0], engines.pending[tail, 1] = what, request
+    clock[0].pending_tail = tail + 1
 
 
 # --- from outside ---

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.kernels.front_end import FrontEndLatency
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.engine import leave
-from eldr_sim.simulator.plane.events import schedule
+from eldr_sim.simulator.plane.events import leave, schedule
 from eldr_sim.simulator.plane.kv_manager import Engines
-from eldr_sim.simulator.plane.state import COLLECTED, READ, TOKENIZED
+from eldr_sim.simulator.plane.state import COLLECTED, PENDING_ROUTE, READ, TOKENIZED
 
 Mode = Literal["microbatch_sequential", "microbatch_parallel", "thread_pool"]
 SEQUENTIAL, PARALLEL, POOL = map(np.int64, range(3))
@@ -34,8 +33,6 @@ _MODES: dict[Mode, np.int64] = {
     "microbatch_parallel": PARALLEL,
     "thread_pool": POOL,
 }
-#: Left to be done when an event is over, beside what engines and `loop` leave: ask the router.
-PENDING_ROUTE = np.int64(3)
 _IDLE, _COLLECTING, _BUSY = map(np.int64, range(3))
 
 _SETTINGS = np.dtype(

@@ -51,6 +51,12 @@ def side_of(engines: Engines, w: int) -> Any:
 
 
 @compiled()
+def only_prompts(engines: Engines, w: int) -> Any:
+    """Whether a worker computes prompts and nothing else."""
+    return bool(engines.pools[engines.pool_of[w]].then != HERE)
+
+
+@compiled()
 def fits(engines: Engines, w: int, blocks: int) -> Any:
     """Whether ``blocks`` are free beside those that the batch needs for its next tokens."""
     spare, worker = n_free(engines.workers, w) - blocks, engines.workers[w]

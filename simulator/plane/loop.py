@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
 from eldr_sim.simulator.plane import network
+from eldr_sim.simulator.plane.admission import blocks_are_pulled, blocks_have_come, fetch
 from eldr_sim.simulator.plane.choose import (
     HOLD,
     RETURN,
@@ -53,29 +54,10 @@ from eldr_sim.simulator.plane.choose import (
     publish,
 )
 from eldr_sim.simulator.plane.compiled import ask, compiled
-from eldr_sim.simulator.plane.engine import (
-    PENDING_END,
-    PENDING_HAND_OVER,
-    PENDING_PROMPT,
-    blocks_are_pulled,
-    blocks_have_come,
-    boundary,
-    fetch,
-    leave,
-    leave_stages,
-    take,
-    wake,
-)
+from eldr_sim.simulator.plane.engine import boundary, leave_stages, take
 from eldr_sim.simulator.plane.entry import stays
-from eldr_sim.simulator.plane.events import drop_first, schedule
-from eldr_sim.simulator.plane.front_end import (
-    PENDING_ROUTE,
-    FrontEnd,
-    on_collected,
-    on_read,
-    on_tokenized,
-    send,
-)
+from eldr_sim.simulator.plane.events import drop_first, leave, schedule, wake
+from eldr_sim.simulator.plane.front_end import FrontEnd, on_collected, on_read, on_tokenized, send
 from eldr_sim.simulator.plane.kv_cache import blocks_of, release, withdraw
 from eldr_sim.simulator.plane.kv_manager import Engines, publish_tokens, side_of
 from eldr_sim.simulator.plane.removal import give_back, remove
@@ -89,6 +71,11 @@ from eldr_sim.simulator.plane.state import (
     LOADED,
     NO_KV_ROOM,
     OVER_BUDGET,
+    PENDING_DISPATCH,
+    PENDING_END,
+    PENDING_HAND_OVER,
+    PENDING_PROMPT,
+    PENDING_ROUTE,
     PROMPT_END,
     PUBLISH,
     READ,
@@ -111,7 +98,6 @@ _NOTHING = np.int64(-1)  # the event of a wake
 #: Why `advance` returned: nothing is left before ``until``, all measured requests have ended,
 #: enough has happened for now, a log is full, a router's arrays are others now, or it has failed.
 UNTIL, ENDED, PAUSED, FULL, OTHERS, FAILED = map(np.int64, range(6))
-_PENDING_DISPATCH = np.int64(2)  # beside those of the engine: a router decides who goes on
 
 
 class Run(NamedTuple):
@@ -360,10 +346,10 @@ def drain(
             _report(clock, events, engines, routers, reported, request)
             delay = settings.routing_s + settings.routing_token_s * requests[request].prompt_len
             if delay == 0.0:
-                engines.pending[head, 0] = _PENDING_DISPATCH
+                engines.pending[head, 0] = PENDING_DISPATCH
                 continue
             schedule(clock, events, clock[0].now + delay, DISPATCH, request)
-        elif what == _PENDING_DISPATCH and requests[request].reserved >= 0:
+        elif what == PENDING_DISPATCH and requests[request].reserved >= 0:
             requests[request].source = requests[request].worker
             requests[request].worker = requests[request].reserved
             requests[request].reserved = -1
@@ -487,7 +473,7 @@ def advance(world: World, until: float, n_events: int) -> Any:
         elif kind == ARRIVAL:
             arrive(clock, events, engines, subject)
         elif kind == DISPATCH:
-            leave(clock, engines, _PENDING_DISPATCH, subject)
+            leave(clock, engines, PENDING_DISPATCH, subject)
         elif kind == REPORT:
             n = engines.workers.shape[0]
             _hear(clock, engines, routers, run.reported, subject // n, subject % n)

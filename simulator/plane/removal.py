@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.engine import wake
+from eldr_sim.simulator.plane.events import wake
 from eldr_sim.simulator.plane.kv_cache import blocks_of, release
 from eldr_sim.simulator.plane.kv_loads import have_come
 from eldr_sim.simulator.plane.kv_manager import Engines, side_of

@@ -362,6 +362,12 @@ ARRIVAL, BOUNDARY, STEP_START, DISPATCH, TRANSFER_START, TRANSFER_END, REPORT, P
     np.int64, range(8)
 )
 PROMPT_END = np.int64(8)
+#: What an event leaves to be done when it is over, beside the request, see `loop.drain`: its end,
+#: or it goes on from where its prompt was computed, a router decides where, it has been read by the
+#: front end, it waits for who computes its prompt.
+PENDING_END, PENDING_HAND_OVER, PENDING_DISPATCH, PENDING_ROUTE, PENDING_PROMPT = map(
+    np.int64, range(5)
+)
 #: Of the front end, see `front_end`.
 READ, COLLECTED, TOKENIZED = map(np.int64, range(9, 12))
 LOADED = np.int64(12)  # KV blocks have come from tiers

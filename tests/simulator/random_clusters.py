@@ -21,6 +21,7 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import Needs, PolicyContext, RouterPolicy
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.plane.front_end import FrontEndSpec, Mode
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
 from eldr_sim.simulator.setup.config_groups import EngineConfig
@@ -244,7 +245,7 @@ def cluster_of(*, spec, model, prefill_policy, decode_policy, **arguments):
     policies = [prefill_policy] if spec.n_prefill else []
     policies += [decode_policy] if spec.n_decode else []
     shards = [model] * len(spec.pools)
-    return Cluster(spec=spec, shards=shards, policies=policies, **arguments)
+    return Cluster(Inputs(spec=spec, shards=shards, policies=policies, **arguments))
 
 
 def random_cluster(

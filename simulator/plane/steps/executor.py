@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.plane.compiled import compiled, execute
-from eldr_sim.simulator.plane.engine import wake
-from eldr_sim.simulator.plane.events import schedule_step
+from eldr_sim.simulator.plane.events import schedule_step, wake
 from eldr_sim.simulator.plane.kv_cache import blocks_of, n_free, take_blank
 from eldr_sim.simulator.plane.kv_manager import Engines, blocks_needed, keep_tokens, slots_of
 from eldr_sim.simulator.plane.state import HERE
@@ -44,6 +43,17 @@ class Scratch(NamedTuple):
     later: NDArray[np.int64]  #: ``[1]``: experts of a draft pass
     draft_s: NDArray[np.float64]  #: ``[workers]``: what drafting takes
     needed: NDArray[np.int64]  #: ``[workers]``: KV blocks that its next tokens need
+
+
+def make_scratch(
+    n_workers: int, most_seqs: int, most_decoded: int, n_layers: int, width: int
+) -> Scratch:
+    """Return the memory of steps of engines that run and decode so many at most."""
+    sizes: dict[str, int] = dict.fromkeys(Scratch._fields, n_workers)
+    sizes |= {"rows": most_decoded, "cached": most_seqs, "new": most_seqs, "union": width}
+    sizes |= {"activated": n_layers or 1, "later": 1}
+    types = {"union": np.uint64, "draft_s": np.float64}
+    return Scratch(**{name: np.zeros(n, types.get(name, np.int64)) for name, n in sizes.items()})
 
 
 @compiled()

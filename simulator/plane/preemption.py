@@ -1,0 +1,134 @@
+"""Who goes when running sequences lack KV blocks, and when who went comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.kv_cache import release
+from eldr_sim.simulator.plane.kv_manager import (
+    Engines,
+    fits,
+    keep_tokens,
+    publish_tokens,
+    release_context,
+    side_of,
+)
+from eldr_sim.simulator.plane.state import OF_SHARE
+
+_NONE = np.int64(0)
+_RETRACTED = np.int64(20)  # tokens that SGLang reserves for each sequence when it retracts some
+
+
+@compiled()
+def preempt(clock: Any, engines: Engines, w: int) -> None:
+    """Take sequences back until the others have the blocks they need."""
+    worker, sequences, preempts = engines.workers[w], engines.sequences, False
+    while not fits(engines, w, _NONE):
+        preempts = True
+        victim = _victim(engines, w)
+        request = sequences[w, victim].request
+        worker.chunk_tokens -= sequences[w, victim].chunk
+        record = engines.requests[request]
+        if victim >= worker.batch:
+            worker.prefilling -= 1
+            release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
+        else:
+            worker.batch -= 1
+            worker.tokens -= sequences[w, victim].tokens
+            record.generated = record.output_len - sequences[w, victim].tokens_left
+            if victim > worker.batch - worker.joined:  # without a step since it joined
+                worker.joined -= 1
+            elif victim < worker.rested:  # without a token for longer
+                worker.rested -= 1
+            else:
+                record.last_token_s = clock[0].now
+            context = record.prompt_len - 1 + record.generated
+            worker.context -= context
+            publish_tokens(engines, w, request, context)
+            keep_tokens(engines, w, request, context, clock[0].now)
+            release_context(engines, w, request, context + sequences[w, victim].free_slots)
+        for i in range(victim, worker.batch + worker.prefilling):
+            sequences[w, i] = sequences[w, i + 1]
+        record.preemptions += 1
+        worker.n_waiting += 1
+        worker.waiting_tokens += record.prompt_len + record.generated
+        append_preempted(engines, w, request)
+    if preempts and engines.pools[engines.pool_of[w]].reserve == OF_SHARE:
+        _raise_share(engines, w)
+
+
+@compiled()
+def _raise_share(engines: Engines, w: int) -> None:
+    """Reserve as much as the running sequences have needed so far, and 20 tokens of each more."""
+    worker, got, wanted = engines.workers[w], 0.0, 1.0
+    for i in range(worker.batch):
+        most = engines.requests[engines.sequences[w, i].request].output_len
+        got += float(most - engines.sequences[w, i].tokens_left + _RETRACTED)
+        wanted += float(most)
+    worker.share = min(1.0, got / wanted)
+
+
+@compiled()
+def _victim(engines: Engines, w: int) -> Any:
+    """Return the running sequence to preempt.
+
+    The last one joined, that of the highest key, or, where one stays, that of the fewest outputs,
+    of equal ones the one of the longest prompt.
+    """
+    worker, sequences, requests = engines.workers[w], engines.sequences, engines.requests
+    last = worker.batch + worker.prefilling - 1
+    victim = last
+    if engines.pools[engines.pool_of[w]].fewest_first and worker.batch > 1:
+        victim, fewest, longest = _NONE, np.int64(-1), _NONE
+        for i in range(worker.batch):
+            record = requests[sequences[w, i].request]
+            outputs, prompt = record.output_len - sequences[w, i].tokens_left, record.prompt_len
+            if fewest < 0 or outputs < fewest or (outputs == fewest and prompt > longest):
+                victim, fewest, longest = np.int64(i), outputs, prompt
+        return victim
+    if not engines.pools[engines.pool_of[w]].preempt_by_key:
+        return last
+    for i in range(last):
+        if _comes_first(requests, sequences[w, victim].request, sequences[w, i].request):
+            victim = np.int64(i)
+    return victim
+
+
+@compiled()
+def _comes_first(requests: Any, one: int, other: int) -> Any:
+    """Whether a request comes before another in the queue order, then by arrival."""
+    if requests[one].queue_key != requests[other].queue_key:
+        return requests[one].queue_key < requests[other].queue_key
+    return one < other
+
+
+@compiled()
+def comes_back_first(engines: Engines, w: int, lost: int, new: int) -> Any:
+    """Whether who was preempted comes before who is new: by key, or by when it was queued."""
+    requests, pool = engines.requests, engines.pools[engines.pool_of[w]]
+    if pool.preempt_by_key:
+        return _comes_first(requests, lost, new)
+    return requests[lost].ticket < requests[new].ticket
+
+
+@compiled()
+def append_preempted(engines: Engines, w: int, request: int) -> None:
+    """Put a request before the other preempted ones, behind all, or where its key belongs."""
+    worker, requests, pool = engines.workers[w], engines.requests, engines.pools[engines.pool_of[w]]
+    before, behind = np.int64(-1), worker.preempted_head
+    if pool.fewest_first:
+        worker.n_queued += 1
+        requests[request].ticket = worker.n_queued
+        while behind >= 0:
+            before, behind = behind, requests[behind].next
+    elif pool.preempt_by_key:
+        while behind >= 0 and _comes_first(requests, behind, request):
+            before, behind = behind, requests[behind].next
+    requests[request].next = behind
+    if before < 0:
+        worker.preempted_head = request
+    else:
+        requests[before].next = request
