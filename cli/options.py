@@ -142,7 +142,7 @@ def _known(given: dict[str, Any]) -> dict[str, Any]:
 
 def served(config: RunConfig, policies: list[str]) -> list[str]:
     """Return the decode policies that a model can have, and say which are left out."""
-    from eldr_sim.simulator.setup.prepare import servable  # takes long to import
+    from eldr_sim.simulator.setup.run_routing import servable  # takes long to import
 
     found = servable(config, policies)
     if left := [word for word in policies if word not in found]:

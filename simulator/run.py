@@ -57,7 +57,7 @@ from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
 from eldr_sim.simulator.setup.fault_spellings import planned
 from eldr_sim.simulator.setup.log_part import check_window, log_of, part_of
-from eldr_sim.simulator.setup.prepare import PreparedRun, hold_instances, prepare, texts_of
+from eldr_sim.simulator.setup.prepare import PreparedRun, prepare
 from eldr_sim.simulator.setup.replay import (
     Replay,
     make_replicas,
@@ -65,7 +65,9 @@ from eldr_sim.simulator.setup.replay import (
     prompt_rows,
     rank_masks,
 )
+from eldr_sim.simulator.setup.run_routing import texts_of
 from eldr_sim.simulator.setup.scaling_facts import scaling_facts
+from eldr_sim.simulator.setup.shared_experts import hold_instances
 from eldr_sim.simulator.setup.shared_replay import replay_of
 from eldr_sim.simulator.setup.streaming import work_of
 from eldr_sim.traces.prompts import PromptSignatures, no_signatures

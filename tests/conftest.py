@@ -32,7 +32,7 @@ from eldr_sim.simulator.control import cluster as cluster_module
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.plane import loop
-from eldr_sim.simulator.setup import prepare
+from eldr_sim.simulator.setup import run_routing
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
 from eldr_sim.simulator.setup.config_groups import EngineConfig
 from eldr_sim.simulator.setup.replay import Replay
@@ -62,17 +62,17 @@ def embedded_routing():
     """
     embedded = open_trace("reference-moe")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "drawn_trace", lambda model, shape, domains, band: embedded)
+        patch.setattr(run_routing, "drawn_trace", lambda model, shape, domains, band: embedded)
         yield
 
 
 @pytest.fixture
 def drawn_routing(monkeypatch):
     """Draw the routing of runs that name none: where the default is the subject."""
-    monkeypatch.setattr(prepare, "drawn_trace", drawn_trace)
-    prepare._drawn.cache_clear()
+    monkeypatch.setattr(run_routing, "drawn_trace", drawn_trace)
+    run_routing._drawn.cache_clear()
     yield
-    prepare._drawn.cache_clear()
+    run_routing._drawn.cache_clear()
 
 
 @dataclass

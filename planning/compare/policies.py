@@ -19,7 +19,7 @@ from eldr_sim.simulator.outcome.headline import Headline, Shown
 from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.paths import portable
-from eldr_sim.simulator.setup.prepare import servable
+from eldr_sim.simulator.setup.run_routing import servable
 
 #: Policies that balance load and ignore experts (ELDR section 6, baselines).
 LOAD_BALANCERS = ("random", "round_robin", "jsq", "p2c")

@@ -24,7 +24,7 @@ from eldr_sim.simulator.setup.config_groups import (
     WorkloadConfig,
 )
 from eldr_sim.simulator.setup.kv_tiers import parse_sizes
-from eldr_sim.simulator.setup.prepare import servable
+from eldr_sim.simulator.setup.run_routing import servable
 
 DRAFTS = "drafts"  #: drafts of ``speculative_config``, 0 for none: an axis that is no field
 #: Fields of a cluster's shape and of what is asked for: of the run, and also of a pool.

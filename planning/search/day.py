@@ -41,7 +41,7 @@ from eldr_sim.policies.choice import Parameters, parse, spell
 from eldr_sim.policies.scaling.base import Autoscaler
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.prepare import trace_of
+from eldr_sim.simulator.setup.run_routing import trace_of
 
 #: Rules that are tried where none is named: they know no future.
 RULES = ("seconds", "hpa", "keda", "llmd_saturation", "dynamo_load", "dynamo_throughput")

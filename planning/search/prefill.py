@@ -43,7 +43,8 @@ from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.config_groups import NO_PART
-from eldr_sim.simulator.setup.prepare import prepare, routing_of
+from eldr_sim.simulator.setup.prepare import prepare
+from eldr_sim.simulator.setup.run_routing import routing_of
 
 BACKENDS: tuple[Backend, ...] = ("nccl_alltoall", "deepep_ht", "allgather_reducescatter")
 BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)  #: token budgets to choose from

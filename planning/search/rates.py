@@ -19,7 +19,7 @@ from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.config_groups import NO_PART
-from eldr_sim.simulator.setup.prepare import trace_of
+from eldr_sim.simulator.setup.run_routing import trace_of
 
 LEAST_REQUESTS = 100  #: fewest expected requests of a run that estimates a share such as 99%
 TOLERANCE = 0.01  #: largest relative distance between the rate returned and one that misses

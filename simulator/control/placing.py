@@ -20,7 +20,8 @@ from eldr_sim.simulator.control.relocation import (
 )
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.elastic import least_engines
-from eldr_sim.simulator.setup.prepare import PreparedRun, sharing
+from eldr_sim.simulator.setup.prepare import PreparedRun
+from eldr_sim.simulator.setup.shared_experts import sharing
 from eldr_sim.simulator.setup.start_up import start_up_parts
 from eldr_sim.traces.routing.calibration import CalibrationSet
 from eldr_sim.traces.streams import stream

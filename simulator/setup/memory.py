@@ -12,7 +12,9 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.pools import Engine
+from eldr_sim.simulator.setup.speculation import Speculation
 
 
 class StreamedExperts(NamedTuple):
@@ -133,3 +135,46 @@ def kv_blocks(
         )
         raise InputError("block_size", problem, "a smaller block")
     return blocks
+
+
+def windows_of(config: RunConfig, model: ModelDims) -> WindowBlocks:
+    """Return what the sliding windows of a request take; nothing where they keep all."""
+    whole = config.disable_hybrid_kv_cache_manager
+    if whole or (whole is None and config.n_prefill):
+        return NO_WINDOWS
+    return window_blocks(model, config.block_size)
+
+
+def pool_blocks(
+    config: RunConfig,
+    engine: Engine,
+    share: float,
+    model: ModelDims,
+    gpu: GPU,
+    parallelism: Parallelism,
+    instances: int,
+    activation_bytes: int = 0,
+    speculation: Speculation | None = None,
+) -> int:
+    """Return the KV blocks of a pool's engine whose GPUs hold so many expert instances.
+
+    ``share``: of a GPU's memory, as `kv_blocks` reads it; ``activation_bytes``: beyond what the
+    engine reserves.
+    """
+    if parallelism.ffn_ranks:
+        check_experts_fit(model, gpu, 1.0 if engine == "trtllm" else share, instances)
+        instances = 0
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
+    return kv_blocks(
+        model,
+        gpu,
+        share,
+        config.block_size,
+        parallelism,
+        instances,
+        engine,
+        activation_bytes + (0 if speculation is None else speculation.draft.weight_bytes),
+        windows_of(config, model),
+        0 if speculation is None else speculation.draft.kv_bytes_per_token,
+    )

@@ -153,10 +153,10 @@ def _forked(commands: list[list[str]], folder: Path) -> list[str]:
         own.mkdir(exist_ok=True)
         process = os.fork()
         if process == 0:
-            from eldr_sim.simulator.setup import prepare
+            from eldr_sim.simulator.setup import run_routing
 
             try:
-                prepare._drawn.cache_clear()
+                run_routing._drawn.cache_clear()
                 (own / "told").write_text(ended(argv, own)[0])
             finally:
                 os._exit(0)

@@ -1,0 +1,119 @@
+"""What every worker of a pool is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.kernel_profiles.tables.format import load_tables
+from eldr_sim.kernel_profiles.tables.library import note_use, noting_use
+from eldr_sim.policies.placement.base import ExpertGroup
+from eldr_sim.simulator.setup.cluster_spec import EngineSpec
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.elastic import redundant_experts
+from eldr_sim.simulator.setup.engines import default_budget, default_seats, memory_share, rules_of
+from eldr_sim.simulator.setup.memory import pool_blocks
+from eldr_sim.simulator.setup.pools import WorkerPool
+from eldr_sim.simulator.setup.run_routing import texts_of, trace_of
+from eldr_sim.simulator.setup.shared_experts import check_disaggregated, check_experts, sharing
+from eldr_sim.simulator.setup.speculation import speculation_of
+from eldr_sim.simulator.setup.start_up import start_up_parts
+from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_layout
+
+
+def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineSpec:
+    """Return what every worker of a pool is: settings that are not given are its engine's."""
+    pool = workers.own
+    assert pool.gpu is not None
+    gpu, parallelism = load_gpu(pool.gpu), pool.parallelism
+    engine, n_engines = pool.engine or config.engine, parallelism.data_parallel_size
+    budget = pool.max_num_batched_tokens or default_budget(engine, gpu, n_engines)
+    rules = rules_of(engine, config, budget, n_engines)
+    drafts = pool.speculative_config
+    each = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
+    seats = default_seats(engine, gpu, n_engines)
+    max_num_seqs = pool.max_num_seqs or max(1, min(seats, budget // each))
+    if max_num_seqs * each > budget:
+        tokens = "" if each == 1 else f" of {each} tokens each"
+        problem = f"{budget} is below max_num_seqs {max_num_seqs}{tokens}"
+        raise InputError("max_num_batched_tokens", problem, f"{max_num_seqs * each} or more")
+    parallelism.check(model)
+    if parallelism.ffn_ranks:
+        check_disaggregated(config, workers)
+    ranks = parallelism.n_expert_ranks
+    check_experts(pool, workers.name)
+    redundant = pool.num_redundant_experts or 0
+    if workers.is_elastic:
+        redundant = redundant_experts(config, workers, model)
+    layout = prompt_layout(config, workers, model, gpu, parallelism, budget)
+    experts = None if layout is None else layout.experts
+    slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
+
+    longest = config.max_model_len or model.max_position_embeddings
+
+    def build(
+        dims: ModelDims,
+        of: Parallelism,
+        host_s: float | None,
+        linears: Sequence[tuple[int, int]] = (),
+    ) -> StepTimeModel:
+        if host_s is None and config.host_gap_ms is not None:
+            host_s = config.host_gap_ms / 1e3
+        built, used = _step_time(
+            config.tables, model=dims, gpu=gpu, max_num_seqs=max_num_seqs,
+            max_model_len=longest, max_num_batched_tokens=budget,
+            parallelism=of, host_gap_s=host_s, cudagraph_padding=config.cudagraph_padding,
+            enforce_eager=bool(pool.enforce_eager), eager_prompts=rules.eager_prompts,
+            moe_backend=config.moe_backend,
+            linears=tuple(linears), tokens_per_sequence=each,
+        )  # fmt: skip
+        note_use(used)
+        return built
+
+    speculation = speculation_of(
+        config, drafts, model, parallelism, build,
+        lambda: texts_of(config, trace_of(config, model)).domains,
+    )  # fmt: skip
+    if speculation is not None and layout is not None and layout.has_steps_of_its_own:
+        problem = "drafts beside layers that stream or lie in stages are not simulated"
+        raise InputError("speculative_config", problem, "not given")
+    share = memory_share(config, engine, pool)
+    if experts is None:
+        instances = slots * model.n_moe_layers
+        n_blocks = pool_blocks(
+            config, engine, share, model, gpu, parallelism, instances, speculation=speculation
+        )
+    else:
+        n_blocks = pool_blocks(config, engine, share, model, gpu, SINGLE_GPU, *experts)
+    if layout is not None and layout.whole_prompts:
+        stages = parallelism.pipeline_parallel_size
+        n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.block_size, stages)
+    step_time = build(model, SINGLE_GPU if experts is not None else parallelism, None)
+    starts = "0" if pool.start_up is None else pool.start_up
+    spec = EngineSpec(
+        step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout, rules=rules,
+        speculation=speculation,
+        start_up_s=sum(start_up_parts(starts, model.weight_bytes).values()),
+        engine=engine, memory_share=share, n_redundant=redundant,
+        elastic=workers.is_elastic,
+    )  # fmt: skip
+    if parallelism.data_parallel_size == 1 or experts is not None:
+        return spec
+    return sharing(config, pool, model, spec)
+
+
+@lru_cache(maxsize=8)
+def _step_time(tables: str | None, **about: Any) -> tuple[StepTimeModel, frozenset[str]]:
+    """Return the step times, and the names of the user's tables that they come from.
+
+    ``about`` is what `build_step_time_model` takes but for the tables.
+    """
+    with noting_use() as used:
+        built = build_step_time_model(tables=load_tables(tables), **about)
+    return built, frozenset(used)

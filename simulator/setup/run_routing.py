@@ -1,0 +1,115 @@
+"""The routing trace that a run replays, and what a dense model may not be asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.policies import registry
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.replay import fit_trace
+from eldr_sim.traces.requests.domains import wanted_domains
+from eldr_sim.traces.requests.texts import Texts, draw_texts
+from eldr_sim.traces.routing.forced import forced
+from eldr_sim.traces.routing.format import RoutingTrace, open_trace
+from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace
+from eldr_sim.traces.routing.synthetic.presets import Band
+
+
+def texts_of(config: RunConfig, trace: RoutingTrace | None) -> Texts:
+    """Return what a run's requests are dealt from: the trace's, or drawn ones where there is none.
+
+    These are the texts of the trace that would be drawn for a model with experts.
+    """
+    return draw_texts(_domains(config)) if trace is None else trace.texts
+
+
+def trace_of(config: RunConfig, model: ModelDims) -> RoutingTrace | None:
+    """Return `routing_of`; None for a dense model, of whose experts nothing may be asked."""
+    if not model.is_dense:
+        return routing_of(config, model)
+    _check_dense(config, model)
+    return None
+
+
+def routing_of(config: RunConfig, model: ModelDims) -> RoutingTrace:
+    """Open a run's trace as a model replays it; not done again unless the folder has changed."""
+    if model.is_dense:
+        raise InputError("model", f"{model.name} is dense: no experts to route", "a MoE model")
+    trace = _recorded(config, model)
+    return trace if config.routing == "real" else _forced(trace, config.routing)
+
+
+def servable(config: RunConfig, policies: Sequence[str]) -> list[str]:
+    """Return the decode policies without those that need experts, where the model is dense.
+
+    Raises InputError if none of several is left, or there is no such policy.
+    """
+    model = load_model(config.model)
+    needy = [word for word in policies if registry.needs("policy", word).routing]
+    if needy and len(needy) == len(policies) and model.is_dense:
+        check_need("policy", needy[0], model)
+    return [word for word in policies if not (model.is_dense and word in needy)]
+
+
+def _check_dense(config: RunConfig, model: ModelDims) -> None:
+    """Raise InputError where a configuration asks for something of a dense model's experts."""
+    for name in (
+        "trace", "routing_band", "routing", "moe_backend", "expert_gather", "offload_window",
+    ):  # fmt: skip
+        if getattr(config, name) != RunConfig.model_fields[name].default:
+            raise InputError(name, f"{model.name} is dense: it has no experts", "not given")
+    for pool in (pool.own for pool in config.pools):
+        if pool.num_redundant_experts:
+            problem = f"{model.name} is dense: it has no experts"
+            raise InputError("num_redundant_experts", problem, "not given")
+        check_need("expert_placement", pool.expert_placement or "linear", model)
+    check_need("queue_order", config.queue_order, model)
+    if config.generates:
+        check_need("policy", config.policy, model)
+    if config.n_prefill:
+        check_need("prefill_policy", config.prefill_policy, model)
+
+
+def check_need(field: str, word: str, model: ModelDims) -> None:
+    """Raise InputError where a dense model's run names a policy that needs routing."""
+    if registry.needs(field, word).routing:
+        problem = f"{word!r} needs experts, and {model.name} is dense"
+        raise InputError(field, problem, "a policy that needs none (eldr-sim policies)")
+
+
+def _recorded(config: RunConfig, model: ModelDims) -> RoutingTrace:
+    if config.trace is None:
+        return _drawn(model, _domains(config), config.routing_band)
+    if config.routing_band != "middle":
+        raise InputError("routing_band", "a band beside a trace", "one of both")
+    manifest = Path(config.trace) / "manifest.json"
+    stamp = os.stat(manifest).st_mtime if manifest.exists() else 0.0
+    return _fitted(config.trace, stamp, model)
+
+
+def _domains(config: RunConfig) -> tuple[tuple[str, float], ...]:
+    return wanted_domains(config.workload, config.domain_mix, config.domain_mix_end)
+
+
+@lru_cache(maxsize=4)
+def _opened(path: str, stamp: float) -> RoutingTrace:
+    return open_trace(path)
+
+
+@lru_cache(maxsize=4)
+def _fitted(path: str, stamp: float, model: ModelDims) -> RoutingTrace:
+    return fit_trace(_opened(path, stamp), model)
+
+
+@lru_cache(maxsize=4)
+def _drawn(model: ModelDims, domains: tuple[tuple[str, float], ...], band: Band) -> RoutingTrace:
+    shape = Shape(model.n_moe_layers, model.n_experts, model.top_k)
+    return fit_trace(drawn_trace(model.name, shape, domains, band=band), model)
+
+
+_forced = lru_cache(maxsize=2)(forced)
