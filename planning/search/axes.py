@@ -8,7 +8,7 @@ by themselves (`shapes`), and those that say which requests there are would chan
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, TypedDict
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml
@@ -26,6 +26,7 @@ from eldr_sim.simulator.setup.config_groups import (
 from eldr_sim.simulator.setup.kv_tiers import parse_sizes
 from eldr_sim.simulator.setup.run_routing import servable
 
+MAX_GPUS = 64
 DRAFTS = "drafts"  #: drafts of ``speculative_config``, 0 for none: an axis that is no field
 #: Fields of a cluster's shape and of what is asked for: of the run, and also of a pool.
 _CHOSEN = {"topology", "enable_expert_parallel", "goodput"}
@@ -39,11 +40,33 @@ _REQUESTS = {
 }
 
 
+class Choices(TypedDict, total=False):
+    """What a plan chooses from; what is not given is the configuration's own."""
+
+    policies: Sequence[str]  #: decode policies
+    gpus: Sequence[str]
+    max_gpus: int  #: most GPUs of a cluster, `MAX_GPUS` if not given
+    #: Price of a GPU-hour by GPU. Without prices the cheapest cluster has the fewest GPUs.
+    prices: Mapping[str, float] | None
+    #: GPUs per engine, for each pool; all powers of two up to a node if empty.
+    tensor_parallel_sizes: Sequence[int]
+    #: Engines per worker, for each pool, more than one of which share experts.
+    data_parallel_sizes: Sequence[int]
+    #: More values, by the dot path of their field, in every combination; see `Axes`.
+    axes: Mapping[str, Sequence[Any]] | None
+
+
 @dataclass(frozen=True)
 class Axes:
     """Values by the dot path of their field; a field without values keeps the configuration's."""
 
     values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, chosen: "Choices") -> "Axes":
+        """Return the axes of what a plan chooses from."""
+        named = {"gpu": chosen.get("gpus", ()), "policy": chosen.get("policies", ())}
+        return cls({**named, **(chosen.get("axes") or {})})
 
     def configs(self, config: RunConfig) -> Iterator[RunConfig]:
         """Yield a configuration for every combination; the last axis changes fastest.

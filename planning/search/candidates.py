@@ -167,7 +167,7 @@ def gpu_label(config: RunConfig) -> str:
 
 
 def clusters_to_plan(
-    config: RunConfig, axes: Axes, prices: Mapping[str, float], *, given: bool = False
+    config: RunConfig, axes: Axes, prices: Mapping[str, float] | None, *, given: bool = False
 ) -> list[RunConfig]:
     """Return a configuration for each combination of axes, with prices.
 
@@ -183,6 +183,7 @@ def clusters_to_plan(
         raise InputError("topology", problem, "xPyD, xC or xP")
     if config.max_concurrency is not None:
         raise InputError("max_concurrency", "a plan is for an open load", "none")
+    prices = prices or {}
     by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
     if len(by_gpu) < len(prices):
         raise InputError("price", f"{', '.join(prices)} names one GPU twice")

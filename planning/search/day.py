@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.intervals import paired_percent, t_interval
 from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary, side_by_side
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row
-from eldr_sim.planning.search.axes import Axes
+from eldr_sim.planning.search.axes import MAX_GPUS, Axes, Choices
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
@@ -85,15 +85,9 @@ def plan_day(
     objective: Objective,
     *,
     rules: Sequence[str] = (),
-    policies: Sequence[str] = (),
-    gpus: Sequence[str] = (),
-    max_gpus: int = 64,
-    prices: Mapping[str, float] | None = None,
-    tensor_parallel_sizes: Sequence[int] = (),
-    data_parallel_sizes: Sequence[int] = (),
-    axes: Mapping[str, Sequence[Any]] | None = None,
     bounded: bool = False,
     runs: Runs | None = None,
+    **chosen: Unpack[Choices],
 ) -> Answer:
     """Find the cheapest rule and fleet that meet an objective on a load that changes.
 
@@ -109,10 +103,11 @@ def plan_day(
     ``rules``: with parameters, `RULES` if empty; a timetable and the best fixed fleet stand beside
     them. ``bounded``: whether the topology of ``config`` says how many workers there may be of each
     kind, and its other fields how large they are; else shapes of up to ``max_gpus`` are estimated.
-    The others: as of `plan`.
+    ``runs``: as of `plan`; ``chosen``: what to choose from.
 
     Raises InputError if an argument is not valid, or no shape fits.
     """
+    max_gpus = chosen.get("max_gpus", MAX_GPUS)
     within("max_gpus", max_gpus, MOST_GPUS)
     if not config.generates:
         raise InputError("topology", f"{config.topology}", "xPyD or xC, for the load of a day")
@@ -129,8 +124,9 @@ def plan_day(
     asked, level = config, {"goodput": objective.level, "autoscale": "none"}
     config = config.model_copy(update=level)
     most = min(config.n_gpus if bounded else max_gpus, config.gpu_budget or MOST_GPUS)
-    wanted = Axes({"gpu": gpus, "policy": policies, **(axes or {})})
-    configs = clusters_to_plan(config, wanted, prices or {}, given=bounded)
+    wanted = Axes.of(chosen)
+    sizes = chosen.get("tensor_parallel_sizes", ()), chosen.get("data_parallel_sizes", ())
+    configs = clusters_to_plan(config, wanted, chosen.get("prices"), given=bounded)
     runs = Runs() if runs is None else runs
     every = list(dict.fromkeys([*names, registry.canonical("scaling", _BESIDE)]))
     with runs.starting(configs[0]):
@@ -139,7 +135,6 @@ def plan_day(
             if bounded:
                 found.append(_bounded(each, objective, most))
             else:
-                sizes = tensor_parallel_sizes, data_parallel_sizes
                 found.append(_likely(each, wanted, objective, most, sizes))
         rate = next((f.template.bounds.rate for f in found if isinstance(f, _Fleets)), math.nan)
         check_requests(config, rate)

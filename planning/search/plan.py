@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
@@ -20,7 +20,7 @@ from eldr_sim.planning.search.answer import (
     policy_pairs,
     rank,
 )
-from eldr_sim.planning.search.axes import Axes
+from eldr_sim.planning.search.axes import MAX_GPUS, Axes, Choices
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
     Candidate,
@@ -77,17 +77,11 @@ def plan(
     config: RunConfig,
     objective: Objective,
     *,
-    policies: Sequence[str] = (),
-    gpus: Sequence[str] = (),
-    max_gpus: int = 64,
-    prices: Mapping[str, float] | None = None,
-    tensor_parallel_sizes: Sequence[int] = (),
-    data_parallel_sizes: Sequence[int] = (),
-    axes: Mapping[str, Sequence[Any]] | None = None,
     strategies: Sequence[str] = (),
     why_not: Sequence[str] = (),
     sensitivity: bool = False,
     runs: Runs | None = None,
+    **chosen: Unpack[Choices],
 ) -> Answer:
     """Find the cheapest xPyD or xC cluster that meets an objective, for every policy and GPU.
 
@@ -105,32 +99,21 @@ def plan(
         ``decode.gpu`` fix the GPU of a pool.
     objective
         Service level and attainment.
-    policies, gpus
-        Candidates; those of ``config`` if empty.
-    max_gpus
-        Most GPUs of a cluster.
-    prices
-        Price of a GPU-hour by GPU. Without prices the cheapest cluster has the fewest GPUs.
-    data_parallel_sizes
-        Engines per worker to choose from, for each pool, more than one of which share experts; the
-        configuration's if empty.
-    axes
-        More values to choose from, by the dot path of their field, in every combination; see
-        `axes.Axes`.
-    tensor_parallel_sizes
-        GPUs per engine to choose from, for each pool; all powers of two up to a node if empty.
     why_not
         Clusters of which is said why they are not the answer, see `why_not.named`.
     sensitivity
         Whether to ask what other inputs, 10% off, would have answered, see `sensitivity.effects`.
     runs
         Simulates: processes, progress, and the journal of an interrupted plan.
+    chosen
+        What to choose from.
 
     Raises
     ------
     InputError
         If an argument is not valid, or the arguments contradict each other.
     """
+    max_gpus = chosen.get("max_gpus", MAX_GPUS)
     if max_gpus < (2 if config.generates else 1):
         raise InputError("max_gpus", str(max_gpus), "room for one worker of each kind")
     within("max_gpus", max_gpus, MOST_GPUS)
@@ -139,18 +122,23 @@ def plan(
     if config.request_rate == math.inf:
         raise InputError("request_rate", "inf", "a finite rate")
     _check_workers(config)
-    engines = data_parallel_sizes or [config.data_parallel_size]
-    wanted = Axes({"gpu": gpus, "policy": policies, **(axes or {})})
+    engines = chosen.get("data_parallel_sizes") or [config.data_parallel_size]
+    wanted = Axes.of(chosen)
     if wanted.values.get("num_redundant_experts") and max(engines) == 1:
         problem = "redundant experts are simulated where engines share them"
         raise InputError("num_redundant_experts", problem, "--data-parallel-size 2 or more")
     asked, config = config, config.model_copy(update={"goodput": objective.level})
-    configs = clusters_to_plan(config, wanted, prices or {})
+    configs = clusters_to_plan(config, wanted, chosen.get("prices"))
     runs = Runs() if runs is None else runs
     with runs.starting(configs[0]):
         clusters = [named(each) for each in why_not]
         candidates = _candidates(
-            configs, wanted, objective, max_gpus, (tensor_parallel_sizes, engines), strategies
+            configs,
+            wanted,
+            objective,
+            max_gpus,
+            (chosen.get("tensor_parallel_sizes", ()), engines),
+            strategies,
         )
         sized = (template for candidate in candidates for template in candidate.templates)
         rate = next((template.bounds.rate for template in sized), math.nan)

@@ -1,15 +1,15 @@
 """The highest rate that a given cluster carries within its objective."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Unpack
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.intervals import paired_percent, t_interval
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row, policy_pairs
-from eldr_sim.planning.search.axes import Axes
+from eldr_sim.planning.search.axes import Axes, Choices
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import clusters_to_plan, gpu_label
 from eldr_sim.planning.search.search import RateRange, highest_rate
@@ -28,14 +28,7 @@ FROM_ESTIMATE = 1.25  #: step by which it is looked for from an estimate
 
 
 def plan_rate(
-    config: RunConfig,
-    objective: Objective,
-    *,
-    policies: Sequence[str] = (),
-    gpus: Sequence[str] = (),
-    prices: Mapping[str, float] | None = None,
-    axes: Mapping[str, Sequence[Any]] | None = None,
-    runs: Runs | None = None,
+    config: RunConfig, objective: Objective, *, runs: Runs | None = None, **chosen: Unpack[Choices]
 ) -> Answer:
     """Find the highest rate that a cluster carries within its objective, seed by seed.
 
@@ -45,12 +38,12 @@ def plan_rate(
 
     Raises InputError if an argument is not valid, or the arguments contradict each other.
 
-    ``config``: the cluster and the workload; its rate is ignored; ``policies``, ``gpus``,
-    ``prices``, ``axes``, ``runs``: as of `plan`, on the same topology.
+    ``config``: the cluster and the workload; its rate is ignored; ``runs``: as of `plan`;
+    ``chosen``: what to choose from on the same topology, so no sizes.
     """
     asked, config = config, config.model_copy(update={"goodput": objective.level})
-    wanted = Axes({"gpu": gpus, "policy": policies, **(axes or {})})
-    configs = clusters_to_plan(config, wanted, prices or {}, given=True)
+    wanted = Axes.of(chosen)
+    configs = clusters_to_plan(config, wanted, chosen.get("prices"), given=True)
     low = lowest_rate(config)
     runs = Runs() if runs is None else runs
     with runs.starting(configs[0]):

@@ -1,15 +1,15 @@
 """The best use of a number of GPUs: the shape and split that carry the highest rate."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Unpack
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
 from eldr_sim.planning.search.answer import Answer, Question, Row
-from eldr_sim.planning.search.axes import Axes
+from eldr_sim.planning.search.axes import Axes, Choices
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
     Candidate,
@@ -44,13 +44,8 @@ def plan_split(
     objective: Objective,
     n_gpus: int,
     *,
-    policies: Sequence[str] = (),
-    gpus: Sequence[str] = (),
-    prices: Mapping[str, float] | None = None,
-    tensor_parallel_sizes: Sequence[int] = (),
-    data_parallel_sizes: Sequence[int] = (),
-    axes: Mapping[str, Sequence[Any]] | None = None,
     runs: Runs | None = None,
+    **chosen: Unpack[Choices],
 ) -> Answer:
     """Find the clusters of up to so many GPUs that carry the highest rates within an objective.
 
@@ -61,8 +56,8 @@ def plan_split(
 
     Raises InputError if an argument is not valid, or no shape fits.
 
-    ``config``: its rate and topology are ignored; ``n_gpus``: most GPUs of the cluster; the others:
-    as `plan`.
+    ``config``: its rate and topology are ignored; ``n_gpus``: most GPUs of the cluster; ``runs``:
+    as of `plan`; ``chosen``: what to choose from.
     """
     if n_gpus < 1:
         raise InputError("gpus", str(n_gpus), "1 or more")
@@ -70,16 +65,12 @@ def plan_split(
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     low = lowest_rate(config)
     config = config.model_copy(update={"request_rate": max(low, 1.0)})
-    wanted = Axes({"gpu": gpus, "policy": policies, **(axes or {})})
-    configs = clusters_to_plan(config, wanted, prices or {})
+    wanted = Axes.of(chosen)
+    sizes = chosen.get("tensor_parallel_sizes", ()), chosen.get("data_parallel_sizes", ())
+    configs = clusters_to_plan(config, wanted, chosen.get("prices"))
     runs = Runs() if runs is None else runs
     with runs.starting(configs[0]):
-        candidates = [
-            make_candidate(
-                each, wanted, objective, n_gpus, tensor_parallel_sizes, data_parallel_sizes
-            )
-            for each in configs
-        ]
+        candidates = [make_candidate(each, wanted, objective, n_gpus, *sizes) for each in configs]
         if not any(candidate.templates for candidate in candidates):
             raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
         runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + _COMPARED * PAIRED_SEEDS)

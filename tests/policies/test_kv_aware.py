@@ -270,25 +270,25 @@ def test_engines_that_publish_late_are_known_late(topology):
 def test_what_was_published_is_what_caches_hold(seed, monkeypatch):
     """Small caches, so that blocks go, too."""
     from eldr_sim.simulator.control import known_blocks
-    from eldr_sim.simulator.control.cluster import Cluster
+    from eldr_sim.simulator.control.asking import Asking
     from eldr_sim.simulator.plane.kv_cache import match
 
-    compared, ask = [], Cluster._ask
+    compared, ask = [], Asking.ask
 
-    def spied(self, number, request):
-        chosen, kv = ask(self, number, request), self.arrays.engines.kv
-        self.prefill_reports.tell(at_once=True)
+    def spied(self, cluster, number, request):
+        chosen, kv = ask(self, cluster, number, request), cluster.arrays.engines.kv
+        self.hear(at_once=True)
         held = np.zeros(3, np.int64)
-        match(kv, 0, request, int(self.workload.prompt_len[request]), held)
-        sizes = self.workload.prefix_block_tokens, self.spec.block_size
-        blocks = self.workload.blocks(request).tolist()
+        match(kv, 0, request, int(cluster.workload.prompt_len[request]), held)
+        sizes = cluster.workload.prefix_block_tokens, cluster.spec.block_size
+        blocks = cluster.workload.blocks(request).tolist()
         found = self._known.match(request, blocks, range(3), 0.0)
-        tokens = int(self.workload.prompt_len[request])
+        tokens = int(cluster.workload.prompt_len[request])
         known = known_blocks.matched_tokens(found, tokens, *sizes)
         compared.append((held.tolist(), known.tolist()))
         return chosen
 
-    monkeypatch.setattr(Cluster, "_ask", spied)
+    monkeypatch.setattr(Asking, "ask", spied)
     hit_rate(prefill_policy="llmd", signal_interval_ms=5.0, num_gpu_blocks_override=300, seed=seed)
     held, known = zip(*compared, strict=True)
     assert held == known

@@ -243,7 +243,8 @@ def test_routers_see_the_prompt_and_then_its_signature(make_cluster, make_worklo
     assert [info.request_id for _, info, _ in decode.seen] == [0, 1, 2]
     for _, info, _ in decode.seen:
         trace_request = int(workload.text[info.request_id])
-        assert info.signature is cluster.signatures(((trace_request, 0, info.prompt_len),))[1]
+        rows = ((trace_request, 0, info.prompt_len),)
+        assert info.signature is cluster.inputs.signatures(rows)[1]
         assert info.signature_id == trace_request
 
 

@@ -262,7 +262,7 @@ def test_eldr_sends_requests_to_the_group_of_their_cluster(placement):
     assert len(set(requests["decode_worker"].tolist())) == 8
     for i in np.flatnonzero(requests["decode_worker"] >= 0):
         rows = ((int(workload.text[i]), 0, int(workload.prompt_len[i])),)
-        _, signature = cluster.signatures(rows)
+        _, signature = cluster.inputs.signatures(rows)
         (band,) = policy.bands(signature[None])
         assert band == [requests["decode_worker"][i] // 4]
 
