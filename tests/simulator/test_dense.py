@@ -9,7 +9,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.slo import Objective, parse_slo
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup import prepare as preparing
+from eldr_sim.simulator.setup import run_routing
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests import texts
@@ -33,8 +33,8 @@ def test_results_have_no_expert(monkeypatch, topology):
     def never(*_):
         raise AssertionError("a trace is drawn or opened")
 
-    monkeypatch.setattr(preparing, "drawn_trace", never)
-    monkeypatch.setattr(preparing, "open_trace", never)
+    monkeypatch.setattr(run_routing, "drawn_trace", never)
+    monkeypatch.setattr(run_routing, "open_trace", never)
     result = run(topology=topology, output_len=None if topology == "2P" else 16)
     assert result.summary["completed"] == 60
     named = {k: v for k, v in result.summary.items() if "active_experts" in k or "busiest" in k}
