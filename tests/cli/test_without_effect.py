@@ -166,6 +166,8 @@ CASES = {
     "metric_delay": "--metric-delay 5",
     "drain_timeout": "--drain-timeout 5",
     "switch_time": "--topology 2C --autoscale none:n=2 --switch-time 5",
+    "width_pause": "--width-pause 5",
+    "enable_elastic_ep": ("--enable-elastic-ep", "enable_elastic_ep"),
     "force": ("run --force", "force"),
     "plot": ("run --plot", "plot"),
     "timeline": ("run --timeline", "timeline"),
