@@ -115,9 +115,8 @@ def figures(tmp_path_factory):
         patch.setattr(eldr_evaluation, "MODELS", eldr_evaluation.MODELS[:1])
         # Routing is drawn: few requests, kept out of the user's cache.
         patch.setenv("ELDR_SIM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        for draws in (drawn, cells):
-            patch.setattr(draws, "SERVING", 16)
-            patch.setattr(draws, "CALIBRATION", 16)
+        patch.setattr(drawn, "SERVING", 16)
+        patch.setattr(drawn, "CALIBRATION", 16)
         patch.setattr(cells, "OUTPUT_LEN", 64)
         cells.scored_routing.cache_clear()
         yield eldr_evaluation.figures(Runner(TINY | shorter, 1), quick=True)
