@@ -464,7 +464,7 @@ VALUES: dict[str, list[Any]] = {
     "tensor_parallel_size": [2], "enable_expert_parallel": [True], "data_parallel_size": [2],
     "enable_elastic_ep": [True],
     "pipeline_parallel_size": [2], "num_redundant_experts": [8], "gpus_per_node": [1],
-    "micro_batches": [3], "enable_elastic_ep": [True], "width_pause": [0.01],
+    "micro_batches": [3],
     "all2all_backend": ["pplx", "deepep_ll"], "moe_dp_chunk_size": [16], "kv_transfer": ["ideal"],
     "load_report_delay_ms": [30], "kv_tier": ["host:1GB,load=20GB/s"], "kv_load": ["cheaper"],
     "conditional_disagg": ["noncached:40"],
