@@ -36,7 +36,7 @@ from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.control.autoscaling import Autoscaling, ScalingRule
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.control import Control
-from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control.inputs import Inputs, Signatures
 from eldr_sim.simulator.control.placing import (
     elastic_groups,
     place_pool,
@@ -301,21 +301,14 @@ def build_cluster(
     decode = policies[-1] if config.generates else None
     if not config.n_prefill:
         _check_colocated(config, decode)
-    rng = stream(config.seed, "queue order")
-    order = queue_order(
-        config.queue_order,
-        PolicyContext(len(spec.routers[-1]), rng, step_times=prepared.step_time.cost),
-    )
+    order = _queue_order(config, prepared)
     score = None if decode is None else decode.needs.signature
     if score == "count":
         _routed(prepared).require_prompts(f"the signatures of policy {config.policy!r}")
-    signatures = (
-        no_signatures
-        if trace is None
-        else PromptSignatures(
-            trace, score or "count", np.union1d(workload.text, workload.prefix_text)
-        )
-    )
+    signatures: Signatures = no_signatures
+    if trace is not None:
+        texts = np.union1d(workload.text, workload.prefix_text)
+        signatures = PromptSignatures(trace, score or "count", texts)
     spec = replace(
         spec if score is None else _with_signatures(spec, config.policy),
         preempt_by_key=order.preempts,
@@ -363,6 +356,13 @@ def build_cluster(
         elastic=elastic,
     )
     return Cluster(inputs)
+
+
+def _queue_order(config: RunConfig, prepared: PreparedRun) -> QueueOrder:
+    """Build the order in which engines take requests."""
+    rng, n_workers = stream(config.seed, "queue order"), len(prepared.spec.routers[-1])
+    context = PolicyContext(n_workers, rng, step_times=prepared.step_time.cost)
+    return queue_order(config.queue_order, context)
 
 
 def _prefill_policy(config: RunConfig, prepared: PreparedRun, workload: Workload) -> RouterPolicy:

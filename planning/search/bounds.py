@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import offered_load
+from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.workload import Workload
@@ -62,7 +63,7 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     workload, window = load or offered_load(config, prepared.trace)
     prefill, decode = prepared.spec.prefill, prepared.spec.decode
     rate = offered_rate(config, workload)
-    level, gpu = objective.level, decode.step_time.gpu.name
+    level = objective.level
     spared = workload.prefix_block_tokens > 0 and config.enable_prefix_caching
     spared |= config.conditional_disagg is not None
     n_decode = 1 if config.generates else 0
@@ -80,24 +81,15 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     lengths = lengths[accepted]
     n_prefill, prompts = min(1, config.n_prefill), 0.0
     if not spared and prefill.group is None:
-        mean = max(1, int(lengths.mean()))
-        each_s = prefill.prompt_s(mean)
-        # Engines that gather experts, or stages, compute as many prompts at a time.
-        pool = prefill.parallelism
-        each_s /= pool.data_parallel_size * pool.pipeline_parallel_size
-        prompts = rate * each_s
+        prompts = rate * _prompt_s(prefill, max(1, int(lengths.mean())))
         n_prefill = _workers(prompts) if config.n_prefill else 0
-        late = 0.0
-        if level.ttft is not None and pool.pipeline_parallel_size == 1:  # stages overlap chunks
-            late = _late(prefill.step_time, lengths, level.ttft / 1e3)
+        late = _late(prefill, lengths, level.ttft)
         if 1.0 - late < objective.attainment:
-            return Bounds(
-                n_prefill,
-                n_decode,
-                rate,
+            why = (
                 f"the prefill alone of {100 * late:.1f}% of the prompts takes longer than the TTFT "
-                f"bound of {level.ttft:g} ms on {prefill.step_time.gpu.name}",
+                f"bound of {level.ttft:g} ms on {prefill.step_time.gpu.name}"
             )
+            return Bounds(n_prefill, n_decode, rate, why)
     if not config.generates:
         return Bounds(n_prefill, 0, rate)
     if decode.group is not None:
@@ -111,17 +103,14 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     if (drafting := decode.speculation) is not None:
         # No verify step is shorter than a plain one; a lucky request accepts all of its drafts.
         step_s = step_s / (1 + drafting.config.depth)
-    alone_ms = 1e3 * float(step_s[0])
-    if level.tpot is not None and alone_ms > level.tpot:
-        return Bounds(
-            n_prefill,
-            1,
-            rate,
-            f"a request alone takes {alone_ms:.1f} ms a token on {gpu}, "
-            f"more than the TPOT bound of {level.tpot:g} ms",
+    most_s = math.inf if level.tpot is None else level.tpot / 1e3
+    if step_s[0] > most_s:
+        why = (
+            f"a request alone takes {1e3 * step_s[0]:.1f} ms a token on "
+            f"{decode.step_time.gpu.name}, more than the TPOT bound of {level.tpot:g} ms"
         )
-    within = step_s <= (math.inf if level.tpot is None else level.tpot / 1e3)
-    batch = np.arange(1, len(step_s) + 1)
+        return Bounds(n_prefill, 1, rate, why)
+    within, batch = step_s <= most_s, np.arange(1, len(step_s) + 1)
     tokens_per_s = float((batch[within] / step_s[within]).max())
     decodes = rate * float(outputs[accepted].mean()) / tokens_per_s
     return Bounds(n_prefill, _workers(decodes + (prompts if config.n_prefill == 0 else 0.0)), rate)
@@ -142,10 +131,18 @@ def _workers(load: float) -> int:
     return max(1, math.ceil(_SLACK * load))
 
 
-def _late(step_time: StepTimeModel, lengths: NDArray[np.int64], bound_s: float) -> float:
+def _prompt_s(engine: EngineSpec, tokens: int) -> float:
+    """Return the time of a worker for each prompt; several engines or stages compute as many."""
+    pool = engine.parallelism
+    return engine.prompt_s(tokens) / (pool.data_parallel_size * pool.pipeline_parallel_size)
+
+
+def _late(engine: EngineSpec, lengths: NDArray[np.int64], bound_ms: float | None) -> float:
     """Return the share of prompts whose prefill alone takes longer than a bound."""
+    if bound_ms is None or engine.parallelism.pipeline_parallel_size > 1:  # stages overlap chunks
+        return 0.0
     values, counts = np.unique(lengths, return_counts=True)
-    late = _prompts_s(step_time, tuple(values.tolist())) > bound_s
+    late = _prompts_s(engine.step_time, tuple(values.tolist())) > bound_ms / 1e3
     return float(counts[late].sum() / counts.sum())
 
 

@@ -114,14 +114,9 @@ def plan(
         If an argument is not valid, or the arguments contradict each other.
     """
     max_gpus = chosen.get("max_gpus", MAX_GPUS)
-    if max_gpus < (2 if config.generates else 1):
-        raise InputError("max_gpus", str(max_gpus), "room for one worker of each kind")
-    within("max_gpus", max_gpus, MOST_GPUS)
     if strategies and config.generates:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only beside")
-    if config.request_rate == math.inf:
-        raise InputError("request_rate", "inf", "a finite rate")
-    _check_workers(config)
+    _check(config, max_gpus)
     engines = chosen.get("data_parallel_sizes") or [config.data_parallel_size]
     wanted = Axes.of(chosen)
     if wanted.values.get("num_redundant_experts") and max(engines) == 1:
@@ -220,8 +215,13 @@ def _candidates(
     ]
 
 
-def _check_workers(config: RunConfig) -> None:
-    """Raise InputError for workers that a plan cannot size: it searches one size for all."""
+def _check(config: RunConfig, max_gpus: int) -> None:
+    """Raise InputError for a load, or for workers, that a plan cannot size: it has one size."""
+    if max_gpus < (2 if config.generates else 1):
+        raise InputError("max_gpus", str(max_gpus), "room for one worker of each kind")
+    within("max_gpus", max_gpus, MOST_GPUS)
+    if config.request_rate == math.inf:
+        raise InputError("request_rate", "inf", "a finite rate")
     for role in ("prefill", "decode"):
         for name in ("tensor_parallel_size", "data_parallel_size"):
             if getattr(getattr(config, role), name) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from eldr_sim.simulator.setup.fault_plan import FaultPlan
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.traces.requests.prefixes import Ranges
 from eldr_sim.traces.workload import Workload
+
+#: Of the trace rows that a prompt replays: a number that stands for them, and their counts.
+Signatures: TypeAlias = Callable[[Ranges], tuple[int, NDArray[Any] | None]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Inputs:
     shards: Sequence[ModelDims]
     workload: Workload
     replay: Replay
-    signatures: Callable[[Ranges], tuple[int, NDArray[Any] | None]]
+    signatures: Signatures
     policies: Sequence[RouterPolicy]
     window: tuple[float, float]
     time_limit_s: float
