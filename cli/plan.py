@@ -334,7 +334,7 @@ def _note_long_log(config: RunConfig) -> None:
     if config.measures_whole_log and config.length_shape is None:
         from eldr_sim.traces.requests.load import named_log
 
-        log = named_log(config.workload, config.columns)
+        log = named_log(config.workload, config.columns, None, config.effective_output_len)
         if len(log.arrival_s) > _MANY_REQUESTS:
             click.echo(
                 f"Every run replays all {len(log.arrival_s):,} requests of the log, "

@@ -32,7 +32,8 @@ def log_of(config: RunConfig) -> RequestLog | None:
     """Return the log whose arrivals a run replays as they come; None where it replays none."""
     if not config.replays_log or config.length_shape is not None:
         return None
-    return named_log(config.workload, config.columns, config.sessions_file)
+    output_len = config.effective_output_len
+    return named_log(config.workload, config.columns, config.sessions_file, output_len)
 
 
 def part_of(config: RunConfig, log: RequestLog | None) -> LogPart | None:

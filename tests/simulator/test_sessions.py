@@ -253,6 +253,23 @@ def test_a_recorded_agent_waits_for_its_sub_agents(tmp_path):
     assert rows.arrival_s[work.session == 1].min() >= rows.finish_s[work.session == 0].max() - 1e-9
 
 
+def test_turns_of_aiperf_come_so_long_after_the_answer(tmp_path):
+    """A next turn finds what was said before, and 4P alone cannot know the answers' length."""
+    turns = [{"text": "x" * 400}, {"text": "y" * 100, "delay": 500}]
+    path = tmp_path / "multi_turn.jsonl"
+    path.write_text("\n".join(json.dumps({"session_id": each, "turns": turns}) for each in "ab"))
+    changes = dict.fromkeys(("sessions", "turns", "think_time", "new_tokens"))
+    changes |= {"workload": str(path), "prefix_len": 0, "arrivals": "closed", "topology": "1C"}
+    result, work = requests_of(**changes)
+    rows = result.requests.to_pandas().set_index("request_id").sort_index()
+    for i in np.flatnonzero(work.parent >= 0):
+        assert (work.prompt_len[work.parent[i]], work.prompt_len[i]) == (100, 165)
+        assert rows.arrival_s[i] == pytest.approx(rows.finish_s[work.parent[i]] + 0.5)
+        assert rows.cached_tokens[i] == 128  # full blocks of 100 + 39 tokens
+    with pytest.raises(InputError, match="without output_length"):
+        requests_of(**changes | {"topology": "1P", "output_len": None})
+
+
 @pytest.mark.parametrize(
     ("history", "kept"), [("no_reasoning:1", 512), ("last:700", 512), ("reset:1000", 512)]
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.request_logs import known_log, read_request_log
+from eldr_sim.traces.requests.request_logs import chain_blocks, known_log, read_request_log
 
 from ..paths import SHARED
 
@@ -524,6 +524,89 @@ def test_vllms_conversations_are_drawn(tmp_path):
 def test_bad_conversations_are_refused(tmp_path, turns):
     with pytest.raises(InputError, match="no conversations to generate"):
         read_request_log(conversations(tmp_path, num_turns=turns))
+
+
+def multi_turn(tmp_path, *sessions):
+    """Write a data set of AIPerf's."""
+    path = tmp_path / "multi_turn.jsonl"
+    path.write_text("\n".join(map(json.dumps, sessions)))
+    return path
+
+
+def test_aiperfs_turns_hold_what_was_said_before(tmp_path):
+    system = {"role": "system", "text": "s" * 128}  # 32 tokens: two blocks
+    path = multi_turn(
+        tmp_path,
+        {
+            "session_id": "a",
+            "turns": [
+                system,
+                {"text": "x" * 37, "output_length": 6},  # ten tokens, the last of one byte
+                {"texts": ["y" * 40, {"contents": ["z" * 8]}], "output_length": 20, "delay": 1500},
+            ],
+        },
+        {"turns": [system, {"text": "x" * 37}, {"text": "y" * 40}]},
+        {"session_id": "a", "turns": [{"input_length": 7, "output_length": 4, "delay": 250}]},
+    )
+    log = read_request_log(path, output_len=6)
+    assert log.format == "aiperf multi_turn"
+    order = np.lexsort((log.prompt_len, log.session))
+    assert log.session[order].tolist() == [0, 0, 0, 1, 1]
+    assert log.prompt_len[order].tolist() == [42, 60, 87, 42, 58]
+    assert log.output_len[order].tolist() == [6, 20, 4, 6, 6]
+    assert log.after_end.all()
+    assert log.gaps(1000.0, 1000.0)[order].tolist() == [0, 1.5, 0.25, 0, 0]
+    parent = log.parent[order]
+    assert (parent < 0).tolist() == [True, False, False, True, False]
+    assert parent[[1, 2, 4]].tolist() == order[[0, 1, 3]].tolist()
+    assert log.prefix_block_tokens == 16
+    blocks = [log.prefix_hash[slice(*log.prefix_indptr[i : i + 2])].tolist() for i in order]
+    assert blocks[0] == blocks[3]  # the same was said
+    assert blocks[1][:2] == blocks[4][:2] == blocks[0][:2]
+    assert not set(blocks[1][2:]) & set(blocks[4][2:])  # the answers are not the same
+    assert blocks[2][:3] == blocks[1][:3]
+
+
+def test_aiperfs_answers_are_not_taken_for_equal(tmp_path):
+    """Where two sessions say the same, the first turn is found, and the answers are not."""
+    turns = [{"text": "hello" * 20, "output_length": n} for n in (64, 64, 1)]
+    log = read_request_log(multi_turn(tmp_path, {"turns": turns}, {"turns": turns}))
+    chained = chain_blocks(log.prefix_hash, log.prefix_indptr)
+    first, other = (
+        [chained[slice(*log.prefix_indptr[i : i + 2])].tolist() for i in found]
+        for found in (np.flatnonzero(log.session == k) for k in (0, 1))
+    )
+    assert first[0] == other[0]
+    assert first[2][:1] == other[2][:1]
+    assert not set(first[2][1:]) & set(other[2][1:])
+    assert len(set(first[2])) == len(first[2])
+
+
+def test_aiperfs_timestamps_are_arrivals(tmp_path):
+    turns = [{"text": "hello", "output_length": 2, "timestamp": at} for at in (500, 2500.5)]
+    log = read_request_log(multi_turn(tmp_path, {"turns": turns}))
+    assert log.arrival_s.tolist() == [0.0, 2.0005]
+    assert log.gaps(1000.0, 100.0).tolist() == [0.0, 0.9005]
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        ([{"text": "hi"}], "session line 1 has a turn without output_length"),
+        ([{"text": "hi", "output_length": 0}], "not as expected"),
+        ([{"text": "hi", "output_length": 1, "delay": -1}], "not as expected"),
+        ([{"text": "hi", "output_length": 1, "delay": 1, "timestamp": 1}], "not as expected"),
+        ([{"output_length": 1}], "not as expected"),
+        ([{"text": 3, "output_length": 1}], "not as expected"),
+        ([{"text": "hi", "image": "a.png", "output_length": 1}], "a turn holds image"),
+        ([{"text": "hi", "output_length": 1, "timestamp": at} for at in (2, 1)], "descend"),
+        ([], "no request"),
+        ([7], "not as expected"),
+    ],
+)
+def test_bad_turns_of_aiperf_are_refused(tmp_path, turns, said):
+    with pytest.raises(InputError, match=said):
+        read_request_log(multi_turn(tmp_path, {"turns": turns}))
 
 
 def test_a_report_of_guidellm(tmp_path):

@@ -168,7 +168,7 @@ class Load:
         """
         log = None
         if not self.is_named:
-            log = named_log(self.workload, self.columns, self.sessions_file)
+            log = named_log(self.workload, self.columns, self.sessions_file, self.output_len)
         if self.arrivals not in (None, "recorded", "poisson", "closed"):
             raise InputError("arrivals", f"got {self.arrivals!r}", "recorded, poisson, closed")
         if self.arrivals == "closed" and (log is None or log.parent is None):
@@ -195,9 +195,16 @@ class Load:
         return log
 
 
-def named_log(name: str, columns: str | None, sessions: str | None = None) -> RequestLog:
+def named_log(
+    name: str,
+    columns: str | None,
+    sessions: str | None = None,
+    output_len: int | Literal["recorded"] = "recorded",
+) -> RequestLog:
     """Return the log that a workload names; raises InputError where it names none."""
     if not Path(name).is_file():
         allowed = ", ".join([*NAMED_WORKLOADS, "path of a request log"])
         raise InputError("workload", f"{name!r} is neither a named workload nor a file", allowed)
-    return known_log(name, columns, sessions)
+    # Where requests end with their prompts it is 1, which says nothing of answers in a history.
+    answers = None if output_len == "recorded" or output_len == 1 else int(output_len)
+    return known_log(name, columns, sessions, answers)

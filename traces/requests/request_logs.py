@@ -9,7 +9,7 @@ smaller, full ones, so the block size is found from the data. Bailian JSONL is t
 ``chat_id``, ``parent_chat_id`` (-1: none) and ``timestamp`` in seconds
 (alibaba-edu/qwen-bailian-usagetraces-anon). A line of Mooncake's may have a ``request_id`` and wait
 for others, ``wait_for``, as Dynamo's agentic rows do. Sessions of agents are read by `agent_logs`,
-what vLLM generates conversations from by `conversation_files`.
+what vLLM generates conversations from by `conversation_files`, AIPerf's by `multi_turn_files`.
 
 All may have a ``priority``, an integer as in vLLM's API. Results of benchmarks are read too
 (`benchmark_logs`), and any table whose columns are named (`column_logs`).
@@ -46,6 +46,7 @@ from eldr_sim.traces.requests.column_logs import column_rows, likely_columns
 from eldr_sim.traces.requests.conversation_files import conversation_rows, is_conversations
 from eldr_sim.traces.requests.log_rows import Row, scaled_ns, session_of, timestamp_ns
 from eldr_sim.traces.requests.log_sessions import read_sessions, sessions_of
+from eldr_sim.traces.requests.multi_turn_files import is_multi_turn, multi_turn_rows
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
@@ -62,8 +63,8 @@ class RequestLog:
     """Requests as a serving system recorded them, in order of arrival."""
 
     #: ``path``, ``format``: where the log was read from, and as what: ``azure``, ``burstgpt``,
-    #: ``mooncake``, ``vllm bench``, ``vllm conversations``, ``aiperf``, ``guidellm``, ``weka``,
-    #: ``bailian``, or the kind of a table whose columns were named.
+    #: ``mooncake``, ``vllm bench``, ``vllm conversations``, ``aiperf``, ``aiperf multi_turn``,
+    #: ``guidellm``, ``weka``, ``bailian``, or the kind of a table whose columns were named.
     path: Path
     format: str
     #: float64 ``[n]``, seconds since the first request, rounded to 1 ns.
@@ -109,9 +110,13 @@ class RequestLog:
         return np.rint(np.maximum(self.gap_s - own, 0.0) * 1e9) / 1e9
 
 
-def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -> RequestLog:
+def read_request_log(
+    path: str | os.PathLike[str], columns: str | None = None, output_len: int | None = None
+) -> RequestLog:
     """Read a request log in the format that its first line shows, or by ``columns``
     (`column_logs`).
+
+    ``output_len``: tokens of answers that a file leaves open (`multi_turn_files`).
 
     Raises InputError if the file cannot be read, is of no known format, or has a bad line, named by
     number.
@@ -124,7 +129,7 @@ def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -
         with source.open(encoding="utf-8-sig", newline="") as lines:
             first = lines.readline()
             if first.lstrip().startswith("{"):
-                return _assemble(file, *_json_rows(file, first, lines))
+                return _assemble(file, *_json_rows(file, first, lines, output_len))
             lines.seek(0)
             header = [cell.strip() for cell in first.split(",")]
             if all(name in header for name in _AZURE):
@@ -147,7 +152,10 @@ def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -
 
 
 def known_log(
-    path: str | os.PathLike[str], columns: str | None = None, sessions: str | None = None
+    path: str | os.PathLike[str],
+    columns: str | None = None,
+    sessions: str | None = None,
+    output_len: int | None = None,
 ) -> RequestLog:
     """Return a log as `read_request_log` does; not read again unless the file has changed.
 
@@ -155,18 +163,23 @@ def known_log(
     """
     file = regular_file(Path(path), str(path))
     about = file.stat()
-    log = _known(str(file), str(file.resolve()), columns, (about.st_mtime_ns, about.st_size))
+    stamp = about.st_mtime_ns, about.st_size
+    log = _known(str(file), str(file.resolve()), columns, stamp, output_len)
     if sessions is None:
         return log
     return replace(log, **read_sessions(Path(sessions), log))
 
 
 @lru_cache(maxsize=2)
-def _known(path: str, _: str, columns: str | None, stamp: tuple[int, int]) -> RequestLog:
-    return read_request_log(path, columns)
+def _known(
+    path: str, _: str, columns: str | None, stamp: tuple[int, int], output_len: int | None
+) -> RequestLog:
+    return read_request_log(path, columns, output_len)
 
 
-def _json_rows(file: Path, first: str, lines: TextIO) -> tuple[str, Iterator[Row]]:
+def _json_rows(
+    file: Path, first: str, lines: TextIO, output_len: int | None
+) -> tuple[str, Iterator[Row]]:
     """Return the format of a file of JSON, and its requests; ``first`` is its first line."""
     record = _json(first)
     if record is None:  # one result over many lines?
@@ -186,6 +199,8 @@ def _json_rows(file: Path, first: str, lines: TextIO) -> tuple[str, Iterator[Row
         return "aiperf", aiperf_rows(file, chain([record], others))
     if is_agent_session(record):
         return "weka", agent_rows(file, chain([record], others))
+    if is_multi_turn(record):
+        return "aiperf multi_turn", multi_turn_rows(file, chain([record], others), output_len)
     lines.seek(0)
     if isinstance(record, dict) and "parent_chat_id" in record:
         return "bailian", _json_lines(file, lines, _BAILIAN, _bailian_row)
