@@ -22,7 +22,6 @@ from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.elastic import least_engines
 from eldr_sim.simulator.setup.prepare import PreparedRun
 from eldr_sim.simulator.setup.shared_experts import sharing
-from eldr_sim.simulator.setup.start_up import start_up_parts
 from eldr_sim.traces.routing.calibration import CalibrationSet
 from eldr_sim.traces.streams import stream
 
@@ -153,10 +152,10 @@ def elastic_groups(
             shapes[width] = Shape(placed.placement, shared)
         gpu, n_bytes = engine.step_time.gpu, model.bytes_per_expert
         links = expert_links(gpu, n_bytes, engine.n_expert_ranks, config.gpus_per_node)
-        parts = start_up_parts(made.own.start_up or "0", model.weight_bytes)
         first = prepared.spec.workers_of(pool.name).start
-        graphs_s = parts.get("graphs", 0.0)
-        found.append(ElasticGroup(number, first, shapes, links, graphs_s, config.width_pause))
+        found.append(
+            ElasticGroup(number, first, shapes, links, engine.graphs_s, config.width_pause)
+        )
     return found
 
 

@@ -50,6 +50,7 @@ class EngineSpec:
     #: What they draft; None where every step yields one token a sequence.
     speculation: Speculation | None = field(default=None, compare=False)
     start_up_s: float = field(default=0.0, compare=False)  #: until a new worker serves
+    graphs_s: float = field(default=0.0, compare=False)  #: of it, until graphs are captured
     engine: Engine = "vllm"  #: whose
     memory_share: float = 0.92  #: of a GPU, see `memory.kv_blocks`
     elastic: bool = False  #: whether the engines of its group start and stop one by one

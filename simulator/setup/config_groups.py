@@ -508,8 +508,9 @@ class ScalingConfig(Fields):
     width_pause: Annotated[Seconds, Field(ge=0)] | None = None
     """How long the engines of ``enable_elastic_ep`` stand still when one comes or goes, s; as long
     as CUDA graphs (``start_up``) and the moved experts take when not given."""
-    switch_time: Annotated[Seconds, Field(ge=0)] = 10.0
-    """From when a worker has nothing left to when it serves in another pool, s."""
+    switch_time: Annotated[Seconds, Field(ge=0)] | Literal["graphs"] = 10.0
+    """From when a worker has nothing left to when it serves in another pool, s: 0 where it keeps
+    the CUDA graphs of both; ``graphs``: it captures the other pool's (``start_up``)."""
 
     @property
     def scales(self) -> bool:

@@ -95,11 +95,11 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
         stages = parallelism.pipeline_parallel_size
         n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.block_size, stages)
     step_time = build(model, SINGLE_GPU if experts is not None else parallelism, None)
-    starts = "0" if pool.start_up is None else pool.start_up
+    starts = start_up_parts(pool.start_up or "0", model.weight_bytes)
     spec = EngineSpec(
         step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout, rules=rules,
         speculation=speculation,
-        start_up_s=sum(start_up_parts(starts, model.weight_bytes).values()),
+        start_up_s=sum(starts.values()), graphs_s=starts.get("graphs", 0.0),
         engine=engine, memory_share=share, n_redundant=redundant,
         elastic=workers.is_elastic,
     )  # fmt: skip

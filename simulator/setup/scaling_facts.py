@@ -28,7 +28,9 @@ def scaling_facts(config: RunConfig, prepared: PreparedRun, workload: Workload) 
                 max_num_seqs=pool.engine.max_num_seqs,
                 kv_tokens=pool.engine.n_blocks * config.block_size,
                 start_up_s=pool.engine.start_up_s,
-                switch_s=config.switch_time,
+                switch_s=pool.engine.graphs_s
+                if config.switch_time == "graphs"
+                else config.switch_time,
                 prompt_s=pool.engine.prompt_s,
                 step_s=partial(_decode_s, prepared.model, pool.engine),
                 token_budget=pool.engine.max_num_batched_tokens,

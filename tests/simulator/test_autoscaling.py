@@ -168,6 +168,9 @@ def test_roles_switch_where_that_is_faster_than_to_start():
     result = simulate(config)
     assert result.summary["scaling"]["switches"] > 0
     assert result.record.completed.all()
+    captured = simulate(config.replace(switch_time="graphs", start_up="vllm:graphs=0.2"))
+    same = simulate(config.replace(start_up="vllm:graphs=0.2"))
+    assert captured.requests.equals(same.requests)
     never = simulate(config.replace(switch_time=60.0))
     assert never.summary["scaling"]["switches"] == 0
     assert result.summary["mean_ttft_ms"] < never.summary["mean_ttft_ms"]
