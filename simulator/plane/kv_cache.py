@@ -257,7 +257,7 @@ def release(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int)
         if kv.blocks[w, block].n_held == 0:
             append(kv.blocks, workers, w, block)
             if kv.tiers.links.shape[1] > 0:
-                touch(kv.tiers, w, kv.blocks[w, block].block_hash)
+                touch(kv.tiers, w, kv.blocks[w, block].block_hash, request)
     workers[w].n_blank += table.private
     table.listed = table.private = table.found = 0
 

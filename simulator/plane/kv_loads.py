@@ -167,7 +167,7 @@ def secure(engines: Any, w: int, request: int, found: int, more: int) -> None:
     for number in range(found + more - 1, found - 1, -1):
         key = block_hash(kv, request, number, size, prefix)
         t = tier_of(tiers, w, key)
-        touch(tiers, w, key)
+        touch(tiers, w, key, request)
         if t >= 0 and tiers.rules[t].exclusive:
             take(tiers, w, t, key)
 

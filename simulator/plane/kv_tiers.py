@@ -2,10 +2,14 @@
 
 A tier is host memory, an SSD or a store that many workers share. It has one store or several: one a
 worker, a node or the cluster. A store holds blocks by their hashes; the least recently used go
-first, or the first that came. A block comes to it when it is computed (``THROUGH``), when another
-request finds it in a worker's cache (``SELECTIVE``), or when that cache evicts it (``BACK``); what
-a tier evicts goes to the next one that is written back. Use in a worker's cache renews a block in
-all its tiers, and who loads from an exclusive tier takes the block out.
+first, or the first that came, or whichever ARC lets go. A block comes to it when it is computed
+(``THROUGH``), when another request finds it in a worker's cache (``SELECTIVE``), or when that cache
+evicts it (``BACK``); what a tier evicts goes to the next one that is written back. Use in a
+worker's cache renews a block in all its tiers, and who loads from an exclusive tier takes the block
+out.
+
+A store that evicts as ARC does also has the hashes of as many blocks as it has room for, which left
+it. To it a block is used again when another request than the last one uses it.
 
 Copies of one direction over a worker's link run one after the other, as on one CUDA stream, and
 those of a store, where its bandwidth is a limit, too. A block can be loaded when it has been
@@ -30,6 +34,7 @@ from eldr_sim.simulator.plane.block_lists import (
 )
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.state import BLOCK, CLOCK
+from eldr_sim.traces.requests.arc import AGAIN, ArcLists, clear, make_lists, move, use
 
 #: ``RULES.write``: when a block comes to a tier.
 THROUGH, SELECTIVE, BACK = map(np.int64, range(3))
@@ -37,6 +42,9 @@ THROUGH, SELECTIVE, BACK = map(np.int64, range(3))
 #: waits for that one, and loads the others meanwhile; waits before it does anything (vLLM); or
 #: loads it once more.
 JOIN, DELAY, DUPLICATE = map(np.int64, range(3))
+#: ``BLOCK.copy`` of a block in a tier that evicts as ARC does is the request that used it last; or
+#: it was stored for one that has not used it since, or after the last that did.
+_FRESH, _LEFT = map(np.int64, (-1, -2))
 #: Tokens between two entries of ``Engines.prompt_s``.
 GRAIN = 256
 
@@ -76,6 +84,7 @@ STORE = np.dtype(
         ("load_free_s", np.float64),  # and when it will have done what it has to, s
         ("store_free_s", np.float64),
         ("evicted", np.int64),  # blocks
+        ("arc", np.bool_),  # evicts as ARC does
     ]
 )
 #: What connects a worker with a tier.
@@ -121,6 +130,7 @@ class Tiers(NamedTuple):
     blocks: NDArray[np.void]  #: ``BLOCK [stores, blocks]``
     slots: NDArray[np.int32]  #: ``[stores, slots]``, see `block_lists`
     ready_s: NDArray[np.float64]  #: ``[stores, blocks]``: when they have been stored
+    arc: ArcLists  #: of the stores that evict so
     counts: NDArray[np.int64]  #: ``[tiers]``: scratch
     loads: NDArray[np.void]  #: ``LOAD [requests]``
     hits: NDArray[np.int32]  #: ``[requests, tiers]``: tokens that they have loaded
@@ -133,8 +143,8 @@ def no_tiers() -> Tiers:
     return Tiers(
         np.zeros(0, CLOCK), loading, np.zeros(0, RULES),
         np.zeros((0, 0), LINK), np.zeros(0, STORE), np.zeros((0, 0), BLOCK),
-        np.zeros((0, 0), np.int32), np.zeros((0, 0)), np.zeros(0, np.int64), np.zeros(0, LOAD),
-        np.zeros((0, 0), np.int32),
+        np.zeros((0, 0), np.int32), np.zeros((0, 0)), make_lists(0, 0), np.zeros(0, np.int64),
+        np.zeros(0, LOAD), np.zeros((0, 0), np.int32),
     )  # fmt: skip
 
 
@@ -151,25 +161,64 @@ def tier_of(tiers: Any, w: int, key: int) -> Any:
 
 
 @compiled()
-def touch(tiers: Any, w: int, key: int) -> None:
-    """Renew a block in all tiers of a worker."""
+def touch(tiers: Any, w: int, key: int, request: int) -> None:
+    """Renew a block that a request uses in all tiers of a worker."""
     for t in range(tiers.links.shape[1]):
         s = tiers.links[w, t].store
-        if s >= 0 and tiers.rules[t].renews:
+        if s >= 0 and (tiers.rules[t].renews or tiers.stores[s].arc):
             block = tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] - 1
-            if block >= 0:
+            if block < 0:
+                continue
+            if not tiers.stores[s].arc:
                 take_out(tiers.blocks, tiers.stores, s, block)
                 append(tiers.blocks, tiers.stores, s, block)
+            elif tiers.arc.where[s, block] <= AGAIN:  # else it is only remembered
+                record, at = tiers.blocks[s, block], np.int64(tiers.arc.where[s, block])
+                again = record.copy != request and record.copy != _FRESH
+                move(tiers.arc, s, block, AGAIN if again else at)
+                record.copy = request
 
 
 @compiled()
 def _drop(tiers: Any, s: int, block: int) -> None:
     """Take a block out of a store."""
-    slot = slot_of(tiers.slots, tiers.blocks, s, tiers.blocks[s, block].block_hash)
     take_out(tiers.blocks, tiers.stores, s, block)
+    tiers.stores[s].n_blank += 1
+    if tiers.stores[s].arc:
+        move(tiers.arc, s, block, np.int64(-1))
+    _forget(tiers, s, block)
+
+
+@compiled()
+def _forget(tiers: Any, s: int, block: int) -> None:
+    """Let a store know nothing of a block that it holds no more."""
+    slot = slot_of(tiers.slots, tiers.blocks, s, tiers.blocks[s, block].block_hash)
     forget(tiers.slots, tiers.blocks, s, slot)
     give_up_record(tiers.blocks, tiers.stores, s, block)
-    tiers.stores[s].n_blank += 1
+
+
+@compiled()
+def _admit(tiers: Any, s: int, known: int, key: int) -> Any:
+    """Give a block a place in a store that evicts as ARC does, which may remember it.
+
+    ``known``: its record, or -1. Returns its record, whether another one has left the store for it,
+    and the hash of that one.
+    """
+    store, block = tiers.stores[s], np.int64(known)
+    if block < 0:
+        block = np.int64(new_record(tiers.blocks, tiers.stores, s))
+        tiers.blocks[s, block].block_hash = key
+        tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] = block + 1
+    out, gone = use(tiers.arc, s, block, store.n_blank + store.n_idle)
+    left = np.int64(0)
+    if out >= 0:
+        left = np.int64(tiers.blocks[s, out].block_hash)
+        take_out(tiers.blocks, tiers.stores, s, out)
+        store.n_blank += 1
+        tiers.ready_s[s, out] = np.inf  # nobody can load it
+    if gone >= 0:
+        _forget(tiers, s, gone)
+    return block, out >= 0, left
 
 
 @compiled()
@@ -199,23 +248,30 @@ def put(tiers: Any, w: int, tier: int, block_hash: int, at_s: float) -> None:
         s = link.store
         store = tiers.stores[s]
         block: Any = np.int64(tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] - 1)
-        if block >= 0:
+        if block >= 0 and not (store.arc and tiers.arc.where[s, block] > AGAIN):
             if tiers.rules[t].renews:
                 take_out(tiers.blocks, tiers.stores, s, block)
                 append(tiers.blocks, tiers.stores, s, block)
             return
-        below, victim_hash = np.int64(-1), np.int64(0)
-        if store.n_blank == 0:
-            victim: Any = np.int64(store.idle_head)
-            if victim < 0:
-                return  # it has no room at all
-            victim_hash = np.int64(tiers.blocks[s, victim].block_hash)
+        if store.n_blank + store.n_idle == 0:
+            return  # it has no room at all
+        victim_hash, full = np.int64(0), store.n_blank == 0
+        if store.arc:
+            block, full, victim_hash = _admit(tiers, s, block, key)
+            tiers.blocks[s, block].copy = _LEFT if tiers.rules[t].write == BACK else _FRESH
+        else:
+            if full:
+                victim = np.int64(store.idle_head)
+                victim_hash = np.int64(tiers.blocks[s, victim].block_hash)
+                _drop(tiers, s, victim)
+            block = np.int64(new_record(tiers.blocks, tiers.stores, s))
+            tiers.blocks[s, block].block_hash = key
+            tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] = block + 1
+        below = np.int64(-1)
+        if full:
             below = _next_back(tiers, w, t + 1)
-            _drop(tiers, s, victim)
             store.evicted += 1
-        block = np.int64(new_record(tiers.blocks, tiers.stores, s))
-        tiers.blocks[s, block].block_hash, tiers.blocks[s, block].writer = key, w
-        tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] = block + 1
+        tiers.blocks[s, block].writer = w
         append(tiers.blocks, tiers.stores, s, block)
         store.n_blank -= 1
         link.stored += 1
@@ -289,4 +345,6 @@ def forget_stores(tiers: Tiers, w: int) -> None:
             store["spare"] = store["idle_head"] = store["idle_tail"] = -1
             store["load_free_s"] = store["store_free_s"] = 0.0
             tiers.slots[s] = 0
+            if store["arc"]:
+                clear(tiers.arc, s)
         link["load_free_s"] = link["store_free_s"] = 0.0

@@ -17,6 +17,7 @@ from eldr_sim.policies.routing.seconds import prompt_s
 from eldr_sim.simulator.plane import kv_tiers as plane
 from eldr_sim.simulator.plane.entry import SECONDS
 from eldr_sim.simulator.plane.state import BLOCK
+from eldr_sim.traces.requests.arc import make_lists
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
@@ -27,7 +28,7 @@ _UNITS = {unit: 1000.0**k for k, unit in enumerate(("b", "kb", "mb", "gb", "tb",
 _UNITS |= {unit: 1024.0**k for k, unit in enumerate(("kib", "mib", "gib", "tib"), 1)}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([kmgtp]?i?b)(/s)?", re.IGNORECASE)
 _SCOPES, _WRITES = ("worker", "node", "cluster"), ("through", "selective", "back")
-_EVICTIONS, _IN_FLIGHT = ("lru", "fifo"), ("join", "delay", "duplicate")
+_EVICTIONS, _IN_FLIGHT = ("lru", "fifo", "arc"), ("join", "delay", "duplicate")
 #: Stands among the tiers for decode workers that answers' blocks are pulled from.
 DECODE = "decode"
 _ALLOWED = "NAME:BYTES,load=BYTES/s,... such as host:126GB,load=20GB/s,write=through"
@@ -99,6 +100,9 @@ def parse_tier(text: str) -> Tier:
         raise InputError("kv_tier", f"{text!r} moves no bytes", "bandwidths above 0")
     if tier.exclusive and tier.write != "back":
         raise InputError("kv_tier", f"{text!r}: exclusive", "write=back beside it")
+    if tier.exclusive and tier.evict == "arc":
+        problem = f"{text!r}: who loads from it takes out what ARC has to see used again"
+        raise InputError("kv_tier", problem, "evict=lru, fifo beside exclusive")
     return tier
 
 
@@ -179,14 +183,17 @@ def make_tiers(
         block = float(token_bytes[0]) * spec.block_size
         blocks = min(tier.n_bytes / (block * engine_gpus), max(n_listed, _LEAST_BLOCKS))
         made = np.zeros(len(known), plane.STORE)
-        made["n_blank"] = int(blocks)
+        made["n_blank"], made["arc"] = int(blocks), tier.evict == "arc"
         made["load_s"] = made["store_s"] = block * engine_gpus / tier.total
         stores.append(made)
         n_stores += len(known)
     every = np.concatenate(stores)
     for name in ("spare", "idle_head", "idle_tail"):
         every[name] = -1
-    most = max(int(every["n_blank"].max(initial=0)), 1)
+    # ARC remembers as many blocks again, and has one more while one comes.
+    records = np.where(every["arc"], 2 * every["n_blank"] + 1, every["n_blank"])
+    most = max(int(records.max(initial=0)), 1)
+    in_lists = int(records[every["arc"]].max(initial=0))
     loading["cheaper"] = config.kv_load == "cheaper"
     loading["in_flight"] = _IN_FLIGHT.index(config.kv_in_flight)
     if config.kv_overlap == "layers":
@@ -197,7 +204,7 @@ def make_tiers(
     return plane.Tiers(
         clock, loading, rules, links, every, np.zeros((n_stores, most), BLOCK),
         np.zeros((n_stores, 1 << max(2, (2 * most - 1).bit_length())), np.int32),
-        np.zeros((n_stores, most)), np.zeros(n_tiers, np.int64),
+        np.zeros((n_stores, most)), make_lists(n_stores, in_lists), np.zeros(n_tiers, np.int64),
         np.zeros(n_requests, plane.LOAD), np.zeros((n_requests, n_tiers), np.int32),
     )  # fmt: skip
 

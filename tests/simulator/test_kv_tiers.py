@@ -16,6 +16,8 @@ from eldr_sim.simulator.setup.kv_tiers import parse_tier, tiers_of
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.requests.request_logs import chain_blocks
 
+from ..arc import Arc
+
 BLOCK, BYTES = 4, 8  # tokens of a block, bytes of its KV cache: two a token
 FOREVER = 1e3
 
@@ -115,12 +117,17 @@ def test_no_room_and_no_bandwidth_are_no_tier(make_workload, run):
 
 def test_bytes_are_conserved(make_workload, run):
     work = tree(make_workload, 500, 3, 0.005, output=3)
-    for words in ({}, {"write": "back"}, {"write": "selective"}, {"evict": "fifo"}):
+    kinds = {}, {"write": "back"}, {"write": "selective"}, {"evict": "fifo"}, {"evict": "arc"}
+    for words in (*kinds, {"write": "back", "evict": "arc"}):
         record, cluster = run(work, [tier(35, load="5KB/s", **words)], n_blocks=30)
         tiers, kv = record.tiers, cluster.arrays.engines.kv.tiers
         resident = int(kv.stores["n_idle"][0])
         assert tiers.stored[0] == resident + tiers.evicted[0]
-        assert (kv.slots[0] > 0).sum() == resident <= 35
+        remembered = int(kv.arc.sizes[0, 2:].sum())
+        assert (kv.slots[0] > 0).sum() == resident + remembered
+        assert resident <= 35
+        assert kv.arc.sizes[0, :2].sum() == (resident if "arc" in words.values() else 0)
+        assert (remembered > 0) == ("arc" in words.values())
         assert kv.stores["n_blank"][0] + resident == 35
         assert tiers.loaded[0] * BLOCK == tiers.hits.sum() > 0
         assert (record.requests["cached_tokens"] >= tiers.hits.sum(axis=1)).all()
@@ -191,11 +198,57 @@ def test_a_convoy_waits_longer_than_who_joins(make_workload, run):
     assert ends["delay"][-1] == pytest.approx(ends["join"][-1] + 3 * 0.25, abs=0.1)
 
 
-class Twin:
-    """A cache of blocks and a tier of the most recently used: lists of keys, one user at a time."""
+class Stored(list):
+    """A store of the most recently used, or of the last that came."""
 
-    def __init__(self, hbm, host, renews):
-        self.hbm, self.host, self.sizes, self.renews = [], [], (hbm, host), renews
+    def __init__(self, size, renews):
+        super().__init__()
+        self.size, self.renews = size, renews
+
+    def store(self, key):
+        if key in self:
+            self.touch(key, None)
+            return
+        if len(self) == self.size:
+            self.pop(0)
+        self.append(key)
+
+    def touch(self, key, _user):
+        if key in self and self.renews:
+            self.remove(key)
+            self.append(key)
+
+
+class ArcStored(Arc):
+    """A store that evicts as ARC does; a block is used again when another user comes."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.last, self.longest = {}, 0.0
+
+    def store(self, key):
+        if key not in self:
+            self.use(key)
+            self.last[key] = None
+            self.longest = max(self.longest, self.target)
+
+    def touch(self, key, user):
+        if key not in self:
+            return
+        own = self.t1 if key in self.t1 else self.t2
+        if self.last[key] in (None, user):
+            own.remove(key)
+            own.append(key)
+        else:
+            self.use(key)
+        self.last[key] = user
+
+
+class Twin:
+    """A cache of the most recently used blocks and a store: lists of keys, one user at a time."""
+
+    def __init__(self, hbm, host):
+        self.hbm, self.host, self.room, self.user = [], host, hbm, 0
 
     def serve(self, keys, findable, private):
         """Return the tokens found: a run in the cache, and behind it one in the tier."""
@@ -205,38 +258,28 @@ class Twin:
         more = n
         while more < findable and keys[more] in self.host:
             more += 1
-        if self.renews:
-            for key in reversed(keys[n:more]):
-                self.host.remove(key)
-                self.host.append(key)
-        held, room = keys[:n], self.sizes[0]
+        self.user += 1
+        for key in reversed(keys[n:more]):
+            self.host.touch(key, self.user)
+        held = keys[:n]
         free = [key for key in self.hbm if key not in held]
-        while len(free) > room - len(keys) - private:
+        while len(free) > self.room - len(keys) - private:
             free.pop(0)
         for key in keys:  # stored when computed
-            if key in self.host:
-                if self.renews:
-                    self.host.remove(key)
-                    self.host.append(key)
-                continue
-            if len(self.host) == self.sizes[1]:
-                self.host.pop(0)
-            self.host.append(key)
+            self.host.store(key)
         self.hbm = [key for key in free if key not in keys] + keys[::-1]
-        if self.renews:
-            for key in reversed(keys):
-                if key in self.host:
-                    self.host.remove(key)
-                    self.host.append(key)
+        for key in reversed(keys):
+            self.host.touch(key, self.user)
         return n * BLOCK, (more - n) * BLOCK
 
 
-@pytest.mark.parametrize("evict", ["lru", "fifo"])
+@pytest.mark.parametrize("evict", ["lru", "fifo", "arc"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_twin_finds_the_same(make_workload, run, seed, evict):
     work = tree(make_workload, 300, 10 + seed, FOREVER, deep=5)
     record, _ = run(work, [tier(30, evict=evict)], n_blocks=16)
-    twin, found = Twin(16, 30, evict == "lru"), []
+    store = ArcStored(30) if evict == "arc" else Stored(30, evict == "lru")
+    twin, found = Twin(16, store), []
     for i in range(len(work)):
         keys = [(k, int(h)) for k, h in enumerate(work.blocks(i).tolist())]
         context = int(work.prompt_len[i])  # and no token of the answer
@@ -245,6 +288,10 @@ def test_a_twin_finds_the_same(make_workload, run, seed, evict):
         found.append(twin.serve(keys, findable, -(-(context + 0) // BLOCK) - len(keys)))
     assert record.tiers.hits[:, 0].tolist() == [more for _, more in found]
     assert cached(record) == [sum(both) for both in found]
+    assert record.tiers.evicted[0] > 100
+    if evict == "arc":
+        assert store.longest > 0
+        assert all((store.t2, store.b1, store.b2))
 
 
 def test_a_shared_store_has_what_any_worker_computed(make_workload, run):
@@ -259,9 +306,10 @@ def test_a_shared_store_has_what_any_worker_computed(make_workload, run):
     assert record.tiers.hits[1, 0] == 100 // 16 * BLOCK  # stored by then, 16 s each
 
 
+@pytest.mark.parametrize("evict", ["lru", "arc"])
 @pytest.mark.parametrize("scope", ["worker", "node", "cluster"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_dead_worker_takes_its_own_store_along_and_no_other(make_workload, run, scope, n):
+def test_a_dead_worker_takes_its_own_store_along_and_no_other(make_workload, run, scope, n, evict):
     work = chain(make_workload, [0.0, 100.0], [9, 9])
 
     def hits(tier):
@@ -272,10 +320,41 @@ def test_a_dead_worker_takes_its_own_store_along_and_no_other(make_workload, run
         assert ((kv.slots > 0).sum(axis=1) == kv.stores["n_idle"]).all()
         return record.tiers.hits[1, 0] // BLOCK
 
-    assert hits(tier(99, scope=scope)) == (0 if scope == "worker" else 9)
+    assert hits(tier(99, scope=scope, evict=evict)) == (0 if scope == "worker" else 9)
     # 16 s a block: what it had not stored whole is lost with it.
     late = {"worker": 0, "node": 50 // 16, "cluster": 50 // 16}[scope]
-    assert hits(tier(99, scope=scope, store="0.5B/s")) == late
+    assert hits(tier(99, scope=scope, store="0.5B/s", evict=evict)) == late
+
+
+def test_arc_keeps_what_is_used_again_through_a_scan(make_workload, run):
+    """Megiddo and Modha 2003: blocks that come once do not push out those that come again."""
+    loop, scan = [1, 2, 3, 4], range(100, 160)
+    pages = np.array(2 * loop + [page for k in scan for page in (k, loop[k % 4])], np.uint64)
+    n = len(pages)
+    work = dataclasses.replace(
+        make_workload(FOREVER * np.arange(n), BLOCK + 1, 1),
+        prefix_hash=chain_blocks(pages, np.arange(n + 1)), prefix_indptr=np.arange(n + 1),
+        prefix_block_tokens=BLOCK, prefix_text=np.zeros(n, np.int32),
+    )  # fmt: skip
+    for evict, hits in (("lru", 5), ("arc", n - 4 - len(scan))):  # 1 is there once more
+        record, _ = run(work, [tier(5, evict=evict)], n_blocks=2)
+        assert (record.tiers.hits > 0).sum() == hits
+
+
+def test_arc_is_found_in_dead_and_shared_stores(make_workload, run):
+    """A store of the cluster that loses what was not stored whole goes on, and forgets nothing."""
+    work = tree(make_workload, 400, 5, 3.0, output=3)
+    faults = FaultPlan(tuple(Fault("fail", "decode", 0, at, 20.0) for at in (300.0, 600.0, 900.0)))
+    for scope in ("worker", "cluster"):
+        words = {"scope": scope, "evict": "arc", "store": "4B/s"}
+        config = {"decode_policy": "round_robin", "n_decode": 2, "faults": faults}
+        record, cluster = run(work, [tier(20, **words)], n_blocks=12, **config)
+        kv = cluster.arrays.engines.kv.tiers
+        assert record.tiers.hits.sum() > 0
+        assert (kv.arc.sizes[:, :2].sum(axis=1) == kv.stores["n_idle"]).all()
+        assert ((kv.slots > 0).sum(axis=1) == kv.arc.sizes.sum(axis=1)).all()
+        assert (kv.stores["n_blank"] + kv.stores["n_idle"] == 20).all()
+        assert (kv.arc.sizes.sum(axis=1) <= 40).all()
 
 
 def test_fifo_misses_as_belady_says(make_workload, run):
@@ -395,7 +474,8 @@ def test_nothing_is_left_of_a_pull_that_is_cut(turns, what, while_s):
     "text",
     ["host", "host:1GB", "host:1GB,load=1GB", "host:1GB/s,load=1GB/s", "host:1GB,load=0GB/s",
      "host:1GB,load=1GB/s,write=never", "host:1GB,load=1GB/s,color=red", "H:1GB,load=1GB/s",
-     "host:1GB,load=1GB/s,exclusive=yes", "host:1GB,load=1GB/s,load=2GB/s"],
+     "host:1GB,load=1GB/s,exclusive=yes", "host:1GB,load=1GB/s,evict=mru",
+     "host:1GB,load=1GB/s,exclusive=yes,write=back,evict=arc", "host:1GB,load=1GB/s,load=2GB/s"],
 )  # fmt: skip
 def test_bad_spellings_are_refused(text):
     with pytest.raises(InputError) as refused:

@@ -1,10 +1,8 @@
 """What a prefix cache of a size finds in requests with block hashes under other evictions.
 
-Beside the least recently used (`reuse`): ARC, which keeps blocks that were used once and those that
-were used again in two lists and learns how long each should be (Megiddo and Modha, FAST 2003), and
-Belady's bound, which knows the future (IBM Systems Journal 1966): it keeps the blocks that a prompt
-needs again first, and none that no prompt does. Nobody finds more. Requests come one after the
-other, as there.
+Beside the least recently used (`reuse`): ARC (`arc`), and Belady's bound, which knows the future
+(IBM Systems Journal 1966): it keeps the blocks that a prompt needs again first, and none that no
+prompt does. Nobody finds more. Requests come one after the other, as there.
 """
 
 from __future__ import annotations
@@ -14,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.jit import njit
+from eldr_sim.traces.requests.arc import AGAIN, ONCE, make_lists, use
 from eldr_sim.traces.requests.requests import Requests
 from eldr_sim.traces.requests.reuse import blocks_of
 
-#: Lists of ARC: used once, used again, and what was in these but is no more.
-_ONCE, _AGAIN, _WAS_ONCE, _WAS_AGAIN = range(4)
 _NEVER = np.int64(1) << 60
 
 
@@ -30,9 +27,11 @@ def hit_rates(requests: Requests, capacity: int) -> tuple[float, float]:
     size = requests.prefix_block_tokens
     if size == 0:
         return 0.0, 0.0
-    args = *blocks_of(requests), size, capacity
+    of_blocks = blocks_of(requests)
+    args = *of_blocks, size, capacity
     total = int(requests.prompt_len.sum(dtype=np.int64))
-    return _arc(*args) / total, _belady(*args) / total
+    lists = make_lists(1, int(of_blocks[0].max(initial=-1)) + 1)
+    return _arc(*args, lists) / total, _belady(*args) / total
 
 
 @njit()
@@ -93,70 +92,20 @@ def _belady(
 
 
 @njit()
-def _move(block: int, to: int, where: Any, before: Any, behind: Any, sizes: Any) -> None:
-    """Put a block at the recent end of a list, out of the one that it is in; -1: of none.
-
-    The ends of list ``l`` are the node ``n_blocks + l``.
-    """
-    if where[block] >= 0:
-        before[behind[block]], behind[before[block]] = before[block], behind[block]
-        sizes[where[block]] -= 1
-    where[block] = to
-    if to >= 0:
-        end = where.shape[0] + to
-        last = before[end]
-        behind[last], before[block], behind[block], before[end] = block, last, end, block
-        sizes[to] += 1
-
-
-@njit()
-def _make_room(
-    was_again: bool, target: float, where: Any, before: Any, behind: Any, sizes: Any
-) -> None:
-    """Let the oldest block of one of the two lists go: ARC's REPLACE."""
-    n, once = where.shape[0], sizes[_ONCE]
-    if once > 0 and (once > target or (was_again and once == target) or sizes[_AGAIN] == 0):
-        _move(behind[n + _ONCE], _WAS_ONCE, where, before, behind, sizes)
-    elif sizes[_AGAIN] > 0:
-        _move(behind[n + _AGAIN], _WAS_AGAIN, where, before, behind, sizes)
-
-
-@njit()
 def _arc(
-    blocks: Any, indptr: Any, n_prompt: Any, context: Any, prompt: Any, size: int, capacity: int
+    blocks: Any, indptr: Any, n_prompt: Any, context: Any, prompt: Any, size: int, capacity: int,
+    lists: Any,
 ) -> int:  # fmt: skip
-    """Return the prompt tokens that an ARC finds."""
-    n_blocks = blocks.max() + 1 if blocks.shape[0] else 0
-    where, sizes = np.full(n_blocks, -1), np.zeros(4, np.int64)
-    before, behind = np.arange(n_blocks + 4), np.arange(n_blocks + 4)
+    """Return the prompt tokens that an ARC finds, whose ``lists`` are empty."""
+    n_blocks = lists.where.shape[1]
     held, reach = np.zeros(n_blocks, np.bool_), np.zeros(n_blocks, np.int64)
-    total, target = 0, 0.0
+    total = 0
     for i in range(prompt.shape[0]):
         for k in range(indptr[i], indptr[i] + n_prompt[i]):
-            held[blocks[k]] = _ONCE <= where[blocks[k]] <= _AGAIN
+            held[blocks[k]] = ONCE <= lists.where[0, blocks[k]] <= AGAIN
         total += _found(blocks, indptr[i], n_prompt[i], prompt[i], size, held, reach)
         for k in range(indptr[i + 1] - 1, indptr[i] - 1, -1):  # the last one first, as engines do
             block = blocks[k]
-            at = where[block]
-            if at == _WAS_ONCE:
-                more = max(1.0, sizes[_WAS_AGAIN] / sizes[_WAS_ONCE])
-                target = min(target + more, float(capacity))
-                _make_room(False, target, where, before, behind, sizes)
-            elif at == _WAS_AGAIN:
-                less = max(1.0, sizes[_WAS_ONCE] / sizes[_WAS_AGAIN])
-                target = max(target - less, 0.0)
-                _make_room(True, target, where, before, behind, sizes)
-            elif at < 0:
-                if sizes[_ONCE] + sizes[_WAS_ONCE] == capacity:
-                    if sizes[_ONCE] < capacity:
-                        _move(behind[n_blocks + _WAS_ONCE], -1, where, before, behind, sizes)
-                        _make_room(False, target, where, before, behind, sizes)
-                    else:
-                        _move(behind[n_blocks + _ONCE], -1, where, before, behind, sizes)
-                elif sizes.sum() >= capacity:
-                    if sizes.sum() == 2 * capacity:
-                        _move(behind[n_blocks + _WAS_AGAIN], -1, where, before, behind, sizes)
-                    _make_room(False, target, where, before, behind, sizes)
-            _move(block, _ONCE if at < 0 else _AGAIN, where, before, behind, sizes)
+            use(lists, 0, block, capacity)
             reach[block] = max(reach[block], min(size, context[i] - (k - indptr[i]) * size))
     return total
