@@ -11,11 +11,12 @@ import pytest
 
 from eldr_sim.traces.routing.synthetic.presets import preset_model
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize
-from eldr_sim.validation.reproduce.metro.routing import CHOICES, Routing, route
+from eldr_sim.validation.reproduce.metro.routing import Routing, route
 
 pytestmark = pytest.mark.slow
 
 N_STEPS = 20
+CHOICES = ("even", "metro", "metro_sorted", "optimal", "time_aware")
 
 
 @pytest.fixture(scope="module")
