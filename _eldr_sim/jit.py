@@ -128,6 +128,7 @@ LINKED = (
     "simulator.plane.steps.token_choices",
     "simulator.plane.steps.verify",
     "simulator.setup.replay",
+    "traces.requests.arc",
 )
 
 

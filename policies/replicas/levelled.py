@@ -29,11 +29,7 @@ from eldr_sim.policies.replicas.base import (
 _PASSES, _SETTLED = 100, 0.01
 
 
-class LevelledParameters(ChoiceParameters):
-    """Parameters of choices by tokens."""
-
-
-class CappedParameters(LevelledParameters):
+class CappedParameters(ChoiceParameters):
     """Parameters of `Capped`."""
 
     capacity: float = Field(default=1.0, ge=1)
@@ -43,7 +39,7 @@ class CappedParameters(LevelledParameters):
 class _Shares(ReplicaChoice):
     """Shares the tokens of each expert out over its instances."""
 
-    Parameters: ClassVar[type[LevelledParameters]] = LevelledParameters
+    Parameters: ClassVar[type[ChoiceParameters]] = ChoiceParameters
 
     @abstractmethod
     def shares(self, tokens: list[int], ranks: list[list[int]], n_ranks: int) -> list[list[float]]:
@@ -120,7 +116,7 @@ class Capped(_Shares):
     """
 
     name = "capped"
-    Parameters: ClassVar[type[LevelledParameters]] = CappedParameters
+    Parameters: ClassVar[type[ChoiceParameters]] = CappedParameters
 
     def __init__(self, context: PolicyContext, parameters: CappedParameters | None = None) -> None:
         self._capacity = (parameters or CappedParameters()).capacity

@@ -1,5 +1,6 @@
 """The cache folder: where it is, what goes when it is full, and what ``clear`` may touch."""
 
+import ast
 import errno
 import os
 import re
@@ -14,7 +15,7 @@ import pytest
 import eldr_sim
 from eldr_sim import cache
 from eldr_sim.errors import EldrSimWarning, InputError
-from eldr_sim.jit import _place
+from eldr_sim.jit import LINKED, _place
 
 from ..paths import ROOT
 
@@ -306,6 +307,43 @@ def test_all_compiled_functions_go_through_the_cache():
         if direct.search(path.read_text())
     ]
     assert found == [str(Path("_eldr_sim", "jit.py"))]
+
+
+def compiled_functions(path):
+    """The functions of a module that are compiled, by name, and where its other names are from."""
+    tree = ast.parse(path.read_text())
+    made = {
+        node.name: {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any(re.match(r"(njit|compiled)\b", ast.unparse(d)) for d in node.decorator_list)
+    }
+    origin = {
+        alias.asname or alias.name: node.module.removeprefix("eldr_sim.")
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("eldr_sim.")
+        for alias in node.names
+    }
+    return made, origin
+
+
+def test_whoever_is_called_by_compiled_code_of_another_module_is_among_the_linked():
+    """numba keeps a caller with the code of those that it calls, and does not see these change."""
+    rooms = ("kernel_profiles", "policies", "simulator", "traces")
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): compiled_functions(path)
+        for room in rooms
+        for path in (ROOT / room).rglob("*.py")
+    }
+    called = {
+        origin[name]
+        for made, origin in modules.values()
+        for names in made.values()
+        for name in names & origin.keys()
+        if name in modules.get(origin[name], ({}, {}))[0]
+    }
+    assert len(called) > 20
+    assert called <= set(LINKED)
 
 
 # --- several processes -------------------------------------------------------------------------
