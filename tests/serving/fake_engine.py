@@ -1,6 +1,6 @@
 """A server that answers like vLLM, in this process or, to be killed or stopped, in one of its own.
 
-``python fake_engine.py PORT [PACE_S]`` serves until it is killed.
+``python fake_engine.py PORT PACE_S FIRST_S`` serves until it is killed.
 """
 
 import asyncio
@@ -15,11 +15,12 @@ class FakeEngine:
     """An engine of any role.
 
     ``caches`` is what the prefill engines of a set-up hold, shared between its engines: a decode
-    engine takes a cache out when it fetches it.
+    engine takes a cache out when it fetches it. A token takes ``pace_s``, the first of a stream
+    ``first_s`` where it is given.
     """
 
-    def __init__(self, name="engine", *, pace_s=0.001, caches=None, healthy=True):
-        self.name, self.pace_s, self.healthy = name, pace_s, healthy
+    def __init__(self, name="engine", *, pace_s=0.001, first_s=None, caches=None, healthy=True):
+        self.name, self.pace_s, self.first_s, self.healthy = name, pace_s, first_s, healthy
         self.caches = {} if caches is None else caches
         self.seen, self.headers, self.in_flight, self.aborted = [], [], 0, 0
         self.stale = []  # answers from caches that were fetched before
@@ -88,7 +89,8 @@ class FakeEngine:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for token in range(1, tokens + 1):
-            await asyncio.sleep(self.pace_s)
+            first = token == 1 and self.first_s is not None
+            await asyncio.sleep(self.first_s if first else self.pace_s)
             usage = {"completion_tokens": token}
             chunk = {"choices": [{"text": "x"}], "usage": usage, "of": self.name}
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
@@ -128,9 +130,9 @@ async def fail_in_stream(request):
 
 
 if __name__ == "__main__":
-    port, pace_s = int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.001
+    port, pace_s, first_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     web.run_app(
-        FakeEngine(f"engine at {port}", pace_s=pace_s).app,
+        FakeEngine(f"engine at {port}", pace_s=pace_s, first_s=first_s).app,
         host="127.0.0.1",
         port=port,
         print=None,

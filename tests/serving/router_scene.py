@@ -26,12 +26,18 @@ class Scene:
     def __init__(self, url, session, said):
         self.url, self.session, self.said = url, session, said
 
-    async def ask(self, path="/v1/completions", *, headers=None, **body):
-        """Return status and body; a status of 0 for an answer that breaks off."""
+    async def ask(self, path="/v1/completions", *, headers=None, begun=None, **body):
+        """Return status and body; a status of 0 for an answer that breaks off.
+
+        ``begun`` is a list that grows when the first bytes of the answer are here.
+        """
         body = {"prompt": [1, 2, 3], "max_tokens": 4} | body
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
             try:
-                return response.status, await response.read()
+                first = await response.content.readany()
+                if begun is not None:
+                    begun.append(first)
+                return response.status, first + await response.read()
             except aiohttp.ClientError:
                 return 0, b""
 
@@ -56,7 +62,7 @@ class Scene:
         assert await self.counted("held_requests") == 0
 
 
-async def until(found, wanted, limit_s=5.0):
+async def until(found, wanted, limit_s=20.0):
     """Wait until a function (or coroutine function) gives what is wanted."""
     deadline = time.monotonic() + limit_s
     while True:
@@ -92,10 +98,11 @@ async def running(decode, prefill=(), policy=None, **changes):
 
 
 @contextmanager
-def process(port, pace_s=0.001):
+def process(port, pace_s=0.001, first_s=None):
     """Run an engine in a process of its own."""
-    command = [sys.executable, str(Path(__file__).parent / "fake_engine.py"), str(port)]
-    child = subprocess.Popen([*command, str(pace_s)])
+    paces = [str(pace_s if pace is None else pace) for pace in (pace_s, first_s)]
+    command = [sys.executable, str(Path(__file__).parent / "fake_engine.py"), str(port), *paces]
+    child = subprocess.Popen(command)
     try:
         deadline = time.monotonic() + 20
         while True:
