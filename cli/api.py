@@ -315,7 +315,8 @@ class Simulation(simulation.Simulation):
     """One run whose time SimPy processes share (docs/simulation.md).
 
     ``arrivals``: whether the configuration's load arrives. Without it all requests come from
-    processes, and each that arrives after the warm-up is measured; ``absent``: workers of the
+    processes, and each that arrives after the warm-up is measured; ``prefixes``: whether these
+    bring what their prompts begin with (``request(prefix=[...])``); ``absent``: workers of the
     topology that are not there at first: ``("decode:4",)``.
 
     Examples
@@ -333,13 +334,14 @@ class Simulation(simulation.Simulation):
         config: Config | None = None,
         *,
         arrivals: bool = True,
+        prefixes: bool = False,
         absent: Sequence[str] = (),
         **options: Any,
     ) -> None:
         made = config
         if options or not isinstance(made, RunConfig):
             made = config_from_options(_options(run_command.run, config, options))
-        super().__init__(made, arrivals=arrivals, absent=absent)
+        super().__init__(made, arrivals=arrivals, prefixes=prefixes, absent=absent)
 
     def run(self, until: float | None = None) -> Run:
         """Let things happen until a simulated time, s; returns what happened so far."""

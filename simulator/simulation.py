@@ -31,6 +31,7 @@ from eldr_sim.simulator.control.arrays import check_tables
 from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.control import Control, Ended, Pool, Worker, parse_worker
 from eldr_sim.simulator.control.record import RunRecord
+from eldr_sim.simulator.control.sent_prefixes import SentPrefixes, without_prefixes
 from eldr_sim.simulator.plane import loop
 from eldr_sim.simulator.run import (
     Result,
@@ -57,6 +58,9 @@ class Simulation:
     arrivals
         Whether the configuration's load arrives, as in `simulate`. Without it all requests come
         from processes, and each that arrives after the warm-up is measured.
+    prefixes
+        Whether requests bring the blocks of their prompts (`Control.request`), which prefix caches
+        then find again; those of the workload are forgotten. Only without ``arrivals``.
     absent
         Workers that the topology counts and that are not there before `Control.start`:
         ``("decode:4",)``.
@@ -68,7 +72,12 @@ class Simulation:
     """
 
     def __init__(
-        self, config: RunConfig, *, arrivals: bool = True, absent: Sequence[str] = ()
+        self,
+        config: RunConfig,
+        *,
+        arrivals: bool = True,
+        prefixes: bool = False,
+        absent: Sequence[str] = (),
     ) -> None:
         self._config, self._prepared = config, prepare(config)
         workload, window = offered_load(config, self._prepared.trace)
@@ -77,7 +86,12 @@ class Simulation:
             raise InputError("workload", problem, "users as processes, or simulate()")
         if not arrivals:
             window = (window[0], math.inf)
+        elif prefixes:
+            raise InputError("prefixes", "requests that arrive bring none", "arrivals=False")
+        if prefixes:
+            workload = without_prefixes(workload, self._prepared.spec.block_size)
         cluster = build_cluster(config, self._prepared, workload, window)
+        cluster.sent = SentPrefixes() if prefixes else None
         for pool in cluster.spec.pools:
             check_tables(pool.engine, cluster.spec.max_model_len)
         self._cluster, self._stopped = cluster, False

@@ -9,7 +9,7 @@ event loop's doing alone: `Core.lag` hears of it.
 import asyncio
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,8 +24,8 @@ from eldr_sim.simulator.simulation import Simulation
 
 #: The cluster advances no more often than this, s of the wall clock.
 _TICK_S = 0.0005
-#: Tokens of the request that is run beforehand, so that everything is compiled.
-_WARM = {"prompt_len": 100, "output_len": 3}
+#: Tokens of prompt and answer of a request that is run beforehand: everything is compiled then.
+_WARM = 100, 3
 
 
 class Stream:
@@ -70,11 +70,11 @@ class Core:
     ) -> None:
         if not config.generates:
             raise InputError("topology", f"{config.topology} generates nothing", "xPyD or xC")
-        warm = Simulation(config, arrivals=False)
-        warm.cluster.request(**_WARM)  # what cannot be sent so is refused here
-        warm.run(until=60.0)
+        warm = Simulation(config, arrivals=False, prefixes=True)
+        warm.cluster.submit(*_WARM)  # what cannot be sent so is refused here
+        warm.advance(60.0)
         self.config, self.speed, self.lag = config, speed, lag
-        self.simulation = Simulation(config, arrivals=False)
+        self.simulation = Simulation(config, arrivals=False, prefixes=True)
         self.cluster = self.simulation.cluster
         self.open: dict[int, Stream] = {}
         self.ended: Callable[[Stream, str], None] = lambda _stream, _outcome: None
@@ -100,18 +100,32 @@ class Core:
         numbers = np.fromiter(self.open, np.int64)
         return int((self.cluster.requests["prefill_start_s"][numbers] < 0.0).sum())
 
-    def submit(self, prompt_len: int, least: int = 1, most: int | None = None) -> Stream:
+    def submit(
+        self,
+        prompt_len: int,
+        least: int = 1,
+        most: int | None = None,
+        prefix: Sequence[Hashable] = (),
+    ) -> Stream:
         """Let a request arrive now.
 
-        Its answer is as long as the workload's next request says, within ``least`` and ``most``.
+        Its answer is as long as the workload's next request says, within ``least`` and ``most``;
+        ``prefix``: what its prompt begins with, see `Control.request`.
         """
         self._advance()
         output_len = max(least, min(self.cluster.coming()[1], most or 1 << 30))
-        number = self.cluster.submit(prompt_len, output_len)
+        number = self.cluster.submit(prompt_len, output_len, prefix)
         stream = self.open[number] = Stream(number, prompt_len, output_len, most)
-        self._write(t=self.simulation.env.now, prompt_len=prompt_len, output_len=output_len)
+        entry: dict[str, Any] = {"prompt_len": prompt_len, "output_len": output_len}
+        if len(prefix):
+            entry["prefix"] = self.cluster.cluster.workload.blocks(number).tolist()
+        self._write(t=self.simulation.env.now, **entry)
         self._soon()
         return stream
+
+    def cached_tokens(self, stream: Stream) -> int:
+        """Return the tokens of a request's prompt that were found in a prefix cache."""
+        return max(0, int(self.cluster.requests["cached_tokens"][stream.number]))
 
     def cancel(self, stream: Stream) -> None:
         """Let a client give up, unless its request has ended."""
@@ -190,7 +204,7 @@ def replay(path: str | Path) -> Result:
     entries = [parse_json(line, "replay", f"{path}, line {n}") for n, line in enumerate(lines, 1)]
     if not entries or not isinstance(entries[0], dict) or "config" not in entries[0]:
         raise InputError("replay", f"{path} is no log of eldr-sim serve")
-    simulation = Simulation(make_config(entries[0]["config"]), arrivals=False)
+    simulation = Simulation(make_config(entries[0]["config"]), arrivals=False, prefixes=True)
     cluster = simulation.cluster
     for line, entry in enumerate(entries[1:], 2):
         try:
@@ -200,7 +214,8 @@ def replay(path: str | Path) -> Result:
             if "cancel" in entry:
                 cluster.cancel(int(entry["cancel"]))
             else:
-                cluster.submit(int(entry["prompt_len"]), int(entry["output_len"]))
+                prefix = [int(number) for number in entry.get("prefix", ())]
+                cluster.submit(int(entry["prompt_len"]), int(entry["output_len"]), prefix)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise InputError("replay", f"{path}, line {line}: {error}") from None
     return simulation.run()

@@ -54,6 +54,8 @@ class Metrics(Registry):
         self._output = histogram("request_generation_tokens", "Output tokens.", _TOKENS)
         self._prompts = counter("prompt_tokens", "Prompt tokens.").labels(model)
         self._outputs = counter("generation_tokens", "Output tokens.").labels(model)
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up.").labels(model)
+        self._hits = counter("prefix_cache_hits", "Prompt tokens found.").labels(model)
         self._success = counter("request_success", "Requests by their end.", "finished_reason")
         self.lag = self.library.Histogram(
             "eldr_sim_lag_seconds", "What tokens left late.", registry=self.registry,
@@ -75,6 +77,9 @@ class Metrics(Registry):
             return
         self._success.labels(self._model, stream.reason).inc()
         self._prompts.inc(stream.prompt_len)
+        if self._core.config.enable_prefix_caching:
+            self._queries.inc(stream.prompt_len)
+            self._hits.inc(self._core.cached_tokens(stream))
         self._prompt(stream.prompt_len)
         self._output(stream.output_len)
         moments = (record[name] for name in ("arrival_s", "first_token_s", "finish_s"))

@@ -1,6 +1,7 @@
 """HTTP: OpenAI's completions and chat, of tokens that a simulated cluster generates."""
 
 import asyncio
+import hashlib
 import json
 import math
 import time
@@ -26,6 +27,8 @@ from eldr_sim.serving.simulated.metrics import Metrics
 from eldr_sim.simulator.setup.config import RunConfig
 
 _WORD = " token"
+#: Letters of a text that are taken for a token where there is no tokenizer.
+_LETTERS = 4
 #: Seconds that requests in flight have after SIGTERM.
 _DRAIN_S = 30.0
 
@@ -96,13 +99,16 @@ class Service:
             return error_answer(503, "starts up or stops", {"Retry-After": "1"})
         try:
             asked = parse_body(await request.read(), handed_over=True)
-            prompt_len, least, most = self._lengths(asked)
+            prompt = self._prompt(asked)
+            prompt_len = self._tokens(prompt)
+            least, most = self._limits(asked, prompt_len)
         except (ValueError, web.RequestPayloadError) as error:
             return error_answer(400, str(error))
         if self._max_queue is not None and self.core.waiting >= self._max_queue:
             return error_answer(429, f"{self.core.waiting} requests wait", {"Retry-After": "1"})
-        stream = self.core.submit(prompt_len, least, most)
-        answer = _Answer(request.path.endswith("chat/completions"), self.model, asked, stream)
+        stream = self.core.submit(prompt_len, least, most, self._prefix(prompt))
+        chat = request.path.endswith("chat/completions")
+        answer = _Answer(chat, self.model, asked, stream, self.core.cached_tokens)
         try:
             if asked.streamed:
                 return await answer.stream(request)
@@ -110,33 +116,44 @@ class Service:
         finally:
             self.core.cancel(stream)
 
-    def _lengths(self, asked: Ask) -> tuple[int, int, int]:
-        """Return the tokens of a prompt, and the fewest and most of its answer."""
+    def _prompt(self, asked: Ask) -> str | list[int]:
+        """Return a prompt: its token ids, or its text where there is no tokenizer."""
+        prompt: Any = asked.body.get("prompt")
+        if asked.prompt_len:
+            return list(prompt)
+        text = "".join(map(_text_of, asked.body["messages"])) if prompt is None else str(prompt)
+        return text if self._tokenizer is None else list(self._tokenizer.encode(text).ids)
+
+    def _tokens(self, prompt: str | list[int]) -> int:
+        """Return the tokens of a prompt."""
+        return max(1, math.ceil(len(prompt) / (_LETTERS if isinstance(prompt, str) else 1)))
+
+    def _prefix(self, prompt: str | list[int]) -> list[bytes]:
+        """Return a digest of each whole block of a prompt."""
+        size = self.core.config.block_size * (_LETTERS if isinstance(prompt, str) else 1)
+        parts = (prompt[at : at + size] for at in range(0, len(prompt) - size + 1, size))
+        return [hashlib.blake2b(repr(part).encode(), digest_size=16).digest() for part in parts]
+
+    def _limits(self, asked: Ask, prompt_len: int) -> tuple[int, int]:
+        """Return the fewest and the most tokens of an answer."""
         body, longest = asked.body, self.core.simulation.max_model_len
         if body.get("model") not in (None, self.model):
             raise ValueError(f"model: {body['model']!r} is not served (allowed: {self.model})")
-        prompt_len = asked.prompt_len
-        if not prompt_len:
-            text = body.get("prompt")
-            if text is None:
-                text = "".join(map(_text_of, body["messages"]))
-            n_tokens = math.ceil(len(text) / 4)
-            if self._tokenizer is not None:
-                n_tokens = len(self._tokenizer.encode(text).ids)
-            prompt_len = max(1, n_tokens)
         most = longest - prompt_len if asked.max_tokens is None else asked.max_tokens
         if most < 1 or prompt_len + most > longest:
             wanted = "" if asked.max_tokens is None else f" and {most} output tokens"
             raise ValueError(f"context length {longest}: {prompt_len} prompt tokens{wanted}")
         least = most if body.get("ignore_eos") and asked.max_tokens else body.get("min_tokens") or 1
-        return prompt_len, least, most
+        return least, most
 
 
 class _Answer:
     """The words of one answer."""
 
-    def __init__(self, chat: bool, model: str, asked: Ask, stream: Stream) -> None:
-        self._chat, self._asked, self._stream = chat, asked, stream
+    def __init__(
+        self, chat: bool, model: str, asked: Ask, stream: Stream, cached: Callable[[Stream], int]
+    ) -> None:
+        self._chat, self._asked, self._stream, self._cached = chat, asked, stream, cached
         self._kind = "chat.completion" if chat else "text_completion"
         prefix = "chatcmpl" if chat else "cmpl"
         self._head = {"id": f"{prefix}-{stream.number}", "created": int(time.time())}
@@ -203,10 +220,11 @@ class _Answer:
         kind = f"{self._kind}.chunk" if self._chat else self._kind
         return self._head | {"object": kind, "choices": [choice]}
 
-    def _usage(self, n: int | None = None) -> dict[str, int]:
+    def _usage(self, n: int | None = None) -> dict[str, Any]:
         prompt, output = self._stream.prompt_len, self._stream.output_len if n is None else n
         tokens = {"prompt_tokens": prompt, "completion_tokens": output}
-        return tokens | {"total_tokens": prompt + output}
+        details = {"cached_tokens": self._cached(self._stream)}
+        return tokens | {"total_tokens": prompt + output, "prompt_tokens_details": details}
 
 
 def _event(piece: dict[str, Any]) -> bytes:

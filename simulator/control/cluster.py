@@ -23,6 +23,7 @@ from eldr_sim.simulator.control.fault_processes import start_faults
 from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.control.record import RunRecord, TierRecord, by_role, with_columns
 from eldr_sim.simulator.control.relocation import RELOCATION
+from eldr_sim.simulator.control.sent_prefixes import SentPrefixes
 from eldr_sim.simulator.plane import choose, loop, state
 from eldr_sim.simulator.plane.compiled import Callback, address_of
 from eldr_sim.simulator.plane.front_end import make_front_end, no_front_end
@@ -49,6 +50,8 @@ class Cluster:
             PolicyRouter(policy, fleet, workers, inputs.workload)
             for policy, workers in zip(inputs.policies, self.spec.routers, strict=True)
         ]
+        #: The prefixes that come with requests; None where the workload knows them all.
+        self.sent: SentPrefixes | None = None
         self._failure: BaseException | None = None
         #: The control plane's environment, and what it is told of requests that it watches.
         self.env = Clock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -151,22 +151,33 @@ class Control:
         cluster.on_end = self._ended
 
     def request(
-        self, *, prompt_len: int | None = None, output_len: int | None = None
+        self,
+        *,
+        prompt_len: int | None = None,
+        output_len: int | None = None,
+        prefix: Sequence[Hashable] = (),
     ) -> simpy.Event:
         """Send a request now; returns an event whose value is the request as it `Ended`.
 
         It is the next one of the configuration's workload, which begins again when it ends, with
         prefixes of its own.
 
-        ``prompt_len``, ``output_len``: tokens, in place of the workload's. Raises InputError if a
-        length is given where the workload's prefixes or the queue order hang on it.
+        ``prompt_len``, ``output_len``: tokens, in place of the workload's; ``prefix``: what the
+        prompt begins with, a name for each ``block_size`` tokens: prompts that begin with the same
+        names share these tokens. Raises InputError if a length is given where the workload's
+        prefixes or the queue order hang on it, or a prefix without ``Simulation(prefixes=True)``.
         """
-        number = self.submit(prompt_len, output_len)
+        number = self.submit(prompt_len, output_len, prefix)
         self.cluster.requests["watched"][number] = True
         event = self._waited[number] = simpy.Event(self._env)
         return event
 
-    def submit(self, prompt_len: int | None = None, output_len: int | None = None) -> int:
+    def submit(
+        self,
+        prompt_len: int | None = None,
+        output_len: int | None = None,
+        prefix: Sequence[Hashable] = (),
+    ) -> int:
         """Send a request as `request` does, that nobody waits for; returns its number."""
         cluster, clock = self.cluster, self._clock
         number, now = int(self._arrived[0]), float(self._env.now)
@@ -174,6 +185,10 @@ class Control:
             grow(cluster)
         if prompt_len is not None or output_len is not None:
             set_lengths(cluster, number, prompt_len, output_len)
+        if cluster.sent is not None:
+            cluster.sent.add(cluster, number, prefix)
+        elif len(prefix):
+            raise InputError("prefix", "the simulation takes none", "prefixes=True")
         start, end = cluster.window
         cluster.requests["arrival_s"][number] = cluster.workload.arrival_s[number] = now
         if start <= now < end:

@@ -8,6 +8,7 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.arrays import make_requests, of_all
+from eldr_sim.simulator.control.sent_prefixes import kept
 from eldr_sim.simulator.plane.front_end import make_front_end
 from eldr_sim.simulator.plane.kv_cache import make_kv_cache
 from eldr_sim.simulator.plane.router import with_more
@@ -19,9 +20,13 @@ if TYPE_CHECKING:
 def grow(cluster: Cluster) -> None:
     """Have room for twice as many requests: the workload's again, with prefixes of their own.
 
+    Those that are sent with requests stay as they are.
+
     They have not arrived.
     """
     workload = cluster.workload.repeated(2)
+    if cluster.sent is not None:
+        workload = kept(cluster.workload, workload)
     arrays, old, new = cluster.arrays, len(cluster.requests), len(workload)
     engines, kv = arrays.engines, arrays.engines.kv
     requests = make_requests(cluster.inputs, workload)
@@ -31,8 +36,10 @@ def grow(cluster: Cluster) -> None:
     for router in cluster.routers:
         router.grow(new)
     fresh = make_kv_cache(workload, cluster.spec.block_size, 1, 0)
-    listed = fresh.listed
-    listed[:, : kv.listed.shape[1]] = kv.listed
+    listed = kv.listed  # blocks that are sent have room there
+    if cluster.sent is None:
+        listed = fresh.listed
+        listed[:, : kv.listed.shape[1]] = kv.listed
     tiers = kv.tiers
     if len(tiers.loads):
         tiers = tiers._replace(
@@ -87,7 +94,7 @@ def set_lengths(
             continue
         if tokens < 1:
             raise InputError(name, f"{tokens}", "1 or more tokens")
-        if name == "prompt_len" and cluster.workload.prefix_block_tokens:
+        if name == "prompt_len" and cluster.workload.prefix_block_tokens and cluster.sent is None:
             raise InputError(name, "the workload's prompts share prefixes", "its own lengths")
         if keys is not None and keys.any():
             raise InputError(name, "the queue order goes by the workload's lengths", "fcfs")

@@ -111,7 +111,8 @@ def test_answers_are_openai_s():
         Service(CONFIG, speed=SPEED), talk
     )
     assert whole["object"] == "text_completion"
-    assert whole["usage"] == {"prompt_tokens": 10, "completion_tokens": 7, "total_tokens": 17}
+    tokens = {"prompt_tokens": 10, "completion_tokens": 7, "total_tokens": 17}
+    assert whole["usage"] == tokens | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert whole["choices"][0]["text"].split() == ["token"] * 7
     assert whole["choices"][0]["finish_reason"] == "length"
     assert spoken["choices"][0]["message"]["role"] == "assistant"
@@ -126,6 +127,33 @@ def test_answers_are_openai_s():
     said = "".join(p["choices"][0]["delta"]["content"] for p in told[:-1])
     assert said.split() == ["token"] * 5
     assert (models["data"][0]["id"], health) == ("Qwen3-30B-A3B", 200)
+
+
+def test_prompts_that_begin_alike_are_found_in_the_prefix_cache():
+    """Ids, texts and chats, by whole blocks of 16 tokens, 64 letters; a second engine has none."""
+    prompts = {
+        TEXT: [{"prompt": list(range(100))}, {"prompt": [*range(80), *range(500, 540)]},
+               {"prompt": "once upon a time, " * 20},
+               {"prompt": "once upon a time, " * 15 + "x" * 70}],
+        CHAT: [{"messages": [{"role": "user", "content": "tell me " * n}]} for n in (40, 60)],
+    }  # fmt: skip
+
+    async def talk(session, _url):
+        cached = []
+        for path, bodies in prompts.items():
+            for body in bodies:
+                answer = await (await session.post(path, json=body | {"max_tokens": 2})).json()
+                cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return cached, await (await session.get("/metrics")).text()
+
+    config = CONFIG.replace(topology="1P1D")
+    cached, metrics = against(Service(config, speed=SPEED), talk)
+    assert cached == [0, 80, 0, 64, 0, 80]
+    counts = {f.name: f.samples[0].value for f in text_string_to_metric_families(metrics)}
+    assert counts["vllm:prefix_cache_hits"] == sum(cached)
+    assert counts["vllm:prefix_cache_queries"] == counts["vllm:prompt_tokens"]
+    off, _ = against(Service(config.replace(enable_prefix_caching=False), speed=SPEED), talk)
+    assert off == [0] * 6
 
 
 def test_without_ignore_eos_an_answer_may_stop_as_the_workload_s_do():
@@ -199,7 +227,8 @@ def test_the_log_replayed_gives_the_same_times(tmp_path):
     result = replay(tmp_path / "log.jsonl")
     again, was = result.record.requests, service.core.cluster.requests[: len(streams)]
     assert len(again) == len(streams) >= 26  # a client may give up before it is heard
-    names = ("arrival_s", "prompt_len", "output_len", "first_token_s", "finish_s")
+    names = ("arrival_s", "prompt_len", "output_len", "cached_tokens", "first_token_s", "finish_s")
+    assert was["cached_tokens"].max() > 100  # all prompts begin alike
     done = was["outcome"] == 1
     assert done.sum() == 25
     for name in names:
@@ -346,8 +375,6 @@ def test_our_client_gets_every_token_through_our_router_from_engine_ports():
 def test_what_cannot_serve_is_refused():
     with pytest.raises(InputError, match="topology: 2P generates nothing"):
         Core(CONFIG.replace(topology="2P", output_len=None))
-    with pytest.raises(InputError, match="prompts share prefixes"):
-        Core(CONFIG.replace(prefix_len=32, num_prefixes=2))
 
 
 def test_the_command_serves_until_it_is_told_to_stop(tmp_path):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -88,10 +87,11 @@ class Requests:
 
     def blocks(self, request: int) -> NDArray[np.uint64]:
         """Return the prefix block hashes of one request's prompt, uint64 ``[n_blocks]``."""
-        begin = int(self.prefix_indptr[request])
-        return self.prefix_hash[begin : begin + int(self.n_prompt_blocks[request])]
+        begin, end = self.prefix_indptr[request : request + 2].tolist()
+        reach = -(-int(self.prompt_len[request]) // max(1, self.prefix_block_tokens))
+        return self.prefix_hash[begin : min(end, begin + reach)]
 
-    @cached_property
+    @property
     def n_prompt_blocks(self) -> NDArray[np.int64]:
         """Blocks of each prompt, int64 ``[n]``: the last one may be partial."""
         size = max(1, self.prefix_block_tokens)
@@ -103,7 +103,6 @@ class Requests:
         n_blocks = int(self.prefix_indptr[-1])
         begins = self.prefix_indptr[:-1] + np.arange(rounds)[:, None] * n_blocks
         same = {name: v for name, v in vars(self).items() if isinstance(v, np.ndarray)}
-        same.pop("n_prompt_blocks", None)
         changed: dict[str, Any] = {name: np.tile(v, rounds) for name, v in same.items()} | {
             "parent": None,
             "gap_s": None,
