@@ -1,11 +1,12 @@
-"""Reading Parquet without pandas.
+"""Reading Parquet, and making its columns, without pandas.
 
-``pyarrow.parquet.read_table`` and ``to_numpy`` import pandas, half a second of every command.
+``pyarrow.parquet.read_table``, ``to_numpy`` and ``pyarrow.array`` import pandas, half a second of
+every command.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,24 @@ def numbers(column: pa.ChunkedArray) -> NDArray[Any]:
             raise InputError("column", "holds text that is not UTF-8") from None
     nothing = np.empty(0, column.type.to_pandas_dtype())
     return np.concatenate([nothing, *(np.from_dlpack(chunk) for chunk in column.chunks)])
+
+
+def column(values: NDArray[Any], kind: str | None = None, null: Any = None) -> pa.Array:
+    """Return numbers or truth values as a column, as ``pa.array(values, kind, mask=null)`` does."""
+    values = np.ascontiguousarray(values, kind)
+    is_bool = values.dtype == np.bool_
+    data = np.packbits(values, bitorder="little") if is_bool else values
+    known = None if null is None else pa.py_buffer(np.packbits(~null, bitorder="little"))
+    arrow = pa.bool_() if is_bool else pa.from_numpy_dtype(values.dtype)
+    return pa.Array.from_buffers(arrow, len(values), [known, pa.py_buffer(data)])
+
+
+def texts(names: Sequence[str], codes: NDArray[np.integer]) -> pa.Array:
+    """Return the texts that codes stand for as a column."""
+    data = [name.encode() for name in names]
+    lengths = np.array([len(text) for text in data], np.int32)
+    ends = np.zeros(len(codes) + 1, np.int32)
+    np.cumsum(lengths[codes], out=ends[1:])
+    joined = b"".join([data[code] for code in codes.tolist()])
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(joined)]
+    return pa.Array.from_buffers(pa.string(), len(codes), buffers)

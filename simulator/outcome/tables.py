@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from eldr_sim.parquet import column, texts
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.plane.state import OUTCOMES
@@ -28,24 +28,24 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
     times = request_times(record)
 
     def plain(*names: str, kind: str = "int32") -> dict[str, pa.Array]:
-        return {name: pa.array(requests[name], kind) for name in names}
+        return {name: column(requests[name], kind) for name in names}
 
     def known(*names: str) -> dict[str, pa.Array]:
         return {name: _known(requests[name]) for name in names}
 
     return pa.table(
         {
-            "request_id": pa.array(record.numbers, "int32"),
-            "domain": _names(domains, requests["domain"]),
+            "request_id": column(record.numbers, "int32"),
+            "domain": texts(domains, requests["domain"]),
             **plain("measured", kind="bool"),
-            "outcome": _names(OUTCOMES, requests["outcome"]),
+            "outcome": texts(OUTCOMES, requests["outcome"]),
             **plain("prompt_len", "output_len", "trace_request"),
             **known("cached_tokens"),
-            **({} if record.tiers is None else {"loaded_tokens": record.tiers.hits.sum(axis=1)}),
+            **({} if record.tiers is None else {"loaded_tokens": column(record.tiers.hits.sum(1))}),
             **known("decode_cached_tokens"),
             **plain("prefill_worker", "decode_worker", kind="int16"),
             **plain("preemptions"),
-            **({} if record.retries is None else {"retries": pa.array(record.retries)}),
+            **({} if record.retries is None else {"retries": column(record.retries)}),
             **known("arrival_s", "sent_s", *(["tokenized_s"] if front_end else [])),
             **({} if record.tiers is None else {"load_start_s": _known(record.load_start_s)}),
             **known("prefill_start_s", "prefill_end_s", "transfer_start_s", "transfer_end_s"),
@@ -54,11 +54,6 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
             **{f"{name}_ms": _figures(1e3 * times[name]) for name in ("ttft", "tpot", "e2el")},
         }
     )
-
-
-def _names(names: Sequence[str], codes: NDArray[np.integer]) -> pa.Array:
-    """Return the names that codes stand for."""
-    return pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(names, "string")).cast("string")
 
 
 def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
@@ -83,19 +78,18 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     n_prefill, n_decode = len(prefill), len(decode)
 
     def both(first: NDArray[Any], second: NDArray[Any], kind: str) -> pa.Array:
-        return pa.array(np.concatenate([first, second]).astype(kind, copy=False))
+        return column(np.concatenate([first, second]), kind)
 
     def decode_only(values: NDArray[Any], kind: str) -> pa.Array:
-        nulls = pa.nulls(n_prefill, kind)
-        return pa.concat_arrays([nulls, pa.array(values).cast(kind)])
+        whole = np.concatenate([np.zeros(n_prefill, values.dtype), values])
+        return column(whole, kind, np.arange(len(whole)) < n_prefill)
 
     def experts(name: str) -> pa.Array:
         counts = np.concatenate([prefill[name], decode[name]])
-        return pa.array(counts / (n_moe_layers or 1), mask=counts == 0)
+        return column(counts / (n_moe_layers or 1), null=counts == 0)
 
-    role = pa.DictionaryArray.from_arrays(
-        pa.array(np.repeat([0, 1], [n_prefill, n_decode]), "int8"), ["prefill", "decode"]
-    )
+    roles = column(np.repeat([0, 1], [n_prefill, n_decode]), "int8")
+    role = pa.DictionaryArray.from_arrays(roles, texts(("prefill", "decode"), np.arange(2)))
     grouped = {}
     if len(record.prefill_group_steps) or len(record.decode_group_steps):
         of_prefill, of_decode = (
@@ -144,8 +138,8 @@ def _group_columns(groups: NDArray[np.void], n_steps: int) -> dict[str, NDArray[
 
 
 def _known(values: NDArray[Any]) -> pa.Array:
-    return pa.array(values, mask=values < 0.0)
+    return column(values, null=values < 0.0)
 
 
 def _figures(values: NDArray[Any]) -> pa.Array:
-    return pa.array(values, mask=np.isnan(values))
+    return column(values, null=np.isnan(values))

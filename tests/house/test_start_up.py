@@ -13,7 +13,8 @@ from eldr_sim.cli.lazy import LazyGroup
 SHORT = "--topology 1P2D --request-rate 10 --duration 2 --warmup 1 --output-len 10"
 PLOTS = {"matplotlib", "plotly", "jinja2"}
 COMPILER = PLOTS | {"numba", "simpy", "joblib"}
-TABLES = COMPILER | {"pandas", "scipy.optimize"}
+ARROW = {"pandas", "pyarrow.compute"}
+TABLES = COMPILER | ARROW | {"scipy.optimize"}
 FIGURES = TABLES | {"numpy", "scipy", "pyarrow"}
 EVERYTHING = FIGURES | {"pydantic", "rich", "yaml"}
 
@@ -30,7 +31,7 @@ EVERYTHING = FIGURES | {"pydantic", "rich", "yaml"}
             "tables --help": FIGURES,
             "run --help": FIGURES,
             "tables list": TABLES,
-            f"run --policy jsq {SHORT}": PLOTS | {"scipy.optimize", "joblib"},
+            f"run --policy jsq {SHORT}": PLOTS | ARROW | {"scipy.optimize", "joblib"},
         },
         {"plan --help": PLOTS | {"joblib", "pandas", "scipy.special", "scipy.optimize"}},
         {"gpus": COMPILER},

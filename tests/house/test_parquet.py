@@ -1,0 +1,29 @@
+"""Columns that are made without `pyarrow.array`, which imports pandas."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from eldr_sim.parquet import column, texts
+
+
+@pytest.mark.parametrize("kind", ["bool", "int8", "int16", "int32", "int64", "float64", None])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 1000])
+@pytest.mark.parametrize("nulls", [True, False])
+def test_columns_are_pyarrow_s(kind, n, nulls):
+    rng = np.random.default_rng(n)
+    values = rng.integers(0, 2 if kind == "bool" else 100, n).astype(kind or "uint16")
+    strided = np.repeat(values, 2)[::2]  # as a field of a record is
+    null = rng.random(n) < 0.3 if nulls else None
+    made = column(strided, kind, null)
+    made.validate(full=True)
+    assert made.equals(pa.array(values, kind and kind.replace("float64", "double"), mask=null))
+    assert made.null_count == (0 if null is None else null.sum())
+
+
+def test_texts_are_those_that_codes_stand_for():
+    names = ["", "prose", "Ünïcode", "x"]
+    for codes in (np.array([], np.int16), np.array([1, 2, 2, 0, 3, 1], np.int16)):
+        made = texts(names, codes)
+        made.validate(full=True)
+        assert made.to_pylist() == [names[code] for code in codes]
