@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from ..paths import ROOT
 
 #: Runs every configuration of the digest while each function below is off by one unit in the last
@@ -52,6 +54,7 @@ print(drawn.size, sha256(drawn.tobytes()).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_the_last_bits_of_numpys_functions_change_no_result():
     program = _PROGRAM.format(tests=str(ROOT / "tests"), first="digest.main([])")
     # Another BLAS kernel than this processor's own.

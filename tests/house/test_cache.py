@@ -375,6 +375,7 @@ print(trace.manifest.checksum, digest.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_processes_share_an_empty_cache(tmp_path, monkeypatch):
     """All at once, and once more: the same bytes, no warning, nothing unfinished.
 

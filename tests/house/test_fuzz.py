@@ -19,7 +19,7 @@ FUZZ = Path(__file__).with_name("fuzz.py")
 
 
 @pytest.mark.parametrize(
-    ("cases", "seed"), [(60, 20), pytest.param(10_000, 21, marks=pytest.mark.slow)]
+    ("cases", "seed"), [(30, 20), pytest.param(10_000, 21, marks=pytest.mark.slow)]
 )
 def test_hostile_input_is_refused_in_a_line(cases, seed):
     """A process of its own: cases are forked, and this one has threads."""
@@ -45,7 +45,13 @@ def figures(folder):
     return rows, numbers
 
 
-@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("disaggregated", "groups") else pytest.mark.slow)
+        for kind in BASES
+    ],
+)
 def test_a_field_of_a_config_file_shows_or_is_refused_or_named(kind, run_cli, tmp_path):
     """With each field of its own, a run is refused, differs, or names the field as without effect.
 

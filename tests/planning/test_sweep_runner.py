@@ -34,6 +34,7 @@ def tiny(key, **fields):
     return Point(key, make_config(TINY | fields))
 
 
+@pytest.mark.slow
 def test_a_killed_process_costs_its_own_point_alone():
     points = [tiny(f"p{rate}", request_rate=rate) for rate in (5, 10, 15, 20)]
     expected = {outcome.key: outcome.summary for outcome in run_points(points, 1)}

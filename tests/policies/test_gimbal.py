@@ -113,7 +113,10 @@ def test_transitions_are_counted_within_the_recorded_layers():
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("frequency", [0.0, 0.05, 0.43])
+@pytest.mark.parametrize(
+    "frequency",
+    [pytest.param(0.0, marks=pytest.mark.slow), 0.05, pytest.param(0.43, marks=pytest.mark.slow)],
+)
 def test_pairs_are_anchored_by_the_share_of_tokens_that_choose_them(frequency):
     """Counted token by token; at the paper's 43% next to none is left."""
     trace = open_trace("reference-moe")

@@ -61,7 +61,9 @@ def mva(users, think_s, service_s):
     return response
 
 
-@pytest.mark.parametrize(("users", "think_s"), [(10, 10.0), (50, 50.0)])
+@pytest.mark.parametrize(
+    ("users", "think_s"), [(10, 10.0), pytest.param(50, 50.0, marks=pytest.mark.slow)]
+)
 def test_closed_loop_is_mean_value_analysis(closed, users, think_s):
     turns, found = 40_000 // users, []
     for seed in range(3):

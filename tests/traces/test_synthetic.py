@@ -385,6 +385,7 @@ def mean(each):
     return np.mean(each, axis=0)
 
 
+@pytest.mark.slow
 def test_a_fit_carries_to_requests_that_it_has_not_seen(tmp_path):
     """What one half of real gpt-oss-20b requests teaches, the other half has."""
     trace = open_trace("gpt-oss-20b")
@@ -512,7 +513,14 @@ def test_presets_have_the_shape_of_their_model(name):
     assert preset.n_layers == model.n_moe_layers
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "GPT-OSS-120B", "Gemma-4-26B-A4B"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen3-30B-A3B",
+        pytest.param("GPT-OSS-120B", marks=pytest.mark.slow),
+        pytest.param("Gemma-4-26B-A4B", marks=pytest.mark.slow),
+    ],
+)
 def test_presets_save_what_the_paper_measured(name):
     """ELDR Fig. 4 at the high end, widened for twelve layers; less in the middle."""
     model = preset_model(name, n_layers=12, band="high")
@@ -654,6 +662,7 @@ def test_commands_fit_and_draw_and_the_trace_runs(run_cli, tmp_path, monkeypatch
     assert "exists" in err
 
 
+@pytest.mark.slow
 def test_gate_scores_rank_the_chosen_experts_and_change_none():
     """Of prompts of one token: probabilities of all experts, the chosen ones first, in order."""
     model = model_of(experts=20, top_k=4, layers=3)

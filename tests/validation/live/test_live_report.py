@@ -121,6 +121,7 @@ def one(rows, **keys):
     return row
 
 
+@pytest.mark.slow
 def test_the_page_is_made_of_comparison_json_alone(written):
     folder, document = written
     assert json.loads((folder / "comparison.json").read_text()) == document
@@ -440,6 +441,7 @@ def test_the_campaign_is_described(written):
         assert cells["table `moe`"] == f"{moe['rows']}, measured"
 
 
+@pytest.mark.slow
 def test_the_same_campaign_gives_the_same_bytes(live_runs, live_calibration, tmp_path):
     campaign = write_campaign(tmp_path / "campaign", live_runs[:1], live_calibration)
     for name in ("one", "two"):
