@@ -237,6 +237,8 @@ def offered_load(
     part = part_of(config, log)
     if part is not None and config.chooses_part:
         window = part.window
+    if config.arrivals == "agentx":
+        horizon = None
     same = {field.name for field in fields(Load)} & set(RunConfig.model_fields)
     values: dict[str, Any] = {name: getattr(config, name) for name in same}
     ratio = config.random_range_ratio
@@ -245,6 +247,7 @@ def offered_load(
         | {"request_rate": config.effective_rate, "output_len": config.effective_output_len}
         | ({} if config.n_sessions is None else {"num_requests": config.n_sessions}),
         horizon_s=horizon,
+        lanes_s=0.0 if duration is None else duration,
         drift_s=None if duration is None else window[1],
         # Requests that end with their prompts have one output token, whatever the range.
         range_ratios=(ratio, ratio if config.generates else 0.0),

@@ -92,6 +92,8 @@ def make_requests(inputs: Inputs, workload: Workload) -> NDArray[np.void]:
     requests["measured"] = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
     if workload.parent is not None:  # with the end of the window it is known who came in it
         requests["measured"][workload.parent >= 0] = np.isinf(window[1])
+    if workload.n_warming:
+        requests["measured"] = False
     return requests
 
 
@@ -202,7 +204,9 @@ def _first_events(
     if len(requests):
         events[0] = float(requests["arrival_s"][0]), 0, state.ARRIVAL, 0
         clock["n_events"] = 1
-    if len(sessions.waits) and np.isfinite(end_s):  # who comes in the window may not be known
+    if sessions.record["n_warming"][0]:  # its end is known when it has begun
+        clock["open_measured"] = 1
+    elif len(sessions.waits) and np.isfinite(end_s):  # who comes in the window may not be known
         events[1], clock["n_events"] = (end_s, 0, state.ARRIVAL, -1), 2
         events[:2].sort(order=("time", "order"))
         clock["open_measured"] += 1

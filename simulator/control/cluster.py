@@ -172,6 +172,17 @@ class Cluster:
         self.group_log = with_room(self.group_log, int(clock["n_group_steps"]) + 1)
         self.gaps = with_room(self.gaps, int(clock["n_gaps"]) + size * places)
 
+    def _lanes_window(self, arrived: NDArray[np.void]) -> tuple[float, float]:
+        """Return the window that lanes opened; raises InputError if they could not."""
+        own = self.arrays.engines.sessions.record[0]
+        if np.isfinite(own["end"]):
+            return float(own["start"]), float(own["end"])
+        known = int(state.COMPLETED), int(state.AFTER_WINDOW)
+        ends = {state.OUTCOMES[end] for end in arrived["outcome"].tolist() if end not in known}
+        why = ", ".join(sorted(ends)) or "they last too long"
+        problem = f"prompts that warm up caches do not complete: {why}"
+        raise InputError("workload", problem, "sessions that the engines can serve")
+
     def record(self, end_s: float, acts: Actions | None = None) -> RunRecord:
         """Return what has happened up to ``end_s`` seconds; what is open then remains unserved.
 
@@ -187,7 +198,11 @@ class Cluster:
         numbers = self.arrays.engines.sessions.order[: int(clock["arrived"])]
         arrived = rows[numbers].ravel().view(state.REQUEST)
         reason = state.OVERLOADED if clock["open_measured"] > 0 else state.AFTER_WINDOW
-        arrived["outcome"][arrived["outcome"] == state.OPEN] = reason
+        still = arrived["outcome"] == state.OPEN
+        arrived["outcome"][still] = reason
+        if self.workload.n_warming:
+            self.window = self._lanes_window(arrived)
+            arrived["outcome"][still & arrived["measured"]] = state.CANCELLED
         # Who stays where its prompt was computed notes that with its last token.
         begun = (arrived["source"] < 0) & (arrived["first_token_s"] >= 0.0)
         begun &= arrived["outcome"] != state.COMPLETED

@@ -3,6 +3,9 @@
 A request that goes on with others is released when the last of them has completed, and arrives a
 gap later; if one of them does not complete, it never comes, nor does what would go on with it.
 Requests that go on with none arrive in their order, or, where sessions are limited, when they may.
+
+Where lanes warm caches first, the measured window opens when the last of those requests has ended.
+Nothing is sent any more when it closes; what is in flight has a grace then, and is cancelled.
 """
 
 from __future__ import annotations
@@ -16,6 +19,11 @@ from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import schedule
 from eldr_sim.simulator.plane.state import ABANDONED, ARRIVAL, COMPLETED, SESSIONS
 from eldr_sim.traces.workload import Workload
+
+#: What stands for a request in an ARRIVAL: the measured window ends, and the grace after it.
+WINDOW_ENDS, GRACE_ENDS = np.int64(-1), np.int64(-2)
+#: AgentX: seconds in which what is in flight may still complete.
+GRACE_S = 30.0
 
 
 class Sessions(NamedTuple):
@@ -40,6 +48,9 @@ def make_sessions(
     record = np.zeros(1, SESSIONS)
     record["most"], record["next"] = -1 if most is None else most, -1
     record["start"], record["end"] = window
+    if workload.n_warming:
+        record["n_warming"], record["lasts_s"] = workload.n_warming, window[1] - window[0]
+        record["start"] = record["end"] = np.inf
     order, none = np.zeros(n, np.int32), np.zeros(0, np.int32)
     parent = workload.parent
     if parent is None and most is None:
@@ -56,14 +67,23 @@ def make_sessions(
 
 @compiled()
 def arrive(clock: Any, events: Any, engines: Any, request: int) -> None:
-    """Let a request arrive, and the next one in its turn; below 0 the measured window ends."""
+    """Let a request arrive, and the next one in its turn, or the window or its grace end."""
     sessions = engines.sessions
-    if request < 0:
+    own = sessions.record[0]
+    if request == WINDOW_ENDS:
         clock[0].open_measured -= 1
+        if own.n_warming > 0:
+            own.next = -1
+            schedule(clock, events, clock[0].now + GRACE_S, ARRIVAL, GRACE_ENDS)
+        return
+    if request == GRACE_ENDS:
+        clock[0].open_measured = 0
+        return
+    if own.n_warming > 0 and clock[0].now >= own.end:
         return
     sessions.order[clock[0].arrived] = request
     clock[0].arrived += 1
-    record, own = engines.requests[request], sessions.record[0]
+    record = engines.requests[request]
     record.arrival_s = clock[0].now
     if sessions.waits.shape[0] > 0:
         measured = own.start <= clock[0].now < own.end
@@ -104,6 +124,9 @@ def go_on(clock: Any, events: Any, engines: Any, request: int) -> None:
             if completed:
                 sessions.waits[child] -= 1
                 if sessions.waits[child] == 0:
+                    if own.n_warming > 0 and child >= own.n_warming and own.end == np.inf:
+                        own.start, own.end = clock[0].now, clock[0].now + own.lasts_s
+                        schedule(clock, events, own.end, ARRIVAL, WINDOW_ENDS)
                     time = clock[0].now + sessions.gap_s[child]
                     schedule(clock, events, time, ARRIVAL, child)
                 continue
@@ -115,6 +138,8 @@ def go_on(clock: Any, events: Any, engines: Any, request: int) -> None:
         at = lost
         if at >= 0:
             lost = requests[at].next
+    if not completed and request < own.n_warming:
+        clock[0].open_measured = 0  # nothing will be measured
     if sessions.left[s] == 0:
         own.active -= 1
         _begin(clock, events, engines)

@@ -133,8 +133,10 @@ SESSIONS = np.dtype(
         ("next", np.int64),  # request that may come next of those that go on with none, or -1
         ("active", np.int64),  # sessions that have begun and not ended,
         ("most", np.int64),  # at most so many; negative: any number
-        ("start", np.float64),  # of the measured window, s
+        ("start", np.float64),  # of the measured window, s; infinite while it is not known
         ("end", np.float64),
+        ("n_warming", np.int64),  # requests whose end opens the window (lanes), or 0,
+        ("lasts_s", np.float64),  # and how long it is then
     ]
 )
 

@@ -38,7 +38,7 @@ from eldr_sim.simulator.setup.config_groups import (
 )
 from eldr_sim.simulator.setup.paths import resolved
 from eldr_sim.simulator.setup.pools import OwnPool, Pool, WorkerPool, parse_topology, pools_of
-from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS
+from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS, LANES_S
 from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ class RunConfig(
         if self.warmup is not None:
             return self.warmup
         all_count = self.num_requests is not None or self.measures_whole_log or bool(self.load)
+        all_count = all_count or self.arrivals == "agentx"
         return 0.0 if all_count or self.n_sessions is not None else 30.0
 
     @property
@@ -146,6 +147,8 @@ class RunConfig(
         """Length of the measured window, s; None where a log or a number of requests says it."""
         if self.num_requests is not None or self.chooses_part or self.measures_whole_log:
             return None
+        if self.duration is None and self.arrivals == "agentx":
+            return LANES_S
         if self.duration is None and self.load is not None:
             return _shape_of(self.load).span_s
         if self.n_sessions is not None:

@@ -82,9 +82,10 @@ class WorkloadConfig(Fields):
     columns: str | None = None
     """Of a table: ``time_s=start,input=prompts,output=outputs``; also ``time``, ``time_ms``,
     ``session``, ``priority``."""
-    arrivals: Literal["recorded", "poisson", "closed"] | None = None
+    arrivals: Literal["recorded", "poisson", "closed", "agentx"] | None = None
     """Of a log: ``recorded``, stretched evenly to a rate, or drawn at that rate; ``closed``: turns
-    come a gap after the turn before has ended."""
+    come a gap after the turn before has ended; ``agentx``: from the middle of sessions, with warm
+    caches, in ``max_active_sessions`` lanes."""
     request_rate: Rate | None = None
     """Mean requests (of ``chat`` and ``agent``: sessions) per second; ``inf``: all at once. 60 (of
     sessions 1), or as a log has them."""
@@ -103,8 +104,8 @@ class WorkloadConfig(Fields):
     busiest: Annotated[Seconds, Field(gt=0)] | None = None
     """Measure the part of a log, so long, that has most requests."""
     duration: Annotated[Seconds, Field(gt=0)] | None = None
-    """Length of the measured window, whose requests make the statistics: 120 s, or all of a
-    log."""
+    """Length of the measured window, whose requests make the statistics: 120 s, all of a log, or
+    of ``agentx`` an hour."""
     warmup: Annotated[Seconds, Field(ge=0)] | None = None
     """Time before it: 30 s, or 0 with ``num_requests`` or a whole log."""
     num_requests: int | None = Field(default=None, ge=1)
@@ -118,7 +119,8 @@ class WorkloadConfig(Fields):
     @property
     def replays_log(self) -> bool:
         """Whether requests come when a file says."""
-        return self.from_file and self.arrivals != "poisson" and self.load is None
+        drawn = self.arrivals in ("poisson", "agentx") or self.load is not None
+        return self.from_file and not drawn
 
     @property
     def chooses_part(self) -> bool:

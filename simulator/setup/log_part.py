@@ -13,6 +13,17 @@ from eldr_sim.traces.requests.request_logs import RequestLog
 def check_window(config: RunConfig) -> None:
     """Raise InputError where fields that say which requests are measured contradict each other."""
     asked = [name for name in NO_PART if getattr(config, name) is not None]
+    if config.arrivals == "agentx":
+        others = ("num_requests", "request_rate", "warmup", *asked)
+        for name in others:
+            if getattr(config, name) is not None:
+                problem = "beside arrivals agentx, whose window opens when caches are warm"
+                raise InputError(name, problem, "none, or --arrivals closed")
+        if config.max_active_sessions is None:
+            raise InputError(
+                "max_active_sessions", "missing: arrivals agentx needs it", "1 or more"
+            )
+        return
     if not asked:
         return
     name = asked[0]

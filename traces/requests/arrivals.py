@@ -14,7 +14,7 @@ from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks, othe
 from eldr_sim.traces.streams import stream
 
 #: Where a request log's arrival times come from.
-Arrivals = Literal["recorded", "poisson", "closed"]
+Arrivals = Literal["recorded", "poisson", "closed", "agentx"]
 
 MAX_REQUESTS = 10_000_000  #: most requests of a workload
 #: Highest shape of the gamma distribution: gaps then differ by 0.003%, and more is not drawn.

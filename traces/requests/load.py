@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from eldr_sim.traces.requests.length_shapes import LengthShape
 from eldr_sim.traces.requests.lengths import check_lengths
 from eldr_sim.traces.requests.log_window import LogPart
 from eldr_sim.traces.requests.request_logs import RequestLog, known_log
-from eldr_sim.traces.requests.session_shape import SessionShape
+from eldr_sim.traces.requests.session_shape import LANES_S, SessionShape
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,12 @@ class Load:
     #: ``poisson`` draws the arrivals of a log's requests at ``request_rate``, as those of a named
     #: workload are; a log that is too short begins again, with sessions and prefixes of its own.
     #: ``recorded``, the default, keeps or stretches those of the log; ``closed`` does so for the
-    #: first requests of its sessions, and the next turns come a while after the turn before.
+    #: first requests of its sessions, and the next turns come a while after the turn before;
+    #: ``agentx`` lets ``max_active_sessions`` lanes go on from the middle of sessions, for
+    #: ``lanes_s`` (`lanes`).
     arrivals: Arrivals | None = None
+    max_active_sessions: int | None = None
+    lanes_s: float = LANES_S
     #: Prompt tokens of every request, beside a prefix; as recorded when None. A prompt that is
     #: longer than its text repeats it.
     input_len: int | None = None
@@ -169,9 +173,9 @@ class Load:
         log = None
         if not self.is_named:
             log = named_log(self.workload, self.columns, self.sessions_file, self.output_len)
-        if self.arrivals not in (None, "recorded", "poisson", "closed"):
-            raise InputError("arrivals", f"got {self.arrivals!r}", "recorded, poisson, closed")
-        if self.arrivals == "closed" and (log is None or log.parent is None):
+        if self.arrivals not in (None, *get_args(Arrivals)):
+            raise InputError("arrivals", f"got {self.arrivals!r}", ", ".join(get_args(Arrivals)))
+        if self.arrivals in ("closed", "agentx") and (log is None or log.parent is None):
             problem = f"no request of {Path(self.workload).name} goes on with another"
             raise InputError("arrivals", problem, "a log with sessions, or --sessions-file")
         if log is None:

@@ -25,6 +25,7 @@ from eldr_sim.traces.requests.arrivals import (
     recorded_arrivals,
     repeated,
 )
+from eldr_sim.traces.requests.lanes import as_lanes
 from eldr_sim.traces.requests.length_shapes import shaped_log
 from eldr_sim.traces.requests.lengths import describe_lengths, draw_lengths
 from eldr_sim.traces.requests.load import Load
@@ -76,6 +77,8 @@ class Requests:
     joins: NDArray[np.int32] | None = None
     #: bool ``[n]``: whether a request's blocks are those of its answer, too; None: of no request.
     answered: NDArray[np.bool_] | None = None
+    #: Of the first requests: so many only warm caches, before the measured window (`lanes`).
+    n_warming: int = 0
 
     @property
     def n_requests(self) -> int:
@@ -155,7 +158,7 @@ def make_requests(texts: Texts, load: Load) -> Requests:
             parts = with_answers(*prefixes[:3], before, prompt, output, prefixes.block_tokens)
             prefixes = prefixes._replace(blocks=parts[0], indptr=parts[1], text=parts[2])
             answered = parts[3]
-        if load.arrivals == "closed":
+        if load.arrivals in ("closed", "agentx"):
             parent, gap_s = before, log.gaps(load.recorded_ttft_ms, load.recorded_tpot_ms)[:n]
             joins = None if log.joins is None else log.joins[(log.joins < n).all(axis=1)]
     drawn = np.bincount(texts.domain[text], minlength=len(texts.domains))
@@ -191,6 +194,9 @@ def make_requests(texts: Texts, load: Load) -> Requests:
         joins=joins,
         answered=answered,
     )
+    if load.arrivals == "agentx":
+        assert load.max_active_sessions is not None
+        return as_lanes(requests, load.max_active_sessions, load.lanes_s, load.seed)
     return requests if load.session is None else unfold(requests, texts, load)
 
 

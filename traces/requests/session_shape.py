@@ -22,6 +22,7 @@ PRESETS: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 ANSWER_TOKENS = {"chat": 343, "agent": 425}
+LANES_S = 3600.0  #: length of the window in which lanes are measured (`lanes`), s
 _HISTORY = re.compile(r"all|(last|reset):([1-9]\d*)|no_reasoning:(0?\.\d+|0|1)")
 
 
