@@ -100,6 +100,12 @@ class ModelDims(BaseModel):
     index_topk: int = 0
     index_heads: int = 0
     index_head_dim: int = 0
+    #: Compressed attention (DeepSeek-V4): a cached entry stands for so many tokens, in so many
+    #: layers; queries of the layers that compress least choose entries by ``index_topk``, those of
+    #: the others attend to all.
+    compressed_layers: tuple[tuple[int, int], ...] = ()
+    output_groups: int = 0  #: of heads, each projected to ``output_rank`` first; 0: none
+    output_rank: int = 0
     norms_per_layer: int = 2  #: norm vectors of width ``hidden_size`` per layer
     norm_bias: bool = False  #: whether norms carry a bias (LayerNorm)
     #: Storage of routed experts; ``fp8`` has one scale a tensor, ``fp8_block`` one a block.
@@ -134,6 +140,9 @@ class ModelDims(BaseModel):
         index = (self.index_topk, self.index_heads, self.index_head_dim)
         if any(index) != all(index) or (any(index) and self.attention != "mla"):
             raise ValueError(f"index_topk, heads and width {index} of {self.attention} attention")
+        compressed = sum(layers for _, layers in self.compressed_layers)
+        if self.compressed_layers and (compressed != self.n_layers or not self.index_topk):
+            raise ValueError(f"compressed_layers {compressed} of {self.n_layers} layers")
         return self
 
     @property
@@ -184,13 +193,12 @@ class ModelDims(BaseModel):
             )
             index = [(self.index_heads * self.index_head_dim, self.q_lora_rank),
                      (self.index_head_dim, hidden), (self.index_heads, hidden)]  # fmt: skip
-            return [
-                *query,
-                (rank + rope, hidden),
-                (heads * (nope + value), rank),
-                (hidden, heads * value),
-                *(index if self.index_topk else ()),
-            ]
+            latent = [(rank + rope, hidden), (heads * (nope + value), rank)]
+            output = [(hidden, heads * value)]
+            if self.output_groups:
+                latent, width = latent[:1], self.output_groups * self.output_rank
+                output = [(width, heads * value // self.output_groups), (hidden, width)]
+            return [*query, *latent, *output, *(index if self.index_topk else ())]
         heads, kv_heads, width = self.heads(sliding)
         projections = 1 if self.global_shared_kv_projection and not sliding else 2
         queries = heads * (1 + self.attention_gate)
@@ -317,14 +325,24 @@ class ModelDims(BaseModel):
         value = 1 if self.kv_cache_dtype == "fp8" else 2
         if self.attention == "mla":
             latent = value * (self.kv_lora_rank + self.qk_rope_head_dim)
+            if self.compressed_layers:
+                latent = round(latent * sum(n / ratio for ratio, n in self.compressed_layers)
+                               / self.n_layers)  # fmt: skip
             return latent + self.index_bytes_per_token
         _, kv_heads, width = self.heads(sliding)
         return 2 * value * kv_heads * width
 
     @property
     def index_bytes_per_token(self) -> int:
-        """Bytes of a token's index key in one layer of sparse attention: FP8 and a scale."""
-        return self.index_head_dim + 4 if self.index_topk else 0
+        """Bytes of a token's index key in one layer of sparse attention: FP8 and a scale.
+
+        Of compressed attention the mean of all layers.
+        """
+        key = self.index_head_dim + 4 if self.index_topk else 0
+        if not self.compressed_layers:
+            return key
+        ratio, layers = min(self.compressed_layers)
+        return round(key * layers / ratio / self.n_layers)
 
     @property
     def kv_bytes_per_token(self) -> int:

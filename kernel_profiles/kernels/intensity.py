@@ -42,8 +42,12 @@ def pair_flops(model: ModelDims, sliding: bool = False, *, decode: bool = True) 
 
 
 def index_flops(model: ModelDims) -> float:
-    """FLOPs of one query token against one cached token's index key in one layer."""
-    return 2.0 * model.index_heads * model.index_head_dim
+    """FLOPs of one query token against one cached token's index key in one layer.
+
+    Of compressed attention the mean of all layers.
+    """
+    ratio, layers = min(model.compressed_layers, default=(1, model.n_layers))
+    return 2.0 * model.index_heads * model.index_head_dim * layers / ratio / model.n_layers
 
 
 def state_flops(model: ModelDims) -> float:

@@ -157,8 +157,10 @@ class PrefillAttention:
             share.append((latency[largest] - floor) / batch[largest])
         knots = np.concatenate([[0.0], lengths])
         shape = table.metadata.shape
-        # MLA has none; of linear attention a token attends to the state alone.
-        window = 1 if "n_value_heads" in shape else shape.get("window", 0)
+        # MLA has none; of linear attention a token attends to the state alone, of compressed
+        # attention to a choice of entries: beyond the rows time grows with the tokens.
+        flat = "n_value_heads" in shape or "compression" in shape
+        window = 1 if flat else shape.get("window", 0)
         curves = [np.concatenate([[floor], monotone_fit(alone)])]
         curves.append(np.concatenate([[0.0], monotone_fit(share)]))
         alone_s, share_s = (_extend(knots, curve, max_tokens, window) for curve in curves)

@@ -62,6 +62,8 @@ _ATTENTION: tuple[tuple[Kind, str, str], ...] = (
     ("attention_decode", "generation", "step"),
     ("attention_prefill", "context", "isl"),
 )
+#: Kinds of layers of DeepSeek-V4 by their names, and tokens of an entry of their caches.
+_COMPRESSED = (("csa", 4), ("hca", 128))
 _BLACKWELL = ("B200", "B300", "GB200", "GB300", "RTX PRO 6000")
 _SMALL = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 _GEMM_ROWS = [*_SMALL, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384]
@@ -236,10 +238,12 @@ def moe_tables(
     """Fused-MoE tables of one GPU's part of a model's layer, the newest version of every kernel.
 
     ``engine``: whose: ``vllm``, ``sglang`` or ``trtllm``, which takes MXFP4 weights with MXFP8
-    activations on Blackwell (``get_mxfp4_quant_algo`` of ``tensorrt_llm/_torch/model_config.py``).
+    activations on Blackwell (``get_mxfp4_quant_algo`` of ``tensorrt_llm/_torch/model_config.py``),
+    as all do those of DeepSeek-V4.
     """
     dtype = MOE_DTYPES[model.expert_dtype]
-    if (engine, model.expert_dtype) == ("trtllm", "mxfp4") and gpu in _BLACKWELL:
+    fp8_activations = engine == "trtllm" or bool(model.compressed_layers)
+    if fp8_activations and model.expert_dtype == "mxfp4" and gpu in _BLACKWELL:
         dtype = "w4a8_mxfp4_mxfp8"
     ranks = parallelism.n_expert_ranks
     shard = parallelism.shard(model)
@@ -320,6 +324,9 @@ def attention_tables(gpu: str, model: ModelDims, engine: str = "vllm") -> Iterat
     layers are.
     """
     mla = model.attention == "mla"
+    if model.compressed_layers:
+        yield from _compressed_attention_tables(gpu, model, engine)
+        return
     if model.index_topk:
         yield from _sparse_attention_tables(gpu, model, engine)
         return
@@ -376,6 +383,42 @@ def _sparse_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterato
             if rows.empty:
                 continue
             yield _attention_table(kind, axis, file, rows, shape, model.linear_dtype)
+
+
+def _compressed_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterator[LatencyTable]:
+    """Decode and prefill of DeepSeek-V4's attention: the mean of its two kinds of layers.
+
+    Of whole modules, projections included, with the hyper-connections around the layer (``mhc``)
+    where their time is known for the tokens of a row.
+    """
+    (_, _, shape), *_ = attention_shapes(model, model.kv_cache_dtype)
+    around = next(iter(sources(gpu, "mhc", engine, "mhc_module_perf.parquet")), None)
+    for kind, phase, axis in _ATTENTION:
+        keys, parts = ["batch_size", axis], []
+        for (name, ratio), (_, layers) in zip(_COMPRESSED, model.compressed_layers, strict=True):
+            named = f"dsv4_{name}_{phase}_module_perf.parquet"
+            for file in sources(gpu, "sparse_attention", engine, named)[:1]:
+                rows = file.chosen(
+                    num_heads=model.n_heads, compress_ratio=ratio, tp_size=1,
+                    kv_cache_dtype=model.kv_cache_dtype, gemm_type=model.linear_dtype,
+                )  # fmt: skip
+                rows = rows[rows.step == 0] if kind == "attention_prefill" else rows
+                latency = median_rows(rows, keys).set_index(keys)["latency"]
+                parts.append((file, rows, latency * layers / model.n_layers))
+        if len(parts) < len(_COMPRESSED) or parts[0][1].empty or around is None:
+            continue
+        (file, rows, csa), (_, _, hca) = parts
+        mean = (csa + hca).dropna().reset_index()
+        tokens = mean.batch_size * (mean[axis] if kind == "attention_prefill" else 1)
+        for name in ("pre", "post"):
+            own = median_rows(
+                around.chosen(hidden_size=model.hidden_size, op_name=name), ["num_tokens"]
+            )
+            mean["latency"] += np.interp(tokens, own.num_tokens, own.latency)
+        said = rows.iloc[[0]].drop(columns=[*keys, "latency"])
+        yield _attention_table(
+            kind, axis, file, mean.merge(said, how="cross"), shape, model.linear_dtype
+        )
 
 
 def linear_attention_tables(

@@ -121,7 +121,9 @@ def _dims(
         if target.is_dense:
             problem = f"{target.name} has no multi-token-prediction layer"
             raise InputError("speculative_config.method", problem, "eagle3, draft_model, ngram")
-        dims = _changed(target, one | {"name": f"{target.name} MTP", "n_dense_layers": 0})
+        compressed = tuple((ratio, 1) for ratio, _ in target.compressed_layers[:1])
+        own = {"name": f"{target.name} MTP", "n_dense_layers": 0, "compressed_layers": compressed}
+        dims = _changed(target, one | own)
         return dims, [(hidden, 2 * hidden)], 2 * target.embedding_params
     none = dict.fromkeys(("n_experts", "top_k", "expert_intermediate_size"), 0)
     head = one | none | {
@@ -129,6 +131,7 @@ def _dims(
         "n_dense_layers": 1,
         "dense_intermediate_size": 4 * hidden,
         "shared_intermediate_size": 0,
+        "compressed_layers": tuple((ratio, 1) for ratio, _ in target.compressed_layers[:1]),
         "shared_expert_gate": False,
         "expert_bias": False,
         "expert_dtype": "bfloat16",

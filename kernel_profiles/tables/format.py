@@ -375,6 +375,7 @@ def attention_shapes(
         ranks = part.q_lora_rank, part.kv_lora_rank
         shape = mla_shape(part.n_heads, part.hidden_size, *ranks, kv_dtype)
         shape |= {"index_heads": part.index_heads} if part.index_topk else {}
+        shape |= {"compression": min(part.compressed_layers)[0]} if part.compressed_layers else {}
         return [(False, part.n_layers, shape)]
     return [
         (kind, n, attention_shape(*part.heads(kind), part.sliding_window if kind else 0, kv_dtype))
@@ -404,6 +405,7 @@ _LETTERS = {
     "head_dim": "d",
     "window": "w",
     "index_heads": "x",
+    "compression": "m",
     "n_key_heads": "lk",
     "n_value_heads": "lv",
     "n_layers": "l",

@@ -25,16 +25,18 @@ def reuse_figures(
 ) -> dict[str, float | None]:
     """Return the prefix hit rate of a cache without bounds, and the part that all have in common.
 
-    Both of all requests that an engine has admitted, in the workload's order; None where there are
-    none or prompts share nothing.
+    Both of all requests that an engine has admitted, in the workload's order, but those that warm
+    caches up, which others find; None where there are none or prompts share nothing.
     """
     served = np.zeros(len(workload), bool)
     served[record.numbers[record.requests["cached_tokens"] >= 0]] = True
     if not (caching and workload.prefix_block_tokens and served.any()):
         return {"ideal_prefix_cache_hit_rate": None, "common_prefix_share": None}
     found = reuse_of(workload, block_size, served)
+    own = served & (np.arange(len(workload)) >= workload.n_warming)
+    tokens = int(workload.prompt_len[own].sum(dtype=np.int64))
     return {
-        "ideal_prefix_cache_hit_rate": found.ideal_hit_rate,
+        "ideal_prefix_cache_hit_rate": int(found.ideal[own].sum()) / tokens if tokens else None,
         "common_prefix_share": found.common_share,
     }
 
@@ -47,11 +49,12 @@ def session_figures(workload: Workload, record: RunRecord, spec: ClusterSpec) ->
     """
     if workload.parent is None:
         return {}
-    numbers, requests, done = record.numbers, record.requests, record.completed
+    own = record.numbers >= workload.n_warming
+    numbers, requests, done = record.numbers[own], record.requests[own], record.completed[own]
     turn, session = turn_numbers(workload.parent), workload.session
     begun, kind = session[numbers], requests["outcome"]
-    size = np.bincount(session)
-    complete = np.bincount(begun[done], minlength=len(size)) == size
+    size = np.bincount(session[workload.n_warming :], minlength=len(session))
+    complete = (np.bincount(begun[done], minlength=len(size)) == size) & (size > 0)
     over = ~done & (kind != AFTER_WINDOW) & (kind != OVERLOADED)
     lost = np.bincount(begun[over], minlength=len(size)) > 0
     first, last = np.full(len(size), np.inf), np.zeros(len(size))
@@ -74,7 +77,7 @@ def session_figures(workload: Workload, record: RunRecord, spec: ClusterSpec) ->
             "served_share_of_duration": math.fsum(served[complete].tolist()) / total
             if total
             else None,
-            "by_turn": _by_turn(record, turn[numbers], spec),
+            "by_turn": _by_turn(record, turn[record.numbers], spec),
         }
     }
 

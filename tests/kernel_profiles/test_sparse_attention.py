@@ -92,3 +92,29 @@ def test_rows_that_the_package_measured():
     assert "dense" in prefill.metadata.kernel_source
     assert "sparse" in prefill.metadata.kernel_source
     assert prefill.columns["new_tokens"].max() > 2048
+
+
+def test_compressed_layers_keep_an_entry_for_several_tokens():
+    """DeepSeek-V4-Pro: 30 layers an entry and an index key for 4 tokens, 31 an entry for 128."""
+    model = load_model("DeepSeek-V4-Pro").model_copy(update={"kv_cache_dtype": "fp8"})
+    bytes_of_all = 30 * (512 + 132) / 4 + 31 * 512 / 128
+    assert model.kv_bytes_per_token == pytest.approx(bytes_of_all, rel=0.02)
+    assert model.total_params == pytest.approx(1.6e12, rel=0.02)
+    assert model.active_params == pytest.approx(49e9, rel=0.05)
+
+
+def test_compressed_layers_are_those_of_the_model():
+    model = load_model("DeepSeek-V4-Pro").model_dump() | {"compressed_layers": ((4, 30),)}
+    with pytest.raises(ValueError, match="compressed_layers 30 of 61"):
+        type(load_model("DeepSeek-V4-Pro"))(**model)
+
+
+def test_rows_of_compressed_attention_are_the_mean_of_both_kinds_of_layers():
+    """Of one B200 that decodes 8 sequences: rows of 65,536 tokens, with the hyper-connections."""
+    pytest.importorskip("aiconfigurator_core")
+    model = load_model("DeepSeek-V4-Pro").model_copy(update={"kv_cache_dtype": "fp8"})
+    decode, prefill = attention_tables("B200", model)
+    row = (decode.columns["batch"] == 8) & (decode.columns["context"] == 65537)
+    mean = (30 * 0.1415 + 31 * 0.109) / 61 + 0.0229 + 0.0106
+    assert decode.columns["latency_s"][row] == pytest.approx([mean / 1e3], rel=0.01)
+    assert prefill.metadata.shape["compression"] == 4

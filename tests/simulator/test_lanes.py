@@ -57,7 +57,10 @@ def test_window_opens_when_the_last_lane_is_warm(embedded_routing: None, log: Pa
 
 
 def test_histories_are_in_the_cache_and_lanes_never_rest(embedded_routing: None, log: Path) -> None:
-    record = _run(log).record
+    result = _run(log)
+    record, summary = result.record, result.summary
+    assert summary["prefix_cache_hit_rate"] <= summary["ideal_prefix_cache_hit_rate"]
+    assert summary["sessions"]["turns_begun"] == len(record.requests) - 33  # those warm caches up
     measured = record.requests[record.requests["measured"]]
     first = measured[measured["arrival_s"] == record.window[0]]
     # All of the prompt that the lane has sent before: all blocks but the one that is new.
