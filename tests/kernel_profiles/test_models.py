@@ -25,7 +25,7 @@ def test_total_parameters_match_what_the_publisher_says(name):
 
 
 def test_the_models_that_ship():
-    assert len(list_models()) == 37
+    assert len(list_models()) == 38
 
 
 @pytest.mark.parametrize("name", list_models())
