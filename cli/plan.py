@@ -49,6 +49,8 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
         "[default: all powers of two up to a node]", metavar="N,...")  # fmt: skip
 @option("--data-parallel-size -dp --dp engines", None, "Engines of a worker to choose from, for "
         "each pool; they share experts.  [default: 1]", metavar="N,...")  # fmt: skip
+@option("--ffn-ranks", None, "GPUs beside the engines of a decode worker that hold its experts, to "
+        "choose from.  [default: 0]", metavar="N,...")  # fmt: skip
 @option("--num-redundant-experts redundant", None, "Numbers of redundant experts to choose from, "
         "where engines share experts.  [default: 0]", metavar="N,...")  # fmt: skip
 @option("--drafts", None, "Numbers of drafts of --speculative-config to choose from, 0 for none.",
@@ -170,6 +172,7 @@ class _Asked(NamedTuple):
     price: str | None
     sizes: str | None
     engines: str | None
+    ffn_ranks: str | None
     redundant: str | None
     drafts: str | None
     axes: tuple[str, ...]
@@ -234,6 +237,7 @@ def planned(
     chosen: dict[str, Any] = {"gpus": _list(asked.gpus), "prices": _prices(asked.price)}
     sized: dict[str, Any] = {"tensor_parallel_sizes": sizes, "data_parallel_sizes": groups}
     most: dict[str, Any] = {"max_gpus": asked.max_gpus}
+    apart: dict[str, Any] = {"ffn_ranks": _integers("ffn_ranks", asked.ffn_ranks)}
     with progress("planning") as count:
         chosen["runs"] = Runs(asked.jobs, count, journal)
         if objective is None:
@@ -247,9 +251,9 @@ def planned(
         if asked.topology is not None:
             return plan_rate(config, objective, **chosen)
         if asked.n_gpus is not None:
-            return plan_split(config, objective, asked.n_gpus, **sized, **chosen)
+            return plan_split(config, objective, asked.n_gpus, **sized, **apart, **chosen)
         chosen |= {"why_not": asked.why_not, "sensitivity": asked.sensitivity}
-        return plan_cluster(config, objective, strategies=names, **most, **sized, **chosen)
+        return plan_cluster(config, objective, strategies=names, **most, **sized, **apart, **chosen)
 
 
 def _check_question(asked: _Asked, rate: object, day: bool) -> None:
@@ -274,6 +278,9 @@ def _check_question(asked: _Asked, rate: object, day: bool) -> None:
         raise InputError("prefill_only", "together with --topology", "one of the two")
     if not asked.slo and rate is not None:
         raise InputError("request_rate", "without --slo all prompts come at once", "--slo")
+    if asked.ffn_ranks and (day or asked.prefill_only or asked.topology is not None):
+        problem = "no shapes of decode workers are searched"
+        raise InputError("ffn_ranks", problem, "--slo with --request-rate or --gpus")
     if asked.strategies and not asked.prefill_only:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only")
     if asked.engines and asked.prefill_only:

@@ -52,6 +52,8 @@ class Choices(TypedDict, total=False):
     tensor_parallel_sizes: Sequence[int]
     #: Engines per worker, for each pool, more than one of which share experts.
     data_parallel_sizes: Sequence[int]
+    #: GPUs that hold the experts beside the engines of a decode worker, 0 for none.
+    ffn_ranks: Sequence[int]
     #: More values, by the dot path of their field, in every combination; see `Axes`.
     axes: Mapping[str, Sequence[Any]] | None
 

@@ -28,6 +28,7 @@ MOST_PRICE = 1e12  #: highest price of a GPU-hour: sums of prices stay numbers
 #: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
 SIZE_FIELDS = (
     "gpu", "tensor_parallel_size", "data_parallel_size", "block_size", "num_redundant_experts",
+    "ffn_ranks",
 )  # fmt: skip
 
 
@@ -47,6 +48,8 @@ class ClusterTemplate:
     def worker_sizes(self) -> tuple[int, int]:
         """GPUs of a prefill and of a decode worker."""
         prefill, decode = (self.config.pool(role).parallelism for role in ("prefill", "decode"))
+        if self.config.generates:
+            decode = self.config.pools[-1].own.parallelism  # with FFN GPUs, which a pool says
         return prefill.n_gpus, decode.n_gpus
 
     @property
@@ -66,7 +69,12 @@ class ClusterTemplate:
         """
         if not self.config.generates:
             return self.config.model_copy(update={"topology": f"{x}P"})
-        return self.config.model_copy(update={"topology": f"{x}P{y}D" if x else f"{y}C"})
+        own = self.config.pools[-1].own
+        decode = f"{y}D"
+        if own.ffn_ranks:
+            several = f"{y}x" if y > 1 else ""
+            decode = f"{several}{own.data_parallel_size}A{own.ffn_ranks}F"
+        return self.config.model_copy(update={"topology": f"{x}P{decode}" if x else f"{y}C"})
 
     def cost(self, x: int, y: int) -> float:
         """Return the price per hour of x prefill and y decode workers, or their GPUs."""
@@ -156,8 +164,8 @@ def _kinds(config: RunConfig) -> str:
     for own in (pool.own.parallelism for pool in config.pools):
         name = f"TP{own.tensor_parallel_size}"
         name += " EP" if own.expert_parallel and own.n_gpus > 1 else ""
-        engines = own.data_parallel_size
-        kinds.append(name + (f" x {engines} engines" if engines > 1 else ""))
+        name += f" x {engines} engines" if (engines := own.data_parallel_size) > 1 else ""
+        kinds.append(name + (f" and {own.ffn_ranks} FFN GPUs" if own.ffn_ranks else ""))
     return " + ".join(dict.fromkeys(kinds))
 
 
@@ -230,6 +238,17 @@ def _check_prices(configs: Iterable[RunConfig], given: bool) -> None:
         within("price", price or 0.0, MOST_PRICE, " an hour")
 
 
+def check_ffn_ranks(ffn_ranks: Sequence[int], engines: Sequence[int]) -> None:
+    """Raise InputError for FFN GPUs that no decode worker of these engines can have."""
+    for ranks in ffn_ranks:
+        if ranks < 0:
+            raise InputError("ffn_ranks", str(ranks), "0 or more")
+        within("ffn_ranks", ranks, 1024)
+    if any(ffn_ranks) and max(engines) == 1:
+        problem = "experts lie apart from the attention of engines that share them"
+        raise InputError("ffn_ranks", problem, "--data-parallel-size 2 or more")
+
+
 def make_candidate(
     config: RunConfig,
     axes: Axes,
@@ -237,18 +256,19 @@ def make_candidate(
     max_gpus: int,
     sizes: Sequence[int],
     engines: Sequence[int] = (),
+    ffn_ranks: Sequence[int] = (),
 ) -> Candidate:
     """Return the shapes that can serve a configuration's model, the likely cheapest first.
 
     ``axes``: of the plan; ``max_gpus``: of a cluster; ``sizes``: GPUs per engine to try; if empty,
     powers of two up to a node; ``engines``: engines per worker to try; if empty, the
-    configuration's.
+    configuration's; ``ffn_ranks``: as of `shapes`.
     """
     templates: list[ClusterTemplate] = []
     reasons: list[str] = []
     load = offered_load(config, trace_of(config, load_model(config.model)))
     sizes = sizes or [2**n for n in range(NODE_GPUS.bit_length())]
-    for shape in shapes(config, sizes, engines):
+    for shape in shapes(config, sizes, engines, ffn_ranks):
         label, least = shape_label(shape), shape.n_gpus
         if least > max_gpus:
             reasons.append(f"{label}: {least} GPUs are more than {max_gpus}")

@@ -71,38 +71,44 @@ class MeanWork:
     ) -> None:
         assert engine.group is not None
         self.engine, self.group, self.computes = engine, engine.group, prompts
-        self.ranks, layers = placement.n_ranks, engine.step_time.n_moe_layers
+        #: GPUs that are home to tokens, the first ones: all, or those of attention alone.
+        self.homes = engine.parallelism.first_expert_rank or placement.n_ranks
+        first = engine.parallelism.first_expert_rank
+        self.ranks, layers = first + placement.n_ranks, engine.step_time.n_moe_layers
         self._tile = np.arange(layers) % len(placement.expert)
         self.shares, n = expert_shares(trace, prompts), trace.n_experts
         self.copies = placement.instances(n)
         #: ``[layers, experts, ranks]``: the part of an expert's instances that a rank holds.
         self.held = np.zeros((*self.shares.shape, self.ranks))
         layer, slot = np.nonzero(placement.expert != EMPTY)
-        np.add.at(self.held, (layer, placement.expert[layer, slot], placement.rank[layer, slot]), 1)
+        rank = first + placement.rank[layer, slot]
+        np.add.at(self.held, (layer, placement.expert[layer, slot], rank), 1)
         self.held /= self.copies[:, :, None]
         #: ``[layers, ranks]``: token-expert pairs of a rank, a token of the step.
         self.pairs = self._by_rank(self.shares)
         self.node = min(self.group.gpus_per_node, self.ranks)
-        self.n_nodes = -(-self.ranks // self.node)
         self._work = make_group_scratch(layers, 1, self.ranks, 1, 1)
         self._traffic = None if self.group.copy_per == ALL else self._sent(trace, placement)
 
     def _sent(self, trace: RoutingTrace, placement: Placement) -> FloatArray:
         """Return copies that ranks send and receive, a token of each rank: `all_to_all_cost`."""
         ranks, node, kind = self.ranks, self.node, self.group.copy_per
-        home = np.arange(ranks) // node
+        home, place = np.divmod(np.arange(ranks), node)
         same = home[:, None] == home[None, :]
         direct = self.pairs if kind == EXPERT else self._reached(trace, placement, 1)
-        other = ~np.eye(ranks, dtype=bool)
-        near, far = (same & other).astype(float), (~same).astype(float)
-        copies = [direct @ near, direct * near.sum(axis=0), direct @ far, direct * far.sum(axis=0)]
-        if kind == NODE:
-            there = self._reached(trace, placement, node)  # [layers, nodes]
-            others = (self.n_nodes - 1.0) * there[:, home]
-            copies = [
-                self.n_nodes * copies[0], self.n_nodes * copies[1],
-                (there.sum(axis=1, keepdims=True) - there[:, home]), others,
-            ]  # fmt: skip
+        own = (np.arange(ranks) < self.homes).astype(float)  # tokens of a rank
+        near = own[:, None] * (same & ~np.eye(ranks, dtype=bool))
+        far = own[:, None] * ~same
+        copies = [direct @ near.T, direct * near.sum(axis=0)]
+        if kind != NODE:
+            copies += [direct @ far.T, direct * far.sum(axis=0)]
+        else:  # ranks of the same place send between nodes, and pass on inside
+            column = np.bincount(place, own)[place]
+            nodes = self._reached(trace, placement, node)  # [layers, nodes]
+            there, every = nodes[:, home], nodes.sum(axis=1, keepdims=True)
+            passed = column[:, None] * (same & ~np.eye(ranks, dtype=bool))
+            copies = [direct @ passed.T, direct * passed.sum(axis=0)]
+            copies += [own * (every - there), (column - own) * there]
         return np.stack([each.T[:, self._tile] for each in copies])
 
     def _reached(self, trace: RoutingTrace, placement: Placement, size: int) -> FloatArray:
@@ -145,12 +151,12 @@ class MeanWork:
 
     def layers(self, tokens: int) -> SharedLayers:
         """Return what the MoE layers of a step of so many tokens of the group take."""
-        work, at_home = self._work, tokens / self.ranks
+        work, at_home = self._work, tokens / self.homes
         work.pairs[:] = (tokens * self.pairs).T[:, self._tile]
         work.instances[:] = self._active(tokens).T[:, self._tile]
         if self._traffic is not None:
             work.traffic[:] = at_home * self._traffic
-        work.tokens[: self.ranks] = np.diff(np.rint(at_home * np.arange(self.ranks + 1)))
+        work.tokens[: self.homes] = np.diff(np.rint(at_home * np.arange(self.homes + 1)))
         found: SharedLayers = price_layers(self.group, work, self.ranks, self.computes)
         return found
 
@@ -166,9 +172,27 @@ class MeanWork:
         for a sequence, more than one where it verifies drafts.
         """
         cost, tokens = self.engine.step_time.cost, batch * each
+        if self.group.ffn_ranks:
+            return self._ping_pong_s(batch, context)
         own = cost.dense_s[tokens] + cost.head_s[tokens] + cost.collectives_s[tokens]
         own += cost.host_s + decode_attention_s(cost, batch, batch * context)
         return float(own) + self._moe_s(tokens * self.engine.parallelism.data_parallel_size)
+
+    def _ping_pong_s(self, batch: int, context: float) -> float:
+        """Return the seconds of a step in micro-batches, all layers alike: see `disaggregated`."""
+        cost, m = self.engine.step_time.cost, min(self.group.micro_batches, batch)
+        part, n = -(-batch // m), len(self._tile)
+        own = cost.dense_s[part] + cost.collectives_s[part]
+        own += decode_attention_s(cost, part, part * context)
+        tokens = round(batch / m * self.engine.parallelism.data_parallel_size)
+        shared = self.layers(max(tokens, 1))
+        experts = shared.moe_s + self.group.choice_s * n
+        stages = np.array([own, shared.dispatch_s, experts, shared.combine_s], float) / n
+        trip, longest = float(stages.sum()), float(stages.max())
+        seconds = n * trip + (m - 1) * longest
+        if m * longest >= trip:
+            seconds = trip + (m * n - 1) * longest
+        return seconds + float(cost.host_s + cost.head_s[batch])
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Return the seconds of a step in which every engine computes such chunks.

@@ -25,6 +25,7 @@ from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
     Candidate,
     ClusterTemplate,
+    check_ffn_ranks,
     clusters_to_plan,
     cost,
     make_candidate,
@@ -119,6 +120,7 @@ def plan(
     _check(config, max_gpus)
     engines = chosen.get("data_parallel_sizes") or [config.data_parallel_size]
     wanted = Axes.of(chosen)
+    check_ffn_ranks(chosen.get("ffn_ranks", ()), engines)
     if wanted.values.get("num_redundant_experts") and max(engines) == 1:
         problem = "redundant experts are simulated where engines share them"
         raise InputError("num_redundant_experts", problem, "--data-parallel-size 2 or more")
@@ -132,7 +134,7 @@ def plan(
             wanted,
             objective,
             max_gpus,
-            (chosen.get("tensor_parallel_sizes", ()), engines),
+            (chosen.get("tensor_parallel_sizes", ()), engines, chosen.get("ffn_ranks", ())),
             strategies,
         )
         sized = (template for candidate in candidates for template in candidate.templates)
@@ -200,7 +202,7 @@ def _candidates(
     axes: Axes,
     objective: Objective,
     max_gpus: int,
-    sizes: tuple[Sequence[int], Sequence[int]],
+    sizes: tuple[Sequence[int], Sequence[int], Sequence[int]],
     strategies: Sequence[str],
 ) -> list[Candidate]:
     """Return the shapes of every candidate; of prefill workers alone, its sizes and budgets."""

@@ -35,17 +35,30 @@ _BELOW = 0.93
 
 
 def shapes(
-    config: RunConfig, sizes: Sequence[int], engines: Sequence[int] = ()
+    config: RunConfig,
+    sizes: Sequence[int],
+    engines: Sequence[int] = (),
+    ffn_ranks: Sequence[int] = (),
 ) -> Iterator[RunConfig]:
     """Return a configuration for each shape, of one worker of each kind.
 
     ``sizes``: GPUs of an engine to choose from; ``engines``: engines of a worker to choose from,
-    more than one of which share experts; the configuration's if empty.
+    more than one of which share experts; the configuration's if empty; ``ffn_ranks``: GPUs beside
+    those of a decode worker's engines, if several, that hold its experts; 0, or none, if not.
     """
     together = may_be_colocated(config)
     dense = load_model(config.model).is_dense
     workers = list(product(engines or [config.data_parallel_size], sizes))
+    apart = [n for n in ffn_ranks if n]
     for n, size in workers:
+        for ranks in apart if n > 1 else ():
+            sized = config.model_copy(
+                update={"tensor_parallel_size": size, "data_parallel_size": n}
+                | {"enable_expert_parallel": True, "topology": f"1P{n}A{ranks}F"}
+            )
+            yield from _beside(sized, workers)
+        if apart and 0 not in ffn_ranks:
+            continue
         ways = [config.enable_expert_parallel or n > 1]
         if size > 1 and not (ways[0] or dense):
             ways.append(True)
@@ -54,15 +67,22 @@ def shapes(
                 update={"tensor_parallel_size": size, "data_parallel_size": n}
                 | {"enable_expert_parallel": whole, "topology": "1P1D"}
             )
-            yield sized
             if together:
                 yield sized.model_copy(update={"topology": "1C", "prefill": Pool()})
-            if whole != ways[0]:
-                continue
-            for of_prefill in workers:
-                if of_prefill != (n, size):
-                    pool = config.prefill.model_copy(update=_own(config, n, *of_prefill))
-                    yield sized.model_copy(update={"prefill": pool})
+            yield from _beside(sized, workers if whole == ways[0] else ())
+
+
+def _beside(config: RunConfig, workers: Sequence[tuple[int, int]]) -> Iterator[RunConfig]:
+    """Return a shape with prefill workers like those of decode, and with each of ``workers``.
+
+    Those are the engines of a worker, and the GPUs of an engine.
+    """
+    yield config
+    n, size = config.data_parallel_size, config.tensor_parallel_size
+    for of_prefill in workers:
+        if of_prefill != (n, size):
+            pool = config.prefill.model_copy(update=_own(config, n, *of_prefill))
+            yield config.model_copy(update={"prefill": pool})
 
 
 def _own(config: RunConfig, decode: int, engines: int, size: int) -> dict[str, Any]:

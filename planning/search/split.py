@@ -14,6 +14,7 @@ from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
     Candidate,
     ClusterTemplate,
+    check_ffn_ranks,
     clusters_to_plan,
     make_candidate,
 )
@@ -66,7 +67,9 @@ def plan_split(
     low = lowest_rate(config)
     config = config.model_copy(update={"request_rate": max(low, 1.0)})
     wanted = Axes.of(chosen)
-    sizes = chosen.get("tensor_parallel_sizes", ()), chosen.get("data_parallel_sizes", ())
+    engines = chosen.get("data_parallel_sizes") or [config.data_parallel_size]
+    sizes = chosen.get("tensor_parallel_sizes", ()), engines, chosen.get("ffn_ranks", ())
+    check_ffn_ranks(sizes[2], engines)
     configs = clusters_to_plan(config, wanted, chosen.get("prices"))
     runs = Runs() if runs is None else runs
     with runs.starting(configs[0]):

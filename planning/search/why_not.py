@@ -14,7 +14,7 @@ from eldr_sim.planning.search.candidates import cost
 from eldr_sim.planning.search.trial import try_cluster
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.setup.config import RunConfig, make_config, set_field
-from eldr_sim.simulator.setup.pools import parse_topology
+from eldr_sim.simulator.setup.pools import pools_of
 
 _ALLOWED = "TOPOLOGY[:SIZES] such as 1P2D:tp8, 4C:tp2,dp4 or 1P2D:tp2+tp1,dp8 (prefill + decode)"
 _OF_POOLS = ("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel")
@@ -30,7 +30,8 @@ def named(text: str) -> dict[str, Any]:
     Raises InputError if the text is no such cluster.
     """
     topology, _, workers = text.partition(":")
-    n_prefill, n_decode = parse_topology(topology)
+    decodes = [pool.then is None for pool in pools_of(topology).root.values()]
+    n_prefill, n_decode = decodes.count(False), decodes.count(True)
     pools = [_sizes(text, part) for part in workers.split("+")]
     if len(pools) > (2 if n_prefill else 1) or not n_decode:
         raise InputError("why_not", repr(text), _ALLOWED)

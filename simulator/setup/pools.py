@@ -41,7 +41,10 @@ def _start_up(value: Any) -> Any:
 #: How a new worker starts, as it is spelled.
 StartUp = Annotated[str | None, BeforeValidator(_start_up)]
 _TOPOLOGY = re.compile(r"([1-9]\d{0,3})P(?:([1-9]\d{0,3})D)?|([1-9]\d{0,3})C", re.IGNORECASE)
-_DISAGGREGATED = re.compile(r"([1-9]\d{0,3})P([1-9]\d{0,3})A([1-9]\d{0,3})F", re.IGNORECASE)
+#: Prefill workers, decode workers if there are several, and engines and FFN GPUs of each.
+_DISAGGREGATED = re.compile(
+    r"([1-9]\d{0,3})P(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})A([1-9]\d{0,3})F", re.IGNORECASE
+)
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 #: Most pools of a cluster; the plane's tuples of what each has are so long (`state.MAX_POOLS`).
 MOST_POOLS = 8
@@ -251,10 +254,11 @@ class Pools(RootModel[dict[str, NamedPool]]):
 @lru_cache(maxsize=256)
 def _spelled(text: str) -> Pools:
     if match := _DISAGGREGATED.fullmatch(text.strip()):
-        n, engines, ffn_ranks = map(int, match.groups())
+        n, workers, engines, ffn_ranks = (int(number or 1) for number in match.groups())
         decode = NamedPool(
-            workers=1, data_parallel_size=engines, enable_expert_parallel=True, ffn_ranks=ffn_ranks
-        )
+            workers=workers, data_parallel_size=engines, enable_expert_parallel=True,
+            ffn_ranks=ffn_ranks,
+        )  # fmt: skip
         return Pools({"prefill": NamedPool(workers=n, then="decode"), "decode": decode})
     n_prefill, n_decode = parse_topology(text)
     pools: dict[str, NamedPool] = {}

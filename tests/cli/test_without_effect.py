@@ -44,7 +44,7 @@ ALWAYS = {
         "decode_max_num_seqs decode_max_num_batched_tokens",
         "a rule for what a load brings or not": "queue_order events eplb_interval",
         "what is planned or compared": "load autoscale autoscalers slo gpus sizes seeds jobs "
-        "drafts emit axes resume sensitivity",
+        "drafts ffn_ranks emit axes resume sensitivity",
         "what is printed in place of a run": "help_all",
     }.items()
     for name in names.split()

@@ -409,6 +409,7 @@ def _plans(rng: Any, folder: Path) -> list[str]:
         "price": ["H100=1", "H100=0", "H100=-1", "H100=1e308", "H100=nan", "H100", "X=1"],
         "tensor-parallel-size": ["1", "1,2", "0", "3", "1024", "1,1", "a"],
         "num-redundant-experts": ["0", "0,8", "-1", "1000000"],
+        "ffn-ranks": ["0", "0,2", "-1", "1000000", "a"],
         "topology": ["1P1D", "1C", "1P", "9999P1D"],
         "gpus": [1, 2, 3, 0, -1, 10**9], "strategy": ["tp", "pp,pp", "nosuch", "async_ep"],
         "max-num-seqs": [1, 2, 65536], "duration": [1e-9, 1e9], "warmup": [0, 1e9],

@@ -67,6 +67,29 @@ def test_steps_are_estimated_within_5_percent(backend, engines, batch, fields):
     assert 0.95 <= work.decode_s(each, PROMPT + OUTPUT / 2) / exact <= 1.02
 
 
+@pytest.mark.parametrize(
+    ("backend", "ranks", "batch", "m"),
+    [
+        ("deepep_ll", 4, 32, 2),
+        ("deepep_ll", 4, 32, 1),
+        ("allgather_reducescatter", 4, 64, 2),
+        ("deepep_ht", 8, 48, 3),
+        ("pplx", 4, 64, 3),
+    ],
+)
+def test_steps_with_experts_on_gpus_of_their_own_are_estimated(backend, ranks, batch, m):
+    """Micro-batches through the four stages, as exact steps: `disaggregated`."""
+    total, engines = 4 * batch, 4
+    fields = {"topology": f"1P{engines}A{ranks}F", "micro_batches": m, "gpus_per_node": 4}
+    config, prepared = made(backend, engines, **fields, num_requests=total, request_rate="inf")
+    steps = simulate(config).record.decode_group_steps
+    full = steps[steps["pairs"] >= 0.95 * steps["pairs"].max()]
+    assert full["pairs"].mean() / (8 * 48) > 0.8 * total
+    each = round(full["pairs"].mean() / (8 * 48) / engines)
+    exact = (full["end"] - full["start"]).mean()
+    assert 0.94 <= work_of(config, prepared).decode_s(each, PROMPT + OUTPUT / 2) / exact <= 1.03
+
+
 def test_prompts_of_groups_are_estimated():
     config, prepared = made("deepep_ht", 4, num_requests=400, request_rate="inf")
     record = simulate(config).record

@@ -517,6 +517,52 @@ def test_groups_have_no_bound_and_fill_their_gpus():
     assert template.at(1, 2).n_gpus == 12
 
 
+def test_experts_on_gpus_of_their_own_are_a_dimension():
+    """AFD beside wide EP: each pool's workers, the GPUs of both sides, and what is simulated."""
+    config = make_config({name: GROUPS[name] for name in GROUPS if name != "expert_placement"})
+    made = list(shapes(config, [1], [1, 2], [0, 2]))
+    both = {(str(shape.topology), shape.pool("prefill").parallelism.n_gpus) for shape in made}
+    assert {("1P2A2F", 1), ("1P2A2F", 2), ("1P1D", 1), ("1P1D", 2), ("1C", 1)} <= both
+    only = list(shapes(config, [1], [1, 2], [2]))
+    assert {str(shape.topology) for shape in only} == {"1P2A2F"}
+    objective = Objective(parse_slo(["ttft:2000,tpot:100"]), attainment=0.9, looks=(2,))
+    template = ClusterTemplate(only[0], bounds(only[0], objective), max_gpus=16)
+    assert template.worker_sizes == (2, 4)
+    assert [str(template.at(3, y).topology) for y in (1, 2)] == ["3P2A2F", "3P2x2A2F"]
+    assert template.at(3, 2).n_gpus == template.cost(3, 2) == 14
+    found = plan(
+        config, objective, max_gpus=8, tensor_parallel_sizes=(1,), data_parallel_sizes=(2,),
+        ffn_ranks=(2,), runs=Runs(1), why_not=["1P2A4F:tp1"],
+    )  # fmt: skip
+    best = found.best.trial
+    assert best.config.topology == "1P2A2F"
+    assert best.summaries[0]["group"]["ffn_ranks"] == 2
+    assert "takes 7 GPUs where the answer takes 6" in found.why_not[0][1]
+    split = plan_split(
+        config, objective, 7, tensor_parallel_sizes=(1,), data_parallel_sizes=(1, 2),
+        ffn_ranks=(2,), runs=Runs(1),
+    )  # fmt: skip
+    carried = split.best.trial.config
+    assert carried.pools[-1].own.ffn_ranks == 2
+    assert carried.n_gpus <= 7
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "says"),
+    [
+        ((2,), (1,), "ffn_ranks: .*--data-parallel-size 2 or more"),
+        ((-1,), (2,), "ffn_ranks: -1"),
+        ((1025,), (2,), "ffn_ranks: 1,025"),
+    ],
+)
+def test_experts_on_gpus_of_their_own_need_engines(ranks, engines, says):
+    with pytest.raises(InputError, match=says):
+        plan(
+            make_config(BASE), Objective(LEVEL), ffn_ranks=ranks, data_parallel_sizes=engines,
+            runs=Runs(1),
+        )  # fmt: skip
+
+
 def test_redundant_experts_need_engines_that_share_experts():
     with pytest.raises(InputError, match=r"num_redundant_experts: .*--data-parallel-size 2"):
         plan(make_config(BASE), Objective(LEVEL), axes={"num_redundant_experts": (0, 16)})

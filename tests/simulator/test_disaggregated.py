@@ -194,6 +194,15 @@ def test_attention_gpus_have_the_memory_that_experts_leave():
     ) == pytest.approx(MODEL.weight_bytes)
 
 
+def test_several_decode_workers_are_spelled():
+    two = {"workers": 2, "data_parallel_size": 4, "ffn_ranks": 2, "enable_expert_parallel": True}
+    named = {"prefill": {"workers": 3, "then": "decode"}, "decode": two}
+    spelled, filed = (make_config(RUN | {"topology": each}) for each in ("3P2x4A2F", named))
+    assert spelled.pools == filed.pools
+    assert spelled.n_gpus == 3 + 2 * 6
+    assert (spelled.n_prefill, spelled.n_decode) == (3, 2)
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
