@@ -57,6 +57,7 @@ from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
 from eldr_sim.simulator.setup.fault_spellings import planned
 from eldr_sim.simulator.setup.log_part import check_window, log_of, part_of
+from eldr_sim.simulator.setup.mean_work import MeanWork
 from eldr_sim.simulator.setup.prepare import PreparedRun, prepare
 from eldr_sim.simulator.setup.replay import (
     Replay,
@@ -202,7 +203,9 @@ def autoscale(
     if config.fail or config.events:
         problem = "workers that fail beside an autoscaler are not simulated"
         raise InputError("autoscale", problem, "none, or neither fail nor events")
-    facts = scaling_facts(config, prepared, workload)
+    works = [_works(config, prepared, control.cluster, pool) for pool in prepared.spec.pools]
+    pauses = {name: group.pause_between for name, group in control.cluster.elastic.items()}
+    facts = scaling_facts(config, prepared, workload, works, pauses)
     rng = stream(config.seed, "autoscaler")
     policy = autoscaler(config.autoscale, PolicyContext(1, rng, scaling=facts))
     names = [pool.name for pool in facts.pools]
@@ -327,7 +330,7 @@ def build_cluster(
         spec = replace(spec, pools=tuple(pools))
     relocations = relocations_of(config, prepared, movable)
     elastic = elastic_groups(config, prepared, artifact, calibration)
-    most = [each.most_instances(model.n_experts) for each in elastic]
+    most = [each.most_instances() for each in elastic]
     last_arrival = float(workload.arrival_s[-1])
     inputs = Inputs(
         spec,
@@ -544,6 +547,40 @@ def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placeme
         return _calibration(_routed(prepared), config.workload, mix, "count")
 
     return place_pool(config, prepared, name, None, calibration)[0].placement
+
+
+def mean_work(config: RunConfig, prepared: PreparedRun, pool: int) -> MeanWork:
+    """Return the mean work of the groups of a pool; of linear ones where ELDR's fit is asked for.
+
+    Co-located workers count as decoding.
+    """
+    spec, trace = prepared.spec.pools[pool], prepared.trace
+    assert trace is not None, "dense models share no experts"
+    try:
+        placement = placement_of(config, prepared, spec.name)
+    except InputError:
+        linear = {role: {"expert_placement": "linear"} for role in ("prefill", "decode")}
+        placement = placement_of(config.replace(**linear), prepared, spec.name)
+    return MeanWork(spec.engine, placement, trace, pool == 0)
+
+
+def _works(
+    config: RunConfig, prepared: PreparedRun, cluster: Cluster, pool: PoolSpec
+) -> dict[int, MeanWork]:
+    """Return the mean work of a pool's groups by the engines that are there; {} without groups."""
+    engine, own, trace = pool.engine, cluster.elastic.get(pool.name), prepared.trace
+    if engine.group is None:
+        return {}
+    width = engine.parallelism.data_parallel_size
+    if own is None:
+        return {width: mean_work(config, prepared, prepared.spec.names.index(pool.name))}
+    assert trace is not None, "dense models share no experts"
+    found = {}
+    for width, shape in own.shapes.items():
+        layout = replace(engine.parallelism, data_parallel_size=width)
+        narrow = replace(engine, parallelism=layout, group=shape.cost)
+        found[width] = MeanWork(narrow, shape.placement, trace, own.pool == 0)
+    return found
 
 
 def _run_again(config: RunConfig, trace: RoutingTrace | None) -> dict[str, Any]:

@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
-from eldr_sim.planning.search.estimate import MeanWork, activated, expert_shares
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies import registry
-from eldr_sim.simulator.run import placement_of
-from eldr_sim.simulator.setup.cluster_spec import EngineSpec
+from eldr_sim.simulator.run import mean_work
 from eldr_sim.simulator.setup.config import Pool, RunConfig
-from eldr_sim.simulator.setup.prepare import PreparedRun, prepare
+from eldr_sim.simulator.setup.mean_work import activated, expert_shares
+from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
 
@@ -130,7 +128,8 @@ def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tup
     if prefill.group is None:
         prompt_s = prefill.prompt_s(length)
     else:
-        prompt_s = _prompt_of_group_s(prefill, _mean_work(config, prepared, 0), length)
+        engines = prefill.parallelism.data_parallel_size
+        prompt_s = mean_work(config, prepared, 0).prompt_s(length) / engines
     tokens = 1.0 if decode.speculation is None else decode.speculation.tokens_per_plain_step
     bound_s = math.inf if objective.level.tpot is None else objective.level.tpot / 1e3 * _BELOW
     context = prompt + output / 2
@@ -142,7 +141,7 @@ def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tup
         )
     else:
         each = _batches(largest)
-        work = _mean_work(config, prepared, -1)
+        work = mean_work(config, prepared, -1)
         step_s = np.array([work.decode_s(n, context) for n in each.tolist()])
         batch = each.astype(float) * decode.parallelism.data_parallel_size
     step_s = step_s / tokens
@@ -153,30 +152,6 @@ def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tup
     else:
         best = np.where(step_s <= bound_s, batch / step_s, 0.0).max() * _BELOW / output
     return BUSY / prompt_s, max(float(best), 1.0 / 3600.0)
-
-
-def _mean_work(config: RunConfig, prepared: PreparedRun, pool: int) -> MeanWork:
-    """Return the mean work of the groups of a pool; of linear ones where ELDR's fit is asked for.
-
-    Co-located workers count as decoding.
-    """
-    spec, trace = prepared.spec.pools[pool], prepared.trace
-    assert trace is not None, "dense models share no experts"
-    try:
-        placement = placement_of(config, prepared, spec.name)
-    except InputError:
-        linear = {role: {"expert_placement": "linear"} for role in ("prefill", "decode")}
-        placement = placement_of(config.replace(**linear), prepared, spec.name)
-    return MeanWork(spec.engine, placement, trace, pool == 0)
-
-
-def _prompt_of_group_s(engine: EngineSpec, work: MeanWork, length: int) -> float:
-    """Return the time of a prompt in full steps of a group whose engines compute as many each."""
-    budget, engines = engine.max_num_batched_tokens, engine.parallelism.data_parallel_size
-    n = max(1, min(budget // length, engine.max_num_seqs))
-    starts = range(0, length, budget)
-    steps = [[(at, min(budget, length - at))] * n for at in starts]
-    return math.fsum(map(work.prefill_s, steps)) / (n * engines)
 
 
 def _batches(largest: int) -> NDArray[np.int64]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import count
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -110,35 +112,54 @@ class PoolFacts(NamedTuple):
     switch_s: float
     #: Seconds that a prompt of so many tokens takes an engine, whose steps hold others like it.
     prompt_s: Callable[[int], float]
-    #: Seconds of an engine's step of so many sequences at a mean context, under uniform routing.
+    #: Seconds of an engine's step of so many sequences at a mean context, of uniform routing, or,
+    #: where engines share experts, of the trace's shares, the others having as many.
     step_s: Callable[[int, float], float]
     token_budget: int = 8192  #: of a step
+    #: Facts by the engines that are there, of a group whose engines come and go.
+    widths: Mapping[int, PoolFacts] = MappingProxyType({})
+    #: Seconds for which such a group stands still when it goes from a width to another.
+    pause_s: Callable[[int, int], float] = lambda before, after: 0.0
 
-    def decode_batch(self, context: float, itl_s: float) -> int:
-        """Return the most sequences whose steps take at most ``itl_s`` and whose KV fits; >= 1."""
+    def decode_batch(self, context: float, itl_s: float, prompts_s: float = 0.0) -> int:
+        """Return the most sequences whose steps take at most ``itl_s`` and whose KV fits; >= 1.
+
+        ``prompts_s``: what a step also takes for each sequence, of the prompts that come meanwhile.
+        """
         low, high = 1, max(1, min(self.max_num_seqs, int(self.kv_tokens // max(context, 1.0))))
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high) if self.step_s(middle, context) <= itl_s else (low, middle - 1)
-            )
+            fits = self.step_s(middle, context) + middle * prompts_s <= itl_s
+            low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
     def work_s(
-        self, prompt: float, output: float, cached: float = 0.0, itl_s: float = 0.05
+        self,
+        prompt: float,
+        output: float,
+        cached: float = 0.0,
+        itl_s: float = 0.05,
+        mixed: bool = True,
     ) -> float:
         """Return the seconds of a worker that a request of so many tokens takes in this pool.
 
-        Its prompt, and its share of decode steps that are as full as ``itl_s`` allows.
+        Its prompt, and its share of decode steps that are as full as ``itl_s`` allows. Where a
+        worker does both, a step of b sequences ends b / ``output`` of them, and has as many prompts
+        to compute, which count if ``mixed``.
         """
-        seconds = 0.0
-        if self.computes:
-            seconds += self.prompt_s(max(1, round(prompt - cached)))
+        seconds = self.prompt_s(max(1, round(prompt - cached))) if self.computes else 0.0
         if self.decodes and output > 0.0:
             context = 64.0 * max(1, round((prompt + output / 2.0) / 64.0))
-            batch = self.decode_batch(context, itl_s)
+            batch = self.decode_batch(context, itl_s, seconds / output if mixed else 0.0)
             seconds += output * self.step_s(batch, context) / batch
         return seconds / self.engines
+
+    def fewest(self, do: Callable[[PoolFacts, int], bool]) -> int:
+        """Return the fewest workers, at least 1, that do; the most where none of a group's do."""
+        if not self.widths:
+            return next(n for n in count(1) if do(self, n))
+        enough = (n for n, facts in sorted(self.widths.items()) if do(facts, n))
+        return next(enough, max(self.widths))
 
 
 class ScalingContext(NamedTuple):
@@ -192,17 +213,23 @@ class Autoscaler(Policy):
         raise NotImplementedError
 
 
-def with_switches(fleet: Fleet, wishes: Mapping[str, int], facts: ScalingContext) -> Decision:
+def with_switches(
+    fleet: Fleet,
+    wishes: Mapping[str, int],
+    facts: ScalingContext,
+    least: Mapping[str, int] | None = None,
+) -> Decision:
     """Return the targets of all pools, and changes of roles in place of starts.
 
     Where one pool needs a worker and another has one to spare, that one changes its role if this is
-    faster than to start one.
+    faster than to start one. ``least``: workers that a pool keeps then, ``wishes`` when None.
     """
     said: list[Target | Switch] = []
     spare = {
-        pool.name: min(pool.ready, pool.workers - max(pool.minimum, wishes[pool.name]))
+        pool.name: min(pool.ready, pool.workers - max(pool.minimum, (least or wishes)[pool.name]))
         for pool in fleet.pools
     }
+    left = dict(wishes)
     for pool in fleet.pools:
         short, own = wishes[pool.name] - pool.workers, facts.of(pool.name)
         for other in spare if own.switch_s < own.start_up_s else ():
@@ -211,7 +238,9 @@ def with_switches(fleet: Fleet, wishes: Mapping[str, int], facts: ScalingContext
                 said.append(Switch(other, pool.name, move))
                 spare[other] -= move
                 short -= move
-    return [*said, *(Target(name, wish) for name, wish in wishes.items())]
+                workers = next(each.workers for each in fleet.pools if each.name == other)
+                left[other] = min(left[other], workers - move)
+    return [*said, *(Target(name, wish) for name, wish in left.items())]
 
 
 def up(workers: float) -> int:

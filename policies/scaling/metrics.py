@@ -74,22 +74,27 @@ def total(pool: PoolView, metric: Metric) -> float:
     return float(pool.in_flight if metric == "in_flight" else getattr(pool, metric).sum())
 
 
-class Stabilised:
-    """The largest (or smallest) wish of the last seconds, as Kubernetes' HPA has it."""
+class Wishes:
+    """The largest wish of the last seconds, as Kubernetes' HPA stabilises what goes down.
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._wishes: dict[str, deque[tuple[float, int]]] = defaultdict(deque)
+    The first one stands beside the workers that there are, as in Kubernetes
+    (``recordInitialRecommendation`` of ``pkg/controller/podautoscaler/horizontal.go``).
+    """
 
-    def of(self, pool: str, now_s: float, wish: int) -> int:
-        """Note a wish, and return the largest of the window."""
-        wishes = self._wishes[pool]
-        while wishes and wishes[-1][1] <= wish:
-            wishes.pop()
-        wishes.append((now_s, wish))
-        while wishes[0][0] <= now_s - self._window_s and len(wishes) > 1:
-            wishes.popleft()
-        return wishes[0][1]
+    def __init__(self) -> None:
+        #: Of each pool, when it was wished for how many workers; without those that a later one
+        #: reaches, so that they fall.
+        self._wishes: dict[str, list[tuple[float, int]]] = {}
+
+    def note(self, pool: PoolView, now_s: float, wish: int) -> None:
+        """Note a wish."""
+        before = self._wishes.get(pool.name, [(0.0, pool.workers)])
+        self._wishes[pool.name] = [each for each in before if each[1] > wish] + [(now_s, wish)]
+
+    def largest(self, pool: PoolView, since_s: float) -> int:
+        """Return the largest wish noted after a time, s, or the last one."""
+        wishes = self._wishes[pool.name]
+        return next((wish for at_s, wish in wishes if at_s > since_s), wishes[-1][1])
 
 
 class HpaParameters(ScalingParameters):
@@ -120,7 +125,7 @@ class HorizontalPodAutoscaler(Autoscaler):
 
     def __init__(self, context: PolicyContext, parameters: HpaParameters | None = None) -> None:
         super().__init__(context, parameters)
-        self._down = Stabilised(self.told.down_s)
+        self._wishes = Wishes()
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return the wish of each pool, limited upwards and stabilised downwards."""
@@ -130,7 +135,8 @@ class HorizontalPodAutoscaler(Autoscaler):
         own, n = self.told, pool.workers
         load = total(pool, own.metric) / own.target
         wish = n if n and abs(load / n - 1.0) <= own.tolerance else max(1, up(load))
-        steady = self._down.of(pool.name, now_s, wish)
+        self._wishes.note(pool, now_s, wish)
+        steady = self._wishes.largest(pool, now_s - own.down_s)
         if wish > n:
             return min(wish, max(2 * n, n + 4))
         return min(n, steady)
@@ -161,7 +167,7 @@ class Keda(Autoscaler):
 
     def __init__(self, context: PolicyContext, parameters: KedaParameters | None = None) -> None:
         super().__init__(context, parameters)
-        self._down = Stabilised(self.told.down_s)
+        self._wishes = Wishes()
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return the demand of each pool, guarded against overshoot."""
@@ -171,7 +177,8 @@ class Keda(Autoscaler):
             wish = max(1, up(queue / self.told.queue), up(running / self.told.running))
             if wish > pool.workers:
                 wish = max(wish - pool.starting, pool.workers)
-            steady = self._down.of(pool.name, fleet.now_s, wish)
+            self._wishes.note(pool, fleet.now_s, wish)
+            steady = self._wishes.largest(pool, fleet.now_s - self.told.down_s)
             targets.append(Target(pool.name, max(wish, min(steady, pool.workers))))
         return targets
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from eldr_sim.policies.base import PolicyContext
@@ -26,7 +27,9 @@ from eldr_sim.policies.scaling.base import (
     up,
     with_switches,
 )
-from eldr_sim.policies.scaling.metrics import Stabilised
+from eldr_sim.policies.scaling.metrics import Wishes
+
+_FILTERS = 12  #: of `Trend`
 
 
 class LoadParameters(ScalingParameters):
@@ -124,7 +127,11 @@ class DynamoThroughput(Autoscaler):
             rate = self._forecast[pool.name].next(pool.arrived / fleet.interval_s)
             if not math.isnan(pool.output_tokens) and not math.isnan(pool.prompt_tokens):
                 work = self.facts.of(pool.name).work_s(
-                    pool.prompt_tokens, pool.output_tokens, pool.cached_tokens, self.told.itl / 1e3
+                    pool.prompt_tokens,
+                    pool.output_tokens,
+                    pool.cached_tokens,
+                    self.told.itl / 1e3,
+                    False,
                 )
                 targets.append(Target(pool.name, max(1, up(rate * work))))
         return targets
@@ -155,6 +162,52 @@ class Forecast:
         self._state = state + gain * (value - state[0])
         self._spread = spread - np.outer(gain, spread[0])
         return max(0.0, float(self._state[0] + steps * self._state[1]))
+
+
+class Trend:
+    """Foretells a rate from counts of Poisson arrivals, whose noise is known.
+
+    A bank of Kalman filters follows the rate and its change a second, which wanders: that of a
+    memory T as if the rate changed by itself within T, from one interval on in octaves. They count
+    by how well each foretold, and are shared anew by 1 / t (Herbster & Warmuth 1998).
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0
+        #: Of each filter: ``[filter]``, ``[filter, 2]`` and ``[filter, 2, 2]``.
+        self._memory_s: NDArray[np.float64] = np.zeros(0)
+        self._weight: NDArray[np.float64] = np.zeros(0)
+        self._state: NDArray[np.float64] = np.zeros((0, 2))
+        self._spread: NDArray[np.float64] = np.zeros((0, 2, 2))
+
+    def next(self, count: int, interval_s: float, ahead_s: float) -> float:
+        """Take a count; return the rate so many seconds later, from half of today's to twice."""
+        rate, n, dt = count / interval_s, _FILTERS, interval_s
+        self._seen += 1
+        if self._seen == 1:
+            self._memory_s = dt * np.exp2(np.arange(n, dtype=np.float64))
+            self._weight = np.full(n, 1.0 / n)
+            self._state = np.tile([rate, 0.0], (n, 1))
+            self._spread = np.zeros((n, 2, 2))
+            self._spread[:, 0, 0] = max(rate, 1.0 / dt) / dt
+            self._spread[:, 1, 1] = (max(rate, 1.0 / dt) / self._memory_s) ** 2
+            return rate
+        scale = max(float(self._weight @ self._state[:, 0]), 1.0 / dt)
+        move = np.array([[1.0, dt], [0.0, 1.0]])
+        wander = np.array([[dt**3 / 3.0, dt**2 / 2.0], [dt**2 / 2.0, dt]])
+        state = self._state @ move.T
+        spread = move @ self._spread @ move.T
+        spread += (scale**2 / self._memory_s**3)[:, None, None] * wander
+        surprise, variance = rate - state[:, 0], spread[:, 0, 0] + scale / dt
+        gain = spread[:, :, 0] / variance[:, None]
+        self._state = state + gain * surprise[:, None]
+        self._spread = spread - gain[:, :, None] * spread[:, None, 0]
+        fit = np.log(self._weight) - (surprise**2 / variance + np.log(variance)) / 2.0
+        likely = np.exp(fit - fit.max())
+        self._weight = (1.0 - 1.0 / self._seen) * likely / likely.sum() + 1.0 / self._seen / n
+        level, change = (self._weight @ self._state).tolist()
+        level = max(0.0, level)
+        return float(min(max(level + change * ahead_s, level / 2.0), 2.0 * level))
 
 
 class TimetableParameters(ScalingParameters):
@@ -223,8 +276,9 @@ class Timetable(Autoscaler):
         coming = self.facts.known(begin, begin + own.period)
         if not coming.requests:
             return 1
-        work = facts.work_s(coming.prompt_tokens, coming.output_tokens, 0.0, own.itl / 1e3)
-        return max(1, up(coming.requests / own.period * work / own.utilisation))
+        rate = coming.requests / own.period / own.utilisation
+        means = coming.prompt_tokens, coming.output_tokens, 0.0, own.itl / 1e3
+        return facts.fewest(lambda facts, n: rate * facts.work_s(*means) <= n + 1e-9)
 
 
 class OracleParameters(TimetableParameters):
@@ -254,75 +308,92 @@ class SecondsParameters(ScalingParameters):
 
     interval: float = Field(default=10.0, gt=0, le=86400)
     """Seconds from one look to the next."""
-    utilisation: float = Field(default=0.9, gt=0, le=1)
-    """Share of the time that workers may be busy, beside ``spare``."""
-    spare: float = Field(default=0.5, ge=0)
-    """Workers beyond the offered work, in square roots of it (square-root staffing)."""
+    ttft: float = Field(default=500.0, gt=0)
+    """TTFT aimed at, ms."""
+    missed: float = Field(default=0.05, gt=0, lt=1)
+    """Share of the requests that may wait longer than it allows."""
     catch_up: float = Field(default=60.0, gt=0)
     """Seconds in which what waits, once new workers serve, is worked off."""
     itl: float = Field(default=50.0, gt=0)
     """Time between tokens that full decode steps keep, ms."""
     memory: float = Field(default=120.0, gt=0)
-    """Seconds over which rates and their change are smoothed."""
-    hold: float = Field(default=300.0, ge=0)
-    """Seconds for which fewer workers must do before one goes; at least a start-up."""
+    """Seconds over which the tokens of requests are smoothed."""
+    hold: float = Field(default=0.0, ge=0)
+    """Seconds for which fewer workers must do before one goes; at least as many as pay for its
+    coming back."""
     switch: bool = True
     """Whether workers change their pool where that is faster than to start one."""
 
 
 class Seconds(Autoscaler):
-    """The offered work in seconds, one start-up ahead, and what waits; no other figure is set.
+    """The fewest workers whose queue keeps the TTFT, of the work that comes one start-up ahead.
 
-    Offered work is the rate of arrivals, smoothed with its change (Holt's linear method) and
-    foreseen to when a worker started now serves, times the seconds that a mean request takes a
-    worker, by the cost model. Square-root staffing adds to it (Halfin & Whitt 1981), and so does
-    the work that waits, over ``catch_up``. Where one pool needs a worker and another has one to
-    spare, it changes its role if that is faster than to start one.
+    Offered work is the rate of arrivals, foreseen to when a worker started now serves (`Trend`),
+    times the seconds that a mean request takes a worker, by the cost model; the work that waits
+    adds to it, over ``catch_up``. Workers are servers of one queue (`queues`). Where one pool needs
+    a worker and another has one to spare, it changes its role if that is faster than to start one.
     """
 
     name = "seconds"
     Parameters = SecondsParameters
     told: SecondsParameters
-    aims, factors = ("utilisation",), (1.1, 1.0, 0.85, 0.7, 0.55)
+    aims, factors = ("ttft",), (4.0, 2.0, 1.0, 0.7, 0.5)
 
     def __init__(self, context: PolicyContext, parameters: SecondsParameters | None = None) -> None:
         super().__init__(context, parameters)
-        self._rate: dict[str, tuple[float, float]] = {}
+        self._trends: dict[str, Trend] = defaultdict(Trend)
         self._mean: dict[str, tuple[float, float, float]] = {}
-        self._down = {
-            facts.name: Stabilised(max(self.told.hold, facts.start_up_s))
-            for facts in self.facts.pools
-        }
+        self._wishes = Wishes()
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return the workers of each pool, and changes of roles that spare a start."""
-        wishes = {pool.name: self._wish(pool, fleet) for pool in fleet.pools}
+        wishes, least = {}, {}
+        for pool in fleet.pools:
+            facts, wish = self.facts.of(pool.name), self._wish(pool, fleet)
+            least[pool.name] = self._fewer(pool, fleet.now_s, wish, 2.0 * facts.switch_s)
+            wishes[pool.name] = self._fewer(pool, fleet.now_s, wish, facts.start_up_s)
         if self.told.switch:
-            return with_switches(fleet, wishes, self.facts)
+            return with_switches(fleet, wishes, self.facts, least)
         return [Target(name, wish) for name, wish in wishes.items()]
 
-    def _wish(self, pool: PoolView, fleet: Fleet) -> int:
+    def _wish(self, pool: PoolView, fleet: Fleet) -> int | None:
         own, facts = self.told, self.facts.of(pool.name)
         horizon = facts.start_up_s + fleet.interval_s / 2.0
-        rate = self._foreseen(pool.name, pool.arrived / fleet.interval_s, fleet.interval_s, horizon)
+        rate = self._trends[pool.name].next(pool.arrived, fleet.interval_s, horizon)
         mean = self._means(pool, fleet.interval_s)
         if mean is None:
-            return pool.workers
-        work = rate * facts.work_s(*mean, itl_s=own.itl / 1e3)
-        waits = float(pool.waiting.sum()) * facts.work_s(*mean, itl_s=own.itl / 1e3)
-        needed = work / own.utilisation + own.spare * math.sqrt(work) + waits / own.catch_up
-        wish = max(1, up(needed))
-        steady = self._down[pool.name].of(pool.name, fleet.now_s, wish)
-        return wish if wish > pool.workers else min(pool.workers, steady)
+            return None
+        waits = float(pool.waiting.sum())
 
-    def _foreseen(self, pool: str, rate: float, interval_s: float, ahead_s: float) -> float:
-        """Return the rate so many seconds ahead, at least half of today's and at most twice."""
-        level, change = self._rate.get(pool, (rate, 0.0))
-        weight = 1.0 - math.exp(-interval_s / (self.told.memory / 2.0))
-        new = max(0.0, weight * rate + (1.0 - weight) * (level + change * interval_s))
-        change = (1.0 - weight / 4.0) * change + weight / 4.0 * (new - level) / interval_s
-        self._rate[pool] = new, change
-        return min(max(new + change * ahead_s, new / 2.0), 2.0 * new)
+        def keep(facts: PoolFacts, n: int) -> bool:
+            each = facts.work_s(*mean, itl_s=own.itl / 1e3)
+            own_s = facts.prompt_s(max(1, round(mean[0] - mean[2]))) if facts.computes else 0.0
+            rest_s = max(0.0, own.ttft / 1e3 - own_s)
+            load = (rate + waits / own.catch_up) * each
+            return load < n and queues(n, load, rest_s / each) <= own.missed
+
+        wish = facts.fewest(keep)
+        if wish > pool.workers:  # requests that come while the group stands still wait, too
+            waits += rate * facts.pause_s(pool.workers, wish)
+            wish = facts.fewest(keep)
+        self._wishes.note(pool, fleet.now_s, wish)
+        return wish
+
+    def _fewer(self, pool: PoolView, now_s: float, wish: int | None, back_s: float) -> int:
+        """Return the wish, or the fewest workers that have done for so long that the others may go.
+
+        By then those others have cost what they take to come back: ``back_s``, and the group's
+        standing still, there and back (the break-even rule of the ski-rental problem).
+        """
+        facts, n = self.facts.of(pool.name), pool.workers
+        if wish is None or wish >= n:
+            return n if wish is None else wish
+        for fewer in range(wish, n):
+            pauses_s = n * (facts.pause_s(n, fewer) + facts.pause_s(fewer, n))
+            hold_s = max(self.told.hold, back_s + pauses_s / (n - fewer))
+            if self._wishes.largest(pool, now_s - hold_s) <= fewer:
+                return fewer
+        return n
 
     def _means(self, pool: PoolView, interval_s: float) -> tuple[float, float, float] | None:
         """Return the smoothed tokens of prompts, outputs and cached prompts; None: none known."""
@@ -338,3 +409,16 @@ class Seconds(Autoscaler):
             seen = prompt, output, cached
         self._mean[pool.name] = seen
         return seen
+
+
+def queues(servers: int, load: float, services: float) -> float:
+    """Return the share of requests that wait longer than ``services`` mean services: M/M/c.
+
+    ``load``: servers that are busy on average, fewer than there are. Erlang's C, times the share of
+    those that wait who wait so long (Erlang 1917).
+    """
+    blocked = 1.0
+    for n in range(1, servers + 1):
+        blocked = load * blocked / (n + load * blocked)
+    waits = servers * blocked / (servers - load * (1.0 - blocked))
+    return waits * math.exp(-(servers - load) * services)

@@ -23,6 +23,7 @@ from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.control.relocation import (
     RELOCATION,
     ExpertLinks,
+    Transfer,
     expert_moves,
     place_experts,
     transfer_of,
@@ -44,13 +45,15 @@ class Shape(NamedTuple):
 class ElasticGroup:
     """A pool's group whose engines come and go.
 
-    ``first``: its first engine; ``shapes``: by width; ``pause_s``: of a change, None where what it
-    moves says so, and ``graphs_s``, which are captured again.
+    ``first``: its first engine; ``shapes``: by width; ``experts``: of a layer, and MoE layers;
+    ``pause_s``: of a change, None where what it moves says so, and ``graphs_s``, which are captured
+    again.
     """
 
     pool: int
     first: int
     shapes: Mapping[int, Shape]
+    experts: tuple[int, int]
     links: ExpertLinks
     graphs_s: float
     pause_s: float | None
@@ -60,10 +63,19 @@ class ElasticGroup:
     def __post_init__(self) -> None:
         self.width = max(self.shapes)
 
-    def most_instances(self, n_experts: int) -> int:
+    def most_instances(self) -> int:
         """Return the instances of an expert at any width."""
         shapes = self.shapes.values()
-        return max(int(shape.placement.instances(n_experts).max()) for shape in shapes)
+        return max(int(shape.placement.instances(self.experts[0]).max()) for shape in shapes)
+
+    def moved(self, before: int, after: int) -> tuple[Transfer, float]:
+        """Return what moves from one width to another, and for how long the group stands still."""
+        placements = [self.shapes[width].placement for width in (before, after)]
+        ranks = max(placement.n_ranks for placement in placements)
+        old, new = (replace(placement, n_ranks=ranks) for placement in placements)
+        moves = expert_moves(old, new, self.experts[0], self.links.gpus_per_node)
+        moved = transfer_of(moves, self.links, self.experts[1])
+        return moved, self.graphs_s + moved.seconds if self.pause_s is None else self.pause_s
 
     def change(self, acts: Actions) -> None:
         """Have the width of the engines that are there, after a pause unless the run begins."""
@@ -71,27 +83,27 @@ class ElasticGroup:
         width = sum(self.first + n not in acts.dead for n in range(max(self.shapes)))
         if width == self.width:
             return
-        before, after = self.shapes[self.width].placement, self.shapes[width]
-        self.width = width
-        groups, dims = cluster.groups, cluster.spec.decode.step_time
+        before, after = self.width, self.shapes[width]
+        self.width, groups = width, cluster.groups
         assert groups is not None
-        sizes = dims.cost.n_experts, dims.n_moe_layers
         engines = slice(self.first, self.first + max(self.shapes))
-        place_experts(cluster.arrays.masks, groups.replicas, engines, after.placement, *sizes)
+        masks, replicas = cluster.arrays.masks, groups.replicas
+        place_experts(masks, replicas, engines, after.placement, *self.experts)
         costs = list(groups.costs)
         costs[self.pool] = after.cost
         cluster.groups = groups._replace(costs=tuple(costs))
         acts.workers["width"][self.first] = width
         if acts.now == 0.0:
             return
-        ranks = max(before.n_ranks, after.placement.n_ranks)
-        old, new = (replace(placement, n_ranks=ranks) for placement in (before, after.placement))
-        moves = expert_moves(old, new, sizes[0], self.links.gpus_per_node)
-        moved = transfer_of(moves, self.links, sizes[1])
-        pause = self.graphs_s + moved.seconds if self.pause_s is None else self.pause_s
+        moved, pause = self.moved(before, width)
         acts.hang(range(self.first, self.first + width), pause)
         figures = moved.experts, moved.inside_bytes, moved.between_bytes
         self._log.append((acts.now, acts.now + pause, moved.seconds, pause, *figures, self.pool, 0))
+
+    def pause_between(self, before: int, after: int) -> float:
+        """Return the seconds for which the group stands still from one width to another."""
+        least, most = min(self.shapes), max(self.shapes)
+        return self.moved(*(min(max(width, least), most) for width in (before, after)))[1]
 
     def log(self) -> NDArray[np.void]:
         """Return a record of each change but those with which the run begins: ``RELOCATION``."""

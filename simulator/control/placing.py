@@ -153,9 +153,9 @@ def elastic_groups(
         gpu, n_bytes = engine.step_time.gpu, model.bytes_per_expert
         links = expert_links(gpu, n_bytes, engine.n_expert_ranks, config.gpus_per_node)
         first = prepared.spec.workers_of(pool.name).start
-        found.append(
-            ElasticGroup(number, first, shapes, links, engine.graphs_s, config.width_pause)
-        )
+        experts = model.n_experts, model.n_moe_layers
+        pauses = engine.graphs_s, config.width_pause
+        found.append(ElasticGroup(number, first, shapes, experts, links, *pauses))
     return found
 
 

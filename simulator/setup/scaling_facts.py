@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -10,34 +11,49 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.scaling.base import Offered, PoolFacts, ScalingContext, remembered
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.mean_work import MeanWork
 from eldr_sim.simulator.setup.prepare import PreparedRun
 from eldr_sim.traces.workload import Workload
 
 
-def scaling_facts(config: RunConfig, prepared: PreparedRun, workload: Workload) -> ScalingContext:
-    """Return what is known of the pools of a run, and of the requests of its workload."""
+def scaling_facts(
+    config: RunConfig,
+    prepared: PreparedRun,
+    workload: Workload,
+    works: Sequence[Mapping[int, MeanWork]],
+    pauses: Mapping[str, Callable[[int, int], float]],
+) -> ScalingContext:
+    """Return what is known of the pools of a run, and of the requests of its workload.
+
+    ``works``: of each pool, the steps of engines that share experts, by how many there are; {}
+    where they do not. ``pauses``: of pools whose engines come and go, see `PoolFacts.pause_s`.
+    """
     spec, fetching = prepared.spec, {name for p in config.pools for name in p.takes_over}
-    pools = [
-        remembered(
-            PoolFacts(
-                name=pool.name,
-                computes=pool.name not in fetching,
-                decodes=pool.decodes,
-                engines=pool.engine.worker_size,
-                gpus=made.units[1],
-                max_num_seqs=pool.engine.max_num_seqs,
-                kv_tokens=pool.engine.n_blocks * config.block_size,
-                start_up_s=pool.engine.start_up_s,
-                switch_s=pool.engine.graphs_s
-                if config.switch_time == "graphs"
-                else config.switch_time,
-                prompt_s=pool.engine.prompt_s,
-                step_s=partial(_decode_s, prepared.model, pool.engine),
-                token_budget=pool.engine.max_num_batched_tokens,
-            )
+    pools = []
+    for pool, made, own in zip(spec.pools, config.pools, works, strict=True):
+        facts = PoolFacts(
+            name=pool.name,
+            computes=pool.name not in fetching,
+            decodes=pool.decodes,
+            engines=pool.engine.worker_size,
+            gpus=made.units[1],
+            max_num_seqs=pool.engine.max_num_seqs,
+            kv_tokens=pool.engine.n_blocks * config.block_size,
+            start_up_s=pool.engine.start_up_s,
+            switch_s=pool.engine.graphs_s if config.switch_time == "graphs" else config.switch_time,
+            prompt_s=pool.engine.prompt_s,
+            step_s=partial(_decode_s, prepared.model, pool.engine),
+            token_budget=pool.engine.max_num_batched_tokens,
         )
-        for pool, made in zip(spec.pools, config.pools, strict=True)
-    ]
+        by_width = {
+            n: remembered(facts._replace(prompt_s=work.prompt_s, step_s=work.decode_s))
+            for n, work in own.items()
+        }
+        facts = by_width[max(by_width)] if by_width else remembered(facts)
+        if pool.name in pauses:
+            pause_s = lru_cache(4096)(pauses[pool.name])
+            facts = facts._replace(widths=by_width, pause_s=pause_s)
+        pools.append(facts)
     arrival_s = workload.arrival_s
     prompts, outputs = (
         np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])

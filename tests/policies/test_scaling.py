@@ -18,7 +18,7 @@ from eldr_sim.policies.scaling.base import (
     Target,
 )
 from eldr_sim.policies.scaling.llmd import queue_latency
-from eldr_sim.policies.scaling.work import Forecast
+from eldr_sim.policies.scaling.work import Forecast, Trend, queues
 
 NAN = math.nan
 
@@ -252,17 +252,28 @@ def test_an_oracle_knows_bursts_as_long_as_its_period():
     assert [wish(rule, at, view(2), interval=5.0) for at in (40, 60, 145, 155)] == [1, 2, 2, 1]
 
 
-def test_seconds_staffs_by_offered_work_one_start_up_ahead():
+def test_seconds_keeps_the_queue_that_the_target_allows():
+    """A second each: M/M/c waits of at most 4 s beside the own second, but for one in twenty."""
     told = {"prompt_tokens": 1000.0, "output_tokens": 0.0, "cached_tokens": 0.0}
-    for rate in (1, 4, 9, 25):
-        rule = make("seconds:utilisation=1,spare=1,interval=10")
+    found = {}
+    for rate in (0.3, 0.4, 0.5, 0.6, 4.0, 25.0):
+        rule = make("seconds:ttft=5000,interval=10")
         for step in range(40):
-            n = wish(rule, 10 * step, view(1, arrived=10 * rate, **told), interval=10.0)
-        assert n == rate + math.sqrt(rate)  # a second each: R + sqrt(R)
-    rising = make("seconds:utilisation=1,spare=0,interval=10")
+            seen = view(1, arrived=round(10 * rate), **told)
+            found[rate] = wish(rule, 10 * step, seen, interval=10.0)
+    # M/M/1: .3 exp(-2.8) = .018, .4 exp(-2.4) = .036, .5 exp(-2) = .068
+    assert found == {0.3: 1, 0.4: 1, 0.5: 2, 0.6: 2, 4.0: 5, 25.0: 26}
+    rising = make("seconds:ttft=1e6,interval=10")
     for step in range(60):  # a tenth more a second
         n = wish(rising, 10 * step, view(1, arrived=10 * step, **told), interval=10.0)
     assert n == pytest.approx(59 + 6.5, abs=2)  # what comes when one started now serves
+
+
+def test_who_waits_in_a_queue_of_several_servers():
+    """Erlang's C: 1/3 of two servers half busy; Gross & Harris's table has 0.4092 of 8 by 10."""
+    assert queues(2, 1.0, 0.0) == pytest.approx(1 / 3)
+    assert queues(10, 8.0, 0.0) == pytest.approx(0.4092, abs=5e-5)
+    assert queues(1, 0.6, 5.0) == pytest.approx(0.6 * math.exp(-2.0))  # M/M/1
 
 
 def test_a_timetable_that_switches_waits_for_those_that_the_night_sets_free():
@@ -305,9 +316,52 @@ def test_seconds_switches_roles_where_that_is_faster():
             answer = rule.decide(fleet)
         return answer
 
-    # 4 s of prompts a second, and 4 of decoding: 6 workers each
+    # 4 s of prompts a second, and 4 of decoding. A prompt alone takes longer than the TTFT: C(9, 4)
+    # = .024 wait, C(8, 4) = .059. For a seat: C(7, 4) exp(-1.5) = .030, C(6, 4) exp(-1) = .105.
     told_twice = said(make("seconds", *pools), 9)
-    assert told_twice[0] == Switch("decode", "prefill", 3)
-    assert told_twice[1:] == [Target("prefill", 6), Target("decode", 6)]
+    assert told_twice[0] == Switch("decode", "prefill", 2)
+    assert told_twice[1:] == [Target("prefill", 9), Target("decode", 7)]
     slow = tuple(pool._replace(switch_s=100.0) for pool in pools)
     assert not any(isinstance(each, Switch) for each in said(make("seconds", *slow), 9))
+
+
+def test_a_worker_goes_when_it_has_cost_what_its_coming_back_would():
+    told = {"prompt_tokens": 1000.0, "output_tokens": 0.0, "cached_tokens": 0.0}
+
+    def path(**fields):
+        rule = make("seconds:ttft=1e6", facts()._replace(**fields))
+        seen = view(4, arrived=19, **told)
+        return [wish(rule, at, seen, interval=10.0) for at in range(0, 200, 10)]
+
+    assert path(start_up_s=50.0) == [4] * 5 + [2] * 15
+    # Two that go pause all four for 6 s, there and back: 24 s of each of the two.
+    pauses = {n: facts() for n in range(1, 9)}
+    slow = path(start_up_s=50.0, widths=pauses, pause_s=lambda before, after: 6.0)
+    assert slow == [4] * 8 + [2] * 12
+
+
+def test_the_fewest_that_do_are_found_by_what_each_number_can_do():
+    """Each of two takes half a second, of three a whole one: their all-to-alls leave the node."""
+    widths = {n: facts()._replace(engines=engines) for n, engines in ((2, 2), (3, 1), (4, 4))}
+    own = facts()._replace(widths=widths)
+    for work, fewest in ((4.0, 2), (4.2, 4), (3.0, 2), (16.0, 4), (99.0, 4)):
+        assert own.fewest(lambda of, n, w=work: w * of.work_s(1000.0, 0.0) <= n) == fewest
+
+
+def test_a_co_located_step_has_room_for_the_prompts_that_come_with_it():
+    """Steps of 10 ms for any batch; prompts of .5 s, one each 100 steps: 8 sequences in 50 ms."""
+    own = facts()._replace(prompt_s=lambda n: 0.5, step_s=lambda n, c: 0.01, max_num_seqs=64)
+    assert own.work_s(500.0, 100.0, itl_s=0.05) == pytest.approx(0.5 + 100 * 0.01 / 8)
+    assert own.work_s(500.0, 100.0, itl_s=0.05, mixed=False) == pytest.approx(0.5 + 1.0 / 64)
+
+
+@pytest.mark.parametrize("rate", [0.5, 8.0, 200.0])
+def test_a_trend_of_poisson_counts_finds_their_rate_and_its_change(rate):
+    rng = np.random.default_rng(0)
+    steady, rising = Trend(), Trend()
+    for step in range(1, 301):
+        found = steady.next(int(rng.poisson(10 * rate)), 10.0, 60.0)
+        ahead = rising.next(int(rng.poisson(10 * rate * step / 100)), 10.0, 60.0)
+    noise = math.sqrt(rate / 10.0)  # of one count
+    assert found == pytest.approx(rate, abs=noise)
+    assert ahead == pytest.approx(3.06 * rate, abs=2.0 * math.sqrt(3.0) * noise)

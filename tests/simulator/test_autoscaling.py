@@ -121,14 +121,15 @@ def test_stationary_load_takes_the_workers_that_queueing_theory_asks_for(busy, i
     config = RunConfig(
         trace="reference-moe", topology="24P", prefill_policy="least_loaded", input_len=16_000,
         max_num_batched_tokens=16_000, enable_prefix_caching=False, duration=1200, warmup=0,
-        autoscale="seconds",
     )  # fmt: skip
     service_s = prepare(config).spec.pools[0].engine.prompt_s(16_000)
     rate = busy / service_s
     wanted = next(c for c in range(busy + 1, 25) if mdc_wait(rate, service_s, c) <= service_s / 10)
-    result = simulate(config.replace(request_rate=rate, initial_workers=(initial,)))
+    rule = f"seconds:ttft={2e3 * service_s}"  # one in twenty waits longer than a service
+    told = {"autoscale": rule, "initial_workers": (initial,)}
+    result = simulate(config.replace(request_rate=rate, **told))
     table = result.summary["scaling"]["replicas"]["prefill"]
-    settled = 500.0  # what waited is worked off, and the wish for fewer is 300 s old
+    settled = 500.0  # what waited is worked off
     until = [*table["at_s"][1:], 1200.0]
     seen = [n for n, end in zip(table["ready"], until, strict=True) if end > settled]
     assert all(abs(n - wanted) <= 1 for n in seen), (wanted, seen)
@@ -161,7 +162,7 @@ def test_the_tail_grows_with_start_up():
 
 def test_roles_switch_where_that_is_faster_than_to_start():
     config = CONFIG.replace(
-        topology="4P4D", policy="jsq", autoscale="seconds:interval=0.5,hold=2", start_up="30",
+        topology="4P4D", policy="jsq", autoscale="seconds:interval=0.5", start_up="30",
         switch_time=0.2, initial_workers="1,3", load="ladder:40@16", input_len=4000, output_len=8,
         prefill_policy="least_loaded", min_workers="1", gpu_budget=4,
     )  # fmt: skip
@@ -179,12 +180,13 @@ def test_roles_switch_where_that_is_faster_than_to_start():
 def test_a_worker_that_switches_is_neither_started_anew_nor_one_too_many():
     config = CONFIG.replace(
         topology="6P6D", load="ladder:40@16", input_len=4000, output_len=8, initial_workers="1,5",
-        autoscale="seconds:interval=0.5,hold=2", start_up="30", switch_time=0.2,
+        autoscale="seconds:interval=0.5,ttft=2000", start_up="30", switch_time=0.2,
         prefill_policy="least_loaded",
     )  # fmt: skip
     scaling = simulate(config).summary["scaling"]
     # Four go from decode to prefill: nobody is started in their place, nobody of prefill leaves.
-    assert [scaling[name] for name in ("switches", "starts", "stops")] == [4, 0, 0]
+    assert (scaling["switches"], scaling["stops"]) == (4, 0)
+    assert not any(scaling["replicas"]["decode"]["starting"])
     assert min(scaling["replicas"]["prefill"]["ready"]) == 1
 
 

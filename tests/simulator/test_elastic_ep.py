@@ -14,6 +14,7 @@ from eldr_sim.simulator.control.relocation import expert_links, expert_moves, tr
 from eldr_sim.simulator.outcome.worker_hours import worker_seconds
 from eldr_sim.simulator.run import placement_of, simulate
 from eldr_sim.simulator.setup.prepare import prepare
+from eldr_sim.simulator.setup.scaling_facts import scaling_facts
 from eldr_sim.simulator.simulation import Simulation
 
 ELASTIC = RunConfig(
@@ -212,3 +213,30 @@ def test_engines_do_not_switch_pools():
     config = ELASTIC.replace(topology="1P1D", min_workers="1,4", prefill=prefill)
     with pytest.raises(InputError, match="switch"):
         Simulation(config).cluster.switch(Worker("decode", 3), "prefill")
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_a_rule_knows_what_a_group_of_each_width_takes(width, monkeypatch):
+    """As of the fixed group of that width, and for how long a change has it stand still."""
+    known = {}
+
+    def note(config, *rest):
+        known[config.enable_elastic_ep] = (facts := scaling_facts(config, *rest)).of("decode")
+        return facts
+
+    monkeypatch.setattr("eldr_sim.simulator.run.scaling_facts", note)
+    config = ELASTIC.replace(all2all_backend="deepep_ht", num_requests=20, autoscale="seconds")
+    simulate(config)
+    fixed = {
+        "data_parallel_size": width, "enable_elastic_ep": False, "min_workers": "1",
+        "num_redundant_experts": 32 * width - 128,
+    }  # fmt: skip
+    simulate(config.replace(**fixed))
+    elastic, same = known[True].widths[width], known[False]
+    for batch, context in ((1, 300.0), (8, 500.0), (32, 1000.0)):
+        assert elastic.step_s(batch, context) == pytest.approx(same.step_s(batch, context))
+    assert elastic.prompt_s(300) == pytest.approx(same.prompt_s(300))
+    assert elastic.step_s(32, 500.0) != pytest.approx(known[True].widths[5].step_s(32, 500.0))
+    assert known[True].pause_s(4, 8) > known[True].pause_s(8, 4) == 0.0
+    (moved,) = act((1.0, "start", 4, 5, 6, 7), all2all_backend="deepep_ht").record.relocations
+    assert known[True].pause_s(4, 8) == pytest.approx(moved["stall_s"])

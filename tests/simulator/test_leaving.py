@@ -24,7 +24,9 @@ class Scene:
         self.arrays = self.acts.cluster.arrays
         spec = self.acts.cluster.spec
         self.engine = spec.pools[0].engine
-        self.facts = scaling_facts(CONFIG, prepare(CONFIG), self.acts.cluster.workload).of("decode")
+        self.facts = scaling_facts(
+            CONFIG, prepare(CONFIG), self.acts.cluster.workload, [{}] * len(CONFIG.pools), {}
+        ).of("decode")
 
     def runs(self, w, rows, left=10, context=1000):
         told, sequences = self.acts.workers, self.arrays.engines.sequences[w]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eldr_sim.planning.search.estimate import MeanWork, activated
 from eldr_sim.simulator.run import placement_of, simulate
 from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.mean_work import MeanWork, activated
 from eldr_sim.simulator.setup.prepare import prepare
 
 PROMPT, OUTPUT = 64, 48

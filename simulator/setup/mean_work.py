@@ -8,6 +8,7 @@ step: the mean of a maximum is above the maximum of means. What it leaves out is
 of unlike batches and routers that put like requests together, which make steps shorter.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -202,3 +203,13 @@ class MeanWork:
         parts = self.engine.step_time.parts(chunks=chunks)
         tokens = sum(new for _, new in chunks) * self.engine.parallelism.data_parallel_size
         return float(sum(parts) - parts.moe) + self._moe_s(tokens)
+
+    def prompt_s(self, tokens: int) -> float:
+        """Return the seconds of an engine for each of as many prompts as its steps hold.
+
+        All engines of the group compute as many.
+        """
+        budget = self.engine.max_num_batched_tokens
+        n = max(1, min(budget // tokens, self.engine.max_num_seqs))
+        steps = [[(at, min(budget, tokens - at))] * n for at in range(0, tokens, budget)]
+        return math.fsum(map(self.prefill_s, steps)) / n
