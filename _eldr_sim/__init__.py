@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from eldr_sim.cli.api import Simulation, compare, plan, run, what_if
     from eldr_sim.planning.runs.sweep import sweep
     from eldr_sim.reports.page import write_report
-    from eldr_sim.simulator.setup.config import RunConfig
+    from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 __all__ = [
     "RunConfig", "Simulation", "__version__", "compare", "plan", "run", "sweep", "what_if",
@@ -26,7 +26,7 @@ __all__ = [
 
 _HOME = {
     **dict.fromkeys(("Simulation", "compare", "plan", "run", "what_if"), "eldr_sim.cli.api"),
-    "RunConfig": "eldr_sim.simulator.setup.config",
+    "RunConfig": "eldr_sim.simulator.setup.config.run_config",
     "sweep": "eldr_sim.planning.runs.sweep",
     "write_report": "eldr_sim.reports.page",
 }

@@ -36,7 +36,7 @@ from eldr_sim.reports.page import write_report
 from eldr_sim.simulator import run as simulator_run
 from eldr_sim.simulator import simulation
 from eldr_sim.simulator.results import write_result
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from eldr_sim.planning.compare.autoscalers import ScalingComparison
     from eldr_sim.planning.compare.drafts import DraftComparison
     from eldr_sim.planning.compare.policies import Comparison
-    from eldr_sim.simulator.setup.config import RunConfig
+    from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 
 #: Policies that follow experts and are compared by default; dense models do without.

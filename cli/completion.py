@@ -56,7 +56,7 @@ models = _names("kernel_profiles.models:list_models")
 gpus = _names("kernel_profiles.gpus:list_gpus")
 front_ends = _names("kernel_profiles.kernels.front_end:list_front_ends")
 traces = _names("traces.routing.manifest:builtin_traces")
-workloads = _names("simulator.setup.config:WORKLOADS")
+workloads = _names("simulator.setup.config.run_config:WORKLOADS")
 
 
 def policies(decision: str) -> Callable[[], Iterable[str]]:
@@ -72,6 +72,6 @@ def policies(decision: str) -> Callable[[], Iterable[str]]:
 
 def presets() -> Iterable[str]:
     """Return the presets, with each of their models."""
-    from eldr_sim.simulator.setup.presets import PRESETS
+    from eldr_sim.simulator.setup.config.presets import PRESETS
 
     return [f"{name}:{model}" for name, preset in PRESETS.items() for model in preset.models]

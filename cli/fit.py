@@ -63,7 +63,7 @@ def fit(
     # Imported here because of the compiler, which --help and completion do not need.
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.policies.eldr.artifact import fit as fit_artifact
-    from eldr_sim.simulator.setup.config import RunConfig
+    from eldr_sim.simulator.setup.config.run_config import RunConfig
     from eldr_sim.simulator.setup.run_routing import routing_of
     from eldr_sim.traces.routing.calibration import calibration_set
     from eldr_sim.traces.routing.format import open_trace

@@ -4,8 +4,8 @@ from typing import Any
 
 import click
 
-from eldr_sim.simulator.setup.config_groups import GROUPS as CONFIG_GROUPS
-from eldr_sim.simulator.setup.pools import Pool
+from eldr_sim.simulator.setup.config.groups import GROUPS as CONFIG_GROUPS
+from eldr_sim.simulator.setup.config.pools import Pool
 
 #: Of a long group: fields that the help prints behind it, in a section of their own.
 _APART: dict[str, tuple[str, tuple[str, ...]]] = {

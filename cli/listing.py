@@ -119,8 +119,8 @@ def schema() -> None:
     import json
 
     from eldr_sim.policies.choice import DECISION_OF
-    from eldr_sim.simulator.setup.config import RunConfig
-    from eldr_sim.simulator.setup.config_groups import GROUPS
+    from eldr_sim.simulator.setup.config.groups import GROUPS
+    from eldr_sim.simulator.setup.config.run_config import RunConfig
 
     document = RunConfig.model_json_schema()
     fields = document["properties"]
@@ -155,7 +155,7 @@ def policies() -> None:
     """
     from eldr_sim.policies import registry
     from eldr_sim.policies.choice import FIELDS
-    from eldr_sim.simulator.setup.config import RunConfig
+    from eldr_sim.simulator.setup.config.run_config import RunConfig
 
     for decision in registry.DECISIONS:
         rows, parameters = [], []
@@ -178,7 +178,7 @@ def policies() -> None:
 @click.argument("name", required=False, metavar="[NAME[:MODEL]]")
 def presets(name: str | None) -> None:
     """List the presets of `run --preset`, or print the fields of one as a file for --config."""
-    from eldr_sim.simulator.setup.presets import PRESETS, preset_fields
+    from eldr_sim.simulator.setup.config.presets import PRESETS, preset_fields
 
     if name is None:
         rows = [

@@ -23,8 +23,14 @@ from eldr_sim.cli.completion import (
 from eldr_sim.cli.option import ALIASES, Decorator, option, together, with_pictures
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import BUILT_IN, DECISION_OF
-from eldr_sim.simulator.setup.config import Pool, RunConfig, make_config, read_config, set_field
-from eldr_sim.simulator.setup.presets import preset_fields
+from eldr_sim.simulator.setup.config.presets import preset_fields
+from eldr_sim.simulator.setup.config.run_config import (
+    Pool,
+    RunConfig,
+    make_config,
+    read_config,
+    set_field,
+)
 
 #: Fields that are mappings and have options of their own.
 _MAPPINGS = ("goodput", "prefill", "decode")

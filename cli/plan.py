@@ -20,7 +20,7 @@ from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, jobs_option, option, plot_
 from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options, served
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 if TYPE_CHECKING:
     from eldr_sim.planning.runs.journal import Journal
@@ -114,7 +114,7 @@ def plan(
     if emit is not None:
         from eldr_sim.planning.launch.files import MARKER as LAUNCHES
         from eldr_sim.planning.launch.files import launch_files_of, write_launch_files
-        from eldr_sim.simulator.setup.pools import pools_of
+        from eldr_sim.simulator.setup.config.pools import pools_of
 
         if options["prefill_only"] or day:
             what = "fleets that change" if day else "prefill workers alone"

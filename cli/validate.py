@@ -18,7 +18,7 @@ from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.simulator.setup.field_types import parse_mix
+from eldr_sim.simulator.setup.config.field_types import parse_mix
 from eldr_sim.validation.live.campaign import (
     LOADS,
     Campaign,

@@ -20,7 +20,7 @@ from eldr_sim.cli.console import (
 from eldr_sim.cli.option import jobs_option, option, output
 from eldr_sim.cli.options import check_out
 from eldr_sim.simulator.outcome.catalogue import label
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 if TYPE_CHECKING:
     from eldr_sim.planning.compare.what_if import Change

@@ -9,7 +9,7 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.intervals import Interval, t_interval
-from eldr_sim.simulator.setup.config import ServiceLevel, make_config
+from eldr_sim.simulator.setup.config.run_config import ServiceLevel, make_config
 
 
 class Verdict(StrEnum):

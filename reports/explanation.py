@@ -256,7 +256,7 @@ class _StepMeans:
     @classmethod
     def of(cls, run: Folder) -> _StepMeans:
         """Read the steps of a run, and split their times with its step-time model."""
-        from eldr_sim.simulator.setup.config import make_config
+        from eldr_sim.simulator.setup.config.run_config import make_config
         from eldr_sim.simulator.setup.prepare import prepare
 
         summary = run.documents["summary"]

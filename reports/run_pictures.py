@@ -9,7 +9,7 @@ from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import N_COLOURS, Colours, Picture, Series, curves, stacked_bars
 from eldr_sim.reports.timeline import DECODE, PHASES, phases_in
 from eldr_sim.simulator.outcome.bottleneck import IN_LINE, WITHOUT
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 Values = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_folder
 from eldr_sim.simulator.run import Result
-from eldr_sim.simulator.setup.paths import portable
+from eldr_sim.simulator.setup.config.paths import portable
 
 #: The file that the folder of a run, and of most other results, is recognised by.
 MARKER = "summary.json"

@@ -53,10 +53,10 @@ from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.outcome.tables import requests_table, steps_table
 from eldr_sim.simulator.plane.steps.group_state import ASKED
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, PoolSpec
-from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
+from eldr_sim.simulator.setup.config.fault_spellings import planned
+from eldr_sim.simulator.setup.config.log_part import check_window, log_of, part_of
+from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
-from eldr_sim.simulator.setup.fault_spellings import planned
-from eldr_sim.simulator.setup.log_part import check_window, log_of, part_of
 from eldr_sim.simulator.setup.mean_work import MeanWork
 from eldr_sim.simulator.setup.prepare import PreparedRun, prepare
 from eldr_sim.simulator.setup.replay import (

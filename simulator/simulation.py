@@ -41,7 +41,7 @@ from eldr_sim.simulator.run import (
     offered_load,
     result_of,
 )
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.lengths import told_lengths
 

@@ -34,7 +34,7 @@ from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.plane import loop
 from eldr_sim.simulator.setup import run_routing
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
-from eldr_sim.simulator.setup.config_groups import EngineConfig
+from eldr_sim.simulator.setup.config.groups import EngineConfig
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.routing.format import open_trace

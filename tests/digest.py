@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.simulator.run import Result, simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 KEPT = Path(__file__).parent / "golden" / "digest.json"
 

@@ -15,8 +15,8 @@ from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.policies import registry
 from eldr_sim.simulator.outcome.headline import Headline, Shown, number
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.paths import portable
+from eldr_sim.simulator.setup.config.paths import portable
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _WELL = 0.95  #: the best fixed fleet is the cheapest one that serves so many requests well
 #: What is told of a rule, by the heading of its column; means over seeds.

@@ -21,8 +21,8 @@ from eldr_sim.planning.intervals import mean_known, paired_percent
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.simulator.outcome.headline import Headline, Shown, number
 from eldr_sim.simulator.results import result_folder, write_json, write_table
-from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.paths import portable
+from eldr_sim.simulator.setup.config.paths import portable
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _REQUESTS = 6  #: requests of a closed loop for each that is in flight
 

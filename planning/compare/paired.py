@@ -11,7 +11,7 @@ from eldr_sim.planning.runs.points import with_seed
 from eldr_sim.planning.runs.shared_runs import Runs, Summary
 from eldr_sim.simulator.outcome.catalogue import headline_tags, label
 from eldr_sim.simulator.outcome.headline import Headline, number
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 MOST_SEEDS = 10_000
 

@@ -17,8 +17,8 @@ from eldr_sim.policies import registry
 from eldr_sim.simulator.outcome.catalogue import HEADLINE
 from eldr_sim.simulator.outcome.headline import Headline, Shown
 from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table
-from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.paths import portable
+from eldr_sim.simulator.setup.config.paths import portable
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import servable
 
 #: Policies that balance load and ignore experts (ELDR section 6, baselines).

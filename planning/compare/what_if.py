@@ -16,9 +16,14 @@ from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, PREFILL_HEADLINE
 from eldr_sim.simulator.outcome.headline import Headline, Shown
 from eldr_sim.simulator.results import result_folder, write_json, write_table
-from eldr_sim.simulator.setup.config import RunConfig, make_config, read_config, set_field
-from eldr_sim.simulator.setup.config_groups import SessionConfig
-from eldr_sim.simulator.setup.paths import portable
+from eldr_sim.simulator.setup.config.groups import SessionConfig
+from eldr_sim.simulator.setup.config.paths import portable
+from eldr_sim.simulator.setup.config.run_config import (
+    RunConfig,
+    make_config,
+    read_config,
+    set_field,
+)
 
 #: Metrics of a what-if.
 FIGURES = (

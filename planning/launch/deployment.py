@@ -6,10 +6,10 @@ from typing import Literal
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Backend
-from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.pools import Engine
+from eldr_sim.simulator.setup.config.pools import Engine
+from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 from eldr_sim.simulator.setup.prepare import prepare
-from eldr_sim.simulator.setup.speculative_config import SpeculativeConfig
 
 #: What a user must put in the place of: names of images, models and secrets are not guessed.
 REPLACE = "REPLACE_ME"

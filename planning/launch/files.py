@@ -13,7 +13,7 @@ from eldr_sim.planning.launch.kubernetes import dynamo_graph, llm_d_values
 from eldr_sim.planning.runs.points import config_key
 from eldr_sim.planning.search.answer import Answer
 from eldr_sim.simulator.results import result_folder
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.traces.requests.session_shape import rate_unit
 
 MARKER = "bench.sh"  #: a folder with this file holds launch files, which ``force`` replaces

@@ -8,7 +8,7 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import simulate_summary
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 
 @dataclass(frozen=True)

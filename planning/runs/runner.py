@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.planning.runs.points import Outcome, Point, run_point
-from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.config_groups import NO_PART
+from eldr_sim.simulator.setup.config.groups import NO_PART
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.shared_replay import SharedReplay, share, use
 

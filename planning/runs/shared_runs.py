@@ -14,7 +14,7 @@ from eldr_sim.planning.runs.journal import Journal
 from eldr_sim.planning.runs.points import Point, config_key
 from eldr_sim.planning.runs.runner import check_backend, run_points, start_processes
 from eldr_sim.simulator.run import tell_of_compiling
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 T = TypeVar("T")
 Summary: TypeAlias = Mapping[str, Any]

@@ -37,7 +37,7 @@ from eldr_sim.planning.runs.sweep_spec import SweepSpec, make_spec, read_spec
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 from eldr_sim.simulator.outcome.headline import MOST_ROWS, Headline, Shown, number
 from eldr_sim.simulator.results import write_json, write_table
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 MARKER = "sweep.json"  #: a folder with this file holds a finished sweep
 COMPLETED, FAILED = "completed", "failed"

@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text, within
 from eldr_sim.planning.runs.points import with_seed
-from eldr_sim.simulator.setup.config import RunConfig, get_field, make_config, set_field
+from eldr_sim.simulator.setup.config.run_config import RunConfig, get_field, make_config, set_field
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 MOST_RUNS = 100_000  #: runs of a sweep

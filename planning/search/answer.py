@@ -26,9 +26,9 @@ from eldr_sim.simulator.outcome.headline import Headline, Shown, number
 from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.outcome.without_effect import NO_TOKEN
 from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.paths import portable
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.kv_tiers import total_bytes
-from eldr_sim.simulator.setup.paths import portable
 from eldr_sim.traces.requests.session_shape import rate_unit
 
 MARKER = "plan.json"  #: a folder with this file holds a plan, which ``force`` replaces

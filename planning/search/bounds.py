@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.workload import Workload
 

@@ -20,7 +20,7 @@ from eldr_sim.planning.slo import Objective
 from eldr_sim.policies.choice import parse
 from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.run import offered_load
-from eldr_sim.simulator.setup.config import Pool, RunConfig
+from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 from eldr_sim.simulator.setup.run_routing import trace_of
 
 MOST_GPUS = 9999  #: most GPUs of a cluster that is planned: a pool has no more workers

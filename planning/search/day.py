@@ -40,7 +40,7 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.choice import Parameters, parse, spell
 from eldr_sim.policies.scaling.base import Autoscaler
 from eldr_sim.simulator.run import offered_load
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import trace_of
 
 #: Rules that are tried where none is named: they know no future.

@@ -39,7 +39,7 @@ from eldr_sim.planning.search.sensitivity import RIVALS, Effect, effects, search
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial, attains, try_cluster
 from eldr_sim.planning.search.why_not import named, why
 from eldr_sim.planning.slo import Objective, Verdict
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 #: Candidates that are searched whole; of more the best by short runs, `race.halved`.
 MOST_CANDIDATES = 8

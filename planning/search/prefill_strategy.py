@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from eldr_sim.kernel_profiles.parallel import Backend
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 Kind = Literal["async_ep", "dp_ep", "tp_ep", "tp", "pp"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

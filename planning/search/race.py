@@ -15,7 +15,7 @@ from eldr_sim.planning.search.rates import FROM_ESTIMATE, at_rate
 from eldr_sim.planning.search.search import highest_rate
 from eldr_sim.planning.search.trial import attains
 from eldr_sim.planning.slo import Objective
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _FEWEST = 30  #: measured requests of the shortest run
 SHORTEST = 0.25  #: window of the first round, as a share of that of a plan

@@ -17,8 +17,8 @@ from eldr_sim.planning.search.shapes import capacity
 from eldr_sim.planning.search.trial import attains, found_by_seed
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import offered_load
-from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.config_groups import NO_PART
+from eldr_sim.simulator.setup.config.groups import NO_PART
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import trace_of
 
 LEAST_REQUESTS = 100  #: fewest expected requests of a run that estimates a share such as 99%

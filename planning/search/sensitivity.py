@@ -16,7 +16,7 @@ from eldr_sim.planning.search.candidates import ClusterTemplate, cost
 from eldr_sim.planning.search.search import SearchState, cheapest, fewest
 from eldr_sim.planning.search.trial import Trial, try_cluster
 from eldr_sim.planning.slo import Objective, Verdict
-from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
+from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel
 
 OFF = 0.1  #: the change of an input, as a share of it
 RIVALS = 3  #: candidates, the best first, that may become the answer

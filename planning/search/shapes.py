@@ -20,7 +20,7 @@ from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies import registry
 from eldr_sim.simulator.run import mean_work
-from eldr_sim.simulator.setup.config import Pool, RunConfig
+from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 from eldr_sim.simulator.setup.mean_work import activated, expert_shares
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.routing.format import RoutingTrace

@@ -30,7 +30,7 @@ from eldr_sim.planning.search.rates import (
 from eldr_sim.planning.search.search import highest_rate
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, attains
 from eldr_sim.planning.slo import Objective
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 #: Splits that are simulated first, of each candidate, and those of them that all seeds decide.
 _TRIED, _COMPARED = 8, 2

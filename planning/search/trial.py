@@ -8,7 +8,7 @@ from eldr_sim.planning.intervals import Interval, mean_known
 from eldr_sim.planning.runs.points import with_seed
 from eldr_sim.planning.runs.shared_runs import Search, Summary
 from eldr_sim.planning.slo import Objective, Verdict, block_interval
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 PAIRED_SEEDS = 3  #: seeds of what is searched seed by seed: margins, savings, the best splits
 

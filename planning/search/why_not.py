@@ -13,8 +13,8 @@ from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import cost
 from eldr_sim.planning.search.trial import try_cluster
 from eldr_sim.planning.slo import Objective, Verdict
-from eldr_sim.simulator.setup.config import RunConfig, make_config, set_field
-from eldr_sim.simulator.setup.pools import pools_of
+from eldr_sim.simulator.setup.config.pools import pools_of
+from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config, set_field
 
 _ALLOWED = "TOPOLOGY[:SIZES] such as 1P2D:tp8, 4C:tp2,dp4 or 1P2D:tp2+tp1,dp8 (prefill + decode)"
 _OF_POOLS = ("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel")

@@ -11,8 +11,8 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.planning.slo import parse_slo
-from eldr_sim.simulator.setup.config import RunConfig, make_config
-from eldr_sim.simulator.setup.speculative_config import SpeculativeConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
+from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 
 #: Fields that the page has controls for; ``more`` takes all others, as ``what-if --set`` does.
 FIELDS = (

@@ -21,8 +21,8 @@ from eldr_sim.kernel_profiles.gpus import list_gpus
 from eldr_sim.kernel_profiles.models import list_models
 from eldr_sim.policies.choice import BUILT_IN
 from eldr_sim.reports.explorer.points import FIELDS, around, command_of, config_of, plane, run_point
-from eldr_sim.simulator.setup.config import WORKLOADS, RunConfig
-from eldr_sim.simulator.setup.pools import Engine
+from eldr_sim.simulator.setup.config.pools import Engine
+from eldr_sim.simulator.setup.config.run_config import WORKLOADS, RunConfig
 
 #: Results that are kept.
 _KEPT = 4096

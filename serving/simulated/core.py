@@ -19,7 +19,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
 from eldr_sim.simulator.plane.state import COMPLETED, OUTCOMES
 from eldr_sim.simulator.run import Result
-from eldr_sim.simulator.setup.config import RunConfig, make_config
+from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 from eldr_sim.simulator.simulation import Simulation
 
 #: The cluster advances no more often than this, s of the wall clock.

@@ -24,7 +24,7 @@ from eldr_sim.serving.http import (
 from eldr_sim.serving.router.bodies import Ask, parse_body
 from eldr_sim.serving.simulated.core import Core, Stream
 from eldr_sim.serving.simulated.metrics import Metrics
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _WORD = " token"
 #: Letters of a text that are taken for a token where there is no tokenizer.

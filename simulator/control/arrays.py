@@ -30,7 +30,7 @@ from eldr_sim.simulator.plane.steps.group_state import (
 )
 from eldr_sim.simulator.plane.steps.verify import Drafts, no_drafts
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
-from eldr_sim.simulator.setup.config_groups import LOOP, EngineConfig
+from eldr_sim.simulator.setup.config.groups import LOOP, EngineConfig
 from eldr_sim.simulator.setup.kv_tiers import make_tiers, prompt_table
 from eldr_sim.traces.workload import Workload
 

@@ -18,7 +18,7 @@ from eldr_sim.simulator.control.relocation import (
     Relocations,
     expert_links,
 )
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.elastic import least_engines
 from eldr_sim.simulator.setup.prepare import PreparedRun
 from eldr_sim.simulator.setup.shared_experts import sharing

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import good_requests, request_times
 from eldr_sim.simulator.plane.state import CANCELLED, WORKER_LOST
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.fault_plan import Fault
 
 #: Requests that end in so many s are as good as before the fault if their share of good ones is so

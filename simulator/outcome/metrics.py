@@ -27,7 +27,7 @@ from eldr_sim.simulator.outcome.bottleneck import is_overload, load_growth
 from eldr_sim.simulator.outcome.sums import exact_sum, within
 from eldr_sim.simulator.outcome.worker_hours import spent_hours
 from eldr_sim.simulator.plane.state import NO_KV_ROOM, OUTCOMES, OVER_BUDGET, TOO_LONG
-from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
+from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel
 from eldr_sim.traces.requests.log_window import part_warnings
 
 N_BLOCKS = 10  # of a measured log

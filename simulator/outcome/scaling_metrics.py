@@ -12,7 +12,7 @@ from eldr_sim.simulator.control.record import DRAINING, OFF, READY, RESERVED, ST
 from eldr_sim.simulator.outcome.metrics import good_requests, request_times
 from eldr_sim.simulator.outcome.worker_hours import PAID, spent_hours
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _MINUTE_S, _WELL = 60.0, 0.95
 

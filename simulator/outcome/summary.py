@@ -25,7 +25,7 @@ from eldr_sim.simulator.outcome.trace_use import copies_met, trace_warnings
 from eldr_sim.simulator.outcome.without_effect import without_effect
 from eldr_sim.simulator.setup import transfer
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import PreparedRun
 from eldr_sim.simulator.setup.transfer import HAND_OVERS
 from eldr_sim.traces.routing.manifest import rests_on

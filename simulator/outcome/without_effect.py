@@ -16,9 +16,9 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
-from eldr_sim.simulator.setup.config import Pool, RunConfig
-from eldr_sim.simulator.setup.config_groups import KVTierConfig, ScalingConfig
-from eldr_sim.simulator.setup.fault_spellings import parse_fail
+from eldr_sim.simulator.setup.config.fault_spellings import parse_fail
+from eldr_sim.simulator.setup.config.groups import KVTierConfig, ScalingConfig
+from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, window_blocks
 from eldr_sim.simulator.setup.prepare import PreparedRun
 from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS

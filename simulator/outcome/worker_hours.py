@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.control.record import DRAINING, READY, RESERVED, STARTING, RunRecord
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 #: The states in which a worker holds its GPUs.
 PAID = {"starting": STARTING, "ready": READY, "draining": DRAINING}

@@ -18,12 +18,12 @@ from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.state import HERE, NOBODY
 from eldr_sim.simulator.plane.steps.group_state import GroupCost
-from eldr_sim.simulator.setup.conditional import NEVER, Conditional
-from eldr_sim.simulator.setup.config_groups import EngineConfig, KVTierConfig
-from eldr_sim.simulator.setup.engines import EngineRules
+from eldr_sim.simulator.setup.config.conditional import NEVER, Conditional
+from eldr_sim.simulator.setup.config.engines import EngineRules
+from eldr_sim.simulator.setup.config.groups import EngineConfig, KVTierConfig
+from eldr_sim.simulator.setup.config.pools import Engine
 from eldr_sim.simulator.setup.kv_tiers import Tier
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks
-from eldr_sim.simulator.setup.pools import Engine
 from eldr_sim.simulator.setup.speculation import Speculation
 from eldr_sim.simulator.setup.streaming import PromptLayout
 from eldr_sim.simulator.setup.transfer import TransferModel

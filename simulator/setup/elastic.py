@@ -12,8 +12,8 @@ from __future__ import annotations
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.scaling.metrics import per_pool
-from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.pools import WorkerPool
+from eldr_sim.simulator.setup.config.pools import WorkerPool
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 
 def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) -> int:

@@ -15,15 +15,20 @@ from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.kernel_profiles.tables.library import note_use, noting_use
 from eldr_sim.policies.placement.base import ExpertGroup
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.engines import (
+    default_budget,
+    default_seats,
+    memory_share,
+    rules_of,
+)
+from eldr_sim.simulator.setup.config.pools import WorkerPool
+from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.start_up import start_up_parts
 from eldr_sim.simulator.setup.elastic import redundant_experts
-from eldr_sim.simulator.setup.engines import default_budget, default_seats, memory_share, rules_of
 from eldr_sim.simulator.setup.memory import pool_blocks
-from eldr_sim.simulator.setup.pools import WorkerPool
 from eldr_sim.simulator.setup.run_routing import texts_of, trace_of
 from eldr_sim.simulator.setup.shared_experts import check_disaggregated, check_experts, sharing
 from eldr_sim.simulator.setup.speculation import speculation_of
-from eldr_sim.simulator.setup.start_up import start_up_parts
 from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_layout
 
 

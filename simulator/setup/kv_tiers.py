@@ -21,8 +21,8 @@ from eldr_sim.traces.requests.arc import make_lists
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
-    from eldr_sim.simulator.setup.config import RunConfig
-    from eldr_sim.simulator.setup.config_groups import KVTierConfig
+    from eldr_sim.simulator.setup.config.groups import KVTierConfig
+    from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _UNITS = {unit: 1000.0**k for k, unit in enumerate(("b", "kb", "mb", "gb", "tb", "pb"))}
 _UNITS |= {unit: 1024.0**k for k, unit in enumerate(("kib", "mib", "gib", "tib"), 1)}

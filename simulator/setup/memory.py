@@ -12,8 +12,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.pools import Engine
+from eldr_sim.simulator.setup.config.pools import Engine
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.speculation import Speculation
 
 

@@ -17,17 +17,17 @@ from eldr_sim.policies import registry
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.state import HERE, NOBODY
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolSpec
-from eldr_sim.simulator.setup.conditional import Conditional, parse_conditional
-from eldr_sim.simulator.setup.config import Pool, RunConfig
-from eldr_sim.simulator.setup.config_groups import FrontEndConfig
+from eldr_sim.simulator.setup.config.conditional import Conditional, parse_conditional
+from eldr_sim.simulator.setup.config.engines import OPTIONS
+from eldr_sim.simulator.setup.config.groups import FrontEndConfig
+from eldr_sim.simulator.setup.config.log_part import check_window
+from eldr_sim.simulator.setup.config.pools import pools_of
+from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
+from eldr_sim.simulator.setup.config.speculative import LOOKING_UP
 from eldr_sim.simulator.setup.engine_of import engine_of
-from eldr_sim.simulator.setup.engines import OPTIONS
 from eldr_sim.simulator.setup.kv_tiers import tiers_of
-from eldr_sim.simulator.setup.log_part import check_window
 from eldr_sim.simulator.setup.memory import state_blocks, windows_of
-from eldr_sim.simulator.setup.pools import pools_of
 from eldr_sim.simulator.setup.run_routing import trace_of
-from eldr_sim.simulator.setup.speculative_config import LOOKING_UP
 from eldr_sim.simulator.setup.transfer import HAND_OVERS, PRESETS, TransferModel, pull_between
 from eldr_sim.traces.routing.format import RoutingTrace
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.policies import registry
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.replay import fit_trace
 from eldr_sim.traces.requests.domains import wanted_domains
 from eldr_sim.traces.requests.texts import Texts, draw_texts

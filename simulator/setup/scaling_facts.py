@@ -10,7 +10,7 @@ import numpy as np
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.scaling.base import Offered, PoolFacts, ScalingContext, remembered
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.mean_work import MeanWork
 from eldr_sim.simulator.setup.prepare import PreparedRun
 from eldr_sim.traces.workload import Workload

@@ -34,9 +34,9 @@ from eldr_sim.simulator.plane.steps.group_state import (
     GroupCost,
 )
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
-from eldr_sim.simulator.setup.config import Pool, RunConfig
+from eldr_sim.simulator.setup.config.pools import WorkerPool
+from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 from eldr_sim.simulator.setup.memory import pool_blocks
-from eldr_sim.simulator.setup.pools import WorkerPool
 
 
 def check_experts(pool: Pool, role: str) -> None:

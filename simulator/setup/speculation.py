@@ -24,8 +24,8 @@ from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.drafts import Draft, build_draft
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.plane.steps.verify import Drafts, no_drafts
-from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.speculative_config import LOOKING_UP, SpeculativeConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.speculative import LOOKING_UP, SpeculativeConfig
 from eldr_sim.traces.streams import stream
 
 #: What a rejected draft's experts are, in the order of `simulator.plane.steps.verify`.

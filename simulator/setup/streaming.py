@@ -21,9 +21,9 @@ from eldr_sim.kernel_profiles.steps.weight_streaming import (
 )
 from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.simulator.plane.steps.streamed import PromptLayers
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.pools import Pool, WorkerPool
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.memory import StreamedExperts, streamed_experts
-from eldr_sim.simulator.setup.pools import Pool, WorkerPool
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.setup.cluster_spec import EngineSpec

@@ -22,7 +22,7 @@ import numpy as np
 from eldr_sim.outputs import write_rows
 from eldr_sim.policies.base import LOADS, Needs, RouterPolicy
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from tests.benchmarks.test_run_benchmark import stream_bandwidth
 
 ROUNDS = 4

@@ -14,7 +14,7 @@ import pytest
 from numba import njit
 
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare
-from eldr_sim.simulator.setup.config import make_config, parse_topology
+from eldr_sim.simulator.setup.config.run_config import make_config, parse_topology
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ def test_peak_memory_of_a_whole_command(benchmark, fields, tmp_path):
     """Peak resident memory of ``eldr-sim run --out``, imports and result tables included."""
     script = (
         "import json, sys; from pathlib import Path; "
-        "from eldr_sim.simulator.setup.config import make_config; "
+        "from eldr_sim.simulator.setup.config.run_config import make_config; "
         "from eldr_sim.simulator.results import write_result; "
         "from eldr_sim.simulator.run import simulate; "
         "write_result(simulate(make_config(json.loads(sys.argv[1]))), Path(sys.argv[2])); "

@@ -13,8 +13,8 @@ from eldr_sim.cli.groups import _ALL, GROUPS
 from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import config_from_options, run_options
 from eldr_sim.policies.choice import BUILT_IN
-from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
-from eldr_sim.simulator.setup.config_groups import GROUPS as CONFIG_GROUPS
+from eldr_sim.simulator.setup.config.groups import GROUPS as CONFIG_GROUPS
+from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel
 
 
 def parse(*arguments):

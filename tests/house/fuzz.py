@@ -207,7 +207,7 @@ def _on_alarm(number: int, frame: Any) -> None:
 def _compile() -> None:
     """Compile what runs call, so that no case waits for it."""
     from eldr_sim.simulator.run import simulate
-    from eldr_sim.simulator.setup.config import RunConfig
+    from eldr_sim.simulator.setup.config.run_config import RunConfig
 
     simulate(RunConfig(**good_config()))
     group = {"topology": "1C", "data_parallel_size": 2, "enable_expert_parallel": True}

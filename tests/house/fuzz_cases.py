@@ -81,7 +81,7 @@ def with_out(argv: list[str], out: Path) -> list[str]:
 
 
 def _options(rng: Any, folder: Path) -> list[str]:
-    from eldr_sim.simulator.setup.config import RunConfig
+    from eldr_sim.simulator.setup.config.run_config import RunConfig
 
     argv = ["run", *SMALL]
     names = [name.replace("_", "-") for name in RunConfig.model_fields]
@@ -258,7 +258,7 @@ def _tables(rng: Any, folder: Path) -> list[str]:
 def _a_result(folder: Path) -> Path:
     from eldr_sim.simulator.results import write_result
     from eldr_sim.simulator.run import simulate
-    from eldr_sim.simulator.setup.config import RunConfig
+    from eldr_sim.simulator.setup.config.run_config import RunConfig
 
     result = folder / "result"
     write_result(simulate(RunConfig(**good_config())), result)

@@ -20,7 +20,7 @@ import eldr_sim
 from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import _POOL_OPTIONS, config_from_options
 from eldr_sim.policies.choice import split
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 from ..paths import ROOT
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from fuzz_cases import BASES, VALUES, base_of, may_be_quiet, with_field
 
-from eldr_sim.simulator.setup.config import Pool, RunConfig
+from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 
 FUZZ = Path(__file__).with_name("fuzz.py")
 

@@ -13,7 +13,7 @@ from eldr_sim.planning.compare.policies import compare
 from eldr_sim.planning.compare.what_if import read_base, what_if
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config, read_config
+from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 from eldr_sim.traces.routing.format import open_trace
 
 SHORT = RunConfig(topology="1P2D", request_rate=10, duration=2, warmup=1, output_len=10)

@@ -14,7 +14,7 @@ from eldr_sim.cli import console
 from eldr_sim.cli.run import run as run_command
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 from ..paths import ROOT
 

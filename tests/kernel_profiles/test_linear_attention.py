@@ -17,7 +17,7 @@ from eldr_sim.kernel_profiles.steps.parts import Parts
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.memory import state_blocks
 from eldr_sim.simulator.setup.prepare import prepare
 

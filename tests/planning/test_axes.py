@@ -12,7 +12,7 @@ from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.axes import Axes, parse_axes
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.slo import Objective
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.kv_tiers import total_bytes
 
 from .analytic import BASE, LEVEL, Analytic, attained, simulated_by

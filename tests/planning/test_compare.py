@@ -11,7 +11,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.policies import compare
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.simulator.outcome.catalogue import HEADLINE
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 
 def test_interval_is_students_t_over_paired_differences():

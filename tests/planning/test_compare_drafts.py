@@ -13,8 +13,8 @@ from eldr_sim.planning.compare.drafts import DraftComparison, DraftRow, compare_
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.slo import Objective
-from eldr_sim.simulator.setup.config import ServiceLevel, make_config
-from eldr_sim.simulator.setup.speculative_config import SpeculativeConfig
+from eldr_sim.simulator.setup.config.run_config import ServiceLevel, make_config
+from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 
 RUN = {
     "trace": "reference-moe", "topology": "1C", "policy": "round_robin", "output_len": 80,

@@ -12,7 +12,7 @@ from eldr_sim.planning.search.candidates import clusters_to_plan, cost, make_can
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.search.trial import try_cluster
 from eldr_sim.planning.slo import Objective, Verdict, parse_slo
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 SIZES, GPUS = [1, 2], 8
 OBJECTIVE = Objective(parse_slo(["ttft:200,tpot:10"]), 0.9, (3,))

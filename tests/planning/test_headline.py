@@ -15,7 +15,7 @@ from eldr_sim.planning.slo import Objective, parse_slo
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 from eldr_sim.simulator.outcome.headline import MOST_ROWS, number
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 SHORT = RunConfig(topology="1P2D", request_rate=10, duration=2, warmup=1, output_len=10)
 

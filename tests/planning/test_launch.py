@@ -11,7 +11,7 @@ import yaml
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.launch.files import launch_files, write_launch_files
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 
 #: Options that these versions have, of those that may be written.

@@ -18,7 +18,7 @@ from eldr_sim.planning.search.prefill_strategy import KINDS, PrefillStrategy, st
 from eldr_sim.planning.search.rates import plan_rate
 from eldr_sim.planning.slo import Objective, parse_slo
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 from ..queueing import erlang_c
 

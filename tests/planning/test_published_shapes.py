@@ -15,7 +15,7 @@ import math
 import pytest
 
 from eldr_sim.simulator.run import simulate_summary
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 #: Prefill workers, engines of each, decode workers, engines of each; measured tokens/s.
 SHAPES = {(1, 8, 1, 8): 1501, (1, 8, 1, 16): 3233, (1, 16, 1, 16): 5647, (2, 16, 1, 16): 6647}

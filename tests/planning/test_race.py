@@ -12,7 +12,7 @@ from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.plan import MOST_CANDIDATES, plan
 from eldr_sim.planning.search.race import SHORTEST, Contender, halved
 from eldr_sim.planning.slo import Objective
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 from .analytic import BASE, LEVEL, Analytic, simulated_by
 

@@ -22,7 +22,7 @@ from eldr_sim.planning.runs import points
 from eldr_sim.planning.runs.journal import FILE_NAME
 from eldr_sim.planning.runs.sweep import SweepProgress, sweep
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 from ..paths import GOLDEN
 

@@ -15,7 +15,7 @@ from eldr_sim.planning.runs.runner import expected_tokens, run_points
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.simulator.run import prepare, simulate
 from eldr_sim.simulator.setup import shared_replay
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.shared_replay import replay_of, share, use
 
 TINY = {"topology": "1P1D", "num_requests": 8, "output_len": 10, "trace": "reference-moe"}
@@ -97,7 +97,7 @@ def test_expected_tokens_follow_load_and_length():
 
 
 SCRIPT = """
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.planning.runs.points import Point
 from eldr_sim.planning.runs.runner import run_points
 points = [

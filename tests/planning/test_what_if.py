@@ -16,13 +16,13 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.compare.what_if import FIGURES, REQUEST_FIELDS, change_fields, read_base
 from eldr_sim.planning.compare.what_if import what_if as make_what_if
-from eldr_sim.simulator.setup.config import RunConfig, make_config
-from eldr_sim.simulator.setup.config_groups import (
+from eldr_sim.simulator.setup.config.groups import (
     LengthConfig,
     RoutingConfig,
     SessionConfig,
     WorkloadConfig,
 )
+from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 
 BASE = {"topology": "1P2D", "request_rate": 10, "duration": 3, "warmup": 1, "output_len": 20}
 

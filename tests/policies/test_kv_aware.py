@@ -8,7 +8,7 @@ from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.policies.routing.seconds import PromptSeconds, SecondsPolicy, prompt_s
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 
 AWARE = ("dynamo_kv", "lmetric", "llmd", "cache_aware", "preble", "load_aware", "session")

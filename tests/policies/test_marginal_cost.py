@@ -23,7 +23,7 @@ from eldr_sim.policies.routing.marginal_cost import (
     expected_step_s,
 )
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import open_trace
 

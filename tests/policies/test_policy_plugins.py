@@ -17,7 +17,7 @@ from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Wor
 from eldr_sim.policies.choice import FIELDS
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config, read_config
+from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 
 from ..paths import ROOT
 

@@ -12,7 +12,7 @@ import pytest
 from eldr_sim.cli.main import main
 from eldr_sim.simulator.results import write_json, write_result, write_table
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from eldr_sim.reports.explanation import (
 )
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 BASE = {"trace": "reference-moe", "num_requests": 80, "request_rate": 40, "output_len": 24}
 RUNS = {

@@ -18,7 +18,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.reports.explorer.points import around, command_of, config_of, plane
 from eldr_sim.reports.explorer.server import Explorer
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 BASE = RunConfig(
     trace="reference-moe", topology="1P2D", request_rate=20, output_len=20,

@@ -27,7 +27,7 @@ from eldr_sim.reports.page import report, write_report
 from eldr_sim.reports.run_pictures import mean_in_phase
 from eldr_sim.simulator.results import write_json, write_result, write_table
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 from .pages import Page, axes, colours, marks
 

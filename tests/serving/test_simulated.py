@@ -19,7 +19,7 @@ from eldr_sim.serving.router.config import make_config as make_router
 from eldr_sim.serving.router.proxy import make_app
 from eldr_sim.serving.simulated.core import Core, replay
 from eldr_sim.serving.simulated.server import Service
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.validation.live.client import send_load
 from eldr_sim.validation.live.load import Load, LoadRequest
 

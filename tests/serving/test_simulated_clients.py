@@ -3,7 +3,7 @@
 import pytest
 
 from eldr_sim.serving.simulated.server import Service
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 from .test_simulated import in_background
 

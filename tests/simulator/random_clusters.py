@@ -24,11 +24,11 @@ from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.plane.front_end import FrontEndSpec, Mode
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
-from eldr_sim.simulator.setup.config_groups import EngineConfig
+from eldr_sim.simulator.setup.config.groups import EngineConfig
+from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 from eldr_sim.simulator.setup.memory import WindowBlocks
 from eldr_sim.simulator.setup.replay import Replay, rank_masks
 from eldr_sim.simulator.setup.speculation import Speculation
-from eldr_sim.simulator.setup.speculative_config import SpeculativeConfig
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.requests.prefixes import assign_blocks
 from eldr_sim.traces.requests.request_logs import chain_blocks

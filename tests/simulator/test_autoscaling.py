@@ -9,8 +9,8 @@ from eldr_sim.simulator.control.control import Worker
 from eldr_sim.simulator.control.record import DRAINING, OFF, READY, STARTING
 from eldr_sim.simulator.outcome.worker_hours import worker_seconds
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config.start_up import start_up_parts
 from eldr_sim.simulator.setup.prepare import prepare
-from eldr_sim.simulator.setup.start_up import start_up_parts
 from eldr_sim.simulator.simulation import Simulation
 
 from ..queueing import mdc_wait

@@ -17,7 +17,7 @@ from eldr_sim.simulator.outcome.catalogue import (
     with_table,
 )
 from eldr_sim.simulator.run import simulate_summary
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 from ..paths import ROOT
 

@@ -11,7 +11,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config, parse_topology
+from eldr_sim.simulator.setup.config.run_config import make_config, parse_topology
 
 
 @pytest.fixture(scope="module")

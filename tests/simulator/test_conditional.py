@@ -8,8 +8,8 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.flops import peak_flops, prefill_work
 from eldr_sim.simulator.plane.entry import BUSY, SECONDS, SHORT
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.conditional import NEVER, Conditional, parse_conditional
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.conditional import NEVER, Conditional, parse_conditional
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.transfer import TransferModel
 

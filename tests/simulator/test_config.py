@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import split
-from eldr_sim.simulator.setup.config import (
+from eldr_sim.simulator.setup.config.groups import GROUPS
+from eldr_sim.simulator.setup.config.run_config import (
     Pool,
     RunConfig,
     get_field,
@@ -18,7 +19,6 @@ from eldr_sim.simulator.setup.config import (
     read_config,
     set_field,
 )
-from eldr_sim.simulator.setup.config_groups import GROUPS
 
 
 def test_defaults_are_those_of_the_paper_run():

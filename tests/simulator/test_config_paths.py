@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.simulator.setup.config import make_config, read_config
-from eldr_sim.simulator.setup.paths import portable, resolved
+from eldr_sim.simulator.setup.config.paths import portable, resolved
+from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 
 LOG = "".join(
     json.dumps({"timestamp": 100 * i, "input_length": 64, "output_length": 16, "hash_ids": [i]})

@@ -9,12 +9,12 @@ PROGRAM = """
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
-spec = spec_from_file_location("eldr_sim.simulator.setup.config_groups", sys.argv[1])
+spec = spec_from_file_location("eldr_sim.simulator.setup.config.groups", sys.argv[1])
 groups = sys.modules[spec.name] = module_from_spec(spec)
 spec.loader.exec_module(groups)
 
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 for told, seen in (({}, 7), ({"scratch": 9}, 9)):
     fields = {"topology": "1P2D", "policy": "jsq", "trace": "reference-moe", "num_requests": 2}

@@ -10,7 +10,7 @@ from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.slo import Objective, parse_slo
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup import run_routing
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests import texts
 from eldr_sim.traces.requests.domains import wanted_domains

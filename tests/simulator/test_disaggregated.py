@@ -15,7 +15,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.simulator.plane.steps.disaggregated import ping_pong_s
 from eldr_sim.simulator.plane.steps.group_state import RANK, make_micro_batches
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 
 from .test_groups import GROUPED, assert_equal_steps, grouped_cluster, run_pair

@@ -23,8 +23,8 @@ from eldr_sim.cli.run import run
 from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config, read_config
-from eldr_sim.simulator.setup.engines import EngineRules, rules_of
+from eldr_sim.simulator.setup.config.engines import EngineRules, rules_of
+from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 from eldr_sim.simulator.setup.prepare import prepare
 
 from .test_engine_by_hand import by_hand

@@ -11,9 +11,14 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.outcome.fault_metrics import fault_figures, time_to_recover
-from eldr_sim.simulator.setup.config import RunConfig, make_config
+from eldr_sim.simulator.setup.config.fault_spellings import (
+    Cancel,
+    check_fits,
+    parse_fail,
+    read_events,
+)
+from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 from eldr_sim.simulator.setup.fault_plan import Fault
-from eldr_sim.simulator.setup.fault_spellings import Cancel, check_fits, parse_fail, read_events
 
 
 @pytest.mark.parametrize(

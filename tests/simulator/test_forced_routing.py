@@ -6,7 +6,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup import prepare
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.replay import make_replay
 from eldr_sim.traces.routing.forced import forced
 from eldr_sim.traces.routing.format import open_trace

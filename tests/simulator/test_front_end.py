@@ -14,7 +14,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.kernels.front_end import FrontEndLatency, list_front_ends
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 from .random_clusters import cluster_of, policies_of, random_cluster
 

@@ -9,8 +9,8 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.plane.state import CANCELLED
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
-from eldr_sim.simulator.setup.config_groups import KVTierConfig
+from eldr_sim.simulator.setup.config.groups import KVTierConfig
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
 from eldr_sim.simulator.setup.kv_tiers import parse_tier, tiers_of
 from eldr_sim.simulator.setup.transfer import TransferModel

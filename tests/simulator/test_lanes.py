@@ -11,7 +11,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import Result, simulate
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _BLOCK, _N_TURNS = 16, 12
 

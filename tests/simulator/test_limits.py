@@ -22,7 +22,7 @@ from eldr_sim.simulator.outcome.bottleneck import (
 from eldr_sim.simulator.plane.state import COMPLETED, OPEN
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate, simulate_summary
-from eldr_sim.simulator.setup.config import RunConfig, make_config
+from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 from eldr_sim.simulator.simulation import Simulation
 
 NAMES = [name for name, _ in PHASES.values()]

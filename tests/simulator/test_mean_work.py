@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.simulator.run import placement_of, simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.mean_work import MeanWork, activated
 from eldr_sim.simulator.setup.prepare import prepare
 

@@ -21,7 +21,7 @@ from eldr_sim.simulator.outcome.metrics import (
     weighted_percentile,
 )
 from eldr_sim.simulator.plane import state
-from eldr_sim.simulator.setup.config import ServiceLevel, make_config
+from eldr_sim.simulator.setup.config.run_config import ServiceLevel, make_config
 
 from ..watching import new_steps
 

@@ -8,7 +8,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.run import prepare, simulate
-from eldr_sim.simulator.setup.config import RunConfig, make_config, set_field
+from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config, set_field
 from eldr_sim.simulator.setup.transfer import PRESETS
 
 BASE = {"topology": "2P3D", "request_rate": 20, "duration": 4, "warmup": 2, "output_len": 32}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 BASE = {
     "topology": "8P8D",

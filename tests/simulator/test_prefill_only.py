@@ -7,7 +7,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 SMALL = {
     "workload": "task",

@@ -11,7 +11,7 @@ from eldr_sim.cli.main import cli
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.policies.base import Needs, RouterPolicy
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.transfer import PRESETS
 from eldr_sim.traces.prompts import count_experts
 from eldr_sim.traces.routing.format import open_trace

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import config_from_options
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.setup.presets import PRESETS, preset_fields
+from eldr_sim.simulator.setup.config.presets import PRESETS, preset_fields
 
 EVERY = [f"{name}:{model}" for name, preset in PRESETS.items() for model in preset.models]
 

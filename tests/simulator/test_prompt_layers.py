@@ -16,7 +16,7 @@ from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.plane.steps.streamed import _pass_stages
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup import streaming as prompt_layout
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.streaming import PromptLayout, make_prompt_layers
 

@@ -29,7 +29,7 @@ from eldr_sim.simulator.plane.steps.expert_loads import make_expert_loads, take_
 from eldr_sim.simulator.plane.steps.group_state import EXPERT
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.replay import make_replicas
 
 from ..properties import examples

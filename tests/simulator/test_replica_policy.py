@@ -3,7 +3,7 @@
 import pytest
 
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 TWINS = {
     "hash": "HashedPosition", "source": "NearSource", "even": "EvenSplit",

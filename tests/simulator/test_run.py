@@ -7,7 +7,7 @@ import pytest
 
 from eldr_sim.policies.registry import names
 from eldr_sim.simulator.run import prepare, simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 from ..step_times import fixed_s
 

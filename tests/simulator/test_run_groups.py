@@ -12,7 +12,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.policies import registry
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import build_cluster, offered_load, simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.routing.writer import write_trace
 

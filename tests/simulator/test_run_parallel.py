@@ -14,7 +14,7 @@ from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator import run as run_module
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.transfer import Pull, TransferModel, pull_between
 
 from ..step_times import fixed_s

@@ -9,7 +9,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import offered_load, simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.load import Load
 from eldr_sim.traces.requests.requests import make_requests

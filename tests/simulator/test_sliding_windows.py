@@ -8,7 +8,7 @@ import pytest
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, kv_blocks, window_blocks
 from eldr_sim.simulator.setup.prepare import prepare
 

@@ -8,7 +8,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.acceptance import rates_of_length, shipped
 from eldr_sim.simulator.run import simulate, simulate_summary
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 
 RUN = {

@@ -10,8 +10,8 @@ import yaml
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.plane.state import MAX_POOLS
 from eldr_sim.simulator.run import prepare, simulate
-from eldr_sim.simulator.setup.config import make_config
-from eldr_sim.simulator.setup.pools import MOST_POOLS
+from eldr_sim.simulator.setup.config.pools import MOST_POOLS
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.simulation import Simulation
 
 from ..paths import ROOT

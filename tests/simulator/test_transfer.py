@@ -12,7 +12,7 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables.format import weakest
 from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.transfer import PRESETS, Pull, TransferModel, pull_between
 
 

@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.length_shapes import LENGTH_SHAPES, draw_by_length, shaped_log
 from eldr_sim.traces.requests.request_logs import read_request_log
 

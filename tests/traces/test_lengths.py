@@ -11,7 +11,7 @@ from scipy import stats
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.arrivals import draw_arrivals
 from eldr_sim.traces.requests.lengths import draw_lengths
 from eldr_sim.traces.routing.format import open_trace

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.run import offered_load, simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.log_window import choose_part, part_in_words
 from eldr_sim.traces.requests.request_logs import read_request_log

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.simulator.run import simulate_summary
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.manifest import builtin_traces, rests_on
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
 from eldr_sim.validation.published.bench import calibrate, errors, predict_bench
 from eldr_sim.validation.published.bench import read_bench as read_benches

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.validation.reproduce.factorial.evaluation import (
     BEST,
     CELLS,

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.validation.reproduce.metro.locality import locality
 from eldr_sim.validation.reproduce.reproduction import Runner, write_reproduction
 

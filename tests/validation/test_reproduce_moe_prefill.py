@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.validation.reproduce.moe_prefill import steps
 from eldr_sim.validation.reproduce.moe_prefill.evaluation import figures, make_runner
 from eldr_sim.validation.reproduce.moe_prefill.results import mean_and_interval

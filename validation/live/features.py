@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError, needed
 from eldr_sim.simulator.outcome.metrics import draft_counters, request_times, summarise
 from eldr_sim.simulator.run import build_cluster
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.request_logs import chain_blocks
 from eldr_sim.traces.workload import Workload

@@ -27,7 +27,7 @@ from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
-from eldr_sim.simulator.setup.config_groups import EngineConfig
+from eldr_sim.simulator.setup.config.groups import EngineConfig
 from eldr_sim.simulator.setup.replay import fit_trace, make_replay, prompt_rows
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream

@@ -17,7 +17,7 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
 from eldr_sim.traces.requests.benchmark_logs import guidellm_requests, is_guidellm
 

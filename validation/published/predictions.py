@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.run import build_cluster
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.workload import Workload
 

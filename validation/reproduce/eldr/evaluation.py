@@ -6,7 +6,7 @@ from typing import Any
 
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Summary
-from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import routing_of
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from eldr_sim.validation.reproduce.eldr import motivation, results, scaling, signature

@@ -20,7 +20,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.sources.mi300x import FittedLayer
 from eldr_sim.kernel_profiles.steps.cuda_graphs import grown, padded_sizes
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.run_routing import routing_of
 from eldr_sim.traces.requests.load import Load
 from eldr_sim.traces.requests.requests import make_requests

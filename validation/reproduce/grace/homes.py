@@ -17,7 +17,7 @@ from eldr_sim.planning.intervals import paired_percent, t_interval
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.run import build_cluster, offered_load
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.workload import Workload

@@ -15,7 +15,7 @@ from eldr_sim.charts import bars, lines
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.run import build_cluster, offered_load
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.transfer import PRESETS
 from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO

@@ -16,7 +16,7 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.planning.search.prefill import BUDGETS, WINDOW
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.validation.reproduce.moe_prefill import workload
 from eldr_sim.validation.reproduce.moe_prefill.steps import Strategy, best_backend

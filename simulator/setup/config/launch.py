@@ -9,7 +9,7 @@ from typing import Any
 
 from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.inputs import parse_yaml, read_text
-from eldr_sim.simulator.setup.engines import default_fields
+from eldr_sim.simulator.setup.config.engines import default_fields
 
 _SAME = (
     "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "block_size",

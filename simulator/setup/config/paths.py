@@ -55,7 +55,7 @@ def _names(field: str) -> list[str]:
     from eldr_sim.kernel_profiles.gpus import list_gpus
     from eldr_sim.kernel_profiles.kernels.front_end import list_front_ends
     from eldr_sim.kernel_profiles.models import list_models
-    from eldr_sim.simulator.setup.config_groups import WORKLOADS
+    from eldr_sim.simulator.setup.config.groups import WORKLOADS
     from eldr_sim.traces.routing.manifest import builtin_traces
 
     sources: dict[str, Callable[[], list[str]]] = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.setup.config import RunConfig
-from eldr_sim.simulator.setup.config_groups import NO_PART
+from eldr_sim.simulator.setup.config.groups import NO_PART
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.traces.requests.load import named_log
 from eldr_sim.traces.requests.log_window import LogPart, choose_part
 from eldr_sim.traces.requests.request_logs import RequestLog

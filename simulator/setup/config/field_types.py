@@ -19,7 +19,7 @@ def _number_or_inf(value: Any) -> Any:
 
 
 def _fail(value: Any) -> Any:
-    from eldr_sim.simulator.setup.fault_spellings import spelled  # most runs have none
+    from eldr_sim.simulator.setup.config.fault_spellings import spelled  # most runs have none
 
     return spelled(value) if value else ()
 
@@ -36,14 +36,14 @@ def _tiers(value: Any) -> Any:
 
 
 def _kv_signal(value: str) -> str:
-    from eldr_sim.simulator.setup.kv_signal import parse_kv_signal
+    from eldr_sim.simulator.setup.config.kv_signal import parse_kv_signal
 
     parse_kv_signal(value)
     return value
 
 
 def _conditional(value: str | None) -> str | None:
-    from eldr_sim.simulator.setup.conditional import parse_conditional
+    from eldr_sim.simulator.setup.config.conditional import parse_conditional
 
     if value is not None:
         parse_conditional(value)

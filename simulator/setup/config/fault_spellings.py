@@ -16,7 +16,7 @@ from eldr_sim.traces.streams import stream
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
-    from eldr_sim.simulator.setup.config import RunConfig
+    from eldr_sim.simulator.setup.config.run_config import RunConfig
     from eldr_sim.traces.workload import Workload
 
 _WORKER = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,9})", re.IGNORECASE)

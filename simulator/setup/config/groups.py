@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import LONGEST
 from eldr_sim.kernel_profiles.parallel import Backend, MoEBackend, Padding
-from eldr_sim.simulator.setup.field_types import (
+from eldr_sim.simulator.setup.config.field_types import (
     Conditional,
     Counted,
     Drawn,
@@ -20,7 +20,7 @@ from eldr_sim.simulator.setup.field_types import (
     Signal,
     Tiers,
 )
-from eldr_sim.simulator.setup.pools import (
+from eldr_sim.simulator.setup.config.pools import (
     Engine,
     Fields,
     PathText,
@@ -29,7 +29,7 @@ from eldr_sim.simulator.setup.pools import (
     Topology,
     policy_word,
 )
-from eldr_sim.simulator.setup.speculative_config import Speculative
+from eldr_sim.simulator.setup.config.speculative import Speculative
 from eldr_sim.traces.requests.length_shapes import LengthShape
 from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
 from eldr_sim.traces.requests.session_shape import check_history

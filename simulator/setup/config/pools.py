@@ -29,11 +29,11 @@ from pydantic import (
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text
 from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
-from eldr_sim.simulator.setup.speculative_config import Speculative
+from eldr_sim.simulator.setup.config.speculative import Speculative
 
 
 def _start_up(value: Any) -> Any:
-    from eldr_sim.simulator.setup.start_up import check_start_up  # few runs have one
+    from eldr_sim.simulator.setup.config.start_up import check_start_up  # few runs have one
 
     return check_start_up(None if value is None else str(value))
 

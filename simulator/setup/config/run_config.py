@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text
 from eldr_sim.policies.choice import DECISION_OF, parse
-from eldr_sim.simulator.setup.config_groups import (
+from eldr_sim.simulator.setup.config.groups import (
     GROUPS,
     WORKLOADS,
     ClusterConfig,
@@ -36,8 +36,14 @@ from eldr_sim.simulator.setup.config_groups import (
     StreamingConfig,
     WorkloadConfig,
 )
-from eldr_sim.simulator.setup.paths import resolved
-from eldr_sim.simulator.setup.pools import OwnPool, Pool, WorkerPool, parse_topology, pools_of
+from eldr_sim.simulator.setup.config.paths import resolved
+from eldr_sim.simulator.setup.config.pools import (
+    OwnPool,
+    Pool,
+    WorkerPool,
+    parse_topology,
+    pools_of,
+)
 from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS, LANES_S
 from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
 
@@ -81,7 +87,9 @@ class RunConfig(
             return values
         values = flat(values)
         if any(values.get(n) for n in ("engine", "engine_args", "extra_llm_api_options")):
-            from eldr_sim.simulator.setup.launch import with_launch  # NumPy: --help does without
+            from eldr_sim.simulator.setup.config.launch import (
+                with_launch,  # NumPy: --help does without
+            )
 
             values = with_launch(values)
         return values
@@ -109,7 +117,9 @@ class RunConfig(
         With another engine, GPU or width the run then has those of that one. ``mode``: as of
         ``model_dump``.
         """
-        from eldr_sim.simulator.setup.engines import default_fields  # NumPy: --help does without
+        from eldr_sim.simulator.setup.config.engines import (
+            default_fields,  # NumPy: --help does without
+        )
 
         values = self.model_dump(mode=mode)
         usual = default_fields(values)

@@ -1,0 +1,1 @@
+"""What a user declares of a run, and how it is spelled."""
