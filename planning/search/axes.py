@@ -87,7 +87,7 @@ class Axes:
             if len({str(value) for value in given}) < len(given):
                 raise InputError(name, f"{', '.join(map(str, given))} names one twice")
         for combination in product(*axes.values()):
-            fields = config.model_dump()
+            fields = config.said("python")
             for name, value in zip(axes, combination, strict=True):
                 if name == DRAFTS:
                     name, value = "speculative_config", _cut(config, value)

@@ -66,7 +66,7 @@ def why(
     the fields do not say is the best one's.
     """
     best = rows[0]
-    values = (config if best.trial is None else best.trial.config).model_dump()
+    values = (config if best.trial is None else best.trial.config).said("python")
     price = values["decode"]["price_per_gpu_hour"]
     if values["prefill"]["price_per_gpu_hour"] is None:  # the best are co-located workers
         fields = {**fields, "prefill.price_per_gpu_hour": price}

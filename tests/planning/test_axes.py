@@ -64,6 +64,18 @@ def test_any_field_is_an_axis():
     assert found.record()["answer"]["policy"] == found.best.policy
 
 
+def test_an_axis_has_the_memory_share_of_its_own_engine_and_gpu():
+    """What nobody has said is each configuration's own default; what somebody has said stays."""
+    base = make_config({"engine": "sglang", "policy": "jsq"})
+    values = {"engine": ["vllm", "sglang", "trtllm"], "gpu": ["H100", "H200"]}
+    for found in Axes(values).configs(base):
+        own = make_config({"engine": found.engine, "gpu": found.gpu, "policy": "jsq"})
+        assert found.gpu_memory_utilization == own.gpu_memory_utilization
+        assert found.block_size == own.block_size
+    said = base.replace(gpu_memory_utilization=0.5)
+    assert {one.gpu_memory_utilization for one in Axes(values).configs(said)} == {0.5}
+
+
 def test_of_clusters_as_cheap_the_smallest_tiers_are_the_answer():
     """The analytic runs know no tiers: each size needs as many GPUs."""
     sizes = parse_axes(["kv_tier=host:8GB..64GB,load=20GB/s"])["kv_tier"]
