@@ -33,7 +33,7 @@ FIELD = "    async_scheduling: Annotated[bool, LOOP] = True\n"
 
 def test_a_new_field_of_the_engine_is_one_line_and_its_use(tmp_path):
     """It needs no other file: an option, and a field of the record of each pool's engines."""
-    source = (ROOT / "simulator" / "setup" / "config_groups.py").read_text()
+    source = (ROOT / "simulator" / "setup" / "config" / "groups.py").read_text()
     assert source.count(FIELD) == 1
     added = tmp_path / "config_groups.py"
     added.write_text(

@@ -22,7 +22,7 @@ from ..workloads import make_workload
 ARRAYS = [
     f.name
     for f in dataclasses.fields(Workload)
-    if f.name not in ("description", "prefix_block_tokens")
+    if f.name not in ("description", "prefix_block_tokens", "n_warming")
 ]
 
 
