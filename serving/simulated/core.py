@@ -105,20 +105,23 @@ class Core:
         prompt_len: int,
         least: int = 1,
         most: int | None = None,
-        prefix: Sequence[Hashable] = (),
+        prefix: Callable[[int], Sequence[Hashable]] = lambda _output_len: (),
     ) -> Stream:
         """Let a request arrive now.
 
         Its answer is as long as the workload's next request says, within ``least`` and ``most``;
-        ``prefix``: what its prompt begins with, see `Control.request`.
+        ``prefix``: gives what prompt and an answer of so many tokens are, see `Control.request`.
         """
         self._advance()
         output_len = max(least, min(self.cluster.coming()[1], most or 1 << 30))
-        number = self.cluster.submit(prompt_len, output_len, prefix)
+        names = prefix(output_len)
+        number = self.cluster.submit(prompt_len, output_len, names)
         stream = self.open[number] = Stream(number, prompt_len, output_len, most)
         entry: dict[str, Any] = {"prompt_len": prompt_len, "output_len": output_len}
-        if len(prefix):
-            entry["prefix"] = self.cluster.cluster.workload.blocks(number).tolist()
+        if len(names):
+            workload = self.cluster.cluster.workload
+            first, end = workload.prefix_indptr[number : number + 2].tolist()
+            entry["prefix"] = workload.prefix_hash[first:end].tolist()
         self._write(t=self.simulation.env.now, **entry)
         self._soon()
         return stream

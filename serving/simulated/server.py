@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from eldr_sim.serving.simulated.core import Core, Stream
 from eldr_sim.serving.simulated.metrics import Metrics
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
-_WORD = " token"
-#: Letters of a text that are taken for a token where there is no tokenizer.
+#: Letters of a text that are taken for a token where there is no tokenizer, as of each of ours.
 _LETTERS = 4
+_WORD = " tok"
 #: Seconds that requests in flight have after SIGTERM.
 _DRAIN_S = 30.0
 
@@ -106,7 +107,7 @@ class Service:
             return error_answer(400, str(error))
         if self._max_queue is not None and self.core.waiting >= self._max_queue:
             return error_answer(429, f"{self.core.waiting} requests wait", {"Retry-After": "1"})
-        stream = self.core.submit(prompt_len, least, most, self._prefix(prompt))
+        stream = self.core.submit(prompt_len, least, most, partial(self._prefix, prompt))
         chat = request.path.endswith("chat/completions")
         answer = _Answer(chat, self.model, asked, stream, self.core.cached_tokens)
         try:
@@ -128,9 +129,11 @@ class Service:
         """Return the tokens of a prompt."""
         return max(1, math.ceil(len(prompt) / (_LETTERS if isinstance(prompt, str) else 1)))
 
-    def _prefix(self, prompt: str | list[int]) -> list[bytes]:
-        """Return a digest of each whole block of a prompt."""
-        size = self.core.config.block_size * (_LETTERS if isinstance(prompt, str) else 1)
+    def _prefix(self, prompt: str | list[int], output_len: int) -> list[bytes]:
+        """Return a digest of each whole block of a prompt and, if it is text, of its answer."""
+        size = self.core.config.block_size
+        if isinstance(prompt, str):
+            prompt, size = prompt + _WORD * output_len, _LETTERS * size
         parts = (prompt[at : at + size] for at in range(0, len(prompt) - size + 1, size))
         return [hashlib.blake2b(repr(part).encode(), digest_size=16).digest() for part in parts]
 

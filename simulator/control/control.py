@@ -163,9 +163,10 @@ class Control:
         prefixes of its own.
 
         ``prompt_len``, ``output_len``: tokens, in place of the workload's; ``prefix``: what the
-        prompt begins with, a name for each ``block_size`` tokens: prompts that begin with the same
-        names share these tokens. Raises InputError if a length is given where the workload's
-        prefixes or the queue order hang on it, or a prefix without ``Simulation(prefixes=True)``.
+        prompt begins with, and perhaps how the answer goes on, a name for each ``block_size``
+        tokens: prompts that begin with the same names share these tokens. Raises InputError if a
+        length is given where the workload's prefixes or the queue order hang on it, or a prefix
+        without ``Simulation(prefixes=True)``.
         """
         number = self.submit(prompt_len, output_len, prefix)
         self.cluster.requests["watched"][number] = True

@@ -29,7 +29,7 @@ def without_prefixes(workload: Workload, block_size: int) -> Workload:
         prefix_text=np.full(_ROOM, workload.text[0], np.int32),
         prefix_indptr=np.zeros(len(workload) + 1, np.int64),
         prefix_block_tokens=block_size,
-        answered=None,
+        answered=np.ones(len(workload), bool),
     )
 
 
@@ -46,10 +46,11 @@ class SentPrefixes:
     def add(self, cluster: Cluster, request: int, prefix: Sequence[Hashable]) -> list[int]:
         """Note the blocks of the request that is sent next; returns their numbers.
 
-        Only whole ones count: as many as its prompt fills.
+        Only whole ones count: as many as its prompt and its answer fill, but for the last token.
         """
         size = cluster.workload.prefix_block_tokens
-        n = min(len(prefix), int(cluster.workload.prompt_len[request]) // size)
+        tokens = cluster.workload.prompt_len[request] + cluster.workload.output_len[request] - 1
+        n = min(len(prefix), int(tokens) // size)
         begin = int(cluster.workload.prefix_indptr[request])
         while begin + n > len(cluster.workload.prefix_hash):
             _make_room(cluster)

@@ -113,19 +113,19 @@ def test_answers_are_openai_s():
     assert whole["object"] == "text_completion"
     tokens = {"prompt_tokens": 10, "completion_tokens": 7, "total_tokens": 17}
     assert whole["usage"] == tokens | {"prompt_tokens_details": {"cached_tokens": 0}}
-    assert whole["choices"][0]["text"].split() == ["token"] * 7
+    assert whole["choices"][0]["text"].split() == ["tok"] * 7
     assert whole["choices"][0]["finish_reason"] == "length"
     assert spoken["choices"][0]["message"]["role"] == "assistant"
     assert spoken["usage"]["completion_tokens"] == 5
     assert listed["usage"]["prompt_tokens"] == 2
     *pieces, usage = streamed
-    assert "".join(p["choices"][0]["text"] for p in pieces).split() == ["token"] * 9
+    assert "".join(p["choices"][0]["text"] for p in pieces).split() == ["tok"] * 9
     assert [p["choices"][0]["finish_reason"] for p in pieces][-1] == "length"
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 9)
     assert told[0]["choices"][0]["delta"]["role"] == "assistant"
     assert told[0]["object"] == "chat.completion.chunk"
     said = "".join(p["choices"][0]["delta"]["content"] for p in told[:-1])
-    assert said.split() == ["token"] * 5
+    assert said.split() == ["tok"] * 5
     assert (models["data"][0]["id"], health) == ("Qwen3-30B-A3B", 200)
 
 
@@ -154,6 +154,24 @@ def test_prompts_that_begin_alike_are_found_in_the_prefix_cache():
     assert counts["vllm:prefix_cache_queries"] == counts["vllm:prompt_tokens"]
     off, _ = against(Service(config.replace(enable_prefix_caching=False), speed=SPEED), talk)
     assert off == [0] * 6
+
+
+def test_a_turn_that_quotes_the_answer_finds_its_blocks():
+    """100 letters and 40 tokens, of which the last one is never computed: 4 blocks of 16 tokens."""
+
+    async def talk(session, _url):
+        first = {"role": "user", "content": "x" * 100}
+        body = {"messages": [first], "max_tokens": 40, "ignore_eos": True}
+        said = (await (await session.post(CHAT, json=body)).json())["choices"][0]["message"]
+        cached = []
+        for quoted in (said, said | {"content": said["content"].replace("tok", "tic")}):
+            body["messages"] = [first, quoted, {"role": "user", "content": "and then? " * 20}]
+            usage = (await (await session.post(CHAT, json=body)).json())["usage"]
+            assert usage["prompt_tokens"] == 115
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        return cached
+
+    assert against(Service(CONFIG.replace(topology="1C"), speed=SPEED), talk) == [64, 16]
 
 
 def test_without_ignore_eos_an_answer_may_stop_as_the_workload_s_do():
