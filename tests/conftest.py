@@ -7,12 +7,17 @@ Their fixtures are factories of session scope: hypothesis may call them many tim
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 # Threads of so small products cost more than they save, most of all on a busy machine.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# What a shell starts in the background ignores Ctrl-C, which some tests are about.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import numpy as np
 import pytest
