@@ -43,8 +43,8 @@ class SentPrefixes:
         self._numbers: dict[tuple[int, Hashable], int] = {}
         self._texts: list[int] = []  # whose rows of the trace a block's tokens replay
 
-    def add(self, cluster: Cluster, request: int, prefix: Sequence[Hashable]) -> list[int]:
-        """Note the blocks of the request that is sent next; returns their numbers.
+    def add(self, cluster: Cluster, request: int, prefix: Sequence[Hashable]) -> None:
+        """Note the blocks of the request that is sent next.
 
         Only whole ones count: as many as its prompt and its answer fill, but for the last token.
         """
@@ -55,19 +55,15 @@ class SentPrefixes:
         while begin + n > len(cluster.workload.prefix_hash):
             _make_room(cluster)
         workload, own, number = cluster.workload, int(cluster.workload.text[request]), -1
-        numbers = []
-        for block in prefix[:n]:
+        for at, block in enumerate(prefix[:n], begin):
             number = self._numbers.setdefault((number, block), len(self._numbers))
-            numbers.append(number)
             if number == len(self._texts):
                 self._texts.append(own)
-        workload.prefix_hash[begin : begin + n] = numbers
-        workload.prefix_text[begin : begin + n] = [self._texts[number] for number in numbers]
+            workload.prefix_hash[at], workload.prefix_text[at] = number, self._texts[number]
         workload.prefix_indptr[request + 1 :] = begin + n
         cluster.arrays.engines.kv.first_listed[request + 1 :] = begin + n
         for router in cluster.routers:
             router.arrays.class_of[request] = -1  # a prefix of its own: ask
-        return numbers
 
 
 def kept(workload: Workload, repeated: Workload) -> Workload:
