@@ -38,11 +38,13 @@ class LazyGroup(click.Group):
         command = super().get_command(ctx, cmd_name)
         if isinstance(command, _StandIn):
             module, _, attribute = command.home.partition(":")
+            collects = gc.isenabled()
             gc.disable()  # modules stay: to look for garbage among them takes a tenth as long again
             try:
                 command = getattr(import_module(f"eldr_sim.cli.{module}"), attribute)
             finally:
-                gc.enable()
+                if collects:
+                    gc.enable()
             gc.freeze()
             self.add_command(command, cmd_name)
         return command

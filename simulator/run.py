@@ -6,7 +6,7 @@ import math
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -566,20 +566,21 @@ def mean_work(config: RunConfig, prepared: PreparedRun, pool: int) -> MeanWork:
 
 def _works(
     config: RunConfig, prepared: PreparedRun, cluster: Cluster, pool: PoolSpec
-) -> dict[int, MeanWork]:
-    """Return the mean work of a pool's groups by the engines that are there; {} without groups."""
+) -> dict[int, Callable[[], MeanWork]]:
+    """Return who tells a pool's mean work, by the engines that are there; {} without groups."""
     engine, own, trace = pool.engine, cluster.elastic.get(pool.name), prepared.trace
     if engine.group is None:
         return {}
     width = engine.parallelism.data_parallel_size
     if own is None:
-        return {width: mean_work(config, prepared, prepared.spec.names.index(pool.name))}
+        number = prepared.spec.names.index(pool.name)
+        return {width: cache(partial(mean_work, config, prepared, number))}
     assert trace is not None, "dense models share no experts"
-    found = {}
+    found: dict[int, Callable[[], MeanWork]] = {}
     for width, shape in own.shapes.items():
         layout = replace(engine.parallelism, data_parallel_size=width)
         narrow = replace(engine, parallelism=layout, group=shape.cost)
-        found[width] = MeanWork(narrow, shape.placement, trace, own.pool == 0)
+        found[width] = cache(partial(MeanWork, narrow, shape.placement, trace, own.pool == 0))
     return found
 
 

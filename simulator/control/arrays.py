@@ -145,7 +145,7 @@ def make_run(
     tiers = None
     if spec.tiers and caching:
         n_listed = int((tokens // spec.block_size).sum())
-        if not workload.prefix_indptr[-1]:  # blocks are still to come, with requests
+        if workload.prefixes_to_come:
             n_listed = np.iinfo(np.int64).max
         rates = link_rates(spec)
         tiers = make_tiers(spec, inputs.shards, clock, n_listed, n_requests, rates)

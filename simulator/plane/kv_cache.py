@@ -84,7 +84,7 @@ def make_kv_cache(
         context += np.where(workload.answered, workload.output_len - 1, 0)
     covered = np.minimum(context, np.diff(workload.prefix_indptr) * size)
     first_listed = np.concatenate([[0], np.cumsum(covered // block_size)])
-    room = int(first_listed[-1]) or len(workload.prefix_hash)  # of blocks that are yet to be sent
+    room = len(workload.prefix_hash) if workload.prefixes_to_come else int(first_listed[-1])
     slots = 1 << max(2, int(2 * n_blocks - 1).bit_length())
     return KVCache(
         np.zeros((n_workers, n_blocks), BLOCK),

@@ -20,13 +20,14 @@ def scaling_facts(
     config: RunConfig,
     prepared: PreparedRun,
     workload: Workload,
-    works: Sequence[Mapping[int, MeanWork]],
+    works: Sequence[Mapping[int, Callable[[], MeanWork]]],
     pauses: Mapping[str, Callable[[int, int], float]],
 ) -> ScalingContext:
     """Return what is known of the pools of a run, and of the requests of its workload.
 
-    ``works``: of each pool, the steps of engines that share experts, by how many there are; {}
-    where they do not. ``pauses``: of pools whose engines come and go, see `PoolFacts.pause_s`.
+    ``works``: of each pool, who tells the steps of engines that share experts, by how many there
+    are, asked when an autoscaler asks; {} where they share none. ``pauses``: of pools whose engines
+    come and go, see `PoolFacts.pause_s`.
     """
     spec, fetching = prepared.spec, {name for p in config.pools for name in p.takes_over}
     pools = []
@@ -46,7 +47,9 @@ def scaling_facts(
             token_budget=pool.engine.max_num_batched_tokens,
         )
         by_width = {
-            n: remembered(facts._replace(prompt_s=work.prompt_s, step_s=work.decode_s))
+            n: remembered(
+                facts._replace(prompt_s=_asked(work, "prompt_s"), step_s=_asked(work, "decode_s"))
+            )
             for n, work in own.items()
         }
         facts = by_width[max(by_width)] if by_width else remembered(facts)
@@ -67,6 +70,11 @@ def scaling_facts(
         return Offered(float(last - first), float(sums[0]) / n, float(sums[1]) / n)
 
     return ScalingContext(tuple(pools), known)
+
+
+def _asked(work: Callable[[], MeanWork], what: str) -> Callable[..., float]:
+    """Return a question to mean work that is worked out with the first one."""
+    return lambda *asked: float(getattr(work(), what)(*asked))
 
 
 def _decode_s(model: ModelDims, engine: EngineSpec, sequences: int, context: float) -> float:

@@ -90,16 +90,23 @@ class Requests:
 
     def blocks(self, request: int) -> NDArray[np.uint64]:
         """Return the prefix block hashes of one request's prompt, uint64 ``[n_blocks]``."""
-        begin, end = self.prefix_indptr[request : request + 2].tolist()
-        reach = -(-int(self.prompt_len[request]) // max(1, self.prefix_block_tokens))
-        return self.prefix_hash[begin : min(end, begin + reach)]
+        begin, end = self.prefix_indptr[request : request + 2]
+        return self.prefix_hash[begin:end][: int(self._reach(self.prompt_len[request]))]
 
     @property
     def n_prompt_blocks(self) -> NDArray[np.int64]:
         """Blocks of each prompt, int64 ``[n]``: the last one may be partial."""
-        size = max(1, self.prefix_block_tokens)
-        reach = -(-self.prompt_len.astype(np.int64) // size)
+        reach: NDArray[np.int64] = self._reach(self.prompt_len)
         return np.minimum(np.diff(self.prefix_indptr), reach)
+
+    def _reach(self, tokens: Any) -> Any:
+        """Return how many blocks so many tokens begin, int64."""
+        return -(-tokens.astype(np.int64) // max(1, self.prefix_block_tokens))
+
+    @property
+    def prefixes_to_come(self) -> bool:
+        """Whether there is room for blocks that no request has yet: they are sent with requests."""
+        return len(self.prefix_hash) > 0 and not self.prefix_indptr[-1]
 
     def repeated(self, rounds: int) -> Self:
         """Return so many rounds of these requests, each with sessions and prefixes of its own."""
