@@ -28,6 +28,9 @@ def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Comman
         metavar="NAME[:P=V,...]", shell_complete=complete(policies("prefill")))  # fmt: skip
 @option("--capture", None, "ELDR_SIM_CAPTURE of a prefill engine, for policies that read expert "
         "signatures.", multiple=True, metavar="DIR")  # fmt: skip
+@option("--kv-events", None, "Where an engine that computes prompts publishes what its KV cache "
+        "holds, for policies that read caches; in the order of the engines.", multiple=True,
+        metavar="ENDPOINT")  # fmt: skip
 @option("--host", None, "Address to listen on.", default="127.0.0.1", metavar="ADDRESS")
 @option("--port", IntRange(0, 65535), "Port to listen on; 0 takes a free one.", default=8080,
         metavar="N")  # fmt: skip
@@ -56,6 +59,6 @@ def router(decode_urls: tuple[str, ...], prefill_urls: tuple[str, ...], **option
         f"{name}_s" if name.endswith(("timeout", "health_interval")) else name: value
         for name, value in options.items()
     }
-    fields["capture"] = list(options["capture"])
+    fields |= {name: list(options[name]) for name in ("capture", "kv_events")}
     config = make_config(decode_urls=list(decode_urls), prefill_urls=list(prefill_urls), **fields)
     serve(config, announce=lambda line: click.echo(line, err=True))

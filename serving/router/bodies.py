@@ -8,6 +8,10 @@ from eldr_sim.inputs import parse_json
 _LEFT_OUT = ("stream", "stream_options", "min_tokens")
 #: Limits on the output: of completions, and of chat completions besides.
 _LIMITS = ("max_tokens", "max_completion_tokens")
+#: What ``/tokenize`` takes of a request whose prompt is text.
+TOKENIZED = ("model", "prompt", "messages", "add_special_tokens", "add_generation_prompt",
+             "continue_final_message", "chat_template", "chat_template_kwargs",
+             "tools")  # fmt: skip
 _NO_CACHE_YET = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

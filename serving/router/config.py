@@ -48,6 +48,9 @@ class ProxyConfig(BaseModel):
     seed: int = Field(default=0, ge=0)  #: of a policy that draws
     #: What ``ELDR_SIM_CAPTURE`` names in the prefill engines; for policies that read signatures.
     capture: list[str] = []
+    #: Where the engines that compute prompts publish what their KV caches hold (vLLM's
+    #: ``--kv-events-config``), each in the order of its URL; for policies that read caches.
+    kv_events: list[str] = []
     #: Whether clients have their prompts computed themselves, by prefill engines that are not named
     #: here, and send ``kv_transfer_params``.
     prefilled: bool = False

@@ -40,6 +40,8 @@ class Counters(Registry):
         self.ejections = made(counter, "engine_ejections", "Ejections.", ["pool", "engine"])
         self._up = made(gauge, "engine_up", "Whether an engine gets requests.", ["pool", "engine"])
         self._load = made(gauge, "engine_load", "Requests in flight.", ["pool", "engine"])
+        text = "KV blocks that the engine's events say it holds."
+        self._blocks = made(gauge, "engine_cached_blocks", text, ["pool", "engine"])
         self._held = made(gauge, "held_requests", "Requests that the policy holds.", ["pool"])
         text = "Time until the first token that passed in the router, not with engines or held."
         added = made(histogram, "added_latency_seconds", text, buckets=_ADDED_S)
@@ -51,6 +53,10 @@ class Counters(Registry):
         """Read what is known of an engine whenever somebody asks."""
         self._up.labels(pool, url).set_function(lambda: float(up()))
         self._load.labels(pool, url).set_function(lambda: float(load()))
+
+    def cached(self, pool: str, url: str, blocks: Callable[[], int]) -> None:
+        """Read what an engine's events say of its cache whenever somebody asks."""
+        self._blocks.labels(pool, url).set_function(lambda: float(blocks()))
 
     def held(self, pool: str, held: Callable[[], int]) -> None:
         """Read how many requests a pool's policy holds whenever somebody asks."""

@@ -10,6 +10,7 @@ import numpy as np
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.registry import decode_policy
+from eldr_sim.serving.router.kv_events import CachedPrefixes
 from eldr_sim.traces.streams import stream
 
 
@@ -30,15 +31,19 @@ class NoEngine(Exception):
 class Router:
     """Sends requests to engines and counts those in flight, as `cluster.Cluster` does.
 
-    ``policy``: chooses the engine; ``n_engines``: engines to choose from.
+    ``policy``: chooses the engine; ``n_engines``: engines to choose from; ``prefixes``: what their
+    caches hold, for a policy that reads it.
 
     ``workers``: what the policy sees: ``loads`` are requests in flight, from `dispatch` to
     `complete`; ``healthy`` is what was told to `set_health`, the rest what was told to `publish`.
     """
 
-    def __init__(self, policy: RouterPolicy, n_engines: int) -> None:
+    def __init__(
+        self, policy: RouterPolicy, n_engines: int, prefixes: CachedPrefixes | None = None
+    ) -> None:
         self.workers = Workers.idle(np.zeros(n_engines, np.int64))
         self._policy = policy
+        self.prefixes = prefixes
         self._listener = policy if policy.needs.ends else None
         self._prompts: list[dict[int, int]] = [{} for _ in range(n_engines)]  # in flight, in order
         self._held: list[tuple[RequestInfo, Collection[int], asyncio.Future[int]]] = []
@@ -67,6 +72,10 @@ class Router:
             healthy = view.healthy.copy()
             healthy[list(without)] = False
             view = view._replace(healthy=healthy)
+        if self.prefixes is not None:
+            request = request._replace(prompt_len=max(1, request.prompt_len))
+            matched = self.prefixes.matched(request.prefix_hash, request.prompt_len)
+            view = view._replace(matched=matched)
         engine = self._policy.select(request, view)
         if engine is None:
             return None
@@ -146,11 +155,16 @@ class Router:
                 placed.set_result(engine)
 
 
-def build_decode_policy(policy: object, n_engines: int, *, seed: int = 0) -> RouterPolicy:
+def build_decode_policy(
+    policy: object, n_engines: int, *, seed: int = 0, computes_prompts: bool = False
+) -> RouterPolicy:
     """Build a decode policy for live engines, with the random stream that a simulation gives it.
 
-    ``policy``: with its parameters, see `policies.choice`, such as ``eldr:artifact=fit.npz``.
-    Raises InputError if there is no such policy, or if it needs what a live router does not have:
-    calibration requests, step times, the future, or an artifact that was not given.
+    ``policy``: with its parameters, see `policies.choice`, such as ``eldr:artifact=fit.npz``;
+    ``computes_prompts``: whether the engines compute prompts, too. Raises InputError if there is no
+    such policy, or if it needs what a live router does not have: calibration requests, step times,
+    the future, or an artifact that was not given.
     """
-    return decode_policy(policy, PolicyContext(n_engines, stream(seed, "decode policy")))
+    rng = stream(seed, "decode policy")
+    context = PolicyContext(n_engines, rng, computes_prompts=computes_prompts)
+    return decode_policy(policy, context)

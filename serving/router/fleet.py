@@ -3,17 +3,19 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
+from eldr_sim.errors import InputError
 from eldr_sim.policies.base import RequestInfo, RouterPolicy
 from eldr_sim.serving.router.bodies import one_token_body
 from eldr_sim.serving.router.config import ProxyConfig
 from eldr_sim.serving.router.counters import Counters
 from eldr_sim.serving.router.decisions import Router
 from eldr_sim.serving.router.engine import Engine
+from eldr_sim.serving.router.kv_events import CachedPrefixes, require_zmq, watch_events
 from eldr_sim.serving.router.signals import watch_engines
 from eldr_sim.serving.router.upstream import EngineFailure, Post, ask
 
@@ -21,7 +23,8 @@ from eldr_sim.serving.router.upstream import EngineFailure, Post, ask
 class Pool:
     """Engines of one kind, ``prefill`` or ``decode``, and the policy that chooses among them.
 
-    ``notify``: called with a line when an engine is ejected and when it returns.
+    ``notify``: called with a line when an engine is ejected and when it returns; ``kv_events``:
+    where the engines publish what their caches hold.
     """
 
     def __init__(
@@ -31,9 +34,11 @@ class Pool:
         policy: RouterPolicy,
         counters: Counters,
         notify: Callable[[str], None],
+        kv_events: Sequence[str] = (),
     ) -> None:
         self.name = name
-        self.router = Router(policy, len(urls))
+        prefixes = _prefixes(policy, len(urls), kv_events)
+        self.router = Router(policy, len(urls), prefixes)
         self.engines = [
             Engine(url, f"{name} engine {i}", partial(self._changed, i), self._is_last)
             for i, url in enumerate(urls)
@@ -45,6 +50,8 @@ class Pool:
         counters.held(name, lambda: self.router.n_held)
         for i, url in enumerate(urls):
             counters.engine(name, url, partial(self._up, i), partial(self._load, i))
+            if prefixes is not None:
+                counters.cached(name, url, partial(prefixes.blocks_of, i))
             self.router.set_health(i, False)
 
     @asynccontextmanager
@@ -90,6 +97,25 @@ class Pool:
         self._notify(f"{engine.name} ({engine.url}) {said}")
 
 
+def _prefixes(
+    policy: RouterPolicy, n_engines: int, kv_events: Sequence[str]
+) -> CachedPrefixes | None:
+    """Return what will be known of the engines' caches; None where the policy reads nothing of it.
+
+    Raises InputError if the policy needs events that nobody publishes, or the other way round.
+    """
+    allowed = "an endpoint of --kv-events-config for each engine that computes prompts"
+    if not policy.needs.matched:
+        if kv_events:
+            raise InputError("kv_events", f"policy {policy.name!r} reads no caches", "none")
+        return None
+    if len(kv_events) != n_engines:
+        problem = f"{len(kv_events)} of {n_engines} engines, whose caches {policy.name!r} reads"
+        raise InputError("kv_events", problem, allowed)
+    require_zmq()
+    return CachedPrefixes(n_engines)
+
+
 class Fleet:
     """All engines behind the router.
 
@@ -106,10 +132,13 @@ class Fleet:
         notify: Callable[[str], None],
     ) -> None:
         self.config, self.counters = config, counters
-        self.decode = Pool("decode", config.decode_urls, decode_policy, counters, notify)
+        first = () if prefill_policy is None else tuple(config.kv_events)  # who computes prompts
+        last = tuple(config.kv_events) if prefill_policy is None else ()
+        told = counters, notify
+        self.decode = Pool("decode", config.decode_urls, decode_policy, *told, last)
         self.prefill: Pool | None = None
         if prefill_policy is not None:
-            self.prefill = Pool("prefill", config.prefill_urls, prefill_policy, counters, notify)
+            self.prefill = Pool("prefill", config.prefill_urls, prefill_policy, *told, first)
         self.session: Any = None
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -140,6 +169,9 @@ class Fleet:
                 every_s = config.signal_interval_ms / 1e3
                 watching = watch_engines(session, urls, pool.router, every_s)
                 tasks.append(asyncio.create_task(watching))
+            if pool.router.prefixes is not None:
+                hearing = watch_events(pool.router.prefixes, config.kv_events)
+                tasks.append(asyncio.create_task(hearing))
         try:
             yield
         finally:

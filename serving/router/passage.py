@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import RequestInfo
 from eldr_sim.serving.http import error_answer, error_body
-from eldr_sim.serving.router.bodies import Ask, prefill_body
+from eldr_sim.serving.router.bodies import TOKENIZED, Ask, prefill_body
 from eldr_sim.serving.router.decisions import NoEngine
 from eldr_sim.serving.router.engine import Engine
 from eldr_sim.serving.router.fleet import Fleet, Pool
 from eldr_sim.serving.router.signatures import SignatureReader
-from eldr_sim.serving.router.upstream import ERROR_EVENT, EngineFailure, Post, Reply, ask
+from eldr_sim.serving.router.upstream import ERROR_EVENT, EngineFailure, Post, Reply, ask, tokenized
 
 
 class Route(NamedTuple):
@@ -80,6 +80,7 @@ class Passage:
             try:
                 if not pool.router.usable(self._without[pool.name]):
                     raise NoEngine  # before a prompt is computed in vain
+                await self._know_prefix()
                 if self._fleet.prefill is not None and not self._cached:
                     pool = self._fleet.prefill
                     refusal = await self._prefill(pool)
@@ -104,6 +105,23 @@ class Passage:
                     return _failure_answer(failure), "timed_out" if timed_out else "failed"
                 retries -= 1
                 self._counters.retries.labels(pool.name).inc()
+
+    async def _know_prefix(self) -> None:
+        """Note the prompt's blocks for a policy that reads caches, once.
+
+        Of text an engine's ``/tokenize`` tells the tokens; where it does not, no prefix is known.
+        """
+        pool = self._fleet.prefill or self._fleet.decode
+        prefixes, body = pool.router.prefixes, self._asked.body
+        if prefixes is None or self._info.prefix_hash:
+            return
+        tokens = body.get("prompt") if self._asked.prompt_len else None
+        engine = pool.least_loaded(())
+        if tokens is None and engine is not None:
+            asked = {key: body[key] for key in TOKENIZED if key in body}
+            tokens = await tokenized(self._fleet.session, engine.url, self._headers, asked)
+            self._info = self._info._replace(prompt_len=len(tokens))
+        self._info = self._info._replace(prefix_hash=prefixes.keys(tokens or ()))
 
     async def _prefill(self, pool: Pool) -> Reply | None:
         """Let a prefill engine compute the prompt; return its answer if it refuses to."""

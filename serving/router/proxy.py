@@ -101,7 +101,10 @@ class _Proxy:
         self._config = config
         n_prefill, n_decode = len(config.prefill_urls), len(config.decode_urls)
         if policy is None:
-            policy = build_decode_policy(config.policy, n_decode, seed=config.seed)
+            alone = not (n_prefill or config.prefilled)
+            policy = build_decode_policy(
+                config.policy, n_decode, seed=config.seed, computes_prompts=alone
+            )
         first = None
         if n_prefill:
             context = PolicyContext(n_prefill, np.random.default_rng(config.seed))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from eldr_sim.serving.http import import_aiohttp
@@ -11,6 +12,9 @@ from eldr_sim.serving.router.engine import Engine, out_of_files, what
 
 #: How an error begins in a stream of vLLM's and SGLang's; the text of a token cannot hold it.
 ERROR_EVENT = b'data: {"error":'
+
+
+_TOKENIZED_S = 1.0  #: longest time to wait for the tokens of a prompt
 
 
 class EngineFailure(Exception):
@@ -82,6 +86,20 @@ class Post(NamedTuple):
     data: bytes
     headers: Mapping[str, str]
     streamed: bool = False  #: whether the first token is sent before the last
+
+
+async def tokenized(
+    session: Any, url: str, headers: Mapping[str, str], asked: Mapping[str, Any]
+) -> list[int]:
+    """Return the tokens of a prompt that is text, as an engine says; none where it does not."""
+    aiohttp = import_aiohttp()
+    limit = aiohttp.ClientTimeout(total=_TOKENIZED_S)
+    with suppress(TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError):
+        async with session.post(
+            url + "/tokenize", json=asked, headers=headers, timeout=limit
+        ) as response:
+            return [int(token) for token in (await response.json())["tokens"]]
+    return []
 
 
 async def ask(
