@@ -38,6 +38,7 @@ def send_turns(
     temperature: float = 1.0,
     timeout_s: float = 600.0,
     start_s: float | None = None,
+    tolerant: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> tuple[pa.Table, list[list[int]]]:
     """Send every request at its own time (open loop), and wait for all tokens.
@@ -52,8 +53,9 @@ def send_turns(
     completions with ``continuous_usage_stats``, as vLLM does; ``max_concurrency``: requests in
     flight at most; those that are due wait for one to end, as in ``vllm bench serve``;
     ``timeout_s``: longest time of one request, s; ``start_s``: time by `time.monotonic` from which
-    the load's times count; 0.2 s from now if None; ``progress``: called with the share of requests
-    that have ended.
+    the load's times count; 0.2 s from now if None; ``tolerant``: whether requests that fail or
+    break off have the tokens that came, and end nothing; ``progress``: called with the share of
+    requests that have ended.
 
     A request is sent 0 to 1 ms after its time, as Linux's ``epoll`` rounds sleeps up to 1 ms;
     ``sent_s`` is the actual time. A server may send several tokens in one chunk, and a token may
@@ -77,7 +79,7 @@ def send_turns(
             request = replace(request, prompt=contexts[request.parent] + request.prompt)
             body, prompt_len[index] = _body(request, *told, return_ids=True), len(request.prompt)
         async with seats:
-            sent_s, token_s, answer = await _complete(session, address, request, body)
+            sent_s, token_s, answer = await _complete(session, address, request, body, tolerant)
         moments[index], contexts[index] = (sent_s, token_s), request.prompt + answer
         ended[index].set()
         done += 1
@@ -168,7 +170,7 @@ def _body(
 
 
 async def _complete(
-    session: Any, address: str, request: LoadRequest, body: bytes
+    session: Any, address: str, request: LoadRequest, body: bytes, tolerant: bool
 ) -> tuple[float, list[float], list[int]]:
     """Post a request; return its send time, the arrival times of its tokens, and those told."""
     aiohttp = import_aiohttp()
@@ -176,10 +178,12 @@ async def _complete(
     token_s: list[float] = []
     answer: list[int] = []
     event = b""
+    sent_s = time.monotonic()
     try:
-        sent_s = time.monotonic()
         async with session.post(address, data=body, headers=headers) as response:
             if response.status != 200:
+                if tolerant:
+                    return sent_s, token_s, answer
                 text = " ".join((await response.text()).split())[:300]
                 raise _failed(request, address, f"HTTP {response.status}: {text}")
             rest = b""
@@ -195,8 +199,9 @@ async def _complete(
     except TimeoutError:
         raise _failed(request, address, "no answer within the time limit") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise _failed(request, address, str(error) or type(error).__name__) from None
-    if len(token_s) != request.output_len:
+        if not tolerant:
+            raise _failed(request, address, str(error) or type(error).__name__) from None
+    if len(token_s) != request.output_len and not tolerant:
         count = f"{len(token_s)} of {request.output_len} tokens"
         last = event.rpartition(b"\n\n")[2].decode(errors="replace")[:300]
         raise _failed(request, address, f"ended after {count}: {last or 'no event'}")

@@ -34,9 +34,10 @@ from eldr_sim.validation.live.features import (
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
 from eldr_sim.validation.live.load import Load, LoadRequest
 from eldr_sim.validation.live.random_model import domain_slices, write_draft
+from eldr_sim.validation.live.routed_check import serve_routed
 from eldr_sim.validation.live.run_writer import machine, versions, write_trace_of
 from eldr_sim.validation.live.setup_calibration import capacity, engine_infos, read_logs
-from eldr_sim.validation.live.setups import Setup, started_setup
+from eldr_sim.validation.live.setups import Endpoint, Setup, started_setup
 from eldr_sim.validation.markdown import markdown_table
 
 Row = dict[str, Any]
@@ -110,14 +111,16 @@ def _serve_base(campaign: Campaign, loads: Sequence[FeatureLoad], progress: Told
 
 @contextmanager
 def _engine(
-    campaign: Campaign, name: str, progress: Told, extra: tuple[str, ...] = (), capture: bool = True
-) -> Iterator[Setup]:
-    """Start an engine, and be the client on its core while the block lasts."""
-    progress(f"{name}: starting vLLM", 0.0)
-    options = replace(campaign.options, extra=(*campaign.options.extra, *extra), capture=capture)
-    log = campaign.out / "logs" / f"{name}-{time.time_ns():x}"
+    campaign: Campaign, task: str, progress: Told, extra: tuple[str, ...] = (),
+    capture: bool = True, name: str = _NAME, kv_events: bool = False,
+) -> Iterator[Setup]:  # fmt: skip
+    """Start the engine of a set-up, or two, and be the client on its core in the block."""
+    progress(f"{task}: starting vLLM", 0.0)
+    options = replace(campaign.options, extra=(*campaign.options.extra, *extra), capture=capture,
+                      kv_events=kv_events)  # fmt: skip
+    log = campaign.out / "logs" / f"{task.replace(' ', '-')}-{time.time_ns():x}"
     with (
-        started_setup(_NAME, options, log, gpu="gpu" in machine()) as setup,
+        started_setup(name, options, log, gpu="gpu" in machine()) as setup,
         on_core(setup.client_core),
     ):
         yield setup
@@ -127,7 +130,14 @@ def _serve(
     campaign: Campaign, name: FeatureLoad, rate: float, setup: Setup,
     calibrated: EngineCalibration, repeat: int,
 ) -> Sent:  # fmt: skip
-    load, most = feature_load(
+    load, most = _load(campaign, name, rate, repeat)
+    return serve(load, setup.endpoints[0], calibrated, most)
+
+
+def _load(
+    campaign: Campaign, name: FeatureLoad, rate: float, repeat: int
+) -> tuple[Load, int | None]:
+    return feature_load(
         name,
         domain_slices(model_of(campaign.config).vocab_size),
         rate=rate,
@@ -137,7 +147,6 @@ def _serve(
         repeat=repeat,
         prefix=f"{name.replace(' ', '-')}-{time.time_ns():x}",
     )
-    return serve(load, setup.endpoints[0], calibrated, most)
 
 
 def _check(campaign: Campaign, name: str, base: _Base, progress: Told) -> Row:
@@ -145,13 +154,12 @@ def _check(campaign: Campaign, name: str, base: _Base, progress: Told) -> Row:
     feature = FEATURES[name]
     load, traces = feature.load, base.traces[feature.load]
 
+    about = {"engine": base.engine, "calibration": campaign.calibration(_NAME),
+             "calibrated": base.calibrated, "model": campaign.options.model,
+             "max_model_len": campaign.options.max_model_len, "seed": campaign.seed}  # fmt: skip
+
     def simulated(sent: Sent, trace: Path, fields: Mapping[str, Any]) -> tuple[Row, Row]:
-        return simulate_sent(
-            sent, fields, engine=base.engine, trace=trace,
-            calibration=campaign.calibration(_NAME), calibrated=base.calibrated,
-            model=campaign.options.model, max_model_len=campaign.options.max_model_len,
-            seed=campaign.seed,
-        )  # fmt: skip
+        return simulate_sent(sent, fields, trace=trace, **about)
 
     def sides(all_sent: Sequence[Sent], fields: Mapping[str, Any]) -> Row:
         pairs = [
@@ -166,8 +174,10 @@ def _check(campaign: Campaign, name: str, base: _Base, progress: Told) -> Row:
         return {"figures": _errors(live, ours), "counters": counted if fields else {}}
 
     row: Row = {"feature": name, "load": load, "repeats": len(traces),
-                "requests": len(base.sent[load][0].contexts),
-                "without": sides(base.sent[load], {})}  # fmt: skip
+                "requests": len(base.sent[load][0].contexts)}  # fmt: skip
+    if feature.router is not None:
+        return row | _routed(campaign, name, base, traces, about, progress)
+    row["without"] = sides(base.sent[load], {})
     drafts, extra, fields = feature.drafts, feature.engine, feature.fields
     if drafts is not None:
         if drafts["method"] == "draft_model":
@@ -179,7 +189,8 @@ def _check(campaign: Campaign, name: str, base: _Base, progress: Told) -> Row:
     if not extra:
         return row
     with _engine(campaign, name, progress, extra, capture=False) as setup:
-        _send_alike(campaign, setup, base, 8, _DRAFT_LEN)  # engines are slow in their first steps
+        # Engines are slow in their first steps.
+        _send_alike(campaign, setup.endpoints[0], base, 8, _DRAFT_LEN)
         if drafts is not None:
             progress(f"{name}: calibration of drafts", 0.0)
             fields = {
@@ -193,6 +204,37 @@ def _check(campaign: Campaign, name: str, base: _Base, progress: Told) -> Row:
             for repeat in range(len(traces))
         ]
     return row | {"with": sides(served, fields), "fields": dict(fields)}
+
+
+def _routed(
+    campaign: Campaign, name: str, base: _Base, traces: Sequence[Path], about: Mapping[str, Any],
+    progress: Told,
+) -> Row:  # fmt: skip
+    """Return the figures of two engines behind the router, with the feature and without."""
+    feature, sides = FEATURES[name], {}
+    for side in ("without", "with"):
+        live, ours, counted = [], [], []
+        policy = feature.router if side == "with" and feature.router else "round_robin"
+        struck = feature.fault if side == "with" else None
+        with _engine(
+            campaign, f"{name} {side}", progress, feature.engine, False, "2C",
+            kv_events=policy != "round_robin",
+        ) as setup:  # fmt: skip
+            for endpoint in setup.endpoints:
+                _send_alike(campaign, endpoint, base, 8, _DRAFT_LEN)
+            for repeat, trace in enumerate(traces):
+                progress(f"{name} {side} #{repeat}", 0.0)
+                load, _ = _load(campaign, feature.load, base.rates[feature.load], repeat)
+                told = {"policy": policy, **feature.fields}
+                pair = serve_routed(load, setup, base.calibrated, told, struck, trace, about)
+                live.append(pair[0].figures)
+                ours.append(pair[1].figures)
+                counted.append([outcome.counted for outcome in pair])
+        sides[side] = {"figures": _errors(live, ours), "counters": {
+            name: {which: [pair[i][name] for pair in counted] for i, which in enumerate(_SIDES)}
+            for name in counted[0][0]
+        }}  # fmt: skip
+    return sides
 
 
 def _calibrated_drafts(
@@ -211,7 +253,7 @@ def _calibrated_drafts(
     """
     k = int(drafts["num_speculative_tokens"])
     told = {name: value for name, value in drafts.items() if not name.startswith("prompt_lookup")}
-    loads = [_send_alike(campaign, setup, base, n, _DRAFT_LEN) for n in _AT_ONCE]
+    loads = [_send_alike(campaign, setup.endpoints[0], base, n, _DRAFT_LEN) for n in _AT_ONCE]
     by_place = [f"spec_decode_num_accepted_tokens_per_pos_{i}" for i in range(k)]
     counted = [
         sum(sent.counted.get(name, 0.0) for sent in loads)
@@ -237,7 +279,7 @@ def _calibrated_drafts(
     return told | {"draft_host_ms_per_request": per_request}
 
 
-def _send_alike(campaign: Campaign, setup: Setup, base: _Base, n: int, tokens: int) -> Sent:
+def _send_alike(campaign: Campaign, to: Endpoint, base: _Base, n: int, tokens: int) -> Sent:
     """Send so many requests at once, of as many tokens to compute as to generate."""
     ids = next(iter(domain_slices(model_of(campaign.config).vocab_size).values()))
     rng = np.random.default_rng(campaign.seed)
@@ -245,7 +287,7 @@ def _send_alike(campaign: Campaign, setup: Setup, base: _Base, n: int, tokens: i
     requests = tuple(LoadRequest(f"alike-{i:x}", "", ids, tokens, 0.0) for i, ids in named)
     info = LoadInfo(name="alike", request_rate=1e6, burstiness=1.0, lengths="fixed",
                     num_requests=n, seed=campaign.seed)  # fmt: skip
-    return serve(Load(info, requests), setup.endpoints[0], base.calibrated, None)
+    return serve(Load(info, requests), to, base.calibrated, None)
 
 
 def _figure(summary: Mapping[str, Any], name: str) -> float:
@@ -288,13 +330,22 @@ def page(rows: Sequence[Row]) -> str:
         if side in row
     ]
     counted = [
-        [row["feature"], name, *(", ".join(f"{n:.0f}" for n in both[side]) for side in _SIDES)]
+        [
+            row["feature"],
+            name if side == "with" else f"{name}, without",
+            *(", ".join(map(_number, both[which])) for which in _SIDES),
+        ]
         for row in rows
-        for name, both in row.get("with", {}).get("counters", {}).items()
+        for side in ("without", "with")
+        for name, both in row.get(side, {}).get("counters", {}).items()
     ]
     lines += [*markdown_table(columns, sides), ""]
     lines += markdown_table(["feature", "counted", *_SIDES], counted)
     return "\n".join([*lines, ""])
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.1f}".removesuffix(".0")
 
 
 def _cell(figure: Row) -> str:

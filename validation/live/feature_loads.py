@@ -11,14 +11,20 @@ from eldr_sim.validation.live.live_run import LoadInfo
 from eldr_sim.validation.live.load import Load, LoadRequest, make_load
 
 FeatureLoad = Literal[
-    "single prompts", "shared prefixes", "long prompts", "closed loop", "conversations"
-]
+    "single prompts", "shared prefixes", "long prompts", "closed loop", "conversations",
+    "steady prompts", "crowded loop",
+]  # fmt: skip
 #: Tokens of the system prompt that all requests of a domain share.
 PREFIX = 400
 #: Turns of a conversation, and the median of the time to think between them, s.
 TURNS, THINK_S = 3, 1.0
-#: Requests in flight of the closed loop, and of each slot of it in all.
-SLOTS, PER_SLOT = 8, 6
+#: Of closed loops: requests in flight, and of each slot in all. Long prompts are so few that open
+#: arrivals would meet by chance, or not.
+CLOSED: dict[FeatureLoad, tuple[int, int]] = {
+    "closed loop": (8, 6), "long prompts": (3, 6), "crowded loop": (14, 3),
+}  # fmt: skip
+#: The steady load of equal prompts takes so many times the duration of the others.
+STEADY = 3
 
 
 class Lengths(NamedTuple):
@@ -59,9 +65,10 @@ def feature_load(
     but for the first token of each prompt, so that none finds another's blocks; ``prefix``: of the
     requests' names.
     """
-    closed = name == "closed loop"
-    n = SLOTS * PER_SLOT if closed else max(8, round(rate * duration_s))
-    info = LoadInfo(name=name, request_rate=1e6 if closed else rate, burstiness=1.0,
+    slots, per_slot = CLOSED.get(name, (0, 0))
+    stretches = STEADY if name == "steady prompts" else 1
+    n = slots * per_slot or max(8, round(rate * duration_s * stretches))
+    info = LoadInfo(name=name, request_rate=1e6 if slots else rate, burstiness=1.0,
                     lengths="recorded" if name == "single prompts" else "fixed",
                     num_requests=n, seed=seed)  # fmt: skip
     own, output = lengths.own, lengths.output
@@ -77,7 +84,7 @@ def feature_load(
         r if r.parent >= 0 else replace(r, prompt=[slices[r.domain][0] + repeat, *r.prompt[1:]])
         for r in load.requests
     )
-    return Load(load.info, requests), SLOTS if closed else None
+    return Load(load.info, requests), slots or None
 
 
 def _with_prefixes(load: Load, slices: dict[str, tuple[int, int]], seed: int) -> Load:

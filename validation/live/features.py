@@ -13,16 +13,17 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError, needed
+from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import draft_counters, request_times, summarise
 from eldr_sim.simulator.run import build_cluster
-from eldr_sim.simulator.setup.config.run_config import make_config
+from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.request_logs import chain_blocks
 from eldr_sim.traces.workload import Workload
@@ -56,6 +57,10 @@ class Feature:
     #: vLLM's counters, less ``vllm:`` and ``_total``, and the figures of a result that they are.
     counters: Mapping[str, str] = field(default_factory=dict)
     drafts: Mapping[str, Any] | None = None  #: ``--speculative-config``, in place of `engine`
+    #: Policy of the router, behind which there are two engines (`routed_check`), and what befalls
+    #: the first of these. Without the feature they are routed in turn, and nothing befalls them.
+    router: str | None = None
+    fault: Literal["death", "freeze"] | None = None
 
 
 def _drafting(**config: Any) -> Feature:
@@ -73,7 +78,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "defaults": Feature("shared prefixes", ("--enable-prefix-caching", "--async-scheduling"),
                         _CACHED | {"async_scheduling": True}, _HITS),
-    "preemption": Feature("single prompts", ("--num-gpu-blocks-override", "20"),
+    "preemption": Feature("crowded loop", ("--num-gpu-blocks-override", "20"),
                           {"num_gpu_blocks_override": 20}, {"num_preemptions": "preemptions"}),
     "synthetic-drafts": _drafting(
         method="draft_model", num_speculative_tokens=3, rejection_sample_method="synthetic",
@@ -81,6 +86,10 @@ FEATURES: dict[str, Feature] = {
     ),
     "ngram": _drafting(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1,
                        prompt_lookup_max=3),
+    "kv-events": Feature("shared prefixes", ("--enable-prefix-caching",), _CACHED, _HITS,
+                         router="cache_aware"),
+    "death": Feature("steady prompts", router="round_robin", fault="death"),
+    "freeze": Feature("steady prompts", router="round_robin", fault="freeze"),
 }  # fmt: skip
 """By name. ``defaults`` are vLLM's: prefix caching and asynchronous scheduling together."""
 
@@ -98,28 +107,35 @@ class Sent:
 
 
 def serve(
-    load: Load, endpoint: Endpoint, calibrated: EngineCalibration, max_concurrency: int | None
+    load: Load,
+    endpoint: Endpoint,
+    calibrated: EngineCalibration,
+    max_concurrency: int | None,
+    **told: Any,
 ) -> Sent:
-    """Send a load to an engine, and read what it counted meanwhile."""
-    before = _counters(endpoint.url)
+    """Send a load to an engine, and read what it counted meanwhile; ``told``: to `send_turns`."""
+    before = read_metrics(endpoint.url)
     requests, contexts = send_turns(
-        load, endpoint.url, model=SERVED_NAME, max_concurrency=max_concurrency
+        load, endpoint.url, model=SERVED_NAME, max_concurrency=max_concurrency, **told
     )
-    counted = {name: n - before.get(name, 0.0) for name, n in _counters(endpoint.url).items()}
+    counted = {name: n - before.get(name, 0.0) for name, n in read_metrics(endpoint.url).items()}
     clock = _clock(endpoint.log, requests, calibrated)
     return Sent(load, requests, contexts, counted, clock, max_concurrency)
 
 
-def _counters(url: str) -> dict[str, float]:
-    """Return an engine's counters; those with a position are named after it."""
+def read_metrics(url: str) -> dict[str, float]:
+    """Return the counters and gauges of an engine or the router, each summed over its labels.
+
+    Those with a position are named after it.
+    """
     parser = needed("prometheus_client.parser", "live run")
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         text = response.read().decode()
     found: dict[str, float] = {}
     for family in parser.text_string_to_metric_families(text):
-        if family.type == "counter":
+        if family.type in ("counter", "gauge"):
             for sample in family.samples:
-                if sample.name.endswith("_total"):
+                if family.type == "gauge" or sample.name.endswith("_total"):
                     name = sample.name.removeprefix("vllm:").removesuffix("_total")
                     name += f"_{sample.labels['position']}" if "position" in sample.labels else ""
                     found[name] = found.get(name, 0.0) + sample.value
@@ -132,7 +148,7 @@ def _clock(log: Path, requests: pa.Table, calibrated: EngineCalibration) -> Cloc
     if known is None:
         return Clock(np.empty(0), np.empty(0))
     begin = float(np.min(requests["sent_s"].to_numpy()))
-    end = max(times[-1] for times in requests["token_s"].to_pylist())
+    end = max(times[-1] for times in requests["token_s"].to_pylist() if times)
     probes = []
     for file in log.glob("worker-*.jsonl"):
         for text in file.read_text(encoding="utf-8").splitlines():
@@ -144,7 +160,31 @@ def _clock(log: Path, requests: pa.Table, calibrated: EngineCalibration) -> Cloc
     return Clock(at, calibrated.drift(at, taken).factor(at) ** known.step)
 
 
-def simulate_sent(
+class Replay(NamedTuple):
+    """The simulation of a load that engines have served."""
+
+    record: RunRecord
+    config: RunConfig
+    n_moe_layers: int
+    #: ``ttft``, ``tpot`` and ``e2el`` as a client sees them, s, by request of the load; and the
+    #: rows of the record, whose times are the wall's since the first request, that these are.
+    times: dict[str, NDArray[np.float64]]
+    rows: NDArray[np.intp]
+
+
+def simulate_sent(sent: Sent, fields: Mapping[str, Any], **about: Any) -> tuple[Row, Row]:
+    """Simulate as `replay` does; return `figures`, and what a result counts.
+
+    Raises InputError if a request does not complete.
+    """
+    again = replay(sent, fields, **about)
+    if not again.record.completed.all():
+        raise InputError("features", "the simulation does not complete all requests")
+    counted = summarise(again.record, again.config, again.n_moe_layers)
+    return figures(again.times), counted | draft_counters(again.record)
+
+
+def replay(
     sent: Sent,
     fields: Mapping[str, Any],
     *,
@@ -155,8 +195,8 @@ def simulate_sent(
     max_model_len: int,
     trace: Path,
     seed: int = 0,
-) -> tuple[Row, Row]:
-    """Simulate a load that an engine has served; return `figures`, and what a result counts.
+) -> Replay:
+    """Simulate a load that engines have served.
 
     ``fields``: of the run, beyond the calibrated engine; ``calibration``: its folder; ``trace``:
     routing, request ``i`` that of the load's request ``i``.
@@ -171,24 +211,21 @@ def simulate_sent(
          "num_requests": len(sent.contexts), "max_concurrency": sent.max_concurrency}
         | dict(fields)
     )  # fmt: skip
-    info, n = calibrated.info, len(sent.contexts)
+    info = calibrated.info
     prompt_len = sent.requests["prompt_len"].to_numpy()
     ingress = np.asarray(info.ingress_s.of(prompt_len), np.float64)
     workload, order = _workload(sent, engine.block_size, ingress, info.egress_s)
     prepared = prepare(config)
     record = build_cluster(config, prepared, workload, (0.0, np.inf)).run()
-    if not record.completed.all():
-        raise InputError("features", "the simulation does not complete all requests")
+    first = float(np.min(sent.requests["sent_s"].to_numpy()))
+    begin = float(sent.clock.own_s(np.array([first]))[0])
     for moment in ("sent_s", "first_token_s", "finish_s"):
-        record.requests[moment] = sent.clock.wall_s(record.requests[moment])
-    times = request_times(record)
-    back = np.argsort(order)
-    found = {name: times[name][back] for name in ("ttft", "tpot", "e2el")}
+        record.requests[moment] = sent.clock.wall_s(begin + record.requests[moment]) - first
+    times, rows = request_times(record), np.argsort(order)
+    found = {name: times[name][rows] for name in ("ttft", "tpot", "e2el")}
     found["ttft"] += ingress + info.egress_s
     found["e2el"] += ingress + info.egress_s
-    assert len(found["ttft"]) == n
-    counted = summarise(record, config, prepared.model.n_moe_layers) | draft_counters(record)
-    return figures(found), counted
+    return Replay(record, config, prepared.model.n_moe_layers, found, rows)
 
 
 def _workload(
@@ -236,12 +273,17 @@ def _workload(
 
 def live_figures(sent: Sent) -> Row:
     """Return the figures of a load as its client saw it."""
-    sent_s = sent.requests["sent_s"].to_numpy()
-    tokens = sent.requests["token_s"].to_pylist()
+    return figures(live_times(sent.requests))
+
+
+def live_times(requests: pa.Table) -> dict[str, NDArray[np.float64]]:
+    """Return ``ttft``, ``tpot`` and ``e2el`` of requests that got tokens, s."""
+    sent_s = requests["sent_s"].to_numpy()
+    tokens = requests["token_s"].to_pylist()
     first, last = (np.array([times[i] for times in tokens]) for i in (0, -1))
     gaps = np.array([max(len(times) - 1, 1) for times in tokens])
     tpot = np.where([len(times) > 1 for times in tokens], (last - first) / gaps, np.nan)
-    return figures({"ttft": first - sent_s, "tpot": tpot, "e2el": last - sent_s})
+    return {"ttft": first - sent_s, "tpot": tpot, "e2el": last - sent_s}
 
 
 def figures(times: Mapping[str, NDArray[np.float64]]) -> Row:

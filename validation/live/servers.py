@@ -41,6 +41,7 @@ class EngineOptions:
     kv_cache_gib: int = 1  #: memory of the KV cache of an engine on a CPU, GiB
     extra: tuple[str, ...] = ()  #: further arguments of ``vllm serve``
     capture: bool = True  #: whether the plug-in logs which experts tokens choose
+    kv_events: bool = False  #: whether engines publish what their KV caches hold
 
 
 @dataclass
@@ -60,6 +61,7 @@ class EngineProcess:
     host_core: int | None = None
     devices: tuple[int, ...] = ()  #: GPUs of the engine
     url: str = ""
+    events: str = ""  #: where it publishes what its KV cache holds, if it does
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def __enter__(self) -> EngineProcess:
@@ -68,9 +70,13 @@ class EngineProcess:
         return self
 
     def start(self) -> None:
-        """Start the process without waiting, so that several engines load at the same time."""
+        """Start the process without waiting, so that several engines load at the same time.
+
+        An engine that was there before comes back at its old address.
+        """
         require_vllm()
-        port, side = free_port(), free_port()
+        port = int(self.url.rpartition(":")[2]) if self.url else free_port()
+        side = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log.mkdir(parents=True, exist_ok=True)
         with self._output.open("wb") as stream:
@@ -93,6 +99,7 @@ class EngineProcess:
             self.stop()
             # Between the choice of a port and its use, NIXL's side channel among them.
             if "Address already in use" in error and starts_left:
+                self.url = ""
                 self.start()
                 continue
             if late:
@@ -106,6 +113,11 @@ class EngineProcess:
         """Raise InputError if the process has ended."""
         if self._process is None or self._process.poll() is not None:
             raise InputError("vllm", f"{self.name} ended: {self._last_error()}", str(self._output))
+
+    def send_signal(self, what: signal.Signals) -> None:
+        """Send a signal to all processes of the engine."""
+        assert self._process is not None
+        os.killpg(self._process.pid, what)
 
     def stop(self) -> None:
         """Stop the engine and all its processes."""
@@ -162,6 +174,12 @@ class EngineProcess:
             if self.role == "prefill":
                 transfer["kv_connector_extra_config"] = {"kv_lease_duration": _KV_LEASE_S}
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
+        if options.kv_events:
+            self.events = self.events or f"tcp://127.0.0.1:{free_port()}"
+            # vLLM listens at an address with a star, and calls at any other.
+            told = {"enable_kv_cache_events": True, "publisher": "zmq",
+                    "endpoint": self.events.replace("127.0.0.1", "*")}  # fmt: skip
+            arguments += ["--kv-events-config", json.dumps(told)]
         return [*arguments, *options.extra]
 
     def _environment(self, side_channel: int) -> dict[str, str]:

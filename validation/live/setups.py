@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eldr_sim.errors import InputError
 from eldr_sim.validation.live.servers import EngineOptions, EngineProcess, answers, free_port
@@ -21,6 +21,7 @@ SETUPS: dict[str, tuple[tuple[str, Role], ...]] = {
     "1P2D": (("prefill0", "prefill"), ("decode0", "decode"), ("decode1", "decode")),
 }
 """Engines by the name of the set-up: name and role, prefill engines first."""
+_ENGINES = SETUPS | {"2C": (("engine0", "colocated"), ("engine1", "colocated"))}
 
 #: Cores on a machine without GPUs, by set-up and engine: (compute thread, all other threads). A
 #: lone engine has a core for its model. Of several engines each shares a core with its own front
@@ -30,8 +31,9 @@ _CORES = {
     "colocated": {"engine0": (1, 0)},
     "1P1D": {"prefill0": (0, 0), "decode0": (1, 1)},
     "1P2D": {"prefill0": (0, 0), "decode0": (0, 0), "decode1": (1, 1)},
+    "2C": {"engine0": (0, 0), "engine1": (1, 1)},
 }
-_PROXY_CORES = {"1P2D": 1}
+_PROXY_CORES = {"1P2D": 1, "2C": 1}
 _PROXY_LIMIT_S = 60.0
 _ANSWER_LIMIT_S = 900.0
 
@@ -56,7 +58,8 @@ class Setup:
     folder: Path  #: folder for the logs of proxies
     #: Core of client and proxy on a machine without GPUs; None does not pin them.
     client_core: int | None = None
-    _engines: list[EngineProcess] = field(default_factory=list, repr=False)
+    #: The engines that were started here, in the order of `endpoints`.
+    engines: list[EngineProcess] = field(default_factory=list, repr=False)
 
     @property
     def prefill(self) -> list[Endpoint]:
@@ -75,7 +78,7 @@ class Setup:
 
     def check_alive(self) -> None:
         """Raise InputError if an engine started here has ended."""
-        for engine in self._engines:
+        for engine in self.engines:
             engine.check_alive()
 
 
@@ -87,7 +90,7 @@ def started_setup(name: str, options: EngineOptions, folder: Path, *, gpu: bool)
     CUDA_VISIBLE_DEVICES; else on CPU cores. Raises InputError if an engine does not start.
     """
     engines, size = [], options.tensor_parallel_size
-    for i, (label, role) in enumerate(SETUPS[name]):
+    for i, (label, role) in enumerate(_ENGINES[name]):
         cores: tuple[int | None, int | None] = (None, None) if gpu else _CORES[name][label]
         devices = tuple(range(i * size, (i + 1) * size)) if gpu else ()
         engines.append(EngineProcess(options, label, role, folder / label, *cores, devices))
@@ -118,11 +121,17 @@ def existing_setup(
 
 @contextmanager
 def start_proxy(
-    setup: Setup, policy: str, log: Path, artifact: Path | None = None, seed: int = 0
+    setup: Setup,
+    policy: str,
+    log: Path,
+    artifact: Path | None = None,
+    seed: int = 0,
+    **changes: Any,
 ) -> Iterator[str]:
     """Run the proxy in front of a set-up and yield its URL; for a lone engine, yield the engine's.
 
-    Raises InputError if the proxy does not start.
+    ``changes``: of a `ProxyConfig` under which a run ends where an engine fails. Raises InputError
+    if the proxy does not start.
     """
     if len(setup.endpoints) == 1:
         yield setup.endpoints[0].url
@@ -142,7 +151,7 @@ def start_proxy(
         "first_token_timeout_s": _ANSWER_LIMIT_S,
         "token_timeout_s": _ANSWER_LIMIT_S,
         "health_timeout_s": _PROXY_LIMIT_S,
-    }
+    } | changes
     file = log.with_suffix(".config.json")
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     output = log.with_suffix(".txt")

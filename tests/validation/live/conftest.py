@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +12,12 @@ import pytest
 from eldr_sim.kernel_profiles.tables import format as tables
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.routing.writer import write_trace
-from eldr_sim.validation.live.engine_calibration import CalibrationInfo, EngineCalibration
+from eldr_sim.validation.live.engine_calibration import (
+    CalibrationInfo,
+    EngineCalibration,
+    device_of,
+    write_calibration,
+)
 from eldr_sim.validation.live.live_run import REQUESTS, STEPS, LiveRun, RunInfo
 from eldr_sim.validation.live.simulated_run import simulate_run
 
@@ -191,3 +197,16 @@ def _as_recorded(run, replayed, calibrated):
     return LiveRun(
         run.info, pa.table(columns).cast(REQUESTS), pa.Table.from_pylist(steps, schema=STEPS), trace
     )
+
+
+@pytest.fixture
+def calibrated(live_calibration, tmp_path):
+    """Write the calibration and the model that a check reads."""
+    folder, model = tmp_path / "calibration", tmp_path / "model"
+    folder.mkdir()
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LIVE_MODEL))
+    write_calibration(folder, live_calibration.info, live_calibration.tables)
+    gpu = device_of(live_calibration.tables[0].metadata.gpu)
+    (folder / "gpu.json").write_text(gpu.model_dump_json())
+    return {"calibration": folder, "calibrated": live_calibration, "model": str(model)}

@@ -10,12 +10,10 @@ import pytest
 from eldr_sim.validation.live import feature_check
 from eldr_sim.validation.live.client import send_turns
 from eldr_sim.validation.live.drift import Clock
-from eldr_sim.validation.live.engine_calibration import device_of, write_calibration
 from eldr_sim.validation.live.feature_loads import PREFIX, TURNS, feature_load, lengths_of
 from eldr_sim.validation.live.features import FEATURES, Sent, figures, live_figures, simulate_sent
 from eldr_sim.validation.live.load import Load, LoadRequest
 
-from .conftest import LIVE_MODEL
 from .test_live_client import engine, info
 
 SLICES = {"code": (4, 100), "math": (100, 250)}
@@ -82,19 +80,6 @@ def test_a_closed_loop_has_so_many_in_flight(serve_app):
     assert max(peaks) == 3
 
 
-@pytest.fixture
-def calibrated(live_calibration, tmp_path):
-    """Write the calibration and the model that a check reads."""
-    folder, model = tmp_path / "calibration", tmp_path / "model"
-    folder.mkdir()
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(LIVE_MODEL))
-    write_calibration(folder, live_calibration.info, live_calibration.tables)
-    gpu = device_of(live_calibration.tables[0].metadata.gpu)
-    (folder / "gpu.json").write_text(gpu.model_dump_json())
-    return {"calibration": folder, "calibrated": live_calibration, "model": str(model)}
-
-
 def sent_of(run, contexts):
     names = [f"{i}" for i in range(len(contexts))]
     requests = tuple(
@@ -127,6 +112,24 @@ def test_without_a_feature_it_is_the_simulation_of_a_recorded_run(
     theirs = figures({"ttft": moments.ttft_s, "tpot": moments.tpot_s, "e2el": moments.e2el_s})
     assert ours == pytest.approx(theirs, rel=1e-6)
     assert live_figures(sent_of(run, own)) == pytest.approx(theirs, rel=1e-6)
+
+
+def test_times_are_those_of_the_moment_on_a_machine_that_changes_its_speed(
+    make_live_run, calibrated, tmp_path
+):
+    """Half as fast after the last arrival, to which the clock's mean of a long run says nothing."""
+    run, _ = make_live_run("colocated", seed=4)
+    own = [[i] * n for i, n in enumerate(run.requests["prompt_len"].to_pylist())]
+    sent = sent_of(run, own)
+    begin = float(np.min(run.requests["sent_s"].to_numpy()))
+    slow = Clock(np.array([begin - 1, begin + 1e4, begin + 2e4]), np.array([2.0, 2.0, 1.0]))
+    alone = sent.requests.slice(0, 1)  # of several, queues differ
+    one = replace(
+        sent, load=Load(sent.load.info, sent.load.requests[:1]), requests=alone, contexts=own[:1]
+    )
+    plain, _ = simulated(run, one, calibrated, tmp_path, {})
+    late, _ = simulated(run, replace(one, clock=slow), calibrated, tmp_path, {})
+    assert late["tpot p50"] == pytest.approx(2 * plain["tpot p50"], rel=1e-6)
 
 
 def test_prompts_share_the_blocks_whose_tokens_are_equal(make_live_run, calibrated, tmp_path):
