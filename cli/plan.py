@@ -122,6 +122,9 @@ def plan(
         topology = options["topology"]
         if topology and any(pool.ffn_ranks for pool in pools_of(topology).root.values()):
             raise InputError("emit", f"{topology} is not launched", "xPyD or xC")
+        if any(_integers("ffn_ranks", options["ffn_ranks"])):
+            problem = "decode workers with FFN GPUs of their own are not launched"
+            raise InputError("emit", problem, "none beside --ffn-ranks")
         check_out(emit, force, LAUNCHES)
     extras = plot_extras(plot, out)
     if resume and out is None:

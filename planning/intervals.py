@@ -42,6 +42,15 @@ def paired_percent(
     return t_interval((100.0 * (ours / theirs - 1.0)).tolist(), confidence)
 
 
+def is_below(values: Sequence[float | None], reference: Sequence[float | None]) -> bool:
+    """Whether values are below a reference in the mean, by the 95% interval of paired differences.
+
+    Of the seeds that both have; not where none is.
+    """
+    n = min(len(values), len(reference))
+    return paired_percent(values[:n], reference[:n]).high < 0.0
+
+
 def mean_known(values: Iterable[float | None]) -> float | None:
     """Return the mean over the seeds that have a value; None if none has.
 

@@ -46,20 +46,38 @@ class Objective:
         """Most seeds of a cluster."""
         return self.looks[-1]
 
-    @property
-    def hopeless(self) -> float:
-        """Attainment of the first seed at or below which a cluster is dropped."""
-        return self.attainment / 2
-
     def is_out_of_reach(self, shares: Sequence[float]) -> bool:
-        """Whether further seeds, were they all perfect, could not show that the target is met."""
-        left = self.seeds - len(shares)
-        return (math.fsum(shares) + left) / self.seeds < self.attainment
+        """Whether no luck of further seeds could show that the target is met.
+
+        A look shows it by the low end of Student's interval: the mean less t standard errors. That
+        is highest where all further seeds have one share, as their spread lowers it, and concave in
+        that share: here it is taken where the derivative is zero, or at 1. So one seed below the
+        target is enough where three are the most, and one with twice the misses that are allowed
+        where eight are.
+        """
+        from scipy.special import stdtrit  # takes long to import
+
+        k, mean = len(shares), math.fsum(shares) / len(shares)
+        square = math.fsum((share - mean) ** 2 for share in shares)
+        for n in (n for n in self.looks if n > k):
+            part, between = (n - k) / n, k * (n - k) / n
+            factor = float(stdtrit(n - 1, (1 + self._each) / 2)) ** 2 / (n * (n - 1))
+            above, steep = 1.0 - mean, factor * between - part**2
+            if steep > 0.0:
+                above = min(above, part * math.sqrt(square / (between * steep)))
+            error = math.sqrt(factor * (square + between * above**2))
+            if mean + part * above - error >= self.attainment - 1e-12:
+                return False
+        return True
 
     def interval(self, shares: Sequence[float], requests: int) -> Interval:
         """Return the attainment at one look, see :func:`attainment_interval`."""
-        each = 1.0 - (1.0 - self.confidence) / len(self.looks)
-        return attainment_interval(shares, requests, each)
+        return attainment_interval(shares, requests, self._each)
+
+    @property
+    def _each(self) -> float:
+        """Confidence of a look."""
+        return 1.0 - (1.0 - self.confidence) / len(self.looks)
 
     def verdict(self, interval: Interval) -> Verdict:
         """Return on which side of the target an interval lies."""

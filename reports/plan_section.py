@@ -119,6 +119,9 @@ def _answer(document: Record) -> list[tuple[str, str]]:
     if other is not None:
         lost = _why_it_lost(document["answer"], other) if kind == "cluster" else ""
         lines.append(("Runner-up", _name(other) + _price(other) + figures[1] + lost))
+    if ties := document.get("ties"):
+        told = "the seeds tell no difference, take the simpler"
+        lines.append(("Tie", f"{'; '.join(map(_name, ties))}: {told}"))
     lines += _paid(document["answer"])
     if margin is not None:
         least = "at least " if margin["highest_rate_is_a_lower_bound"] else ""
@@ -250,7 +253,7 @@ def _cell(cluster: Record, key: str) -> Value:
         reason = cluster["reasons"][0]
         return reason if cluster["without"] == "beaten" else f"none: {reason}"
     if key == "verdict" and cluster.get("hopeless"):
-        return "hopeless under one seed"
+        return "hopeless under one seed" if value == "misses" else "undecided after one seed"
     if key == "by_seed":
         return ", ".join(map(number, value))
     if key == "slo_attainment" and value is not None:

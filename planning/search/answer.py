@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import pyarrow as pa
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.planning.intervals import Interval
+from eldr_sim.planning.intervals import Interval, is_below
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.candidates import cluster_label, cost, gpu_label
@@ -227,6 +227,19 @@ class Answer(Shown):
         return min((t for t in tried if t is not self.best.trial), key=rank, default=None)
 
     @property
+    def ties(self) -> tuple[Trial, ...]:
+        """Clusters that the seeds do not show to carry less than the best, of ``split``."""
+        if self.best is None or self.question.kind != "split":
+            return ()
+        return tuple(
+            row.trial
+            for row in self.rows[1:]
+            if row.trial is not None
+            and len(row.by_seed) > 1
+            and not is_below(row.by_seed, self.best.by_seed)
+        )
+
+    @property
     def has_prices(self) -> bool:
         """Whether clusters are ranked by price; if not, by GPUs."""
         configs = [trial.config for row in self.rows for trial in row.trials]
@@ -303,6 +316,7 @@ class Answer(Shown):
             "cheapest_by": "price_per_hour" if self.has_prices else "gpus",
             "answer": None if best is None else maybe(best.trial),
             "runner_up": maybe(self.runner_up),
+            "ties": [cluster(trial, axes) for trial in self.ties],
             "margin": None
             if margin is None
             else {

@@ -147,12 +147,7 @@ def plan(
         results = runs.together([_search_sizes(each, objective) for each in candidates])
         runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if results[1:] else 0)
         ranked = sorted(results, key=lambda result: (result.cost, rank(result.trial))) + beaten
-        further: list[Search[Any]] = [
-            _margin(ranked[0], objective, rate),
-            _savings(results if config.generates else [], objective),
-            side_by_side([search for each in results for search in _larger(each, objective)]),
-        ]
-        margin, savings, larger = runs.together(further)
+        margin, savings, larger = runs.ended(_around(ranked, results, objective, rate))
         reasons = runs.together(
             [why(each, config, ranked, objective, max_gpus) for each in clusters]
         )
@@ -165,6 +160,44 @@ def plan(
     question = Question("cluster", asked, objective, max_gpus, rate, tuple(engines), wanted)
     named_too = tuple(zip(why_not, reasons, strict=True))
     return Answer(question, tuple(ranked), runs, margin, savings, front, named_too, tuple(found))
+
+
+def _around(
+    ranked: Sequence[CandidateRow],
+    results: Sequence[CandidateRow],
+    objective: Objective,
+    rate: float,
+) -> Search[tuple[Margin | None, tuple[Gain, ...], list[Trial]]]:
+    """Return the answer's margin, what policies save, and larger clusters for the Pareto front.
+
+    Clusters of one worker more than the answer join its trials.
+    """
+    further: list[Search[Any]] = [
+        _margin(ranked[0], objective, rate),
+        _savings(results if _generates(ranked[0]) else [], objective),
+        side_by_side([search for each in results for search in _larger(each, objective)]),
+        _one_more(ranked[0], objective),
+    ]
+    margin, savings, larger, _ = yield from side_by_side(further)
+    return margin, savings, larger
+
+
+def _generates(row: CandidateRow) -> bool:
+    return row.trial is not None and row.trial.config.generates
+
+
+def _one_more(result: CandidateRow, objective: Objective) -> Search[None]:
+    """Judge the answer with one worker more of either kind: it may come next, or contradict it."""
+    template, trial = result.template, result.trial
+    if template is None or trial is None:
+        return
+    space, x, y = template.search_space(math.inf), trial.config.n_prefill, trial.config.n_decode
+    more = [(x + (x > 0), y), (x, y + (y > 0))]
+    configs = [template.at(*each) for each in more if each != (x, y) and space.has_room(*each)]
+    for found in (yield from side_by_side([try_cluster(each, objective) for each in configs])):
+        result.trials.append(found)
+        if found.verdict is Verdict.MISSES:
+            result.notes.append(_of_size(template, _contradiction(trial.config, found.config)))
 
 
 def _race(
@@ -335,26 +368,30 @@ def _notes(
 ) -> list[str]:
     cheaper = "" if math.isinf(best) else "would be cheaper and "
     notes = [
-        _of_size(
-            template,
-            f"not monotone: {template.at(*p).topology} meets the objective and "
-            f"{template.at(*q).topology} does not",
-        )
+        _of_size(template, _contradiction(trials[p].config, trials[q].config))
         for p, q in state.contradictions()
+        if p in trials and q in trials
     ]
     notes += [
-        _of_size(
-            template,
-            f"{trial.config.topology} {cheaper}is undecided after {len(trial.summaries)} seeds: "
-            f"{100 * trial.attainment.mean:.2f}% "
-            f"[{100 * trial.attainment.low:.2f}, {100 * trial.attainment.high:.2f}]",
-        )
+        _of_size(template, f"{trial.config.topology} {cheaper}is undecided after {_seeds(trial)}")
         for (x, y), trial in sorted(trials.items())
         if trial.verdict is Verdict.UNDECIDED
         and template.cost(x, y) < best
         and template.search_space(best).has_room(x, y)
     ]
     return notes
+
+
+def _contradiction(smaller: RunConfig, larger: RunConfig) -> str:
+    meets = f"{smaller.topology} meets the objective"
+    return f"not monotone: {meets} and {larger.topology} does not"
+
+
+def _seeds(trial: Trial) -> str:
+    mean, low, high = (100 * end for end in trial.attainment)
+    if trial.hopeless:
+        return f"one seed, which no others could make good: {mean:.2f}%"
+    return f"{len(trial.summaries)} seeds: {mean:.2f}% [{low:.2f}, {high:.2f}]"
 
 
 def _margin(result: CandidateRow, objective: Objective, rate: float) -> Search[Margin | None]:

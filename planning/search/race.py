@@ -2,26 +2,38 @@
 
 All clusters see the same requests in a round (common random numbers). A round finds the highest
 rate of each roughly; the better half goes on, and whoever may be as good as the last of them. Short
-windows favour clusters in which requests wait little, so what is within ``SLACK`` goes on, too.
+windows favour clusters in which requests wait little, so what is within ``SLACK`` goes on, too. One
+seed may favour a cluster, so the last round, `decided`, has several.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from eldr_sim.planning.intervals import is_below, t_interval
 from eldr_sim.planning.runs.shared_runs import Search, side_by_side
 from eldr_sim.planning.search.candidates import ClusterTemplate
-from eldr_sim.planning.search.rates import FROM_ESTIMATE, at_rate
-from eldr_sim.planning.search.search import highest_rate
+from eldr_sim.planning.search.rates import (
+    FROM_ESTIMATE,
+    LEAST_REQUESTS,
+    NEAR,
+    TOLERANCE,
+    at_rate,
+    carried,
+)
+from eldr_sim.planning.search.search import RateRange, highest_rate
 from eldr_sim.planning.search.trial import attains
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
-_FEWEST = 30  #: measured requests of the shortest run
 SHORTEST = 0.25  #: window of the first round, as a share of that of a plan
 ROUGH = 0.1  #: to which a round finds rates, relative
 SLACK = 0.1  #: by which a short window may err, relative
 _NEAR = 1.05  #: step by which a rate is looked for from that of a shorter window
+#: Seeds of the last round: of the first two and of who may be as good, and while they tie.
+_LOOKS = (3, 5)
+Rates: TypeAlias = list[float | None]  #: highest rate under each seed, from the first on
 
 
 @dataclass
@@ -71,6 +83,71 @@ def halved(
     return left
 
 
+def decided(
+    tried: Sequence[Contender], objective: Objective, low: float
+) -> Search[dict[tuple[int, int, int], Rates]]:
+    """Find the highest rates of the best contenders under more seeds, until one is the best.
+
+    Those are the first two by the first seed, and all that this seed does not show to be below the
+    interval of the best. Whoever is then not below the best, paired over seeds, gets more of them.
+
+    Returns rates by `Contender.key`. ``tried``: with ``good`` and ``bad`` of the first seed, the
+    highest rate first; ``low``: lowest rate that matters.
+    """
+    rates: dict[tuple[int, int, int], Rates] = {}
+    left = [each for each in tried[:2] if each.good]
+
+    def mean(each: Contender) -> float:
+        return math.fsum(rate or 0.0 for rate in rates[each.key]) / len(rates[each.key])
+
+    for n in sorted({min(look, objective.seeds) for look in _LOOKS}):
+        if len(left) < 2 and rates:
+            break
+        yield from _seeds(left, rates, n, objective, low)
+        if not left:
+            break
+        best = max(left, key=mean)
+        bar = t_interval([rate or 0.0 for rate in rates[best.key]]).low
+        near = [each for each in tried if each.key not in rates and _most(each) >= bar]
+        yield from _seeds(near, rates, n, objective, low)
+        left += near
+        best = max(left, key=mean)
+        left = [each for each in left if not is_below(rates[each.key], rates[best.key])]
+    return rates
+
+
+def _most(each: Contender) -> float:
+    """Return the highest rate that the first seed leaves possible."""
+    return each.good if each.bad == math.inf else each.bad
+
+
+def _seeds(
+    contenders: Sequence[Contender],
+    rates: dict[tuple[int, int, int], Rates],
+    n: int,
+    objective: Objective,
+    low: float,
+) -> Search[None]:
+    """Find the rates of contenders under so many seeds; that of the first where it is known."""
+    asked: list[Search[RateRange | None]] = []
+    for each in contenders:
+        known = rates.setdefault(each.key, [each.good or None] if is_narrow(each, low) else [])
+        likely = each.good or max(low, each.bad / FROM_ESTIMATE)
+        asked += [
+            carried(each.at(likely), seed, objective, low=low, factor=NEAR)
+            for seed in range(len(known), n)
+        ]
+    found = iter((yield from side_by_side(asked)))
+    for each in contenders:
+        more = [next(found) for _ in range(len(rates[each.key]), n)]
+        rates[each.key] += [None if rate is None else rate.good for rate in more]
+
+
+def is_narrow(each: Contender, low: float) -> bool:
+    """Whether the rate under the first seed is known as well as a plan tells it."""
+    return each.bad == math.inf or each.bad <= max(low, each.good * (1.0 + TOLERANCE))
+
+
 def _rough(each: Contender, share: float, objective: Objective, low: float) -> Search[None]:
     """Find roughly the highest rate of a contender in a part of the window."""
 
@@ -87,11 +164,11 @@ def _rough(each: Contender, share: float, objective: Objective, low: float) -> S
 def _shortened(config: RunConfig, share: float) -> RunConfig:
     """Return a run of a part of the window; a log is measured as it is."""
     if config.num_requests is not None:
-        n = max(_FEWEST, math.ceil(share * config.num_requests))
+        n = max(LEAST_REQUESTS, math.ceil(share * config.num_requests))
         return config.model_copy(update={"num_requests": min(n, config.num_requests)})
     if config.replays_log or config.duration_s is None:
         return config
     rate = config.request_rate or math.inf
-    window = max(share * config.duration_s, min(config.duration_s, _FEWEST / rate))
+    window = max(share * config.duration_s, min(config.duration_s, LEAST_REQUESTS / rate))
     warm = max(share, 0.5) * config.warmup_s
     return config.model_copy(update={"duration": window, "warmup": warm})

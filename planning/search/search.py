@@ -142,13 +142,13 @@ def cheapest(
        the border to the first that does.
     2. Clusters that are cheaper than the best so far, many by one trial: if that of as many prefill
        workers as any of them has, and as many decode workers, misses, all of them do.
-    3. The neighbours of the best cluster. If it still meets the objective with one worker less,
-       verdicts are not monotone, and the search continues from there.
+    3. The best cluster with one worker less. If it still meets the objective, verdicts are not
+       monotone, and the search continues from there.
 
     Until then, what a verdict on fewer or more workers implies is not judged again.
 
     ``judge``: judges a cluster of x prefill and y decode workers; deterministic; ``start``: prefill
-    and decode workers where the search begins; ``around``: whether to look at the neighbours.
+    and decode workers where the search begins; ``around``: whether to look there.
     """
     state = SearchState()
 
@@ -173,9 +173,6 @@ def cheapest(
             if min(point) > 0 and (yield from judged(*point)):
                 beside.append(point)
         if not beside:
-            for point in ((x + 1, y), (x, y + 1)):
-                if space.has_room(*point):
-                    yield from judged(*point)
             break
         state.best = min(beside, key=lambda point: space.cost(*point))
     return state

@@ -133,22 +133,38 @@ def _by_gpu(config: RunConfig) -> dict[str, float]:
 def search_size(
     template: ClusterTemplate, objective: Objective, below: float
 ) -> Search[tuple[SearchState, dict[tuple[int, int], Trial]]]:
-    """Find the cheapest cluster of a shape, first near its estimate, then among all."""
+    """Find the cheapest cluster of a shape, first near its estimate, then among all.
+
+    Clusters on the way that meet the objective are known by one seed, and are no trials; what is
+    found is judged by as many as it takes, and the search goes on if it then does not meet it.
+    """
     trials: dict[tuple[int, int], Trial] = {}
+    likely: set[tuple[int, int]] = set()
 
     def judge(x: int, y: int) -> Search[Verdict]:
+        if (x, y) in likely:
+            return Verdict.MEETS
         if (x, y) not in trials:
-            trials[x, y] = yield from try_cluster(template.at(x, y), objective)
+            trial = yield from try_cluster(template.at(x, y), objective, surely=False)
+            if trial.verdict is Verdict.MEETS:
+                likely.add((x, y))
+                return Verdict.MEETS
+            trials[x, y] = trial
         return trials[x, y].verdict
 
     x, y = template.estimate
     near = template.cost(2 * x, 2 * y) + 1e-9
     for limit in (near, below) if near < below else (below,):
         space, prompts = template.search_space(limit), not template.config.generates
-        if template.config.n_prefill == 0 or prompts:
-            state = yield from fewest(space, judge, x if prompts else y, prefill=prompts)
-        else:
-            state = yield from cheapest(space, judge, (x, y))
+        while True:
+            if template.config.n_prefill == 0 or prompts:
+                state = yield from fewest(space, judge, x if prompts else y, prefill=prompts)
+            else:
+                state = yield from cheapest(space, judge, (x, y))
+            if (best := state.best) is None or best in trials:
+                break
+            likely.discard(best)
+            trials[best] = yield from try_cluster(template.at(*best), objective)
         if state.best is not None:
             break
     return state, trials

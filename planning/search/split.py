@@ -1,6 +1,5 @@
 """The best use of a number of GPUs: the shape and split that carry the highest rate."""
 
-import math
 from collections.abc import Sequence
 from itertools import count
 from typing import Unpack
@@ -18,22 +17,14 @@ from eldr_sim.planning.search.candidates import (
     clusters_to_plan,
     make_candidate,
 )
-from eldr_sim.planning.search.race import Contender, halved
-from eldr_sim.planning.search.rates import (
-    NEAR,
-    TOLERANCE,
-    carried,
-    carried_row,
-    fastest_first,
-    lowest_rate,
-)
+from eldr_sim.planning.search.race import Contender, Rates, decided, halved, is_narrow
+from eldr_sim.planning.search.rates import TOLERANCE, carried_row, fastest_first, lowest_rate
 from eldr_sim.planning.search.search import highest_rate
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, attains
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
-#: Splits that are simulated first, of each candidate, and those of them that all seeds decide.
-_TRIED, _COMPARED = 8, 2
+_TRIED = 8  #: splits that are simulated first, of each candidate
 #: More of them race, in short runs, that are estimated at the best rate divided by this; so many
 #: at most.
 ESTIMATED, _MOST = 1.3, 32
@@ -53,7 +44,7 @@ def plan_split(
     The estimate of `shapes.capacity` ranks every split of every shape. Those within a factor of the
     best of each candidate race in short runs (`race.halved`); the first, and what lies beside the
     best of them, are simulated under one seed, those that two others beat only until that is known;
-    the best two under up to three.
+    the best two, and whoever one seed does not show to be worse, under up to five (`race.decided`).
 
     Raises InputError if an argument is not valid, or no shape fits.
 
@@ -76,7 +67,7 @@ def plan_split(
         candidates = [make_candidate(each, wanted, objective, n_gpus, *sizes) for each in configs]
         if not any(candidate.templates for candidate in candidates):
             raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
-        runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + _COMPARED * PAIRED_SEEDS)
+        runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + 2 * PAIRED_SEEDS)
         found = runs.together([_best(each, objective, n_gpus, low) for each in candidates])
     rows = fastest_first([row for each in found for row in each])
     return Answer(Question("split", asked, objective, n_gpus, axes=wanted), rows, runs)
@@ -107,20 +98,10 @@ def _best(candidate: Candidate, objective: Objective, n_gpus: int, low: float) -
             if abs(x - best.x) == 1
         ]
         new = [split for split in beside if split.key not in known]
-    seeds = range(1, min(PAIRED_SEEDS, objective.seeds))
-    again = [
-        carried(split.at(split.good), seed, objective, low=low, factor=NEAR)
-        for split in _compared(tried)
-        for seed in seeds
-    ]
-    others = iter((yield from side_by_side(again)))
+    rates = yield from decided(tried, objective, low)
     result = []
     for split in tried:
-        by_seed: list[float | None] = [split.good or None]
-        if split in _compared(tried):
-            found = (next(others) for _ in seeds)
-            by_seed += [None if each is None else each.good for each in found]
-        result.append((yield from _row(split, candidate.policy, by_seed, low)))
+        result.append((yield from _row(split, candidate.policy, rates.get(split.key), low)))
     done = {split.key for split in tried}
     for split in (each for each in raced if each.key not in done):
         config, why = split.template.at(split.x, split.y), f"about {split.likely:.4g} in short runs"
@@ -135,11 +116,6 @@ def _split(template: ClusterTemplate, x: int, y: int, likely: float | None = Non
     return Contender(template, x, y, estimate if likely is None else likely)
 
 
-def _compared(tried: Sequence[Contender]) -> list[Contender]:
-    """Return those of the splits, highest rate first, that all seeds decide."""
-    return [split for split in tried[:_COMPARED] if split.good]
-
-
 def _race(
     split: Contender, against: Sequence[Contender], objective: Objective, low: float
 ) -> Search[None]:
@@ -152,8 +128,7 @@ def _race(
         return fine
 
     def beaten(rate: float) -> bool:
-        ahead = sum(other.good >= rate for other in against if other is not split)
-        return ahead >= _COMPARED
+        return sum(other.good >= rate for other in against if other is not split) > 1
 
     found = yield from highest_rate(
         max(low, split.likely), low, meets, factor=split.step, tolerance=TOLERANCE, beaten=beaten,
@@ -161,13 +136,16 @@ def _race(
     split.bad = low if found is None else found.bad
 
 
-def _row(split: Contender, label: str, by_seed: Sequence[float | None], low: float) -> Search[Row]:
-    """Return what is known of a split."""
+def _row(split: Contender, label: str, rates: Rates | None, low: float) -> Search[Row]:
+    """Return what is known of a split: its rates by seed, or that it is beaten under the first."""
     config = split.template.at(split.x, split.y)
-    if split.bad > max(low, split.good * (1.0 + TOLERANCE)) and split.bad < math.inf:
-        reason = f"{split.good:.4g} to {split.bad:.4g}, less than the best"
-        return (yield from carried_row(config, label, (), reason, beaten=True))
-    return (yield from carried_row(config, label, by_seed, f"{low:.3g} req/s is too much"))
+    if rates is None and is_narrow(split, low):
+        rates = [split.good or None]
+    if rates is not None:
+        why = f"{low:.3g} req/s is too much"
+        return (yield from carried_row(config, label, rates, why))
+    reason = f"{split.good:.4g} to {split.bad:.4g}, less than the best"
+    return (yield from carried_row(config, label, (), reason, beaten=True))
 
 
 def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]]:

@@ -59,20 +59,25 @@ def found_by_seed(config: RunConfig, summaries: Sequence[Summary]) -> Trial:
     return Trial(config, Verdict.MEETS, alone, tuple(summaries))
 
 
-def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
+def try_cluster(config: RunConfig, objective: Objective, *, surely: bool = True) -> Search[Trial]:
     """Judge a cluster.
 
-    First one seed: a cluster that attains at most half of the target is dropped. Then more, the
-    same seeds for every cluster, until the confidence interval lies on one side of the target or
-    no further seeds could bring it above: such a cluster stays undecided.
+    First one seed, then more, the same for every cluster, until the confidence interval lies on one
+    side of the target or no further seeds could bring it above: such a cluster stays undecided,
+    after a single seed unless the interval of its requests lies below the target.
 
-    ``config``: its ``goodput`` must be the objective's level.
+    ``config``: its ``goodput`` must be the objective's level; ``surely``: else a first seed that
+    attains the target is taken for all.
     """
     first = (yield [config])[0]
-    if first["slo_attainment"] <= objective.hopeless:
-        share = float(first["slo_attainment"])
-        alone = Interval(share, math.nan, math.nan)
-        return Trial(config, Verdict.MISSES, alone, (first,), hopeless=True)
+    share = float(first["slo_attainment"])
+    alone = Interval(share, math.nan, math.nan)
+    if objective.is_out_of_reach([share]):
+        of_requests = objective.interval([share, share], first["num_prompts"])
+        verdict = objective.verdict(of_requests)
+        return Trial(config, verdict, alone, (first,), hopeless=True)
+    if share >= objective.attainment and not surely:
+        return Trial(config, Verdict.MEETS, alone, (first,))
     summaries: list[Summary] = [first]
     verdict, attainment = Verdict.UNDECIDED, Interval(math.nan, math.nan, math.nan)
     for seeds in objective.looks:

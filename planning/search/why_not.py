@@ -91,7 +91,8 @@ def why(
     if trial.verdict is Verdict.MISSES or best.trial is None:
         return f"it {attained}, not {100 * objective.attainment:g}%"
     if trial.verdict is Verdict.UNDECIDED:
-        return f"it {attained}: undecided after {len(trial.summaries)} seeds"
+        n = len(trial.summaries)
+        return f"it {attained}: undecided after {n} seed{'s' if n > 1 else ''}"
     unit = "GPUs" if config.price_per_hour is None else "$ an hour"
     ours, theirs = cost(best.trial.config), cost(config)
     if theirs > ours:

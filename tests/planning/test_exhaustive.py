@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -14,9 +15,12 @@ from eldr_sim.planning.search.trial import try_cluster
 from eldr_sim.planning.slo import Objective, Verdict, parse_slo
 from eldr_sim.simulator.setup.config.run_config import make_config
 
-SIZES, GPUS = [1, 2], 8
 OBJECTIVE = Objective(parse_slo(["ttft:200,tpot:10"]), 0.9, (3,))
-POLICIES = ["jsq", "round_robin", "p2c"]
+#: Policies, GPUs of a worker, most GPUs: 240 clusters of three candidates, 364 of one.
+SPACES = {
+    "three policies": (["jsq", "round_robin", "p2c"], [1, 2], 8),
+    "one policy": (["jsq"], [1, 2, 4], 14),
+}
 
 
 def small(rate):
@@ -27,42 +31,65 @@ def small(rate):
     )  # fmt: skip
 
 
-def every_cluster(config):
+def every_cluster(config, policies, sizes, gpus):
     """Return every cluster of every shape, policy and number of workers."""
-    axes = Axes({"policy": POLICIES})
+    axes = Axes({"policy": policies})
     found = {}
     for each in clusters_to_plan(config, axes, {}):
-        for template in make_candidate(each, axes, OBJECTIVE, GPUS, SIZES).templates:
+        for template in make_candidate(each, axes, OBJECTIVE, gpus, sizes).templates:
             apart = template.config.n_prefill > 0
-            for x in range(1 if apart else 0, GPUS + 1 if apart else 1):
-                for y in range(1, GPUS + 1):
+            for x in range(1 if apart else 0, gpus + 1 if apart else 1):
+                for y in range(1, gpus + 1):
                     config = template.at(x, y)
-                    if config.n_gpus <= GPUS:
+                    if config.n_gpus <= gpus:
                         found[config.model_dump_json()] = config
     return list(found.values())
 
 
+def nothing_around(*_):
+    """In place of margin, savings and Pareto front, which all runs of a space do not tell."""
+    return None, (), []
+    yield
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("rate", [150, 400])
-def test_the_search_finds_what_all_runs_of_the_space_find(rate):
-    """The same cost, in a tenth of the runs; times are printed, both in this process."""
+def test_the_search_finds_what_all_runs_of_the_space_find(rate, space, monkeypatch):
+    """The same cost, in a small part of the runs; times are printed, all in this process."""
+    policies, sizes, gpus = SPACES[space]
     config = small(rate)
-    begin = time.process_time()
-    found = plan(
-        config, OBJECTIVE, policies=POLICIES, max_gpus=GPUS, tensor_parallel_sizes=SIZES,
-        runs=(searched := Runs(1)),
-    )  # fmt: skip
-    middle = time.process_time()
-    clusters, every = every_cluster(config), Runs(1)
+    Runs(1).ended(
+        try_cluster(every_cluster(config, policies, sizes, gpus)[0], OBJECTIVE)
+    )  # compiles
+    times = [time.process_time()]
+
+    def searched():
+        return plan(
+            config, OBJECTIVE, policies=policies, max_gpus=gpus, tensor_parallel_sizes=sizes,
+            runs=Runs(1),
+        )  # fmt: skip
+
+    monkeypatch.setattr("eldr_sim.planning.search.plan._around", nothing_around)
+    alone = searched()
+    times.append(time.process_time())
+    monkeypatch.undo()
+    found = searched()
+    times.append(time.process_time())
+    clusters, every = every_cluster(config, policies, sizes, gpus), Runs(1)
     trials = every.ended(side_by_side([try_cluster(each, OBJECTIVE) for each in clusters]))
-    end = time.process_time()
+    times.append(time.process_time())
     good = [trial for trial in trials if trial.verdict is Verdict.MEETS]
     least = min((cost(trial.config) for trial in good), default=None)
+    took = [end - begin for begin, end in itertools.pairwise(times)]
     print(
-        f"\n{rate}/s: {len(clusters)} clusters, {len(good)} meet it, the cheapest {least} GPUs: "
-        f"{len(every)} runs, {end - middle:.1f} s; the search: "
+        f"\n{rate}/s, {space}: {len(clusters)} clusters, {len(good)} meet it, the cheapest {least} "
+        f"GPUs: {len(every)} runs, {took[2]:.1f} s; the search: "
         f"{found.best and found.best.config.topology}, {found.best and found.best.cost} GPUs, "
-        f"{len(searched)} runs, {middle - begin:.1f} s"
+        f"{len(alone.runs)} runs, {took[0]:.1f} s; with margin, savings and front "
+        f"{len(found.runs)} runs, {took[1]:.1f} s"
     )
     assert len(clusters) >= 200
-    assert (found.best and found.best.cost) == least
+    for answer in (alone, found):
+        assert (answer.best and answer.best.cost) == least
+    assert len(alone.runs) <= len(every) / 5

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.launch.files import launch_files, write_launch_files
+from eldr_sim.simulator.setup import run_routing
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
+from eldr_sim.traces.routing.synthetic.drawn import drawn_trace
 
 #: Options that these versions have, of those that may be written.
 VLLM = [
@@ -80,8 +83,48 @@ TRTLLM = [
     "moe_config",
     "speculative_config",
 ]
-LLM_D = {  # the top of values.schema.json, which is closed
-    "modelArtifacts", "multinode", "accelerator", "routing", "decode", "prefill",
+#: What llm-d-modelservice 0.4.12 takes, of its values.schema.json (commit 3051935e): names and
+#: types, a set where few values are allowed, `...` where others may stand, `!` what must be there.
+LLM_D_POOL = {
+    "create": bool, "replicas": int, "containers": [dict], "volumes": [dict], "autoscaling": dict,
+    "parallelism": {"data": int, "dataLocal": int, "tensor": int, "workers": int}, ...: None,
+}  # fmt: skip
+LLM_D = {
+    "modelArtifacts": {
+        "name": str, "uri": re.compile("(hf|pvc)://.*"), "authSecretName": str, "labels": dict,
+        "mountPath": str, "readOnly": bool, "size": str,
+    },
+    "multinode": bool,
+    "accelerator": {"type": {"nvidia", "amd"}, "env": dict, "resources": dict},
+    "routing": {
+        "servicePort": int,
+        "proxy": {"enabled": bool, "targetPort": int, "connector": str, ...: None},
+    },
+    "prefill": LLM_D_POOL, "decode": LLM_D_POOL, "common": dict, "extraObjects": list,
+    "fullnameOverride": str, "serviceAccountOverride": str, "tracing": dict,
+}  # fmt: skip
+#: What Dynamo's operator takes as v1beta1: api/v1beta1/dynamo{graph,component}deployment_types.go
+#: (commits 0fddc01b, 006b6e10), from which its CRD is made, and Kubernetes' container.
+QUANTITIES = {"nvidia.com/gpu": re.compile("[1-9][0-9]*"), "cpu": str, "memory": str}
+CONTAINER = {
+    "name!": str, "image!": str, "command": [str], "args": [str], "env": [dict],
+    "resources": {"limits": QUANTITIES, "requests": QUANTITIES},
+}  # fmt: skip
+COMPONENT = {
+    "name!": re.compile("(?=.{1,63}$)[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?"),
+    "type": {"frontend", "worker", "prefill", "decode"},
+    "replicas": int, "minAvailable": int, "multinode": {"nodeCount!": int},
+    "podTemplate!": {"metadata": dict, "spec!": {"containers!": [CONTAINER], ...: None}},
+    "runtimeVersionOverride": str, "sharedMemorySize": str, "modelRef": dict,
+    "scalingAdapter": dict, "compilationCache": dict, "topologyConstraint": dict,
+}  # fmt: skip
+DYNAMO = {
+    "apiVersion!": {"nvidia.com/v1beta1"}, "kind!": {"DynamoGraphDeployment"},
+    "metadata!": {"name!": str, ...: None},
+    "spec!": {
+        "backendFramework": {"vllm", "sglang", "trtllm"}, "components": [COMPONENT],
+        "annotations": dict, "labels": dict, "env": [dict], "topologyConstraint": dict,
+    },
 }  # fmt: skip
 WIDE = {
     "model": "Qwen3-235B-A22B", "gpu": "H200", "topology": "2P1D", "data_parallel_size": 16,
@@ -96,14 +139,38 @@ DRAFTS = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
                            "synthetic_acceptance_length": 1.3},
 }  # fmt: skip
-GPUS = {"wide": 32, "plain": 6, "drafts": 16}
 CONFIGS = {"wide": WIDE, "plain": PLAIN, "drafts": DRAFTS}
+#: The answers to the five questions of docs/advice.md.
+H200 = {"gpu": "H200", "goodput": {"ttft": 2000, "tpot": 50}}
+ADVICE = {
+    "Llama": {"model": "Llama-3.1-70B-FP8", "topology": "2P1D", "tensor_parallel_size": 4,
+              "prefill": {"tensor_parallel_size": 2}},
+    "gpt-oss": {"model": "gpt-oss-120b", "topology": "2C", "tensor_parallel_size": 4,
+                "enable_expert_parallel": True},
+    "Qwen3-32B": {"model": "Qwen3-32B", "gpu": "H100", "topology": "1C", "tensor_parallel_size": 4},
+    "Qwen3-235B": {"model": "Qwen3-235B-A22B-FP8", "topology": "2P3D", "data_parallel_size": 4,
+                   "enable_expert_parallel": True,
+                   "prefill": {"tensor_parallel_size": 2, "data_parallel_size": 1}},
+    "R1": {"model": "DeepSeek-R1", "engine": "sglang", "topology": "2P1D",
+           "data_parallel_size": 16, "enable_expert_parallel": True,
+           "prefill": {"tensor_parallel_size": 8, "data_parallel_size": 1}},
+}  # fmt: skip
+GPUS = {"wide": 32, "plain": 6, "drafts": 16, "Llama": 8, "gpt-oss": 8, "Qwen3-32B": 4}
+GPUS |= {"Qwen3-235B": 16, "R1": 32}
+LAUNCHED = CONFIGS | {name: H200 | own for name, own in ADVICE.items()}
 
 
-@pytest.fixture(params=CONFIGS, scope="module")
+@pytest.fixture(params=LAUNCHED, scope="module")
 def made(request):
-    config = make_config({"request_rate": 20, "policy": "jsq"} | CONFIGS[request.param])
-    return request.param, config, launch_files(config, "1", (1000.0, 300.0, 20.0))
+    config = make_config({"request_rate": 20, "policy": "jsq"} | LAUNCHED[request.param])
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "R1":  # the embedded trace has half of its experts
+            patch.setattr(run_routing, "drawn_trace", one_layer)
+        return request.param, config, launch_files(config, "1", (1000.0, 300.0, 20.0))
+
+
+def one_layer(model, shape, domains, band):
+    return drawn_trace(model, replace(shape, n_layers=1), domains, band=band)
 
 
 def commands(script):
@@ -158,8 +225,8 @@ def test_wide_groups_are_launched_node_by_node(made):
 
 
 def test_tensorrt_llm_has_its_keys(made):
-    kind, _, files = made
-    if kind == "plain":
+    kind, config, files = made
+    if not config.n_prefill:
         return
     if kind == "drafts":
         assert "no mapped speculative method ngram" in files["trtllm.txt"]
@@ -231,11 +298,46 @@ def test_other_engines_have_their_own_share_of_the_memory():
     assert f"# simulated, not launched: kv_tier {tiers}" in files["vllm.sh"]
 
 
+def keeps(value, schema, where="file"):
+    """Whether a value is as a schema says, see `LLM_D`; raises where it is not."""
+    match schema:
+        case dict():
+            named = {str(key).rstrip("!"): each for key, each in schema.items()}
+            needed = {str(key)[:-1] for key in schema if str(key).endswith("!")}
+            assert ... in schema or set(value) <= set(named), (where, value)
+            assert needed <= set(value), (where, needed)
+            for key in set(value) & set(named):
+                keeps(value[key], named[key], f"{where}.{key}")
+        case list():
+            assert isinstance(value, list), where
+            for each in value:
+                keeps(each, schema[0], f"{where}[]")
+        case set():
+            assert value in schema, (where, value)
+        case re.Pattern():
+            assert schema.fullmatch(value), (where, value)
+        case _:
+            assert type(value) is schema, (where, value)
+
+
+def test_a_schema_refuses_what_it_does_not_know():
+    values = {
+        "modelArtifacts": {"name": "m", "uri": "hf://m"},
+        "decode": {"replicas": 1, "more": 2},
+    }
+    keeps(values, LLM_D)
+    for wrong in ({"more": 1}, {"multinode": "yes"}, {"decode": {"parallelism": {"pipe": 1}}}):
+        with pytest.raises(AssertionError):
+            keeps(values | wrong, LLM_D)
+    with pytest.raises(AssertionError):
+        keeps({"name": "Decode_1", "podTemplate": {"spec": {"containers": []}}}, COMPONENT)
+
+
 def test_kubernetes_files_keep_their_schemas(made):
-    """llm-d's closed top level; the rules of Dynamo's v1beta1 that its schema cannot say."""
+    """Names and types of llm-d's and Dynamo's schemas, and the rules that those cannot say."""
     kind, _, files = made
     values = yaml.safe_load(files["llm-d-values.yaml"])
-    assert set(values) <= LLM_D
+    keeps(values, LLM_D)
     total = 0
     for role in ("prefill", "decode"):
         if values[role]["create"]:
@@ -249,21 +351,15 @@ def test_kubernetes_files_keep_their_schemas(made):
     assert total == GPUS[kind]
 
     graph = yaml.safe_load(files["dynamo.yaml"])
-    assert (graph["apiVersion"], graph["kind"]) == (
-        "nvidia.com/v1beta1", "DynamoGraphDeployment",
-    )  # fmt: skip
+    keeps(graph, DYNAMO)
     names = [each["name"].lower() for each in graph["spec"]["components"]]
     assert len(set(names)) == len(names) <= 25
     total = 0
     for each in graph["spec"]["components"]:
-        assert each["type"] in ("frontend", "worker", "prefill", "decode")
-        assert len(each["name"]) <= 63
         (container,) = each["podTemplate"]["spec"]["containers"]
         assert container["name"] == "main"
-        assert container["image"]
         if each["type"] == "frontend":
             continue
-        assert all(isinstance(word, str) for word in container["args"])
         nodes = each.get("multinode", {"nodeCount": 1})["nodeCount"]
         assert nodes >= 2 or "multinode" not in each
         gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
@@ -314,6 +410,10 @@ def test_experts_on_gpus_of_their_own_are_not_launched(run_cli, tmp_path):
     words = ["plan", "--topology", "2P4A4F", "--slo", "tpot:30", "--emit", tmp_path / "files"]
     code, _, err = run_cli(*words)
     assert (code, "2P4A4F is not launched" in err) == (2, True)
+    asked = ["plan", "--request-rate", 20, "--slo", "tpot:30", "--dp", 4, "--ffn-ranks", "0,4"]
+    code, _, err = run_cli(*asked, "--emit", tmp_path / "files")
+    said = "emit: decode workers with FFN GPUs of their own are not launched"
+    assert (code, err.count("\n"), said in err) == (2, 1, True)  # before anything is simulated
 
 
 def test_files_are_written_whole(tmp_path):

@@ -150,6 +150,43 @@ def test_hopeless_clusters_take_one_run_and_clear_ones_the_fewest_seeds():
     assert len(tried) < 32
 
 
+class Hole(Analytic):
+    """One prefill worker more than the answer makes it worse."""
+
+    def summary(self, config):
+        found = super().summary(config)
+        if config.topology == "6P11D":
+            found |= {"slo_attainment": 0.2}
+        return found
+
+
+def test_a_hole_beside_the_answer_is_told():
+    best = ask(policies=["jsq"], gpus=["h100"]).best.trial.config
+    assert best.topology == "5P11D"
+    found = ask(Hole(), policies=["jsq"], gpus=["h100"])
+    assert found.best.trial.config == best
+    told = "xPyD TP1: not monotone: 5P11D meets the objective and 6P11D does not"
+    assert found.best.notes == [told]
+
+
+class Borderline(Analytic):
+    """Clusters of few GPUs attain the target under the first seed alone."""
+
+    def summary(self, config):
+        found = super().summary(config)
+        if config.n_gpus < 17 and config.seed == 0:
+            found |= {"slo_attainment": 1.0}
+        return found
+
+
+def test_what_one_seed_says_on_the_way_is_no_answer():
+    """Clusters that only the first seed favours are judged by more before they are the answer."""
+    found = ask(Borderline(), policies=["jsq"], gpus=["h100"], max_gpus=32)
+    assert found.best.trial.config.n_gpus >= 14
+    assert math.prod(attained(found.best.trial.config)) >= 0.9
+    assert len(found.best.trial.summaries) >= 3
+
+
 def test_margin_is_the_rate_at_which_the_target_is_just_attained():
     found = ask(policies=["eldr"], gpus=["h100"])
     config = found.best.trial.config

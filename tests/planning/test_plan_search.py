@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.search.search import SearchSpace, cheapest, highest_rate, smallest
 from eldr_sim.planning.slo import Objective, Verdict, attainment_interval, looks_up_to, parse_slo
 from eldr_sim.simulator.setup.config.run_config import ServiceLevel
@@ -113,14 +114,6 @@ def test_only_what_costs_less_is_of_interest():
     assert oracle.asked == []
 
 
-def test_a_hole_beside_the_answer_is_told():
-    """One prefill worker more makes it worse: 4P6D does, 5P6D does not."""
-    oracle = Oracle(lambda x, y: x >= 4 and y >= 6 and (x, y) != (5, 6))
-    found = finish(cheapest(SearchSpace(1, 1, 32, lambda x, y: x + y), oracle))
-    assert found.best == (4, 6)
-    assert found.contradictions() == [((4, 6), (5, 6))]
-
-
 def test_a_cheaper_cluster_behind_a_contradiction_is_taken():
     """With many prefill workers it takes 8 decode workers, with few of them 6 are enough."""
     oracle = Oracle(lambda x, y: x >= 2 and y >= (8 if x > 9 else 6))
@@ -209,6 +202,25 @@ def test_looking_again_and_again_errs_no_more_often_than_promised(truth):
     assert errors <= 50 + 3 * math.sqrt(1000 * 0.05 * 0.95)
     if abs(truth - 0.9) > 0.01:
         assert decided > 500
+
+
+@given(
+    st.lists(st.floats(0.8, 1.0), min_size=1, max_size=4),
+    st.sampled_from([(2,), (3,), (3, 5), (3, 5, 8), (3, 5, 8, 13)]),
+)
+def test_out_of_reach_is_what_no_further_seeds_can_show(known, looks):
+    """Against equal further seeds of every share, and some that differ."""
+    objective, best = Objective(ServiceLevel(tpot=30), 0.9, looks), -math.inf
+    rng, each = np.random.default_rng(2), 1 - 0.05 / len(looks)
+    for n in (n for n in looks if n > len(known)):
+        more = n - len(known)
+        further = [[share] * more for share in np.linspace(0.7, 1.0, 301)]
+        further += [rng.uniform(0.9, 1.0, more).tolist() for _ in range(50)]
+        best = max(best, *(t_interval([*known, *own], each).low for own in further))
+    if objective.is_out_of_reach(known):
+        assert best < 0.9
+    else:
+        assert best > 0.9 - 0.002  # a grid misses the very best
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import math
 import numpy as np
 import pytest
 
+from eldr_sim.planning.intervals import is_below
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.plan import MOST_CANDIDATES, plan
-from eldr_sim.planning.search.race import SHORTEST, Contender, halved
+from eldr_sim.planning.search.race import SHORTEST, Contender, decided, halved
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import make_config
 
@@ -49,6 +50,17 @@ class Template:
         return Run(self.index)
 
 
+def answered(search, attained):
+    """Run a search whose runs attain what a function says."""
+    asked = None
+    while True:
+        try:
+            runs = next(search) if asked is None else search.send(asked)
+        except StopIteration as end:
+            return end.value
+        asked = [{"slo_attainment": attained(run)} for run in runs]
+
+
 def race(rates, prices, likely, sd, rng, keep=4):
     """Race clusters; return the indices of those that are left, and the seconds simulated."""
     seconds, luck = 0.0, {}
@@ -65,13 +77,8 @@ def race(rates, prices, likely, sd, rng, keep=4):
         Contender(Template(i, price), 1, 1, likely=guess)
         for i, (price, guess) in enumerate(zip(prices, likely, strict=True))
     ]
-    search, asked = halved(runners, OBJECTIVE, 0.1, keep), None
-    while True:
-        try:
-            runs = next(search) if asked is None else search.send(asked)
-        except StopIteration as end:
-            return [each.template.index for each in end.value], seconds
-        asked = [{"slo_attainment": attained(run)} for run in runs]
+    left = answered(halved(runners, OBJECTIVE, 0.1, keep), attained)
+    return [each.template.index for each in left], seconds
 
 
 @pytest.mark.parametrize("sd", [0.0, 0.03])
@@ -97,6 +104,50 @@ def test_the_best_or_one_within_two_percent_is_left(sd):
 def test_few_clusters_do_not_race():
     left, seconds = race([1.0, 2.0], [1.0, 1.0], [1.0, 1.0], 0.0, None)
     assert (left, seconds) == ([0, 1], 0.0)
+
+
+def last_round(first, rates, sd, rng):
+    """Decide between clusters whose rates under the first seed are known within bounds.
+
+    Return the rates by seed of those that have more, and the runs that it took.
+    """
+    luck, runs = {}, 0
+
+    def attained(run):
+        nonlocal runs
+        runs += 1
+        if (run.index, run.seed) not in luck:
+            luck[run.index, run.seed] = 1 + sd * rng.normal()
+        return float(run.request_rate <= rates[run.index] * luck[run.index, run.seed])
+
+    tried = []
+    for i, (good, bad) in enumerate(first):
+        tried.append(Contender(Template(i, 1.0), 1, 1, good, good, bad))
+        luck[i, 0] = (good + bad) / 2 / rates[i]
+    found = answered(decided(tried, Objective(LEVEL, 0.9, (3, 5, 8)), 0.1), attained)
+    return {each.template.index: found[each.key] for each in tried if each.key in found}, runs
+
+
+def test_a_cluster_that_one_seed_favours_does_not_win_by_it():
+    """Two that tie, the one lucky and the other unlucky by 15%: both are known by more seeds."""
+    rng, told, means = np.random.default_rng(5), 0, []
+    for _ in range(100):
+        first = [(2.30, 2.32), (1.90, 1.91), (1.55, 1.80), (0.40, 0.50)]
+        rates, _ = last_round(first, [2.0, 1.85, 2.0, 0.5], 0.08, rng)
+        assert 3 not in rates
+        best = max(rates.values(), key=np.mean)
+        told += 2 in rates and not is_below(rates[2], best)
+        means.append(np.mean(best))
+    assert told >= 70
+    assert np.mean(means) < 2.15  # where the first seed said 2.3
+
+
+def test_a_clear_winner_takes_three_seeds_and_no_others():
+    rng = np.random.default_rng(6)
+    first = [(2.00, 2.01), (1.90, 1.91), (1.48, 1.50)]
+    rates, runs = last_round(first, [2.0, 1.9, 1.49], 0.005, rng)
+    assert {index: len(own) for index, own in rates.items()} == {0: 3, 1: 3}
+    assert runs <= 2 * 2 * 6
 
 
 class Batched(Analytic):
