@@ -223,6 +223,7 @@ def make_cluster(make_step_time):
         load_report_delay_s=0.0,
         async_scheduling=False,
         max_concurrency=None,
+        threshold=None,
         enable_prefix_caching=True,
         decode_policy="jsq",
         prefill_policy="least_loaded",
@@ -267,7 +268,9 @@ def make_cluster(make_step_time):
             block_size=block_size,
             transfer=transfer,
             load_report_delay_s=load_report_delay_s,
-            scheduler=EngineConfig(async_scheduling=async_scheduling),
+            scheduler=EngineConfig(
+                async_scheduling=async_scheduling, long_prefill_token_threshold=threshold
+            ),
             max_concurrency=max_concurrency,
             enable_prefix_caching=enable_prefix_caching,
             **rest,

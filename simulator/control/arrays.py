@@ -35,7 +35,7 @@ from eldr_sim.simulator.setup.kv_tiers import make_tiers, prompt_table
 from eldr_sim.traces.workload import Workload
 
 _T = TypeVar("_T")
-_TYPES: dict[Any, type] = {bool: np.bool_, int: np.int64, float: np.float64}
+_TYPES: dict[Any, type] = {bool: np.bool_, int: np.int64, float: np.float64, int | None: np.int64}
 #: `state.POOL`, and what the engine's configuration marks for the loop.
 POOL = np.dtype(
     [(name, state.POOL[name]) for name in state.POOL.names or ()]
@@ -138,7 +138,8 @@ def make_run(
     # Behind its places an engine has those of sequences that sit out, and one to move another.
     most_seqs = max(engine.max_num_seqs for engine in engines)
     places = most_seqs * (1 if all(e.rules.mixed_steps for e in engines) else 2)
-    places += int(any(e.rules.token_with_kv for e in engines))
+    moves = (pools["long_prefill_token_threshold"] > 0) | pools["token_with_kv"]
+    places += int(moves.any())
     most_pending = most_seqs + most_at_once(spec.front_end) + 1
     if spec.reserves_early:  # perhaps for all at once
         most_pending += n_requests
@@ -242,6 +243,7 @@ def make_pools(
     pools["own_experts"] = own_experts
     pools["capture_s"][[pool.decodes for pool in spec.pools]] = 0.0
     pools["prefill_schedule_interval"][[engine.group is None for engine in engines]] = 1
+    pools["long_prefill_token_threshold"][whole | [e.engine != "vllm" for e in engines]] = 0
     heads = np.array([e.speculation is not None and e.speculation.has_head for e in engines])
     pools["drops_block"] &= heads & bool((pools["then"] >= 0).any())
     for number, (pool, shard) in enumerate(zip(spec.pools, shards, strict=True)):

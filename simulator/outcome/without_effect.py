@@ -125,6 +125,12 @@ def _of_workers(
         yield "replica_choice", "every expert has one instance"
     if config.n_prefill and not record.requests["preemptions"].any():
         yield "prefill_schedule_interval", "workers that decode compute no prompts"
+    if (config.long_prefill_token_threshold or 0) >= max(
+        engine.max_num_batched_tokens for engine in engines
+    ):
+        yield "long_prefill_token_threshold", "no step has room for so many tokens"
+    if all(engine.layout is not None and engine.layout.whole_prompts for engine in engines):
+        yield "long_prefill_token_threshold", "prompts are computed whole"
     if not config.generates:
         for name in ("async_scheduling", "trace_replay"):
             yield name, "no worker decodes"

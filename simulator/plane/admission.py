@@ -29,6 +29,7 @@ from eldr_sim.simulator.plane.queues import line_remove, queue_remove
 from eldr_sim.simulator.plane.state import HERE, LOADED, OF_SHARE, PENDING_PROMPT, TRANSFER_START
 
 _NONE = np.int64(0)
+_ANY = np.int64(1 << 60)  # tokens
 
 
 @compiled()
@@ -261,6 +262,8 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
     sequence.computed = computed
     sequence.todo = context - computed
     sequence.chunk = 0
+    engines.workers[w].n_admitted += 1
+    sequence.ticket = engines.workers[w].n_admitted
 
 
 @compiled()
@@ -278,36 +281,64 @@ def _join(engines: Engines, w: int) -> None:
 @compiled()
 def _carry_on(engines: Engines, w: int) -> None:
     """Let the sequence that joined last stand before others that join: it has its first token."""
-    worker, sequences = engines.workers[w], engines.sequences
+    worker = engines.workers[w]
     worker.joined -= 1
-    at, new = worker.batch - 1 - worker.joined, worker.batch - 1
+    _move(engines, w, worker.batch - 1, worker.batch - 1 - worker.joined)
+
+
+@compiled()
+def _move(engines: Engines, w: int, of: int, to: int) -> None:
+    """Let the running sequence ``of`` stand at ``to``, before those that stood there."""
+    worker, sequences = engines.workers[w], engines.sequences
     spare = worker.batch + worker.prefilling
-    sequences[w, spare] = sequences[w, new]
-    for i in range(new, at, -1):
+    sequences[w, spare] = sequences[w, of]
+    for i in range(of, to, -1):
         sequences[w, i] = sequences[w, i - 1]
-    sequences[w, at] = sequences[w, spare]
+    sequences[w, to] = sequences[w, spare]
+
+
+@compiled()
+def _longest_chunk(engines: Engines, w: int) -> Any:
+    """Return the tokens that the next step computes of a prompt at most.
+
+    The threshold of long prompts, unless the engine has no other request (vLLM).
+    """
+    worker, requests = engines.workers[w], engines.requests
+    threshold = engines.pools[engines.pool_of[w]].long_prefill_token_threshold
+    if threshold <= 0:
+        return _ANY
+    n = worker.batch + worker.prefilling + worker.leaving + worker.n_waiting
+    late: Any = np.int64(worker.late_head)
+    while late >= 0:  # they came when the step had been scheduled
+        n -= not requests[late].kv_here
+        late = np.int64(requests[late].next)
+    return threshold if n > 1 else _ANY
 
 
 @compiled()
 def fill(engines: Engines, w: int) -> None:
     """Fill the next step's token budget with contexts to compute, the one begun first."""
     worker, alone = engines.workers[w], only_prompts(engines, w)
+    most = _longest_chunk(engines, w)
+    i = worker.batch
+    if alone:
+        i = worker.filled if most == _ANY else _NONE
     while True:
-        i = worker.filled if alone else worker.batch
         budget = budget_left(engines, w)
         if i == worker.batch + worker.prefilling or budget <= 0:
             return
         sequence = engines.sequences[w, i]
-        chunk = min(sequence.todo - sequence.chunk, budget)
+        chunk = min(sequence.todo - sequence.chunk, budget, most - sequence.chunk)
         if chunk > 0:
             sequence.chunk += chunk
             worker.chunk_tokens += chunk
             publish_tokens(engines, w, sequence.request, sequence.computed + sequence.chunk)
-        if sequence.chunk < sequence.todo:
-            return
-        if alone:
-            worker.filled += 1
-        elif chunk + sequence.tokens > budget:  # too little left for what it decodes
-            return
-        else:
+        if sequence.chunk == sequence.todo and alone:
+            worker.filled += chunk > 0
+        elif sequence.chunk == sequence.todo and sequence.chunk + sequence.tokens <= most:
+            if chunk + sequence.tokens > budget:  # too little left for what it decodes
+                return
+            if i > worker.batch:  # others of longer prompts have begun before
+                _move(engines, w, i, worker.batch)
             _join(engines, w)
+        i += 1

@@ -89,8 +89,13 @@ def _victim(engines: Engines, w: int) -> Any:
             if fewest < 0 or outputs < fewest or (outputs == fewest and prompt > longest):
                 victim, fewest, longest = np.int64(i), outputs, prompt
         return victim
-    if not engines.pools[engines.pool_of[w]].preempt_by_key:
-        return last
+    pool = engines.pools[engines.pool_of[w]]
+    if not pool.preempt_by_key:
+        if pool.long_prefill_token_threshold > 0:  # prompts do not end as they began
+            for i in range(last):
+                if sequences[w, i].ticket > sequences[w, victim].ticket:
+                    victim = np.int64(i)
+        return victim
     for i in range(last):
         if _comes_first(requests, sequences[w, victim].request, sequences[w, i].request):
             victim = np.int64(i)

@@ -236,7 +236,8 @@ WORKER = np.dtype(
         ("spare", np.int64),  # first of the records that are free again
         ("idle_head", np.int64),  # least recently freed
         ("idle_tail", np.int64),
-        ("n_queued", np.int64),  # requests that have come so far
+        ("n_queued", np.int64),  # requests that have come so far,
+        ("n_admitted", np.int64),  # and been admitted, those that come back once more
         # Requests that the engine has and that do not run, and the tokens of their contexts.
         ("n_waiting", np.int64),
         ("waiting_tokens", np.int64),
@@ -282,6 +283,7 @@ SEQUENCE = np.dtype(
         ("computed", np.int64),  # tokens of its context that are in the KV cache
         ("todo", np.int64),  # tokens of its context still to compute
         ("chunk", np.int64),  # of which the next step computes so many
+        ("ticket", np.int64),  # its place among those that the engine has admitted
     ]
 )
 

@@ -42,6 +42,11 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     rules = rules_of(engine, config, budget, n_engines)
     drafts = pool.speculative_config
     each = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
+    longest = config.max_model_len or model.max_position_embeddings
+    threshold = config.long_prefill_token_threshold
+    if threshold and not each <= threshold <= longest:
+        problem = f"{threshold} of at most {longest} tokens, and {each} a step of decoding"
+        raise InputError("long_prefill_token_threshold", problem, f"0 or {each}..{longest}")
     seats = default_seats(engine, gpu, n_engines)
     max_num_seqs = pool.max_num_seqs or max(1, min(seats, budget // each))
     if max_num_seqs * each > budget:
@@ -59,8 +64,6 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     layout = prompt_layout(config, workers, model, gpu, parallelism, budget)
     experts = None if layout is None else layout.experts
     slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
-
-    longest = config.max_model_len or model.max_position_embeddings
 
     def build(
         dims: ModelDims,

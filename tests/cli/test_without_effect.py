@@ -120,6 +120,7 @@ CASES = {
     "async_scheduling": "--topology 2P --output-len 1 --no-async-scheduling",
     "acceptance": ("--acceptance glm-5.2", "acceptance"),
     "prefill_schedule_interval": "--prefill-schedule-interval 3",
+    "long_prefill_token_threshold": "--long-prefill-token-threshold 20000",
     "gpu_memory_utilization": "--num-gpu-blocks-override 500 --gpu-memory-utilization 0.9",
     "num_gpu_blocks_override": "--topology 2P --output-len 1 --kv-cache-free "
                                "--num-gpu-blocks-override 500",
@@ -187,6 +188,10 @@ CASES = {
     "n_gpus": ("plan --slo ttft:9 --topology 1P1D --gpus 4", "gpus"),
     "prefill_only": ("plan --slo ttft:9 --topology 1P1D --prefill-only", "prefill_only"),
 }  # fmt: skip
+
+
+#: Options whose names are like those of a pool's.
+KEPT = "prefill_policy", "prefill_schedule_interval", "long_prefill_token_threshold"
 
 
 def options():
@@ -259,7 +264,7 @@ def test_an_option_without_effect_is_refused_or_named(name, files, run_cli):
         assert caught.value.field == refused
         return
     flag = re.escape(name.replace("prefill_", "prefill.").replace("decode_", "decode."))
-    flag = name if name in ("prefill_policy", "prefill_schedule_interval") else flag
+    flag = name if name in KEPT else flag
     found = summary(text)
     said = [line for line in warnings_of(found) if re.match(rf"{flag}\b.* has no effect: ", line)]
     assert len(said) == 1, warnings_of(found)

@@ -483,6 +483,7 @@ VALUES: dict[str, list[Any]] = {
     "max_model_len": [60], "max_num_batched_tokens": [64], "block_size": [32],
     "disable_hybrid_kv_cache_manager": [True], "enable_prefix_caching": [False],
     "async_scheduling": [False], "prefill_schedule_interval": [3], "gpu_memory_utilization": [0.8],
+    "long_prefill_token_threshold": [32],
     "num_gpu_blocks_override": [40], "host_gap_ms": [5.0], "cudagraph_padding": ["experts"],
     "frontend": ["xeon-emerald-rapids"], "tokenizer_mode": ["microbatch_sequential"],
     "tokenizer_threads": [4], "api_servers": [3], "cpu_slowdown": [50.0], "handover": ["vllm_nixl"],

@@ -230,6 +230,7 @@ RANDOM_CLUSTER = {
     "windows": st.sampled_from([None, None, WindowBlocks(1.0, 2), WindowBlocks(2.5, 3, 1)]),
     "front_end": st.sampled_from([None, None, *get_args(Mode)]),
     "drafts": st.sampled_from([0, 0, 1, 2, 3, 5]),
+    "threshold": st.sampled_from([None, None, 1, 4, 9]),
 }
 
 
@@ -266,6 +267,7 @@ def random_cluster(
     front_end=None,
     drafts=0,
     early=False,
+    threshold=None,
 ):
     """Return the arguments of a random cluster, but for its policies.
 
@@ -322,7 +324,10 @@ def random_cluster(
         max_concurrency=some(None, None, None, 1, 3, 6),
         signal_interval_s=signal_intervals * unit,
         enable_prefix_caching=rng.random() < 0.9,
-        scheduler=EngineConfig(async_scheduling=async_scheduling),
+        scheduler=EngineConfig(
+            async_scheduling=async_scheduling,
+            long_prefill_token_threshold=threshold and max(threshold, 1 + drafts),
+        ),
         preempt_by_key=preempt_by_key and aging is None,
         aging_s=np.inf if aging is None else aging * unit,
         capture_s=some(0.0, unit),

@@ -202,6 +202,27 @@ def test_async_scheduling_has_planned_the_next_step_already(
     assert requests["finish_s"].tolist() == [5.0, joins_at + 2.0]
 
 
+@pytest.mark.parametrize(
+    ("prompts", "outputs", "steps"),
+    [
+        ([21, 6], [2, 3], [(1, 13), (1, 8), (2, 4), (1, 0)]),
+        ([21], [2], [(0, 16), (1, 4), (1, 0)]),  # nobody else is there
+        ([9, 2], [1, 4], [(1, 9), (2, 0), (1, 0), (1, 0)]),  # the 9th token is one too many
+    ],
+)
+def test_a_long_prompt_leaves_others_room(make_cluster, make_workload, prompts, outputs, steps):
+    """Of steps of 16 tokens it takes 8; the last token of a prompt is decoded."""
+    cluster = make_cluster(
+        make_workload([0.0] * len(prompts), prompts, outputs),
+        n_prefill=0,
+        step_time=by_hand(1.0, chunk_step_s=1.0),
+        max_num_batched_tokens=16,
+        threshold=8,
+    )
+    log = cluster.run().decode_steps
+    assert log[["sequences", "chunk_tokens"]].tolist() == steps
+
+
 # -- prefill workers by hand -------------------------------------------------------------------
 
 

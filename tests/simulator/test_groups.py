@@ -157,6 +157,7 @@ GROUPED = {
     "preempt_by_key": st.booleans(),
     "n_queue_keys": st.sampled_from([1, 3]),
     "aging": st.sampled_from([None, None, 3, 30]),
+    "threshold": st.sampled_from([None, None, 4]),
 }
 
 
@@ -194,7 +195,7 @@ DEFERS = {
     "decode": "jsq", "seed": 2443, "topology": (1, 1), "size": 2, "per_engine": 1,
     "gpus_per_node": 1, "interval": 5, "n_redundant": 0, "copy_per": ALL, "prefix": 7,
     "async_scheduling": True, "slow_transfers": True, "preempt_by_key": True, "n_queue_keys": 1,
-    "aging": None, "balance": (0, 0),
+    "aging": None, "balance": (0, 0), "threshold": None,
 }  # fmt: skip
 
 

@@ -17,8 +17,10 @@ from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.simulator.plane.state import OF_PROMPT, OF_SHARE, TO_THE_END
 from eldr_sim.simulator.setup.config.pools import Engine, Pool
 
-#: Options that vLLM does not know, and who does: fields of `groups.SchedulerConfig`.
+#: Options that not all engines know, and who does: fields of `groups.EngineConfig` and
+#: `groups.SchedulerConfig`.
 OPTIONS: dict[str, tuple[Engine, ...]] = {
+    "long_prefill_token_threshold": ("vllm",),
     "enable_mixed_chunk": ("sglang",),
     "scheduler_recv_interval": ("sglang",),
     "schedule_conservativeness": ("sglang",),

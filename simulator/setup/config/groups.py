@@ -304,6 +304,9 @@ class EngineConfig(Fields):
     prefill_schedule_interval: Annotated[int, LOOP] = Field(default=1, ge=1)
     """Engines that share experts compute prompts in every so-manieth step, where they decode
     (vLLM's option)."""
+    long_prefill_token_threshold: Annotated[int | None, LOOP] = Field(default=None, ge=0)
+    """Tokens that a step computes of one prompt at most, unless the engine has no other request
+    (vLLM's option); as many as the step has room for when not given."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
     """Share of the GPU's memory that an engine may use; SGLang: weights and KV cache alone,
     TensorRT-LLM: KV cache, of what the weights leave. Their defaults differ."""

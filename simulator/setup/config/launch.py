@@ -17,6 +17,7 @@ _SAME = (
     "pipeline_parallel_size", "enable_expert_parallel", "enable_elastic_ep",
     "num_redundant_experts", "enforce_eager", "enable_prefix_caching", "async_scheduling",
     "num_gpu_blocks_override", "speculative_config", "disable_hybrid_kv_cache_manager", "model",
+    "long_prefill_token_threshold",
 )  # fmt: skip
 _PARALLEL = {"tp": "tensor_parallel_size", "dp": "data_parallel_size",
              "pp": "pipeline_parallel_size"}  # fmt: skip

@@ -50,7 +50,7 @@ class Worker:
         self.decoding, self.prefilling = [], []  # running: a token a step; contexts begun
         self.requests = set()  # those that it has not finished or handed over
         self.new, self.arrived, self.preempted, self.late = [], [], [], []
-        self.taken = 0
+        self.taken = self.admitted = 0
         self.joined = []  # decode for the first time in the next step
         self.step_end = -math.inf
         self.boundary_at = None
@@ -66,6 +66,7 @@ class Worker:
         self.leaving = []  # requests that later stages still have
         layout = pool.spec.layout
         self.whole_prompts = layout is not None and layout.whole_prompts
+        self.threshold = twin.spec.scheduler.long_prefill_token_threshold
         self.lookahead, self.drafts = 0, None
         # vLLM with a KV connector and a head computes the last cached block again.
         hands_over = any(other.then >= 0 for other in twin.spec.pools)
@@ -206,7 +207,9 @@ class Worker:
             victim = (
                 max(self.running(), key=lambda s: place(s.request))
                 if by_key
-                else (self.running()[-1])
+                else max(self.running(), key=lambda s: s.ticket)
+                if self.threshold
+                else self.running()[-1]
             )
             request = victim.request
             if victim in self.prefilling:
@@ -310,7 +313,8 @@ class Worker:
     def sequence(self, request, cached, context):
         """Who computes no context is padded with placeholders to the size of a verify step."""
         placeholders = self.lookahead if cached == context else 0
-        return Sequence(request, cached, context, tokens=1 + placeholders)
+        self.admitted += 1
+        return Sequence(request, cached, context, tokens=1 + placeholders, ticket=self.admitted)
 
     def admit_new(self, request):
         """It computes its prompt, or fetches it into the blocks reserved for it."""
@@ -345,19 +349,29 @@ class Worker:
         tokens = sum(s.chunk for s in self.running()) + sum(s.tokens for s in self.decoding)
         return self.pool.spec.max_num_batched_tokens - tokens
 
+    def longest_chunk(self):
+        """A long prompt leaves the others room, if the engine has any."""
+        others = len(self.requests) + len(self.leaving)
+        others -= sum(not request.kv_here for request in self.late)
+        return self.threshold if self.threshold and others > 1 else math.inf
+
     def fill(self):
         """Fill the token budget with contexts to compute, the one begun first."""
+        most = self.longest_chunk()
         for sequence in list(self.prefilling):
-            n = min(sequence.context - sequence.cached - sequence.chunk, self.budget())
-            sequence.chunk += n
-            self.publish(sequence.request, sequence.cached + sequence.chunk)
-            if sequence.cached + sequence.chunk < sequence.context:
-                return
-            if self.role not in ONLY_PROMPTS:
-                if self.budget() < sequence.tokens:
-                    return  # too little left for what it decodes
-                self.prefilling.remove(sequence)
-                self.join(sequence)
+            left = sequence.context - sequence.cached - sequence.chunk
+            n = min(left, self.budget(), most - sequence.chunk)
+            if n > 0:
+                sequence.chunk += n
+                self.publish(sequence.request, sequence.cached + sequence.chunk)
+            if sequence.cached + sequence.chunk < sequence.context or self.role in ONLY_PROMPTS:
+                continue
+            if sequence.chunk + sequence.tokens > most:
+                continue
+            if self.budget() < sequence.tokens:
+                return  # too little left for what it decodes
+            self.prefilling.remove(sequence)
+            self.join(sequence)
 
     def join(self, sequence):
         """Let a sequence get a token in the next step."""

@@ -69,3 +69,4 @@ class Sequence:
     tokens: int = 1  #: that a decode step computes, drafts and placeholders among them
     drafts: int = 0  #: that it verifies
     got: int = 0  #: output tokens of its last step
+    ticket: int = 0  #: its place among those that the engine has admitted
