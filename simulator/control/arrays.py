@@ -135,9 +135,11 @@ def make_run(
     sessions = make_sessions(workload, inputs.window, spec.max_active_sessions)
     sessions = with_joins(sessions, workload.joins)
     clock, events = _first_events(requests, n_workers, sessions, inputs.window[1])
-    # Behind its places an engine has those of sequences that sit out, and one to move another.
+    # Behind its places an engine has those of sequences that sit out or ride on, and one to move
+    # another.
     most_seqs = max(engine.max_num_seqs for engine in engines)
-    places = most_seqs * (1 if all(e.rules.mixed_steps for e in engines) else 2)
+    apart = (~pools["mixed_steps"] | (pools["rides_on"] & (pools["drafts"] > 0))).any()
+    places = most_seqs * (2 if apart else 1)
     moves = (pools["long_prefill_token_threshold"] > 0) | pools["token_with_kv"]
     places += int(moves.any())
     most_pending = most_seqs + most_at_once(spec.front_end) + 1
@@ -246,6 +248,7 @@ def make_pools(
     pools["long_prefill_token_threshold"][whole | [e.engine != "vllm" for e in engines]] = 0
     heads = np.array([e.speculation is not None and e.speculation.has_head for e in engines])
     pools["drops_block"] &= heads & bool((pools["then"] >= 0).any())
+    pools["rides_on"] &= pools["async_scheduling"]
     for number, (pool, shard) in enumerate(zip(spec.pools, shards, strict=True)):
         n_bytes, n_tensors = shard.kv_bytes_per_token, shard.n_kv_tensors
         speculation = pool.engine.speculation

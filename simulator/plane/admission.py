@@ -148,6 +148,7 @@ def _is_open(engines: Engines, w: int, drafts: int) -> Any:
     """Whether the next step has a place and tokens of its budget left: one, and ``drafts``."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     places = pool.max_num_seqs - worker.batch - worker.prefilling - worker.leaving
+    places -= worker.riding
     return bool(places > 0 and budget_left(engines, w) > drafts)
 
 
@@ -156,7 +157,7 @@ def budget_left(engines: Engines, w: int) -> Any:
     """Return the tokens that the next step has room for; of its own who sits out takes none."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     tokens = worker.tokens if pool.mixed_steps else worker.joined
-    return pool.max_num_batched_tokens - tokens - worker.chunk_tokens
+    return pool.max_num_batched_tokens - tokens - worker.chunk_tokens - worker.riding_tokens
 
 
 @compiled()
@@ -307,7 +308,7 @@ def _longest_chunk(engines: Engines, w: int) -> Any:
     threshold = engines.pools[engines.pool_of[w]].long_prefill_token_threshold
     if threshold <= 0:
         return _ANY
-    n = worker.batch + worker.prefilling + worker.leaving + worker.n_waiting
+    n = worker.batch + worker.prefilling + worker.leaving + worker.riding + worker.n_waiting
     late: Any = np.int64(worker.late_head)
     while late >= 0:  # they came when the step had been scheduled
         n -= not requests[late].kv_here

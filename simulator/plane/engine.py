@@ -51,6 +51,7 @@ from eldr_sim.simulator.plane.kv_manager import (
 from eldr_sim.simulator.plane.preemption import preempt
 from eldr_sim.simulator.plane.queues import line_add, queue_add
 from eldr_sim.simulator.plane.state import PENDING_END, PENDING_HAND_OVER, PROMPT_END, WORKER
+from eldr_sim.simulator.plane.steps.executor import has_step
 from eldr_sim.simulator.plane.waiting import defers_prompts, waits_for_engines
 
 _NONE = np.int64(0)
@@ -98,7 +99,7 @@ def take(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Non
         worker.n_waiting += 1
         worker.waiting_tokens += requests[request].prompt_len + requests[request].generated
         requests[request].queued_s = clock[0].now
-    busy = worker.batch + worker.prefilling > 0
+    busy = worker.batch + worker.prefilling + worker.riding > 0
     pool = engines.pools[engines.pool_of[w]]
     if (pool.async_scheduling or pool.poll_steps > 1) and busy:
         requests[request].next = -1
@@ -153,19 +154,19 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
         if not defers:
             fill(engines, w)
         # Nobody is admitted in this step if there is one, but perhaps in the next.
-        worker.one_step = _has_step(worker)
+        worker.one_step = has_step(worker)
     if not worker.one_step:
         admit(clock, events, engines, w, defers)
     if not pool.mixed_steps and worker.joined == 0 and worker.chunk_tokens == 0:
         preempt(clock, engines, w)  # a step of prompts needs nothing for those that decode
-    if defers and _has_step(worker):
+    if defers and has_step(worker):
         worker.one_step = True  # look again before the next step
-    if _has_step(worker):
+    if has_step(worker):
         schedule_step(clock, events, engines.workers, w)
     if worker.late_head >= 0:
-        if worker.polled % pool.poll_steps == 0 or not _has_step(worker):
+        if worker.polled % pool.poll_steps == 0 or not has_step(worker):
             _append_late(engines.requests, worker)
-        if _has_step(worker):
+        if has_step(worker):
             worker.one_step = True
         else:  # the last sequence was preempted: nothing is scheduled after all
             wake(clock, events, engines.workers, w)
@@ -175,12 +176,8 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
 def _is_idle(worker: Any) -> Any:
     """Whether the worker has nothing to do, but perhaps for who has just come."""
     waiting = max(worker.new_head, worker.arrived_head, worker.preempted_head)
-    return bool(worker.batch + worker.prefilling == 0 and waiting < 0)
-
-
-@compiled()
-def _has_step(worker: Any) -> Any:
-    return bool(worker.batch > 0 or worker.chunk_tokens > 0)
+    running = worker.batch + worker.prefilling + worker.riding
+    return bool(running == 0 and waiting < 0)
 
 
 @compiled()
@@ -233,8 +230,14 @@ def end_prompt(clock: Any, engines: Engines, w: int, request: int) -> None:
 
 @compiled()
 def _finish(clock: Any, engines: Engines, w: int) -> None:
-    """Take the sequences out that have all their tokens; the others keep their order."""
+    """Take the sequences out that have all their tokens; the others keep their order.
+
+    With asynchronous scheduling vLLM schedules a step while the one before is under way. It knows
+    that a sequence has ended only if all its drafts might have been rejected (``schedule`` of
+    ``vllm/v1/core/sched/scheduler.py``, 0.32); any other rides in the next step.
+    """
     worker, sequences = engines.workers[w], engines.sequences
+    rides_on, places = engines.pools[engines.pool_of[w]].rides_on, sequences.shape[1] // 2
     kept = 0
     for i in range(worker.batch):
         if sequences[w, i].tokens_left == 0:
@@ -250,6 +253,10 @@ def _finish(clock: Any, engines: Engines, w: int) -> None:
             keep_tokens(engines, w, request, context, clock[0].now)
             release_context(engines, w, request, context + sequences[w, i].free_slots)
             leave(clock, engines, PENDING_END, request)
+            if rides_on and sequences[w, i].got > 1:
+                sequences[w, places + worker.riding] = sequences[w, i]
+                worker.riding += 1
+                worker.riding_tokens += sequences[w, i].tokens
             continue
         if kept != i:
             sequences[w, kept] = sequences[w, i]

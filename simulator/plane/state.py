@@ -177,6 +177,7 @@ POOL = np.dtype(
         ("fewest_first", np.bool_),
         ("token_with_kv", np.bool_),
         ("drops_block", np.bool_),
+        ("rides_on", np.bool_),
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these
         ("drafts", np.int64),  # most of a sequence and step
@@ -210,6 +211,9 @@ WORKER = np.dtype(
         ("one_step", np.bool_),  # the next step was scheduled ahead, without who came since
         ("blocked", np.bool_),  # who is next has no KV blocks, and another may soon be next
         ("tokens", np.int64),  # of the batch, that the next step computes, chunks not among them
+        # Sequences that have ended and ride in the next step, and the tokens that it computes.
+        ("riding", np.int64),
+        ("riding_tokens", np.int64),
         ("joined", np.int64),  # last sequences of the batch, new since the last step
         ("filled", np.int64),  # prefill workers: sequences whose prompts end in the next step
         ("chunk_tokens", np.int64),  # tokens of contexts that the next step computes

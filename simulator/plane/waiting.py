@@ -19,7 +19,7 @@ _NONE = np.int64(0)
 def defers_prompts(engines: Engines, w: int) -> Any:
     """Whether an engine leaves prompts alone in this step: others decode meanwhile."""
     pool, worker = engines.pools[engines.pool_of[w]], engines.workers[w]
-    if worker.batch == 0:
+    if worker.batch + worker.riding == 0:
         return False
     if pool.wait_steps > 0:
         return _waits_for_others(engines, w)

@@ -89,6 +89,29 @@ def test_all_or_none_accepted(length, steps):
         assert result.summary["median_itl_ms"] == 0.0  # three of four tokens come with another
 
 
+@pytest.mark.parametrize(
+    ("output_len", "length", "fields", "steps"),
+    [(60, 4.0, {}, 2), (58, 4.0, {}, 0), (60, 1.0, {}, 0), (60, 4.0, {"async_scheduling": False}, 0),
+     (60, 4.0, {"engine": "sglang"}, 0)],
+)  # fmt: skip
+def test_who_ends_by_its_drafts_rides_one_more_step(output_len, length, fields, steps):
+    """As 1 + 14 x 4 + 3 tokens, where the last step might have given one; vLLM alone. The third
+    request ends the run."""
+    config = drafts(synthetic_acceptance_length=length)
+    result = run(config, topology="1C", num_requests=3, request_rate=0.5, output_len=output_len,
+                 **fields)  # fmt: skip
+    log = result.record.decode_steps
+    more = log[(log["sequences"] == 0) & (log["tokens"] > 0)]
+    assert more["tokens"].tolist() == [4] * steps
+    assert more["outputs"].tolist() == [0] * steps
+    ends = result.record.requests["finish_s"][:2].tolist()
+    assert more["start"].tolist() == ends[:steps]
+    before = log[np.isin(log["end"], ends)]
+    assert steps == 0 or (more["end"] - more["start"]) == pytest.approx(
+        before["end"] - before["start"], rel=0.02
+    )
+
+
 def test_a_joining_request_is_padded_on_a_decode_worker():
     result = run(drafts(synthetic_acceptance_length=4.0), topology="1P1D", num_requests=1)
     log = result.record.decode_steps

@@ -69,7 +69,7 @@ def run_step(world: Any, leader: int) -> Any:
     workers[leader].step_due = False
     busy, short = False, False
     for w in engines_of:
-        busy = busy or workers[w].batch > 0 or workers[w].chunk_tokens > 0
+        busy = busy or has_step(workers[w])
     if not busy:
         return True
     for w in engines_of:
@@ -88,19 +88,28 @@ def run_step(world: Any, leader: int) -> Any:
     for w in engines_of:
         if scratch.needed[w] > 0:
             take_blank(engines.kv, workers, w, scratch.needed[w])
+        _take_along(engines, w)
     end = execute(pool.executor, world, leader)
     if end < 0.0:
         return False
+    for w in engines_of:
+        _leave_behind(engines, w)
     if engines.kv.tiers.links.shape[1] > 0:
         end = _with_loads(clock, engines, engines_of, end)
     for w in engines_of:
-        if workers[w].batch > 0 or workers[w].chunk_tokens > 0:
+        if has_step(workers[w]):
             drafts = run.drafts[engines.pool_of[w]]
             _finish(clock, events, engines, w, end, scratch, drafts, world.log, world.gaps)
             _come_back(engines, w)
         else:
             workers[w].next_start = end
     return True
+
+
+@compiled()
+def has_step(worker: Any) -> Any:
+    """Whether an engine has anything to compute."""
+    return bool(worker.batch > 0 or worker.chunk_tokens > 0 or worker.riding > 0)
 
 
 @compiled()
@@ -163,6 +172,46 @@ def _come_back(engines: Engines, w: int) -> None:
 
 
 @compiled()
+def _take_along(engines: Engines, w: int) -> None:
+    """Let the sequences that have ended, and ride in this step, stand before the others.
+
+    vLLM has scheduled it before it knew of their end (`engine._finish`). They hold no KV blocks.
+    """
+    worker, sequences = engines.workers[w], engines.sequences
+    n, places = worker.riding, sequences.shape[1] // 2
+    if n == 0:
+        return
+    for i in range(worker.batch + worker.prefilling - 1, -1, -1):
+        sequences[w, n + i] = sequences[w, i]
+    for i in range(n):
+        sequences[w, i] = sequences[w, places + i]
+        worker.context += _context(engines, sequences[w, i].request)
+    worker.batch += n
+    worker.tokens += worker.riding_tokens
+
+
+@compiled()
+def _leave_behind(engines: Engines, w: int) -> None:
+    """Take the sequences out again that have ended: nobody gets their tokens."""
+    worker, sequences = engines.workers[w], engines.sequences
+    n = worker.riding
+    if n == 0:
+        return
+    for i in range(n):
+        worker.context -= _context(engines, sequences[w, i].request)
+    worker.batch -= n
+    worker.tokens -= worker.riding_tokens
+    for i in range(worker.batch + worker.prefilling):
+        sequences[w, i] = sequences[w, n + i]
+
+
+@compiled()
+def _context(engines: Engines, request: int) -> Any:
+    """Return the tokens of a request that has ended which have been computed."""
+    return engines.requests[request].prompt_len - 1 + engines.requests[request].output_len
+
+
+@compiled()
 def list_rows(engines: Engines, w: int, scratch: Scratch, drafts: Drafts, n_rows: int) -> Any:
     """List the bit-set rows, of ``n_rows``, of the batch's tokens, drafts last; return how many."""
     sequences, batch = engines.sequences[w], engines.workers[w].batch
@@ -218,7 +267,7 @@ def _finish(
     n_chunks, _ = list_chunks(engines, w, scratch)
     size, n_rates, next_drafts = engines.settings[0].block_size, drafts.rates.shape[1], _NONE
     if n_rates > 0:
-        next_drafts = drafts.k_of[batch]
+        next_drafts = drafts.k_of[batch + worker.riding]
     for i in range(batch):
         sequence, got = sequences[i], np.int64(1)
         slots = slots_of(sequence, lookahead)
@@ -268,7 +317,8 @@ def _finish(
     clock[0].n_steps += 1
     row.start, row.end, row.context = worker.next_start, end, worker.context
     row.worker = w
-    row.sequences, row.tokens, row.outputs = batch, worker.tokens, outputs
+    row.sequences, row.outputs = batch, outputs
+    row.tokens = worker.tokens + worker.riding_tokens
     row.joined, row.rested = worker.joined, 0
     if worker.resting == 0:
         row.rested, worker.rested = worker.rested, 0
@@ -284,6 +334,8 @@ def _finish(
     worker.begun_tokens += worker.chunk_tokens
 
     planned_ahead = worker.one_step or worker.blocked or n_chunks > 0 or pool.balance_steps > 0
+    planned_ahead = planned_ahead or worker.riding > 0  # whose places others may take
+    worker.riding = worker.riding_tokens = 0
     worker.one_step = worker.blocked = False
     worker.joined = worker.chunk_tokens = worker.filled = 0
     worker.next_start = end

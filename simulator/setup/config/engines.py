@@ -54,6 +54,8 @@ class EngineRules:
     share_step: float = 0.0  #: and how much less each step of decoding
     fewest_first: bool = False  #: the sequence with the fewest outputs is preempted first
     token_with_kv: bool = False  #: the first token comes with a KV cache that is handed over
+    #: Where it schedules ahead, a sequence whose drafts end it sooner than it had to rides a step more.
+    rides_on: bool = True
     #: Where KV caches are handed over, an EAGLE or MTP head computes the last cached block again.
     drops_block: bool = True
     eager_prompts: bool = False  #: steps with prompts run without CUDA graphs, uncompiled
@@ -79,6 +81,7 @@ def rules_of(engine: Engine, options: Any, budget: int, engines_of_worker: int) 
             share_step=(1.0 - _LEAST) * first / _STEPS,
             fewest_first=True,
             token_with_kv=True,
+            rides_on=False,
             drops_block=False,
             eager_prompts=options.piecewise_cuda_graph is False,
         )
@@ -96,6 +99,7 @@ def rules_of(engine: Engine, options: Any, budget: int, engines_of_worker: int) 
             batching_steps=10 if batching is None else batching,
             reserve=int(OF_PROMPT if evicts else TO_THE_END),
             token_with_kv=True,
+            rides_on=False,
             drops_block=False,
             eager_prompts=not options.piecewise_cuda_graph,
         )

@@ -52,6 +52,7 @@ class Worker:
         self.new, self.arrived, self.preempted, self.late = [], [], [], []
         self.taken = self.admitted = 0
         self.joined = []  # decode for the first time in the next step
+        self.riding = []  # have ended, and the next step has been scheduled with them
         self.step_end = -math.inf
         self.boundary_at = None
         self.closed = False  # nobody joins the next step any more
@@ -84,7 +85,7 @@ class Worker:
         self.requests.add(request)
         if not request.kv_here:
             request.queued_s = self.twin.now
-        if self.pool.async_scheduling and self.running():
+        if self.pool.async_scheduling and (self.running() or self.riding):
             self.late.append(request)  # the next step is scheduled already
         else:
             self.queue(request)
@@ -133,7 +134,8 @@ class Worker:
         self.boundary_at, self.decided = None, True
         self.end_sequences()
         balances = self.group[0].balance()
-        if not (self.running() or self.arrived or self.preempted or self.new):
+        waiting = self.arrived or self.preempted or self.new
+        if not (self.running() or self.riding or waiting):
             self.queue_late()  # no step has been scheduled yet
         defers = balances or self.defers_prompts()
         if self.preempt():
@@ -179,6 +181,8 @@ class Worker:
             self.publish(sequence.request, sequence.request.prompt - 1 + sequence.request.output)
             self.release(sequence.request)
             twin.todo.append((twin.complete, sequence.request))
+            if self.pool.async_scheduling and self.pool.spec.rules.rides_on and sequence.got > 1:
+                self.riding.append(sequence)  # it might have got one token alone
 
     def end_prompt(self, request):
         """Hand it over, whose blocks are held until the decode worker has them, or end it."""
@@ -232,7 +236,7 @@ class Worker:
     def defers_prompts(self):
         """Whether it leaves prompts alone in this step of its group, which decodes meanwhile."""
         interval = self.twin.spec.scheduler.prefill_schedule_interval
-        if len(self.group) == 1 or not self.decoding:
+        if len(self.group) == 1 or not (self.decoding or self.riding):
             return False
         return self.group[0].group_steps % interval != 0
 
@@ -342,16 +346,17 @@ class Worker:
 
     def is_open(self, tokens=1):
         """Whether the next step has a place and tokens of its budget left."""
-        seats = self.pool.spec.max_num_seqs - len(self.leaving)
+        seats = self.pool.spec.max_num_seqs - len(self.leaving) - len(self.riding)
         return len(self.running()) < seats and self.budget() >= tokens
 
     def budget(self):
-        tokens = sum(s.chunk for s in self.running()) + sum(s.tokens for s in self.decoding)
+        tokens = sum(s.chunk for s in self.running())
+        tokens += sum(s.tokens for s in self.decoding + self.riding)
         return self.pool.spec.max_num_batched_tokens - tokens
 
     def longest_chunk(self):
         """A long prompt leaves the others room, if the engine has any."""
-        others = len(self.requests) + len(self.leaving)
+        others = len(self.requests) + len(self.leaving) + len(self.riding)
         others -= sum(not request.kv_here for request in self.late)
         return self.threshold if self.threshold and others > 1 else math.inf
 
@@ -379,7 +384,7 @@ class Worker:
         self.joined.append(sequence)
 
     def has_step(self):
-        return bool(self.decoding) or any(s.chunk for s in self.prefilling)
+        return bool(self.decoding or self.riding) or any(s.chunk for s in self.prefilling)
 
     # --- KV blocks ---
 
@@ -457,9 +462,12 @@ class Worker:
             self.step()
 
     def reserve(self):
-        """Take the blocks of the next tokens; return who decodes and who computes a context."""
-        batch = list(self.decoding)
-        for sequence in batch:
+        """Take the blocks of the next tokens; return who decodes and who computes a context.
+
+        Who rides along stands before the others and has no blocks.
+        """
+        batch = self.riding + self.decoding
+        for sequence in self.decoding:
             for _ in range(self.needs_blocks(sequence)):
                 sequence.request.tables[self].append(self.blocks.take())
         return batch, [s for s in self.running() if s.chunk]
@@ -510,8 +518,9 @@ class Worker:
         return min(1 + found, request.output - request.generated)
 
     def move(self, batch, chunked, end, active, busiest, plain=0):
-        """Go to the end of the step."""
-        twin, tokens = self.twin, sum(s.tokens for s in batch)
+        """Go to the end of the step, whose tokens nobody gets of those that ride along."""
+        twin, tokens, n = self.twin, sum(s.tokens for s in batch), len(batch)
+        batch, self.riding = batch[len(self.riding) :], []
         for sequence in batch:
             sequence.got = self.outputs(sequence)
         twin.steps.append(
@@ -530,7 +539,7 @@ class Worker:
             sequence.cached = sequence.context = sequence.context + sequence.got
             sequence.request.generated += sequence.got
             sequence.request.token_s += [end] * sequence.got
-            sequence.drafts = 0 if self.drafts is None else int(self.drafts.k_of[len(batch)])
+            sequence.drafts = 0 if self.drafts is None else int(self.drafts.k_of[n])
             sequence.tokens = 1 + sequence.drafts
         for sequence in self.joined:
             request = sequence.request
@@ -545,7 +554,7 @@ class Worker:
             ended = any(s.cached == s.context for s in self.prefilling)
         else:
             ended = any(s.request.generated == s.request.output for s in batch)
-        if ended or n_chunks or self.closed:
+        if ended or n_chunks or self.closed or n > len(batch):
             self.wake()
         else:
             self.start_when_all_have_come()
