@@ -191,7 +191,10 @@ def _run(
 def fault_plan(config: RunConfig, cluster: Cluster) -> FaultPlan:
     """Return what goes wrong in a cluster, and what its routers do about workers that leave."""
     health = config.health_delay_ms / 1e3
-    return cluster.faults or FaultPlan((), None, health, config.retry, config.max_retries)
+    return cluster.faults or FaultPlan(
+        health_delay_s=health, retry=config.retry, max_retries=config.max_retries,
+        user_retry_s=config.user_retry_s,
+    )  # fmt: skip
 
 
 def autoscale(

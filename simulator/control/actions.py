@@ -83,6 +83,7 @@ class Actions:
         self.clock, engines = cluster.arrays.clock, cluster.arrays.engines
         self.workers, self.pools, self.pool_of = engines.workers, engines.pools, engines.pool_of
         self.retries: Counter[int] = Counter()
+        self.spent: Counter[int] = Counter()  # of them, before the user sent the request again
         self.first_try: dict[int, Any] = {}  # request -> how it came to the first token that it has
         self.lost: dict[int, int] = {}  # request -> first engine of the worker that lost it
         self.dead: set[int] = set()  # first engines of dead workers
@@ -383,19 +384,40 @@ class Actions:
         for request in sorted(r for r, by in self.lost.items() if by == first):
             del self.lost[request]
             self._hear(request)
-            if not self._may_retry(request):
+            if self._may_retry(request):
+                self.retries[request] += 1
+                self._keep_first_try(request)
+                self._forget_try(request)
+                _submit(self.cluster.world(), request)
+            elif self.plan.user_retry_s is None:
                 self._give_up(request, state.WORKER_LOST)
-                continue
-            self.retries[request] += 1
-            record = self.requests[request]
-            self._keep_first_try(request)
-            loads = self.cluster.arrays.engines.kv.tiers.loads
-            if len(loads) and request not in self.first_try:
-                loads["start_s"][request] = 0.0
-            for name in state.TRY:
-                record[name] = -1
-            record["kv_here"] = False
-            _submit(self.cluster.world(), request)
+            else:
+                self._begin_anew(request, self.now + self.plan.user_retry_s)
+
+    def _forget_try(self, request: int) -> None:
+        """Let a request be nowhere."""
+        record, loads = self.requests[request], self.cluster.arrays.engines.kv.tiers.loads
+        if len(loads) and request not in self.first_try:
+            loads["start_s"][request] = 0.0
+        for name in state.TRY:
+            record[name] = -1
+        record["kv_here"] = False
+
+    def _begin_anew(self, request: int, at_s: float) -> None:
+        """Let the user of a request that has failed send it again, without what it has got."""
+        record = self.requests[request]
+        self.first_try.pop(request, None)
+        self._forget_try(request)
+        record["generated"], record["first_token_s"] = 0, -1.0
+
+        def send(_event: object) -> None:
+            if self.requests["outcome"][request] == state.OPEN:
+                self.retries[request] += 1
+                self.spent[request] = self.retries[request]
+                self.make_room()
+                _submit(self.cluster.world(), request)
+
+        self.env.at(at_s, send)
 
     def _keep_first_try(self, request: int) -> None:
         """Note the workers and times of a request that has its first token, once."""
@@ -409,7 +431,8 @@ class Actions:
     def _may_retry(self, request: int) -> bool:
         """Whether a request is sent again: as the rule says, and if its context fits."""
         plan, record = self.plan, self.requests[request]
-        if plan.retry == "never" or self.retries[request] >= plan.max_retries:
+        tries = self.retries[request] - self.spent[request]
+        if plan.retry == "never" or tries >= plan.max_retries:
             return False
         if plan.retry == "before_first_token" and record["first_token_s"] >= 0.0:
             return False

@@ -219,12 +219,12 @@ def _of_requests(config: RunConfig) -> _Found:
 def _of_faults(config: RunConfig, record: RunRecord) -> _Found:
     kinds = {fault.kind for fault in record.faults}
     if record.retries is None:
-        for name in ("health_delay_ms", "retry", "max_retries"):
+        for name in ("health_delay_ms", "retry", "max_retries", "user_retry_s"):
             yield name, "nothing fails (--fail, --events)"
     if not kinds & {"fail", "hang"} and record.states is None:
         yield "health_delay_ms", "no worker dies or hangs"
     if not kinds & {"fail", "hang", "drain", "join"} and record.states is None:
-        for name in ("retry", "max_retries"):
+        for name in ("retry", "max_retries", "user_retry_s"):
             yield name, "no worker dies"
     if config.retry == "never":
         yield "max_retries", "retry is never"
@@ -251,7 +251,7 @@ def _of_scaling(config: RunConfig) -> _Found:
     if rule in (*_BEGIN, *_BY_METRICS, "dynamo_load", "dynamo_throughput"):
         yield "switch_time", f"{rule} switches no worker"
     if config.drain_timeout is None and not config.fail and config.events is None:
-        for name in ("retry", "max_retries"):
+        for name in ("retry", "max_retries", "user_retry_s"):
             yield name, "no worker leaves before its requests have ended (--drain-timeout)"
     if len({pool.name for pool in config.pools}) == 1:
         yield "switch_time", f"{config.topology} has no other pool to switch to"

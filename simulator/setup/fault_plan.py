@@ -68,6 +68,9 @@ class FaultPlan:
     #: bool ``[requests]``: whether a client stays if it has its first token by ``cancel_s``. None:
     #: nobody does.
     patient: NDArray[np.bool_] | None = None
+    #: How long after their requests have failed with a worker users send them again, as new ones, s.
+    #: None: they do not.
+    user_retry_s: float | None = None
 
 
 def check_overlaps(faults: tuple[Fault, ...]) -> None:

@@ -157,6 +157,7 @@ CASES = {
     "health_delay_ms": "--health-delay-ms 5",
     "retry": "--retry never",
     "max_retries": "--max-retries 2",
+    "user_retry_s": "--user-retry-s 2",
     "start_up": "--start-up 60",
     "prefill_start_up": "--prefill-start-up 60",
     "decode_start_up": "--decode-start-up vllm",

@@ -491,6 +491,7 @@ VALUES: dict[str, list[Any]] = {
     "expert_gather": ["collective", "needed"], "offload_window": [2], "gather_interference": [0.5],
     "kv_cache_free": [True], "fail": ["decode:0@0.03+0.05", "decode:0@60", "prefill:0@0.02"],
     "health_delay_ms": [40.0], "retry": ["migrate", "never"], "max_retries": [0],
+    "user_retry_s": [0.02],
     "goodput": [{"ttft": 100}, {"tpot": 5}], "warmup": [0.02], "duration": [0.05],
     "prefill.gpu": ["H200"], "prefill.max_num_seqs": [1], "prefill.max_num_batched_tokens": [64],
     "prefill.tensor_parallel_size": [2], "prefill.num_redundant_experts": [8],

@@ -73,6 +73,7 @@ def random_plan(rng, spec, workload, until_s, size=1):
         health_delay_s=float(rng.choice([0.0, 0.0, whole(until_s / 50), whole(until_s / 3)])),
         retry=str(rng.choice(RETRIES)),
         max_retries=int(rng.choice([0, 1, 5])),
+        user_retry_s=rng.choice([None, None, whole(until_s / 20), whole(until_s / 3)]),
     )
 
 

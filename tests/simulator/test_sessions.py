@@ -351,3 +351,16 @@ def test_clients_give_up_so_long_after_a_turn_has_come(tmp_path):
         steps = result.steps.to_pandas()
         assert took.max() <= after_s + (steps.end_s - steps.start_s).max()
         assert (took[left] >= after_s - 1e-9).all()
+
+
+def test_users_send_what_has_failed_again():
+    """Their sessions go on; else those end with it. Who waits so long counts it in TTFT."""
+    fails = {"request_rate": 20, "fail": "decode:0@1.5s+1s", "retry": "never"}
+    lost, _ = requests_of(**fails)
+    again, _ = requests_of(**fails, user_retry_s=0.75)
+    assert lost.summary["sessions"]["abandoned"] > 0
+    assert again.summary["sessions"]["completed"] == CHAT["sessions"]
+    rows, tries = again.record.requests, again.record.retries
+    assert tries.sum() >= (np.array(lost.record.outcomes()) == "worker_lost").sum() > 0
+    assert (rows["first_token_s"][tries > 0] >= 1.5 + 0.75).all()
+    assert again.record.decode_steps["outputs"].sum() > rows["output_len"].sum()  # twice

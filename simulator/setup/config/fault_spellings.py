@@ -174,4 +174,5 @@ def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPl
         config.retry,
         config.max_retries,
         patient if cancels else None,
+        config.user_retry_s,
     )

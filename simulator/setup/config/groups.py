@@ -475,6 +475,9 @@ class FaultConfig(Fields):
     migration), only those without a token begin anew (a gateway's retries), or none."""
     max_retries: int = Field(default=5, ge=0)
     """How often a request is sent again."""
+    user_retry_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Seconds after which users send a request again that has failed with its worker; when not
+    given it is lost, and with it the rest of its session."""
 
 
 def _counts(value: Any, about: ValidationInfo) -> Any:

@@ -19,7 +19,7 @@ class TwinFaults:
     def __init__(self, twin, plan):
         self.twin, self.plan = twin, plan
         self.order = -(1 << 60)  # before all else of an instant
-        self.lost, self.retries = {}, {}
+        self.lost, self.retries, self.spent = {}, {}, {}
         self.first = {}  # what a request had when it lost its place after its first token
         self.troubles = [np.zeros(pool.size, int) for pool in twin.pools]
         self.known = set()  # dead workers that the routers know of
@@ -274,25 +274,45 @@ class TwinFaults:
                 continue
             del self.lost[request]
             self.forget(request)
-            tries = self.retries.get(request, 0)
+            tries = self.retries.get(request, 0) - self.spent.get(request, 0)
             room = twin.spec.prefill.n_blocks * twin.spec.block_size
             refused = plan.retry == "before_first_token" and request.first_token_s >= 0
             refused |= plan.retry == "never" or tries >= plan.max_retries
             if refused or request.prompt + request.generated > room:
-                self.give_up(request, "worker_lost")
+                if plan.user_retry_s is None:
+                    self.give_up(request, "worker_lost")
+                else:
+                    self.begin_anew(request)
                 continue
-            self.retries[request] = tries + 1
+            self.retries[request] = self.retries.get(request, 0) + 1
             if request.first_token_s >= 0:
                 if not twin.spec.n_prefill:
                     request.prefill_end_s = request.decode_start_s = request.first_token_s
                 had = {name: getattr(request, name) for name in PROGRESS}
                 self.first.setdefault(request, had)
-            for name in PROGRESS:
-                setattr(request, name, -1)
-            request.kv_here = False
-            pool = 0 if twin.spec.n_prefill else 1
-            twin.held[pool].append(request)
-            twin.to_ask[pool] = len(twin.held[pool])
+            self.send(request)
+
+    def send(self, request):
+        for name in PROGRESS:
+            setattr(request, name, -1)
+        request.kv_here, pool = False, 0 if self.twin.spec.n_prefill else 1
+        self.twin.held[pool].append(request)
+        self.twin.to_ask[pool] = len(self.twin.held[pool])
+
+    def begin_anew(self, request):
+        """Its user sends it again, who has what it got no more."""
+        self.first.pop(request, None)
+        for name in (*PROGRESS, "first_token_s"):
+            setattr(request, name, -1)
+        request.kv_here, request.generated, request.token_s = False, 0, []
+
+        def send():
+            if not request.outcome:
+                self.retries[request] = self.retries.get(request, 0) + 1
+                self.spent[request] = self.retries[request]
+                self.send(request)
+
+        self.at(self.twin.now + self.plan.user_retry_s, send)
 
     def cancel(self, request):
         """Its client gives up; who runs leaves at the end of the step in progress."""
