@@ -28,7 +28,7 @@ def hits(log: Path, sessions_file: str | None, model: str) -> None:
     """Show the prefix hit rate of LOG by the size of one cache, and of one without bounds.
 
     LOG has block hashes (Mooncake's or Bailian's format). The cache forgets the least recently
-    used (LRU), or as ARC does; nobody finds more than Belady's bound. Requests come one after the
+    used (LRU), or as ARC does, or the worst session; nobody finds more than Belady's bound. Requests come one after the
     other.
     """
     from eldr_sim.kernel_profiles.models import load_model
@@ -52,9 +52,9 @@ def hits(log: Path, sessions_file: str | None, model: str) -> None:
         for rate in [found.hit_rate(blocks)]
     ]  # fmt: skip
     ideal = f"{100 * found.ideal_hit_rate:.2f}"
-    rows.append(["without bounds", "", ideal, ideal, ideal, "100"])
-    columns = ["cache (M tokens)", f"GB of {model}", "LRU (%)", "ARC (%)", "Belady's bound (%)",
-               "LRU of the ideal one (%)"]  # fmt: skip
+    rows.append(["without bounds", "", *[ideal] * 4, "100"])
+    columns = ["cache (M tokens)", f"GB of {model}", "LRU (%)", "ARC (%)", "by session (%)",
+               "Belady's bound (%)", "LRU of the ideal one (%)"]  # fmt: skip
     print_table("", columns, rows)
     click.echo(
         f"{len(requests):,} requests, {found.n_tokens / len(requests):,.0f} prompt tokens on "

@@ -23,14 +23,19 @@ from eldr_sim.simulator.plane.kv_tiers import (
     DUPLICATE,
     SELECTIVE,
     THROUGH,
+    forget_oldest,
+    known,
+    let_go,
     load_end,
     prompt_seconds,
     put,
     take,
     tier_of,
     touch,
+    write,
 )
 from eldr_sim.simulator.plane.state import HERE
+from eldr_sim.traces.requests import session_lists
 
 _NONE = np.int64(0)
 #: What `look` returns where a request has to wait before it does anything.
@@ -183,6 +188,10 @@ def begin(engines: Any, w: int, side: int, request: int, more: int, pulled: int)
     size, prefix = settings.block_size, settings.prefix_block_tokens
     load, found = tiers.loads[request], np.int64(engines.tables[request, side].found)
     for t in range(tiers.links.shape[1]):
+        s = tiers.links[w, t].store
+        if s >= 0 and tiers.stores[s].by_session:
+            _ask_by_session(engines, s, t, request, found + more if more > 0 else _NONE)
+    for t in range(tiers.links.shape[1]):
         if tiers.rules[t].write == SELECTIVE and tiers.links[w, t].store >= 0:
             for number in range(found):
                 key = block_hash(kv, request, number, size, prefix)
@@ -272,7 +281,67 @@ def keep(engines: Any, w: int, side: int, request: int, tokens: int, at_s: float
     load = tiers.loads[request]
     n = min(engines.tables[request, side].listed, tokens // size)
     for t in range(tiers.links.shape[1]):
-        if tiers.rules[t].write == THROUGH and tiers.links[w, t].store >= 0:
+        s = tiers.links[w, t].store
+        if s >= 0 and tiers.stores[s].by_session:
+            if n > load.kept:
+                _keep_by_session(engines, w, t, request, load.kept, n, at_s)
+        elif tiers.rules[t].write == THROUGH and s >= 0:
             for number in range(load.kept, n):
                 put(tiers, w, t, block_hash(kv, request, number, size, prefix), at_s)
     load.kept = max(load.kept, n)
+
+
+@compiled()
+def _ask_by_session(engines: Any, s: int, t: int, request: int, loads: int) -> None:
+    """Tell a store that evicts by session which blocks a request asks for.
+
+    ``loads``: the end of those that it loads from tiers, 0: none. What it computes goes on with the
+    session of the last of them.
+    """
+    kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
+    lists, size, prefix = tiers.by_session, settings.block_size, settings.prefix_block_tokens
+    record, listed = engines.requests[request], kv.first_listed
+    n = (record.prompt_len + record.generated) // size
+    n = min(n, listed[request + 1] - listed[request])
+    session_lists.come(lists, s)
+    tiers.goes_on[request, t] = -1
+    for number in range(n):
+        block = known(tiers, s, block_hash(kv, request, number, size, prefix))
+        found = tiers.ready_s[s, block] <= tiers.clock[0].now
+        session_lists.ask(lists, s, block, number, found)
+        if number == loads - 1 and found:
+            tiers.goes_on[request, t] = session_lists.session_at(lists, s, block)
+    session_lists.has_asked(lists, s, tiers.stores[s].n_made)
+    forget_oldest(tiers, s)
+
+
+@compiled()
+def _keep_by_session(
+    engines: Any, w: int, t: int, request: int, first: int, end: int, at_s: float
+) -> None:  # fmt: skip
+    """Store the blocks of a context from ``first`` to ``end`` in a store that evicts by session.
+
+    All of them, or none.
+    """
+    kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
+    lists, size, prefix = tiers.by_session, settings.block_size, settings.prefix_block_tokens
+    s = tiers.links[w, t].store
+    room, there = np.int64(tiers.stores[s].n_blank), np.int64(tiers.stores[s].n_idle)
+    if room + there == 0:
+        return
+    for number in range(first, end):
+        key = block_hash(kv, request, number, size, prefix)
+        lists.own[number - first] = known(tiers, s, key)
+    slot, fresh, n_out = session_lists.choose(
+        lists, s, np.int64(end - first), np.int64(first), tiers.goes_on[request, t], room, there
+    )
+    for k in range(n_out):
+        let_go(tiers, w, t, lists.out[k], at_s)
+    if slot >= 0:
+        tiers.goes_on[request, t] = -1
+        for k in range(end - first):
+            block = lists.own[k]
+            if not tiers.ready_s[s, block] < np.inf:
+                session_lists.place(lists, s, block, slot, fresh)
+                write(tiers, w, t, block, at_s)
+    forget_oldest(tiers, s)

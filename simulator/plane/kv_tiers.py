@@ -2,7 +2,8 @@
 
 A tier is host memory, an SSD or a store that many workers share. It has one store or several: one a
 worker, a node or the cluster. A store holds blocks by their hashes; the least recently used go
-first, or the first that came, or whichever ARC lets go. A block comes to it when it is computed
+first, or the first that came, or whichever ARC lets go, or the last ones of the worst session. A
+block comes to it when it is computed
 (``THROUGH``), when another request finds it in a worker's cache (``SELECTIVE``), or when that cache
 evicts it (``BACK``); what a tier evicts goes to the next one that is written back. Use in a
 worker's cache renews a block in all its tiers, and who loads from an exclusive tier takes the block
@@ -10,6 +11,8 @@ out.
 
 A store that evicts as ARC does also has the hashes of as many blocks as it has room for, which left
 it. To it a block is used again when another request than the last one uses it.
+One that evicts by session remembers as many, too; it is told of requests and of all the blocks of a
+step (`kv_loads`), not of each block, and takes none of them where not enough may go.
 
 Copies of one direction over a worker's link run one after the other, as on one CUDA stream, and
 those of a store, where its bandwidth is a limit, too. A block can be loaded when it has been
@@ -34,6 +37,7 @@ from eldr_sim.simulator.plane.block_lists import (
 )
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.state import BLOCK, CLOCK
+from eldr_sim.traces.requests import session_lists
 from eldr_sim.traces.requests.arc import AGAIN, ArcLists, clear, make_lists, move, use
 
 #: ``RULES.write``: when a block comes to a tier.
@@ -84,7 +88,8 @@ STORE = np.dtype(
         ("load_free_s", np.float64),  # and when it will have done what it has to, s
         ("store_free_s", np.float64),
         ("evicted", np.int64),  # blocks
-        ("arc", np.bool_),  # evicts as ARC does
+        ("arc", np.bool_),  # evicts as ARC does,
+        ("by_session", np.bool_),  # or by session
     ]
 )
 #: What connects a worker with a tier.
@@ -130,7 +135,9 @@ class Tiers(NamedTuple):
     blocks: NDArray[np.void]  #: ``BLOCK [stores, blocks]``
     slots: NDArray[np.int32]  #: ``[stores, slots]``, see `block_lists`
     ready_s: NDArray[np.float64]  #: ``[stores, blocks]``: when they have been stored
-    arc: ArcLists  #: of the stores that evict so
+    arc: ArcLists  #: of the stores that evict so,
+    by_session: session_lists.SessionLists  #: and of these
+    goes_on: NDArray[np.int64]  #: ``[requests, tiers]``: the session that it found blocks of, or -1
     counts: NDArray[np.int64]  #: ``[tiers]``: scratch
     loads: NDArray[np.void]  #: ``LOAD [requests]``
     hits: NDArray[np.int32]  #: ``[requests, tiers]``: tokens that they have loaded
@@ -143,7 +150,8 @@ def no_tiers() -> Tiers:
     return Tiers(
         np.zeros(0, CLOCK), loading, np.zeros(0, RULES),
         np.zeros((0, 0), LINK), np.zeros(0, STORE), np.zeros((0, 0), BLOCK),
-        np.zeros((0, 0), np.int32), np.zeros((0, 0)), make_lists(0, 0), np.zeros(0, np.int64),
+        np.zeros((0, 0), np.int32), np.zeros((0, 0)), make_lists(0, 0),
+        session_lists.make_lists(0, 0, 0), np.zeros((0, 0), np.int64), np.zeros(0, np.int64),
         np.zeros(0, LOAD), np.zeros((0, 0), np.int32),
     )  # fmt: skip
 
@@ -186,6 +194,8 @@ def _drop(tiers: Any, s: int, block: int) -> None:
     tiers.stores[s].n_blank += 1
     if tiers.stores[s].arc:
         move(tiers.arc, s, block, np.int64(-1))
+    if tiers.stores[s].by_session:
+        _forget_ghost(tiers, s, block)
     _forget(tiers, s, block)
 
 
@@ -240,6 +250,20 @@ def _next_back(tiers: Any, w: int, t: int) -> Any:
 
 
 @compiled()
+def write(tiers: Any, w: int, t: int, block: int, at_s: float) -> None:
+    """Let a worker write a block into the place that its store has for it, from ``at_s`` on."""
+    link = tiers.links[w, t]
+    s, store = link.store, tiers.stores[link.store]
+    tiers.blocks[s, block].writer = w
+    append(tiers.blocks, tiers.stores, s, block)
+    store.n_blank -= 1
+    link.stored += 1
+    link.store_free_s = max(at_s, link.store_free_s) + link.store_s
+    store.store_free_s = max(at_s, store.store_free_s) + store.store_s
+    tiers.ready_s[s, block] = max(link.store_free_s, store.store_free_s)
+
+
+@compiled()
 def put(tiers: Any, w: int, tier: int, block_hash: int, at_s: float) -> None:
     """Let a worker store a block in a tier, from ``at_s`` on; if it is there, renew it."""
     t, key = np.int64(tier), np.int64(block_hash)
@@ -271,14 +295,51 @@ def put(tiers: Any, w: int, tier: int, block_hash: int, at_s: float) -> None:
         if full:
             below = _next_back(tiers, w, t + 1)
             store.evicted += 1
-        tiers.blocks[s, block].writer = w
-        append(tiers.blocks, tiers.stores, s, block)
-        store.n_blank -= 1
-        link.stored += 1
-        link.store_free_s = max(at_s, link.store_free_s) + link.store_s
-        store.store_free_s = max(at_s, store.store_free_s) + store.store_s
-        tiers.ready_s[s, block] = max(link.store_free_s, store.store_free_s)
+        write(tiers, w, t, block, at_s)
         t, key = below, victim_hash
+
+
+@compiled()
+def known(tiers: Any, s: int, key: int) -> Any:
+    """Return the record of a block in a store that evicts by session, whether it holds it or not."""
+    slot = slot_of(tiers.slots, tiers.blocks, s, key)
+    block = np.int64(tiers.slots[s, slot] - 1)
+    if block < 0:
+        block = np.int64(new_record(tiers.blocks, tiers.stores, s))
+        tiers.blocks[s, block].block_hash = key
+        tiers.slots[s, slot] = block + 1
+        tiers.ready_s[s, block] = np.inf
+        session_lists.move(tiers.by_session, s, block, session_lists.GHOSTS)
+    return block
+
+
+@compiled()
+def _forget_ghost(tiers: Any, s: int, block: int) -> None:
+    tiers.by_session.ghost[s, block] = 0.0
+    session_lists.move(tiers.by_session, s, block, session_lists.NOWHERE)
+
+
+@compiled()
+def forget_oldest(tiers: Any, s: int) -> None:
+    """Let a store that evicts by session remember no more blocks than it has room for."""
+    ghosts, store = tiers.by_session.sessions[s, session_lists.GHOSTS], tiers.stores[s]
+    while ghosts.n > store.n_blank + store.n_idle:
+        block = np.int64(ghosts.head - 1)
+        _forget_ghost(tiers, s, block)
+        _forget(tiers, s, block)
+
+
+@compiled()
+def let_go(tiers: Any, w: int, t: int, block: int, at_s: float) -> None:
+    """Let a block leave a store that evicts by session, and perhaps go to the next tier."""
+    s = tiers.links[w, t].store
+    take_out(tiers.blocks, tiers.stores, s, block)
+    tiers.stores[s].n_blank += 1
+    tiers.stores[s].evicted += 1
+    tiers.ready_s[s, block] = np.inf
+    below = _next_back(tiers, w, t + 1)
+    if below >= 0:
+        put(tiers, w, below, tiers.blocks[s, block].block_hash, at_s)
 
 
 @compiled()
@@ -347,4 +408,6 @@ def forget_stores(tiers: Tiers, w: int) -> None:
             tiers.slots[s] = 0
             if store["arc"]:
                 clear(tiers.arc, s)
+            if store["by_session"]:
+                session_lists.clear(tiers.by_session, s)
         link["load_free_s"] = link["store_free_s"] = 0.0

@@ -17,6 +17,7 @@ from eldr_sim.policies.routing.seconds import prompt_s
 from eldr_sim.simulator.plane import kv_tiers as plane
 from eldr_sim.simulator.plane.entry import SECONDS
 from eldr_sim.simulator.plane.state import BLOCK
+from eldr_sim.traces.requests import session_lists
 from eldr_sim.traces.requests.arc import make_lists
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ _UNITS = {unit: 1000.0**k for k, unit in enumerate(("b", "kb", "mb", "gb", "tb",
 _UNITS |= {unit: 1024.0**k for k, unit in enumerate(("kib", "mib", "gib", "tib"), 1)}
 _BYTES = re.compile(r"(\d+(?:\.\d+)?) ?([kmgtp]?i?b)(/s)?", re.IGNORECASE)
 _SCOPES, _WRITES = ("worker", "node", "cluster"), ("through", "selective", "back")
-_EVICTIONS, _IN_FLIGHT = ("lru", "fifo", "arc"), ("join", "delay", "duplicate")
+_EVICTIONS = ("lru", "fifo", "arc", "session")
+_IN_FLIGHT = ("join", "delay", "duplicate")
 #: Stands among the tiers for decode workers that answers' blocks are pulled from.
 DECODE = "decode"
 _ALLOWED = "NAME:BYTES,load=BYTES/s,... such as host:126GB,load=20GB/s,write=through"
@@ -100,6 +102,9 @@ def parse_tier(text: str) -> Tier:
         raise InputError("kv_tier", f"{text!r} moves no bytes", "bandwidths above 0")
     if tier.exclusive and tier.write != "back":
         raise InputError("kv_tier", f"{text!r}: exclusive", "write=back beside it")
+    if tier.evict == "session" and tier.write != "through":
+        problem = f"{text!r}: sessions are what is stored when it is computed"
+        raise InputError("kv_tier", problem, "write=through beside evict=session")
     if tier.exclusive and tier.evict == "arc":
         problem = f"{text!r}: who loads from it takes out what ARC has to see used again"
         raise InputError("kv_tier", problem, "evict=lru, fifo beside exclusive")
@@ -184,16 +189,21 @@ def make_tiers(
         blocks = min(tier.n_bytes / (block * engine_gpus), max(n_listed, _LEAST_BLOCKS))
         made = np.zeros(len(known), plane.STORE)
         made["n_blank"], made["arc"] = int(blocks), tier.evict == "arc"
+        made["by_session"] = tier.evict == "session"
         made["load_s"] = made["store_s"] = block * engine_gpus / tier.total
         stores.append(made)
         n_stores += len(known)
     every = np.concatenate(stores)
     for name in ("spare", "idle_head", "idle_tail"):
         every[name] = -1
-    # ARC remembers as many blocks again, and has one more while one comes.
+    # These remember as many blocks again, and have more while some come: one, or a context's.
     records = np.where(every["arc"], 2 * every["n_blank"] + 1, every["n_blank"])
+    context = min(spec.max_model_len // spec.block_size + 1, max(n_listed, _LEAST_BLOCKS))
+    records += np.where(every["by_session"], every["n_blank"] + context, 0)
     most = max(int(records.max(initial=0)), 1)
     in_lists = int(records[every["arc"]].max(initial=0))
+    of_sessions = every["n_blank"][every["by_session"]]
+    n_by_session = n_stores if len(of_sessions) else 0
     loading["cheaper"] = config.kv_load == "cheaper"
     loading["in_flight"] = _IN_FLIGHT.index(config.kv_in_flight)
     if config.kv_overlap == "layers":
@@ -204,7 +214,9 @@ def make_tiers(
     return plane.Tiers(
         clock, loading, rules, links, every, np.zeros((n_stores, most), BLOCK),
         np.zeros((n_stores, 1 << max(2, (2 * most - 1).bit_length())), np.int32),
-        np.zeros((n_stores, most)), make_lists(n_stores, in_lists), np.zeros(n_tiers, np.int64),
+        np.zeros((n_stores, most)), make_lists(n_stores, in_lists),
+        session_lists.make_lists(n_by_session, most, int(of_sessions.max(initial=0))),
+        np.full((n_requests, n_tiers), -1), np.zeros(n_tiers, np.int64),
         np.zeros(n_requests, plane.LOAD), np.zeros((n_requests, n_tiers), np.int32),
     )  # fmt: skip
 

@@ -15,8 +15,10 @@ from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
 from eldr_sim.simulator.setup.kv_tiers import parse_tier, tiers_of
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.requests.request_logs import chain_blocks
+from eldr_sim.traces.requests.session_lists import GHOSTS
 
 from ..arc import Arc
+from ..session_cache import SessionCache
 
 BLOCK, BYTES = 4, 8  # tokens of a block, bytes of its KV cache: two a token
 FOREVER = 1e3
@@ -118,16 +120,20 @@ def test_no_room_and_no_bandwidth_are_no_tier(make_workload, run):
 def test_bytes_are_conserved(make_workload, run):
     work = tree(make_workload, 500, 3, 0.005, output=3)
     kinds = {}, {"write": "back"}, {"write": "selective"}, {"evict": "fifo"}, {"evict": "arc"}
-    for words in (*kinds, {"write": "back", "evict": "arc"}):
+    for words in (*kinds, {"write": "back", "evict": "arc"}, {"evict": "session"}):
         record, cluster = run(work, [tier(35, load="5KB/s", **words)], n_blocks=30)
         tiers, kv = record.tiers, cluster.arrays.engines.kv.tiers
         resident = int(kv.stores["n_idle"][0])
         assert tiers.stored[0] == resident + tiers.evicted[0]
-        remembered = int(kv.arc.sizes[0, 2:].sum())
+        remembered, sessions = int(kv.arc.sizes[0, 2:].sum()), kv.by_session.sessions
+        if words.get("evict") == "session":
+            remembered = int(sessions["n"][0, GHOSTS])
+            assert sessions["n"][0, GHOSTS + 1 :].sum() == resident
+            assert remembered <= 35
         assert (kv.slots[0] > 0).sum() == resident + remembered
         assert resident <= 35
         assert kv.arc.sizes[0, :2].sum() == (resident if "arc" in words.values() else 0)
-        assert (remembered > 0) == ("arc" in words.values())
+        assert (remembered > 0) == (words.get("evict") in ("arc", "session"))
         assert kv.stores["n_blank"][0] + resident == 35
         assert tiers.loaded[0] * BLOCK == tiers.hits.sum() > 0
         assert (record.requests["cached_tokens"] >= tiers.hits.sum(axis=1)).all()
@@ -244,6 +250,13 @@ class ArcStored(Arc):
         self.last[key] = user
 
 
+class SessionStored(SessionCache):
+    """A store that evicts by session, and remembers as many blocks as it has."""
+
+    def __init__(self, size):
+        super().__init__(size, size)
+
+
 class Twin:
     """A cache of the most recently used blocks and a store: lists of keys, one user at a time."""
 
@@ -259,26 +272,32 @@ class Twin:
         while more < findable and keys[more] in self.host:
             more += 1
         self.user += 1
-        for key in reversed(keys[n:more]):
+        by_session = isinstance(self.host, SessionStored)
+        if by_session:
+            goes_on = self.host.session_of(keys[more - 1]) if more > n else None
+            self.host.come(keys)
+            self.host.store(keys, 0, goes_on)
+        for key in [] if by_session else reversed(keys[n:more]):
             self.host.touch(key, self.user)
         held = keys[:n]
         free = [key for key in self.hbm if key not in held]
         while len(free) > self.room - len(keys) - private:
             free.pop(0)
-        for key in keys:  # stored when computed
+        for key in [] if by_session else keys:  # stored when computed
             self.host.store(key)
         self.hbm = [key for key in free if key not in keys] + keys[::-1]
-        for key in reversed(keys):
+        for key in [] if by_session else reversed(keys):
             self.host.touch(key, self.user)
         return n * BLOCK, (more - n) * BLOCK
 
 
-@pytest.mark.parametrize("evict", ["lru", "fifo", "arc"])
+@pytest.mark.parametrize("evict", ["lru", "fifo", "arc", "session"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_twin_finds_the_same(make_workload, run, seed, evict):
     work = tree(make_workload, 300, 10 + seed, FOREVER, deep=5)
     record, _ = run(work, [tier(30, evict=evict)], n_blocks=16)
-    store = ArcStored(30) if evict == "arc" else Stored(30, evict == "lru")
+    stores = {"arc": ArcStored, "session": SessionStored}
+    store = stores[evict](30) if evict in stores else Stored(30, evict == "lru")
     twin, found = Twin(16, store), []
     for i in range(len(work)):
         keys = [(k, int(h)) for k, h in enumerate(work.blocks(i).tolist())]
@@ -292,6 +311,9 @@ def test_a_twin_finds_the_same(make_workload, run, seed, evict):
     if evict == "arc":
         assert store.longest > 0
         assert all((store.t2, store.b1, store.b2))
+    if evict == "session":
+        assert record.tiers.evicted[0] == store.evicted
+        assert min(store.declined, len(store.absent)) > 5
 
 
 def test_a_shared_store_has_what_any_worker_computed(make_workload, run):
@@ -306,7 +328,7 @@ def test_a_shared_store_has_what_any_worker_computed(make_workload, run):
     assert record.tiers.hits[1, 0] == 100 // 16 * BLOCK  # stored by then, 16 s each
 
 
-@pytest.mark.parametrize("evict", ["lru", "arc"])
+@pytest.mark.parametrize("evict", ["lru", "arc", "session"])
 @pytest.mark.parametrize("scope", ["worker", "node", "cluster"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_dead_worker_takes_its_own_store_along_and_no_other(make_workload, run, scope, n, evict):
@@ -475,7 +497,8 @@ def test_nothing_is_left_of_a_pull_that_is_cut(turns, what, while_s):
     ["host", "host:1GB", "host:1GB,load=1GB", "host:1GB/s,load=1GB/s", "host:1GB,load=0GB/s",
      "host:1GB,load=1GB/s,write=never", "host:1GB,load=1GB/s,color=red", "H:1GB,load=1GB/s",
      "host:1GB,load=1GB/s,exclusive=yes", "host:1GB,load=1GB/s,evict=mru",
-     "host:1GB,load=1GB/s,exclusive=yes,write=back,evict=arc", "host:1GB,load=1GB/s,load=2GB/s"],
+     "host:1GB,load=1GB/s,exclusive=yes,write=back,evict=arc", "host:1GB,load=1GB/s,load=2GB/s",
+     "host:1GB,load=1GB/s,write=back,evict=session"],
 )  # fmt: skip
 def test_bad_spellings_are_refused(text):
     with pytest.raises(InputError) as refused:

@@ -16,6 +16,7 @@ from eldr_sim.traces.requests.requests import Requests
 from eldr_sim.traces.requests.reuse import reuse_of
 
 from ..arc import Arc
+from ..session_cache import SessionCache
 
 SIZE = 4
 
@@ -99,19 +100,49 @@ class Best:
 
 
 @given(sessions(), st.integers(1, 20))
-def test_arc_is_that_of_its_paper_and_nobody_beats_belady(drawn, capacity):
+def test_caches_are_those_of_lists_and_nobody_beats_belady(drawn, capacity):
     chains, lengths = drawn
     requests, cache, hits = made_of(chains, lengths), Arc(capacity), 0
     for chain, (prompt, _) in zip(chains, lengths, strict=True):
         hits += found_in(cache, chain, prompt)
         for block in reversed(chain):
             cache.use(block)
-    arc, best = hit_rates(requests, capacity)
-    assert arc * int(requests.prompt_len.sum()) == pytest.approx(hits)
+    total = int(requests.prompt_len.sum())
+    arc, by_session, best = hit_rates(requests, capacity)
+    assert arc * total == pytest.approx(hits)
+    assert by_session * total == pytest.approx(found_by_session(drawn, capacity)[0])
     lru = reuse_of(requests)
-    assert max(arc, lru.hit_rate(capacity)) <= best + 1e-12
+    assert max(arc, by_session, lru.hit_rate(capacity)) <= best + 1e-12
     assert best <= lru.ideal_hit_rate + 1e-12
-    assert hit_rates(requests, 10**6) == pytest.approx((lru.ideal_hit_rate,) * 2)
+    assert hit_rates(requests, 10**6) == pytest.approx((lru.ideal_hit_rate,) * 3)
+
+
+def found_by_session(drawn, capacity):
+    """Return the tokens that a cache finds which evicts by session, and the cache."""
+    cache, hits = SessionCache(capacity), 0
+    for chain, (prompt, _) in zip(*drawn, strict=True):
+        hits += found_in(cache, chain, prompt)
+        asked = chain[: -(-prompt // SIZE)]
+        n = next((k for k, block in enumerate(asked) if block not in cache), len(asked))
+        goes_on = cache.session_of(asked[n - 1]) if n else None
+        cache.come(asked)
+        cache.store(chain, 0, goes_on)
+    return hits, cache
+
+
+def test_sessions_fade_and_are_declined_and_go_on():
+    """More than 500 requests come; the property above has no such."""
+    rng, chains, lengths = np.random.default_rng(5), [], []
+    for _ in range(1300):
+        prompt, output = int(rng.integers(1, 60)), int(rng.integers(1, 30))
+        family = int(rng.zipf(1.4)) % 90
+        n = (prompt + output - 1) // SIZE
+        chains.append(([0] + [100 * (family + 1) + j for j in range(1, n)])[:n])
+        lengths.append((prompt, output))
+    requests = made_of(chains, lengths)
+    hits, cache = found_by_session((chains, lengths), 150)
+    assert hit_rates(requests, 150)[1] * int(requests.prompt_len.sum()) == pytest.approx(hits)
+    assert min(cache.declined, cache.evicted, len(cache.sessions)) > 20
 
 
 @settings(max_examples=30)
@@ -123,7 +154,7 @@ def test_the_bound_is_the_most_that_any_choice_finds(data):
     lengths = [(SIZE * depth + 1, 1) for _, depth in whole]  # whole blocks, all of prompts
     capacity = data.draw(st.integers(1, 3))
     requests = made_of(chains, lengths)
-    _, best = hit_rates(requests, capacity)
+    *_, best = hit_rates(requests, capacity)
     tokens = best * int(requests.prompt_len.sum())
     assert tokens == pytest.approx(SIZE * Best(chains, lengths, capacity).of())
 

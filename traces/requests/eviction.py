@@ -1,7 +1,7 @@
 """What a prefix cache of a size finds in requests with block hashes under other evictions.
 
-Beside the least recently used (`reuse`): ARC (`arc`), and Belady's bound, which knows the future
-(IBM Systems Journal 1966): it keeps the blocks that a prompt needs again first, and none that no
+Beside the least recently used (`reuse`): ARC (`arc`), by session (`session_lists`), and Belady's
+bound, which knows the future (IBM Systems Journal 1966): it keeps the blocks that a prompt needs again first, and none that no
 prompt does. Nobody finds more. Requests come one after the other, as there.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.jit import njit
+from eldr_sim.traces.requests import session_lists
 from eldr_sim.traces.requests.arc import AGAIN, ONCE, make_lists, use
 from eldr_sim.traces.requests.requests import Requests
 from eldr_sim.traces.requests.reuse import blocks_of
@@ -19,19 +20,21 @@ from eldr_sim.traces.requests.reuse import blocks_of
 _NEVER = np.int64(1) << 60
 
 
-def hit_rates(requests: Requests, capacity: int) -> tuple[float, float]:
-    """Return the shares of prompt tokens that ARC and Belady's bound find.
+def hit_rates(requests: Requests, capacity: int) -> tuple[float, float, float]:
+    """Return the shares of prompt tokens that ARC, eviction by session and Belady's bound find.
 
     ``capacity``: blocks of ``requests.prefix_block_tokens``, at least 1.
     """
     size = requests.prefix_block_tokens
     if size == 0:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     of_blocks = blocks_of(requests)
     args = *of_blocks, size, capacity
     total = int(requests.prompt_len.sum(dtype=np.int64))
-    lists = make_lists(1, int(of_blocks[0].max(initial=-1)) + 1)
-    return _arc(*args, lists) / total, _belady(*args) / total
+    n_blocks = int(of_blocks[0].max(initial=-1)) + 1
+    arc = _arc(*args, make_lists(1, n_blocks))
+    by_session = _by_session(*args, session_lists.make_lists(1, n_blocks, capacity))
+    return arc / total, by_session / total, _belady(*args) / total
 
 
 @njit()
@@ -108,4 +111,41 @@ def _arc(
             block = blocks[k]
             use(lists, 0, block, capacity)
             reach[block] = max(reach[block], min(size, context[i] - (k - indptr[i]) * size))
+    return total
+
+
+@njit()
+def _by_session(
+    blocks: Any, indptr: Any, n_prompt: Any, context: Any, prompt: Any, size: int, capacity: int,
+    lists: Any,
+) -> int:  # fmt: skip
+    """Return the prompt tokens that a cache finds which evicts by session; ``lists`` are empty."""
+    n_blocks, total, room = lists.of.shape[1], 0, capacity
+    held, reach = np.zeros(n_blocks, np.bool_), np.zeros(n_blocks, np.int64)
+    for i in range(prompt.shape[0]):
+        begin, end = indptr[i], indptr[i + 1]
+        session_lists.come(lists, 0)
+        name, run = np.int64(-1), True
+        for k in range(begin, begin + n_prompt[i]):
+            session_lists.ask(lists, 0, blocks[k], k - begin, held[blocks[k]])
+            run = run and held[blocks[k]]
+            if run:
+                name = session_lists.session_at(lists, 0, blocks[k])
+        session_lists.has_asked(lists, 0, n_blocks)
+        total += _found(blocks, begin, n_prompt[i], prompt[i], size, held, reach)
+        lists.own[: end - begin] = blocks[begin:end]
+        slot, fresh, n_out = session_lists.choose(
+            lists, 0, end - begin, 0, name, room, capacity - room
+        )
+        for k in range(n_out):
+            held[lists.out[k]] = False
+        room += n_out
+        for k in range(begin, end):
+            block = blocks[k]
+            if slot >= 0 and not held[block]:
+                session_lists.place(lists, 0, block, slot, fresh)
+                held[block] = True
+                room -= 1
+            if held[block]:
+                reach[block] = max(reach[block], min(size, context[i] - (k - begin) * size))
     return total

@@ -321,7 +321,7 @@ class KVTierConfig(Fields):
     """A tier, ``host:126GB,load=20GB/s,write=through``: bytes of each store, bandwidth of a GPU's
     link, when a block comes to it (``through``: when computed, ``selective``: when used again,
     ``back``: when evicted). Also ``store``, ``total``, ``latency``, ``scope=worker|node|cluster``,
-    ``exclusive=yes``, ``evict=lru|fifo|arc``. Repeat for more."""
+    ``exclusive=yes``, ``evict=lru|fifo|arc|session``. Repeat for more."""
     kv_load: Literal["always", "cheaper"] = "always"
     """Whether blocks in tiers are loaded always, or only where computing them takes longer."""
     kv_overlap: Literal["none", "layers"] = "none"
