@@ -6,6 +6,7 @@ What a request lives through is told in :mod:`~eldr_sim.simulator.plane.loop`.
 from __future__ import annotations
 
 import operator
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.errors import InputError
+from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.references import Reference
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.arrays import make_groups, make_requests, make_run
@@ -175,6 +176,9 @@ class Cluster:
     def _lanes_window(self, arrived: NDArray[np.void]) -> tuple[float, float]:
         """Return the window that lanes opened; raises InputError if they could not."""
         own = self.arrays.engines.sessions.record[0]
+        if own["short"]:
+            told = "lanes had no session any more before the window ended: they waited for less"
+            warnings.warn(EldrSimWarning(told), stacklevel=2)
         if np.isfinite(own["end"]):
             return float(own["start"]), float(own["end"])
         known = int(state.COMPLETED), int(state.AFTER_WINDOW)

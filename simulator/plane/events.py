@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.state import BOUNDARY, STEP_ORDER, STEP_START
+from eldr_sim.simulator.plane.state import ARRIVAL, BOUNDARY, STEP_ORDER, STEP_START
 
 
 @compiled()
@@ -91,6 +91,26 @@ def leave(clock: Any, engines: Any, what: int, request: int) -> None:
     tail = clock[0].pending_tail
     engines.pending[tail, 0], engines.pending[tail, 1] = what, request
     clock[0].pending_tail = tail + 1
+
+
+@compiled()
+def hasten(clock: Any, events: Any, session: Any, s: int) -> None:
+    """Let the requests of session ``s`` that are to arrive, -1: all, do so sooner, the first now."""
+    n, first = np.int64(clock[0].n_events), np.inf
+    for i in range(n):
+        event = events[i]
+        if event.kind == ARRIVAL and event.subject >= 0 and (s < 0 or session[event.subject] == s):
+            first = min(first, event.time)
+    sooner = first - clock[0].now
+    if not 0.0 < sooner < np.inf:
+        return
+    clock[0].n_events = 0
+    for i in range(n):  # each goes to a place before it, or its own
+        time, order = float(events[i].time), np.int64(events[i].order)
+        kind, subject = np.int64(events[i].kind), np.int64(events[i].subject)
+        if kind == ARRIVAL and subject >= 0 and (s < 0 or session[subject] == s):
+            time = max(time - sooner, clock[0].now)
+        _insert(clock, events, time, order, kind, subject)
 
 
 # --- from outside ---

@@ -6,6 +6,8 @@ Requests that go on with none arrive in their order, or, where sessions are limi
 
 Where lanes warm caches first, the measured window opens when the last of those requests has ended.
 Nothing is sent any more when it closes; what is in flight has a grace then, and is cancelled.
+Where nothing of a session is in flight for `SESSION_IDLE_S` seconds, or nothing at all for
+`ALL_IDLE_S`, all that waits comes so much sooner that the first does now.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.events import schedule
+from eldr_sim.simulator.plane.events import hasten, schedule
 from eldr_sim.simulator.plane.state import ABANDONED, ARRIVAL, COMPLETED, SESSIONS
 from eldr_sim.traces.workload import Workload
 
-#: What stands for a request in an ARRIVAL: the measured window ends, and the grace after it.
-WINDOW_ENDS, GRACE_ENDS = np.int64(-1), np.int64(-2)
-#: AgentX: seconds in which what is in flight may still complete.
+#: What stands for a request in an ARRIVAL: the measured window ends, and the grace after it; nothing
+#: has been in flight for long; and below that: nothing of a session.
+WINDOW_ENDS, GRACE_ENDS, ALL_IDLE = np.int64(-1), np.int64(-2), np.int64(-3)
+#: AgentX: seconds in which what is in flight may still complete,
 GRACE_S = 30.0
+#: and that lanes have nothing in flight at most: one, or all.
+SESSION_IDLE_S, ALL_IDLE_S = 300.0, 10.0
 
 
 class Sessions(NamedTuple):
@@ -37,7 +42,9 @@ class Sessions(NamedTuple):
     waits: NDArray[np.int32]  #: ``[requests]``: for so many others; -1: given up
     gap_s: NDArray[np.float64]  #: ``[requests]``: from the end of the last of them
     session: NDArray[np.int32]  #: ``[requests]``
-    left: NDArray[np.int32]  #: ``[sessions]``: requests that have not ended
+    left: NDArray[np.int32]  #: ``[sessions]``: requests that have not ended,
+    busy: NDArray[np.int32]  #: ``[sessions]``: of them have come;
+    idle_s: NDArray[np.float64]  #: ``[sessions]``: or when none was left, s
 
 
 def make_sessions(
@@ -54,14 +61,16 @@ def make_sessions(
     order, none = np.zeros(n, np.int32), np.zeros(0, np.int32)
     parent = workload.parent
     if parent is None and most is None:
-        return Sessions(record, order, np.zeros(1, np.int64), none, none, np.zeros(0), none, none)
+        first, gaps = np.zeros(1, np.int64), np.zeros(0)
+        return Sessions(record, order, first, none, none, gaps, none, none, none, gaps)
     parent = np.full(n, -1, np.int32) if parent is None else parent
     gap_s = np.zeros(n) if workload.gap_s is None else workload.gap_s
     children = np.argsort(parent, kind="stable")[int((parent < 0).sum()) :]
     first = np.searchsorted(parent[children], np.arange(n + 1))
+    left = np.bincount(workload.session).astype(np.int32)
     return Sessions(
         record, order, first, children.astype(np.int32), (parent >= 0).astype(np.int32), gap_s,
-        workload.session, np.bincount(workload.session).astype(np.int32),
+        workload.session, left, np.zeros_like(left), np.zeros(len(left)),
     )  # fmt: skip
 
 
@@ -73,11 +82,15 @@ def arrive(clock: Any, events: Any, engines: Any, request: int) -> None:
     if request == WINDOW_ENDS:
         clock[0].open_measured -= 1
         if own.n_warming > 0:
+            own.short = own.next < 0 and own.active < own.most
             own.next = -1
             schedule(clock, events, clock[0].now + GRACE_S, ARRIVAL, GRACE_ENDS)
         return
     if request == GRACE_ENDS:
         clock[0].open_measured = 0
+        return
+    if request <= ALL_IDLE:
+        _pass_idle_time(clock, events, sessions, ALL_IDLE - request - 1)
         return
     if own.n_warming > 0 and clock[0].now >= own.end:
         return
@@ -86,6 +99,8 @@ def arrive(clock: Any, events: Any, engines: Any, request: int) -> None:
     record = engines.requests[request]
     record.arrival_s = clock[0].now
     if sessions.waits.shape[0] > 0:
+        own.busy += 1
+        sessions.busy[sessions.session[request]] += 1
         measured = own.start <= clock[0].now < own.end
         clock[0].open_measured += measured - record.measured
         record.measured = measured
@@ -112,6 +127,8 @@ def go_on(clock: Any, events: Any, engines: Any, request: int) -> None:
     if sessions.waits.shape[0] == 0:
         return
     own, s = sessions.record[0], sessions.session[request]
+    own.busy -= 1
+    sessions.busy[s] -= 1
     sessions.left[s] -= 1
     completed = requests[request].outcome == COMPLETED
     lost: Any = np.int64(-1)  # given up, linked by REQUEST.next, who goes on with them not yet
@@ -143,3 +160,27 @@ def go_on(clock: Any, events: Any, engines: Any, request: int) -> None:
     if sessions.left[s] == 0:
         own.active -= 1
         _begin(clock, events, engines)
+    if own.n_warming > 0 and own.start <= clock[0].now < own.end:
+        _watch_idle_time(clock, events, sessions, s)
+
+
+@compiled()
+def _watch_idle_time(clock: Any, events: Any, sessions: Any, s: int) -> None:
+    """Look later whether a session, or all, still have nothing in flight."""
+    own, now = sessions.record[0], clock[0].now
+    if sessions.busy[s] == 0 and sessions.left[s] > 0:
+        sessions.idle_s[s] = now
+        schedule(clock, events, now + SESSION_IDLE_S, ARRIVAL, ALL_IDLE - 1 - s)
+    if own.busy == 0:
+        own.idle_s = now
+        schedule(clock, events, now + ALL_IDLE_S, ARRIVAL, ALL_IDLE)
+
+
+@compiled()
+def _pass_idle_time(clock: Any, events: Any, sessions: Any, s: int) -> None:
+    """Let what waits come now, of session ``s`` or, -1, all, unless anything has been sent since."""
+    own, now = sessions.record[0], clock[0].now
+    if s < 0 and own.busy == 0 and now == own.idle_s + ALL_IDLE_S:
+        hasten(clock, events, sessions.session, s)
+    elif s >= 0 and sessions.busy[s] == 0 and now == sessions.idle_s[s] + SESSION_IDLE_S:
+        hasten(clock, events, sessions.session, s)

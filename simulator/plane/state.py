@@ -137,6 +137,9 @@ SESSIONS = np.dtype(
         ("end", np.float64),
         ("n_warming", np.int64),  # requests whose end opens the window (lanes), or 0,
         ("lasts_s", np.float64),  # and how long it is then
+        ("busy", np.int64),  # requests that have come and not ended,
+        ("idle_s", np.float64),  # or when there were none any more, s
+        ("short", np.bool_),  # a lane had no session any more before the window ended
     ]
 )
 

@@ -89,6 +89,31 @@ def test_what_is_in_flight_behind_the_grace_is_cancelled(embedded_routing: None,
     assert result.record.end_s == pytest.approx(result.record.window[1] + 30.0)
 
 
+def test_idle_time_passes(embedded_routing: None, log: Path) -> None:
+    """All lanes idle for 10 s, or one for 300 s: its timers run out together, not each."""
+    slow = json.loads(log.read_text().splitlines()[0])
+    for i, turn in enumerate(slow["requests"]):
+        turn["t"] = 900.0 * i
+    log.write_text("\n".join([json.dumps(slow)] * 2))
+    rows = _measured(_run(log, max_active_sessions=1, duration=300))
+    gaps = rows["arrival_s"][1:] - rows["finish_s"][:-1]
+    assert gaps == pytest.approx(10.0)
+    # Another lane is busy all the time.
+    steady = json.loads(log.read_text().splitlines()[0])
+    first = steady["requests"][0]
+    steady["requests"] = [first | {"t": 6.0 * i} for i in range(1000)]
+    log.write_text("\n".join([json.dumps(slow), json.dumps(steady)]))
+    rows = _measured(_run(log, max_active_sessions=2, duration=700))
+    mine = rows[rows["prompt_len"] > first["in"]]
+    gaps = mine["arrival_s"][1:] - mine["finish_s"][:-1]
+    assert len(gaps) >= 2
+    assert gaps == pytest.approx(300.0)
+
+
+def _measured(result: Result) -> Any:
+    return result.record.requests[result.record.requests["measured"]]
+
+
 def test_bad_input_is_one_line(embedded_routing: None, log: Path) -> None:
     for field, more in (
         ("max_active_sessions", {"max_active_sessions": None}),

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from eldr_sim.traces.requests.requests import Requests
 
 _HISTORY, _WARM_UPS = (0.25, 0.75), 10  #: share of a session; requests of a lane
-_LONGEST_GAP_S = 300.0  #: a client that would wait longer goes on
+#: Seconds of a gap that a session lasts at least, to know how many are needed: so long nothing is in
+#: flight at most of one of many lanes, and of all (`plane.sessions`).
+_GAP_S, _GAP_OF_ALL_S, _MANY = 300.0, 10.0, 8
 _LEAST_S = 0.1  #: that a request is taken to last, to know how many sessions are needed
 
 
@@ -51,7 +53,7 @@ def as_lanes(requests: Requests, lanes: int, duration_s: float, seed: int) -> Re
     begins = [
         int(share * len(deck[lane])) for lane, share in enumerate(rng.uniform(*_HISTORY, lanes))
     ]
-    rows = _Rows(requests)
+    rows = _Rows(requests, _GAP_S if lanes >= _MANY else _GAP_OF_ALL_S)
     barrier = [rows.warm_up(lane, deck[lane], begin) for lane, begin in enumerate(begins)]
     n_warming, lasts_s, play = len(rows.source), 0.0, 0
     while play < lanes or lasts_s < lanes * duration_s:
@@ -89,11 +91,11 @@ def as_lanes(requests: Requests, lanes: int, duration_s: float, seed: int) -> Re
 class _Rows:
     """The requests that lanes send, one after the other."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, counted_s: float) -> None:
         assert requests.parent is not None
         assert requests.gap_s is not None
         self._came_s, self._before = requests.arrival_s.tolist(), requests.parent.tolist()
-        self._gap_s = np.minimum(requests.gap_s, _LONGEST_GAP_S).tolist()
+        self._gap_s, self._counted_s = requests.gap_s.tolist(), counted_s
         self._others: dict[int, list[int]] = {}
         for request, other in [] if requests.joins is None else requests.joins.tolist():
             self._others.setdefault(request, []).append(other)
@@ -130,9 +132,9 @@ class _Rows:
             parent = number.get(before, -1)
             if parent < 0 and barrier:
                 parent, joins = barrier[play], joins + barrier
-                gap_s = min(self._came_s[i] - self._came_s[own[0]], _LONGEST_GAP_S)
+                gap_s = self._came_s[i] - self._came_s[own[0]]
             number[i] = self._add(i, play, parent, gap_s)
-            ends_s[i] = at_s + gap_s + _LEAST_S
+            ends_s[i] = at_s + min(gap_s, self._counted_s) + _LEAST_S
             self.joins += [(number[i], other) for other in joins if other != parent]
         return max(ends_s.values())
 
