@@ -129,6 +129,7 @@ LINKED = (
     "simulator.plane.steps.verify",
     "simulator.setup.replay",
     "traces.requests.arc",
+    "traces.requests.linked",
     "traces.requests.session_lists",
 )
 

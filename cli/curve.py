@@ -28,8 +28,8 @@ def hits(log: Path, sessions_file: str | None, model: str) -> None:
     """Show the prefix hit rate of LOG by the size of one cache, and of one without bounds.
 
     LOG has block hashes (Mooncake's or Bailian's format). The cache forgets the least recently
-    used (LRU), or as ARC does, or the worst session; nobody finds more than Belady's bound. Requests come one after the
-    other.
+    used (LRU), or as ARC does, or the worst session; nobody finds more than Belady's bound.
+    Requests come one after the other.
     """
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.traces.requests.eviction import hit_rates

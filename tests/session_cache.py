@@ -1,4 +1,4 @@
-"""Eviction by session over lists (vllm-project/vllm#50422), which compiled ones are held against."""
+"""Eviction by session over lists (vllm-project/vllm#50422); compiled ones are held against it."""
 
 from dataclasses import dataclass
 from math import inf, log2

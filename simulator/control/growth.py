@@ -43,7 +43,8 @@ def grow(cluster: Cluster) -> None:
     tiers = kv.tiers
     if len(tiers.loads):
         tiers = tiers._replace(
-            loads=with_more(tiers.loads, new - old), hits=with_more(tiers.hits, new - old),
+            loads=with_more(tiers.loads, new - old),
+            hits=with_more(tiers.hits, new - old),
             goes_on=with_more(tiers.goes_on, new - old),
         )
     kv = kv._replace(

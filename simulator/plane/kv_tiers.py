@@ -38,7 +38,8 @@ from eldr_sim.simulator.plane.block_lists import (
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.state import BLOCK, CLOCK
 from eldr_sim.traces.requests import session_lists
-from eldr_sim.traces.requests.arc import AGAIN, ArcLists, clear, make_lists, move, use
+from eldr_sim.traces.requests.arc import AGAIN, ArcLists, clear, make_lists, use
+from eldr_sim.traces.requests.linked import move, oldest
 
 #: ``RULES.write``: when a block comes to a tier.
 THROUGH, SELECTIVE, BACK = map(np.int64, range(3))
@@ -180,10 +181,10 @@ def touch(tiers: Any, w: int, key: int, request: int) -> None:
             if not tiers.stores[s].arc:
                 take_out(tiers.blocks, tiers.stores, s, block)
                 append(tiers.blocks, tiers.stores, s, block)
-            elif tiers.arc.where[s, block] <= AGAIN:  # else it is only remembered
-                record, at = tiers.blocks[s, block], np.int64(tiers.arc.where[s, block])
+            elif tiers.arc.lists.of[s, block] <= AGAIN:  # else it is only remembered
+                record, at = tiers.blocks[s, block], np.int64(tiers.arc.lists.of[s, block])
                 again = record.copy != request and record.copy != _FRESH
-                move(tiers.arc, s, block, AGAIN if again else at)
+                move(tiers.arc.lists, s, block, AGAIN if again else at)
                 record.copy = request
 
 
@@ -193,7 +194,7 @@ def _drop(tiers: Any, s: int, block: int) -> None:
     take_out(tiers.blocks, tiers.stores, s, block)
     tiers.stores[s].n_blank += 1
     if tiers.stores[s].arc:
-        move(tiers.arc, s, block, np.int64(-1))
+        move(tiers.arc.lists, s, block, np.int64(0))
     if tiers.stores[s].by_session:
         _forget_ghost(tiers, s, block)
     _forget(tiers, s, block)
@@ -272,7 +273,7 @@ def put(tiers: Any, w: int, tier: int, block_hash: int, at_s: float) -> None:
         s = link.store
         store = tiers.stores[s]
         block: Any = np.int64(tiers.slots[s, slot_of(tiers.slots, tiers.blocks, s, key)] - 1)
-        if block >= 0 and not (store.arc and tiers.arc.where[s, block] > AGAIN):
+        if block >= 0 and not (store.arc and tiers.arc.lists.of[s, block] > AGAIN):
             if tiers.rules[t].renews:
                 take_out(tiers.blocks, tiers.stores, s, block)
                 append(tiers.blocks, tiers.stores, s, block)
@@ -301,7 +302,7 @@ def put(tiers: Any, w: int, tier: int, block_hash: int, at_s: float) -> None:
 
 @compiled()
 def known(tiers: Any, s: int, key: int) -> Any:
-    """Return the record of a block in a store that evicts by session, whether it holds it or not."""
+    """Return the record of a block, there or not, in a store that evicts by session."""
     slot = slot_of(tiers.slots, tiers.blocks, s, key)
     block = np.int64(tiers.slots[s, slot] - 1)
     if block < 0:
@@ -309,22 +310,22 @@ def known(tiers: Any, s: int, key: int) -> Any:
         tiers.blocks[s, block].block_hash = key
         tiers.slots[s, slot] = block + 1
         tiers.ready_s[s, block] = np.inf
-        session_lists.move(tiers.by_session, s, block, session_lists.GHOSTS)
+        move(tiers.by_session.lists, s, block, session_lists.GHOSTS)
     return block
 
 
 @compiled()
 def _forget_ghost(tiers: Any, s: int, block: int) -> None:
     tiers.by_session.ghost[s, block] = 0.0
-    session_lists.move(tiers.by_session, s, block, session_lists.NOWHERE)
+    session_lists.leave(tiers.by_session, s, block, np.int64(0))
 
 
 @compiled()
 def forget_oldest(tiers: Any, s: int) -> None:
     """Let a store that evicts by session remember no more blocks than it has room for."""
-    ghosts, store = tiers.by_session.sessions[s, session_lists.GHOSTS], tiers.stores[s]
-    while ghosts.n > store.n_blank + store.n_idle:
-        block = np.int64(ghosts.head - 1)
+    lists, store = tiers.by_session.lists, tiers.stores[s]
+    while lists.sizes[s, session_lists.GHOSTS] > store.n_blank + store.n_idle:
+        block = oldest(lists, s, session_lists.GHOSTS)
         _forget_ghost(tiers, s, block)
         _forget(tiers, s, block)
 

@@ -22,8 +22,8 @@ from eldr_sim.simulator.plane.events import hasten, schedule
 from eldr_sim.simulator.plane.state import ABANDONED, ARRIVAL, COMPLETED, SESSIONS
 from eldr_sim.traces.workload import Workload
 
-#: What stands for a request in an ARRIVAL: the measured window ends, and the grace after it; nothing
-#: has been in flight for long; and below that: nothing of a session.
+#: What stands for a request in an ARRIVAL: the measured window ends, and the grace after it;
+#: nothing has been in flight for long; and below that: nothing of a session.
 WINDOW_ENDS, GRACE_ENDS, ALL_IDLE = np.int64(-1), np.int64(-2), np.int64(-3)
 #: AgentX: seconds in which what is in flight may still complete,
 GRACE_S = 30.0
@@ -178,9 +178,11 @@ def _watch_idle_time(clock: Any, events: Any, sessions: Any, s: int) -> None:
 
 @compiled()
 def _pass_idle_time(clock: Any, events: Any, sessions: Any, s: int) -> None:
-    """Let what waits come now, of session ``s`` or, -1, all, unless anything has been sent since."""
+    """Let what waits of session ``s``, -1: of all, come now, unless something has since."""
     own, now = sessions.record[0], clock[0].now
-    if s < 0 and own.busy == 0 and now == own.idle_s + ALL_IDLE_S:
-        hasten(clock, events, sessions.session, s)
-    elif s >= 0 and sessions.busy[s] == 0 and now == sessions.idle_s[s] + SESSION_IDLE_S:
+    if s < 0:
+        idle = own.busy == 0 and now == own.idle_s + ALL_IDLE_S
+    else:
+        idle = sessions.busy[s] == 0 and now == sessions.idle_s[s] + SESSION_IDLE_S
+    if idle:
         hasten(clock, events, sessions.session, s)

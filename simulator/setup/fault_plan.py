@@ -68,8 +68,8 @@ class FaultPlan:
     #: bool ``[requests]``: whether a client stays if it has its first token by ``cancel_s``. None:
     #: nobody does.
     patient: NDArray[np.bool_] | None = None
-    #: How long after their requests have failed with a worker users send them again, as new ones, s.
-    #: None: they do not.
+    #: How long after a request has failed with its worker its user sends it again, as a new one, s.
+    #: None: never.
     user_retry_s: float | None = None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -125,3 +127,23 @@ def test_the_topology_is_read():
     for wrong in ("0C", "C", "1P1C", "8"):
         with pytest.raises(InputError, match="xC"):
             parse_topology(wrong)
+
+
+def test_short_prompts_pass_a_long_one_whose_chunks_are_bounded(tmp_path):
+    """Five prompts of 16,000 tokens, forty of 100: the short ones come sooner, the long later."""
+    lines = [{"timestamp": 400 * i, "input_length": 16_000, "output_length": 20} for i in range(5)]
+    lines += [{"timestamp": 50 * i, "input_length": 100, "output_length": 20} for i in range(40)]
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fields = {
+        "trace": "reference-moe", "workload": str(log), "arrivals": "recorded", "topology": "1C",
+        "max_num_batched_tokens": 4096,
+    }  # fmt: skip
+    waited = {}
+    for threshold in (None, 512):
+        config = make_config(fields | {"long_prefill_token_threshold": threshold})
+        rows = simulate(config).record.requests
+        ttft = rows["first_token_s"] - rows["arrival_s"]
+        waited[threshold] = [float(ttft[rows["prompt_len"] == n].mean()) for n in (100, 16_000)]
+    assert waited[512][0] < 0.7 * waited[None][0]
+    assert waited[512][1] > waited[None][1]

@@ -125,14 +125,15 @@ def test_bytes_are_conserved(make_workload, run):
         tiers, kv = record.tiers, cluster.arrays.engines.kv.tiers
         resident = int(kv.stores["n_idle"][0])
         assert tiers.stored[0] == resident + tiers.evicted[0]
-        remembered, sessions = int(kv.arc.sizes[0, 2:].sum()), kv.by_session.sessions
+        arc, sessions = kv.arc.lists.sizes, kv.by_session.lists.sizes
+        remembered = int(arc[0, 3:].sum())
         if words.get("evict") == "session":
-            remembered = int(sessions["n"][0, GHOSTS])
-            assert sessions["n"][0, GHOSTS + 1 :].sum() == resident
+            remembered = int(sessions[0, GHOSTS])
+            assert sessions[0, GHOSTS + 1 :].sum() == resident
             assert remembered <= 35
         assert (kv.slots[0] > 0).sum() == resident + remembered
         assert resident <= 35
-        assert kv.arc.sizes[0, :2].sum() == (resident if "arc" in words.values() else 0)
+        assert arc[0, 1:3].sum() == (resident if "arc" in words.values() else 0)
         assert (remembered > 0) == (words.get("evict") in ("arc", "session"))
         assert kv.stores["n_blank"][0] + resident == 35
         assert tiers.loaded[0] * BLOCK == tiers.hits.sum() > 0
@@ -363,20 +364,30 @@ def test_arc_keeps_what_is_used_again_through_a_scan(make_workload, run):
         assert (record.tiers.hits > 0).sum() == hits
 
 
-def test_arc_is_found_in_dead_and_shared_stores(make_workload, run):
+def _known(kv, evict):
+    """Return the blocks that stores know, and those that they have."""
+    if evict == "session":
+        sizes = kv.by_session.lists.sizes
+        return sizes.sum(axis=1), sizes[:, GHOSTS + 1 :].sum(axis=1)
+    return kv.arc.lists.sizes.sum(axis=1), kv.arc.lists.sizes[:, 1:3].sum(axis=1)
+
+
+@pytest.mark.parametrize("evict", ["arc", "session"])
+def test_lists_are_those_of_dead_and_shared_stores(make_workload, run, evict):
     """A store of the cluster that loses what was not stored whole goes on, and forgets nothing."""
     work = tree(make_workload, 400, 5, 3.0, output=3)
     faults = FaultPlan(tuple(Fault("fail", "decode", 0, at, 20.0) for at in (300.0, 600.0, 900.0)))
     for scope in ("worker", "cluster"):
-        words = {"scope": scope, "evict": "arc", "store": "4B/s"}
+        words = {"scope": scope, "evict": evict, "store": "4B/s"}
         config = {"decode_policy": "round_robin", "n_decode": 2, "faults": faults}
         record, cluster = run(work, [tier(20, **words)], n_blocks=12, **config)
         kv = cluster.arrays.engines.kv.tiers
         assert record.tiers.hits.sum() > 0
-        assert (kv.arc.sizes[:, :2].sum(axis=1) == kv.stores["n_idle"]).all()
-        assert ((kv.slots > 0).sum(axis=1) == kv.arc.sizes.sum(axis=1)).all()
+        known, there = _known(kv, evict)
+        assert (there == kv.stores["n_idle"]).all()
+        assert ((kv.slots > 0).sum(axis=1) == known).all()
         assert (kv.stores["n_blank"] + kv.stores["n_idle"] == 20).all()
-        assert (kv.arc.sizes.sum(axis=1) <= 40).all()
+        assert (known <= 40).all()
 
 
 def test_fifo_misses_as_belady_says(make_workload, run):
@@ -528,3 +539,20 @@ def test_a_store_moves_no_more_than_its_bandwidth():
         loads = result.record.tiers.loads
         assert moved > 0.1
         assert loads["waited_s"].sum() >= moved / 2 - 1e-9, scope
+
+
+def test_sessions_under_pressure_find_less_than_in_a_tier_without_bounds():
+    """Each eviction evicts and finds something, one after the other finds no more than all."""
+    found = {}
+    for size, evict in ((9e12, "lru"), (6e8, "lru"), (6e8, "arc"), (6e8, "session")):
+        config = make_config({
+            "trace": "reference-moe", "topology": "1C", "workload": "chat", "sessions": 60,
+            "turns": "4", "think_time": "exponential:20", "request_rate": 3, "output_len": 20,
+            "prefix_len": 512, "num_gpu_blocks_override": 300,
+            "kv_tier": (f"host:{size:.0f}B,load=20GB/s,evict={evict}",),
+        })  # fmt: skip
+        tiers = simulate(config).record.tiers
+        found[size, evict] = int(tiers.hits.sum())
+        assert (tiers.evicted[0] > 0) == (size == 6e8)
+    most = found.pop((9e12, "lru"))
+    assert all(0 < hits < most for hits in found.values()), (most, found)

@@ -91,8 +91,8 @@ def test_all_or_none_accepted(length, steps):
 
 @pytest.mark.parametrize(
     ("output_len", "length", "fields", "steps"),
-    [(60, 4.0, {}, 2), (58, 4.0, {}, 0), (60, 1.0, {}, 0), (60, 4.0, {"async_scheduling": False}, 0),
-     (60, 4.0, {"engine": "sglang"}, 0)],
+    [(60, 4.0, {}, 2), (58, 4.0, {}, 0), (60, 1.0, {}, 0),
+     (60, 4.0, {"async_scheduling": False}, 0), (60, 4.0, {"engine": "sglang"}, 0)],
 )  # fmt: skip
 def test_who_ends_by_its_drafts_rides_one_more_step(output_len, length, fields, steps):
     """As 1 + 14 x 4 + 3 tokens, where the last step might have given one; vLLM alone. The third

@@ -1,8 +1,9 @@
 """What a prefix cache of a size finds in requests with block hashes under other evictions.
 
 Beside the least recently used (`reuse`): ARC (`arc`), by session (`session_lists`), and Belady's
-bound, which knows the future (IBM Systems Journal 1966): it keeps the blocks that a prompt needs again first, and none that no
-prompt does. Nobody finds more. Requests come one after the other, as there.
+bound, which knows the future (IBM Systems Journal 1966): it keeps the blocks that a prompt needs
+again first, and none that no prompt does. Nobody finds more. Requests come one after the other, as
+there.
 """
 
 from __future__ import annotations
@@ -100,12 +101,12 @@ def _arc(
     lists: Any,
 ) -> int:  # fmt: skip
     """Return the prompt tokens that an ARC finds, whose ``lists`` are empty."""
-    n_blocks = lists.where.shape[1]
+    n_blocks = lists.lists.of.shape[1]
     held, reach = np.zeros(n_blocks, np.bool_), np.zeros(n_blocks, np.int64)
     total = 0
     for i in range(prompt.shape[0]):
         for k in range(indptr[i], indptr[i] + n_prompt[i]):
-            held[blocks[k]] = ONCE <= lists.where[0, blocks[k]] <= AGAIN
+            held[blocks[k]] = ONCE <= lists.lists.of[0, blocks[k]] <= AGAIN
         total += _found(blocks, indptr[i], n_prompt[i], prompt[i], size, held, reach)
         for k in range(indptr[i + 1] - 1, indptr[i] - 1, -1):  # the last one first, as engines do
             block = blocks[k]
@@ -120,7 +121,7 @@ def _by_session(
     lists: Any,
 ) -> int:  # fmt: skip
     """Return the prompt tokens that a cache finds which evicts by session; ``lists`` are empty."""
-    n_blocks, total, room = lists.of.shape[1], 0, capacity
+    n_blocks, total, room = lists.lists.of.shape[1], 0, capacity
     held, reach = np.zeros(n_blocks, np.bool_), np.zeros(n_blocks, np.int64)
     for i in range(prompt.shape[0]):
         begin, end = indptr[i], indptr[i + 1]

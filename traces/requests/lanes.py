@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from eldr_sim.traces.requests.requests import Requests
 
 _HISTORY, _WARM_UPS = (0.25, 0.75), 10  #: share of a session; requests of a lane
-#: Seconds of a gap that a session lasts at least, to know how many are needed: so long nothing is in
-#: flight at most of one of many lanes, and of all (`plane.sessions`).
+#: Seconds of a gap that a session lasts at least, to know how many are needed: of one of many
+#: lanes, or of few, nothing is in flight for so long at most (`plane.sessions`).
 _GAP_S, _GAP_OF_ALL_S, _MANY = 300.0, 10.0, 8
 _LEAST_S = 0.1  #: that a request is taken to last, to know how many sessions are needed
 

@@ -7,10 +7,10 @@ with it. The session of the lowest score loses its last block first::
     score = time of its last use + 1500 uses + 30000 / (1 + depth / 8)
 
 Time counts requests, ``depth`` the blocks that stand before the session's first one. A block's
-ghost says how often it was asked for, also while it is not there: 1 each time, 12 where it is found,
-by its place in the prompt. A new session begins with the twelfth of its blocks' ghosts as uses. Where
-something has to go for it, it is stored only if its score without uses is not below all others'.
-Uses and ghosts fade by a tenth every 500 requests.
+ghost says how often it was asked for, also while it is not there: 1 each time, 12 where it is
+found, by its place in the prompt. A new session begins with the twelfth of its blocks' ghosts as
+uses. Where something has to go for it, it is stored only if its score without uses is not below all
+others'. Uses and ghosts fade by a tenth every 500 requests.
 
 Here a cache remembers the ghosts of as many blocks as it has room for and no longer has; vLLM's
 forgets none before it has faded.
@@ -25,24 +25,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
+from eldr_sim.traces.requests import linked
 
 _USE, _FIRST, _HALF = 1500.0, 30000.0, 8.0  # of a score
 _FOUND, _MISSED, _SEED = 12.0, 1.0, 12.0  # of ghosts
 _FADES, _LEFT = 500, 0.9
-#: Lists: nowhere; blocks that are not there, whose ghosts are remembered; from here on sessions.
-NOWHERE, GHOSTS, _SESSIONS = map(np.int64, range(3))
+#: Lists: blocks that are not there, whose ghosts are remembered; from here on sessions.
+GHOSTS, _SESSIONS = np.int64(1), np.int64(2)
 
-#: A session. Blocks are counted from 1 in lists: 0 is none.
+#: A session.
 SESSION = np.dtype(
     [
         ("serial", np.int64),
         ("uses", np.float64),
         ("last", np.int64),
         ("depth", np.int64),
-        ("head", np.int64),
-        ("tail", np.int64),
-        ("n", np.int64),  # blocks; of none: the next spare one is ``tail``
         ("passed", np.int64),  # the last eviction that has come to it
+        ("spare", np.int64),  # where it is over: the next such, or 0
     ]
 )
 #: A cache.
@@ -61,11 +60,9 @@ CACHE = np.dtype(
 class SessionLists(NamedTuple):
     """The sessions of caches; blocks are numbered in each."""
 
+    lists: linked.Lists
     caches: NDArray[np.void]  #: ``CACHE [caches]``
-    sessions: NDArray[np.void]  #: ``SESSION [caches, most]``
-    of: NDArray[np.int32]  #: ``[caches, blocks]``: the list that a block is in
-    before: NDArray[np.int32]  #: ``[caches, blocks]``: the one before it there, from 1
-    behind: NDArray[np.int32]
+    sessions: NDArray[np.void]  #: ``SESSION [caches, lists + 1]``
     ghost: NDArray[np.float64]  #: ``[caches, blocks]``
     kept: NDArray[np.bool_]  #: ``[caches, blocks]``: not to be evicted now
     own: NDArray[np.int64]  #: ``[blocks]``: what `choose` is asked about,
@@ -74,11 +71,10 @@ class SessionLists(NamedTuple):
 
 def make_lists(n_caches: int, n_blocks: int, capacity: int) -> SessionLists:
     """Return the lists of empty caches with room for ``capacity`` blocks, of ``n_blocks``."""
-    # Zeros take no memory before they are written: a store has room for millions.
-    links = np.zeros((3, n_caches, n_blocks), np.int32)
-    most = min(capacity, n_blocks) + 4 if n_caches else 0
+    most = min(capacity, n_blocks) + 3  # one may be begun, the last list has no blocks
     return SessionLists(
-        np.zeros(n_caches, CACHE), np.zeros((n_caches, most), SESSION), *links,
+        linked.make_lists(n_caches, n_blocks, most, 1),
+        np.zeros(n_caches, CACHE), np.zeros((n_caches, most + 1), SESSION),
         np.zeros((n_caches, n_blocks)), np.zeros((n_caches, n_blocks), np.bool_),
         *np.zeros((2, n_blocks), np.int64),
     )  # fmt: skip
@@ -86,40 +82,18 @@ def make_lists(n_caches: int, n_blocks: int, capacity: int) -> SessionLists:
 
 def clear(lists: SessionLists, cache: int) -> None:
     """Let a cache be empty."""
-    lists.caches[cache] = 0
-    lists.sessions[cache] = 0
-    lists.of[cache] = lists.ghost[cache] = 0
+    linked.clear(lists.lists, cache, 1)
+    lists.caches[cache], lists.sessions[cache], lists.ghost[cache] = 0, 0, 0.0
 
 
 @njit(inlined=True, _nrt=False)
-def move(lists: Any, cache: int, block: int, to: int) -> None:
-    """Put a block at the end of a list, out of the one that it is in."""
-    at, before, behind = np.int64(lists.of[cache, block]), lists.before, lists.behind
-    if at > 0:
-        one, other = before[cache, block], behind[cache, block]
-        own = lists.sessions[cache, at]
-        own.n -= 1
-        if one == 0:
-            own.head = other
-        else:
-            behind[cache, one - 1] = other
-        if other == 0:
-            own.tail = one
-        else:
-            before[cache, other - 1] = one
-        if own.n == 0 and at >= _SESSIONS:
-            own.tail, lists.caches[cache].spare = lists.caches[cache].spare, at
-    lists.of[cache, block] = to
-    if to > 0:
-        own = lists.sessions[cache, to]
-        before[cache, block], behind[cache, block] = own.tail, 0
-        if own.n == 0:
-            own.head = block + 1
-            before[cache, block] = 0
-        else:
-            behind[cache, own.tail - 1] = block + 1
-        own.tail = block + 1
-        own.n += 1
+def leave(lists: Any, cache: int, block: int, to: int) -> None:
+    """Put a block out of the session that it is in, which may be over then, into another list."""
+    at = np.int64(lists.lists.of[cache, block])
+    linked.move(lists.lists, cache, block, to)
+    if at >= _SESSIONS and lists.lists.sizes[cache, at] == 0:
+        lists.sessions[cache, at].spare = lists.caches[cache].spare
+        lists.caches[cache].spare = at
 
 
 @njit(inlined=True, _nrt=False)
@@ -132,7 +106,7 @@ def come(lists: Any, cache: int) -> None:
 def ask(lists: Any, cache: int, block: int, place: int, found: bool) -> None:
     """Let the request that came last ask for a block, ``place`` blocks into its context."""
     lists.ghost[cache, block] += (_FOUND if found else _MISSED) / math.log2(place + 2.0)
-    at = np.int64(lists.of[cache, block])
+    at = np.int64(lists.lists.of[cache, block])
     if at >= _SESSIONS:
         session = lists.sessions[cache, at]
         if session.last < lists.caches[cache].now:
@@ -154,7 +128,7 @@ def has_asked(lists: Any, cache: int, n_blocks: int) -> None:
 @njit(inlined=True, _nrt=False)
 def session_at(lists: Any, cache: int, block: int) -> Any:
     """Return what names the session of a block that is there, for `choose`."""
-    at = np.int64(lists.of[cache, block])
+    at = np.int64(lists.lists.of[cache, block])
     return at << 32 | lists.sessions[cache, at].serial
 
 
@@ -162,7 +136,7 @@ def session_at(lists: Any, cache: int, block: int) -> Any:
 def _go_on(lists: Any, cache: int, name: int) -> Any:
     """Return the list of a session that a request found blocks of; -1: it has none any more."""
     at = np.int64(name >> 32)
-    if name < 0 or lists.sessions[cache, at].n == 0:
+    if name < 0 or lists.lists.sizes[cache, at] == 0:
         return np.int64(-1)
     if lists.sessions[cache, at].serial != name & 0xFFFFFFFF:
         return np.int64(-1)
@@ -180,7 +154,7 @@ def _worst(lists: Any, cache: int, eviction: int) -> Any:
     own, worst, least = lists.caches[cache], np.int64(-1), np.inf
     for slot in range(_SESSIONS, own.made):
         session = lists.sessions[cache, slot]
-        if session.n == 0 or session.passed == eviction:
+        if lists.lists.sizes[cache, slot] == 0 or session.passed == eviction:
             continue
         score = session.last + session.uses * _USE + _first(session.depth)
         older = worst >= 0 and session.serial < lists.sessions[cache, worst].serial
@@ -199,14 +173,14 @@ def _admits(lists: Any, cache: int, depth: int) -> Any:
 @njit(inlined=True, _nrt=False)
 def _next_out(lists: Any, cache: int) -> Any:
     """Return the next block to go; there must be one that is not ``kept``."""
-    own = lists.caches[cache]
+    own, before, end = lists.caches[cache], lists.lists.before, lists.lists.of.shape[1]
     while True:
-        while own.at == 0:
+        while own.at >= end:
             slot, _ = _worst(lists, cache, own.eviction)
             lists.sessions[cache, slot].passed = own.eviction
-            own.at = lists.sessions[cache, slot].tail
-        block = np.int64(own.at - 1)
-        own.at = lists.before[cache, block]
+            own.at = before[cache, end + slot]
+        block = np.int64(own.at)
+        own.at = before[cache, block]
         if not lists.kept[cache, block]:
             return block
 
@@ -221,11 +195,11 @@ def _open(lists: Any, cache: int, depth: int) -> Any:
         slot = np.int64(own.made)
         own.made += 1
     session = lists.sessions[cache, slot]
-    own.spare = session.tail
+    own.spare, session.spare = session.spare, 0
+    linked.open_list(lists.lists, cache, slot)
     own.serial += 1
     session.serial, session.last, session.depth = own.serial, own.now, depth
-    session.uses, session.head, session.tail, session.n = 0.0, 0, 0, 0
-    session.passed = 0
+    session.uses, session.passed = 0.0, 0
     return slot
 
 
@@ -240,7 +214,7 @@ def choose(lists: Any, cache: int, n: int, before: int, name: int, room: int, th
     new, depth = np.int64(0), np.int64(-1)
     for k in range(n):
         block = lists.own[k]
-        lists.kept[cache, block] = lists.of[cache, block] >= _SESSIONS
+        lists.kept[cache, block] = lists.lists.of[cache, block] >= _SESSIONS
         if not lists.kept[cache, block]:
             new += 1
             depth = np.int64(before + k) if depth < 0 else depth
@@ -251,10 +225,10 @@ def choose(lists: Any, cache: int, n: int, before: int, name: int, room: int, th
             stores = _admits(lists, cache, depth)
         if stores:
             lists.caches[cache].eviction += 1
-            lists.caches[cache].at = 0
+            lists.caches[cache].at = lists.lists.of.shape[1]
             for k in range(lacking):
                 lists.out[k] = _next_out(lists, cache)
-                move(lists, cache, lists.out[k], GHOSTS)
+                leave(lists, cache, lists.out[k], GHOSTS)
     for k in range(n):
         lists.kept[cache, lists.own[k]] = False
     if not stores:
@@ -271,4 +245,4 @@ def place(lists: Any, cache: int, block: int, slot: int, fresh: bool) -> None:
     """Store a block in a session; ``fresh``: the session is new."""
     if fresh:
         lists.sessions[cache, slot].uses += lists.ghost[cache, block] / _SEED
-    move(lists, cache, block, slot)
+    linked.move(lists.lists, cache, block, slot)

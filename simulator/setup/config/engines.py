@@ -54,7 +54,7 @@ class EngineRules:
     share_step: float = 0.0  #: and how much less each step of decoding
     fewest_first: bool = False  #: the sequence with the fewest outputs is preempted first
     token_with_kv: bool = False  #: the first token comes with a KV cache that is handed over
-    #: Where it schedules ahead, a sequence whose drafts end it sooner than it had to rides a step more.
+    #: Where it schedules ahead, who ends sooner than it had to, by its drafts, rides a step more.
     rides_on: bool = True
     #: Where KV caches are handed over, an EAGLE or MTP head computes the last cached block again.
     drops_block: bool = True
