@@ -308,13 +308,13 @@ def test_a_twin_finds_the_same(make_workload, run, seed, evict):
         found.append(twin.serve(keys, findable, -(-(context + 0) // BLOCK) - len(keys)))
     assert record.tiers.hits[:, 0].tolist() == [more for _, more in found]
     assert cached(record) == [sum(both) for both in found]
-    assert record.tiers.evicted[0] > 100
+    assert record.tiers.evicted[0] > 50
     if evict == "arc":
         assert store.longest > 0
         assert all((store.t2, store.b1, store.b2))
     if evict == "session":
         assert record.tiers.evicted[0] == store.evicted
-        assert min(store.declined, len(store.absent)) > 5
+        assert min(store.declined, len(store.absent)) > 5, (store.declined, len(store.absent))
 
 
 def test_a_shared_store_has_what_any_worker_computed(make_workload, run):

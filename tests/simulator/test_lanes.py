@@ -97,7 +97,8 @@ def test_idle_time_passes(embedded_routing: None, log: Path) -> None:
     log.write_text("\n".join([json.dumps(slow)] * 2))
     rows = _measured(_run(log, max_active_sessions=1, duration=300))
     gaps = rows["arrival_s"][1:] - rows["finish_s"][:-1]
-    assert gaps == pytest.approx(10.0)
+    assert gaps[gaps > 0] == pytest.approx(10.0)  # the next session begins at once
+    assert (gaps > 0).sum() > 20
     # Another lane is busy all the time.
     steady = json.loads(log.read_text().splitlines()[0])
     first = steady["requests"][0]

@@ -108,7 +108,7 @@ def test_who_ends_by_its_drafts_rides_one_more_step(output_len, length, fields, 
     assert more["start"].tolist() == ends[:steps]
     before = log[np.isin(log["end"], ends)]
     assert steps == 0 or (more["end"] - more["start"]) == pytest.approx(
-        before["end"] - before["start"], rel=0.02
+        before["end"] - before["start"], rel=0.2
     )
 
 
@@ -165,7 +165,8 @@ def test_no_drafts_are_a_plain_run():
 def test_drafts_by_batch():
     ranges = [[1, 4, 3], [5, 8, 1], [9, 64, 0]]
     config = drafts(acceptance="glm-5.2", num_speculative_tokens_per_batch_size=ranges)
-    result = run(config, topology="1C", max_num_seqs=12, random_range_ratio=0.5)
+    result = run(config, topology="1C", max_num_seqs=12, random_range_ratio=0.5,
+                 async_scheduling=False)  # fmt: skip
     log = result.record.decode_steps
     before, now = log[:-1], log[1:]
     steady = (now["joined"] == 0) & (now["sequences"] > 0)

@@ -112,8 +112,13 @@ def test_caches_are_those_of_lists_and_nobody_beats_belady(drawn, capacity):
     assert arc * total == pytest.approx(hits)
     assert by_session * total == pytest.approx(found_by_session(drawn, capacity)[0])
     lru = reuse_of(requests)
-    assert max(arc, by_session, lru.hit_rate(capacity)) <= best + 1e-12
     assert best <= lru.ideal_hit_rate + 1e-12
+    # In blocks that count alike: a prompt ends with the first token behind one.
+    whole = [((p - 1) // SIZE * SIZE + 1, p + o - (p - 1) // SIZE * SIZE - 1) for p, o in lengths]
+    requests = made_of(chains, whole)
+    *others, best = hit_rates(requests, capacity)
+    assert max(*others, reuse_of(requests).hit_rate(capacity)) <= best + 1e-12
+    requests = made_of(chains, lengths)
     assert hit_rates(requests, 10**6) == pytest.approx((lru.ideal_hit_rate,) * 3)
 
 
@@ -137,12 +142,12 @@ def test_sessions_fade_and_are_declined_and_go_on():
         prompt, output = int(rng.integers(1, 60)), int(rng.integers(1, 30))
         family = int(rng.zipf(1.4)) % 90
         n = (prompt + output - 1) // SIZE
-        chains.append(([0] + [100 * (family + 1) + j for j in range(1, n)])[:n])
+        chains.append([100 * family + j for j in range(n)])
         lengths.append((prompt, output))
     requests = made_of(chains, lengths)
     hits, cache = found_by_session((chains, lengths), 150)
     assert hit_rates(requests, 150)[1] * int(requests.prompt_len.sum()) == pytest.approx(hits)
-    assert min(cache.declined, cache.evicted, len(cache.sessions)) > 20
+    assert min(cache.declined, cache.evicted, len(cache.sessions)) > 5
 
 
 @settings(max_examples=30)

@@ -63,10 +63,11 @@ def _belady(
     n, n_blocks = prompt.shape[0], blocks.max() + 1 if blocks.shape[0] else 0
     following, later = np.empty(blocks.shape[0], np.int64), np.full(n_blocks, _NEVER)
     for i in range(n - 1, -1, -1):  # the next request whose prompt has a block
+        sought = indptr[i] + min(n_prompt[i], (prompt[i] + size - 2) // size)  # not the last token
         for k in range(indptr[i], indptr[i + 1]):
             following[k] = later[blocks[k]]
         for k in range(indptr[i], indptr[i + 1]):  # an answer's blocks are computed, held or not
-            later[blocks[k]] = i if k < indptr[i] + n_prompt[i] else _NEVER
+            later[blocks[k]] = i if k < sought else _NEVER
     held, reach = np.zeros(n_blocks, np.bool_), np.zeros(n_blocks, np.int64)
     uses = np.full(n_blocks, _NEVER)
     # Held blocks by their next use: a list for each request; the farthest goes first.

@@ -27,9 +27,11 @@ def make_lists(n_caches: int, n_blocks: int, n_lists: int, n_open: int) -> Lists
     ends = np.zeros((2, n_caches, n_blocks + n_lists + 1), np.int32)
     first = np.arange(n_blocks + 1, n_blocks + n_open + 1)
     ends[:, :, first] = first
-    return Lists(
-        np.zeros((n_caches, n_blocks), np.int32), *ends, np.zeros((n_caches, n_lists + 1), np.int64)
+    of, sizes = (
+        np.zeros((n_caches, n_blocks), np.int32),
+        np.zeros((n_caches, n_lists + 1), np.int64),
     )
+    return Lists(of, ends[0], ends[1], sizes)
 
 
 def clear(lists: Lists, cache: int, n_open: int) -> None:
