@@ -10,14 +10,16 @@ As vLLM does (``--tensor-parallel-size``, ``--enable-expert-parallel``, ``--data
 - With it every GPU holds whole experts, equally many. All GPUs see all tokens, each computes its
   own experts' part, and an all-reduce sums the parts: there is no all-to-all
   (``FusedMoEParallelConfig.use_all2all_kernels`` needs data parallelism or sequence parallelism).
+- An engine of several nodes reduces inside each and then between them, GPUs of the same place.
 - With pipeline parallelism (``--pipeline-parallel-size``) the layers are cut into stages of that
   many times the GPUs (:mod:`~eldr_sim.kernel_profiles.steps.pipeline`).
 - With data parallelism as many engines, of ``tensor_parallel_size`` GPUs each, have attention,
   dense layers and KV caches of their own and share the experts, which lie on the GPUs of all of
   them: ``FusedMoEParallelConfig.make`` spreads (or cuts) them over data times tensor parallel
   ranks. Tokens are dispatched to them and combined back
-  (`kernel_profiles.kernels.all_to_all`). The ranks of an engine dispatch a part of its
-  tokens each and gather the outputs (sequence parallel MoE, ``use_sequence_parallel_moe``).
+  (`kernel_profiles.kernels.all_to_all`); each rank with a part of every expert gets all. The ranks
+  of an engine dispatch a part of its tokens each and gather the outputs (sequence parallel MoE,
+  ``use_sequence_parallel_moe``).
 - With attention-FFN disaggregation (``ffn_ranks``) the routed experts lie on GPUs of their own and
   not on those of the engines, which have all else: gates, shared experts and dense layers, too.
 """
@@ -46,7 +48,7 @@ Padding = Literal["none", "dense", "experts"]
 #: Whose kernel computes the experts (vLLM's ``--moe-backend``).
 MoEBackend = Literal["auto", "triton", "aiter", "marlin", "flashinfer_cutlass", "flashinfer_trtllm"]
 
-#: GPUs of a node, the most that one worker may span: collectives are those inside a node.
+#: GPUs of a node. An engine has a part of one, or whole ones.
 NODE_GPUS = 8
 
 
@@ -63,14 +65,15 @@ class Parallelism:
     ffn_ranks: int = 0  #: GPUs beside the engines' that hold all routed experts; 0: these do
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tensor_parallel_size <= NODE_GPUS:
-            allowed = f"1 to {NODE_GPUS}, the GPUs of a node"
-            raise InputError("tensor_parallel_size", f"{self.tensor_parallel_size}", allowed)
+        size = self.tensor_parallel_size
+        if size < 1 or (size > NODE_GPUS and size % NODE_GPUS):
+            allowed = f"1 to {NODE_GPUS}, the GPUs of a node, or whole nodes"
+            raise InputError("tensor_parallel_size", f"{size}", allowed)
         if self.data_parallel_size < 1:
             raise InputError("data_parallel_size", f"{self.data_parallel_size}", "1 or more")
-        most = NODE_GPUS // self.tensor_parallel_size
+        most = max(NODE_GPUS // size, 1)
         if not 1 <= self.pipeline_parallel_size <= most:
-            problem = f"{self.pipeline_parallel_size} stages of {self.tensor_parallel_size} GPUs"
+            problem = f"{self.pipeline_parallel_size} stages of {size} GPUs"
             allowed = f"1 to {most}: a node has {NODE_GPUS} GPUs"
             raise InputError("pipeline_parallel_size", problem, allowed)
         if self.pipeline_parallel_size > 1 and self.data_parallel_size > 1:
@@ -102,8 +105,11 @@ class Parallelism:
         """The number of the first of them, in the numbering of all GPUs that exchange tokens."""
         return self.n_ranks if self.ffn_ranks else 0
 
-    def check(self, model: ModelDims) -> None:
-        """Raise InputError unless the model can be spread so."""
+    def check(self, model: ModelDims, copies: bool = False) -> None:
+        """Raise InputError unless the model can be spread so.
+
+        ``copies``: some experts have several; `ExpertGroup` then knows if ranks hold equally many.
+        """
         size, ranks = self.tensor_parallel_size, self.n_ranks
         if self.pipeline_parallel_size > model.n_layers:
             problem = f"{self.pipeline_parallel_size} stages of the {model.n_layers} layers"
@@ -140,7 +146,8 @@ class Parallelism:
         divide("features of the shared experts", model.shared_intermediate_size, linear)
         if self.expert_parallel:
             of_ffn = "ffn_ranks" if self.ffn_ranks else ""
-            divide("experts", model.n_experts, by=self.n_expert_ranks, name=of_ffn)
+            if not copies:
+                divide("experts", model.n_experts, by=self.n_expert_ranks, name=of_ffn)
         else:
             expert = FP8_BLOCK if model.expert_dtype == "fp8_block" else 1
             divide("features of an expert", model.expert_intermediate_size, expert, by=ranks)
@@ -150,7 +157,7 @@ class Parallelism:
 
         Raises InputError: the model cannot be spread so.
         """
-        self.check(model)
+        self.check(model, copies=True)
         size = self.tensor_parallel_size
         if self.n_ranks == 1:
             return model

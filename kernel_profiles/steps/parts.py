@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels import roofline
+from eldr_sim.kernel_profiles.kernels.all_to_all import NETWORK_EFFICIENCY, NETWORK_LATENCY_S
 from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     CollectiveLatency,
     DecodeAttention,
@@ -27,7 +28,7 @@ from eldr_sim.kernel_profiles.kernels.moe_latency import (
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.kernels.tiled_moe import UNTUNED, untuned_moe
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.parallel import MoEBackend, Parallelism
+from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
 from eldr_sim.kernel_profiles.steps.engine_step import EngineStepLatency
 from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
@@ -324,7 +325,7 @@ class Parts:
 
     def _collectives(self) -> dict[str, CollectiveLatency]:
         """Tables of collectives between this many GPUs: ``custom`` (all-reduce only), ``nccl``."""
-        n_gpus = self.parallelism.tensor_parallel_size
+        n_gpus = self._in_a_node
         found: dict[str, CollectiveLatency] = {}
         if n_gpus == 1:
             return found
@@ -341,16 +342,34 @@ class Parts:
             self._record_roofline("collectives")
         return found
 
+    @property
+    def _in_a_node(self) -> int:
+        return min(self.parallelism.tensor_parallel_size, NODE_GPUS)
+
+    def _between_nodes_s(self, n_bytes: FloatArray) -> FloatArray:
+        """What an engine of several nodes adds to a gather or a reduce-scatter inside them.
+
+        GPUs of the same place exchange their parts of the message around a ring of the nodes, at
+        the line rate of their NICs (`all_to_all.NETWORK_EFFICIENCY`).
+        """
+        others = self.parallelism.tensor_parallel_size // NODE_GPUS - 1
+        if others < 1:
+            return np.zeros_like(n_bytes)
+        rate = NETWORK_EFFICIENCY * self.gpu.nic_bandwidth
+        self.provenance["network"] = provenance_of("derived", f"NICs of {self.gpu.name}: line rate")
+        part = n_bytes / self.parallelism.tensor_parallel_size
+        return np.asarray(others * (part / rate + NETWORK_LATENCY_S))
+
     def _all_reduce_s(self, n_bytes: FloatArray) -> FloatArray:
-        n_gpus = self.parallelism.tensor_parallel_size
+        n_gpus, between = self._in_a_node, 2 * self._between_nodes_s(n_bytes)
         if "nccl" in self.collective_tables:
             seconds = self.collective_tables["nccl"].time_s("all_reduce", n_gpus, n_bytes)
         else:
             seconds = roofline.all_reduce_s(self.gpu, n_gpus, n_bytes)
         if "custom" not in self.collective_tables:
-            return seconds
+            return seconds + between
         custom = self.collective_tables["custom"].time_s("all_reduce", n_gpus, n_bytes)
-        return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
+        return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds) + between
 
     def collectives_s(self, rows: FloatArray) -> FloatArray:
         """What the GPUs of a worker exchange in a step of ``rows`` tokens.
@@ -369,10 +388,12 @@ class Parts:
         return np.where(rows > 0, total, 0.0)
 
     def _gather_s(self, n_bytes: FloatArray) -> FloatArray:
-        n_gpus = self.parallelism.tensor_parallel_size
+        n_gpus = self._in_a_node
         if "nccl" in self.collective_tables:
-            return self.collective_tables["nccl"].time_s("all_gather", n_gpus, n_bytes)
-        return roofline.all_gather_s(self.gpu, n_gpus, n_bytes)
+            seconds = self.collective_tables["nccl"].time_s("all_gather", n_gpus, n_bytes)
+        else:
+            seconds = roofline.all_gather_s(self.gpu, n_gpus, n_bytes)
+        return seconds + self._between_nodes_s(n_bytes)
 
     def _attention(self, max_tokens: int) -> list[tuple[int, DecodeAttention, PrefillAttention]]:
         """Layers, decode and prefill attention of every kind of layer."""

@@ -34,10 +34,12 @@ def placements_of(
 ) -> tuple[list[Placement] | None, list[MovableGroup]]:
     """Return where the experts of each worker lie, and the groups whose experts can move.
 
-    None where every GPU holds all experts. ELDR's clusters are those of decode workers.
+    None where every GPU holds all experts and no engines share them. ELDR's clusters are those of
+    decode workers.
     """
     spec = prepared.spec
-    if all(pool.engine.n_expert_ranks == 1 for pool in spec.pools):
+    engines = [pool.engine for pool in spec.pools]
+    if all(engine.n_expert_ranks == 1 and engine.group is None for engine in engines):
         return None, []
     placements: list[Placement] = []
     movable = []
@@ -118,7 +120,12 @@ def place_pool(
         ExpertGroup(members, layers, n_experts, ranks, n_redundant, n_nodes)
         for members in (range(first, first + size) for first in range(0, n, size))
     )
-    return [Placed(policy, group, policy.place(group)) for group in groups]
+    placed = [Placed(policy, group, policy.place(group)) for group in groups]
+    if engine.group is None or engine.parallelism.expert_parallel:
+        return placed
+    # Each of the ranks has a part of every expert: what one computes all do, and the first counts.
+    n_ranks = engine.parallelism.n_ranks
+    return [each._replace(placement=replace(each.placement, n_ranks=n_ranks)) for each in placed]
 
 
 def elastic_groups(

@@ -27,6 +27,7 @@ def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) 
     least = least_engines(config, workers)
     problems = {
         f"{workers.workers} {workers.name} workers": workers.workers > 1,
+        "experts are cut": not parallelism.expert_parallel,
         "experts lie on GPUs of their own": bool(parallelism.ffn_ranks),
         "experts move (eplb_interval)": config.eplb_interval is not None,
         "workers fail (fail, events)": bool(config.fail or config.events),

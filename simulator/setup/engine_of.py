@@ -53,12 +53,12 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
         tokens = "" if each == 1 else f" of {each} tokens each"
         problem = f"{budget} is below max_num_seqs {max_num_seqs}{tokens}"
         raise InputError("max_num_batched_tokens", problem, f"{max_num_seqs * each} or more")
-    parallelism.check(model)
+    redundant = pool.num_redundant_experts or 0
+    parallelism.check(model, copies=redundant > 0)
     if parallelism.ffn_ranks:
         check_disaggregated(config, workers)
     ranks = parallelism.n_expert_ranks
     check_experts(pool, workers.name)
-    redundant = pool.num_redundant_experts or 0
     if workers.is_elastic:
         redundant = redundant_experts(config, workers, model)
     layout = prompt_layout(config, workers, model, gpu, parallelism, budget)

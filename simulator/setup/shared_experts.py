@@ -42,12 +42,10 @@ from eldr_sim.simulator.setup.memory import pool_blocks
 def check_experts(pool: Pool, role: str) -> None:
     """Raise InputError where a pool's engines cannot have their experts as it says."""
     parallelism, placement = pool.parallelism, pool.expert_placement
-    if parallelism.data_parallel_size > 1 and not parallelism.expert_parallel:
-        problem = "engines that share no experts are not simulated"
-        raise InputError("data_parallel_size", problem, "--enable-expert-parallel beside it")
-    if pool.num_redundant_experts and parallelism.data_parallel_size == 1:
-        problem = "redundant experts are simulated where engines share them"
-        allowed = "--data-parallel-size 2 or more beside it"
+    spread = parallelism.data_parallel_size > 1 and parallelism.expert_parallel
+    if pool.num_redundant_experts and not spread:
+        problem = "redundant experts are simulated where engines share whole ones"
+        allowed = "--data-parallel-size 2 or more and --enable-expert-parallel beside it"
         raise InputError("num_redundant_experts", problem, allowed)
     if placement != "linear" and parallelism.n_expert_ranks == 1:
         raise InputError(
@@ -86,11 +84,15 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
         problem = "engines that share experts pad to the widest of them, which is not simulated"
         raise InputError("cudagraph_padding", problem, "none")
     parallelism, redundant = engine.parallelism, engine.n_redundant
+    backend = pool.all2all_backend or config.all2all_backend
+    if not parallelism.expert_parallel and COPY_PER[backend] != "all":
+        problem = f"{backend} sends tokens to the GPUs of their experts, which are cut over all"
+        raise InputError("all2all_backend", problem, "allgather_reducescatter")
     slots = (model.n_experts + redundant) // parallelism.n_expert_ranks
     all_to_all = build_all_to_all(
         model,
         engine.step_time.gpu,
-        pool.all2all_backend or config.all2all_backend,
+        backend,
         parallelism.n_gpus,
         gpus_per_node=config.gpus_per_node,
         tables=load_tables(config.tables),

@@ -130,6 +130,8 @@ def _check_stream(config: RunConfig, pool: Pool, parallelism: Parallelism) -> No
         raise InputError(name, problem, "--expert-gather beside it, or one engine a worker")
     if config.expert_gather is not None and engines == 1:
         raise InputError(name, "one GPU has nobody to gather from", "--data-parallel-size 2 to 8")
+    if engines > 1 and not parallelism.expert_parallel:
+        raise InputError(name, "experts that are gathered are whole", "--enable-expert-parallel")
     if config.expert_gather == "needed":
         # The host's copies are of whole layers, and no gather runs beside one that computes.
         for other in ("offload_window", "gather_interference"):

@@ -90,10 +90,10 @@ def test_a_model_that_fits_only_on_several_gpus():
     ("name", "parallelism", "message"),
     [
         ("Qwen3-235B-A22B", lambda: Parallelism(0), "1 to 8"),
-        ("Qwen3-235B-A22B", lambda: Parallelism(16), "1 to 8"),
+        ("Qwen3-235B-A22B", lambda: Parallelism(12), "1 to 8, .*or whole nodes"),
         ("Qwen3-235B-A22B", lambda: Parallelism(3), "3 does not divide the 64 attention heads"),
         ("Qwen3-30B-A3B", lambda: Parallelism(7, True), "attention heads"),
-        ("Qwen1.5-MoE-A2.7B", lambda: Parallelism(8, True), "8 does not divide the 60 experts"),
+        ("DeepSeek-V3", lambda: Parallelism(1, False, 32), "FP8 blocks of 128"),
         ("MiniMax-M2", lambda: Parallelism(8), "FP8 blocks of 128"),
     ],
 )
@@ -101,6 +101,28 @@ def test_what_cannot_be_spread_is_refused(name, parallelism, message):
     with pytest.raises(InputError, match=message) as caught:
         parallelism().shard(load_model(name))
     assert "\n" not in str(caught.value)
+
+
+def test_an_engine_of_two_nodes_exchanges_over_its_nics():
+    """Its all-reduces are those of a node, and twice a ring of two at the line rate."""
+    model, limits = load_model("DeepSeek-V3"), {"max_num_seqs": 64, "max_model_len": 2048}
+    one, two = (build("DeepSeek-V3", "H200", Parallelism(n), **limits) for n in (8, 16))
+    message = 2 * 7168 * 32
+    ring = 2 * (message / 16 / (42.6e9 / 50e9 * load_gpu("H200").nic_bandwidth) + 5e-6)
+    more = two.cost.collectives_s[32] - one.cost.collectives_s[32]
+    assert more == pytest.approx((1 + 2 * model.n_layers) * ring)
+    assert two.cost.dense_s[32] < one.cost.dense_s[32]
+    assert two.provenance["network"]["label"] == "derived"
+    assert "network" not in one.provenance
+
+
+def test_second_copies_may_let_ranks_hold_equally_many():
+    """DeepSeek on 48 GPUs with the recipes' 32 copies: 6 experts each."""
+    model, wide = load_model("DeepSeek-V3"), Parallelism(1, True, 48)
+    with pytest.raises(InputError, match="data_parallel_size: 48 does not divide the 256 experts"):
+        wide.check(model)
+    wide.check(model, copies=True)
+    assert wide.shard(model).n_experts == 256
 
 
 def test_copies_of_kv_heads_must_come_out_even():

@@ -454,12 +454,12 @@ def test_an_option_file_is_read(tmp_path):
         "enable_attention_dp: true\ntensor_parallel_size: 4\n"
         "attention_dp_config:\n  enable_balance: true\n  timeout_iters: 60\n"
     )
-    with pytest.warns(EldrSimWarning, match="taken as spread"):
-        config = make_config({"extra_llm_api_options": str(file)})
+    config = make_config({"extra_llm_api_options": str(file)})
     assert config.engine == "trtllm"
     assert (config.gpu_memory_utilization, config.kv_cache_dtype) == (0.8, "fp8")
     assert (config.batch_wait_timeout_iters, config.enable_prefix_caching) == (20, False)
     assert (config.tensor_parallel_size, config.data_parallel_size) == (1, 4)
+    assert not config.enable_expert_parallel  # its default cuts the experts
     rules = rules_of("trtllm", config, 8192, 4)
     assert (rules.balance_steps, rules.batching_steps) == (60, 10)
     assert rules_of("trtllm", config, 8192, 1).balance_steps == 0

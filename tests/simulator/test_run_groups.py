@@ -59,6 +59,26 @@ def test_routers_choose_engines_and_groups_step_together():
     assert summary["prefill_workers"]["group"]["steps"] > 0
 
 
+def test_engines_may_cut_the_experts_that_they_share():
+    """Each GPU has a part of every expert for the tokens of all, as a tensor-parallel worker's."""
+    config = make_config(GROUP | {"enable_expert_parallel": False})
+    engine = prepare(config).spec.decode
+    one = {"data_parallel_size": 1, "tensor_parallel_size": 4, "enable_expert_parallel": False}
+    alone = prepare(make_config(GROUP | one)).spec.decode.step_time
+    moe = alone.rank_moe(128, int(engine.group.moe.rows[-1] * MODEL.top_k))
+    assert (engine.group.moe.decode_s == moe.decode_s).all()
+    whole = prepare(make_config(GROUP)).spec.decode
+    assert engine.n_blocks == pytest.approx(whole.n_blocks, abs=1)  # a quarter of the bytes each
+    record = simulate(config).record
+    steps, groups = record.decode_steps, record.decode_group_steps
+    tokens = steps["tokens"].sum() + steps["chunk_tokens"].sum()
+    assert groups["pairs"].sum() == tokens * MODEL.top_k * MODEL.n_moe_layers
+    assert (groups["busiest_pairs"] == groups["pairs"]).all()
+    spread = run().record.decode_steps
+    assert steps["active"].mean() == pytest.approx(spread["active"].mean(), rel=0.1)
+    assert (steps["busiest"] == steps["active"]).all()  # no GPU has more experts than another
+
+
 @pytest.mark.parametrize("backend", ["allgather_reducescatter", "deepep_ht"])
 def test_pairs_are_tokens_times_experts(backend):
     record = run(all2all_backend=backend).record
@@ -277,7 +297,14 @@ def test_colocated_engines_share_experts():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"enable_expert_parallel": False}, "data_parallel_size: .*--enable-expert-parallel"),
+        (
+            {"enable_expert_parallel": False, "all2all_backend": "pplx"},
+            "all2all_backend: pplx sends tokens .*allgather_reducescatter",
+        ),
+        (
+            {"enable_expert_parallel": False, "num_redundant_experts": 4},
+            "num_redundant_experts: redundant experts .*--enable-expert-parallel",
+        ),
         ({"data_parallel_size": 3}, "data_parallel_size: 3 does not divide the 128 experts"),
         ({"num_redundant_experts": 6}, "num_redundant_experts: 4 ranks cannot hold 128 experts"),
         ({"data_parallel_size": 1, "num_redundant_experts": 8}, "num_redundant_experts: redundant"),

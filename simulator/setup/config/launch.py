@@ -157,13 +157,10 @@ def _spread(engine: str, found: dict[str, Any], unknown: list[str]) -> None:
             problem = f"{engines} do not divide {width} GPUs"
             raise InputError("engine_args", f"data-parallel attention: {problem}")
         found |= {"data_parallel_size": engines, "tensor_parallel_size": width // engines}
-        found["enable_expert_parallel"] = True
         if engine == "sglang":  # shared by the engines
             for name in ("max_num_batched_tokens", "max_num_seqs"):
                 if name in found:
                     found[name] = max(1, int(found[name]) // engines)
-        if experts <= 1:
-            unknown.append("experts cut over data-parallel attention (taken as spread)")
     elif "data_parallel_size" in found:
         del found["data_parallel_size"]
         unknown.append("data parallelism without attention's (give more workers)")
