@@ -13,7 +13,13 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.validation.published import launch_scripts, record, silicon_rows
 from eldr_sim.validation.published.launch_scripts import Script
-from eldr_sim.validation.published.silicon import ACCEPTANCE, Form, case_fields, launch_options
+from eldr_sim.validation.published.silicon import (
+    ACCEPTANCE,
+    HOST_WAIT_MS,
+    Form,
+    case_fields,
+    launch_options,
+)
 from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS, Case, Workers
 
 from .test_silicon import COLUMNS, POOL
@@ -136,6 +142,24 @@ def test_errors_are_those_of_the_rows(make_file, tmp_path):
         ),
         ("deepseek-v3-sglang", Case("B200", 8, 1024, 1024, 64), {"piecewise_cuda_graph": False}),
         ("llama-70b-fp8", Case("H200", 8, 1024, 1024, 4), {"max_num_batched_tokens": 8192}),
+        # NVIDIA's own, by AIConfigurator's generator: a prompt, 1,500 tokens, and the batch
+        ("llama-8b-trtllm", Case("H100", 1, 2048, 128, 64), {"max_num_batched_tokens": 3612}),
+        (
+            "llama-8b-fp8-sglang",
+            Case("H200", 1, 4000, 500, 112),
+            {"max_num_batched_tokens": 5500, "enable_mixed_chunk": True},
+        ),
+        ("llama-8b-fp8-sglang", Case("H200", 1, 8000, 500, 56), {"max_num_batched_tokens": 8192}),
+        (
+            "qwen3-32b",
+            Case("H100", 2, 1024, 128, 8),
+            {
+                "async_scheduling": False,
+                "host_gap_ms": HOST_WAIT_MS,
+                "max_num_batched_tokens": 2532,
+            },
+        ),
+        ("qwen3-32b-sglang", Case("H100", 2, 1024, 128, 8), {"enable_mixed_chunk": None}),
     ],
 )
 def test_launch_options_are_the_scripts(monkeypatch, target, case, told):
@@ -175,7 +199,7 @@ def test_a_run_under_two_names_is_what_the_dump_says(make_file, deepseek):
     assert deepseek_rows[0].run == deepseek_rows[1].run
     assert deepseek_rows[0].run.case.concurrency == 16  # the dump's, not the row's own
     assert [row.labels["model"] for row in deepseek_rows[:2]] == ["DeepSeek-R1", "DeepSeek-V3"]
-    assert "are not told apart" in deepseek_rows[2].refused
+    assert "no configuration" in deepseek_rows[2].refused
 
 
 def test_launches_of_deepseek_say_workers_and_drafts(make_file, deepseek):
@@ -195,6 +219,37 @@ def test_launches_of_deepseek_say_workers_and_drafts(make_file, deepseek):
     assert config["num_speculative_tokens"] == 3
     assert config["synthetic_acceptance_rates"] == pytest.approx(
         [ACCEPTANCE["trtllm"] ** i for i in (1, 2, 3)]
+    )
+
+
+def test_assumed_launches_are_marked_and_stand_apart(make_file, deepseek, monkeypatch):
+    """No measurement reaches the rule: it is a table of labels, days and concurrencies."""
+    launches = silicon_rows._launches()
+    assumed = {key: found for key, found in launches.items() if found[3]}
+    assert len(assumed) > 200
+    key = next(k for k in assumed if k[:6] == ("dsr1", "trtllm", "agg", "b200_sxm", "fp8", "1024"))
+    run = DEEPSEEK | {
+        "system": key[3], "isl": key[5], "osl": key[6], "tp_size": key[9],
+        "attention_dp_size": key[10], "moe_ep_size": key[11],
+        "silicon_data_source": f"x; silicon_concurrency={key[7]}; measured={key[8]}T08:01",
+    }  # fmt: skip
+    rows = record.read(make_file(run, DUMP))
+    assert [row.run.assumed for row in rows] == [assumed[key][3], ""]
+    found = {row.key: {"tpot": 12.0, "ttft": 30.0} for row in rows}
+    table = record.table_of(rows, found)
+    assert table.column("launch").to_pylist() == [f"assumed: {assumed[key][3]}", "known"]
+    assert [cell["predicted"] for cell in record.cells(table, ("launch",))] == [1, 1]
+
+
+def test_ranks_that_do_not_divide_the_experts_hold_the_copies_of_the_recipes():
+    case = Case("GB200", 1, 1024, 1024, 1024, True, 48, 1, Workers(3, 1, True, 8))
+    target = replace(MEASURED_MODELS["deepseek-v3-sglang"], shipped="DeepSeek-V3")
+    fields = case_fields(case, target, Form())
+    assert (fields["num_redundant_experts"], fields["gpu_memory_utilization"]) == (32, 0.82)
+    assert fields["prefill"]["num_redundant_experts"] == 0
+    assert (
+        case_fields(replace(case, data_parallel_size=32), target, Form())["num_redundant_experts"]
+        == 0
     )
 
 
@@ -291,9 +346,10 @@ def test_rows_that_constants_are_fitted_to_are_not_judged(make_file, deepseek):
 
 
 def test_every_launch_is_of_known_sizes():
-    for key, (prefill, decode, drafts) in silicon_rows._launches().items():
-        assert key[0] in ("sglang", "trtllm")
-        assert (prefill.count > 0) == (key[1] == "disagg")
+    for key, (prefill, decode, drafts, rule) in silicon_rows._launches().items():
+        assert key[1] in ("sglang", "trtllm")
+        assert rule in ("", "listed", "nearest", "labels")
+        assert (prefill.count > 0) == (key[2] == "disagg") or rule  # labels of GB200 count both
         assert decode.count >= 1
         assert 0 <= drafts <= 3
 

@@ -57,7 +57,7 @@ class Row:
     def key(self) -> str:
         """What rows share that one simulation predicts."""
         assert self.run is not None
-        mode = tokenizer_mode(self.run.version, MEASURED_MODELS[self.target].backend)
+        mode = tokenizer_mode(self.run.version, MEASURED_MODELS[self.target].tokenizes)
         return f"{self.target} {mode} {self.run.case}"
 
 
@@ -179,7 +179,7 @@ def _predict(row: Row, folder: str) -> tuple[str, dict[str, float] | str]:
                 made.mkdir(parents=True, exist_ok=True)
                 case_tables(made, [case], target.moe_kernels[0], target, form)
                 made.rename(tables)  # only whole: what is refused is refused each time
-        load = Load(case, tokenizer_mode(row.run.version, target.backend))
+        load = Load(case, tokenizer_mode(row.run.version, target.tokenizes))
         has_tables = any(tables.iterdir())
         of_experts = None if target.dims().is_dense else trace
         return row.key, predict_load(load, target, form, tables if has_tables else None, of_experts)
@@ -220,7 +220,8 @@ def table_of(
             case = row.run.case
             line |= {"gpus": case.parallelism.n_gpus, "input_len": case.input_len}
             line |= {"output_len": case.output_len, "concurrency": case.concurrency}
-            line |= {"kind": case.kind}
+            rule = row.run.assumed
+            line |= {"kind": case.kind, "launch": f"assumed: {rule}" if rule else "known"}
         for name in _METRICS:
             measured = row.measured[name]
             line[f"{name}_ms"] = measured
@@ -278,6 +279,7 @@ def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
         ("Engines", ("engine", "mode")),
         ("Cards", ("engine", "mode", "gpu")),
         ("Models", ("engine", "mode", "model", "precision")),
+        ("Launches", ("launch",)),
     ):
         lines += [f"## {title}", "", *cell_lines(list(cells(table, by)), by), ""]
     if asked := advice.rows_of(table):

@@ -51,6 +51,7 @@ from eldr_sim.validation.published.silicon_rows import (
     Case,
     MeasuredModel,
     MeasuredRun,
+    redundant_experts,
 )
 
 #: Median and 90th percentile of AIConfigurator 0.12's absolute errors of TPOT and TTFT, %, by model
@@ -78,6 +79,10 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 #: published it for these prompts: that of each engine's row of 4 streams with 1k prompts and
 #: outputs, which is not judged (DeepSeek-R1 FP8, 8 H200 under TensorRT-LLM, 8 B200 under SGLang).
 ACCEPTANCE = {"trtllm": 0.774, "sglang": 0.631}
+
+#: What vLLM without asynchronous scheduling waits for its host between two steps: 9.6 ms measured,
+#: 5.5 of kernels (A100, Qwen3-30B-A3B; `steps.parts.HOST_GAP_S`).
+HOST_WAIT_MS = 4.1
 
 _PROMPTS_PER_SLOT, _MOST_PROMPTS = 10, 5120
 _GPT_OSS = MEASURED_MODELS["gpt-oss-120b"]
@@ -128,22 +133,25 @@ class Load(NamedTuple):
 
 def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]:
     """Return the fields of a configuration's run, less its tables and API servers."""
-    pool = case.prefill
+    pool, dims = case.prefill, target.dims()
+    twice = redundant_experts(case.parallelism, dims)
     engine = {"engine": target.backend, "gpu": case.gpu,
               "tensor_parallel_size": case.tensor_parallel_size,
               "data_parallel_size": case.data_parallel_size}  # fmt: skip
     return (
         engine
-        | {"gpu_memory_utilization": default_fields(engine).get("gpu_memory_utilization", 0.9)}
+        | {"gpu_memory_utilization": _memory_share(case, engine)}
         | launch_options(case, target)
         | {
             "topology": f"{pool.count}P{case.decode_workers}D" if pool.count else "1C",
             "model": target.model,
             "enable_expert_parallel": case.expert_parallel,
+            "num_redundant_experts": twice,
             "prefill": {
                 "tensor_parallel_size": pool.tensor_parallel_size,
                 "enable_expert_parallel": pool.expert_parallel,
                 "data_parallel_size": pool.data_parallel_size,
+                "num_redundant_experts": redundant_experts(pool.parallelism, dims),
             }
             | _prefill_chunk(case, target)
             if pool.count
@@ -161,6 +169,21 @@ def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]
         }
         | _drafts(case, target)
     )
+
+
+def _memory_share(case: Case, engine: dict[str, Any]) -> float:
+    """Return the engine's default, or what SGLang's recipes of wide and of GB200's workers say.
+
+    ``mem-fraction-static`` of NVIDIA/srt-slurm's ``recipes/gb200-fp8/1k1k``, ``mid-curve.yaml``
+    and ``low-latency.yaml``.
+    """
+    pool = case.prefill
+    if engine["engine"] == "sglang" and pool.count:
+        if case.gpu == "GB200" and min(case.parallelism.n_gpus, pool.parallelism.n_gpus) <= 4:
+            return 0.95
+        if case.data_parallel_size > 8:
+            return 0.82
+    return float(default_fields(engine).get("gpu_memory_utilization", 0.9))
 
 
 def _kv_dtype(gpu: str, target: MeasuredModel, script: Script) -> KVDtype:
@@ -190,6 +213,9 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
     and a token for each stream, and what `launch_scripts` says; KV caches of co-located DeepSeek
     take .8 of the free memory, .75 on Hopper, of GPT-OSS .85.
     """
+    generated = _generated(case, target)
+    if generated:
+        return generated
     trtllm, blackwell = target.backend == "trtllm", case.gpu not in HOPPER
     engines = case.data_parallel_size
     if target.backend == "sglang":
@@ -228,6 +254,29 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
     return told
 
 
+def _generated(case: Case, target: MeasuredModel) -> dict[str, Any]:
+    """Return what NVIDIA's own runs were launched with; nothing for others, and the oldest.
+
+    AIConfigurator's ``eval`` launched what its generator wrote: of TensorRT-LLM 1.0.0rc3
+    ``cli/backends/trtllm.py`` (ai-dynamo/aiconfigurator 961028348, August 2025), of vLLM 0.12 and
+    SGLang 0.5.6 ``generator/rule_plugin`` (2063ee024, February 2026). A step has room for the
+    batch, a prompt and 1,500 tokens; SGLang's prompts share the latter two with decoding. vLLM 0.12
+    schedules a step when the last one has ended: :data:`HOST_WAIT_MS`.
+    """
+    room = case.input_len + 1500
+    if target.inferencex or case.prefill.count:
+        return {}
+    told: dict[str, Any] = {"max_num_batched_tokens": case.concurrency + room}
+    if target.backend == "trtllm":
+        return told | {"gpu_memory_utilization": 0.8}
+    if target.backend == "vllm":
+        return told | {"async_scheduling": False, "host_gap_ms": HOST_WAIT_MS}
+    if target.precision == "":  # SGLang 0.5.1, older than the generator
+        return {}
+    tokens = max(min(_sglang_chunk(case, target), room), case.concurrency)
+    return {"max_num_batched_tokens": tokens, "enable_mixed_chunk": True}
+
+
 def _sglang_chunk(case: Case, target: MeasuredModel) -> int:
     """Return ``--chunked-prefill-size``, which SGLang divides by its data-parallel engines."""
     if case.script.chunk:
@@ -262,7 +311,7 @@ def tokenizer_mode(version: str, backend: str = "vllm") -> Mode:
 
     vLLM passes a maximum length since 0.15 (`vllm/renderers/params.py`), which keeps the tokeniser
     from taking prompts as a batch, and has had no batches since June 2026. SGLang tokenises one
-    prompt after the other.
+    prompt after the other, and so does Dynamo.
     """
     if backend != "vllm":
         return "thread_pool"
@@ -279,9 +328,7 @@ def _seats(case: Case, target: MeasuredModel) -> int | None:
     """Return max_num_seqs: the scripts' on Hopper, GPT-OSS and Llama, vLLM's default elsewhere."""
     if target.backend != "vllm":
         return min(case.concurrency, case.script.seats or case.concurrency)
-    if not target.inferencex:
-        return None
-    if case.gpu in HOPPER:
+    if case.gpu in HOPPER or not target.inferencex:
         return case.concurrency
     return 512 if target is _GPT_OSS or target.dims().is_dense else None
 
@@ -339,6 +386,10 @@ def case_tables(
             attention = attention or list(attention_tables(gpu, shard))
             found += need("attention", gpu, size, attention)
             found += need("GEMM", gpu, size, list(gemm_tables(gpu, model.linear_dtype)))
+        elif target.backend != "vllm":  # whose dense kernels ship
+            found += attention_tables(gpu, shard, target.backend)
+            for dtype in dict.fromkeys((model.linear_dtype, "bfloat16")):
+                found += gemm_tables(gpu, dtype, target.backend)
         if not form.norms:
             found.append(bytes_alone(shard, load_gpu(gpu)))
     for table in found:
@@ -357,8 +408,10 @@ def _moe_table(
     """
     shared = spread.data_parallel_size > 1
     layouts = [] if shared else [spread]
-    if shared or spread.expert_parallel:
+    if spread.expert_parallel:
         layouts.append(Parallelism())
+    elif shared and spread.n_ranks <= 8:
+        layouts.append(Parallelism(spread.n_ranks))
     instead: list[LatencyTable] = []
     for layout in layouts:
         for name in dict.fromkeys((engine, "vllm")):
@@ -433,7 +486,7 @@ def predict_load(
 
 
 def _published(row: MeasuredRun, target: MeasuredModel, form: Form) -> PublishedRow[Load]:
-    case, mode = row.case, tokenizer_mode(row.version, target.backend)
+    case, mode = row.case, tokenizer_mode(row.version, target.tokenizes)
     labels = {k: v for k, v in vars(case).items() if k not in ("prefill", "script")}
     labels |= {"kind": case.kind, "prefill_workers": case.prefill.count}
     labels |= {"tokenizer_mode": mode if form.frontend else "", "version": row.version}

@@ -25,12 +25,17 @@ started. The labels often say something else, and the scripts are followed:
   ``70b_fp8_b200_docker.sh``, ``70b_fp4_b200_docker.sh``).
 - DeepSeek-R1: the dump of InferenceX's database, which calls it V3, has runs without multi-token
   prediction and the workers of disaggregated ones; most of them stand under R1, too. Of the others
-  ``rows/deepseek_launches.csv`` has workers and drafts where the configurations of the sixty days
+  ``rows/launches.csv`` has workers and drafts where the configurations of the sixty days
   before the run (else the first one after it; InferenceX 843c6254f) start the run's GPU, precision,
   lengths, GPUs of a worker and concurrency in one way, or in one with drafts and one without, which
   the dump has of that day. Of the dump's own rows this finds 398 plain and 2 with drafts. Drafts
   are the recipe's (``mtp3``); else those of the scripts, under TensorRT-LLM 3, or 1 where engines
   share experts, under SGLang 2.
+- Launches that are not known so are **assumed**, by a rule that sees no measurement
+  (`MeasuredRun.assumed`): ``listed``, the first that fits the labels in the newest configuration
+  of the day, else of a later day, with drafts where both are listed; ``nearest``, where none has
+  the concurrency, the nearest one's; ``labels``, where there is none at all, no drafts. Labels of
+  12 GPUs and more on GB200 and the like count all workers of a disaggregated run.
 - GPT-OSS on GB200 under TensorRT-LLM, disaggregated: the file has no workers, ``gptoss-fp4-gb200-
   dynamo-trt`` of the configuration has (:data:`_GPT_OSS_WORKERS`). Loads that it starts in several
   ways, or with ``dp-attn: true`` (labelled ``dp 1``), are not told apart.
@@ -91,8 +96,8 @@ class MeasuredModel:
     """A model whose measured runs can be predicted."""
 
     model_path: str  #: name in the file
-    #: Name among the shipped models; None takes the dimensions from the package's copy of the
-    #: Hugging Face configuration.
+    #: Name among the shipped models, or of a file of ``rows``; None takes the dimensions from the
+    #: package's copy of the Hugging Face configuration.
     shipped: str | None
     #: Choices of the MoE kernel, the closest to that of the runs first, see
     #: :func:`~eldr_sim.validation.published.silicon.predict_rows`.
@@ -108,10 +113,17 @@ class MeasuredModel:
     @property
     def model(self) -> str:
         """Name or path for :func:`load_model`."""
+        if self.shipped is not None and self.shipped.endswith(".json"):
+            return str(Path(str(resources.files(__package__))) / "rows" / self.shipped)
         if self.shipped is not None:
             return self.shipped
         name = f"{(self.checkpoint or self.model_path).replace('/', '--')}_config.json"
         return str(package_folder() / "model_configs" / name)
+
+    @property
+    def tokenizes(self) -> str:
+        """Who tokenises prompts: the engine, or Dynamo's front end in NVIDIA's own runs."""
+        return self.backend if self.inferencex else "dynamo"
 
     @property
     def imported(self) -> bool:
@@ -133,6 +145,8 @@ _GPT_OSS, _MINIMAX, _KIMI = (
 _QWEN, _QWEN_FP8 = "Qwen/Qwen3-32B", "Qwen/Qwen3-32B-FP8"
 _LARGE_QWEN, _NEXT_QWEN = "Qwen/Qwen3-235B-A22B-FP8", "Qwen/Qwen3.5-397B-A17B"
 _LLAMA, _SMALL_LLAMA = "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-8B-Instruct"
+#: As the rows of SGLang say (``gemm_quant_mode`` fp8_block).
+_IN_BLOCKS = "Llama-3.1-8B-FP8-block.json"
 #: The configurations of InferenceX's runs of DeepSeek-R1, which the dump calls V3.
 _V3, _V3_FP4, _GLM = (
     "deepseek-ai/DeepSeek-V3", "nvidia/DeepSeek-V3.1-NVFP4", "zhipuai/GLM-5",
@@ -153,7 +167,7 @@ MEASURED_MODELS = {
     ),
     "qwen3-32b-trtllm": _TRTLLM(_QWEN, "Qwen3-32B", _NEW, "", inferencex=False),
     "gpt-oss-120b-trtllm": _TRTLLM(_GPT_OSS, None, _NEW, "fp4"),
-    "qwen3-235b": MeasuredModel(_LARGE_QWEN, None, _KERNELS),
+    "qwen3-235b": _OF_VLLM(_LARGE_QWEN, None, _KERNELS),
     "llama-70b-fp8": MeasuredModel(_LLAMA, "Llama-3.1-70B-FP8", _NEW, **_FP8_KV),
     "llama-70b-nvfp4": MeasuredModel(_LLAMA, "Llama-3.1-70B-NVFP4", _NEW, "fp4", **_FP8_KV),
     "llama-8b-fp8": _OF_VLLM(
@@ -170,7 +184,7 @@ MEASURED_MODELS = {
     "llama-70b-fp8-trtllm": _TRTLLM(_LLAMA, "Llama-3.1-70B-FP8", _NEW, **_FP8_KV),
     "llama-70b-nvfp4-trtllm": _TRTLLM(_LLAMA, "Llama-3.1-70B-NVFP4", _NEW, "fp4", **_FP8_KV),
     "llama-8b-trtllm": _TRTLLM(_SMALL_LLAMA, "Llama-3.1-8B", _NEW, "", inferencex=False),
-    "llama-8b-fp8-sglang": _SGLANG(_SMALL_LLAMA, "Llama-3.1-8B-FP8", _NEW, inferencex=False),
+    "llama-8b-fp8-sglang": _SGLANG(_SMALL_LLAMA, _IN_BLOCKS, _NEW, inferencex=False),
     "qwen3-32b-fp8-trtllm": _TRTLLM(_QWEN, None, _NEW, checkpoint=_QWEN_FP8, inferencex=False),
     "glm-5-sglang": _SGLANG(_GLM, None, _NEW, checkpoint="zai-org/GLM-5-FP8"),
     "glm-5-nvfp4-sglang": _SGLANG(_GLM, None, _NEW, "fp4", "nvidia/GLM-5-NVFP4"),
@@ -228,7 +242,7 @@ class Case:
             (False, False): "experts cut",
             (True, False): "experts spread",
             (True, True): "data-parallel attention, experts spread",
-            (False, True): "data-parallel engines",
+            (False, True): "data-parallel attention, experts cut",
         }
         pools = [self.parallelism] + ([self.prefill.parallelism] if self.prefill.count else [])
         spread = any(pool.expert_parallel for pool in pools)
@@ -249,10 +263,14 @@ class MeasuredRun:
     #: file has none.
     version: str
     date: str
+    assumed: str = ""  #: the rule that its launch is assumed by; empty where it is known
     #: Why the row is left out of the filtered errors, or empty. The reasons use measurements only,
     #: never a prediction.
     excluded: str = ""
 
+
+#: Models of ``rows/launches.csv``, by a part of their names.
+_WORDS = {"DeepSeek": "dsr1", "Kimi": "kimik2.5", "GLM-5": "glm5", "gpt-oss": "gptoss"}
 
 #: By engine: configurations of DeepSeek in FP8 with few streams, and what is fitted to them.
 _FITTED: dict[str, dict[Case, str]] = {
@@ -347,16 +365,19 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
     given = re.search(r"silicon_concurrency=(\d+)", source)
     concurrency = int(given[1]) if given else 0
     lengths = int(record["isl"]), int(record["osl"])
-    prefill, decode_workers, drafts = Workers(), 1, 0
+    prefill, decode_workers, drafts, assumed = Workers(), 1, 0, ""
     try:
-        if "DeepSeek" in record["model_path"] and not is_plain(record):
-            launch = _launches().get(_launch_key(record, day, concurrency))
-            if launch is None:
-                return "runs with and without multi-token prediction are not told apart"
-            prefill, workers, drafts = launch
+        launch = (
+            None if is_plain(record) else _launches().get(_launch_key(record, day, concurrency))
+        )
+        if launch is not None:
+            prefill, workers, drafts, assumed = launch
             layout, decode_workers = workers.parallelism, workers.count
             if prefill.count:
-                prefill.parallelism.check(model)
+                _check(prefill.parallelism, model)
+                record = record | {"mode": "disagg"}  # labels of GB200 say else
+        elif "DeepSeek" in record["model_path"] and not is_plain(record):
+            return "no configuration of InferenceX starts such a run"
         elif record["mode"] == "disagg":
             known = _n_workers(record, concurrency)
             if isinstance(known, str):
@@ -364,7 +385,7 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
             n_prefill, decode_workers = known
             layout = _pool(record, "decode", gpu)
             spread = _pool(record, "prefill", gpu)
-            spread.check(model)
+            _check(spread, model)
             prefill = Workers(
                 n_prefill,
                 spread.tensor_parallel_size,
@@ -384,7 +405,7 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
             drafts = qwen_drafts(record, gpu, layout)
         if not concurrency:
             return "its concurrency is not given"
-        layout.check(model)
+        _check(layout, model)
     except _UnusableError as error:
         return str(error)
     except InputError as error:
@@ -406,29 +427,45 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
         round(float(record["silicon_tpot_ms"]), 3),
         record["backend_version"],
         day,
+        assumed,
     )
 
 
+def _check(layout: Parallelism, model: ModelDims) -> None:
+    layout.check(model, copies=redundant_experts(layout, model) > 0)
+
+
+def redundant_experts(layout: Parallelism, model: ModelDims) -> int:
+    """Return the second copies of experts where ranks do not divide them: the recipes' 32.
+
+    ``ep-num-redundant-experts`` of NVIDIA/srt-slurm's ``recipes/gb200-fp8``, for 48 ranks.
+    """
+    slots = model.n_experts + 32
+    whole = layout.expert_parallel and slots % layout.n_ranks == 0
+    return 32 if whole and model.n_experts % layout.n_ranks else 0
+
+
 def _launch_key(record: Mapping[str, str], date: str, concurrency: int) -> tuple[str, ...]:
-    """Return what names a run of DeepSeek in ``rows/deepseek_launches.csv``."""
+    """Return what names a run in ``rows/launches.csv``."""
     pool = "decode_" if record["mode"] == "disagg" else ""
     sizes = (record[f"{pool}{name}_size"] or "0" for name in ("tp", "attention_dp", "moe_ep"))
     names = ("backend", "mode", "system", "precision", "isl", "osl")
-    return (*(record[name] for name in names), str(concurrency), date, *sizes)
+    model = next((word for name, word in _WORDS.items() if name in record["model_path"]), "")
+    return (model, *(record[name] for name in names), str(concurrency), date, *sizes)
 
 
 @lru_cache
-def _launches() -> dict[tuple[str, ...], tuple[Workers, Workers, int]]:
-    """Return the prefill and decode workers, and the drafts, of runs of DeepSeek by their key."""
-    text = (resources.files(__package__) / "rows" / "deepseek_launches.csv").read_text("utf-8")
+def _launches() -> dict[tuple[str, ...], tuple[Workers, Workers, int, str]]:
+    """Return prefill and decode workers, drafts, and the rule of an assumed launch by its key."""
+    text = (resources.files(__package__) / "rows" / "launches.csv").read_text("utf-8")
     found = {}
     for line in list(csv.reader(text.splitlines()))[1:]:
-        drafts, *sizes = map(int, line[11:])
+        drafts, *sizes = map(int, line[12:21])
         pools = []
         for count, gpus, ranks, shared in (sizes[:4], sizes[4:]):
             layout = (1, ranks > 1, gpus) if shared else (gpus, ranks > 1, 1)
             pools.append(Workers(count, *layout) if count else Workers())
-        found[tuple(line[:11])] = pools[0], pools[1], drafts
+        found[tuple(line[:12])] = pools[0], pools[1], drafts, line[21]
     return found
 
 
@@ -452,7 +489,8 @@ def _sizes(record: dict[str, str], pool: str = "") -> tuple[int, int, int, int]:
     """Return tp, attention dp, moe tp and moe ep of a worker; what is missing counts as 1 or 0."""
     names = ("tp", "attention_dp", "moe_tp", "moe_ep")
     tp, dp, cut, ranks = (int(record.get(f"{pool}{name}_size") or 0) for name in names)
-    return max(tp, 1), max(dp, 1), cut, ranks
+    tp = max(tp, 1)
+    return tp, dp or max(cut * ranks // tp, 1), cut, ranks  # NVIDIA's own runs leave dp out
 
 
 def _colocated(record: dict[str, str], gpu: str, date: str, concurrency: int) -> Parallelism:
@@ -477,8 +515,6 @@ def _colocated(record: dict[str, str], gpu: str, date: str, concurrency: int) ->
         raise _UnusableError(
             f"labels contradict: attention on {tp} GPUs x {dp}, experts cut {cut} x {ranks}"
         )
-    if dp > 1 and ranks == 1:
-        raise _UnusableError("data-parallel attention beside experts that are cut")
     always = name == "MiniMaxAI/MiniMax-M2.5" and not fp4
     always &= gpu == "H200" or (gpu == "B200" and record["backend_version"] == "0.17.0")
     return Parallelism(tp, ranks > 1 or (always and tp > 1), dp)
@@ -487,7 +523,8 @@ def _colocated(record: dict[str, str], gpu: str, date: str, concurrency: int) ->
 def _pool(record: dict[str, str], pool: str, gpu: str) -> Parallelism:
     """Return what a worker of a pool was started with."""
     tp, dp, cut, ranks = _sizes(record, f"{pool}_")
-    if record["model_path"] == "moonshotai/Kimi-K2.5" and gpu == "GB200":
+    kimi = record["model_path"] == "moonshotai/Kimi-K2.5" and record["backend"] == "vllm"
+    if kimi and gpu == "GB200":
         return Parallelism(1, True, tp) if pool == "prefill" or tp > 8 else Parallelism(tp, True)
     if cut == ranks == 0:  # not given: spread where engines share them, as vLLM's recipes do
         return Parallelism(tp, dp > 1, dp)
