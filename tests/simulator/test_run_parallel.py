@@ -155,7 +155,7 @@ def test_masks_of_eldr_differ_between_workers():
             "expert_placement: .*2 or more",
         ),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3 does not divide the 64"),
-        ({"tensor_parallel_size": 16}, "tensor_parallel_size: 16"),
+        ({"tensor_parallel_size": 12}, "tensor_parallel_size: 12"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: 0"),
         ({"expert_placement": "metro"}, "expert_placement: unknown policy 'metro'"),
         ({"gpu": "H100"}, "gpu: H100 holds .* more GPUs per worker"),
