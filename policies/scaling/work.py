@@ -30,6 +30,7 @@ from eldr_sim.policies.scaling.base import (
 from eldr_sim.policies.scaling.metrics import Wishes
 
 _FILTERS = 12  #: of `Trend`
+_DEARER = 1.1  #: work of a request from which a wider group counts as a dearer one
 
 
 class LoadParameters(ScalingParameters):
@@ -174,6 +175,7 @@ class Trend:
 
     def __init__(self) -> None:
         self._seen = 0
+        self.level = 0.0  #: the rate that there is, events a second
         #: Of each filter: ``[filter]``, ``[filter, 2]`` and ``[filter, 2, 2]``.
         self._memory_s: NDArray[np.float64] = np.zeros(0)
         self._weight: NDArray[np.float64] = np.zeros(0)
@@ -191,6 +193,7 @@ class Trend:
             self._spread = np.zeros((n, 2, 2))
             self._spread[:, 0, 0] = max(rate, 1.0 / dt) / dt
             self._spread[:, 1, 1] = (max(rate, 1.0 / dt) / self._memory_s) ** 2
+            self.level = rate
             return rate
         scale = max(float(self._weight @ self._state[:, 0]), 1.0 / dt)
         move = np.array([[1.0, dt], [0.0, 1.0]])
@@ -206,7 +209,7 @@ class Trend:
         likely = np.exp(fit - fit.max())
         self._weight = (1.0 - 1.0 / self._seen) * likely / likely.sum() + 1.0 / self._seen / n
         level, change = (self._weight @ self._state).tolist()
-        level = max(0.0, level)
+        self.level = level = max(0.0, level)
         return float(min(max(level + change * ahead_s, level / 2.0), 2.0 * level))
 
 
@@ -359,7 +362,8 @@ class Seconds(Autoscaler):
     def _wish(self, pool: PoolView, fleet: Fleet) -> int | None:
         own, facts = self.told, self.facts.of(pool.name)
         horizon = facts.start_up_s + fleet.interval_s / 2.0
-        rate = self._trends[pool.name].next(pool.arrived, fleet.interval_s, horizon)
+        trend = self._trends[pool.name]
+        rate = trend.next(pool.arrived, fleet.interval_s, horizon)
         mean = self._means(pool, fleet.interval_s)
         if mean is None:
             return None
@@ -376,8 +380,25 @@ class Seconds(Autoscaler):
         if wish > pool.workers:  # requests that come while the group stands still wait, too
             waits += rate * facts.pause_s(pool.workers, wish)
             wish = facts.fewest(keep)
+        wish = self._no_dearer(facts, wish, trend.level + waits / own.catch_up, mean)
         self._wishes.note(pool, fleet.now_s, wish)
         return wish
+
+    def _no_dearer(
+        self, facts: PoolFacts, wish: int, rate: float, mean: tuple[float, float, float]
+    ) -> int:
+        """Return the wish, or the widest group at which a request takes clearly less work.
+
+        That is taken while it serves the rate that there is: what is foreseen is no reason to have
+        all requests take longer, as on a node more.
+        """
+        work = {
+            n: own.work_s(*mean, itl_s=self.told.itl / 1e3)
+            for n, own in facts.widths.items()
+            if n <= wish
+        }
+        cheaper = [n for n in work if work[n] * _DEARER <= work[wish] and rate * work[n] < n]
+        return max(cheaper, default=wish)
 
     def _fewer(self, pool: PoolView, now_s: float, wish: int | None, back_s: float) -> int:
         """Return the wish, or the fewest workers that have done for so long that the others may go.

@@ -348,6 +348,23 @@ def test_the_fewest_that_do_are_found_by_what_each_number_can_do():
         assert own.fewest(lambda of, n, w=work: w * of.work_s(1000.0, 0.0) <= n) == fewest
 
 
+def test_what_is_foreseen_takes_no_group_to_a_width_that_is_dearer():
+    """Up to eight engines a request takes a second, with more 1.3: eight serve the rate there is."""
+    widths = {n: facts() for n in range(4, 9)}
+    widths |= {n: facts(prompt_s=lambda tokens: 1.3 * tokens / 1000) for n in range(9, 17)}
+    rule = make("seconds:ttft=1e6", facts()._replace(widths=widths))
+    told = {"prompt_tokens": 1000.0, "output_tokens": 0.0, "cached_tokens": 0.0}
+
+    def said(step, arrived):
+        return wish(rule, 10.0 * step, view(8, arrived=arrived, **told), interval=10.0)
+
+    rising = [said(step, 5 * step) for step in range(1, 16)]  # to 7.5 a second, by .5 every 10 s
+    assert rising[-1] == 8
+    assert max(rising) == 8
+    more = [said(step, 90) for step in range(16, 40)]  # 9 a second are more than eight can do
+    assert more[-1] >= math.ceil(9 * 1.3)
+
+
 def test_a_co_located_step_has_room_for_the_prompts_that_come_with_it():
     """Steps of 10 ms for any batch; prompts of .5 s, one each 100 steps: 8 sequences in 50 ms."""
     own = facts()._replace(prompt_s=lambda n: 0.5, step_s=lambda n, c: 0.01, max_num_seqs=64)
