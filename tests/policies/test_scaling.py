@@ -349,7 +349,7 @@ def test_the_fewest_that_do_are_found_by_what_each_number_can_do():
 
 
 def test_what_is_foreseen_takes_no_group_to_a_width_that_is_dearer():
-    """Up to eight engines a request takes a second, with more 1.3: eight serve the rate there is."""
+    """Up to eight engines a request takes a second, beyond 1.3: eight serve the rate there is."""
     widths = {n: facts() for n in range(4, 9)}
     widths |= {n: facts(prompt_s=lambda tokens: 1.3 * tokens / 1000) for n in range(9, 17)}
     rule = make("seconds:ttft=1e6", facts()._replace(widths=widths))
