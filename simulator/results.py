@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def write_result(
         write_json(folder / MARKER, result.summary)
         write_json(folder / "config.json", portable(result.config, out))
         write_table(folder / "requests.parquet", result.requests)
-        write_table(folder / "steps.parquet", result.steps)
+        write_tables(folder / "steps.parquet", result.step_tables())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -96,7 +97,15 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_table(path: Path, table: pa.Table) -> None:
     """Write a table as zstd Parquet."""
-    pq.write_table(table, path, compression="zstd")
+    write_tables(path, iter([table]))
+
+
+def write_tables(path: Path, tables: Iterator[pa.Table]) -> None:
+    """Write tables of the same columns, one at least, as one zstd Parquet file."""
+    first = next(tables)
+    with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
+        for table in chain([first], tables):
+            writer.write_table(table)
 
 
 def _finite(value: Any) -> Any:

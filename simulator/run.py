@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache, partial
 from importlib.metadata import version
@@ -50,7 +50,7 @@ from eldr_sim.simulator.outcome.catalogue import headline_tags, label
 from eldr_sim.simulator.outcome.headline import Headline, Shown, number
 from eldr_sim.simulator.outcome.metrics import slo_blocks
 from eldr_sim.simulator.outcome.summary import summary_of
-from eldr_sim.simulator.outcome.tables import requests_table, steps_table
+from eldr_sim.simulator.outcome.tables import requests_table, step_tables
 from eldr_sim.simulator.plane.steps.group_state import ASKED
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, PoolSpec
 from eldr_sim.simulator.setup.config.fault_spellings import planned
@@ -126,8 +126,12 @@ class Result(Shown):
 
     @cached_property
     def steps(self) -> pa.Table:
-        """A row a step, see `tables.steps_table`."""
-        return steps_table(self.record, self.n_moe_layers)
+        """A row a step, see `tables.step_tables`."""
+        return pa.concat_tables(self.step_tables())
+
+    def step_tables(self) -> Iterator[pa.Table]:
+        """Yield the rows of `steps` in parts."""
+        return step_tables(self.record, self.n_moe_layers)
 
 
 def simulate(config: RunConfig, progress: Callable[[float], None] | None = None) -> Result:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.control.record import DRAINING, READY, RunRecord
-from eldr_sim.simulator.outcome.sums import exact_sum
+from eldr_sim.simulator.outcome.sums import exact_sum, exact_sums, in_parts
 from eldr_sim.simulator.outcome.worker_hours import worker_seconds
 from eldr_sim.simulator.plane.state import AFTER_WINDOW, COMPLETED, OPEN, OUTCOMES, OVERLOADED
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
@@ -137,23 +137,21 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
     use: dict[str, float] = {}
     there = _there(record, spec, start, end)
     decodes = np.array([pool.decodes for pool in spec.pools])
+    windows = spec.block_size * float(np.mean(requests["window_blocks"])) if len(requests) else 0.0
     for role, steps, seconds in (
         ("prefill", record.prefill_steps, there * ~decodes),
         ("decode", record.decode_steps, there * decodes),
     ):
         if not seconds.any():
             continue
-        time = np.clip(steps["end"], start, end) - np.clip(steps["start"], start, end)
-        use[f"{role}_busy"] = _share(time, seconds.sum())
+        of = None if role == "prefill" else windows
+        sums = exact_sums(_use(spec, part, start, end, of) for part in in_parts(steps))
+        use[f"{role}_busy"] = sums[0] / float(seconds.sum())
         if role == "decode":
             seats = seconds @ [pool.engine.max_num_seqs for pool in spec.pools]
-            use["decode_seats"] = _share(time * steps["sequences"], seats)
+            use["decode_seats"] = sums[1] / float(seats)
             room = seconds @ [pool.engine.n_blocks for pool in spec.pools] * spec.block_size
-            windows = spec.block_size * float(np.mean(requests["window_blocks"]))
-            held = steps["context"] + steps["sequences"] * windows
-            most = spec.of_decoders(lambda engine: engine.n_blocks) * spec.block_size
-            held = np.minimum(held, most[steps["worker"]])  # blocks that prompts share count twice
-            use["decode_kv"] = _share(time * held, room)
+            use["decode_kv"] = sums[2] / float(room)
     moved = requests[requests["transfer_start_s"] >= 0.0]
     if len(moved) and spec.n_decode and end > start:
         done = np.where(moved["transfer_end_s"] >= 0.0, moved["transfer_end_s"], record.end_s)
@@ -163,6 +161,21 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
     step_ms = 1e3 * float(np.mean(decode["end"] - decode["start"])) if len(decode) else 0.0
     name, why = _bottleneck(mean_ms, use, step_ms)
     return {"bottleneck": name, "because": why, "mean_phase_ms": mean_ms, "utilisation": use}
+
+
+def _use(
+    spec: ClusterSpec, steps: NDArray[np.void], start: float, end: float, windows: float | None
+) -> tuple[NDArray[np.float64], ...]:
+    """Return the seconds of steps in the window; of decode steps also times their sequences, and
+    times the tokens in KV blocks. ``windows``: those of sliding windows that a sequence has.
+    """
+    time = np.clip(steps["end"], start, end) - np.clip(steps["start"], start, end)
+    if windows is None:
+        return (time,)
+    held = steps["context"] + steps["sequences"] * windows
+    most = spec.of_decoders(lambda engine: engine.n_blocks) * spec.block_size
+    held = np.minimum(held, most[steps["worker"]])  # blocks that prompts share count twice
+    return time, time * steps["sequences"], time * held
 
 
 def _there(record: RunRecord, spec: ClusterSpec, start: float, end: float) -> NDArray[np.float64]:

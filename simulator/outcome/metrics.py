@@ -46,7 +46,9 @@ def weighted_percentile(
         ordered, last = np.sort(values), np.arange(len(values))
     else:
         order = np.argsort(values)
-        ordered, last = values[order], np.cumsum(weights[order]) - 1
+        ordered, last = values[order], weights[order]
+        np.cumsum(last, out=last)
+        last -= 1
     result = []
     for p in q:
         rank = p / 100.0 * float(last[-1])
@@ -139,8 +141,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     seconds = max(end - start, 1e-9)
     started = record.decode_steps["start"]
     steps = within(record.decode_steps, (started >= start) & (started < end))
-    batch = steps["sequences"].astype(np.int64)
-    decoding = batch > 0
+    decoding = steps["sequences"] > 0
+    n_decoding = int(decoding.sum())
     computed = requests["prefill_end_s"]
     computed_inside = (start <= computed) & (computed <= end)
     # Where it comes with the KV cache, a request has its first token when it joins the batch.
@@ -198,8 +200,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         **_per_token(times["e2el"][done], requests["output_len"][done]),
         **({"streamed_by_prefill": streamed_by_prefill(record)} if config.hands_over else {}),
         **_activated_experts(steps, decoding, n_moe_layers),
-        "mean_decode_batch": _mean(batch[decoding].astype(float)),
-        "decode_steps": int(decoding.sum()),
+        "mean_decode_batch": int(steps["sequences"].sum()) / n_decoding if n_decoding else None,
+        "decode_steps": n_decoding,
         **_drafts(record, steps, decoding),
         **_prefix_cache(record, "", config),
         **_prefix_cache(record, "decode_", config),
@@ -236,13 +238,17 @@ def _token_gaps(
     record: RunRecord, steps: NDArray[np.void], start: float, end: float
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return the gaps between tokens of the window's steps, s, and how many there are of each."""
-    batch = steps["sequences"].astype(np.int64)
+    n = len(steps)
     resumed = record.gaps["resumed_s"]
     preempted = (resumed - record.gaps["last_token_s"])[(start <= resumed) & (resumed <= end)]
-    gaps = np.concatenate([steps["end"] - steps["start"], preempted, np.zeros(1)])
-    together = np.array([int(steps["outputs"].sum()) - int(batch.sum())])  # yielded by one step
-    carried = batch - steps["joined"] - steps["rested"]
-    return gaps, np.concatenate([carried, np.ones(len(preempted), np.int64), together])
+    gaps = np.zeros(n + len(preempted) + 1)
+    np.subtract(steps["end"], steps["start"], out=gaps[:n])
+    gaps[n:-1] = preempted
+    carried = np.ones(len(gaps), np.int64)
+    np.subtract(steps["sequences"], steps["joined"], out=carried[:n])
+    carried[:n] -= steps["rested"]
+    carried[-1] = int(steps["outputs"].sum()) - int(steps["sequences"].sum())  # yielded together
+    return gaps, carried
 
 
 def _computes_prompts(config: RunConfig, steps: NDArray[np.void]) -> NDArray[np.bool_]:

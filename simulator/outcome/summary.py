@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from eldr_sim.simulator.outcome.fault_metrics import fault_figures
 from eldr_sim.simulator.outcome.metrics import describe, draft_counters, summarise
 from eldr_sim.simulator.outcome.scaling_metrics import scaling_figures
 from eldr_sim.simulator.outcome.session_metrics import reuse_figures, session_figures
-from eldr_sim.simulator.outcome.sums import within
+from eldr_sim.simulator.outcome.sums import in_parts, within
 from eldr_sim.simulator.outcome.tier_metrics import tier_figures
 from eldr_sim.simulator.outcome.trace_use import copies_met, trace_warnings
 from eldr_sim.simulator.outcome.without_effect import without_effect
@@ -278,19 +279,20 @@ def _trace(
 def _outside(spec: ClusterSpec, steps: NDArray[np.void]) -> dict[str, int]:
     """Count the decode steps that go beyond what was measured."""
 
-    def most(name: str) -> NDArray[Any]:
-        """Return the largest of a step's figures that was measured, of each step."""
-        measured = spec.of_decoders(lambda engine: getattr(engine.step_time, name))
-        return np.asarray(measured[steps["worker"]])
-
-    sequences, context = steps["sequences"], steps["context"]
-    beyond = {
-        "moe_batch": steps["tokens"] > most("moe_batch_max"),
-        "attention_batch": sequences > most("attention_batch_max"),
-        "attention_context": context > most("context_max") * np.maximum(sequences, 1),
-        "attention_tokens": context > most("attention_tokens_max"),
-    }
-    return {name: int(which.sum()) for name, which in beyond.items()}
+    names = "moe_batch_max", "attention_batch_max", "context_max", "attention_tokens_max"
+    measured = [spec.of_decoders(attrgetter(f"step_time.{name}")) for name in names]
+    counts = np.zeros(4, np.int64)
+    for part in in_parts(steps):
+        most = [of[part["worker"]] for of in measured]
+        sequences, context = part["sequences"], part["context"]
+        counts += [
+            np.count_nonzero(part["tokens"] > most[0]),
+            np.count_nonzero(sequences > most[1]),
+            np.count_nonzero(context > most[2] * np.maximum(sequences, 1)),
+            np.count_nonzero(context > most[3]),
+        ]
+    beyond = "moe_batch", "attention_batch", "attention_context", "attention_tokens"
+    return dict(zip(beyond, counts.tolist(), strict=True))
 
 
 def _all_provenance(config: RunConfig, prepared: PreparedRun) -> dict[str, dict[str, Any]]:

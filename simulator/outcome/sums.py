@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,16 +36,42 @@ def exact_sum(
             part = part * counts[at : at + _CHUNK]
         if len(values) <= _CHUNK:
             return math.fsum(part.tolist())
-        mantissa, exponent = np.frexp(part)
-        mantissa *= 2.0**53
-        high = np.floor(mantissa / _HALF)
-        places = exponent.astype(np.int64)
-        first = int(places.min())
-        places -= first
-        halves = [np.bincount(places, half) for half in (high, mantissa - high * _HALF)]
-        for place, (above, below) in enumerate(zip(*halves, strict=True), first + _LAST - 53):
-            total += ((int(above) << 27) + int(below)) << place
+        total += _last_places(part)
     return total / (1 << _LAST)
+
+
+def exact_sums(parts: Iterable[tuple[NDArray[np.float64], ...]]) -> list[float]:
+    """Return `exact_sum` of several columns that come in parts, one at least."""
+    found = [[_last_places(column) for column in part] for part in parts]
+    totals = [sum(column) for column in zip(*found, strict=True)]
+    return [total / (1 << _LAST) for total in totals]
+
+
+def _last_places(part: NDArray[np.float64]) -> int:
+    """Return a sum in units of the last place that a float64 can have."""
+    if not len(part):
+        return 0
+    total = 0
+    mantissa, exponent = np.frexp(part)
+    mantissa *= 2.0**53
+    high = np.floor(mantissa / _HALF)
+    places = exponent.astype(np.int64)
+    first = int(places.min())
+    places -= first
+    halves = [np.bincount(places, half) for half in (high, mantissa - high * _HALF)]
+    for place, (above, below) in enumerate(zip(*halves, strict=True), first + _LAST - 53):
+        total += ((int(above) << 27) + int(below)) << place
+    return total
+
+
+def in_parts(log: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yield a log's records in parts, one at least.
+
+    What is computed of a part stays in the cache. Of millions of records it would be memory that is
+    had from the system and given back, which takes longer than to compute it.
+    """
+    for at in range(0, max(1, len(log)), _CHUNK):
+        yield log[at : at + _CHUNK]
 
 
 def within(log: NDArray[Any], inside: NDArray[np.bool_]) -> NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from eldr_sim.parquet import column, texts
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.plane.state import OUTCOMES
+
+ROWS = 1 << 20  #: steps of a table, as many as a row group of Parquet has
 
 
 def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
@@ -56,8 +59,10 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
     )
 
 
-def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
-    """Return every step of every worker: prefill workers first, each kind in order of start.
+def step_tables(record: RunRecord, n_moe_layers: int) -> Iterator[pa.Table]:
+    """Yield every step of every worker: prefill workers first, each kind in order of start.
+
+    At least one table, of up to `ROWS` steps: a run of a day has more than memory has room for.
 
     ``tokens`` counts the tokens that a step computed, ``active_experts`` is the mean number of
     activated experts of a MoE layer, ``busiest_rank_experts`` the mean of those on the layer's
@@ -72,9 +77,34 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     that the busiest GPU sends or receives in its node and between nodes, and the token-expert pairs
     of the busiest rank and of all ranks, summed over the MoE layers.
     """
-    prefill, decode = record.prefill_steps, record.decode_steps
+    prefill = record.prefill_steps
     order = np.lexsort((prefill["worker"], prefill["start"]))
-    prefill = prefill[order]
+    kinds = [record.prefill_group_steps, record.decode_group_steps]
+    grouped = [_group_columns(groups) for groups in kinds] if any(map(len, kinds)) else []
+    owners = [np.repeat(np.arange(len(groups)), groups["n_busy"]) for groups in kinds]
+    owners[0] = owners[0][order] if len(owners[0]) else owners[0]
+    n = len(prefill)
+    for at in range(0, max(1, n + len(record.decode_steps)), ROWS):
+        mine = [slice(at, at + ROWS), slice(max(0, at - n), max(0, at + ROWS - n))]
+        steps = prefill[order[mine[0]]], record.decode_steps[mine[1]]
+        columns = _columns(*steps, n_moe_layers)
+        for name in grouped[0] if grouped else ():
+            parts = zip(kinds, grouped, owners, mine, steps, strict=True)
+            columns[name] = _figures(
+                np.concatenate(
+                    [
+                        own[name][owner[rows]] if len(groups) else np.full(len(of), np.nan)
+                        for groups, own, owner, rows, of in parts
+                    ]
+                )
+            )
+        yield pa.table(columns)
+
+
+def _columns(
+    prefill: NDArray[np.void], decode: NDArray[np.void], n_moe_layers: int
+) -> dict[str, pa.Array]:
+    """Return the columns of steps of prefill workers and of those that decode, in this order."""
     n_prefill, n_decode = len(prefill), len(decode)
 
     def both(first: NDArray[Any], second: NDArray[Any], kind: str) -> pa.Array:
@@ -90,41 +120,23 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
 
     roles = column(np.repeat([0, 1], [n_prefill, n_decode]), "int8")
     role = pa.DictionaryArray.from_arrays(roles, texts(("prefill", "decode"), np.arange(2)))
-    grouped = {}
-    if len(record.prefill_group_steps) or len(record.decode_group_steps):
-        of_prefill, of_decode = (
-            _group_columns(groups, n)
-            for groups, n in (
-                (record.prefill_group_steps, n_prefill),
-                (record.decode_group_steps, n_decode),
-            )
-        )
-        grouped = {
-            name: _figures(np.concatenate([of_prefill[name][order], of_decode[name]]))
-            for name in of_decode
-        }
-    return pa.table(
-        {
-            "role": role,
-            "worker": both(prefill["worker"], decode["worker"], "int16"),
-            "start_s": both(prefill["start"], decode["start"], "float64"),
-            "end_s": both(prefill["end"], decode["end"], "float64"),
-            "batch": both(prefill["chunks"], decode["sequences"], "int32"),
-            "tokens": both(
-                prefill["chunk_tokens"], decode["tokens"] + decode["chunk_tokens"], "int32"
-            ),
-            "joined": decode_only(decode["joined"], "int32"),
-            "context_tokens": decode_only(decode["context"], "int64"),
-            "active_experts": experts("active"),
-            "busiest_rank_experts": experts("busiest"),
-            **grouped,
-        }
-    )
+    return {
+        "role": role,
+        "worker": both(prefill["worker"], decode["worker"], "int16"),
+        "start_s": both(prefill["start"], decode["start"], "float64"),
+        "end_s": both(prefill["end"], decode["end"], "float64"),
+        "batch": both(prefill["chunks"], decode["sequences"], "int32"),
+        "tokens": both(prefill["chunk_tokens"], decode["tokens"] + decode["chunk_tokens"], "int32"),
+        "joined": decode_only(decode["joined"], "int32"),
+        "context_tokens": decode_only(decode["context"], "int64"),
+        "active_experts": experts("active"),
+        "busiest_rank_experts": experts("busiest"),
+    }
 
 
-def _group_columns(groups: NDArray[np.void], n_steps: int) -> dict[str, NDArray[np.float64]]:
-    """Return what the groups' steps add to each of their engines' ``n_steps`` steps."""
-    figures = {
+def _group_columns(groups: NDArray[np.void]) -> dict[str, NDArray[np.float64]]:
+    """Return what the groups' steps add to each of their engines' steps."""
+    return {
         **{f"{part}_ms": 1e3 * groups[f"{part}_s"] for part in ("moe", "dispatch", "combine")},
         "replica_choice_ms": 1e3 * groups["choice_s"],
         "idle_ms": 1e3 * groups["wait_s"] / np.maximum(1, groups["n_busy"]),
@@ -132,9 +144,6 @@ def _group_columns(groups: NDArray[np.void], n_steps: int) -> dict[str, NDArray[
         "busiest_rank_pairs": groups["busiest_pairs"].astype(np.float64),
         "pairs": groups["pairs"].astype(np.float64),
     }
-    if not len(groups):
-        return dict.fromkeys(figures, np.full(n_steps, np.nan))
-    return {name: np.repeat(values, groups["n_busy"]) for name, values in figures.items()}
 
 
 def _known(values: NDArray[Any]) -> pa.Array:

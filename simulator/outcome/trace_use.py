@@ -31,11 +31,13 @@ def copies_met(
         np.maximum(np.clip(finish, begin, end), start),
         workload.decode_request[record.numbers[joined]].astype(np.int64),
     )
-    batch = steps["sequences"].astype(float)
+    sizes = np.bincount(steps["sequences"])  # steps of each batch
+    batch = np.arange(len(sizes))
     shares = workload.description["domain_mix"]
     pools = {name: len(trace.requests_of([name], calibration=False)) for name in shares}
     # A request finds itself in a batch of this size: each batch counts once a member.
-    seen_by_a_request = float((batch**2).sum() / batch.sum()) if len(batch) else 1.0
+    members = int(sizes @ batch)
+    seen_by_a_request = int(sizes @ batch**2) / members if members else 1.0
     expected, _ = expected_copy_share(pools, shares, max(seen_by_a_request, 1.0))
     return {"copies_share": round(beside, 6), "copies_share_expected": round(expected, 6)}
 
