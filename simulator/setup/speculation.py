@@ -82,6 +82,7 @@ class Speculation:
             rates=np.array([each.rates + beyond for each in self.acceptances.values()]),
             counts=np.zeros(self.k + 2, np.int64),
             key=np.array([self.key], np.uint64),
+            found=given.lookup_hit_rate,
             reads_by_row=self.by_row,
             lookup_s=self.draft.host_s if steps is None else -1.0,
             request_s=given.draft_host_ms_per_request / 1e3,
@@ -106,7 +107,11 @@ class Speculation:
             "rejected_drafts_experts": REJECTED[self.config.rejected_experts],
             "draft_host_ms": 1e3 * self.draft.host_s,
             "draft_host_ms_per_request": self.config.draft_host_ms_per_request,
-        }
+        } | (
+            {"lookup_hit_rate": self.config.lookup_hit_rate}
+            if self.config.method in LOOKING_UP
+            else {}
+        )
 
 
 def acceptance_of(

@@ -205,8 +205,9 @@ def random_speculation(rng, k, cost, method):
     if rng.random() < 0.3:
         by_batch = ((1, 2, k), (3, 4, int(rng.integers(k + 1))), (5, 9, 0))
     config = SpeculativeConfig(
-        method=method, num_speculative_tokens=k, num_speculative_tokens_per_batch_size=by_batch
-    )
+        method=method, num_speculative_tokens=k, num_speculative_tokens_per_batch_size=by_batch,
+        lookup_hit_rate=float(rng.choice([1.0, 0.5])) if method == "ngram" else 1.0,
+    )  # fmt: skip
     draft = Draft(steps, float(cost.host_s), kv_bytes_per_token=2, n_kv_tensors=1)
     by_row, key = bool(rng.random() < 0.3), int(rng.integers(2**63))
     return Speculation(config, {"": Acceptance(tuple(rates), "test")}, draft, by_row, key)

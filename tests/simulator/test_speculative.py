@@ -179,6 +179,27 @@ def test_drafts_by_batch():
 # -- costs, memory, groups ----------------------------------------------------------------------
 
 
+def test_a_look_up_finds_drafts_before_some_steps_only():
+    """As many verify steps as the rate says, and no token fewer: what is not drafted is a step."""
+    rates, k = [0.7, 0.5, 0.2], 3
+    config = drafts(k, method="ngram", synthetic_acceptance_rates=rates, lookup_hit_rate=0.4)
+    result = run(config, output_len=400, num_requests=100)
+    counted = result.summary["speculative_decoding"]
+    verified, accepted = (
+        counted[f"spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens")
+    )
+    steps = 100 * 399 - accepted  # each yields a token, and what it accepts
+    # The first step of a request verifies none; the last may accept more than it needs.
+    assert verified / steps == pytest.approx(0.4, abs=4 * (0.24 / steps) ** 0.5 + 0.004)
+    assert accepted / verified == pytest.approx(sum(rates), rel=0.02)
+    assert counted["lookup_hit_rate"] == 0.4
+    always = run(config | {"lookup_hit_rate": 1.0}, output_len=400, num_requests=100)
+    plain = run(None, output_len=400, num_requests=100)
+    means = [each.summary["tokens_per_step"] for each in (plain, result, always)]
+    assert means == sorted(means)
+    assert means[1] == pytest.approx(1 + 0.4 * sum(rates), rel=0.02)
+
+
 @pytest.mark.parametrize("method", ["mtp", "eagle", "eagle3", "draft_model", "ngram"])
 def test_drafts_are_never_free(method):
     model = {"model": "Llama-3.1-8B"} if method == "draft_model" else {}
@@ -271,6 +292,7 @@ def test_a_dense_model_drafts():
         (drafts(method="draft_model"), "a draft_model's, or a head"),
         (drafts(method="draft_model", model="Mixtral-8x7B", acceptance="glm-5.2"), "dense model"),
         (drafts(method="medusa"), "speculative_config.method"),
+        (drafts(lookup_hit_rate=0.5, acceptance="glm-5.2"), "lookup_hit_rate: 0.5 for mtp"),
         (drafts(33), "num_speculative_tokens"),
         ("{", "not valid JSON"),
         ("3", "'3'"),

@@ -248,8 +248,8 @@ def _calibrated_drafts(
     """Return a ``speculative_config`` with what drafts cost, and are worth, on loads of their own.
 
     The host's time is what steps take beyond their verification: of each pass and of each request,
-    from requests alone and eight at once. Acceptance is that of these loads unless it is
-    synthetic.
+    from requests alone and eight at once. Acceptance, and how often there are drafts, are those of
+    these loads unless they are synthetic.
     """
     k = int(drafts["num_speculative_tokens"])
     told = {name: value for name, value in drafts.items() if not name.startswith("prompt_lookup")}
@@ -259,19 +259,21 @@ def _calibrated_drafts(
         sum(sent.counted.get(name, 0.0) for sent in loads)
         for name in ("spec_decode_num_drafts", *by_place)
     ]
-    extra = []
+    tokens, extra = _DRAFT_LEN - 1, []
+    if not counted[0]:
+        raise InputError("features", f"{drafts['method']} drafted nothing")
     if drafts.get("rejection_sample_method") != "synthetic":
-        rates = [counted[i + 1] / max(counted[0], 1.0) for i in range(k)]
-        told["synthetic_acceptance_rates"] = rates
+        told["synthetic_acceptance_rates"] = [each / counted[0] for each in counted[1:]]
+        # Look-ups find drafts before some steps only.
+        steps = sum(tokens * len(sent.contexts) for sent in loads) - sum(counted[1:])
+        told["lookup_hit_rate"] = min(1.0, counted[0] / steps)
     for sent in loads:
         free = {"speculative_config": told | {"draft_host_ms": 1e-6}}
         ours, summary = simulated(sent, trace, free)
         live, n = live_figures(sent), len(sent.contexts)
-        steps = sent.counted.get("spec_decode_num_drafts", 0.0) / n
-        ours_steps = _figure(summary, "spec_decode_num_drafts") / n
-        if not steps:
-            raise InputError("features", f"{drafts['method']} drafted nothing")
-        tokens = _DRAFT_LEN - 1
+        name = "spec_decode_num_accepted_tokens"
+        steps = tokens - sent.counted.get(name, 0.0) / n
+        ours_steps = tokens - _figure(summary, name) / n
         extra.append(live["tpot p50"] * tokens / steps - ours["tpot p50"] * tokens / ours_steps)
     a, b = _AT_ONCE
     per_request = max(0.0, (extra[1] - extra[0]) / (b - a))

@@ -157,7 +157,7 @@ def _simulated(
         at = sent.clock.own_s(np.array([first, moments.struck_s, moments.known_s, over_s]))
         struck, known, over = (at[1:] - at[0]).tolist()
         event = {"fail" if dies else "hang": "decode:0", "at_s": struck, "for_s": over - struck}
-        events = trace.with_name(f"{trace.name}-{kind}.json")
+        events = trace.with_name(f"{trace.name}-{kind}.yaml")
         events.write_text(json.dumps([event]), encoding="utf-8")
         fields |= {"events": str(events), "max_retries": _ROUTER["retries"]}
         fields |= {} if dies else {"health_delay_ms": 1e3 * (known - struck)}

@@ -24,7 +24,7 @@ from eldr_sim.simulator.plane.events import schedule_step, wake
 from eldr_sim.simulator.plane.kv_cache import blocks_of, n_free, take_blank
 from eldr_sim.simulator.plane.kv_manager import Engines, blocks_needed, keep_tokens, slots_of
 from eldr_sim.simulator.plane.state import HERE
-from eldr_sim.simulator.plane.steps.verify import Drafts, accepted, draft_row
+from eldr_sim.simulator.plane.steps.verify import Drafts, accepted, draft_row, found_drafts
 
 _NONE = np.int64(0)
 
@@ -266,6 +266,7 @@ def _finish(
     batch, outputs, ended = worker.batch, _NONE, False
     n_chunks, _ = list_chunks(engines, w, scratch)
     size, n_rates, next_drafts = engines.settings[0].block_size, drafts.rates.shape[1], _NONE
+    next_tokens = _NONE
     if n_rates > 0:
         next_drafts = drafts.k_of[batch + worker.riding]
     for i in range(batch):
@@ -288,7 +289,9 @@ def _finish(
         sequence.row += got
         while sequence.row >= sequence.row_end:
             sequence.row -= sequence.row_span
-        sequence.drafts, sequence.tokens = next_drafts, 1 + next_drafts
+        sequence.drafts = found_drafts(drafts, sequence, next_drafts)
+        sequence.tokens = 1 + sequence.drafts
+        next_tokens += sequence.tokens
     worker.context += outputs
     if worker.resting == 0:
         for i in range(worker.rested):
@@ -330,7 +333,7 @@ def _finish(
     row.active, row.busiest = scratch.active[w], scratch.busiest[w]
     row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
     row.plain, row.draft_s = scratch.plain[w], scratch.draft_s[w]
-    worker.tokens = batch * (1 + next_drafts)
+    worker.tokens = next_tokens
     worker.begun_tokens += worker.chunk_tokens
 
     planned_ahead = worker.one_step or worker.blocked or n_chunks > 0 or pool.balance_steps > 0

@@ -22,6 +22,7 @@ from eldr_sim.simulator.plane.compiled import compiled
 
 #: Whose row a rejected draft takes: `SpeculativeConfig.rejected_experts`, in its order.
 NEXT, PLACE, REQUEST, NO_OTHER = range(4)
+_LOOK_UP = 1 << 40  # beyond all output positions: where draws of look-ups begin
 
 
 class Drafts(NamedTuple):
@@ -33,6 +34,7 @@ class Drafts(NamedTuple):
     #: ``[k + 2]``: verify steps of sequences by the drafts accepted, and all drafts verified.
     counts: NDArray[np.int64]
     key: NDArray[np.uint64]  #: ``[1]``: of the random stream
+    found: float  #: share of the steps before which there are drafts; 1 where passes compute them
     reads_by_row: bool  #: attention reads a context once for each token of a step
     cost: StepCost  #: of a draft pass
     lookup_s: float  #: of a step in the place of passes; negative where there are passes
@@ -46,7 +48,7 @@ class Drafts(NamedTuple):
 def no_drafts(cost: StepCost) -> Drafts:
     """Return what stands for engines that draft nothing."""
     none = np.zeros((1, 0))
-    return Drafts(np.zeros(1, np.int64), none, np.zeros(0, np.int64), np.zeros(1, np.uint64),
+    return Drafts(np.zeros(1, np.int64), none, np.zeros(0, np.int64), np.zeros(1, np.uint64), 1.0,
                   False, cost, 0.0, 0.0, 0, 1, NEXT, True)  # fmt: skip
 
 
@@ -61,6 +63,22 @@ def _drawn(drafts: Drafts, request: int, position: int) -> Any:
 
 
 @compiled()
+def _share(word: Any) -> Any:
+    """Return a random word as a share, from 0 to less than 1."""
+    return float(word >> np.uint64(11)) / 9007199254740992.0
+
+
+@compiled()
+def found_drafts(drafts: Drafts, sequence: Any, k: int) -> Any:
+    """Return the drafts of a sequence's next step: ``k``, or none where a look-up finds nothing."""
+    if drafts.found < 1.0:
+        position = sequence.output_len - sequence.tokens_left
+        if _share(_drawn(drafts, sequence.request, _LOOK_UP + position)) >= drafts.found:
+            return np.int64(0)
+    return np.int64(k)
+
+
+@compiled()
 def accepted(drafts: Drafts, record: Any, sequence: Any) -> Any:
     """Return how many of a sequence's drafts are accepted.
 
@@ -68,7 +86,7 @@ def accepted(drafts: Drafts, record: Any, sequence: Any) -> Any:
     acceptances. ``record``: of the sequence's request.
     """
     word = _drawn(drafts, sequence.request, sequence.output_len - sequence.tokens_left)
-    u, got, kind = float(word >> np.uint64(11)) / 9007199254740992.0, np.int64(0), np.int64(0)
+    u, got, kind = _share(word), np.int64(0), np.int64(0)
     if drafts.rates.shape[0] > 1:
         kind = np.int64(record.domain)
     for i in range(sequence.drafts):  # rates do not rise, and no branch depends on the draw

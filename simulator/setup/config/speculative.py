@@ -43,6 +43,9 @@ class SpeculativeConfig(BaseModel):
     """Share of the steps that accept at least 1, 2, ... drafts."""
     synthetic_acceptance_length: float | None = Field(default=None, ge=1)
     """Mean tokens that a step yields, the sampled one included."""
+    lookup_hit_rate: float = Field(default=1.0, gt=0, le=1)
+    """Share of the steps before which ``ngram`` or ``suffix`` finds drafts; the others verify
+    none."""
     acceptance: str | dict[str, str | float] | None = None
     """Name of a shipped acceptance; a file with the text of vLLM's or SGLang's metrics endpoint or
     a benchmark's result; or one of these, or a length, for each of the trace's domains, ``other``
@@ -82,6 +85,9 @@ class SpeculativeConfig(BaseModel):
             self.method not in ("eagle", "eagle3")
         ):
             raise _error("model", f"{self.model!r} for {self.method}", "a draft_model's, or a head")
+        if self.lookup_hit_rate < 1 and self.method not in LOOKING_UP:
+            problem = f"{self.lookup_hit_rate:g} for {self.method}"
+            raise _error("lookup_hit_rate", problem, f"1, or {' or '.join(LOOKING_UP)}")
         most = self.num_speculative_tokens
         if not (
             k == most

@@ -508,14 +508,26 @@ class Worker:
         """Return what a sequence gets: one token, and those drafts that are accepted in turn."""
         request, found = sequence.request, 0
         if sequence.drafts:
-            x = int(self.drafts.key[0]) + request.number * 0x9E3779B97F4A7C15
-            x = (x + request.generated * 0xD1B54A32D192ED03) % 2**64
-            x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-            x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-            share = ((x ^ x >> 31) >> 11) / 2**53
+            share = self.share(request, request.generated)
             found = sum(share < rate for rate in self.drafts.rates[0, : sequence.drafts].tolist())
             self.twin.accepted[found] += 1
         return min(1 + found, request.output - request.generated)
+
+    def share(self, request, position):
+        """SplitMix64 of seed, request and position."""
+        x = int(self.drafts.key[0]) + request.number * 0x9E3779B97F4A7C15
+        x = (x + position * 0xD1B54A32D192ED03) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return ((x ^ x >> 31) >> 11) / 2**53
+
+    def proposed(self, request, batch):
+        """Return the drafts of a next step, none where a look-up finds none."""
+        if self.drafts is None or self.share(request, 2**40 + request.generated) >= (
+            self.drafts.found
+        ):
+            return 0
+        return int(self.drafts.k_of[batch])
 
     def move(self, batch, chunked, end, active, busiest, plain=0):
         """Go to the end of the step, whose tokens nobody gets of those that ride along."""
@@ -539,7 +551,7 @@ class Worker:
             sequence.cached = sequence.context = sequence.context + sequence.got
             sequence.request.generated += sequence.got
             sequence.request.token_s += [end] * sequence.got
-            sequence.drafts = 0 if self.drafts is None else int(self.drafts.k_of[n])
+            sequence.drafts = self.proposed(sequence.request, n)
             sequence.tokens = 1 + sequence.drafts
         for sequence in self.joined:
             request = sequence.request
