@@ -10,6 +10,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
 from itertools import product
 from typing import Any, Unpack
 
@@ -51,6 +53,7 @@ _LINES = 12
 _MINUTE_S = 60.0
 
 Workers = tuple[int, int]  #: of prefill and decode, or of none and co-located
+_Place = tuple[int, int]  #: of a list of settings, and of a setting in it
 
 
 @dataclass(frozen=True)
@@ -254,15 +257,15 @@ def _best_fixed(fleets: _Fleets, objective: Objective, row: Row) -> Search[Worke
 def _best_of(rule: str, fleets: _Fleets, fixed: Workers, objective: Objective) -> Search[Row]:
     """Find the cheapest fleet of a rule: by its bounds and settings, first under one seed."""
     row, shares = Row("", rule, without="none"), list[float]()
-    tried: dict[str, tuple[float, RunConfig]] = {}  # by the word of a fleet; what it costs
+    lists: list[list[RunConfig]] = []  # the leanest setting first
+    spent: dict[_Place, float] = {}  # under one seed; infinite where that misses the objective
 
-    def meets(config: RunConfig) -> Search[bool]:
-        summary = (yield [config])[0]
+    def meets(place: _Place) -> Search[bool]:
+        summary = (yield [lists[place[0]][place[1]]])[0]
         shares.append(summary["slo_attainment"])
-        fine = bool(summary["slo_attainment"] >= objective.attainment)
-        if fine:
-            tried[config.model_dump_json()] = _spent(summary), config
-        return fine
+        fine = summary["slo_attainment"] >= objective.attainment
+        spent[place] = _spent(summary) if fine else math.inf
+        return bool(fine)
 
     if max(fixed) == 1:
         row.reasons.append("one worker of each kind serves all, and none can go")
@@ -274,15 +277,21 @@ def _best_of(rule: str, fleets: _Fleets, fixed: Workers, objective: Objective) -
     ):
         if least == most:
             continue
-        made = [fleets.of(word, most, least) for word in settings]
-        searches.append(smallest(0, len(made) - 1, _asking(meets, made), len(made) // 2))
+        lists.append([fleets.of(word, most, least) for word in settings])
+        ask = partial(_asked, meets, len(lists) - 1)
+        searches.append(smallest(0, len(settings) - 1, ask, len(settings) // 2))
     yield from side_by_side(searches)
-    for _, config in sorted(tried.values(), key=lambda each: each[0]):
-        trial = yield from try_cluster(config, objective)
+    waiting = sorted((hours, place) for place, hours in spent.items() if hours < math.inf)
+    while waiting:
+        _, (number, n) = heappop(waiting)
+        trial = yield from try_cluster(lists[number][n], objective)
         row.trials.append(trial)
         if trial.verdict is Verdict.MEETS:
             row.trial, row.without = trial, ""
             return row
+        after = number, n + 1  # more seeds may ask for a more generous setting
+        if after[1] < len(lists[number]) and after not in spent and (yield from meets(after)):
+            heappush(waiting, (spent[after], after))
     best = max(shares, default=0.0)
     row.reasons.append(
         f"no setting meets the objective over seeds; the best attains {100 * best:.1f}% of one"
@@ -290,10 +299,8 @@ def _best_of(rule: str, fleets: _Fleets, fixed: Workers, objective: Objective) -
     return row
 
 
-def _asking(
-    meets: Callable[[RunConfig], Search[bool]], made: Sequence[RunConfig]
-) -> Callable[[int], Search[bool]]:
-    return lambda n: meets(made[n])
+def _asked(meets: Callable[[_Place], Search[bool]], number: int, n: int) -> Search[bool]:
+    return meets((number, n))
 
 
 def _settings(rule: str, objective: Objective, span_s: float, together: bool) -> list[list[str]]:

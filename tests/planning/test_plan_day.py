@@ -1,6 +1,7 @@
 """The cheapest rule and fleet for a load that changes, against trying them all."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +9,7 @@ from eldr_sim import RunConfig
 from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.points import with_seed
 from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.search import day
 from eldr_sim.planning.search.day import _settings, plan_day
 from eldr_sim.planning.search.trial import try_cluster
 from eldr_sim.planning.slo import Objective, Verdict, parse_slo
@@ -119,6 +121,35 @@ def test_where_one_worker_serves_all_no_rule_is_run():
     )
     assert found.best.policy == "none:n=1"
     assert "none can go" in found.rows[1].reasons[0]
+
+
+def test_a_setting_that_meets_under_one_seed_alone_gives_way_to_the_next(monkeypatch):
+    """The search under one seed passes over the second setting, the leanest that all accept."""
+    words = [f"hpa:target={n}.0" for n in (64, 48, 32, 24, 16, 8)]
+    monkeypatch.setattr(day, "_settings", lambda *_: [words])
+    monkeypatch.setattr(day, "_mosts", lambda *_: [(0, 3)])
+    monkeypatch.setattr(day, "_leasts", lambda *_: [(0, 1)])
+
+    def of(word, *_):
+        return CONFIG.replace(autoscale=word, goodput=OBJECTIVE.level)
+
+    def summary(config):
+        n = words.index(config.autoscale)
+        attained = 0.5 if n == 0 and config.seed else 0.95 + n / 100
+        scaling = {"gpu_hours": n + 1.0, "cost_per_1000_good": None}
+        return {"slo_attainment": attained, "num_prompts": 10_000, "scaling": scaling}
+
+    search = day._best_of("hpa", SimpleNamespace(span_s=30.0, of=of), (0, 2), OBJECTIVE)
+    configs, first = next(search), []
+    while configs is not None:
+        first += [config.autoscale for config in configs]
+        try:
+            configs = search.send([summary(config) for config in configs])
+        except StopIteration as end:
+            row, configs = end.value, None
+    assert first[:3] == [words[3], words[2], words[0]]
+    assert [trial.config.autoscale for trial in row.trials] == words[:2]
+    assert row.trial.config.autoscale == words[1]
 
 
 def test_a_load_that_no_fleet_serves_has_no_answer():
