@@ -281,7 +281,8 @@ SEQUENCE = np.dtype(
         ("row_end", np.int64),  # one past the last row of the replay window
         ("row_span", np.int64),  # length of the window: at row_end, go back by it
         ("tokens", np.int64),  # from there on that the next step computes when it decodes: one,
-        ("drafts", np.int64),  # and the drafts that it verifies, or placeholders, not counted here
+        ("drafts", np.int32),  # and the drafts that it verifies, or placeholders, not counted here
+        ("ticket", np.int32),  # its place among those that the engine has admitted
         ("got", np.int64),  # output tokens of its last step
         ("room", np.int64),  # tokens up to the longest context
         ("output_len", np.int64),  # of its request
@@ -290,7 +291,6 @@ SEQUENCE = np.dtype(
         ("computed", np.int64),  # tokens of its context that are in the KV cache
         ("todo", np.int64),  # tokens of its context still to compute
         ("chunk", np.int64),  # of which the next step computes so many
-        ("ticket", np.int64),  # its place among those that the engine has admitted
     ]
 )
 

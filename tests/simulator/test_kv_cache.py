@@ -73,6 +73,7 @@ class Cache:
             prefix_hash=chain_blocks(ids, indptr),
             prefix_indptr=indptr,
             prefix_block_tokens=self.prefix,
+            prefixes_to_come=False,
         )
         self.n_blocks, self.size, self.lengths = n_blocks, size, prompt_len
         self.kv = kv_cache.make_kv_cache(self.workload, size, n_blocks, 3)
