@@ -157,18 +157,25 @@ def _sit_out(clock: Any, engines: Engines, w: int) -> None:
 @compiled()
 def _come_back(engines: Engines, w: int) -> None:
     """Put the sequences back that sat a step out."""
-    worker, sequences = engines.workers[w], engines.sequences
-    n, places = worker.resting, sequences.shape[1] // 2
-    if n == 0:
+    worker = engines.workers[w]
+    if worker.resting == 0:
         return
+    _stand_before(engines, w, worker.resting)
+    worker.tokens += worker.resting_tokens
+    worker.context += worker.resting_context
+    worker.resting = 0
+
+
+@compiled()
+def _stand_before(engines: Engines, w: int, n: int) -> None:
+    """Put ``n`` sequences from behind all places of a batch before the others."""
+    worker, sequences = engines.workers[w], engines.sequences
+    places = sequences.shape[1] // 2
     for i in range(worker.batch + worker.prefilling - 1, -1, -1):
         sequences[w, n + i] = sequences[w, i]
     for i in range(n):
         sequences[w, i] = sequences[w, places + i]
     worker.batch += n
-    worker.tokens += worker.resting_tokens
-    worker.context += worker.resting_context
-    worker.resting = 0
 
 
 @compiled()
@@ -177,16 +184,12 @@ def _take_along(engines: Engines, w: int) -> None:
 
     vLLM has scheduled it before it knew of their end (`engine._finish`). They hold no KV blocks.
     """
-    worker, sequences = engines.workers[w], engines.sequences
-    n, places = worker.riding, sequences.shape[1] // 2
-    if n == 0:
+    worker = engines.workers[w]
+    if worker.riding == 0:
         return
-    for i in range(worker.batch + worker.prefilling - 1, -1, -1):
-        sequences[w, n + i] = sequences[w, i]
-    for i in range(n):
-        sequences[w, i] = sequences[w, places + i]
-        worker.context += _context(engines, sequences[w, i].request)
-    worker.batch += n
+    _stand_before(engines, w, worker.riding)
+    for i in range(worker.riding):
+        worker.context += _context(engines, engines.sequences[w, i].request)
     worker.tokens += worker.riding_tokens
 
 
