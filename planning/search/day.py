@@ -8,7 +8,7 @@ are tried.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
@@ -260,11 +260,11 @@ def _best_of(rule: str, fleets: _Fleets, fixed: Workers, objective: Objective) -
     lists: list[list[RunConfig]] = []  # the leanest setting first
     spent: dict[_Place, float] = {}  # under one seed; infinite where that misses the objective
 
-    def meets(place: _Place) -> Search[bool]:
-        summary = (yield [lists[place[0]][place[1]]])[0]
+    def meets(number: int, n: int) -> Search[bool]:
+        summary = (yield [lists[number][n]])[0]
         shares.append(summary["slo_attainment"])
         fine = summary["slo_attainment"] >= objective.attainment
-        spent[place] = _spent(summary) if fine else math.inf
+        spent[number, n] = _spent(summary) if fine else math.inf
         return bool(fine)
 
     if max(fixed) == 1:
@@ -278,7 +278,7 @@ def _best_of(rule: str, fleets: _Fleets, fixed: Workers, objective: Objective) -
         if least == most:
             continue
         lists.append([fleets.of(word, most, least) for word in settings])
-        ask = partial(_asked, meets, len(lists) - 1)
+        ask = partial(meets, len(lists) - 1)
         searches.append(smallest(0, len(settings) - 1, ask, len(settings) // 2))
     yield from side_by_side(searches)
     waiting = sorted((hours, place) for place, hours in spent.items() if hours < math.inf)
@@ -290,17 +290,13 @@ def _best_of(rule: str, fleets: _Fleets, fixed: Workers, objective: Objective) -
             row.trial, row.without = trial, ""
             return row
         after = number, n + 1  # more seeds may ask for a more generous setting
-        if after[1] < len(lists[number]) and after not in spent and (yield from meets(after)):
+        if after[1] < len(lists[number]) and after not in spent and (yield from meets(*after)):
             heappush(waiting, (spent[after], after))
     best = max(shares, default=0.0)
     row.reasons.append(
         f"no setting meets the objective over seeds; the best attains {100 * best:.1f}% of one"
     )
     return row
-
-
-def _asked(meets: Callable[[_Place], Search[bool]], number: int, n: int) -> Search[bool]:
-    return meets((number, n))
 
 
 def _settings(rule: str, objective: Objective, span_s: float, together: bool) -> list[list[str]]:
