@@ -132,13 +132,12 @@ class Fleet:
         notify: Callable[[str], None],
     ) -> None:
         self.config, self.counters = config, counters
-        first = () if prefill_policy is None else tuple(config.kv_events)  # who computes prompts
-        last = tuple(config.kv_events) if prefill_policy is None else ()
-        told = counters, notify
-        self.decode = Pool("decode", config.decode_urls, decode_policy, *told, last)
+        told, events = (counters, notify), config.kv_events  # those of who computes prompts
+        alone = events if prefill_policy is None else ()
+        self.decode = Pool("decode", config.decode_urls, decode_policy, *told, alone)
         self.prefill: Pool | None = None
         if prefill_policy is not None:
-            self.prefill = Pool("prefill", config.prefill_urls, prefill_policy, *told, first)
+            self.prefill = Pool("prefill", config.prefill_urls, prefill_policy, *told, events)
         self.session: Any = None
         self._releases: set[asyncio.Task[None]] = set()
 

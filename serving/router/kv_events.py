@@ -50,10 +50,10 @@ class CachedPrefixes:
         return prefix_keys(tokens, self.block_size) if self.block_size else []
 
     def matched(self, keys: Sequence[int], prompt_len: int) -> NDArray[np.int64]:
-        """Return how many of a prompt's tokens each engine has cached, int64 ``[n_engines]``."""
+        """Return how many of a prompt's tokens, 1 or more, each engine has: ``[n_engines]``."""
         blocks = self._published.match(0, keys, range(len(self._keys)), 0.0)
         size = max(1, self.block_size)
-        return matched_tokens(blocks, max(1, prompt_len), size, size)
+        return matched_tokens(blocks, prompt_len, size, size)
 
     def blocks_of(self, engine: int) -> int:
         """Return how many blocks an engine holds."""

@@ -7,7 +7,6 @@ cores.
 import asyncio
 import importlib.util
 import json
-import os
 import random
 import re
 import shutil
@@ -53,13 +52,8 @@ def started(options, tmp_path):
     yield start
     for engine in engines:
         if engine._process is not None:
-            send(engine, signal.SIGCONT)
+            engine.send_signal(signal.SIGCONT)
         engine.stop()
-
-
-def send(engine, what):
-    """Send a signal to all processes of an engine."""
-    os.killpg(engine._process.pid, what)
 
 
 async def metric(at, engine, name):
@@ -85,19 +79,19 @@ def test_plain_engines(started):
             # Frozen, and thawed.
             begun = [ask(800) for _ in range(4)]
             await until(lambda: metric(at, first, "num_requests_running"), 2, 30)
-            send(first, signal.SIGSTOP)
+            first.send_signal(signal.SIGSTOP)
             begun_s = time.monotonic()
             more = await asyncio.gather(*(ask(8, i % 2) for i in range(8)))
             assert [status for status, _ in more] == [200] * 8
             assert time.monotonic() - begun_s < 10
             ends = await asyncio.gather(*begun)
             assert sorted(status for status, _ in ends) == [0, 0, 200, 200]
-            send(first, signal.SIGCONT)
+            first.send_signal(signal.SIGCONT)
             await until(lambda: at.counted("engine_up"), 2, 30)
             # Killed.
             begun = [ask(800, i < 2) for i in range(4)]
             await until(lambda: metric(at, first, "num_requests_running"), 2, 30)
-            send(first, signal.SIGKILL)
+            first.send_signal(signal.SIGKILL)
             more = await asyncio.gather(*(ask(8) for _ in range(8)))
             assert [status for status, _ in more] == [200] * 8
             ends = [status for status, _ in await asyncio.gather(*begun)]
@@ -134,7 +128,7 @@ def test_hand_overs(started):
                 task.cancel()
             tasks = [asyncio.create_task(at.ask(**asked)) for _ in range(8)]
             await asyncio.sleep(0.1)
-            send(first, signal.SIGKILL)
+            first.send_signal(signal.SIGKILL)
             tasks += [asyncio.create_task(at.ask(**asked)) for _ in range(8)]
             ends = [status for status, _ in await asyncio.gather(*tasks)]
             assert set(ends) <= {200, 0}
