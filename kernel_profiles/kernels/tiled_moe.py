@@ -1,32 +1,37 @@
-"""Time of one MoE layer from the tiles of its kernel: vLLM's Triton ``fused_moe``, untuned.
+"""Time of one MoE layer from the tiles of its kernel: vLLM's Triton ``fused_moe``.
 
 The kernel multiplies blocks of ``block_m`` rows of one expert by ``block_n`` columns of its
 weights. A block reads its columns whole, whatever part of its rows is real, so a layer costs::
 
-    t(tokens, distinct) = floor + blocks(tokens, distinct) * max(read, compute)
+    t(tokens, distinct) = floor + max(reads * read, blocks * compute)
     read    = bytes of an expert / bandwidth(tile)
     compute = block_m * FLOPs of a token on one expert / FLOP/s
 
-``blocks`` is little more than the distinct experts of a decode batch. Which tile runs depends on
-the number of tokens (those of a CUDA graph's padding included): where vLLM has no tuned file for
-a layer on a GPU, its default changes at 33, 65, 97 and 513 tokens (:func:`default_tile`). So does
-``bandwidth``: a compute unit keeps as many workgroups in flight as its local memory has room for
-tiles, and weights come in no faster than loads are in flight. A step may get **faster** with more
-tokens; no form that is fitted to rise with the batch can say so.
+``blocks`` is little more than the distinct experts of a decode batch. Blocks run in groups of
+``group_m``, one after the other on the same columns, so those of one expert in one group read its
+weights once (:func:`weight_reads`).
+
+Which tile runs depends on the number of tokens (those of a CUDA graph's padding included). vLLM
+looks for a tuned file of the layer on the GPU (:func:`tuned_tiles`); without one its default
+changes at 33, 65, 97 and 513 tokens (:func:`default_tile`). So does ``bandwidth``: a compute unit
+keeps as many workgroups in flight as its local memory has room for tiles, and weights come in no
+faster than loads are in flight. A step may get **faster** with more tokens; no form that is fitted
+to rise with the batch can say so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from eldr_sim.kernel_profiles.kernels.moe_latency import FloatArray, MoELatency
-from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.models import ModelDims, shipped_json
 from eldr_sim.kernel_profiles.rounding import each
 
 
@@ -36,6 +41,7 @@ class Tile(NamedTuple):
     block_m: int  #: rows of one expert
     block_n: int  #: columns of its weights
     block_k: int  #: of the inner dimension, at a time
+    group_m: int = 1  #: blocks that run one after the other on the same columns
 
     @property
     def local_bytes(self) -> int:
@@ -55,9 +61,27 @@ DEFAULT_TILES = {
 }
 
 
+TUNED_FILES = "vLLM 0.32.0's tuned files"
+"""The version whose tuned files ``data/moe_tiles.json`` holds."""
+
+
 def default_tile(tokens: int) -> Tile:
     """Return the tile that vLLM takes for a step of so many tokens where it has no tuned file."""
     return DEFAULT_TILES[max(first for first in DEFAULT_TILES if first <= max(tokens, 1))]
+
+
+def tuned_tiles(gpu: str, experts: int, intermediate: int) -> dict[int, Tile]:
+    """Return the tiles of vLLM's tuned file for a bfloat16 layer, by the tokens of each entry.
+
+    ``experts``, ``intermediate``: experts on a GPU and columns of one there. Empty without a file.
+    """
+    found = shipped_json("moe_tiles")["bfloat16"].get(gpu, {}).get(f"{experts},{intermediate}", {})
+    return {int(tokens): Tile(*tile) for tokens, tile in found.items()}
+
+
+def first_tokens(entries: Iterable[int]) -> list[int]:
+    """Return from which tokens on each entry is the nearest, the lower of two that are as near."""
+    return [1, *((low + high) // 2 + 1 for low, high in pairwise(entries))]
 
 
 def workgroups(tile: Tile, local_bytes: int) -> int:
@@ -81,6 +105,16 @@ def expert_blocks(rows: ArrayLike, distinct: ArrayLike, block_m: ArrayLike) -> F
     return np.asarray(experts / -each(math.expm1, missed))
 
 
+def weight_reads(blocks: FloatArray, distinct: ArrayLike, group_m: ArrayLike) -> FloatArray:
+    """Expected reads of an expert's weights by so many blocks in groups of ``group_m``.
+
+    A group ends after each of an expert's blocks but the last with the chance ``1 / group_m``, and
+    what then follows reads its weights again.
+    """
+    again = 1.0 - 1.0 / np.asarray(group_m, dtype=np.float64)
+    return np.asarray(blocks - (blocks - np.asarray(distinct, dtype=np.float64)) * again)
+
+
 @dataclass(frozen=True, eq=False)
 class TiledMoE(MoELatency):
     """One MoE layer by the tiles of its kernel."""
@@ -89,6 +123,7 @@ class TiledMoE(MoELatency):
     first_tokens: FloatArray = field(default_factory=lambda: np.ones(1))
     #: int64 [tiles]: its rows.
     block_m: FloatArray = field(default_factory=lambda: np.full(1, 16.0))
+    group_m: FloatArray = field(default_factory=lambda: np.ones(1))  #: its blocks to a group
     #: float64 [tiles]: seconds of one expert's weights under each tile.
     read_s: FloatArray = field(default_factory=lambda: np.zeros(1))
     pair_s: float = 0.0  #: seconds to compute one token on one expert
@@ -102,8 +137,9 @@ class TiledMoE(MoELatency):
         size = self.block_m[tile]
         # A token that reaches fewer experts than it picks has the others on other ranks.
         blocks = expert_blocks(np.maximum(tokens * self.top_k, experts), experts, size)
-        each = np.maximum(self.read_s[tile], size * self.pair_s)
-        return np.asarray(self.expert_s[0] + blocks * each, dtype=np.float64)
+        read_s = weight_reads(blocks, experts, self.group_m[tile]) * self.read_s[tile]
+        compute_s = blocks * (size * self.pair_s)
+        return np.asarray(self.expert_s[0] + np.maximum(read_s, compute_s), dtype=np.float64)
 
     def on_rank(self, n_ranks: int) -> MoELatency:
         """Return this layer as one of ``n_ranks`` expert-parallel GPUs computes it.
@@ -119,12 +155,13 @@ class TiledMoE(MoELatency):
         )
 
 
-class UntunedRates(NamedTuple):
-    """How fast Triton's MoE kernels read weights where vLLM has no tuned file for a GPU."""
+class TritonRates(NamedTuple):
+    """How fast Triton's MoE kernels read weights on a GPU, by their tiles."""
 
     reference: Tile  #: where ``bandwidth`` holds; under others it goes with their `workgroups`
     bandwidth: float  #: of bfloat16 weights, bytes/s
     local_bytes: int  #: local memory of a compute unit
+    most_bandwidth: float  #: of any tile, bytes/s: what tuned kernels reach
     mxfp4_bandwidth: float  #: of MXFP4 weights in ``triton_kernels``, whose tiles do not change
     mxfp4_block_m: int  #: rows of its blocks
     floor_s: float  #: a layer's other kernels: the gate's top-k, sort, activation, sum
@@ -136,12 +173,21 @@ class UntunedRates(NamedTuple):
         size = self.reference.block_n * self.reference.block_k
         return self.bandwidth * flying / (workgroups(self.reference, self.local_bytes) * size)
 
+    def tuned_bandwidth(self, tile: Tile, tokens: int) -> float:
+        """Return the bytes/s under a tile that was found best for so many tokens.
 
-UNTUNED = {
-    "MI300X": UntunedRates(
+        No lower than the default's there, which tuners try too.
+        """
+        found = max(self.tile_bandwidth(tile), self.tile_bandwidth(default_tile(tokens)))
+        return min(found, self.most_bandwidth)
+
+
+TRITON = {
+    "MI300X": TritonRates(
         reference=Tile(32, 64, 128),
         bandwidth=9.437e6 * 14.27 / 63e-6,
         local_bytes=65536,
+        most_bandwidth=3.78e12,
         mxfp4_bandwidth=13.22e6 / (7.4e-6 * 119 / 79),
         mxfp4_block_m=32,
         floor_s=63e-6,
@@ -150,9 +196,9 @@ UNTUNED = {
             "kernels of 9 us (roofline.MI300X); by ELDR Fig. 2 (16 to 128 experts at batch 64: "
             "4.7x) that floor is worth 14.27 experts under the tile of 64 rows, 2.1 TB/s; other "
             "tiles by the workgroups that 64 KiB of local memory hold (3 for 2 at 32 rows and "
-            "less); MXFP4: 7.4 us an expert from GPT-OSS-120B on one MI300X, vLLM 0.17, 64 to 128 "
-            "streams (SemiAnalysisAI/InferenceX pull request 1061), times 119 / 79 us, the "
-            "regression of Triton 3.7.1 on gfx942 (ROCm/triton issue 970)"
+            "less), at most 3.78 TB/s, AITER's; MXFP4: 7.4 us an expert from GPT-OSS-120B on one "
+            "MI300X, vLLM 0.17, 64 to 128 streams (SemiAnalysisAI/InferenceX pull request 1061), "
+            "times 119 / 79 us, the regression of Triton 3.7.1 on gfx942 (ROCm/triton issue 970)"
         ),
     )
 }
@@ -163,16 +209,16 @@ def tiled_moe(
     n_experts: int,
     top_k: int,
     floor_s: float,
-    tiles: Mapping[int, tuple[int, float]],
+    tiles: Mapping[int, tuple[int, int, float]],
     pair_s: float,
 ) -> TiledMoE:
     """Make a layer whose kernel changes its tile.
 
     ``floor_s``: seconds of the layer's other kernels; ``tiles``: by the tokens from which a tile
-    runs, the lowest first: its rows, and the seconds in which it reads one expert's weights;
-    ``pair_s``: seconds to compute one token on one expert.
+    runs, the lowest first: its rows, its blocks to a group, and the seconds in which it reads one
+    expert's weights; ``pair_s``: seconds to compute one token on one expert.
     """
-    block_m, read_s = (
+    block_m, group_m, read_s = (
         np.array(column, dtype=np.float64) for column in zip(*tiles.values(), strict=True)
     )
     return TiledMoE(
@@ -184,21 +230,32 @@ def tiled_moe(
         token_s=top_k * pair_s,
         first_tokens=np.array(list(tiles), dtype=np.float64),
         block_m=block_m,
+        group_m=group_m,
         read_s=read_s,
         pair_s=pair_s,
     )
 
 
-def untuned_moe(model: ModelDims, rates: UntunedRates, pair_s: float) -> TiledMoE | None:
-    """Return a model's layer under vLLM's default tiles; None where its experts' type has none."""
+def triton_moe(
+    model: ModelDims, rates: TritonRates, pair_s: float, tuned: Mapping[int, Tile] | None = None
+) -> TiledMoE | None:
+    """Return a model's layer under vLLM's tiles; None where its experts' type has none.
+
+    ``tuned``: of its tuned file (`tuned_tiles`); without any the default ones.
+    """
     size = model.bytes_per_expert
     if model.expert_dtype == "mxfp4":
-        tiles = {1: (rates.mxfp4_block_m, size / rates.mxfp4_bandwidth)}
-    elif model.expert_dtype == "bfloat16":
+        tiles = {1: (rates.mxfp4_block_m, 1, size / rates.mxfp4_bandwidth)}
+    elif model.expert_dtype != "bfloat16":
+        return None
+    elif tuned:
         tiles = {
-            first: (tile.block_m, size / rates.tile_bandwidth(tile))
-            for first, tile in DEFAULT_TILES.items()
+            first: (tile.block_m, tile.group_m, size / rates.tuned_bandwidth(tile, tokens))
+            for first, (tokens, tile) in zip(first_tokens(tuned), tuned.items(), strict=True)
         }
     else:
-        return None
+        tiles = {
+            first: (tile.block_m, tile.group_m, size / rates.tile_bandwidth(tile))
+            for first, tile in DEFAULT_TILES.items()
+        }
     return tiled_moe(model.n_experts, model.top_k, rates.floor_s, tiles, pair_s)

@@ -8,7 +8,7 @@ union that drawn routing has at the cell's batch and all but MoE layers at its d
 other 150 cells and Figs. 13 to 16 were not used. :data:`PUBLISHED` holds the result;
 ``validation/reproduce/eldr_measured/kernel_fit.py`` repeats the fit. Tiles that no cell ran in (97
 tokens and more) keep the ratio to their neighbour that
-:data:`~eldr_sim.kernel_profiles.kernels.tiled_moe.UNTUNED` derives.
+:data:`~eldr_sim.kernel_profiles.kernels.tiled_moe.TRITON` derives.
 
 **AITER's kernels**, which vLLM runs where ``VLLM_ROCM_USE_AITER`` says so: one layer of
 Qwen3-30B-A3B, ``derived`` from two sources.
@@ -34,7 +34,7 @@ import numpy as np
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.kernels.roofline import moe_latency
-from eldr_sim.kernel_profiles.kernels.tiled_moe import UNTUNED, TiledMoE, tiled_moe, untuned_moe
+from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TiledMoE, tiled_moe, triton_moe
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
@@ -141,7 +141,7 @@ def derived_layer(name: str) -> TiledMoE:
     """Return a model's layer under Triton's default tiles, from public kernel figures alone."""
     model, gpu = load_model(name), load_gpu("MI300X")
     pair_s = moe_latency(gpu, model).token_s / model.top_k
-    layer = untuned_moe(model, UNTUNED["MI300X"], pair_s)
+    layer = triton_moe(model, TRITON["MI300X"], pair_s)
     assert layer is not None
     return layer
 
@@ -155,7 +155,7 @@ def published_layer(name: str) -> TiledMoE:
     for i, (first, block_m, read_s) in enumerate(rows):
         last = i if int(first) in seen else last
         ratio = read_s / derived.read_s[last]
-        tiles[int(first)] = (int(block_m), ratio * fitted.tiles[last][1])
+        tiles[int(first)] = (int(block_m), 1, ratio * fitted.tiles[last][1])
     return tiled_moe(derived.n_experts, int(derived.top_k), fitted.floor_s, tiles, derived.pair_s)
 
 
@@ -165,7 +165,7 @@ def triton_table(name: str, published: bool) -> LatencyTable:
     ``name``: a model of :data:`PUBLISHED`; ``published``: as ELDR's cluster ran it; else from
     public kernel figures alone.
     """
-    model, rates = load_model(name), UNTUNED["MI300X"]
+    model, rates = load_model(name), TRITON["MI300X"]
     layer = published_layer(name) if published else derived_layer(name)
     fitted = PUBLISHED[name]
     points = [

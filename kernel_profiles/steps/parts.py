@@ -26,7 +26,7 @@ from eldr_sim.kernel_profiles.kernels.moe_latency import (
     monotone_fit,
 )
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
-from eldr_sim.kernel_profiles.kernels.tiled_moe import UNTUNED, untuned_moe
+from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
 from eldr_sim.kernel_profiles.steps.engine_step import EngineStepLatency
@@ -178,7 +178,7 @@ class Parts:
             return self.layer.latency
 
         # vLLM takes AITER's kernels where it is told to.
-        untuned = self.moe_backend == "auto" and self.gpu.name in UNTUNED
+        untuned = self.moe_backend == "auto" and self.gpu.name in TRITON
 
         def find(size: int) -> LatencyTable | None:
             table = gpu_table(
@@ -220,12 +220,18 @@ class Parts:
         """All experts of a layer on one GPU: by the tiles of vLLM's kernel, or from a roofline."""
         model, efficiency = self.model, roofline.efficiency_of(self.gpu)
         bound = roofline.moe_latency(self.gpu, model)
-        rates = UNTUNED.get(self.gpu.name)
+        rates = TRITON.get(self.gpu.name)
         if rates is not None and self.moe_backend in ("auto", "triton"):
-            tiled = untuned_moe(model, rates, bound.token_s / model.top_k)
+            # vLLM looks for a file of the experts that a GPU holds.
+            experts = model.n_experts // self.parallelism.n_expert_ranks
+            columns, own = model.expert_intermediate_size, model.expert_dtype
+            tuned = tuned_tiles(self.gpu.name, experts, columns) if own == "bfloat16" else {}
+            tiled = triton_moe(model, rates, bound.token_s / model.top_k, tuned)
             if tiled is not None:
-                kernel = "Triton, vLLM's default tiles"
-                self.provenance["moe"] = provenance_of(efficiency.provenance, rates.source, kernel)
+                kernel = f"Triton, vLLM's {'tuned' if tuned else 'default'} tiles"
+                of = f"; tiles of E={experts},N={columns} among {TUNED_FILES}" if tuned else ""
+                source = rates.source + of
+                self.provenance["moe"] = provenance_of(efficiency.provenance, source, kernel)
                 return tiled
         known = {"auto", "aiter"} if rates is not None else {"auto"}
         if self.moe_backend not in known:

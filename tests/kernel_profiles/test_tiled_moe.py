@@ -1,21 +1,30 @@
 """MoE layers whose kernel changes its tile: blocks, tiles, tables that fall with the batch."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency, uniform_distinct
+from eldr_sim.kernel_profiles.kernels.roofline import moe_latency
 from eldr_sim.kernel_profiles.kernels.tiled_moe import (
-    UNTUNED,
+    TRITON,
     Tile,
     default_tile,
     expert_blocks,
-    untuned_moe,
+    first_tokens,
+    triton_moe,
+    tuned_tiles,
+    weight_reads,
     workgroups,
 )
-from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.models import load_model, shipped_json
+from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.sources import mi300x
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import moe_shape
@@ -39,7 +48,7 @@ SIZES = {"max_num_seqs": 128, "max_model_len": 1024, "max_num_batched_tokens": 2
     ],
 )
 def test_default_tiles_are_those_of_vllm(tokens, tile):
-    assert default_tile(tokens) == tile
+    assert default_tile(tokens) == Tile(*tile)
 
 
 def test_local_memory_bounds_the_workgroups():
@@ -56,18 +65,118 @@ def test_blocks_are_those_of_geometric_rows(mean, block_m, seed):
     assert expert_blocks(100 * mean, 100, block_m) == pytest.approx(100 * drawn, rel=0.03)
 
 
+@given(
+    st.integers(2, 40), st.integers(1, 60), st.sampled_from([16, 32]), st.sampled_from([1, 4, 32])
+)
+def test_reads_are_those_of_blocks_in_groups(experts, mean, block_m, group_m):
+    """A twin lays blocks out as the kernel does and counts the groups that touch each expert."""
+    rng = np.random.default_rng(experts * 1000 + mean)
+    blocks, reads = 0, 0
+    for _ in range(400):
+        rows = rng.geometric(1 / mean, size=experts)
+        of_block = np.repeat(np.arange(experts), -(-rows // block_m))
+        group = (np.arange(len(of_block)) + rng.integers(group_m)) // group_m
+        blocks += len(of_block)
+        reads += len(set(zip(group.tolist(), of_block.tolist(), strict=True)))
+    found = weight_reads(np.array(blocks), 400 * experts, group_m)
+    assert found == pytest.approx(reads, rel=0.03)
+    assert 400 * experts <= found <= blocks
+    assert weight_reads(np.array(blocks), 400 * experts, 1) == blocks
+
+
+def _files():
+    found = shipped_json("moe_tiles")["bfloat16"]
+    return [(gpu, *map(int, shape.split(","))) for gpu, own in found.items() for shape in own]
+
+
+@pytest.mark.parametrize(("gpu", "experts", "columns"), _files())
+def test_each_batch_takes_the_nearest_entry_of_a_tuned_file(gpu, experts, columns):
+    tuned = tuned_tiles(gpu, experts, columns)
+    firsts = first_tokens(tuned)
+    for tokens in range(1, 5000, 3):
+        nearest = min(tuned, key=lambda entry: abs(entry - tokens))  # as vLLM chooses
+        at = np.searchsorted(firsts, tokens, side="right") - 1
+        assert list(tuned)[at] == nearest
+    assert all(tile.block_m >= 16 and tile.group_m >= 1 for tile in tuned.values())
+
+
+def test_the_tuned_files_are_those_of_vllm():
+    """Where vLLM is installed, as new as the facts or newer."""
+    vllm = pytest.importorskip("vllm")
+    folder = Path(vllm.__file__).parent / "model_executor/layers/fused_moe/configs"
+    for gpu, experts, columns in _files():
+        device = {"MI300X": "AMD_Instinct_MI300X"}[gpu]
+        file = folder / f"E={experts},N={columns},device_name={device}.json"
+        entries = json.loads(file.read_text())
+        for tokens, tile in tuned_tiles(gpu, experts, columns).items():
+            names = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
+            assert tile == tuple(entries[str(tokens)][name] for name in names)
+
+
+@given(st.sampled_from(_files()), st.integers(1, 3000), st.integers(1, 160))
+def test_a_tuned_layer_reads_no_slower_and_never_less_than_it_must(file, tokens, distinct):
+    gpu, experts, columns = file
+    fields = {"n_experts": experts, "expert_intermediate_size": columns, "top_k": 1}
+    model = load_model("Mixtral-8x7B").model_copy(update=fields)
+    rates, distinct = TRITON[gpu], min(distinct, experts, tokens)
+    layer = triton_moe(model, rates, 0.0, tuned_tiles(gpu, experts, columns))
+    seconds = float(layer.time_s(tokens, distinct)) - rates.floor_s
+    assert seconds >= 0.999 * distinct * model.bytes_per_expert / rates.most_bandwidth
+    default = triton_moe(model, rates, 0.0)
+    assert max(layer.read_s) <= max(default.read_s)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "tiles"),
+    [
+        ("Mixtral-8x7B", {"parallelism": Parallelism(tensor_parallel_size=2)}, "tuned tiles"),
+        ("Mixtral-8x7B", {}, "tuned tiles"),
+        ("Qwen1.5-MoE-A2.7B", {}, "tuned tiles"),
+        ("GLM-4.5-Air", {}, "default tiles"),
+        ("Qwen3-235B-A22B", {}, "default tiles"),
+    ],
+)
+def test_a_result_says_whose_tiles_ran(model, options, tiles):
+    made = build_step_time_model(model, "MI300X", **SIZES, **options)
+    assert made.provenance["moe"]["kernel_source"] == f"Triton, vLLM's {tiles}"
+    assert ("vLLM 0.32.0" in made.provenance["moe"]["origin"]) == (tiles == "tuned tiles")
+
+
+def test_the_roofline_of_h100_is_that_of_tuned_kernels():
+    """Mixtral-8x7B cut in two, us by tokens, its tuned file timed (vllm pull request 24700)."""
+    timed = {
+        1: 144.03, 2: 229.28, 4: 351.10, 8: 434.98, 16: 471.49, 24: 478.27, 32: 487.35, 48: 487.85,
+        64: 483.14, 96: 494.42, 128: 491.39, 256: 536.77, 512: 662.33, 1024: 833.72, 1536: 1122.93,
+    }  # fmt: skip
+    layer = moe_latency(load_gpu("H100"), Parallelism(2).shard(load_model("Mixtral-8x7B")))
+    tokens = np.array(list(timed))
+    errors = layer.time_s(tokens, uniform_distinct(tokens, 8, 2)) * 1e6 / list(timed.values()) - 1
+    assert np.median(np.abs(errors)) < 0.06
+    assert np.abs(errors).max() < 0.23
+
+
+def test_a_tuned_shape_has_steps_of_its_own():
+    """Mixtral-8x7B's file: 32 rows to a block from 57 tokens on, 64 from 113."""
+    layer = triton_moe(
+        load_model("Mixtral-8x7B"), TRITON["MI300X"], 0.0, tuned_tiles("MI300X", 8, 14336)
+    )
+    at = {tokens: float(layer.time_s(tokens, 8)) for tokens in (56, 57, 80, 81)}
+    assert at[57] > 1.2 * at[56]
+    assert at[81] < 0.85 * at[80]
+
+
 def test_every_expert_with_one_row_fills_one_block():
     assert expert_blocks(8, 8, 16) == pytest.approx(8)
     assert expert_blocks(0, 0, 16) == 0
 
 
 def test_a_layer_gets_faster_with_more_tokens_where_its_tile_does():
-    layer = untuned_moe(load_model("Qwen3-30B-A3B"), UNTUNED["MI300X"], 3.3e-8)
+    layer = triton_moe(load_model("Qwen3-30B-A3B"), TRITON["MI300X"], 3.3e-8)
     at = {tokens: float(layer.time_s(tokens, 80)) for tokens in (32, 33, 64, 65)}
     assert at[33] > 1.3 * at[32]
     assert at[65] < 0.75 * at[64]
     # 3 workgroups for 2: what lies above the floor, per block, is as 2 to 3.
-    floor = UNTUNED["MI300X"].floor_s
+    floor = TRITON["MI300X"].floor_s
     blocks = [expert_blocks(tokens * 8, 80, 32) for tokens in (64, 65)]
     ratio = (at[64] - floor) / blocks[0] / ((at[65] - floor) / blocks[1])
     assert ratio == pytest.approx(1.5)
@@ -75,9 +184,9 @@ def test_a_layer_gets_faster_with_more_tokens_where_its_tile_does():
 
 def test_the_floor_is_that_of_the_published_ratio():
     """ELDR Fig. 2: 16 to 128 distinct experts raise the layer's time 4.7 times at batch 64."""
-    layer = untuned_moe(load_model("Qwen3-30B-A3B"), UNTUNED["MI300X"], 0.0)
+    layer = triton_moe(load_model("Qwen3-30B-A3B"), TRITON["MI300X"], 0.0)
     blocks = [expert_blocks(512, count, 32) for count in (16, 128)]
-    low, high = (UNTUNED["MI300X"].floor_s + n * layer.read_s[1] for n in (16, 128))
+    low, high = (TRITON["MI300X"].floor_s + n * layer.read_s[1] for n in (16, 128))
     assert high / low == pytest.approx(4.7, abs=0.01)
     assert float(layer.time_s(64, 128)) == pytest.approx(high * blocks[1] / 128, rel=0.01)
 
@@ -112,12 +221,12 @@ def test_the_shipped_tables_are_those_of_the_source():
 
 
 def test_ranks_share_experts_and_pairs_but_not_the_tile():
-    layer = untuned_moe(load_model("Qwen3-30B-A3B"), UNTUNED["MI300X"], 0.0)
+    layer = triton_moe(load_model("Qwen3-30B-A3B"), TRITON["MI300X"], 0.0)
     rank = layer.on_rank(4)
     assert rank.n_experts == 32
     # 64 tokens send 128 pairs to the rank: 8 rows to each of 16 experts.
     blocks = expert_blocks(128, 16, 32)
-    floor_s = UNTUNED["MI300X"].floor_s
+    floor_s = TRITON["MI300X"].floor_s
     assert rank.time_s(64, 16) == pytest.approx(floor_s + blocks * layer.read_s[1])
     assert rank.time_s(65, 16) < rank.time_s(64, 16)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.kernel_profiles.kernels.tiled_moe import DEFAULT_TILES, UNTUNED, expert_blocks
+from eldr_sim.kernel_profiles.kernels.tiled_moe import DEFAULT_TILES, TRITON, expert_blocks
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.sources.mi300x import FittedLayer
 from eldr_sim.kernel_profiles.steps.cuda_graphs import grown, padded_sizes
@@ -59,7 +59,7 @@ def fit_layer(model: str) -> FittedLayer:
     )
     cells = round_robin_cells(model)
     mxfp4 = steps.model.expert_dtype == "mxfp4"
-    tiles = {1: UNTUNED["MI300X"].mxfp4_block_m} if mxfp4 else _tiles_seen(cells)
+    tiles = {1: TRITON["MI300X"].mxfp4_block_m} if mxfp4 else _tiles_seen(cells)
     unions = {load: drawn_union(model, load) for load in {cell.dataset for cell in cells}}
     rng = np.random.default_rng(0)
     rows, left = [], []
