@@ -371,8 +371,11 @@ _OF_ENGINES = (
 @option("--workload", click.Path(path_type=Path, dir_okay=False, exists=True),
         "Request log whose lengths recorded loads have, scaled to --prompt-len and --output-len.",
         metavar="FILE")  # fmt: skip
-@option("--domain-mix domain_mix", None, "Weights of the domains code, math, medical and legal. "
-        "All alike by default.", metavar="NAME=WEIGHT,...")  # fmt: skip
+@option("--domain-mix domain_mix", None, "Weights of the domains code, math, medical and legal, "
+        "or of those of --texts. All alike by default.", metavar="NAME=WEIGHT,...")  # fmt: skip
+@option("--texts", click.Path(path_type=Path, file_okay=False, exists=True),
+        "Prompts are stretches of this folder's files DOMAIN.txt, by the model's tokenizer; random "
+        "tokens by default.", metavar="DIR")  # fmt: skip
 @option("--num-gpu-blocks-override", IntRange(1), "KV blocks of an engine: few of them preempt.")
 @option("--shortest-first", bool, "Send every load again with the prompt's length as priority; "
         "engines then schedule by priority, which is shortest job first. Engines that run already "
@@ -420,6 +423,8 @@ def vllm(
         **fields,
     )
     if features:
+        if campaign.texts is not None:
+            raise InputError("texts", "loads of features have prompts of their own", "no --feature")
         with task_bar() as update:
             check_features(campaign, list(FEATURES) if "all" in features else features, update)
         click.echo((out / "features.md").read_text(encoding="utf-8"))

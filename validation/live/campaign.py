@@ -20,7 +20,7 @@ from eldr_sim.validation.live.engine_calibration import (
     read_calibration,
 )
 from eldr_sim.validation.live.live_run import LoadInfo, RunInfo
-from eldr_sim.validation.live.load import LoadRequest, make_load
+from eldr_sim.validation.live.load import Domain, LoadRequest, make_load
 from eldr_sim.validation.live.random_model import DOMAINS, domain_slices, write_model
 from eldr_sim.validation.live.run_writer import assemble_run, machine, versions
 from eldr_sim.validation.live.servers import SERVED_NAME, EngineOptions, require_vllm
@@ -28,6 +28,7 @@ from eldr_sim.validation.live.setup_calibration import (
     calibrate,
     capacity,
     engine_infos,
+    load_of_fit,
     read_logs,
     send_at_once,
 )
@@ -38,6 +39,7 @@ from eldr_sim.validation.live.setups import (
     start_proxy,
     started_setup,
 )
+from eldr_sim.validation.live.texts import domains_of, read_texts
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Campaign:
     workload: Path | None = None
     #: Weights of the domains of prompts; those without one are left out. Empty: all alike.
     domain_mix: Mapping[str, float] = field(default_factory=dict)
+    #: Folder of files ``DOMAIN.txt`` whose stretches are the prompts; None draws them at random.
+    texts: Path | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -105,9 +109,16 @@ class Campaign:
             raise InputError("model", f"{path}: {error}", "a folder with a config.json") from None
         return dict(config)
 
+    @property
+    def domains(self) -> Mapping[str, Domain]:
+        """What prompts of each domain are; raises InputError as `read_texts`."""
+        if self.texts is not None:
+            return read_texts(self.texts, self.options.model)
+        return domain_slices(model_of(self.config).vocab_size)
+
     def fits(self, setup: Setup) -> bool:
         """Whether a policy of the set-up needs ELDR's offline fit."""
-        return "eldr" in self.policies and len(setup.decode) > 1
+        return "eldr" in self.policies and len(setup.decode) > 1 and bool(setup.prefill)
 
     def calibration(self, setup: str) -> Path:
         """Folder of a set-up's calibration."""
@@ -131,9 +142,10 @@ def record_campaign(
     engines; they are then the only set-up.
     """
     import_aiohttp()
-    unknown = sorted(set(campaign.domain_mix) - set(DOMAINS))
+    known = DOMAINS if campaign.texts is None else domains_of(campaign.texts)
+    unknown = sorted(set(campaign.domain_mix) - set(known))
     if unknown:
-        raise InputError("domain_mix", f"unknown domain {unknown[0]!r}", ", ".join(DOMAINS))
+        raise InputError("domain_mix", f"unknown domain {unknown[0]!r}", ", ".join(known))
     if not decode:
         require_vllm()
     elif not all(log.is_dir() for _, log in (*prefill, *decode)):
@@ -216,9 +228,11 @@ def calibrated_setup(
         send_at_once([hello], endpoint.url)
     folder = campaign.calibration(setup.name)
     if not (folder / "calibration.json").exists():
-        fit_prompt = campaign.prompt_len if campaign.fits(setup) else None
+        fitted = None
+        if campaign.fits(setup):
+            fitted = load_of_fit(campaign.domains, campaign.prompt_len, campaign.seed + 1)
         told = partial(progress, f"{setup.name}: calibration")
-        calibrate(folder, setup, campaign.options, campaign.config, told, fit_prompt, campaign.seed)
+        calibrate(folder, setup, campaign.options, campaign.config, told, fitted, campaign.seed)
     return read_calibration(folder)
 
 
@@ -269,7 +283,7 @@ def _record(
     most_output = min(3 * campaign.output_len, options.max_model_len - campaign.prompt_len)
     load = make_load(
         info,
-        domain_slices(model_of(campaign.config).vocab_size),
+        campaign.domains,
         prompt_len=campaign.prompt_len,
         output_len=campaign.output_len,
         prompt_range=(4, min(4 * campaign.prompt_len, options.max_model_len - most_output)),

@@ -220,13 +220,17 @@ def _routed(
             campaign, f"{name} {side}", progress, feature.engine, False, "2C",
             kv_events=policy != "round_robin",
         ) as setup:  # fmt: skip
+            calibrated = calibrated_setup(campaign, setup, progress)
+            about = dict(about) | {
+                "calibration": campaign.calibration(setup.name), "calibrated": calibrated,
+            }  # fmt: skip
             for endpoint in setup.endpoints:
                 _send_alike(campaign, endpoint, base, 8, _DRAFT_LEN)
             for repeat, trace in enumerate(traces):
                 progress(f"{name} {side} #{repeat}", 0.0)
                 load, _ = _load(campaign, feature.load, base.rates[feature.load], repeat)
                 told = {"policy": policy, **feature.fields}
-                pair = serve_routed(load, setup, base.calibrated, told, struck, trace, about)
+                pair = serve_routed(load, setup, calibrated, told, struck, trace, about)
                 live.append(pair[0].figures)
                 ours.append(pair[1].figures)
                 counted.append([outcome.counted for outcome in pair])

@@ -25,6 +25,10 @@ _OUTPUT: tuple[int, ...] = (7, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129, 151, 1
 _OUTPUT += (400, 411, 424, 451, 601, 954, 1000)
 _PROMPT_MEAN, _OUTPUT_MEAN = 1154.7, 211.1
 
+Domain = tuple[int, int] | NDArray[np.int32]
+"""What a domain's prompts are: equally likely tokens of a slice ``[low, high)`` of the vocabulary,
+or a stretch of a text, given by its tokens."""
+
 
 @dataclass(frozen=True)
 class LoadRequest:
@@ -54,7 +58,7 @@ class Load:
 
 def make_load(
     info: LoadInfo,
-    domains: Mapping[str, tuple[int, int]],
+    domains: Mapping[str, Domain],
     *,
     prompt_len: int,
     output_len: int,
@@ -70,15 +74,14 @@ def make_load(
     shorter one, and the rate does not change lengths or prompts. Raises InputError if an argument
     is not valid.
 
-    Arrivals are drawn as the simulator draws them (`traces.requests.arrivals`). ``domains``: slice
-    ``[low, high)`` of the vocabulary of each domain's prompts; tokens of the slice are equally
-    likely; ``prompt_len``, ``output_len``: tokens of every request if ``info.lengths`` is
-    ``fixed``; if ``recorded``, the means that recorded lengths are scaled to before they are
-    clipped to the ranges; ``workload``: path of a request log (`requests.request_logs`) whose pairs
-    of lengths are drawn. None draws prompt and output lengths independently from percentiles of
-    Azure's conversation trace, which reproduces its means to 2%; ``domain_mix``: weights of
-    domains; those without one are left out. None or empty: all alike; ``prefix``: request ``i`` is
-    named ``<prefix>-<i>``. Runs that share a capture log need different prefixes.
+    Arrivals are drawn as the simulator draws them (`traces.requests.arrivals`). ``prompt_len``,
+    ``output_len``: tokens of every request if ``info.lengths`` is ``fixed``; if ``recorded``, the
+    means that recorded lengths are scaled to before they are clipped to the ranges; ``workload``:
+    path of a request log (`requests.request_logs`) whose pairs of lengths are drawn. None draws
+    prompt and output lengths independently from percentiles of Azure's conversation trace, which
+    reproduces its means to 2%; ``domain_mix``: weights of domains; those without one are left out.
+    None or empty: all alike; ``prefix``: request ``i`` is named ``<prefix>-<i>``. Runs that share a
+    capture log need different prefixes.
     """
     _check(info, domains, workload, domain_mix or {})
     for name, length, (low, high) in (
@@ -102,11 +105,23 @@ def make_load(
     requests = []
     for i in range(n):
         name = names[int(domain[i])]
-        tokens = stream(seed, f"live prompt:{i}").integers(*domains[name], size=int(prompt[i]))
-        own = f"{prefix}-{i}", name, tokens.tolist(), int(output[i]), float(arrival[i])
+        tokens = _draw_prompt(name, domains[name], stream(seed, f"live prompt:{i}"), int(prompt[i]))
+        own = f"{prefix}-{i}", name, tokens, int(output[i]), float(arrival[i])
         priority = int(prompt[i]) if info.queue_order == "sjf" else None
         requests.append(LoadRequest(*own, priority=priority))
     return Load(info, tuple(requests))
+
+
+def _draw_prompt(name: str, domain: Domain, random: np.random.Generator, n: int) -> list[int]:
+    """Return ``n`` tokens of a domain."""
+    if isinstance(domain, tuple):
+        drawn: list[int] = random.integers(*domain, size=n).tolist()
+        return drawn
+    if len(domain) < n:
+        raise InputError("texts", f"{name} has {len(domain)} tokens", f"{n} or more, for a prompt")
+    begin = int(random.integers(len(domain) - n + 1))
+    text: list[int] = domain[begin : begin + n].tolist()
+    return text
 
 
 def _draw_domains(names: list[str], mix: Mapping[str, float], n: int, seed: int) -> NDArray[Any]:
@@ -120,7 +135,7 @@ def _draw_domains(names: list[str], mix: Mapping[str, float], n: int, seed: int)
 
 def _check(
     info: LoadInfo,
-    domains: Mapping[str, tuple[int, int]],
+    domains: Mapping[str, Domain],
     workload: str | os.PathLike[str] | None,
     mix: Mapping[str, float],
 ) -> None:
@@ -134,9 +149,10 @@ def _check(
         raise InputError("workload", "a request log, but lengths are fixed", "recorded lengths")
     if not domains:
         raise InputError("domains", "got none", "1 or more")
-    for name, (low, high) in domains.items():
-        if not 0 <= low < high:
-            raise InputError("domains", f"{name}: token ids {low} to {high}", "0 <= low < high")
+    for name, domain in domains.items():
+        if isinstance(domain, tuple) and not 0 <= domain[0] < domain[1]:
+            tokens = f"{name}: token ids {domain[0]} to {domain[1]}"
+            raise InputError("domains", tokens, "0 <= low < high")
     for name, weight in mix.items():
         if name not in domains:
             raise InputError("domain_mix", f"unknown domain {name!r}", ", ".join(domains))

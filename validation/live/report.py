@@ -8,9 +8,11 @@ A folder, written whole or not at all:
     All figures. ``headline``: a row per set-up and goal. ``missed``: a row per missed goal, with
     its main cause. ``paired``: live and simulated values, error and noise floor of every statistic.
     ``policies``: differences between decode policies, live and simulated. ``orders``: shortest
-    prompt first against first come, first served. ``comparison``: the
-    summary of :mod:`~.comparison`, each set-up by itself. ``setups``, ``prefilled``, ``loads``,
-    ``model``, ``max_model_len``, ``versions``, ``machine``, ``calibration``: what was run.
+    prompt first against first come, first served. ``unions``: distinct experts of decode steps
+    beside those that prompts foretell, where ELDR was fitted (:mod:`~.foretold_unions`).
+    ``comparison``: the summary of :mod:`~.comparison`, each set-up by itself. ``setups``,
+    ``prefilled``, ``loads``, ``model``, ``max_model_len``, ``versions``, ``machine``,
+    ``calibration``: what was run.
     ``not_run``: what a full campaign has besides. ``pictures``: their files.
 ``paired.csv``, ``steps.csv``, ``components.csv``, ``policies.csv``, ``orders.csv``
     The tables; the last two only with several policies or both queue orders.
@@ -28,8 +30,10 @@ import pyarrow as pa
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import write_rows
 from eldr_sim.simulator.results import result_folder, write_json
+from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.live.comparison import LiveComparison, compare_runs
 from eldr_sim.validation.live.engine_calibration import EngineCalibration, read_calibration
+from eldr_sim.validation.live.foretold_unions import foretold_unions
 from eldr_sim.validation.live.live_run import LiveRun, LoadInfo, read_live_run
 from eldr_sim.validation.live.report_figures import POLICIES, SETUPS, report_document
 from eldr_sim.validation.live.report_pictures import draw_pictures
@@ -61,6 +65,7 @@ def write_report(
         if any(own.info.drift is not None for own in calibrated.values()):
             plain = _compared(campaign, runs, steady, lambda _share: None)
         document: Row = _significant(report_document(runs, calibrated, compared, plain))
+        document["unions"] = _significant(_unions(campaign, runs))
         document["pictures"] = draw_pictures(folder, runs, calibrated, compared)
         write_json(folder / "comparison.json", document)
         tables = document | document["comparison"]
@@ -113,6 +118,18 @@ def _compared(
         for name in ("steps", "requests", "gaps")
     )
     return LiveComparison(summary, *tables)
+
+
+def _unions(campaign: Path, runs: Sequence[LiveRun]) -> list[Row]:
+    """Return `foretold_unions` of the runs whose set-up has ELDR's offline fit."""
+    found = []
+    for run in runs:
+        trace = campaign / "calibration" / run.info.setup / "trace"
+        if trace.exists():
+            name = {key: getattr(run.info, key) for key in ("setup", "policy", "repeat")}
+            name["load"] = run.info.load.name
+            found.append(name | foretold_unions(run, open_trace(trace)))
+    return found
 
 
 def _place(run: LiveRun) -> tuple[Any, ...]:

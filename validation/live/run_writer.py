@@ -66,7 +66,7 @@ def write_trace_of(
     found = collected.prompts
     if len(found) != len(prompts):
         raise InputError("log", f"only {len(found)} of {len(prompts)} requests are in the logs")
-    source, name = "random prompts of a live validation", Path(model).name
+    source, name = "prompts of a live validation", Path(model).name
     write_captured(out, collected.captured, found, model=name, source_data=source)
 
 

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, nixl_version
 from eldr_sim.policies.eldr.artifact import fit
-from eldr_sim.traces.routing.calibration import calibration_set
-from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.validation.live.calibrate import calibration_bursts, engine_tables, outside_times
+from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
+from eldr_sim.traces.routing.format import RoutingTrace, open_trace
+from eldr_sim.validation.live.calibrate import (
+    Burst,
+    calibration_bursts,
+    engine_tables,
+    outside_times,
+)
 from eldr_sim.validation.live.client import join_proxy_log, prefill_ahead, send_load
 from eldr_sim.validation.live.engine_calibration import (
     EngineCalibration,
@@ -25,9 +31,8 @@ from eldr_sim.validation.live.engine_calibration import (
 )
 from eldr_sim.validation.live.engine_log import EngineLog, read_complete_log
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
-from eldr_sim.validation.live.load import Load, LoadRequest, make_load
+from eldr_sim.validation.live.load import Domain, Load, LoadRequest, make_load
 from eldr_sim.validation.live.plugin import FORCED_PREFIX
-from eldr_sim.validation.live.random_model import domain_slices
 from eldr_sim.validation.live.run_writer import machine, versions, write_trace_of
 from eldr_sim.validation.live.servers import SERVED_NAME, EngineOptions
 from eldr_sim.validation.live.setups import Setup, start_proxy
@@ -53,14 +58,14 @@ def calibrate(
     options: EngineOptions,
     config: dict[str, Any],
     progress: Callable[[float], None],
-    fit_prompt: int | None,
+    fitted: Load | None,
     seed: int,
 ) -> None:
     """Measure the tables and delays of a set-up and write its calibration folder.
 
     ``config``: the model's ``config.json``; ``progress``: called with the share that is done;
-    ``fit_prompt``: prompt tokens of the requests of ELDR's offline fit; None makes no fit;
-    ``seed``: of prompts and of the order of the bursts.
+    ``fitted``: requests of ELDR's offline fit (`load_of_fit`); None makes no fit; ``seed``: of
+    prompts and of the order of the bursts.
     """
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
@@ -75,16 +80,10 @@ def calibrate(
         seed,
     )
     rng = np.random.default_rng(seed)
-    computed: dict[str, int] = {}
-    for done, burst in enumerate(bursts):
-        prompts = rng.integers(4, dims.vocab_size, size=(burst.requests, burst.prompt_len))
-        requests = [
-            LoadRequest(f"{burst.name}-{i}", "", prompt.tolist(), burst.output_len, 0.0)
-            for i, prompt in enumerate(prompts)
-        ]
-        send_at_once(requests, measured.url)
-        computed |= {r.request_id: burst.prompt_len + burst.output_len - 1 for r in requests}
-        progress(0.8 * done / len(bursts))
+    computed = _send_bursts(
+        bursts, setup, out / "bursts.jsonl", dims.vocab_size, rng,
+        lambda share: progress(0.8 * share),
+    )  # fmt: skip
     tables, drift = engine_tables(
         _of(read_complete_log(measured.log, computed), FORCED_PREFIX),
         dims,
@@ -101,8 +100,8 @@ def calibrate(
         dims,
         lambda: _measure_link("cuda" if setup.client_core is None else "cpu"),
     )
-    if fit_prompt is not None:
-        _fit_artifact(out, setup, options.model, dims, fit_prompt, seed)
+    if fitted is not None:
+        _fit_artifact(out, setup, options.model, fitted, seed)
     progress(1.0)
     found = quality(tables)
     about = {"drift": drift, "doubts": doubts(found), "seconds": time.monotonic() - began}
@@ -112,6 +111,34 @@ def calibrate(
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     device = device_of(tables[0].metadata.gpu, own, memory)
     (out / "gpu.json").write_text(device.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def _send_bursts(
+    bursts: Sequence[Burst],
+    setup: Setup,
+    log: Path,
+    vocab_size: int,
+    rng: np.random.Generator,
+    progress: Callable[[float], None],
+) -> dict[str, int]:
+    """Send bursts; return the tokens that the last engine computes of each of its requests.
+
+    Several decode engines get each burst at the same time and through the proxy, as they work in a
+    run: they share a memory bus, and cores with each other, the proxy and the client.
+    """
+    decode, parts = len(setup.decode), []
+    with start_proxy(replace(setup, endpoints=tuple(setup.decode)), "round_robin", log) as url:
+        for done, burst in enumerate(bursts):
+            size = (burst.requests * decode, burst.prompt_len)
+            prompts = rng.integers(4, vocab_size, size=size).tolist()
+            requests = [
+                LoadRequest(f"{burst.name}-{i}", "", prompt, burst.output_len, 0.0)
+                for i, prompt in enumerate(prompts)
+            ]
+            parts.append(send_at_once(requests, url))
+            progress(done / len(bursts))
+    sent = pa.concat_tables(parts)
+    return _computed(join_proxy_log(sent, log) if decode > 1 else sent, decode - 1)
 
 
 def _send_alone(
@@ -144,27 +171,34 @@ def _measure_link(device: str) -> tuple[dict[tuple[int, int], float], str]:
     return seconds, f"measured: NIXL {nixl_version()} between two agents"
 
 
-def _fit_artifact(
-    out: Path, setup: Setup, model: str, dims: ModelDims, prompt_len: int, seed: int
-) -> None:
-    """Record calibration requests and make ELDR's offline fit."""
-    slices = domain_slices(dims.vocab_size)
-    load = make_load(
-        _at_once("fit", _FIT_REQUESTS, seed + 1),
-        slices,
+def load_of_fit(domains: Mapping[str, Domain], prompt_len: int, seed: int) -> Load:
+    """Return the requests of ELDR's offline fit, equally many of each domain in the mean."""
+    return make_load(
+        _at_once("fit", _FIT_REQUESTS, seed),
+        domains,
         prompt_len=prompt_len,
         output_len=_FIT_OUTPUT,
         prompt_range=(prompt_len, prompt_len),
         output_range=(_FIT_OUTPUT, _FIT_OUTPUT),
         prefix="fit",
     )
+
+
+def _fit_artifact(out: Path, setup: Setup, model: str, load: Load, seed: int) -> None:
+    """Record calibration requests and make ELDR's offline fit."""
     engine = setup.decode[-1]
     requests = send_load(load, engine.url, model=SERVED_NAME)
     read_complete_log(engine.log, _computed(requests))
     write_trace_of(out / "trace", requests, [engine], model, "calibration")
-    mix = dict.fromkeys(slices, 1 / len(slices))
-    requests_of_fit = calibration_set(open_trace(out / "trace"), workload="task", domain_mix=mix)
-    fit(requests_of_fit, len(setup.decode), seed).save(out / "artifact.npz")
+    fit(calibrated_requests(open_trace(out / "trace")), len(setup.decode), seed).save(
+        out / "artifact.npz"
+    )
+
+
+def calibrated_requests(trace: RoutingTrace) -> CalibrationSet:
+    """Return the requests that ELDR's offline fit rests on, equally many of each domain."""
+    mix = dict.fromkeys(trace.domains, 1 / len(trace.domains))
+    return calibration_set(trace, workload="task", domain_mix=mix)
 
 
 def capacity(
