@@ -191,6 +191,21 @@ class Actions:
             self._lose_again(engines)
         self._send_again(engines[0])
 
+    def hear_of_hang(self, engines: range, resend: bool) -> None:
+        """Let the routers know that a worker hangs, and perhaps send on what it has not begun."""
+        self.make_room()
+        self.avoid(engines, 1)
+        for request in self._bound_to(engines) if resend else ():
+            record = self.requests[request]
+            w, place = self._place(request)
+            begun = place >= 0 or record["first_token_s"] >= 0.0 or record["source"] >= 0
+            begun |= record["prefill_end_s"] >= 0.0
+            if w in engines and not begun and self._may_retry(request):
+                self._forget(_OF_REQUESTS, (request,))
+                self._detach(request)
+                self.lost[request] = engines[0]
+        self._send_again(engines[0])
+
     def start(self, engines: range) -> None:
         """Let a new worker take the place of a dead one."""
         self.make_room()

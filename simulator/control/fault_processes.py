@@ -90,7 +90,7 @@ def _hang(acts: Actions, fault: Fault, engines: range) -> Iterator[_Deed]:
     delay = acts.plan.health_delay_s
     yield fault.at_s, partial(acts.hang, engines, fault.for_s)
     if delay < fault.for_s:  # else it is over before anybody has noticed
-        yield fault.at_s + delay, partial(acts.avoid, engines, 1)
+        yield fault.at_s + delay, partial(acts.hear_of_hang, engines, fault.resend)
         yield fault.end_s + delay, partial(acts.avoid, engines, -1)
 
 

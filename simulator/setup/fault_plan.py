@@ -40,6 +40,9 @@ class Fault:
     at_s: float
     for_s: float = math.inf
     factor: float = 1.0  #: of ``slow`` and ``link``
+    #: Of ``hang``: whether routers, once they know of it, send prompts that it has not begun to
+    #: other workers, as ``FaultPlan.retry`` allows.
+    resend: bool = False
 
     @property
     def end_s(self) -> float:

@@ -56,7 +56,9 @@ def random_plan(rng, spec, workload, until_s, size=1):
         if kind not in ("hang", "join") and rng.random() < 0.3:
             lasts = np.inf
         factor = float(rng.choice([2.0, 3.5]) if kind == "slow" else rng.choice([0.5, 0.1]))
-        fault = Fault(kind, ("prefill", "decode")[pool], int(rng.integers(n)), at, lasts, factor)
+        where = ("prefill", "decode")[pool], int(rng.integers(n))
+        resend = kind == "hang" and bool(rng.random() < 0.7)
+        fault = Fault(kind, *where, at, lasts, factor, resend)
         try:
             check_overlaps((*faults, fault))
         except InputError:
@@ -297,6 +299,22 @@ def test_a_hang_delays_what_is_under_way_and_no_more(make_cluster, make_workload
         cluster.faults = FaultPlan((Fault(kind, "decode", 0, 2.5, 10.0, factor),))
         record = cluster.run()
         assert record.requests["finish_s"].tolist() == [ends]
+
+
+def test_prompts_that_a_hanging_worker_has_not_begun_go_elsewhere(
+    make_cluster, make_workload, make_step_time
+):
+    """In turn on two workers of one place: prompts take no time, three more tokens 1 s each."""
+    workload = make_workload([0.0, 0.0, 0.5, 0.5], 4, 4)
+    step_time = make_step_time(1, constant=1.0, prefill=(0.0, 0.0))
+    for resend, ends in ((False, [13.0, 3.0, 16.0, 6.0]), (True, [13.0, 3.0, 9.0, 6.0])):
+        fault = Fault("hang", "decode", 0, 2.5, 10.0, resend=resend)
+        cluster = make_cluster(workload, step_time=step_time, max_num_seqs=1, n_decode=2,
+                               n_prefill=0)  # fmt: skip
+        cluster.faults = FaultPlan((fault,), health_delay_s=1.0)
+        record = cluster.run()
+        assert record.requests["finish_s"].tolist() == ends
+        assert record.retries.tolist() == [0, 0, int(resend), 0]
 
 
 def test_a_dead_workers_request_begins_anew_or_goes_on(make_cluster, make_workload, make_step_time):

@@ -156,11 +156,17 @@ def _simulated(
         over_s = moments.back_s if dies else moments.struck_s + _FREEZE_S
         at = sent.clock.own_s(np.array([first, moments.struck_s, moments.known_s, over_s]))
         struck, known, over = (at[1:] - at[0]).tolist()
-        event = {"fail" if dies else "hang": "decode:0", "at_s": struck, "for_s": over - struck}
+        event: Row = {
+            "fail" if dies else "hang": "decode:0",
+            "at_s": struck,
+            "for_s": over - struck,
+        }
         events = trace.with_name(f"{trace.name}-{kind}.yaml")
         events.write_text(json.dumps([event]), encoding="utf-8")
         fields |= {"events": str(events), "max_retries": _ROUTER["retries"]}
-        fields |= {} if dies else {"health_delay_ms": 1e3 * (known - struck)}
+        if not dies:  # whom the router gives up on it sends elsewhere
+            event["resend"] = True
+            fields |= {"health_delay_ms": 1e3 * (known - struck)}
     again = replay(sent, fields, trace=trace, **about)
     whole = again.record.completed[again.rows]
     times = {name: seconds[whole] for name, seconds in again.times.items()}

@@ -119,7 +119,10 @@ def _event(where: str, event: Mapping[Any, Any]) -> Fault | Cancel:
         if kind in _FACTOR:
             name, low, high = _FACTOR[kind]
             factor = number(name, low, high)
-        made = Fault(cast("Kind", kind), pool, worker, at, lasts, factor)
+        resend = left.pop("resend", False) if kind == "hang" else False
+        if not isinstance(resend, bool):
+            raise InputError(f"{where}.resend", repr(resend), "true or false")
+        made = Fault(cast("Kind", kind), pool, worker, at, lasts, factor, resend)
     if left:
         raise InputError(f"{where}.{next(iter(left))}", f"no such field of {kind!r}")
     return made

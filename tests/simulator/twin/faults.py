@@ -60,7 +60,7 @@ class TwinFaults:
         delay = self.plan.health_delay_s
         self.at(fault.at_s, lambda: self.stand_still(places, fault.for_s))
         if delay < fault.for_s:
-            self.at(fault.at_s + delay, lambda: self.trouble(places, 1))
+            self.at(fault.at_s + delay, lambda: self.notice_hang(places, fault.resend))
             self.at(fault.end_s + delay, lambda: self.trouble(places, -1))
 
     def drain(self, fault, places):
@@ -196,6 +196,20 @@ class TwinFaults:
             self.lose(places)
         self.send_again(places)
 
+    def notice_hang(self, places, resend):
+        self.trouble(places, 1)
+        group = self.group(places)
+        for request in self.twin.requests[: self.twin.sent] if resend else ():
+            worker = self.engine_of(request)
+            if request.outcome or request in self.lost or worker not in group:
+                continue
+            computed = places[0] == 1 and request.prefill_worker >= 0
+            running = any(s.request is request for s in worker.running())
+            if not (computed or running or request.first_token_s >= 0 or self.refuses(request)):
+                self.take_out(request)
+                self.lost[request] = places
+        self.send_again(places)
+
     def come_back(self, places):
         self.lose(places)
         for worker in self.group(places):
@@ -274,11 +288,7 @@ class TwinFaults:
                 continue
             del self.lost[request]
             self.forget(request)
-            tries = self.retries.get(request, 0) - self.spent.get(request, 0)
-            room = twin.spec.prefill.n_blocks * twin.spec.block_size
-            refused = plan.retry == "before_first_token" and request.first_token_s >= 0
-            refused |= plan.retry == "never" or tries >= plan.max_retries
-            if refused or request.prompt + request.generated > room:
+            if self.refuses(request):
                 if plan.user_retry_s is None:
                     self.give_up(request, "worker_lost")
                 else:
@@ -291,6 +301,16 @@ class TwinFaults:
                 had = {name: getattr(request, name) for name in PROGRESS}
                 self.first.setdefault(request, had)
             self.send(request)
+
+    def refuses(self, request):
+        """Whether a request is not sent again."""
+        plan, spec = self.plan, self.twin.spec
+        tries = self.retries.get(request, 0) - self.spent.get(request, 0)
+        refused = plan.retry == "before_first_token" and request.first_token_s >= 0
+        refused |= plan.retry == "never" or tries >= plan.max_retries
+        return (
+            refused or request.prompt + request.generated > spec.prefill.n_blocks * spec.block_size
+        )
 
     def send(self, request):
         for name in PROGRESS:

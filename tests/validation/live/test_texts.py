@@ -79,7 +79,7 @@ def test_what_is_missing_is_said(tmp_path, model):
     ("more", "said"),
     [
         (["--feature", "ngram"], "texts: loads of features have prompts of their own"),
-        (["--domain-mix", "code=1"], "unknown domain 'code'; allowed: en"),
+        (["--domain-mix", "code=1"], "unknown domain 'code' (allowed: en)"),
     ],
 )
 def test_the_command_refuses_what_does_not_go_together(run_cli, tmp_path, more, said):
