@@ -175,7 +175,7 @@ def policies() -> None:
 
 
 @click.command(short_help="List clusters that somebody ran.")
-@click.argument("name", required=False, metavar="[NAME[:MODEL]]")
+@click.argument("name", required=False, metavar="[NAME[:MODEL][+warm-up]]")
 def presets(name: str | None) -> None:
     """List the presets of `run --preset`, or print the fields of one as a file for --config."""
     from eldr_sim.simulator.setup.config.presets import PRESETS, preset_fields
@@ -189,11 +189,12 @@ def presets(name: str | None) -> None:
         print_table("Presets", ["preset", "what", "source"], rows)
         return
     fields = preset_fields(name, {})
-    preset = PRESETS[name.partition(":")[0]]
+    preset = PRESETS[name.partition("+")[0].partition(":")[0]]
     click.echo(f"# {preset.title}: {preset.source}")
     for note in preset.notes:
         click.echo(f"# {note}")
-    click.echo(f"# num_requests is {preset.seconds} times the rate")
+    if "num_requests" in fields:
+        click.echo(f"# num_requests is {preset.seconds} times the rate")
     for field, value in fields.items():
         click.echo(f"{field}: {str(value).lower() if isinstance(value, bool) else value}")
 

@@ -60,7 +60,7 @@ def run_options(*, without: tuple[str, ...] = ()) -> Decorator:
     if "goodput" not in without:
         options.append(option("--goodput", None, bounds, multiple=True, metavar="METRIC:MS,..."))
     if "preset" not in without:
-        named = {"metavar": "NAME[:MODEL]", "shell_complete": complete(presets)}
+        named = {"metavar": "NAME[:MODEL][+warm-up]", "shell_complete": complete(presets)}
         options.append(option("--preset", None, somebody, **named))
     options.append(option("--config config_file", Path, file, metavar="FILE.yaml"))
     return together(*options)
@@ -128,6 +128,8 @@ def config_from_options(options: dict[str, Any]) -> RunConfig:
     values = dict(file) if isinstance(file, Mapping) else read_config(file) if file else {}
     if preset is not None:
         values = preset_fields(preset, values | _known(given))
+        if "+" in preset:  # its load has taken the rate up
+            given.pop("request_rate", None)
     for name in given.keys() & _POOL_OPTIONS.keys():
         set_field(values, ".".join(_POOL_OPTIONS[name]), given.pop(name))
     values |= given

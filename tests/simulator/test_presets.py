@@ -1,5 +1,6 @@
 """Presets are fields like others, which options override, and print as a file of fields."""
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -7,8 +8,10 @@ from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import config_from_options
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.presets import PRESETS, preset_fields
+from eldr_sim.traces.requests.load_shapes import load_shape
 
 EVERY = [f"{name}:{model}" for name, preset in PRESETS.items() for model in preset.models]
+EVERY += [f"{name}+warm-up" for name in EVERY if PRESETS[name.partition(":")[0]].warm_up]
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -19,7 +22,7 @@ def test_a_printed_preset_is_the_preset(name, tmp_path):
     file.write_text(printed.stdout)
     config = config_from_options({"config_file": file})
     assert config == config_from_options({"preset": name})
-    assert config.model == name.partition(":")[2]
+    assert config.model == name.partition(":")[2].removesuffix("+warm-up")
 
 
 def test_eldr_artifact_is_what_the_authors_gave_their_engines():
@@ -45,7 +48,24 @@ def test_options_and_files_override_a_preset(tmp_path):
     assert (by_model.model, by_model.block_size) == ("GPT-OSS-120B", 64)
 
 
+def test_a_warm_up_comes_before_the_cell_and_is_drained():
+    """3,840 requests at 64/s, a minute without any, then 120 s at the rate, which alone count."""
+    options = {"preset": "eldr-artifact+warm-up", "request_rate": "20", "policy": "eldr"}
+    config = config_from_options(options)
+    assert (config.num_requests, config.warmup_s, config.duration_s) == (None, 120.0, 120.0)
+    shape = load_shape(config.load)
+    arrival_s = shape.draw(config.effective_rate, 1.0, 360.0, None, 0)
+    counts = np.histogram(arrival_s, [0.0, 60.0, 120.0, 240.0, 360.0])[0]
+    assert counts[1] == counts[3] == 0
+    assert counts[0] == pytest.approx(3840, abs=4 * 3840**0.5)
+    assert counts[2] == pytest.approx(2400, abs=4 * 2400**0.5)
+
+
 def test_presets_that_there_are_not():
+    with pytest.raises(InputError, match=r"no preset 'best-known.warm-up' \(allowed: eldr-artif"):
+        preset_fields("best-known+warm-up", {})
+    with pytest.raises(InputError, match=r"no preset 'eldr-artifact.cold' \(allowed: eldr-artif"):
+        preset_fields("eldr-artifact+cold", {})
     with pytest.raises(InputError, match=r"preset: no preset 'eldr' \(allowed: eldr-artifact"):
         preset_fields("eldr", {})
     with pytest.raises(InputError, match=r"has no model 'Mixtral' \(allowed: Qwen3-30B-A3B"):

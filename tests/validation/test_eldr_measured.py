@@ -14,6 +14,7 @@ from eldr_sim.validation.reproduce.eldr_measured.cells import (
     gains,
     table_of,
     tables_of,
+    warmed_up,
 )
 from eldr_sim.validation.reproduce.eldr_measured.figures import _errors, _goals, _orders
 from eldr_sim.validation.reproduce.eldr_measured.slope import _slope, _slopes, _tile
@@ -147,6 +148,18 @@ def test_a_known_slope_is_found_and_the_rest_is_the_tiles(main, monkeypatch):
 def test_derived_tables_are_not_the_shipped_ones():
     assert tables_of("published") is None
     assert tables_of("derived") == tables_of("derived")
+
+
+def test_a_cell_that_is_warmed_up_is_the_cell_but_for_its_load():
+    for cell in (
+        *cells_of("10", "published", quick=True),
+        *cells_of("11", "published", quick=True),
+    ):
+        warm = make_config(warmed_up(cell).fields).model_dump()
+        cold = make_config(cell.fields).model_dump()
+        differ = {name for name in warm if warm[name] != cold[name]}
+        assert differ == {"load", "warmup", "duration", "num_requests", "request_rate"}
+        assert f",{cell.rate:g}," in warm["load"].replace(".0,", ",")
 
 
 def test_kernels_without_measured_is_one_line(run_cli):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ class Preset:
     models: Mapping[str, Mapping[str, Any]]
     seconds: int  #: requests are sent for so long: ``num_requests`` is this times the rate
     notes: tuple[str, ...] = ()  #: what of it the fields cannot say
+    #: Fields in place of its rate where the run begins with a warm-up: ``{rate}`` stands for it.
+    warm_up: Mapping[str, Any] = field(default_factory=dict)
 
 
 PRESETS = {
@@ -37,18 +39,29 @@ PRESETS = {
 def preset_fields(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``NAME`` or ``NAME:MODEL``, and those given, which override them.
 
-    Raises InputError if there is no such preset, or it has no such model.
+    With ``+warm-up`` behind it, a load that begins with the preset's warm-up stands in place of the
+    rate and the number of requests.
+
+    Raises InputError if there is no such preset, or it has no such model or warm-up.
     """
-    name, _, model = text.partition(":")
+    whole, plus, extra = text.partition("+")
+    name, _, model = whole.partition(":")
     preset = PRESETS.get(name)
     if preset is None:
         raise InputError("preset", f"no preset {name!r}", ", ".join(PRESETS))
     known = {one.lower(): one for one in preset.models}
     if model.lower() not in known and model:
         raise InputError("preset", f"{name} has no model {model!r}", ", ".join(preset.models))
+    if plus and (extra != "warm-up" or not preset.warm_up):
+        having = [f"{one}+warm-up" for one, other in PRESETS.items() if other.warm_up]
+        raise InputError("preset", f"no preset {text!r}", ", ".join(having))
     chosen = known.get(model.lower()) or str(given.get("model") or next(iter(preset.models)))
     found = {**preset.fields, "model": chosen, **preset.models.get(chosen, {}), **given}
     rate = found["request_rate"]
+    if plus:
+        del found["request_rate"]
+        load = preset.warm_up["load"].format(rate=rate)
+        return found | preset.warm_up | {"load": load}
     if "num_requests" not in given and "duration" not in given and isinstance(rate, int | float):
         found["num_requests"] = max(1, round(preset.seconds * rate))
     return found

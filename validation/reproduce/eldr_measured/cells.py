@@ -11,7 +11,7 @@ into the simulator; every other figure is predicted.
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -64,6 +64,7 @@ _VARIANTS = {
     "vanilla": "eldr:refit_s=0,clustering=vanilla",
     **{f"tau-{tau}": f"eldr:tau={tau}" for tau in ("0", "0.1", "0.2", "0.3")},
 }
+_VARYING = ("workload", "policy", "request_rate", "tables")  #: by cell, of the main figures
 N_DECODE = 16  #: decode workers
 OUTPUT_LEN = 512  #: tokens of an answer
 _kept: list[tempfile.TemporaryDirectory[str]] = []  # of this process
@@ -102,6 +103,13 @@ def tables_of(kernels: Kernels) -> str | None:
     _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-mi300x-"))
     write_tables(Path(_kept[-1].name), published=False)
     return _kept[-1].name
+
+
+def warmed_up(cell: Cell) -> Cell:
+    """Return the cell with the authors' warm-up before it: 3,840 requests at 64/s, drained."""
+    own = {name: value for name, value in cell.fields.items() if name in _VARYING}
+    fields = preset_fields(f"eldr-artifact:{cell.model}+warm-up", own)
+    return replace(cell, fields=fields)
 
 
 def cells_of(figure: str, kernels: Kernels, quick: bool) -> list[Cell]:

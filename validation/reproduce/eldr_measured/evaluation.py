@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from eldr_sim.validation.reproduce.eldr_measured.cells import FIGURES, Kernels
-from eldr_sim.validation.reproduce.eldr_measured.figures import errors, figure
+from eldr_sim.validation.reproduce.eldr_measured.figures import errors, figure, warm_up
 from eldr_sim.validation.reproduce.eldr_measured.slope import locality, slope
 from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
@@ -14,7 +14,7 @@ def figures(runner: Runner, quick: bool, kernels: Kernels) -> dict[str, Callable
     known: dict[str, Callable[[], Reproduction]] = {
         f"figure_{name}": partial(figure, runner, name, kernels, quick) for name in FIGURES
     }
-    of_all = {"errors": errors, "slope": slope, "locality": locality}
+    of_all = {"errors": errors, "slope": slope, "locality": locality, "warm_up": warm_up}
     return known | {name: partial(made, runner, kernels, quick) for name, made in of_all.items()}
 
 

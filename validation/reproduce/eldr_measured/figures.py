@@ -17,6 +17,7 @@ from eldr_sim.validation.reproduce.eldr_measured.cells import (
     run_cells,
     run_main,
     table_of,
+    warmed_up,
 )
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, grouped, percent
 
@@ -112,6 +113,38 @@ def errors(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
     title = f"errors of the cells that nothing was fitted to, % ({kernels} kernels)"
     draw = partial(_draw_errors, pairs=pairs)
     return Reproduction("errors", title, rows, _goals(pairs, kernels), draw)
+
+
+def warm_up(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
+    """What the authors' warm-up changes: rr, domain and eldr at 60/s with it and without."""
+    every = (cell for figure in ("10", "11") for cell in cells_of(figure, kernels, quick))
+    cells = [c for c in every if c.rate == 60.0 and c.policy in ("rr", "domain", "eldr")]
+    without = run_cells(runner, cells)
+    with_it = run_cells(runner, [warmed_up(cell) for cell in cells])
+    rows: list[dict[str, Any]] = []
+    for (cell, cold), (_, warm) in zip(without, with_it, strict=True):
+        row: dict[str, Any] = {name: getattr(cell, name) for name in ("dataset", "model", "policy")}
+        for metric in METRICS:
+            row[f"{metric}_ms"], row[f"{metric}_warm_ms"] = ours(cold, metric), ours(warm, metric)
+            row[f"{metric}_percent"] = percent(ours(warm, metric), ours(cold, metric))
+        rows.append(row)
+    claims = [
+        Claim(f"a warm-up of 3,840 requests changes {_NAMES[metric]} by no more than a repeat does",
+              0.0, 100.0 * scatter, max(abs(row[f"{metric}_percent"]) for row in rows),
+              tolerance=0.0, reason=f"largest of {len(rows)} cells", stated=False, neutral=None)
+        for metric, scatter in (("tpot_p50", 2 * _SCATTER), ("tpot_p99", 0.037))
+    ]  # fmt: skip
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for at, metric in enumerate(METRICS):
+            changes = [row[f"{metric}_percent"] for row in rows]
+            axes.plot([at] * len(rows), changes, "o", markersize=4)
+        axes.set_xticks(range(len(METRICS)), [_NAMES[metric] for metric in METRICS])
+        axes.set(ylabel="with the warm-up, % of without")
+
+    title = f"the authors' warm-up before a cell, 60 requests/s ({kernels} kernels)"
+    return Reproduction("warm_up", title, rows, claims, draw)
 
 
 def _named(parts: Sequence[str], pair: Pair) -> str:
