@@ -102,6 +102,10 @@ def test_goals_can_be_missed(main):
     assert _errors(pairs, "tpot_p99") == pytest.approx([20.0] * 180)
     fast = [(c, summary_of(c, 0.5 if c.policy == "random" else 1.0)) for c in main]
     assert _orders(fast)[0] == 0
+    # What lies between the two runs of the cluster counts where all pairs do.
+    shifted = [(c, summary_of(c, 0.5 if c.policy in ("rr", "eldr") else 1.0)) for c in main]
+    assert _orders(shifted)[0] == 0
+    assert _orders(shifted, beside=True) == (30, 30)
 
 
 def test_a_repeat_of_the_measurement_is_not_in_order_everywhere(main, monkeypatch):
