@@ -60,8 +60,7 @@ def preset_fields(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
     rate = found["request_rate"]
     if plus:
         del found["request_rate"]
-        load = preset.warm_up["load"].format(rate=rate)
-        return found | preset.warm_up | {"load": load}
+        return {**found, **preset.warm_up, "load": preset.warm_up["load"].format(rate=rate)}
     if "num_requests" not in given and "duration" not in given and isinstance(rate, int | float):
         found["num_requests"] = max(1, round(preset.seconds * rate))
     return found
