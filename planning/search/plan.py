@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
+from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
 from eldr_sim.planning.search.answer import (
@@ -32,7 +33,7 @@ from eldr_sim.planning.search.candidates import (
     shape_label,
 )
 from eldr_sim.planning.search.prefill import by_speed, prefill_candidates
-from eldr_sim.planning.search.race import Contender, halved
+from eldr_sim.planning.search.race import MOST_CANDIDATES, Contender, raced
 from eldr_sim.planning.search.rates import carried_by_seed, check_requests
 from eldr_sim.planning.search.search import SearchState, cheapest, fewest
 from eldr_sim.planning.search.sensitivity import RIVALS, Effect, effects, search_size
@@ -41,10 +42,9 @@ from eldr_sim.planning.search.why_not import named, why
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
-#: Candidates that are searched whole; of more the best by short runs, `race.halved`.
-MOST_CANDIDATES = 8
 #: Shapes that are estimated to cost more than the best cluster costs, or was estimated to, by this
-#: factor are not simulated.
+#: factor are not simulated; under a further router, of those that had nothing cheaper under the
+#: first one, by any.
 ESTIMATE_FACTOR = 1.3
 #: Token budgets of co-located workers that are tried beside the GPU's own, where they are cheapest.
 COLOCATED_BUDGETS = (2048, 16384)
@@ -144,7 +144,10 @@ def plan(
         beaten: list[CandidateRow] = []
         if config.generates and len(candidates) > MOST_CANDIDATES:
             candidates, beaten = runs.ended(_race(candidates, objective, rate))
-        results = runs.together([_search_sizes(each, objective) for each in candidates])
+        if config.generates:
+            results = runs.ended(_search_all(candidates, objective))
+        else:
+            results = runs.together([_search_sizes(each, objective) for each in candidates])
         runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if results[1:] else 0)
         ranked = sorted(results, key=lambda result: (result.cost, rank(result.trial))) + beaten
         margin, savings, larger = runs.ended(_around(ranked, results, objective, rate))
@@ -205,28 +208,19 @@ def _race(
 ) -> Search[tuple[list[Candidate], list[CandidateRow]]]:
     """Return the candidates whose likely cheapest shape carries most for its cost, and the others.
 
-    The first of a plan stays, as all others are compared with it. Those without a shape are among
-    the others.
+    See `race.raced`.
     """
-    able = [each for each in candidates if any(not t.bounds.impossible for t in each.templates)]
-    runners: list[Contender] = []
-    for each in able:
-        template = next(t for t in each.templates if not t.bounds.impossible)
-        runners.append(Contender(template, *template.estimate, likely=rate))
-    left = yield from halved(runners, objective, rate / 4.0, MOST_CANDIDATES)
-    ahead = {each.key for each in left}
-    kept: list[Candidate] = []
-    beaten: list[CandidateRow] = []
-    for each in candidates:
-        runner = next((r for r in runners if r.template in each.templates), None)
-        if runner is None or (runner.key not in ahead and each is not candidates[0]):
-            row = CandidateRow(each.gpu, each.policy, without="beaten", reasons=[*each.reasons])
-            if runner is not None:
-                name = runner.template.at(runner.x, runner.y).topology
-                row.reasons.insert(0, f"{name} carries about {runner.likely:.3g}/s in short runs")
-            beaten.append(row)
-        else:
-            kept.append(each)
+    able = [(t for t in each.templates if not t.bounds.impossible) for each in candidates]
+    likely = [template for each in able if (template := next(each, None)) is not None]
+    runners = [Contender(template, *template.estimate, likely=rate) for template in likely]
+    kept, others = yield from raced(candidates, runners, objective, rate / 4.0)
+    beaten = []
+    for each, runner in others:
+        row = CandidateRow(each.gpu, each.policy, without="beaten", reasons=[*each.reasons])
+        if runner is not None:
+            name = runner.template.at(runner.x, runner.y).topology
+            row.reasons.insert(0, f"{name} carries about {runner.likely:.3g}/s in short runs")
+        beaten.append(row)
     return kept, beaten
 
 
@@ -264,35 +258,79 @@ def _check(config: RunConfig, max_gpus: int) -> None:
                 raise InputError(f"{role}.{name}", problem, name)
 
 
-def _search_sizes(candidate: Candidate, objective: Objective) -> Search[CandidateRow]:
-    """Search the shapes, the likely cheapest first; each must beat those before it."""
+def _search_all(
+    candidates: Sequence[Candidate], objective: Objective
+) -> Search[list[CandidateRow]]:
+    """Search the first candidate of each GPU, and then the others, from where it ended."""
+    first = {each.gpu: each for each in reversed(candidates)}
+    leads = [each for each in candidates if first[each.gpu] is each]
+    others = [each for each in candidates if first[each.gpu] is not each]
+    found = yield from side_by_side([_search_sizes(each, objective) for each in leads])
+    lead = {row.gpu: row for row in found}
+    searches = [_search_sizes(each, objective, lead[each.gpu]) for each in others]
+    found += yield from side_by_side(searches)
+    known = dict(zip(map(id, leads + others), found, strict=True))
+    return [known[id(each)] for each in candidates]
+
+
+def _search_sizes(
+    candidate: Candidate, objective: Objective, lead: CandidateRow | None = None
+) -> Search[CandidateRow]:
+    """Search the shapes, the likely cheapest first; each must beat those before it.
+
+    ``lead``: what was found of another candidate, whose shape is then the likely cheapest.
+    """
     without = "none" if candidate.templates else "refused"
     result = CandidateRow(candidate.gpu, candidate.policy, without=without)
     templates = list(candidate.templates)
     if templates and not templates[0].config.generates:
         templates = yield from by_speed(templates)
+    known: list[Parallelism] | None = None
+    start: tuple[int, int] | None = None
+    without_gain: set[str] = set()
+    if lead is not None and lead.template is not None:
+        known, start = _workers(lead.template), lead.search.best
+        templates.sort(key=lambda template: _workers(template) != known)
+        own = templates[0].config.model_copy(update={"policy": lead.template.config.policy})
+        if own == lead.template.config:  # routers alone differ
+            without_gain = {each.shape for each in lead.shapes if each.cost is None}
     for template in templates:
-        yield from _search_shape(result, template, objective)
+        near = start if _workers(template) == known else None
+        factor = 1.0 if shape_label(template.config) in without_gain else ESTIMATE_FACTOR
+        yield from _search_shape(result, template, objective, near, factor)
     for template in _other_budgets(result):
         yield from _search_shape(result, template, objective)
     result.reasons += candidate.reasons
     return result
 
 
+def _workers(template: ClusterTemplate) -> list[Parallelism]:
+    """Return how the workers of each pool of a shape share the model."""
+    return [pool.own.parallelism for pool in template.config.pools]
+
+
 def _search_shape(
-    result: CandidateRow, template: ClusterTemplate, objective: Objective
+    result: CandidateRow,
+    template: ClusterTemplate,
+    objective: Objective,
+    start: tuple[int, int] | None = None,
+    factor: float = ESTIMATE_FACTOR,
 ) -> Search[None]:
-    """Search one shape, unless arithmetic or its estimate says that it is not the cheapest."""
+    """Search one shape, unless arithmetic or its estimate says that it is not the cheapest.
+
+    ``start``: the likely cheapest cluster, in place of the estimate; ``factor``: by which the
+    estimate may be above the best.
+    """
     reason, searched, found = template.bounds.impossible, True, None
     best, near = result.template, result.cost
     if best is not None:
         near = max(near, best.estimated_cost)
     if not reason and template.least_cost >= result.cost:
         reason = f"takes at least {template.least_cost:g} by arithmetic"
-    elif not reason and template.estimated_cost > ESTIMATE_FACTOR * near:
+    elif not reason and template.estimated_cost > factor * near:
         reason, searched = f"estimated at {template.estimated_cost:g}: not simulated", False
     elif not reason:
-        state, trials = yield from search_size(template, objective, result.cost)
+        state, trials = yield from search_size(template, objective, result.cost, start)
         result.trials += trials.values()
         reason = "" if state.best is not None else _why_none(template, state, trials)
         if not math.isinf(result.cost) and reason:

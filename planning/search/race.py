@@ -13,21 +13,15 @@ from typing import TypeAlias
 
 from eldr_sim.planning.intervals import is_below, t_interval
 from eldr_sim.planning.runs.shared_runs import Search, side_by_side
-from eldr_sim.planning.search.candidates import ClusterTemplate
-from eldr_sim.planning.search.rates import (
-    FROM_ESTIMATE,
-    LEAST_REQUESTS,
-    NEAR,
-    TOLERANCE,
-    at_rate,
-    carried,
-)
+from eldr_sim.planning.search.candidates import Candidate, ClusterTemplate
+from eldr_sim.planning.search.rates import FROM_ESTIMATE, NEAR, TOLERANCE, at_rate, carried
 from eldr_sim.planning.search.search import RateRange, highest_rate
-from eldr_sim.planning.search.trial import attains
+from eldr_sim.planning.search.trial import SHORTEST, attains, shortened
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
-SHORTEST = 0.25  #: window of the first round, as a share of that of a plan
+#: Candidates that are searched whole; of more the best by short runs, `raced`.
+MOST_CANDIDATES = 8
 ROUGH = 0.1  #: to which a round finds rates, relative
 SLACK = 0.1  #: by which a short window may err, relative
 _NEAR = 1.05  #: step by which a rate is looked for from that of a shorter window
@@ -81,6 +75,27 @@ def halved(
     for each in contenders:
         each.good, each.bad = 0.0, math.inf  # those of short runs
     return left
+
+
+def raced(
+    candidates: Sequence[Candidate], runners: Sequence[Contender], objective: Objective, low: float
+) -> Search[tuple[list[Candidate], list[tuple[Candidate, Contender | None]]]]:
+    """Return the candidates whose likely best cluster is among the best, and the others with it.
+
+    The first of a plan stays, as all others are compared with it. Those without a cluster are among
+    the others. ``runners``: the likely best cluster of each; ``low``: lowest rate that matters.
+    """
+    ahead = {each.key for each in (yield from halved(runners, objective, low, MOST_CANDIDATES))}
+    kept: list[Candidate] = []
+    beaten: list[tuple[Candidate, Contender | None]] = []
+    for each in candidates:
+        own = set(map(id, each.templates))
+        runner = next((r for r in runners if id(r.template) in own), None)
+        if runner is None or (runner.key not in ahead and each is not candidates[0]):
+            beaten.append((each, runner))
+        else:
+            kept.append(each)
+    return kept, beaten
 
 
 def decided(
@@ -152,23 +167,10 @@ def _rough(each: Contender, share: float, objective: Objective, low: float) -> S
     """Find roughly the highest rate of a contender in a part of the window."""
 
     def meets(rate: float) -> Search[bool]:
-        return attains(_shortened(each.at(rate), share), 0, objective)
+        return attains(shortened(each.at(rate), share), 0, objective)
 
     found = yield from highest_rate(
         max(low, each.likely), low, meets, factor=each.step, tolerance=ROUGH
     )
     each.good, each.bad = (0.0, low) if found is None else found
     each.likely, each.step = each.good or low, _NEAR
-
-
-def _shortened(config: RunConfig, share: float) -> RunConfig:
-    """Return a run of a part of the window; a log is measured as it is."""
-    if config.num_requests is not None:
-        n = max(LEAST_REQUESTS, math.ceil(share * config.num_requests))
-        return config.model_copy(update={"num_requests": min(n, config.num_requests)})
-    if config.replays_log or config.duration_s is None:
-        return config
-    rate = config.request_rate or math.inf
-    window = max(share * config.duration_s, min(config.duration_s, LEAST_REQUESTS / rate))
-    warm = max(share, 0.5) * config.warmup_s
-    return config.model_copy(update={"duration": window, "warmup": warm})

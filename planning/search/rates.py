@@ -14,14 +14,13 @@ from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import clusters_to_plan, gpu_label
 from eldr_sim.planning.search.search import RateRange, highest_rate
 from eldr_sim.planning.search.shapes import capacity
-from eldr_sim.planning.search.trial import attains, found_by_seed
+from eldr_sim.planning.search.trial import LEAST_REQUESTS, attains, found_by_seed
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config.groups import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import trace_of
 
-LEAST_REQUESTS = 100  #: fewest expected requests of a run that estimates a share such as 99%
 TOLERANCE = 0.01  #: largest relative distance between the rate returned and one that misses
 NEAR = 1.02  #: step by which a seed's highest rate is looked for from that of another seed
 FROM_ESTIMATE = 1.25  #: step by which it is looked for from an estimate

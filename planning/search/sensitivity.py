@@ -131,9 +131,12 @@ def _by_gpu(config: RunConfig) -> dict[str, float]:
 
 
 def search_size(
-    template: ClusterTemplate, objective: Objective, below: float
+    template: ClusterTemplate,
+    objective: Objective,
+    below: float,
+    start: tuple[int, int] | None = None,
 ) -> Search[tuple[SearchState, dict[tuple[int, int], Trial]]]:
-    """Find the cheapest cluster of a shape, first near its estimate, then among all.
+    """Find the cheapest cluster of a shape, first near its estimate or ``start``, then among all.
 
     Clusters on the way that meet the objective are known by one seed, and are no trials; what is
     found is judged by as many as it takes, and the search goes on if it then does not meet it.
@@ -152,7 +155,7 @@ def search_size(
             trials[x, y] = trial
         return trials[x, y].verdict
 
-    x, y = template.estimate
+    x, y = start or template.estimate
     near = template.cost(2 * x, 2 * y) + 1e-9
     for limit in (near, below) if near < below else (below,):
         space, prompts = template.search_space(limit), not template.config.generates

@@ -1,6 +1,6 @@
 """The best use of a number of GPUs: the shape and split that carry the highest rate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Unpack
 
@@ -17,7 +17,15 @@ from eldr_sim.planning.search.candidates import (
     clusters_to_plan,
     make_candidate,
 )
-from eldr_sim.planning.search.race import Contender, Rates, decided, halved, is_narrow
+from eldr_sim.planning.search.race import (
+    MOST_CANDIDATES,
+    Contender,
+    Rates,
+    decided,
+    halved,
+    is_narrow,
+    raced,
+)
 from eldr_sim.planning.search.rates import TOLERANCE, carried_row, fastest_first, lowest_rate
 from eldr_sim.planning.search.search import highest_rate
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, attains
@@ -41,11 +49,6 @@ def plan_split(
 ) -> Answer:
     """Find the clusters of up to so many GPUs that carry the highest rates within an objective.
 
-    The estimate of `shapes.capacity` ranks every split of every shape. Those within a factor of the
-    best of each candidate race in short runs (`race.halved`); the first, and what lies beside the
-    best of them, are simulated under one seed, those that two others beat only until that is known;
-    the best two, and whoever one seed does not show to be worse, under up to five (`race.decided`).
-
     Raises InputError if an argument is not valid, or no shape fits.
 
     ``config``: its rate and topology are ignored; ``n_gpus``: most GPUs of the cluster; ``runs``:
@@ -68,25 +71,75 @@ def plan_split(
         if not any(candidate.templates for candidate in candidates):
             raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
         runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + 2 * PAIRED_SEEDS)
-        found = runs.together([_best(each, objective, n_gpus, low) for each in candidates])
-    rows = fastest_first([row for each in found for row in each])
+        rows = runs.ended(best_splits(candidates, wanted.label, objective, n_gpus, low))
     return Answer(Question("split", asked, objective, n_gpus, axes=wanted), rows, runs)
 
 
-def _best(candidate: Candidate, objective: Objective, n_gpus: int, low: float) -> Search[list[Row]]:
-    """Find the best splits of a candidate."""
+def best_splits(
+    candidates: Sequence[Candidate],
+    label: Callable[[RunConfig], str],
+    objective: Objective,
+    n_gpus: int,
+    low: float,
+) -> Search[tuple[Row, ...]]:
+    """Find the splits of up to so many GPUs that carry the highest rates, the best first.
+
+    Each candidate has its own (`_fastest`). Of more than `race.MOST_CANDIDATES` those whose likely
+    best split is among the best in short runs are one, with all their splits.
+
+    ``label``: names the candidate that a cluster is of; ``low``: lowest rate that matters, a
+    second.
+    """
+    groups, beaten = [_likely(each.templates, n_gpus) for each in candidates], list[Row]()
+    if len(candidates) > MOST_CANDIDATES:
+        runners = [each[0] for each in groups if each]
+        guessed = {id(each): each.likely for each in runners}
+        _, others = yield from raced(candidates, runners, objective, low)
+        out = {id(each) for _, each in others}
+        left = [each for each in groups if each and id(each[0]) not in out]
+        for each in left:  # what the first carried says how far the estimate of the others is off
+            for split in each[1:]:
+                split.likely *= each[0].likely / guessed[id(each[0])]
+        groups = [[split for each in left for split in each[: _MOST // len(left)]]]
+        searches = [_beaten(each, label) for _, each in others if each is not None]
+        beaten = yield from side_by_side(searches)
+    found = yield from side_by_side(
+        [_fastest(group, label, objective, n_gpus, low) for group in groups]
+    )
+    return fastest_first([row for each in found for row in each] + beaten)
+
+
+def _likely(templates: Sequence[ClusterTemplate], n_gpus: int) -> list[Contender]:
+    """Return the splits of shapes that are simulated, the likely best first.
+
+    The estimate of `shapes.capacity` ranks all of them: the first, and those within a factor.
+    """
     splits = [
         _split(template, x, y)
-        for template in candidate.templates
+        for template in templates
         if not template.bounds.impossible
         for x, y in _full_splits(template, n_gpus)
     ]
     splits.sort(key=lambda split: -split.likely)
-    least = splits[0].likely / ESTIMATED if splits else 0.0
-    likely = [split for split in splits if split.likely >= least]
-    raced = likely[:_MOST] if len(likely) > _TRIED else splits[:_TRIED]
+    likely = [split for split in splits if split.likely >= splits[0].likely / ESTIMATED]
+    return likely[:_MOST] if len(likely) > _TRIED else splits[:_TRIED]
+
+
+def _fastest(
+    runners: Sequence[Contender],
+    label: Callable[[RunConfig], str],
+    objective: Objective,
+    n_gpus: int,
+    low: float,
+) -> Search[list[Row]]:
+    """Find the best of splits, and of those beside it.
+
+    They race in short runs (`race.halved`); the first are simulated under one seed, those that two
+    others beat only until that is known; the best two, and whoever one seed does not show to be
+    worse, under up to five (`race.decided`).
+    """
     tried: list[Contender] = []
-    new, best = (yield from halved(raced, objective, low, _TRIED // 2)), None
+    new, best = (yield from halved(runners, objective, low, _TRIED // 2)), None
     while new:
         tried += new
         yield from side_by_side([_race(split, tried, objective, low) for split in new])
@@ -101,12 +154,17 @@ def _best(candidate: Candidate, objective: Objective, n_gpus: int, low: float) -
     rates = yield from decided(tried, objective, low)
     result = []
     for split in tried:
-        result.append((yield from _row(split, candidate.policy, rates.get(split.key), low)))
+        result.append((yield from _row(split, label, rates.get(split.key), low)))
     done = {split.key for split in tried}
-    for split in (each for each in raced if each.key not in done):
-        config, why = split.template.at(split.x, split.y), f"about {split.likely:.4g} in short runs"
-        result.append((yield from carried_row(config, candidate.policy, (), why, beaten=True)))
+    for split in (each for each in runners if each.key not in done):
+        result.append((yield from _beaten(split, label)))
     return result
+
+
+def _beaten(split: Contender, label: Callable[[RunConfig], str]) -> Search[Row]:
+    """Return what is known of a split from short runs."""
+    config, why = split.template.at(split.x, split.y), f"about {split.likely:.4g} in short runs"
+    return carried_row(config, label(config), (), why, beaten=True)
 
 
 def _split(template: ClusterTemplate, x: int, y: int, likely: float | None = None) -> Contender:
@@ -136,16 +194,19 @@ def _race(
     split.bad = low if found is None else found.bad
 
 
-def _row(split: Contender, label: str, rates: Rates | None, low: float) -> Search[Row]:
+def _row(
+    split: Contender, label: Callable[[RunConfig], str], rates: Rates | None, low: float
+) -> Search[Row]:
     """Return what is known of a split: its rates by seed, or that it is beaten under the first."""
     config = split.template.at(split.x, split.y)
+    name = label(config)
     if rates is None and is_narrow(split, low):
         rates = [split.good or None]
     if rates is not None:
         why = f"{low:.3g} req/s is too much"
-        return (yield from carried_row(config, label, rates, why))
+        return (yield from carried_row(config, name, rates, why))
     reason = f"{split.good:.4g} to {split.bad:.4g}, less than the best"
-    return (yield from carried_row(config, label, (), reason, beaten=True))
+    return (yield from carried_row(config, name, (), reason, beaten=True))
 
 
 def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]]:

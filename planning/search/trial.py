@@ -10,6 +10,8 @@ from eldr_sim.planning.runs.shared_runs import Search, Summary
 from eldr_sim.planning.slo import Objective, Verdict, block_interval
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
+LEAST_REQUESTS = 100  #: fewest expected requests of a run that estimates a share such as 99%
+SHORTEST = 0.25  #: window of the shortest run, as a share of that of a plan
 PAIRED_SEEDS = 3  #: seeds of what is searched seed by seed: margins, savings, the best splits
 
 
@@ -67,8 +69,17 @@ def try_cluster(config: RunConfig, objective: Objective, *, surely: bool = True)
     after a single seed unless the interval of its requests lies below the target.
 
     ``config``: its ``goodput`` must be the objective's level; ``surely``: else a first seed that
-    attains the target is taken for all.
+    attains the target is taken for all, and so is a run of a quarter of the window that misses it
+    by more than luck: short windows favour clusters, in which requests have waited little.
     """
+    if not surely and (short := shortened(config, SHORTEST)) is not config:
+        quick = (yield [short])[0]
+        share = float(quick["slo_attainment"])
+        # Half of the requests: those of one run depend on each other.
+        of_requests = objective.interval([share, share], quick["num_prompts"] // 2)
+        if objective.verdict(of_requests) is Verdict.MISSES and objective.is_out_of_reach([share]):
+            alone = Interval(share, math.nan, math.nan)
+            return Trial(config, Verdict.MISSES, alone, (quick,), hopeless=True)
     first = (yield [config])[0]
     share = float(first["slo_attainment"])
     alone = Interval(share, math.nan, math.nan)
@@ -94,3 +105,16 @@ def attains(config: RunConfig, seed: int, objective: Objective) -> Search[bool]:
     """Return whether one seed attains the target."""
     summary = (yield [with_seed(config, seed)])[0]
     return bool(summary["slo_attainment"] >= objective.attainment)
+
+
+def shortened(config: RunConfig, share: float) -> RunConfig:
+    """Return a run of a part of the window; a log is measured as it is."""
+    if config.num_requests is not None:
+        n = max(LEAST_REQUESTS, math.ceil(share * config.num_requests))
+        return config.model_copy(update={"num_requests": min(n, config.num_requests)})
+    if config.replays_log or config.duration_s is None:
+        return config
+    rate = config.request_rate or math.inf
+    window = max(share * config.duration_s, min(config.duration_s, LEAST_REQUESTS / rate))
+    warm = max(share, 0.5) * config.warmup_s
+    return config.model_copy(update={"duration": window, "warmup": warm})

@@ -22,6 +22,8 @@ from eldr_sim.policies.base import Policy, PolicyContext
 from eldr_sim.policies.choice import Parameters
 
 Ints: TypeAlias = NDArray[np.int64]
+#: `Autoscaler.factors` of targets that are times, alike for all rules.
+OF_TIMES = (4.0, 2.0, 1.0, 0.7, 0.5, 0.35, 0.2)
 
 
 class PoolView(NamedTuple):

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.scaling.base import (
+    OF_TIMES,
     Autoscaler,
     Decision,
     Fleet,
@@ -182,7 +183,7 @@ class LlmdLatency(VariantAutoscaler):
     name = "llmd_latency"
     Parameters = LatencyParameters
     told: LatencyParameters
-    aims, factors = ("ttft", "itl"), (1.0, 0.7, 0.5, 0.35, 0.2)
+    aims, factors = ("ttft", "itl"), OF_TIMES
 
     def _wish(self, pool: PoolView, fleet: Fleet) -> int | None:
         if math.isnan(pool.prompt_tokens) or math.isnan(pool.output_tokens):

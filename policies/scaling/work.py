@@ -17,6 +17,7 @@ from pydantic import Field
 
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.scaling.base import (
+    OF_TIMES,
     Autoscaler,
     Decision,
     Fleet,
@@ -58,7 +59,7 @@ class DynamoLoad(Autoscaler):
     name = "dynamo_load"
     Parameters = LoadParameters
     told: LoadParameters
-    aims, factors = ("ttft", "itl"), (1.0, 0.7, 0.5, 0.35, 0.2)
+    aims, factors = ("ttft", "itl"), OF_TIMES
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return one worker more, or less."""
@@ -340,7 +341,7 @@ class Seconds(Autoscaler):
     name = "seconds"
     Parameters = SecondsParameters
     told: SecondsParameters
-    aims, factors = ("ttft",), (4.0, 2.0, 1.0, 0.7, 0.5)
+    aims, factors = ("ttft",), OF_TIMES
 
     def __init__(self, context: PolicyContext, parameters: SecondsParameters | None = None) -> None:
         super().__init__(context, parameters)

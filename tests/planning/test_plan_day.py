@@ -108,7 +108,7 @@ def test_bounds_of_the_objective_become_those_of_rules():
     objective = Objective(parse_slo(["ttft:700,tpot:30"]))
     first = _settings("dynamo_load:itl=80", objective, 1e6, True)
     # What is told is not tuned; the leanest comes first.
-    targets = 700, 490, 350, 245, 140
+    targets = 2800, 1400, 700, 490, 350, 245, 140
     assert first == [[f"dynamo_load:ttft={target}.0,itl=80.0" for target in targets]]
     assert len(_settings("seconds", objective, 1e6, False)) == 2  # with switches and without
     lines = _settings("timetable:utilisation=0.5", objective, 120.0, True)

@@ -10,8 +10,10 @@ import pytest
 
 from eldr_sim.planning.intervals import is_below
 from eldr_sim.planning.runs.shared_runs import Runs
-from eldr_sim.planning.search.plan import MOST_CANDIDATES, plan
-from eldr_sim.planning.search.race import SHORTEST, Contender, decided, halved
+from eldr_sim.planning.search.plan import plan
+from eldr_sim.planning.search.race import MOST_CANDIDATES, Contender, decided, halved
+from eldr_sim.planning.search.split import plan_split
+from eldr_sim.planning.search.trial import SHORTEST
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import make_config
 
@@ -153,8 +155,12 @@ def test_a_clear_winner_takes_three_seeds_and_no_others():
 class Batched(Analytic):
     """Decode workers are the faster the more sequences they run, up to a number."""
 
+    def __init__(self, field="max_num_seqs"):
+        super().__init__()
+        self.field = field
+
     def summary(self, config):
-        speed = 1.0 - abs(math.log2((config.max_num_seqs or 1) / 64)) / 8
+        speed = 1.0 - abs(math.log2((getattr(config, self.field) or 1) / 64)) / 8
         changed = config.replace(request_rate=config.request_rate / speed)
         return super().summary(config) | {
             "slo_attainment": super().summary(changed)["slo_attainment"]
@@ -174,3 +180,35 @@ def test_a_plan_of_many_candidates_searches_the_best_of_them():
     assert len(beaten) <= len(sizes) - MOST_CANDIDATES
     for row in beaten:
         assert "in short runs" in row.reasons[0]
+
+
+def test_the_best_split_of_many_candidates_is_of_the_best_of_them():
+    """Of a field that the estimate knows nothing of."""
+    sizes = [2**n for n in range(1, 11)]
+    config = make_config(BASE | {"policy": "jsq", "duration": 60})
+    with simulated_by(Batched("health_delay_ms")):
+        found, alone = (
+            plan_split(
+                config, OBJECTIVE, 12, tensor_parallel_sizes=[1], runs=Runs(1),
+                axes={"health_delay_ms": some},
+            )
+            for some in (sizes, [64])
+        )  # fmt: skip
+    assert found.best.policy == "jsq, health_delay_ms=64.0"
+    assert found.best.figure.mean == pytest.approx(alone.best.figure.mean, rel=0.02)
+    assert {row.policy for row in found.rows} == {f"jsq, health_delay_ms={n}.0" for n in sizes}
+
+
+def test_a_further_router_is_searched_from_where_the_first_one_ended():
+    """The same cheapest cluster as when it is searched by itself, by fewer runs."""
+    runs = {}
+    for policies in (["jsq", "eldr"], ["jsq"], ["eldr"]):
+        with simulated_by(Analytic()) as _:
+            found = plan(
+                make_config(BASE | {"request_rate": 40}), OBJECTIVE, policies=policies,
+                max_gpus=40, tensor_parallel_sizes=[1, 2, 4], runs=Runs(1),
+            )  # fmt: skip
+        runs[*policies] = found, {row.policy: row.cost for row in found.rows}
+    both, costs = runs["jsq", "eldr"]
+    assert costs == runs["jsq",][1] | runs["eldr",][1]
+    assert len(both.runs) < len(runs["jsq",][0].runs) + len(runs["eldr",][0].runs)
