@@ -208,7 +208,7 @@ def replay(
          "max_num_batched_tokens": engine.max_num_batched_tokens, "seed": seed,
          "block_size": engine.block_size, "num_gpu_blocks_override": engine.n_blocks,
          "enable_prefix_caching": False, "async_scheduling": False, "request_rate": "inf",
-         "num_requests": len(sent.contexts), "max_concurrency": sent.max_concurrency}
+         "num_requests": len(sent.contexts)}
         | dict(fields)
     )  # fmt: skip
     info = calibrated.info
@@ -221,7 +221,8 @@ def replay(
     begin = float(sent.clock.own_s(np.array([first]))[0])
     for moment in ("sent_s", "first_token_s", "finish_s"):
         record.requests[moment] = sent.clock.wall_s(begin + record.requests[moment]) - first
-    times, rows = request_times(record), np.argsort(order)
+    # Rows of a record are in the order of arrival, which ends decide where requests follow others.
+    times, rows = request_times(record), np.argsort(order[record.numbers])
     found = {name: times[name][rows] for name in ("ttft", "tpot", "e2el")}
     found["ttft"] += ingress + info.egress_s
     found["e2el"] += ingress + info.egress_s
@@ -248,9 +249,10 @@ def _workload(
         # A block's number stands for its tokens; `chain_blocks` adds what comes before.
         blocks += [hash(tuple(tokens[i : i + block_size])) % (1 << 63) for i in pieces]
         indptr.append(len(blocks))
-    parent = np.array([place[load[i].parent] if load[i].parent >= 0 else -1 for i in order])
+    before = _gone_before(sent)
+    parent = np.where(before >= 0, place[before], -1)[order]
     gaps = np.array([load[i].gap_s + egress_s + ingress[i] for i in order]) / sent.clock.mean
-    turns = bool((parent >= 0).any())
+    turns, chained = any(r.parent >= 0 for r in load), bool((parent >= 0).any())
     rows = order.astype(np.int32)
     domains = {name: i for i, name in enumerate(sorted({r.domain for r in load}))}
     lengths = (requests[name].to_numpy()[order] for name in ("prompt_len", "output_len"))
@@ -264,11 +266,26 @@ def _workload(
         prefix_indptr=np.array(indptr, np.int64),
         prefix_text=np.repeat(rows, np.diff(indptr)),
         prefix_block_tokens=block_size if blocks else 0,
-        parent=parent.astype(np.int32) if turns else None,
-        gap_s=gaps if turns else None,
+        parent=parent.astype(np.int32) if chained else None,
+        gap_s=gaps if chained else None,
         answered=np.full(len(rows), True) if turns else None,
     )
     return workload, order
+
+
+def _gone_before(sent: Sent) -> NDArray[np.intp]:
+    """Return the request, or -1, whose end lets each be sent: the turn before, or a seat's last.
+
+    A client with so many seats sends the next request when one comes free, and gets to the engine
+    when it has begun another step: had the simulation's seats no way between, it would not.
+    """
+    before = np.array([request.parent for request in sent.load.requests])
+    most = sent.max_concurrency
+    if most is not None:
+        ended = np.argsort([times[-1] for times in sent.requests["token_s"].to_pylist()])
+        order = np.argsort(sent.requests["sent_s"].to_numpy(), kind="stable")
+        before[order[most:]] = ended[: max(0, len(order) - most)]
+    return before
 
 
 def live_figures(sent: Sent) -> Row:

@@ -5,13 +5,21 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from eldr_sim.validation.live import feature_check
 from eldr_sim.validation.live.client import send_turns
 from eldr_sim.validation.live.drift import Clock
 from eldr_sim.validation.live.feature_loads import PREFIX, TURNS, feature_load, lengths_of
-from eldr_sim.validation.live.features import FEATURES, Sent, figures, live_figures, simulate_sent
+from eldr_sim.validation.live.features import (
+    FEATURES,
+    Sent,
+    figures,
+    live_figures,
+    replay,
+    simulate_sent,
+)
 from eldr_sim.validation.live.load import Load, LoadRequest
 
 from .test_live_client import engine, info
@@ -130,6 +138,26 @@ def test_times_are_those_of_the_moment_on_a_machine_that_changes_its_speed(
     plain, _ = simulated(run, one, calibrated, tmp_path, {})
     late, _ = simulated(run, replace(one, clock=slow), calibrated, tmp_path, {})
     assert late["tpot p50"] == pytest.approx(2 * plain["tpot p50"], rel=1e-6)
+
+
+def test_a_closed_loop_sends_a_way_after_an_end(make_live_run, calibrated):
+    """On engines half as fast, too: each request behind the one whose seat it took."""
+    run, _ = make_live_run("colocated", seed=4, n=12)
+    column = run.requests.column_names.index("token_s")
+    ends = pa.array([[float(i)] for i in range(12)])
+    run = replace(run, requests=run.requests.set_column(column, "token_s", ends))
+    lengths = run.requests["prompt_len"].to_numpy()
+    sent = replace(sent_of(run, [[i] * n for i, n in enumerate(lengths)]), max_concurrency=3)
+    way = calibrated["calibrated"].info
+    for slowness in (1.0, 2.0):
+        clock = Clock(np.array([-1e4, 1e4]), np.array([slowness, slowness]))
+        again = replay(
+            replace(sent, clock=clock), {}, engine=run.info.engines[0],
+            max_model_len=run.info.max_model_len, trace=run.trace.path, **calibrated,
+        )  # fmt: skip
+        requests = again.record.requests[again.rows]
+        gaps = requests["sent_s"][3:] - requests["finish_s"][:-3]
+        assert gaps == pytest.approx(way.ingress_s.of(lengths[3:]) + way.egress_s, rel=1e-6)
 
 
 def test_prompts_share_the_blocks_whose_tokens_are_equal(make_live_run, calibrated, tmp_path):
