@@ -14,8 +14,6 @@
 Where the folder cannot be written the work goes on without it, after one warning.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Running a command line: what becomes of bad input, Ctrl-C and SIGTERM."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

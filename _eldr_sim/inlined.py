@@ -6,8 +6,6 @@ in the intermediate code and does the same again. So a function deep in the simu
 once for each level above it. Here it stays intermediate code, and is kept in the cache as such.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import llvmlite.binding as llvm

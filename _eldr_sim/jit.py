@@ -4,8 +4,6 @@ By itself numba keeps them beside the source, which is among the installed files
 compile where it cannot keep them.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """What a long command does before its first figures: told by whoever does it, shown by commands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

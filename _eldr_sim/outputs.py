@@ -1,7 +1,5 @@
 """Outputs that appear whole or not at all, whatever interrupts their making."""
 
-from __future__ import annotations
-
 import csv
 import os
 import shutil

@@ -7,8 +7,6 @@ them out in memory once. A member is read where it is named, and a tuple in a tu
 
 # mypy: disable-error-code="no-untyped-call, untyped-decorator, override"
 
-from __future__ import annotations
-
 import ctypes
 import operator
 import struct
@@ -30,7 +28,7 @@ from numba.core.typing.templates import (
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
 
 _INDEX = ir.IntType(32)
-_TYPES: dict[tuple[Any, ...], ReferenceType] = {}
+_TYPES: dict[tuple[Any, ...], "ReferenceType"] = {}
 
 
 class ReferenceType(types.Type):

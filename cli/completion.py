@@ -3,8 +3,6 @@
 Each source imports its names when the shell asks for them, and none needs the compiler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Literal

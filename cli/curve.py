@@ -1,7 +1,5 @@
 """``eldr-sim curve``: what a cache of any size would find in a request log."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """The ``eldr-sim`` command."""
 
-from __future__ import annotations
-
 import click
 
 from eldr_sim.cli.lazy import LazyGroup

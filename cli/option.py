@@ -1,7 +1,5 @@
 """Options of commands in short, and those that several commands have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Command-line options of a run, made from the fields of its configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path

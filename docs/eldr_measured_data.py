@@ -5,8 +5,6 @@
 The first has all but Figures 13 to 16; each further one adds its errors, or these figures.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Mapping

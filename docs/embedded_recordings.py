@@ -6,8 +6,6 @@ soryxie/vllm and AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting. It replaces the
 ``traces/data``; `tests/traces/test_recordings.py` holds these against the files.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

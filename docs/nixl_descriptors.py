@@ -6,8 +6,6 @@ to its end in reverse order (``vllm/v1/core/block_pool.py``). A pair of descript
 where both sides' blocks follow each other upwards (NIXL, ``nixlAgent::makeXferReq``).
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Callable

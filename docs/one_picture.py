@@ -4,8 +4,6 @@
 of a checkout, after ``eldr-sim run --request-rate 60 --policy POLICY --out results/POLICY``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -18,8 +18,6 @@ repeats of what was measured differ, ``shown`` whether the row stands on its pag
 (another simulator's error).
 """
 
-from __future__ import annotations
-
 import csv
 import re
 import sys

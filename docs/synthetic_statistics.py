@@ -5,8 +5,6 @@ checkout; TABLE is ``statistics`` or ``held_out``, whose fits to halves take min
 twins are means over four seeds.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable, Sequence

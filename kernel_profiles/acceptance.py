@@ -5,8 +5,6 @@ that accept at least ``i`` drafts, so they never rise. The acceptance length is 
 step yields, the sampled one included: one more than the sum of the rates.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from itertools import pairwise

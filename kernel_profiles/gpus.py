@@ -3,8 +3,6 @@
 Facts live in ``data/gpus.json``, each with its source.
 """
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
 from pathlib import Path

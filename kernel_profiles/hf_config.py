@@ -1,7 +1,5 @@
 """What a Hugging Face ``config.json`` says of a model, in the words of `models.ModelDims`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Facts live in ``data/models.json`` with their sources; parameters and bytes are 
 that a model described only by its Hugging Face ``config.json`` gets the same treatment.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -120,7 +118,7 @@ class ModelDims(BaseModel):
     published_source: str = ""  #: where the published counts come from
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> ModelDims:
+    def _check_combinations(self) -> "ModelDims":
         if self.top_k > self.n_experts:
             raise ValueError(f"top_k {self.top_k} of {self.n_experts} experts")
         routed = (self.n_experts, self.top_k, self.expert_intermediate_size)

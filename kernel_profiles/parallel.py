@@ -24,8 +24,6 @@ As vLLM does (``--tensor-parallel-size``, ``--enable-expert-parallel``, ``--data
   not on those of the engines, which have all else: gates, shared experts and dense layers, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -5,8 +5,6 @@ the name as the registry has it, then the parameters that differ from their defa
 of the policy's own list. Equal choices are equal words, in results and comparisons too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """What goes wrong in a policy of another package: one line that names package, call and request."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import traceback

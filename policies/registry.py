@@ -14,8 +14,6 @@ packages are loaded only when a name is not built in, or when all names are list
 in them is an InputError that names the package, the call and the request (`plugins`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache, lru_cache
 from importlib import import_module

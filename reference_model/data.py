@@ -1,7 +1,5 @@
 """Text of the reference model: folders of documents by domain, their split, the tokenizer."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import dataclass

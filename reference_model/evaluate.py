@@ -1,7 +1,5 @@
 """Evaluation: held-out loss, and whether domains prefer experts of their own."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ A checkpoint folder holds ``config.json``, ``model.safetensors`` and the tokeniz
 in transformers (``AutoModelForCausalLM``) and in engines that read its checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ expert, so that training is quick on a CPU too. Dimensions are small on purpose:
 has to be a trained one.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple

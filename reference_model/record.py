@@ -1,7 +1,5 @@
 """Routing of the reference model: prompts, sampled continuations and the experts chosen."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import signal

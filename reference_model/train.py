@@ -4,8 +4,6 @@ Every batch holds all domains equally. The load-balance loss is taken over the w
 sequence, it would forbid what the model is for, experts that a domain prefers.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

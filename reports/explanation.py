@@ -1,7 +1,5 @@
 """Why a result is as it is: where its requests' time went, and what makes two results differ."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -254,7 +252,7 @@ class _StepMeans:
         return 1e3 * self.n_moe_layers * float(layer_s)
 
     @classmethod
-    def of(cls, run: Folder) -> _StepMeans:
+    def of(cls, run: Folder) -> "_StepMeans":
         """Read the steps of a run, and split their times with its step-time model."""
         from eldr_sim.simulator.setup.config.run_config import make_config
         from eldr_sim.simulator.setup.prepare import prepare

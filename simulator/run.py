@@ -1,7 +1,5 @@
 """From a configuration to a result: the steps of one run, in order."""
 
-from __future__ import annotations
-
 import math
 import platform
 from collections.abc import Callable, Iterator

@@ -17,8 +17,6 @@
 and transfers run compiled between two of its events. At one instant processes come first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Small synthetic models, workloads and clusters, so that the simulator is tested 
 Their fixtures are factories of session scope: hypothesis may call them many times within a test.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

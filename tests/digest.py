@@ -9,8 +9,6 @@ numbers alone: words may change, and figures that are new do not count. Runs rep
 trace, so what is drawn or fitted by other packages does not count.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """Properties that cost seconds: a few examples by default, many with ``-m slow``."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -6,8 +6,6 @@ come, first served throughout. Sources: Gross, Shortle, Thompson and Harris, *Fu
 Queueing Theory*, 4th edition (GSTH); Kleinrock, *Queueing Systems*, volumes I and II (K1, K2).
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Routing artifacts of random centroids, as a fit of ELDR's router would make them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from eldr_sim.policies.eldr.artifact import RoutingArtifact

@@ -6,8 +6,6 @@ consist of several texts, one after the other (`requests.prefixes`); a token's r
 position in the prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import count

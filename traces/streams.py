@@ -5,8 +5,6 @@ decision's purpose. Two policies under one seed therefore see the same requests 
 times, and a change in one decision shifts no other.
 """
 
-from __future__ import annotations
-
 import zlib
 from numbers import Integral
 

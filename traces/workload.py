@@ -4,8 +4,6 @@ A request's prompt replays the rows of its text's prompt in the trace (`prompts`
 of the same text or of another of its domain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Self

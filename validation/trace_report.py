@@ -24,8 +24,6 @@ A folder, written whole or not at all: ``statistics.json`` (manifest, all of
     Jensen-Shannon divergence of each pair of domains; on the diagonal that of a domain's halves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -195,7 +193,7 @@ class _Use:
     prompt: NDArray[np.float64] | None
 
     @classmethod
-    def of(cls, trace: RoutingTrace) -> _Use:
+    def of(cls, trace: RoutingTrace) -> "_Use":
         present = np.unique(trace.domain)
         members = [np.flatnonzero(trace.domain == d) for d in present]
         decode = [trace.decode_activation(q).mean(axis=0, dtype=float) for q in members]

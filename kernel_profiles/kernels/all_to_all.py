@@ -39,8 +39,6 @@ which is what CUDA graphs replay in decode steps; the second hold time of launch
 ``deepep_ht``, of a wait for the host, which prefill steps without graphs do pay.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args

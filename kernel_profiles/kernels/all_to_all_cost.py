@@ -10,8 +10,6 @@ What is sent is told by three counts of a layer's tokens:
 Ranks are numbered node by node.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -16,8 +16,6 @@ Of the parameters the embedding, which is looked up, and lm_head, which sees the
 prompt alone, are left out. Qwen3-235B-A22B has A = 20.9e9 then, the paper's constant.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from eldr_sim.kernel_profiles.gpus import GPU

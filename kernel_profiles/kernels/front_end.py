@@ -6,8 +6,6 @@ request; ``http``, what else its way from the client takes. They are linear betw
 points and go on with the last slope.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +29,7 @@ class FrontEndLatency:
     slowdown: float = 1.0  #: times are so much longer than the table's
 
     @classmethod
-    def from_table(cls, table: LatencyTable) -> FrontEndLatency:
+    def from_table(cls, table: LatencyTable) -> "FrontEndLatency":
         """Arrange a table's rows by part; below its fewest tokens a part costs what these cost.
 
         Raises InputError: not a ``front_end`` table, or a part without rows.
@@ -49,7 +47,7 @@ class FrontEndLatency:
             curves[part] = tokens, seconds
         return cls(curves, table.metadata)
 
-    def slower(self, factor: float) -> FrontEndLatency:
+    def slower(self, factor: float) -> "FrontEndLatency":
         """Return the front end on a CPU on which all takes ``factor`` times as long."""
         return replace(self, slowdown=self.slowdown * factor)
 

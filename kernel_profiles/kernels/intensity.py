@@ -8,8 +8,6 @@ token reads its own KV cache. Nothing but weights, caches and, where it says so,
 around a MoE layer is counted: what kernels really move is more.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

@@ -1,7 +1,5 @@
 """Times of attention, GEMM and collective kernels, interpolated from latency tables."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +29,7 @@ class GemmLatency:
     seconds: FloatArray  #: float64 [n, k, m]
 
     @classmethod
-    def from_table(cls, table: LatencyTable) -> GemmLatency:
+    def from_table(cls, table: LatencyTable) -> "GemmLatency":
         """Arrange a GEMM table's rows as a grid.
 
         Raises InputError: not a GEMM table, or (n, k) pairs that lack some m.
@@ -79,7 +77,7 @@ class DecodeAttention:
     tokens_max: int  #: largest ``batch * context`` that was measured
 
     @classmethod
-    def from_table(cls, table: LatencyTable) -> DecodeAttention:
+    def from_table(cls, table: LatencyTable) -> "DecodeAttention":
         """Arrange a table's rows as a grid and fill the corner that was not measured.
 
         Memory limits what can be measured to ``batch * context``. Where a batch's contexts end,
@@ -137,7 +135,7 @@ class PrefillAttention:
     token_s: float  #: least time to read the KV of one cached token
 
     @classmethod
-    def from_table(cls, table: LatencyTable, max_tokens: int, token_s: float) -> PrefillAttention:
+    def from_table(cls, table: LatencyTable, max_tokens: int, token_s: float) -> "PrefillAttention":
         """Build the curves from whole-prompt rows.
 
         The time of longer prompts grows with the pairs under the causal mask: with the square of
@@ -196,7 +194,7 @@ class CollectiveLatency:
     warnings: dict[tuple[str, int], list[str]]  #: of each curve: rows that are left out
 
     @classmethod
-    def from_table(cls, table: LatencyTable) -> CollectiveLatency:
+    def from_table(cls, table: LatencyTable) -> "CollectiveLatency":
         """Arrange a table's rows by operation and number of GPUs; `spikes` are left out."""
         if table.metadata.kind != "collective":
             raise InputError("table", f"kind {table.metadata.kind!r}", "collective")

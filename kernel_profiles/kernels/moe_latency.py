@@ -25,8 +25,6 @@ A profile's table holds a full grid of forced routing (``routing`` is ``forced``
 the form leaves out, and are not fitted.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 
@@ -163,7 +161,7 @@ class MoELatency:
             grid[1:, 1:] = np.maximum(grid[1:, 1:], skewed[1:, None])
         return grid
 
-    def on_rank(self, n_ranks: int) -> MoELatency:
+    def on_rank(self, n_ranks: int) -> "MoELatency":
         """Return this layer as one of ``n_ranks`` expert-parallel GPUs computes it.
 
         Reading ``d`` of the rank's experts at a batch takes as long as reading ``d`` of all of

@@ -5,8 +5,6 @@ of the peak that such kernels were measured to reach elsewhere. :class:`Efficien
 fractions; ``data/efficiency.json`` holds them with their evidence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

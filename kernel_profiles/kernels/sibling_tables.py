@@ -16,8 +16,6 @@ rows lie from those derived of H200's. Multiplying rows by the ratio of their ro
 (bfloat16 MoE layers: 7.5%), by the ratio of bandwidths much more (13%).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

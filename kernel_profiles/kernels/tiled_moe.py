@@ -19,8 +19,6 @@ faster than loads are in flight. A step may get **faster** with more tokens; no 
 to rise with the batch can say so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ A plan is a list of tasks by level. Wherever the budget ends, every kernel has b
 far as the level before, so that its tables are usable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,7 +111,7 @@ class Task:
     part: str
     group: str
     level: int  #: coarser levels come first
-    run: Callable[[Workbench], Outcome]  #: measures
+    run: Callable[["Workbench"], Outcome]  #: measures
 
 
 class Workbench:

@@ -4,8 +4,6 @@ What is timed is the layer behind its gate, as the latency tables have it: top-k
 sort, both GEMMs, weighted sum. The gate itself is a GEMM and is measured as one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple
 from functools import partial
@@ -34,14 +32,14 @@ class MoEKernel:
     kernel_source: str
     framework: str
 
-    def tune(self, bench: MoEBench) -> dict[str, Any]:
+    def tune(self, bench: "MoEBench") -> dict[str, Any]:
         """Choose block sizes and the like; returns what was chosen, as plain values."""
         return {}
 
     def restore(self, tuned: dict[str, Any]) -> None:
         """Choose what :meth:`tune` returned earlier."""
 
-    def layer(self, batch: int) -> Layer:
+    def layer(self, batch: int) -> "Layer":
         """The layer for a batch."""
         raise NotImplementedError
 
@@ -136,7 +134,7 @@ class TritonKernel(MoEKernel):
         for name, (up, down) in tuned.items():
             self.tiles[name] = (self._module.Tile(*up), self._module.Tile(*down))
 
-    def tune(self, bench: MoEBench) -> dict[str, Any]:
+    def tune(self, bench: "MoEBench") -> dict[str, Any]:
         """Time every tile at one point a class: half of the experts at 64 tokens, all at 4096.
 
         The tiles of the two GEMMs are chosen one after the other, by the time of the whole layer.

@@ -1,7 +1,5 @@
 """What a measurement leaves behind, and how measurements become latency tables."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -51,7 +49,7 @@ class Record:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Record:
+    def from_json(cls, values: Mapping[str, Any]) -> "Record":
         """Undo :meth:`to_json`."""
         return cls(**{**values, "timing": Timing(**values["timing"])})
 

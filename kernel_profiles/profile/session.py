@@ -15,8 +15,6 @@ file                content
 ==================  =========================================================================
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +67,7 @@ class Journal:
     outcomes: dict[str, Outcome] = field(default_factory=dict)  #: by task
 
     @classmethod
-    def create(cls, path: Path, header: dict[str, Any]) -> Journal:
+    def create(cls, path: Path, header: dict[str, Any]) -> "Journal":
         """Begin a journal."""
         journal = cls(path, {"format": _FORMAT, **header})
         try:
@@ -80,7 +78,7 @@ class Journal:
         return journal
 
     @classmethod
-    def read(cls, path: Path) -> Journal:
+    def read(cls, path: Path) -> "Journal":
         """Read a journal; a last line that was cut off is dropped.
 
         Raises InputError: the file is missing or is no journal.

@@ -6,8 +6,6 @@ weights there. On a GPU a round is captured as one graph, whose replays are time
 eager figure is the same calls launched one by one. On a CPU every call is timed by itself.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -46,13 +44,13 @@ class Timing:
     repeats: int
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Timing:
+    def of(cls, samples: Sequence[float]) -> "Timing":
         """Summarise samples, seconds."""
         q1, median, q3 = np.quantile(samples, (0.25, 0.5, 0.75))
         return cls(float(median), float(q1), float(q3), len(samples))
 
     @staticmethod
-    def columns(timings: Sequence[Timing]) -> dict[str, NDArray[Any]]:
+    def columns(timings: Sequence["Timing"]) -> dict[str, NDArray[Any]]:
         """Return the columns of a latency table that hold them."""
         return {
             "latency_s": np.array([t.median_s for t in timings]),

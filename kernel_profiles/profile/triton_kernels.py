@@ -5,8 +5,6 @@ float32 there (``UPCAST``); sums are float32 everywhere.
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -9,8 +9,6 @@ Written against Triton's portable language: the same code is for NVIDIA and AMD.
 is said in docs/profiling.md.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@
 Random weights are drawn as stored bytes; nothing is ever quantised.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +111,7 @@ class ExpertWeights:
     down: Matrices
 
     @classmethod
-    def random(cls, shape: MoEShape, device: str, seed: int) -> ExpertWeights:
+    def random(cls, shape: MoEShape, device: str, seed: int) -> "ExpertWeights":
         """Draw the experts that this GPU holds."""
         generator = require_torch().Generator(device=device).manual_seed(seed)
         return cls(

@@ -1,7 +1,5 @@
 """The tables that a step is priced with, as compiled code takes them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

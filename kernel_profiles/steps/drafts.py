@@ -14,8 +14,6 @@ is launched by the host. Drafts that are looked up (n-gram, suffix) take no pass
 - ``draft_model``: a dense model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ sequences, so they alone do not tell f from g: f bends at the tokens of rows tha
 at the sequences of all rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +37,7 @@ class EngineStepLatency:
     fit_error: dict[str, float]
 
     @classmethod
-    def from_table(cls, table: LatencyTable) -> EngineStepLatency:
+    def from_table(cls, table: LatencyTable) -> "EngineStepLatency":
         """Fit f and g by least squares of the rows' relative errors, weighted by their repeats.
 
         Raises InputError: another kind of table, or one that does not tell f from g.

@@ -1,7 +1,5 @@
 """The kernels of one GPU's part of a model, from latency tables or else from rooflines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ As vLLM does (``--pipeline-parallel-size``): the layers are cut into equal parts
 one lm_head, and a stage sends the hidden states and the residual of its tokens to the next.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

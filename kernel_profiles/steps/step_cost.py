@@ -9,8 +9,6 @@ planner's bounds and the comparisons with real engines all come here. A step com
 Every weight is read once for all of them.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from eldr_sim.jit import njit

@@ -22,8 +22,6 @@ pace and take no longer for that: a GPU that reads at its full bandwidth takes 1
 from each other one, so that N readers load each source no more than it can send.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

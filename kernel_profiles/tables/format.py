@@ -9,8 +9,6 @@ lack them where their origin gives one number only. ``distinct_experts`` is frac
 its expectation is known.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -187,7 +185,7 @@ class LatencyTable:
         of = self.metadata
         return provenance_of(of.provenance, of.origin, of.kernel_source, framework=of.framework)
 
-    def saying(self, **metadata: Any) -> LatencyTable:
+    def saying(self, **metadata: Any) -> "LatencyTable":
         """Return the same rows with other words about them."""
         return LatencyTable(self.metadata.model_copy(update=metadata), self.columns)
 

@@ -7,8 +7,6 @@ tables of a folder (as ``profile`` and the makers in ``sources`` write them) to 
 a table of the same name is replaced.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -18,8 +18,6 @@ Run ``i`` of every point has seed ``randomSeed + i``, so points are paired: they
 requests unless a parameter changes the workload.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -68,7 +66,7 @@ class Zip(BaseModel):
     parameters: Annotated[dict[str, Values], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _check(self) -> Zip:
+    def _check(self) -> "Zip":
         lengths = {name: len(values) for name, values in self.parameters.items()}
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
@@ -108,7 +106,7 @@ class Scenarios(BaseModel):
         return len(self.runs)
 
     @model_validator(mode="after")
-    def _check(self) -> Scenarios:
+    def _check(self) -> "Scenarios":
         names = [run.name for run in self.runs]
         twice = [name for name in names if names.count(name) > 1]
         if twice:

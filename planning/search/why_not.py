@@ -1,7 +1,5 @@
 """Why a cluster is not a plan's answer: what refuses it, what it costs, what it attains."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """ELDR's offline fit: the routing artifact that a router loads at start (Sec. 4.1 and 5)."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
@@ -215,7 +213,7 @@ class RoutingArtifact:
         np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> RoutingArtifact:
+    def load(cls, path: str | os.PathLike[str]) -> "RoutingArtifact":
         """Read and validate an artifact.
 
         Raises InputError if the file is missing, is no artifact, is of another format version, or

@@ -1,7 +1,5 @@
 """Fits of ELDR's router kept in the user's cache: the same fit is made once on a machine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

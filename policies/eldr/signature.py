@@ -11,8 +11,6 @@ Unit vectors here are rounded to multiples of 2^-24. Products of two entries are
 that the fit and every routing decision are the same bits on any machine and any BLAS.
 """
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

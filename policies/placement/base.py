@@ -3,8 +3,6 @@
 A layer takes the time of the rank that reads the most activated experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,7 +35,7 @@ class Placement:
     load: Floats | None = None
 
     @classmethod
-    def of_ranks(cls, ranks: Ints, n_ranks: int) -> Placement:
+    def of_ranks(cls, ranks: Ints, n_ranks: int) -> "Placement":
         """Return the placement of one instance of every expert, from its rank, [layers, E]."""
         return cls(np.broadcast_to(np.arange(ranks.shape[-1]), ranks.shape), ranks, n_ranks)
 
@@ -48,7 +46,7 @@ class Placement:
         held[layer, self.rank[layer, slot], self.expert[layer, slot]] = True
         return held
 
-    def behind(self, n: int) -> Placement:
+    def behind(self, n: int) -> "Placement":
         """Return the placement on the ranks behind ``n`` others, which hold nothing."""
         load = None if self.load is None else np.pad(self.load, ((0, 0), (n, 0)))
         return Placement(self.expert, self.rank + n, self.n_ranks + n, load) if n else self

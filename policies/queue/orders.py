@@ -9,8 +9,6 @@ waited so long at its engine go first, the oldest of several: nobody who came af
 than so long after it came.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

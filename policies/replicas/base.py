@@ -11,8 +11,6 @@ Since PR 40810 (April 2026), whose author had found replicas out of balance by m
 takes a multiplicative hash of the token's position.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 

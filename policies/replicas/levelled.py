@@ -6,8 +6,6 @@ own (`simulator.control.replica_policy`); what they take on a GPU is not known a
 unless ``overhead_us`` says it.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar

@@ -10,8 +10,6 @@ All of them need the tokens that each expert has on all ranks, so ranks gather e
 before the gate (Sec. IV-C): see ``allgather_alltoall`` in `kernel_profiles.kernels.all_to_all`.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from math import gcd
 

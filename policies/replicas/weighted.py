@@ -11,8 +11,6 @@ no state and no order. A step has no part in it: while a batch stays, a sequence
 draw the same number, so that they differ by locality alone.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from eldr_sim.errors import InputError

@@ -6,8 +6,6 @@ read in 2026: ai-dynamo/dynamo ``lib/kv-router``, llm-d's inference scheduler, S
 ``sgl-model-gateway``, vllm-project/production-stack, and Preble (arXiv 2407.00023).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -17,8 +17,6 @@ is: the first turn of a session places all of them, and what it adds to steps co
 turn that is expected (``horizon``).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field

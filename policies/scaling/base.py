@@ -5,8 +5,6 @@ should have, or that workers change their pool. Who starts and drains them, with
 its business (`simulator.control.autoscaling`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -119,7 +117,7 @@ class PoolFacts(NamedTuple):
     step_s: Callable[[int, float], float]
     token_budget: int = 8192  #: of a step
     #: Facts by the engines that are there, of a group whose engines come and go.
-    widths: Mapping[int, PoolFacts] = MappingProxyType({})
+    widths: Mapping[int, "PoolFacts"] = MappingProxyType({})
     #: Seconds for which such a group stands still when it goes from a width to another.
     pause_s: Callable[[int, int], float] = lambda before, after: 0.0
 
@@ -156,7 +154,7 @@ class PoolFacts(NamedTuple):
             seconds += output * self.step_s(batch, context) / batch
         return seconds / self.engines
 
-    def fewest(self, do: Callable[[PoolFacts, int], bool]) -> int:
+    def fewest(self, do: Callable[["PoolFacts", int], bool]) -> int:
         """Return the fewest workers, at least 1, that do; the most where none of a group's do."""
         if not self.widths:
             return next(n for n in count(1) if do(self, n))

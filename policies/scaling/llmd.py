@@ -4,8 +4,6 @@ github.com/llm-d/llm-d-workload-variant-autoscaler: the first analyzer, ``satura
 ``queueingmodel``, read in November 2026.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 

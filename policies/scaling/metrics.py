@@ -1,7 +1,5 @@
 """Autoscalers that follow a number of requests: a fixed fleet, HPA, KEDA, Knative and llm-d's."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Literal

@@ -4,8 +4,6 @@ A pool's *work* is the seconds of a worker that the requests of a second take
 (`PoolFacts.work_s`): so many workers are busy.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping

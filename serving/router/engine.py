@@ -1,7 +1,5 @@
 """What the router knows of one engine: whether it answers, and since when it has been silent."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -39,7 +37,7 @@ class Engine:
         self,
         url: str,
         name: str,
-        changed: Callable[[Engine], None],
+        changed: Callable[["Engine"], None],
         is_last: Callable[[], bool] = lambda: False,
     ) -> None:
         self.url, self.name, self.up, self.problem = url, name, False, "not asked yet"

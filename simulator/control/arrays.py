@@ -1,7 +1,5 @@
 """The arrays of a run as it begins."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 

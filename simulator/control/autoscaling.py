@@ -1,7 +1,5 @@
 """An autoscaler at work: a process that looks at a cluster, asks, starts, stops and switches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The control plane's clock: a SimPy environment that is a guest of the compiled loop."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 What a request lives through is told in :mod:`~eldr_sim.simulator.plane.loop`.
 """
 
-from __future__ import annotations
-
 import operator
 import warnings
 import weakref

@@ -1,7 +1,5 @@
 """What processes may do to a cluster: send requests; start, drain, stop, switch, fail workers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The faults of a run as SimPy processes: what `Actions` do, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What a cluster runs: its parts, put together by :mod:`~eldr_sim.simulator.run`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias

@@ -8,8 +8,6 @@ All in seconds of a worker:
   output still has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

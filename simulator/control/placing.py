@@ -1,7 +1,5 @@
 """Where the experts of engines that share them lie, and what moves them while a run lasts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple

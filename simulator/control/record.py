@@ -1,7 +1,5 @@
 """What happened in a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

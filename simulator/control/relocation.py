@@ -25,8 +25,6 @@ vLLM most of it: a new placement of DeepSeek-R1 in NVFP4 on 32 GB200 with 32 red
 12 GB to each rank, 0.02 to 0.03 s by this formula, and took 0.65 to 1.70 s (vLLM PR 43219).
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

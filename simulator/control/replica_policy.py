@@ -4,8 +4,6 @@ It is for choices of one's own. Those of ours are compiled (`replica_choice`), a
 fast, and are equal to what the numpy classes choose here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What limits a cluster: where requests wait, and how busy what they wait for is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -7,8 +7,6 @@ comparisons, pages and the table of docs/metrics.md are made from them. To renew
     python -m eldr_sim.simulator.outcome.catalogue docs/metrics.md
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What faults do to a run's figures: goodput before, during and after, and the time to recover."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

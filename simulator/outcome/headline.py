@@ -1,7 +1,5 @@
 """A few figures of a result: how it looks where Python prints it, and in notebooks."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape

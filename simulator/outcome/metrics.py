@@ -12,8 +12,6 @@ window and complete; ITL is that of the window's steps, whoever's tokens they ar
 - E2EL = ``e - s``.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a fleet of changing size takes and gives: GPU-hours by state, and who was served when."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Figures of prefix reuse and of sessions: what the workload allows, turn by turn."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

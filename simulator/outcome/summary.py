@@ -1,7 +1,5 @@
 """The summary of a run: ``summary.json``."""
 
-from __future__ import annotations
-
 import math
 from operator import attrgetter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sums that do not depend on the machine, and parts of long logs without copies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any

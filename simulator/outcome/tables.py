@@ -1,7 +1,5 @@
 """The two tables of a result: one row a request, one row a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

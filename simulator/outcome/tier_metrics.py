@@ -1,7 +1,5 @@
 """Figures of KV tiers: what was found where, what it took, and what it was worth."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run made of its trace: copies of one request that met in a batch, and what to warn of."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

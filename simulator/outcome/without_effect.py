@@ -6,8 +6,6 @@ warning of the result. A bound that is not reached, and a rule for what does not
 load, say something nevertheless.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

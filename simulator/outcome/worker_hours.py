@@ -1,7 +1,5 @@
 """How long workers are there, and what that takes: GPU-hours and dollars."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -4,8 +4,6 @@ A request is admitted if there is a place in the batch, a token of the step's bu
 until the next in the order is, nobody behind it is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ a tier: records of ``BLOCK``, and a hash table of block number + 1, 0 is empty. 
 list of blocks that may go, the least recently used first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

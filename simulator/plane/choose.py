@@ -4,8 +4,6 @@ A router that tells rules, `policies.rule.Rule`, is asked once for each class of
 treats alike, and its rule is then applied here; any other is asked each time.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

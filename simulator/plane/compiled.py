@@ -1,7 +1,5 @@
 """Compiled functions that only compiled code calls; calls by address, of Python and executors."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import partial

@@ -28,8 +28,6 @@ There is one engine; a request says where its KV cache comes from, and the pool 
 goes on when a prompt is computed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

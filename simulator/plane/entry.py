@@ -5,8 +5,6 @@ its prompt is computed there in chunks, beside the batch, and nothing is transfe
 cached is the longest part of the prompt that one of those workers holds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

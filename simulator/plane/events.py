@@ -3,8 +3,6 @@
 Events of one time happen in the order in which they were scheduled; the starts of steps come last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

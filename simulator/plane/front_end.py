@@ -12,8 +12,6 @@ turn. How a server tokenises depends on the engine's version (`vllm/utils/async_
 - ``thread_pool`` (from June 2026): so many threads, a prompt each; vLLM's default is one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 

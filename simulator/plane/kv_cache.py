@@ -17,8 +17,6 @@ Blocks that nobody can find (generated tokens, prompts that share nothing, the l
 are alike, so they are only counted.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -9,8 +9,6 @@ A prefill worker may also pull what the decode worker of the turn before has of 
 the links of KV transfers; the blocks are held there until the bytes have flowed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 What a step needs, whether it is free, taking it and giving it back; `kv_cache` has the blocks.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

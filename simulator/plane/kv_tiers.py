@@ -19,8 +19,6 @@ those of a store, where its bandwidth is a limit, too. A block can be loaded whe
 stored. A cache may reuse a block whose store still goes on.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

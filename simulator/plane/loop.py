@@ -33,8 +33,6 @@ The control plane (faults, operators, users: SimPy processes) is a guest: the ti
 is one float of the clock, and the loop calls when that comes, before all else of its instant.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -6,8 +6,6 @@ filling, Bertsekas and Gallager, Data Networks, section 6.5.2). Of ``n`` workers
 ``w``, for what comes in, and ``n + w``, for what goes out.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

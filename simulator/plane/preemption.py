@@ -1,7 +1,5 @@
 """Who goes when running sequences lack KV blocks, and when who went comes back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

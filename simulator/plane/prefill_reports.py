@@ -1,7 +1,5 @@
 """What engines report to routers that listen: blocks, and tokens of prompts computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import groupby
 

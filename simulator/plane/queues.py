@@ -9,8 +9,6 @@ constant time, taking the first logarithmic time on average. Requests are ordere
 ``REQUEST.before`` is a request's elder sibling, or the parent of a first child.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

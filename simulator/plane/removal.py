@@ -1,7 +1,5 @@
 """Taking a request out of an engine between two steps: its worker died, or its client left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

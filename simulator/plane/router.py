@@ -1,7 +1,5 @@
 """The routers of a run: policies, and the rules that the compiled loop knows of them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -10,8 +10,6 @@ Where nothing of a session is in flight for `SESSION_IDLE_S` seconds, or nothing
 `ALL_IDLE_S`, all that waits comes so much sooner that the first does now.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ few of them, and what is left when a run has ended are columns. Numbers that com
 on are int64, constants among them: for every other type each function would be compiled anew.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 # --- who goes on when a prompt is computed: ``POOL.then``, or the number of a router, from 0 ---

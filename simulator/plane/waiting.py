@@ -1,7 +1,5 @@
 """When prompts wait though there is room: for more prompts, for other engines, for an interval."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

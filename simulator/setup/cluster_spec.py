@@ -1,7 +1,5 @@
 """What a cluster is made of: its engines' settings and what connects them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -7,8 +7,6 @@ rank times the ranks, less the experts (``vllm/distributed/elastic_ep/elastic_ex
 November 2026).
 """
 
-from __future__ import annotations
-
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.scaling.metrics import per_pool

@@ -1,7 +1,5 @@
 """What every worker of a pool is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any

@@ -4,8 +4,6 @@ A `FaultPlan` is what `cluster.Cluster` takes; `fault_spellings` makes it from a
 `fault_processes` lets it happen.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """How many KV blocks a worker has."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What a run reads: model, GPUs, tables and trace, loaded and checked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 

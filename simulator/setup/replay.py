@@ -12,8 +12,6 @@ policy and reported in the result:
   again, from a random offset (drawn by the workload).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

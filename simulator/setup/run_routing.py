@@ -1,7 +1,5 @@
 """The routing trace that a run replays, and what a dense model may not be asked for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import lru_cache

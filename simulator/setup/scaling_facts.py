@@ -1,7 +1,5 @@
 """What autoscalers know of a run beforehand: its pools, and for some the load to come."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 

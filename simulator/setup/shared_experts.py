@@ -1,7 +1,5 @@
 """Engines that share experts: where instances lie, what exchanging tokens and choosing costs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

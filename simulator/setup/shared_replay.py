@@ -6,8 +6,6 @@ maps it, and its pages are in memory once. The file is gone with the last proces
 whatever ends them. Where there is no such file (not Linux) every process lays out its own.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a worker's engines draft, how many drafts they accept, and what results say of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A transfer first pays its set-up and one posting cost a descriptor, then its byt
 that it shares with others (:mod:`~eldr_sim.simulator.plane.network`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -59,7 +57,7 @@ class TransferModel:
 
     def over(
         self, egress_nic: float, ingress_nic: float, pull: Pull | None = None
-    ) -> TransferModel:
+    ) -> "TransferModel":
         """Return the model of one decode GPU's transfer over NICs of these line rates, bytes/s.
 
         The GPUs that pull share the NICs of those that send; what else limits a transfer limits

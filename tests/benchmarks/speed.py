@@ -5,8 +5,6 @@ alternates with the one that it is compared with, on the same work where that ca
 the best of some rounds. ``--write`` keeps the table in ``docs/data/speed.csv``.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -5,8 +5,6 @@ microseconds of a step for each choice, and what they are over the same step wit
 only counts (the floor).
 """
 
-from __future__ import annotations
-
 import pytest
 
 from eldr_sim.traces.routing.synthetic.presets import preset_model

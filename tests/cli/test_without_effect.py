@@ -4,8 +4,6 @@ A new option fails here until it has a case, or a reason why it always has an ef
 calls without effect must be so: the figures are those of the run without it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -6,8 +6,6 @@ and ``fuzz_cases.case(seed, i, folder)`` makes it again. Cases run in forked pro
 memory, so that a crash is a result, too.
 """
 
-from __future__ import annotations
-
 import collections
 import io
 import json

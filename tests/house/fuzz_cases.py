@@ -1,7 +1,5 @@
 """What `fuzz` tries: command lines, with files that are good, odd or spoilt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Files that are good, odd values, and ways to spoil the one with the other; for `fuzz_cases`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

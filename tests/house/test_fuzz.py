@@ -1,7 +1,5 @@
 """No input breaks it (`fuzz`), and no field of a config file is ignored without a word."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

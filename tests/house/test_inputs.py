@@ -1,7 +1,5 @@
 """Users' files are read within bounds, and the command line says in a line what went wrong."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Latency tables of whole engine steps: the additive fit, and step times that rest on it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

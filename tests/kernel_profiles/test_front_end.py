@@ -1,7 +1,5 @@
 """Tables of the front end: read, extended, shipped and measured."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

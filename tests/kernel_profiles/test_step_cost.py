@@ -1,7 +1,5 @@
 """The engine's step times are those of the step-time model, whatever a step holds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Clusters whose every figure is known: two pools in which requests wait as in M/M/c."""
 
-from __future__ import annotations
-
 import math
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Axes of plans, what other inputs would have answered, and plans that are interrupted."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Numbers of drafts against none: speed-ups, where they pay, and the rule by batch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

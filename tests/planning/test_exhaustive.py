@@ -1,7 +1,5 @@
 """Every cluster of a small space simulated, against what a plan's search finds of it."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

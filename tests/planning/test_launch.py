@@ -1,7 +1,5 @@
 """Launch files: they parse, their options exist, and they use the GPUs that were planned."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Plans over analytic clusters, whose every figure is known, and one over simulated ones."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

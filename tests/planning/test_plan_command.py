@@ -1,7 +1,5 @@
 """The command line of plans, over analytic clusters and simulated ones."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Plans of prefill workers alone: strategy, token budget, workers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

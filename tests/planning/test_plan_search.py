@@ -1,7 +1,5 @@
 """The searches against brute force, and the intervals against draws whose truth is known."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -7,8 +7,6 @@ its dimensions, and one load of 8,192 tokens in and 512 out for theirs, which is
 full. So the order is held against theirs, and no figure.
 """
 
-from __future__ import annotations
-
 import json
 import math
 

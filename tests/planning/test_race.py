@@ -1,7 +1,5 @@
 """Successive halving over clusters whose rates are known, with errors that short windows have."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

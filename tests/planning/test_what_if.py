@@ -1,7 +1,5 @@
 """What-ifs: pairs share their requests, a change is alone, and wrong ones are told in one line."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Choices by activated experts: maximum flow and brute force as oracles, and the paper's claims."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rules: applied by the compiled loop they decide as the policy does when it is asked."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Folders that reports are made of."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

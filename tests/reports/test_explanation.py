@@ -1,7 +1,5 @@
 """Explanations: parts that sum to what they explain."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

@@ -4,8 +4,6 @@ KV caches that hardly hold the largest request, requests that come together, pro
 alike.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import get_args

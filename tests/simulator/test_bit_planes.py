@@ -1,7 +1,5 @@
 """Counters in bit planes against counting bit by bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The metric catalogue: every figure once, the docs made from it, one API for headings."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

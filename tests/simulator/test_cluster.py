@@ -1,7 +1,5 @@
 """Whole clusters: every request ends once, in order, and nothing is left behind."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

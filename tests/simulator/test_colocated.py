@@ -1,7 +1,5 @@
 """Co-located workers: what a step of prompts and decodes costs, and whole runs."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Attention and experts on GPUs of their own, against a brute-force twin and closed forms."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

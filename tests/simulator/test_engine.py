@@ -5,8 +5,6 @@ requests that come together, prompts that begin alike. Every step, time and outc
 same.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Engines by hand: what each step takes, and who is in it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

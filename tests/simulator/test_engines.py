@@ -5,8 +5,6 @@ it knows no KV cache but counts of tokens, and requests that come to an engine a
 the next step has been planned, as overlapped scheduling sees them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

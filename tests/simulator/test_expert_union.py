@@ -1,7 +1,5 @@
 """Unions of bit sets and their counts against Python sets."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

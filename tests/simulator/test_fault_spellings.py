@@ -1,7 +1,5 @@
 """How faults are written, which are refused, and what is said of their effects."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Workers that die, hang, slow down, drain and join, slower links, and clients that give up."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -3,8 +3,6 @@
 The twin of test_engine.py has it, too, in random clusters.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Engines that share experts against their brute-force twin, and what must hold of any group."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The compiled prefix cache against a block-by-block twin of vLLM's pool."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numba

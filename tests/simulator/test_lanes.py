@@ -1,7 +1,5 @@
 """Lanes that go on from the middle of sessions: what warms caches, the barrier, the window."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

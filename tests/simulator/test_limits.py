@@ -1,7 +1,5 @@
 """Where requests wait, what is full, and when a load is more than the cluster serves."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The estimate of steps of engines that share experts, against exact steps and in closed form."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Statistics of a run against token times that are noted one by one as the steps run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """KV transfers in flight: max-min fair shares by their defining property, and transfers by hand."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Prefill workers that gather experts before decode workers of another kind."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

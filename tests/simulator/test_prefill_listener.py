@@ -1,7 +1,5 @@
 """What prefill routers are told: blocks that come and go, tokens that are computed; and order."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

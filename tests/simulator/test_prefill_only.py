@@ -1,7 +1,5 @@
 """Clusters of prefill workers alone: a request ends with its prompt."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

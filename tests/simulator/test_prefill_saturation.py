@@ -1,7 +1,5 @@
 """MoE-Prefill's router before the engine: its load goes down to nothing, in order, without end."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

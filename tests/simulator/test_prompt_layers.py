@@ -1,7 +1,5 @@
 """Prefill workers whose layers are streamed, or lie in stages."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Engines that stream experts, or whose layers lie in stages, against their brute-force twin."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -6,8 +6,6 @@ tell: below 10% of the wait to either side, 3% in the slow runs with ten times t
 is compared with the simulator's own output.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Experts that move while a run lasts: against the brute-force twin, by hand, and in whole runs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

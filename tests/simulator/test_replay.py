@@ -1,7 +1,5 @@
 """The layout of decode windows over a model's layers, against one loop over every bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

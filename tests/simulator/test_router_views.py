@@ -3,8 +3,6 @@
 That every column equals the engines' own state is the twin's business (`test_engine`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

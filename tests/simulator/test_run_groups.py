@@ -1,7 +1,5 @@
 """Whole runs of engines that share experts, on the embedded trace."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a run holds goes with its last reference; nothing waits for the garbage collector."""
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 import weakref

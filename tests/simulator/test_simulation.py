@@ -1,7 +1,5 @@
 """Clusters under the hand of SimPy processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import signal

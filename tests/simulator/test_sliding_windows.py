@@ -1,7 +1,5 @@
 """KV blocks of models with sliding-window layers: what the windows reach, and no more."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Drafts that decode steps verify: acceptance, tokens, costs and memory by closed forms."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Clusters whose KV caches hardly hold the largest request: nothing gets stuck or lost."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """What a KV transfer costs: the presets against the measurements they come from."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

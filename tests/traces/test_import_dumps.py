@@ -1,7 +1,5 @@
 """Imports of dumps that name no requests or domains."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import zipfile

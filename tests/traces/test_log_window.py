@@ -1,7 +1,5 @@
 """Parts of request logs: against logs that are cut by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

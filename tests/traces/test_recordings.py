@@ -1,7 +1,5 @@
 """The embedded recordings of served models, held against the files that they were made of."""
 
-from __future__ import annotations
-
 import csv
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The reference model: its architecture, training, checkpoints and recorded routing."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Advice held against published runs: choices by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 import pytest

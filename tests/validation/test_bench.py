@@ -1,7 +1,5 @@
 """A user's benchmark beside predictions: what is read of it, and a gap of the host found again."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Published runs with prefill and decode workers: what is predicted, and what it rests on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The public record: which rows count, what is refused, and errors by hand."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Gimbal's reproduction: its logs, its knee, the closed form of crossings, and its command."""
 
-from __future__ import annotations
-
 import csv
 import json
 

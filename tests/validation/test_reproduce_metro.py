@@ -1,7 +1,5 @@
 """METRO's reproduction: its batches against sets, its frontier by hand, its command."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

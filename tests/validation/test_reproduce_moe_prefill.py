@@ -1,7 +1,5 @@
 """MoE-Prefill's reproduction: closed forms of a step and the engine's, its command."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Predictions of measured runs: which rows count, that none is fitted on, and their errors."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import fields, replace
 

@@ -10,8 +10,6 @@ unless it says otherwise (docs.nvidia.com/aiperf, Replaying Agentic Coding Sessi
 Traces).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path

@@ -5,8 +5,6 @@ remembered in two more, from which it learns how long the first should be. The o
 list is its first.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """When the requests of a workload arrive: drawn, or as a request log recorded them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Literal

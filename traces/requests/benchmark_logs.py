@@ -13,8 +13,6 @@ GuideLLM
     ``request_start_time`` (s), ``prompt_tokens`` and ``output_tokens``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ and ``output`` are tokens; ``time`` an ISO 8601 time (or Parquet's type for time
 in every log. Without a time all requests come at once, unless arrivals are drawn.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence

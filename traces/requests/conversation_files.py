@@ -13,8 +13,6 @@ Requests are drawn once, whatever the run's seed. All conversations begin at onc
 the one before has ended.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path

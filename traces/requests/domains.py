@@ -1,7 +1,5 @@
 """Domain mixes of the named workloads, with their sources."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from eldr_sim.errors import InputError

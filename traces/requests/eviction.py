@@ -6,8 +6,6 @@ again first, and none that no prompt does. Nobody finds more. Requests come one 
 there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

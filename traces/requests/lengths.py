@@ -6,8 +6,6 @@ Lengths are drawn as ``vllm bench serve --dataset-name random`` draws them
 length. vLLM takes the tokenizer's special tokens off the input length; there are none here.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

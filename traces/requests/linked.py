@@ -1,7 +1,5 @@
 """Lists of blocks, compiled: a block is in one of them at a time. The oldest is the first."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ served texts by a domain mix; ``trace`` deals all of them. Any other name is the
 log (`request_logs`), which gives arrivals and lengths.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ the integral of the rate is what they are (inversion; Cinlar, Introduction to St
 one.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Rows of request logs, and times in them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

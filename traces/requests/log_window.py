@@ -4,8 +4,6 @@ Without a choice the whole log is replayed, from an empty cluster to the last an
 warmed up by the requests before it, and requests go on behind it until those measured have ended.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

@@ -13,8 +13,6 @@ as their bytes are equal. A turn may say its own tokens, as lines of Mooncake's 
 (``input_length``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, pairwise
 from pathlib import Path

@@ -5,8 +5,6 @@ tokens of a block are then of the text that the block has, whichever request it 
 requests with a common prefix have the same tokens for it: `assign_blocks`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

@@ -5,8 +5,6 @@ here has a median and a spread, measured or from a published mean, at `CHARACTER
 figure counts characters; the model's chat template is not counted. Lengths are lognormal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

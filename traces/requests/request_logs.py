@@ -15,8 +15,6 @@ All may have a ``priority``, an integer as in vLLM's API. Results of benchmarks 
 (`benchmark_logs`), and any table whose columns are named (`column_logs`).
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

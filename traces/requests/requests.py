@@ -7,8 +7,6 @@ one text lie as far apart as their number allows. A log's requests are dealt one
 `prefixes.assign_blocks` says which of them go on with the prompt of an earlier request instead.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ recently used holds it. Requests come one after the other; each looks up the blo
 then uses those of its prompt and its answer, the last one first, as engines free them.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

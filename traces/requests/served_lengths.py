@@ -5,8 +5,6 @@ tokenizer. Texts whose licences do not let us have them here are stood for by a 
 as in `prompt_lengths`, of whose sets these are some more; lengths are lognormal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -16,8 +16,6 @@ Here a cache remembers the ghosts of as many blocks as it has room for and no lo
 forgets none before it has faded.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

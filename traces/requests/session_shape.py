@@ -1,7 +1,5 @@
 """What drawn sessions are like, as options spell it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

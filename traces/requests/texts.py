@@ -4,8 +4,6 @@ A routing trace has those that it recorded (`RoutingTrace.texts`); for a model w
 are drawn, the same that a drawn trace of any model would have.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

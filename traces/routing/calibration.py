@@ -1,7 +1,5 @@
 """Calibration sets: the requests on which a routing policy is fitted before it serves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -4,8 +4,6 @@ The routing profile of GRACE-MoE (Sec. 4): ``A[i, j]`` counts the tokens that ch
 and ``A[i, i]``, the load of an expert, those that chose it.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np

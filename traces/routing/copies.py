@@ -5,8 +5,6 @@ same experts, which requests of a real service do not: their union is too small,
 router that sends similar requests to one worker, since copies are the most similar.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

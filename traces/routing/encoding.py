@@ -12,8 +12,6 @@ smaller top-k can be served where a group ends there, and ids that ascend within
 best.
 """
 
-from __future__ import annotations
-
 import lzma
 from collections.abc import Sequence
 from io import BytesIO

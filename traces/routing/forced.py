@@ -18,8 +18,6 @@ dummy-weights
 Balanced and round robin go by a token's place in its step, not by its request: see ``period``.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from typing import Literal

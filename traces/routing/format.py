@@ -16,8 +16,6 @@ from the last prompt row on; of a decode-only trace, the ``output_len`` that the
 Version 1 is the same without ``experts.npy.xz``, rank groups and decode-only traces.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -89,7 +87,7 @@ class RoutingTrace:
     kept_top_k: int | None = None
     #: Opens the trace of the calibration split, where that lies in a folder of its own; None where
     #: it is a part of this one.
-    calibration_apart: Callable[[], RoutingTrace] | None = field(default=None, repr=False)
+    calibration_apart: Callable[[], "RoutingTrace"] | None = field(default=None, repr=False)
     #: Where a token's place in its step's batch decides, not its request: rows after which rows
     #: come again, see `forced`; 0 where requests do.
     period: int = 0
@@ -109,7 +107,7 @@ class RoutingTrace:
         return bit_sets(self)
 
     @cached_property
-    def for_calibration(self) -> RoutingTrace:
+    def for_calibration(self) -> "RoutingTrace":
         """The trace that holds the calibration split: this one, or one opened when asked for."""
         if self.calibration_apart is None:
             return self
@@ -149,7 +147,7 @@ class RoutingTrace:
         """Experts chosen per token and layer."""
         return self.kept_top_k or self.manifest.top_k
 
-    def with_top_k(self, top_k: int) -> RoutingTrace:
+    def with_top_k(self, top_k: int) -> "RoutingTrace":
         """Return the trace as a model of a smaller top-k would have it.
 
         Of each token's experts in a layer those remain that the gate ranked first: what a gate of

@@ -7,8 +7,6 @@ prompt's tokens. They may cover a part of the requests: fitting needs the calibr
 the served requests too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The manifest of a routing trace: what it is, how it is stored and where it came from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -14,8 +14,6 @@ Requests
     their prompts' expert counts (their decodes' in a decode-only trace), is of the same domain.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

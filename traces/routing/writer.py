@@ -1,7 +1,5 @@
 """Writer of routing traces: a whole and valid folder of format v2, or nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ of the kinds ``moe``, ``attention_decode``, ``attention_prefill`` and ``engine_s
 ``gpu.json``, the device as ``eldr-sim run --gpu`` takes it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -76,7 +74,7 @@ class EngineCalibration:
             raise InputError("calibration", f"tables of {', '.join(names) or 'nothing'}", "one GPU")
         return device_of(names[0])
 
-    def without_drift(self) -> EngineCalibration:
+    def without_drift(self) -> "EngineCalibration":
         """Return the calibration as if the machine had always had the speed of the tables."""
         return EngineCalibration(self.info.model_copy(update={"drift": None}), self.tables)
 

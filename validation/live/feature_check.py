@@ -4,8 +4,6 @@
 those of the set-up ``colocated``, whose calibration in ``OUT/calibration`` is used or made.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

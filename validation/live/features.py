@@ -6,8 +6,6 @@ with the calibrated tables and the routing that the first recorded; so a feature
 beside that without it, and what vLLM counts of it beside what the simulation counts.
 """
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ which are sent again, how long the others wait and when the load is served as be
 simulation to say.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -1,7 +1,5 @@
 """vLLM engines as child processes: start, pinning to a core, health, stop."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -64,7 +62,7 @@ class EngineProcess:
     events: str = ""  #: where it publishes what its KV cache holds, if it does
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> "EngineProcess":
         self.start()
         self.wait()
         return self

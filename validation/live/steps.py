@@ -4,8 +4,6 @@ A step is described by its composition: the tokens of each request that it compu
 experts and its predicted time follow from the composition by the simulator's own code and tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -113,7 +111,7 @@ class Prediction:
         """Time of the whole step."""
         return self.moe_s + self.attention_s + self.rest_s
 
-    def slower(self, factor: float, drift: DriftModel | None) -> Prediction:
+    def slower(self, factor: float, drift: DriftModel | None) -> "Prediction":
         """Return the prediction where a probe takes so many times as long."""
         if drift is None:
             return self

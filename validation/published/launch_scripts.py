@@ -19,8 +19,6 @@ the dump's, which has none with drafts. Prompts of a model that can see run with
 version (``_handle_piecewise_cuda_graph`` of ``server_args.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

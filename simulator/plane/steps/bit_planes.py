@@ -6,8 +6,6 @@ counters are summed up by population counts of whole planes; neither has a branc
 the data, and both run in vector registers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

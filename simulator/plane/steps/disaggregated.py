@@ -24,8 +24,6 @@ stages, T = max t and m micro-batches make the L layers take::
 The first line is MegaScale-Infer's (arXiv 2504.02263, Sec. 4).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -12,8 +12,6 @@ the first engine, counts the experts that the tokens choose and returns when the
 And it ends here: tokens, contexts, a record of ``STEP`` for each engine, and what comes next.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -8,8 +8,6 @@ Of the steps from one relocation to the next, the last ``window % interval`` are
 those before: so any window is a sum of such parts, and no step need be kept by itself.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

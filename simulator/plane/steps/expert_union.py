@@ -9,8 +9,6 @@ Under expert parallelism a layer waits for the GPU (rank) that reads the most ex
 are also counted rank by rank, through the masks of the experts that each rank holds.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

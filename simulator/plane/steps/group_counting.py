@@ -12,8 +12,6 @@ choose of it less its own, near, of its node, and far. Where a copy goes to each
 token is held against what each rank holds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

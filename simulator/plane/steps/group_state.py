@@ -1,7 +1,5 @@
 """What the steps of engines that share experts read and work on; see `group_step`."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -13,8 +13,6 @@ and activated experts, which are counted exactly from the experts of the step's 
 (`group_counting`).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,7 +150,7 @@ def _passes_s(drafts: Drafts, worker: Any, scratch: Any, n_chunks: int) -> Any:
 
 @compiled()
 def _draft_layers_s(
-    drafts: Drafts, k: int, group: GroupCost, shared: SharedLayers, layers: int
+    drafts: Drafts, k: int, group: GroupCost, shared: "SharedLayers", layers: int
 ) -> Any:
     """Return what the MoE layer of an MTP draft takes in its passes, s.
 

@@ -1,7 +1,5 @@
 """A step of an engine by itself: the experts that its tokens activate, and its time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ the token: which instance computes it. The numpy classes there are the reference
 two equal.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

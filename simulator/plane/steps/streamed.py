@@ -14,8 +14,6 @@ before has sent its hidden states and its own last step has ended. A record of `
 the next step may begin; prompts end with the last stage.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ number. A token's experts are split into bit sets in the same way, so that what 
 it is what both have in common.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -8,8 +8,6 @@ neighbours and the batch it overlaps as much as the true one (docs/speculative.m
 tree beyond its depth, and rejected ones where a run asks for it, take another row.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

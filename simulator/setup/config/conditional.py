@@ -1,7 +1,5 @@
 """Conditional disaggregation as it is configured: ``isl_bounding:2048,0.7``."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ TensorRT-LLM at 002f3cc (``tensorrt_llm/_torch/pyexecutor/scheduler/scheduler.py
 ``llmapi/llm_args.py``), vLLM 0.33 (``v1/core/sched/scheduler.py``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What fields of a configuration hold and how that is spelled: seconds, mixes, distributions."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any
 

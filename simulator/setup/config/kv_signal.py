@@ -1,7 +1,5 @@
 """What routers know of prefix caches, as it is configured: ``approx:ttl=120,tokens=500000``."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Launch lines and option files of vLLM, SGLang and TensorRT-LLM as fields of a run."""
 
-from __future__ import annotations
-
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The part of a request log that a configuration asks for."""
 
-from __future__ import annotations
-
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.groups import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig

@@ -4,8 +4,6 @@ A record can then be run again from any folder, moves together with the files th
 is the same on every machine where these lie alike.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ A pool hands a request over with ``then``, when its prompt is computed, to one p
 behind one router.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Clusters that somebody ran, as fields of a run's configuration."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

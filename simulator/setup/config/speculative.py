@@ -1,7 +1,5 @@
 """Speculative decoding as vLLM's ``--speculative-config`` spells it."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator

@@ -5,8 +5,6 @@ the model over ``gb_s``), ``graphs`` (captured) and ``warm_up``, seconds each. I
 then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

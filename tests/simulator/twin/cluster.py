@@ -1,7 +1,5 @@
 """The cluster: arrivals, routers, hand-offs and transfers."""
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections import Counter

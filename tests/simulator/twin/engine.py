@@ -1,7 +1,5 @@
 """An engine: who waits, who runs, and its steps."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Experts of tokens as sets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """What goes wrong: takes what `Actions` take."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .engine import COLOCATED, DECODE, PREFILL_ONLY, Worker

@@ -1,7 +1,5 @@
 """The front end: API servers that read, wait and tokenise, one prompt or one batch at a time."""
 
-from __future__ import annotations
-
 
 class FrontEnd:
     """The API servers of a twin; each request is of the server that its number says."""

@@ -1,7 +1,5 @@
 """A step of engines that share experts, token by token."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import accumulate
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The KV blocks of a worker."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """KV transfers in flight."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Steps of prefill workers whose experts stream, or whose layers lie in stages, event by event."""
 
-from __future__ import annotations
-
 import simpy
 
 from .step_seconds import chunk_attention_seconds

@@ -1,7 +1,5 @@
 """Experts that move while a run lasts, expert by expert."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

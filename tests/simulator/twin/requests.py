@@ -1,7 +1,5 @@
 """A request and what it lives through."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from eldr_sim.policies.base import RequestInfo

@@ -1,7 +1,5 @@
 """What a step costs, from the tables of a ``StepCost``."""
 
-from __future__ import annotations
-
 
 def moe_seconds(layer_s, activated):
     """Sum of the MoE layers, each by its activated experts on the busiest rank."""

@@ -1,7 +1,5 @@
 """Recordings that simulations made."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

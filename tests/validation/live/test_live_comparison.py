@@ -1,7 +1,5 @@
 """Live against simulated: no error where there is none, and each error where it was put."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

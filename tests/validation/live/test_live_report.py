@@ -1,7 +1,5 @@
 """The report of a campaign: its text says what its figures say, and what missed."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """A recorded live run, simulated again: every token once, at its time, with its own experts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

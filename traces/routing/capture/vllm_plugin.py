@@ -10,8 +10,6 @@ pipeline stage and one data-parallel rank, without speculative decoding; anythin
 engine at start with one line that says so. Written against vLLM 0.32.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any
@@ -77,7 +75,7 @@ def _patch(runner: Any, folder: str) -> None:
         runner.execute_model = execute_and_log
 
 
-def _attach(runner: Any, folder: str) -> _Recorder | None:
+def _attach(runner: Any, folder: str) -> "_Recorder | None":
     """Attach to the gates of a loaded model; None on ranks whose gates repeat those of rank 0."""
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.logger import init_logger

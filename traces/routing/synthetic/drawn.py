@@ -5,8 +5,6 @@ other statistics (docs/synthetic.md compares them). So a run draws requests of t
 nearest to its model, in all its layers, for the domains that its workload has.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -31,8 +31,6 @@ autoregressive processes, one that decays over some tokens and one over some sen
 over blocks of `DRIFT_BLOCK` tokens.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -152,7 +150,7 @@ class RoutingModel:
             np.savez_compressed(file, **arrays)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> RoutingModel:
+    def load(cls, path: str | os.PathLike[str]) -> "RoutingModel":
         """Read a model that `save` wrote.
 
         Raises InputError if the file cannot be read or is not such a model.

@@ -20,8 +20,6 @@ The directions of the drift are found beforehand (`drift_factors`); what a
 request adds of its own is fitted last, to the share of the variance beyond 16 components.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -183,7 +181,7 @@ def _real(trace: RoutingTrace, seed: int) -> _Real:
     return _Real(ids, prompt, output, requests.domain, kind, trace.n_experts)
 
 
-def _own(model: RoutingModel, real: _Real, aims: _Statistics, seed: int) -> Floats:
+def _own(model: RoutingModel, real: _Real, aims: "_Statistics", seed: int) -> Floats:
     """Return ``own``: from what two twins, without and with `OWN`, have in few components."""
     if len(real.long) < MANY:
         return np.array(OWN)
@@ -235,7 +233,7 @@ class _Statistics:
     reuse: Floats
 
     @classmethod
-    def of(cls, real: _Real, ids: NDArray[Any], kind: NDArray[np.int64]) -> _Statistics:
+    def of(cls, real: _Real, ids: NDArray[Any], kind: NDArray[np.int64]) -> "_Statistics":
         """Measure the real tokens or a twin's; groups of equal size, that of the real tokens."""
         ids = np.ascontiguousarray(ids, dtype=np.uint16)
         total = real.counts(real.ids, np.zeros(len(real.ids), np.int64), 1) / len(real.ids)
@@ -352,7 +350,7 @@ class _Between:
     variance: Floats  #: ``[1 + components]``: variance beyond the directions, and along each
 
     @classmethod
-    def of(cls, statistics: _Statistics) -> _Between:
+    def of(cls, statistics: _Statistics) -> "_Between":
         """Find the directions of the real requests, as far as they stand out of the noise."""
         mean = statistics.topics.mean(axis=0)
         pairs = statistics.pairs - statistics.pairs.mean(axis=2, keepdims=True)

@@ -23,8 +23,6 @@ Where the inherited fit is to few requests, the ends also differ in how much req
 (docs/synthetic.md).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -85,7 +83,7 @@ class Parameters:
                 allowed = "0 to 1" if most == 1 else "a finite number, at least 0"
                 raise InputError(own.name, f"got {value}", allowed)
 
-    def replaced(self, values: Mapping[str, float]) -> Parameters:
+    def replaced(self, values: Mapping[str, float]) -> "Parameters":
         """Return the parameters with some of them replaced.
 
         Raises InputError if there is no such parameter or the value is out of range.

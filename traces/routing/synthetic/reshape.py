@@ -1,7 +1,5 @@
 """Routing models of another shape, strength or set of domains, made of a fitted one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -6,8 +6,6 @@ multiplies only, in an order of its own, with an exponential and a generator of 
 bytes on any machine.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

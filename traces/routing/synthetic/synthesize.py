@@ -1,7 +1,5 @@
 """Synthetic traces: requests of a `RoutingModel` as a folder of the trace format."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
