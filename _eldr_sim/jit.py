@@ -111,7 +111,6 @@ LINKED = (
     "simulator.plane.removal",
     "simulator.plane.sessions",
     "simulator.plane.state",
-    "simulator.plane.waiting",
     "simulator.plane.steps.bit_planes",
     "simulator.plane.steps.disaggregated",
     "simulator.plane.steps.executor",

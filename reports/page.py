@@ -14,11 +14,10 @@ from eldr_sim import __version__
 from eldr_sim.errors import PLOT, InputError, needed
 from eldr_sim.outputs import whole_file
 from eldr_sim.reports.cells import number, plain
-from eldr_sim.reports.comparison_section import comparison_section
 from eldr_sim.reports.folders import Folder, contents_of, open_folders
 from eldr_sim.reports.pictures import Colours
 from eldr_sim.reports.plan_section import plan_section
-from eldr_sim.reports.run_section import runs_section
+from eldr_sim.reports.run_section import comparison_section, runs_section
 from eldr_sim.reports.sweep_section import sweep_section
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import simpy
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.arrays import check_tables
-from eldr_sim.simulator.control.clock import Clock
+from eldr_sim.simulator.control.cluster import Clock
 from eldr_sim.simulator.control.control import Control, Ended, Pool, Worker, parse_worker
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.sent_prefixes import SentPrefixes, without_prefixes

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.kernel_profiles.gpus import GPU
-from eldr_sim.kernel_profiles.kernels.intensity import index_flops, pair_flops, state_flops
+from eldr_sim.kernel_profiles.kernels.flops import index_flops, pair_flops, state_flops
 from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     DecodeAttention,
     PrefillAttention,

@@ -1,23 +1,137 @@
-"""The engines behind the router: pools, each with a policy, and their health."""
+"""The engines behind the router: pools, each with a policy, and their health.
+
+What the router counts, in Prometheus' text format.
+
+What live engines publish of themselves: vLLM's ``/metrics``, as a router sees them.
+"""
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from math import prod
 from typing import Any
 
-from eldr_sim.errors import InputError
+from eldr_sim.errors import InputError, needed
 from eldr_sim.policies.base import RequestInfo, RouterPolicy
+from eldr_sim.serving.http import Registry, import_aiohttp
 from eldr_sim.serving.router.bodies import one_token_body
 from eldr_sim.serving.router.config import ProxyConfig
-from eldr_sim.serving.router.counters import Counters
-from eldr_sim.serving.router.decisions import Router
+from eldr_sim.serving.router.decisions import EngineSignals, Router
 from eldr_sim.serving.router.engine import Engine
 from eldr_sim.serving.router.kv_events import CachedPrefixes, require_zmq, watch_events
-from eldr_sim.serving.router.signals import watch_engines
 from eldr_sim.serving.router.upstream import EngineFailure, Post, ask
+
+
+def parse_metrics(text: str) -> EngineSignals:
+    """Return what an engine says in Prometheus' text format.
+
+    The engines of one server (data parallel) are added up; their KV usage is the mean. Raises
+    InputError if a metric is missing, or prometheus-client is not installed.
+    """
+    parser = needed("prometheus_client.parser", "live run")
+    values: dict[str, list[float]] = {}
+    n_tokens = 0
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            values.setdefault(sample.name, []).append(sample.value)
+            if sample.name == "vllm:cache_config_info":
+                said = [sample.labels.get(name, "0") for name in ("num_gpu_blocks", "block_size")]
+                n_tokens += prod(map(int, said)) if all(map(str.isdigit, said)) else 0
+    names = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
+    try:
+        waiting, running, usage = (values[f"vllm:{name}"] for name in names)
+    except KeyError as missing:
+        raise InputError("metrics", f"{missing} is not there", "those of a vLLM engine") from None
+    share = sum(usage) / len(usage)
+    return EngineSignals(int(sum(waiting)), int(sum(running)), share, round(share * n_tokens))
+
+
+async def watch_engines(
+    session: Any, urls: Sequence[str], router: Router, interval_s: float
+) -> None:
+    """Tell a router what its engines publish, every ``interval_s`` seconds, until cancelled.
+
+    Of an engine that does not answer within the interval (a second at least) what it said before
+    stands; whether it is healthy is told by others.
+
+    ``session``: an ``aiohttp.ClientSession``; ``urls``: the engines, in the router's order.
+    """
+    while True:
+        found = await asyncio.gather(*(_ask(session, url, max(1.0, interval_s)) for url in urls))
+        router.publish(found)
+        await asyncio.sleep(interval_s)
+
+
+async def _ask(session: Any, url: str, timeout_s: float) -> EngineSignals | None:
+    """Return what an engine publishes; None if it does not answer as one."""
+    aiohttp = import_aiohttp()
+    limit = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with session.get(url.rstrip("/") + "/metrics", timeout=limit) as response:
+            return parse_metrics(await response.text()) if response.status == 200 else None
+    except (TimeoutError, aiohttp.ClientError, OSError, InputError):
+        return None
+
+
+OUTCOMES = {
+    "ok": "a whole answer",
+    "refused": "a status of 400 to 499, from the router or an engine",
+    "failed": "a status of 500 or 502: engines have failed",
+    "unavailable": "503: no engine is up",
+    "timed_out": "504: no token in time",
+    "broken_off": "an answer that ended in its middle",
+    "client_left": "the client has closed its connection, or does not take its answer",
+}
+"""How a request may end."""
+
+_ADDED_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_PREFIX = "eldr_router_"
+
+
+class Counters(Registry):
+    """The router's metrics; raises InputError if prometheus-client is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__("router")
+
+        def made(kind: Any, name: str, text: str, labels: Iterable[str] = (), **more: Any) -> Any:
+            return kind(_PREFIX + name, text, tuple(labels), registry=self.registry, **more)
+
+        counter, gauge = self.library.Counter, self.library.Gauge
+        histogram = self.library.Histogram
+        self.requests = made(counter, "requests", "Requests by their end.", ["path", "outcome"])
+        self.retries = made(counter, "retries", "Requests that went to another engine.", ["pool"])
+        fate = "KV caches that nobody will fetch: freed, or left to the end of their lease."
+        self.releases = made(counter, "kv_releases", fate, ["outcome"])
+        self.sent = made(counter, "engine_requests", "Requests sent.", ["pool", "engine"])
+        self.ejections = made(counter, "engine_ejections", "Ejections.", ["pool", "engine"])
+        self._up = made(gauge, "engine_up", "Whether an engine gets requests.", ["pool", "engine"])
+        self._load = made(gauge, "engine_load", "Requests in flight.", ["pool", "engine"])
+        text = "KV blocks that the engine's events say it holds."
+        self._blocks = made(gauge, "engine_cached_blocks", text, ["pool", "engine"])
+        self._held = made(gauge, "held_requests", "Requests that the policy holds.", ["pool"])
+        text = "Time until the first token that passed in the router, not with engines or held."
+        added = made(histogram, "added_latency_seconds", text, buckets=_ADDED_S)
+        text = "Time until the first token of a streamed answer, or all of another."
+        first = made(histogram, "time_to_first_token_seconds", text, buckets=_FIRST_TOKEN_S)
+        self.added_s, self.first_token_s = added.observe, first.observe
+
+    def engine(self, pool: str, url: str, up: Callable[[], bool], load: Callable[[], int]) -> None:
+        """Read what is known of an engine whenever somebody asks."""
+        self._up.labels(pool, url).set_function(lambda: float(up()))
+        self._load.labels(pool, url).set_function(lambda: float(load()))
+
+    def cached(self, pool: str, url: str, blocks: Callable[[], int]) -> None:
+        """Read what an engine's events say of its cache whenever somebody asks."""
+        self._blocks.labels(pool, url).set_function(lambda: float(blocks()))
+
+    def held(self, pool: str, held: Callable[[], int]) -> None:
+        """Read how many requests a pool's policy holds whenever somebody asks."""
+        self._held.labels(pool).set_function(lambda: float(held()))
 
 
 class Pool:

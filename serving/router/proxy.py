@@ -38,11 +38,9 @@ from eldr_sim.serving.http import (
 )
 from eldr_sim.serving.router.bodies import parse_body
 from eldr_sim.serving.router.config import ProxyConfig, read_config
-from eldr_sim.serving.router.counters import Counters
 from eldr_sim.serving.router.decisions import build_decode_policy
-from eldr_sim.serving.router.fleet import Fleet
-from eldr_sim.serving.router.passage import Passage, Route
-from eldr_sim.serving.router.signatures import SignatureReader
+from eldr_sim.serving.router.fleet import Counters, Fleet
+from eldr_sim.serving.router.passage import Passage, Route, SignatureReader
 
 #: Headers that engines get as clients send them, besides all that begin with ``x-``.
 _PASSED_ON = ("authorization", "traceparent", "tracestate")

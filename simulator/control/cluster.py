@@ -1,23 +1,28 @@
 """One run of a cluster: its arrays, the compiled loop over them, and the routers' decisions.
 
 What a request lives through is told in :mod:`~eldr_sim.simulator.plane.loop`.
+
+The control plane's clock: a SimPy environment that is a guest of the compiled loop.
 """
 
+import heapq
 import operator
 import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
+import simpy
 from numpy.typing import NDArray
+from simpy.events import NORMAL, Event
 
-from eldr_sim.errors import EldrSimWarning, InputError
+from eldr_sim.errors import EldrSimWarning, InputError, ProcessError
 from eldr_sim.references import Reference
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.arrays import make_groups, make_requests, make_run
 from eldr_sim.simulator.control.asking import Asking
-from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.fault_processes import start_faults
 from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.control.record import RunRecord, TierRecord, by_role, with_columns
@@ -30,6 +35,49 @@ from eldr_sim.simulator.plane.router import PolicyRouter, make_fleet, with_room
 from eldr_sim.simulator.plane.steps import disaggregated, group_step, plain, streamed
 from eldr_sim.simulator.plane.steps.group_state import CHOOSE, no_groups
 from eldr_sim.simulator.setup.streaming import make_prompt_layers
+
+
+class Clock(simpy.Environment):
+    """A SimPy environment whose time is the loop's, with events at an exact time.
+
+    The loop calls `step` when the environment's next event is due; `run` is `Simulation.run`.
+    """
+
+    def at(self, time_s: float, callback: Callable[[Event], None] | None = None) -> Event:
+        """Return an event at ``time_s`` seconds, which must not be in the past.
+
+        ``timeout(t - now)`` fires at ``now + (t - now)``, which may miss ``t`` by a rounding error;
+        a step that begins exactly at ``t`` would then be on the wrong side of it. ``callback`` is
+        called with the event.
+        """
+        event = Event(self)
+        event._ok = True
+        event._value = None
+        if callback is not None:
+            event.callbacks.append(callback)
+        heapq.heappush(self._queue, (time_s, NORMAL, next(self._eid), event))
+        return event
+
+    def move(self, time_s: float) -> None:
+        """Let it be as late as the loop is."""
+        self._now = time_s
+
+    def step(self) -> None:
+        """Let the next event happen; raises ProcessError if it is a process that failed."""
+        event = self._queue[0][3] if self._queue else None
+        try:
+            super().step()
+        except Exception:
+            if isinstance(event, simpy.Process):
+                # SimPy raises a copy, which not every class of errors allows.
+                cause: Any = event.value
+                raise ProcessError(event.name, self.now, cause) from cause
+            raise
+
+    def run(self, until: Any = None) -> None:
+        """Raise RuntimeError: alone it would leave the cluster behind."""
+        raise RuntimeError("the loop drives this environment: call run of the simulation")
+
 
 #: Events after which the loop comes back for progress and Ctrl-C.
 _EVENTS_A_CALL = 1 << 17

@@ -8,8 +8,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels import roofline
-from eldr_sim.kernel_profiles.kernels.flops import peak_flops, prefill_work
-from eldr_sim.kernel_profiles.kernels.intensity import decode_intensity
+from eldr_sim.kernel_profiles.kernels.flops import decode_intensity, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.kernels.intensity import (
+from eldr_sim.kernel_profiles.kernels.flops import (
     activation_share,
     decode_intensity,
     gpu_intensity,

@@ -15,8 +15,8 @@ from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement.base import ExpertGroup, Placement
-from eldr_sim.policies.placement.home import home_ranks
 from eldr_sim.policies.placement.step_swaps import Prices, Steps, layer_s, swap_for_time
+from eldr_sim.policies.placement.time_aware import home_ranks
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.reproduce.expert_traffic import Batch, measure

@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp.test_utils import TestServer
 
 from eldr_sim.serving.router.config import ProxyConfig
-from eldr_sim.serving.router.counters import OUTCOMES
+from eldr_sim.serving.router.fleet import OUTCOMES
 from eldr_sim.serving.router.proxy import make_app
 
 FAST = {"health_interval_s": 0.05, "health_timeout_s": 0.2, "connect_timeout_s": 1.0}

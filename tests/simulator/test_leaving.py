@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eldr_sim import RunConfig
-from eldr_sim.simulator.control.leaving import leaving_s
+from eldr_sim.simulator.control.autoscaling import leaving_s
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.scaling_facts import scaling_facts
 from eldr_sim.simulator.simulation import Simulation

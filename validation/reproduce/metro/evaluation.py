@@ -11,11 +11,7 @@ import numpy as np
 
 from eldr_sim.charts import bars, lines
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.kernels.intensity import (
-    activation_share,
-    decode_intensity,
-    gpu_intensity,
-)
+from eldr_sim.kernel_profiles.kernels.flops import activation_share, decode_intensity, gpu_intensity
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.presets import preset_model
