@@ -4,7 +4,7 @@ import datetime
 import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import click
 import pyarrow as pa
@@ -324,10 +324,11 @@ def _error(error: Errors, others: dict[str, dict[str, tuple[float, float]]]) -> 
     ]
 
 
-#: Options of `vllm` that an engine is started with; all others by these names are a campaign's.
+#: Options of `vllm` that engines are started with, and those that are a campaign's, by their names.
 _OF_ENGINES = (
     "dtype", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
 )  # fmt: skip
+_OF_CAMPAIGNS = ("policies", "repeats", "prompt_len", "output_len", "seed", "workload")
 
 
 @validate.command()
@@ -386,18 +387,8 @@ def vllm(
     quick: bool,
     features: tuple[str, ...],
     setups: tuple[str, ...],
-    model: str | None,
-    prefill_urls: tuple[str, ...],
-    decode_urls: tuple[str, ...],
-    duration: float,
-    shares: tuple[float, ...],
-    rates: tuple[float, ...],
-    lengths: Literal["recorded", "fixed"],
-    burstiness: float,
-    domain_mix: str | None,
-    num_gpu_blocks_override: int | None,
     shortest_first: bool,
-    **fields: Any,
+    **asked: Any,
 ) -> None:
     """Load a real vLLM, simulate the same requests again, and report the errors.
 
@@ -405,22 +396,23 @@ def vllm(
     (docs/live.md). Needs vLLM and `pip install 'eldr-sim[live]'`.
     """
     extra: tuple[str, ...] = ("--scheduling-policy", "priority") if shortest_first else ()
-    if num_gpu_blocks_override is not None:
-        extra += ("--num-gpu-blocks-override", str(num_gpu_blocks_override))
-    own = [LoadShape(share, lengths, burstiness) for share in shares]
-    own += [LoadShape(0.0, lengths, burstiness, rate=rate) for rate in rates]
+    if (blocks := asked["num_gpu_blocks_override"]) is not None:
+        extra += ("--num-gpu-blocks-override", str(blocks))
+    shape = {name: asked[name] for name in ("lengths", "burstiness")}
+    own = [LoadShape(share, **shape) for share in asked["shares"]]
+    own += [LoadShape(0.0, **shape, rate=rate) for rate in asked["rates"]]
     loads = tuple(own) or (LOADS[1:3] if quick else LOADS)
     if quick:
-        setups, duration, report = ("colocated",), 25.0, report or out / "report"
-        fields |= {"repeats": 2}
-    engine = {name: fields.pop(name) for name in _OF_ENGINES}
+        setups, report = ("colocated",), report or out / "report"
+        asked |= {"repeats": 2, "duration": 25.0}
+    engine = {name: asked[name] for name in _OF_ENGINES}
     campaign = Campaign(
         out,
-        EngineOptions(model or str(out / "model"), **engine, extra=extra),
+        EngineOptions(asked["model"] or str(out / "model"), **engine, extra=extra),
         loads=with_shortest_first(loads) if shortest_first else loads,
-        duration_s=duration,
-        domain_mix=parse_mix(domain_mix) if domain_mix else {},
-        **fields,
+        duration_s=asked["duration"],
+        domain_mix=parse_mix(asked["domain_mix"]) if asked["domain_mix"] else {},
+        **{name: asked[name] for name in _OF_CAMPAIGNS},
     )
     if features:
         if campaign.texts is not None:
@@ -434,8 +426,8 @@ def vllm(
             campaign,
             setups or tuple(SETUPS),
             update,
-            [_endpoint("prefill_url", text) for text in prefill_urls],
-            [_endpoint("decode_url", text) for text in decode_urls],
+            [_endpoint("prefill_url", text) for text in asked["prefill_urls"]],
+            [_endpoint("decode_url", text) for text in asked["decode_urls"]],
         )
     click.echo(f"Recorded runs: {len(folders)} in {out / 'runs'}")
     for file in sorted((out / "calibration").glob("*/calibration.json")):

@@ -114,11 +114,9 @@ def record(
     text: Path,
     out: Path,
     npz: Path | None,
-    source_data: str,
     prompt_lengths: str,
     gate_scores: int,
     processes: int,
-    notes: str,
     force: bool,
     **options: Any,
 ) -> None:
@@ -139,6 +137,7 @@ def record(
         raise InputError(
             "prompt_lengths", f"got {prompt_lengths!r}", "numbers with commas"
         ) from None
+    said = {name: options.pop(name) for name in ("source_data", "notes")}
     config = recorder.RecordConfig(prompt_lengths=lengths, **options)
     described = read_description(checkpoint)
     documents = _documents_of(checkpoint, text, described["documents"])
@@ -165,14 +164,13 @@ def record(
             f"prompt, then {config.output_len} tokens sampled at temperature "
             f"{config.temperature:g}, seed {config.seed}; expert ids in rank order"
         ),
-        source_data=source_data,
         tool_versions={
             "eldr-sim": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        notes=notes,
         force=force,
+        **said,
     )
     click.echo(
         f"Wrote {out}: {trace.n_requests} requests, {trace.manifest.n_tokens} tokens, "

@@ -98,15 +98,15 @@ def decode_attention_s(cost: StepCost, sequences: int, context: float) -> float:
 
 
 @njit()
-def chunk_attention_s(cost: StepCost, first: Any, count: Any, n_chunks: int) -> float:
-    """Return the attention time, s, of chunks ``first[:n_chunks], count[:n_chunks]`` of contexts.
+def chunk_attention_s(cost: StepCost, first: Any, count: Any) -> float:
+    """Return the attention time, s, of chunks of contexts: their cached and new tokens.
 
     Attention pays for the pairs under the causal mask, which for a chunk is the cost of the whole
     context less the cost of its cached part; but no less than reading the cached KV, and no less
     than the slowest chunk alone.
     """
     longest = together = cost.prompt_floor_s
-    for i in range(n_chunks):
+    for i in range(count.shape[0]):
         cached, end = first[i], first[i] + count[i]
         read = cost.prompt_token_s * end
         pairs = cost.prompt_share_s[end] - cost.prompt_share_s[cached]
@@ -117,15 +117,13 @@ def chunk_attention_s(cost: StepCost, first: Any, count: Any, n_chunks: int) -> 
 
 
 @njit()
-def attention_s(
-    cost: StepCost, sequences: int, context: float, first: Any, count: Any, n_chunks: int
-) -> float:
+def attention_s(cost: StepCost, sequences: int, context: float, first: Any, count: Any) -> float:
     """Return the attention time of a step, s; see `step_parts`."""
     attention = 0.0
     if sequences > 0:
         attention += decode_attention_s(cost, sequences, context)
-    if n_chunks > 0:
-        attention += chunk_attention_s(cost, first, count, n_chunks)
+    if count.shape[0] > 0:
+        attention += chunk_attention_s(cost, first, count)
     return attention
 
 
@@ -137,7 +135,6 @@ def step_parts(
     context: float,
     first: Any,
     count: Any,
-    n_chunks: int,
     rows: int,
     activated: Any,
     uniform: bool,
@@ -146,13 +143,13 @@ def step_parts(
 
     ``cost``: the worker's tables; ``sequences``, ``tokens``, ``context``: sequences that decode,
     their tokens in this step, and the tokens that these attend to, themselves included; ``first``,
-    ``count``, ``n_chunks``: int64 arrays: cached and new tokens of each chunk; ``n_chunks`` of them
-    count; ``rows``: tokens that lm_head is computed for; ``activated``: activated experts of each
-    MoE layer on its busiest rank, fractions where they are expectations; fewer layers than the
-    model's stand for all of them in equal parts; ``uniform``: the experts of the chunks are not
-    known: expect uniform routing of all tokens instead.
+    ``count``: int64 ``[chunks]``: cached and new tokens of each chunk; ``rows``: tokens that
+    lm_head is computed for; ``activated``: activated experts of each MoE layer on its busiest rank,
+    fractions where they are expectations; fewer layers than the model's stand for all of them in
+    equal parts; ``uniform``: the experts of the chunks are not known: expect uniform routing of all
+    tokens instead.
     """
-    chunk_tokens = 0
+    n_chunks, chunk_tokens = count.shape[0], 0
     for i in range(n_chunks):
         chunk_tokens += count[i]
     computed = tokens + chunk_tokens
@@ -161,7 +158,7 @@ def step_parts(
     else:
         layer_s = cost.moe_s[tokens] if n_chunks == 0 else cost.mixed_moe_s[computed]
         moe = moe_layers_s(layer_s, activated) * (cost.n_moe_layers / activated.shape[0])
-    attention = attention_s(cost, sequences, context, first, count, n_chunks)
+    attention = attention_s(cost, sequences, context, first, count)
     dense, collectives = cost.dense_s[computed], cost.collectives_s[computed]
     head = cost.head_s[rows]
     kernels_s = moe + attention + dense + head + collectives

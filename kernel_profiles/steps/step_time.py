@@ -119,7 +119,7 @@ class StepTimeModel:
         counts = np.asarray(activated, float) if known else np.zeros(self.n_moe_layers or 1)
         first, count = np.ascontiguousarray(sizes[:, 0]), np.ascontiguousarray(sizes[:, 1])
         parts: StepParts = step_parts(
-            self.cost, batch, batch, context, first, count, len(sizes), rows, counts,
+            self.cost, batch, batch, context, first, count, rows, counts,
             activated is None,
         )  # fmt: skip
         return parts

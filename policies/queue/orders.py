@@ -157,7 +157,7 @@ def residence_s(
     context = max(1.0, float(np.mean(prompt_len + output_len / 2)))
     all_experts, none = np.full(1, float(cost.n_experts)), np.zeros(0, np.int64)
     step = total_s(
-        step_parts(cost, batch, batch, batch * context, none, none, 0, batch, all_experts, True)
+        step_parts(cost, batch, batch, batch * context, none, none, batch, all_experts, True)
     )
     longest = len(cost.uniform_moe_s) - 1
     known = np.minimum(prompt_len, len(cost.prompt_share_s) - 1)
@@ -166,7 +166,7 @@ def residence_s(
     for i, length in enumerate(lengths.tolist()):
         for first in range(0, length, longest):
             chunk = np.array([first]), np.array([min(longest, length - first)])
-            parts = step_parts(cost, 0, 0, 0.0, *chunk, 1, 1, all_experts, True)
+            parts = step_parts(cost, 0, 0, 0.0, *chunk, 1, all_experts, True)
             prompt[i] += total_s(parts)
     return np.asarray(prompt[which.ravel()] + step * output_len, np.float64)
 

@@ -39,6 +39,7 @@ from eldr_sim.policies.eldr.signature import Floats
 from eldr_sim.policies.routing.activation import cached_activation, independent_tokens, of_tokens
 from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks
 from eldr_sim.policies.routing.unions import (
+    Asked,
     ExpertUnions,
     compared,
     growth,
@@ -108,16 +109,13 @@ class Greedy:
         and ``beside`` of :func:`place`; without, the cost is of second power.
         """
         tokens, beside = seconds or (0.0, self._nothing)
-        activation, log = usage
-        prompt_len = request.prompt_len
-        worker: int = place(
-            self._step_times, self._books, workers.loads, workers.healthy, prompt_len, activation,
-            log, self._next, tokens, beside, self.dearer,
-        )  # fmt: skip
+        own = workers.loads, workers.healthy, self._next, self.dearer
+        asked = Asked(*own, request.prompt_len, *usage)
+        worker: int = place(self._step_times, self._books, asked, tokens, beside)
         if worker < 0:
             return None
         self._next = (worker + 1) % len(workers.loads)
-        self._resident[request.request_id, worker] = (prompt_len, log)
+        self._resident[request.request_id, worker] = (request.prompt_len, usage[1])
         return worker
 
     def remove(self, request_id: int, worker: int) -> None:
@@ -298,7 +296,6 @@ def expected_step_s(
         context / load * batch,
         _NO_CHUNKS,
         _NO_CHUNKS,
-        0,
         batch * each,
         activated if share == 1.0 else activated * share,
         False,
@@ -307,57 +304,41 @@ def expected_step_s(
 
 
 @njit()
-def place(
-    step_times: StepCost,
-    books: Any,
-    loads: Any,
-    healthy: Any,
-    prompt_len: int,
-    activation: Any,
-    log: Any,
-    first: int,
-    tokens: float,
-    beside: Any,
-    dearer: Any,
-) -> int:
+def place(step_times: StepCost, books: Any, asked: Asked, tokens: float, beside: Any) -> int:
     """Return the worker whose cost a request lets grow least, and enter it in the books.
 
     -1, and the books as they were, where no worker is healthy.
 
-    ``loads``, ``healthy``: shape [K]: requests in flight on each worker, and whether it answers;
-    ``activation``, ``log``: the request's, on the grid of ``unions``, and that one's ``log_idle``;
-    ``first``: the worker that is preferred among equals; then those behind it; ``tokens``,
-    ``beside``: 0: the cost is of second power, ``b t^2``; else it is ``tokens * b t``, s, and what
-    each worker's requests cost beside, s, shape [K]; ``dearer``: shape [K]: by how much more a
-    growth counts, as a part of it.
+    ``tokens``, ``beside``: 0: the cost is of second power, ``b t^2``; else it is ``tokens * b t``,
+    s, and what each worker's requests cost beside, s, shape [K].
     """
-    n_workers, (log_idle, idle, activated) = loads.shape[0], books.unions
+    n_workers, (log_idle, idle, activated) = asked.loads.shape[0], books.unions
     best, least = -1, 0.0
     for i in range(n_workers):
-        w = (first + i) % n_workers
-        if not healthy[w]:
+        w = (asked.first + i) % n_workers
+        if not asked.healthy[w]:
             continue
-        load, context = loads[w], books.prompt_tokens[w]
+        load, context = asked.loads[w], books.prompt_tokens[w]
         if books.cost_load[w] != load:
             now = expected_step_s(step_times, load, context, activated[w], books.each)
             books.cost[w] = load * now if tokens > 0.0 else load * now**2
             books.cost_load[w] = load
-        growth(idle, w, activation, books.activated)
+        growth(idle, w, asked.activation, books.activated)
         for layer in range(books.activated.shape[0]):
             books.activated[layer] += activated[w, layer]
         then = expected_step_s(
-            step_times, load + 1, context + prompt_len, books.activated, books.each
+            step_times, load + 1, context + asked.prompt_len, books.activated, books.each
         )
         if tokens > 0.0:
             books.growth[w] = tokens * ((load + 1) * then - books.cost[w]) + beside[w]
         else:
             books.growth[w] = (load + 1) * then**2 - books.cost[w]
-        rounded = compared(books.growth[w], dearer[w])
+        rounded = compared(books.growth[w], asked.dearer[w])
         if best < 0 or rounded < least:
             best, least = w, rounded
     if best < 0:
         return best
-    shift(log_idle, idle, activated, best, log, 1.0)
-    books.prompt_tokens[best] += prompt_len
+    shift(log_idle, idle, activated, best, asked.log, 1.0)
+    books.prompt_tokens[best] += asked.prompt_len
     books.cost_load[best] = -1
     return best

@@ -29,7 +29,7 @@ from eldr_sim.kernel_profiles.steps.step_cost import decode_attention_s, moe_lay
 from eldr_sim.policies.base import RequestInfo, Workers
 from eldr_sim.policies.eldr.signature import Floats
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.policies.routing.unions import ExpertUnions, compared, shift
+from eldr_sim.policies.routing.unions import Asked, ExpertUnions, compared, shift
 
 
 class Shares(NamedTuple):
@@ -115,20 +115,18 @@ class GreedyOnRanks:
 
         Equal growths, to 1e-12 s^2, are served in turn. None where no worker is healthy.
         """
-        activation, log = usage
         if workers.signals_s != self._reported_s and len(self._books.prompt_s):
             self._books.waiting[:] = workers.waiting_tokens
             self._reported_s = workers.signals_s
-        worker: int = place_on_ranks(
-            self._step_times, self._moe, self._shares, self._books, workers.loads, workers.healthy,
-            request.prompt_len, activation, log, self._next, self.dearer,
-        )  # fmt: skip
+        own = workers.loads, workers.healthy, self._next, self.dearer
+        asked = Asked(*own, request.prompt_len, *usage)
+        worker: int = place_on_ranks(self._step_times, self._moe, self._shares, self._books, asked)
         if worker < 0:
             return None
         self._next = (worker + 1) % len(workers.loads)
         # Multiples of 2^-12 below 1 are whole in float32.
-        kept = activation.astype(np.float32)
-        self._resident[request.request_id, worker] = (request.prompt_len, kept, log)
+        kept = asked.activation.astype(np.float32)
+        self._resident[request.request_id, worker] = (request.prompt_len, kept, asked.log)
         return worker
 
     def remove(self, request_id: int, worker: int) -> None:
@@ -257,25 +255,16 @@ def busiest_moe_s(
 
 @njit()
 def place_on_ranks(
-    step_times: StepCost,
-    moe: Any,
-    shares: Shares,
-    books: RankBooks,
-    loads: Any,
-    healthy: Any,
-    prompt_len: int,
-    activation: Any,
-    log: Any,
-    first: int,
-    dearer: Any,
+    step_times: StepCost, moe: Any, shares: Shares, books: RankBooks, asked: Asked
 ) -> int:
     """Return the worker whose group's cost a request lets grow least, and enter it in the books.
 
     -1, and the books as they were, where no worker is healthy.
 
     ``moe``: of a rank where workers share experts, else None; ``shares``: where the experts of the
-    groups lie; ``books``: what is on the workers; the others: as of `marginal_cost.place`.
+    groups lie; ``books``: what is on the workers.
     """
+    loads, prompt_len, activation = asked.loads, asked.prompt_len, asked.activation
     n_workers, n_groups = loads.shape[0], books.used.shape[0]
     size, ranks, layers = n_workers // n_groups, shares.expert.shape[2], step_times.n_moe_layers
     for g in range(n_groups):
@@ -305,14 +294,14 @@ def place_on_ranks(
             books.growth[start + w] = (load + 1) * then**2 - load * now**2
     best, least = -1, 0.0
     for i in range(n_workers):
-        w = (first + i) % n_workers
-        rounded = compared(books.growth[w], dearer[w])
-        if healthy[w] and (best < 0 or rounded < least):
+        w = (asked.first + i) % n_workers
+        rounded = compared(books.growth[w], asked.dearer[w])
+        if asked.healthy[w] and (best < 0 or rounded < least):
             best, least = w, rounded
     if best < 0:
         return best
     g = best // size
-    shift(books.unions[0], books.unions[1], books.unions[2], g, log, 1.0)
+    shift(books.unions[0], books.unions[1], books.unions[2], g, asked.log, 1.0)
     books.used[g] += activation
     books.prompt_tokens[best] += prompt_len
     books.waiting[best] += prompt_len

@@ -40,7 +40,7 @@ def prompt_s(cost: StepCost, new: int, cached: int, budget: int) -> float:
     first, count, seconds = np.zeros(1, np.int64), np.zeros(1, np.int64), 0.0
     while new > 0:
         first[0], count[0] = cached, min(new, budget)
-        seconds += total_s(step_parts(cost, 0, 0, 0.0, first, count, 1, 1, _EMPTY, True))
+        seconds += total_s(step_parts(cost, 0, 0, 0.0, first, count, 1, _EMPTY, True))
         cached += count[0]
         new -= count[0]
     return seconds

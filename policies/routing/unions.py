@@ -10,7 +10,7 @@ numbers are exact in float64 in whatever order they are taken: a worker that its
 is back at zero, and every decision is the same bits whatever came and went before it.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,18 @@ def on_grid(activation: NDArray[Any]) -> Floats:
     """Round probabilities to multiples of 2^-12, at most 1 - 2^-12: log(1 - p) stays finite."""
     whole = np.minimum(np.rint(activation * _PROBABILITY_GRID), _PROBABILITY_GRID - 1.0)
     return np.asarray(whole / _PROBABILITY_GRID)
+
+
+class Asked(NamedTuple):
+    """A request that is to be placed on one of K workers."""
+
+    loads: NDArray[np.int64]  #: ``[K]``: requests in flight
+    healthy: NDArray[np.bool_]  #: ``[K]``: who answers
+    first: int  #: the worker that is preferred among equals; then those behind it
+    dearer: Floats  #: ``[K]``: by how much more a growth counts, as a part of it
+    prompt_len: int
+    activation: Floats  #: ``[L, E]``: on the grid of `on_grid`,
+    log: NDArray[np.float32]  #: and its `log_idle`
 
 
 class ExpertUnions:

@@ -87,6 +87,16 @@ def state_blocks(shard: ModelDims, block_size: int) -> int:
     return -(-shard.state_bytes // (block_size * shard.kv_bytes_per_token))
 
 
+class Beside(NamedTuple):
+    """What a GPU holds beside weights and KV cache."""
+
+    held_bytes: int = 0  #: on top of what the engine reserves
+    token_bytes: int = 0  #: of each token, beside the KV cache of the model
+
+
+NO_MORE = Beside()
+
+
 def kv_blocks(
     model: ModelDims,
     gpu: GPU,
@@ -95,16 +105,14 @@ def kv_blocks(
     parallelism: Parallelism = SINGLE_GPU,
     instances: int | None = None,
     engine: Engine = "vllm",
-    activation_bytes: int = 0,
     windows: WindowBlocks = NO_WINDOWS,
-    draft_kv_bytes: int = 0,
+    more: Beside = NO_MORE,
 ) -> int:
     """Return the KV blocks of ``block_size`` tokens that fit beside the weights of a worker.
 
     Every GPU of the worker holds its heads' part of every block, so one GPU decides. ``instances``
-    are the expert instances of all MoE layers on it, an equal share of the experts when not given;
-    ``activation_bytes`` come on top of what the engine reserves, ``draft_kv_bytes`` on top of each
-    token's. ``utilization`` is a share of all memory for ``engine`` vLLM, of what weights and KV
+    are the expert instances of all MoE layers on it, an equal share of the experts when not given.
+    ``utilization`` is a share of all memory for ``engine`` vLLM, of what weights and KV
     cache may take together for SGLang, of what is free for TensorRT-LLM.
 
     As vLLM sizes its cache at start-up (``vllm/v1/worker/gpu_worker.py``,
@@ -115,7 +123,7 @@ def kv_blocks(
     Raises InputError if the weights leave no room for a single block.
     """
     weights = parallelism.weight_bytes(model, instances)
-    held = weights + activation_bytes
+    held = weights + more.held_bytes
     if engine == "sglang":
         held -= gpu.engine_reserved_bytes
     free = gpu.kv_cache_bytes(held, 1.0 if engine == "trtllm" else utilization)
@@ -124,7 +132,7 @@ def kv_blocks(
     token_bytes = parallelism.kv_bytes_per_token(model)
     if windows.most:
         token_bytes = math.ceil(token_bytes / (1.0 + windows.share))
-    token_bytes += draft_kv_bytes
+    token_bytes += more.token_bytes
     blocks = free // (block_size * token_bytes)
     if blocks < 1:
         problem = (
@@ -164,15 +172,11 @@ def pool_blocks(
         instances = 0
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
+    more = Beside(activation_bytes)
+    if speculation is not None:
+        draft = speculation.draft
+        more = Beside(activation_bytes + draft.weight_bytes, draft.kv_bytes_per_token)
+    windows = windows_of(config, model)
     return kv_blocks(
-        model,
-        gpu,
-        share,
-        config.block_size,
-        parallelism,
-        instances,
-        engine,
-        activation_bytes + (0 if speculation is None else speculation.draft.weight_bytes),
-        windows_of(config, model),
-        0 if speculation is None else speculation.draft.kv_bytes_per_token,
+        model, gpu, share, config.block_size, parallelism, instances, engine, windows, more
     )

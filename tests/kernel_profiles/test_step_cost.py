@@ -99,7 +99,7 @@ def test_the_parts_make_the_step(model, data, n_chunks):
     assert total_s(parts) == pytest.approx(sum(parts), rel=1e-12)
     # Fewer layers stand for all of them in equal parts, fractions are interpolated.
     half = np.full(2, 4.5)
-    few = step_parts(cost, max(batch, 1), max(batch, 1), 1.0, nothing, nothing, 0, 1, half, False)
+    few = step_parts(cost, max(batch, 1), max(batch, 1), 1.0, nothing, nothing, 1, half, False)
     between = (cost.moe_s[max(batch, 1), 4] + cost.moe_s[max(batch, 1), 5]) / 2
     assert few.moe == pytest.approx(layers * between, rel=1e-12)
 
@@ -112,7 +112,7 @@ def test_a_chunk_reads_all_that_it_attends_to_and_waits_for_the_slowest(make_ste
         prompt_alone_s=np.where(length < 100, 0.0, 30.0),
     )  # fmt: skip
     first, count = np.array([7, 96]), np.array([3, 4])
-    assert chunk_attention_s(cost, first, count, 1) == 1 + 2 * (7 + 3)
-    assert chunk_attention_s(cost, first, count, 2) == 1 + 2 * (7 + 3) + 2 * (96 + 4)
+    assert chunk_attention_s(cost, first[:1], count[:1]) == 1 + 2 * (7 + 3)
+    assert chunk_attention_s(cost, first, count) == 1 + 2 * (7 + 3) + 2 * (96 + 4)
     cheap = cost._replace(prompt_token_s=0.0)
-    assert chunk_attention_s(cheap, first, count, 2) == 1 + 30
+    assert chunk_attention_s(cheap, first, count) == 1 + 30

@@ -469,7 +469,7 @@ def test_a_verify_step_computes_all_tokens():
     )
     activated = np.full(6, 40.0)
     seconds = expected_step_s(model.cost, 8, 8 * 500, activated, 4)
-    parts = step_parts(model.cost, 8, 32, 8 * 500.0, NONE, NONE, 0, 32, activated, False)
+    parts = step_parts(model.cost, 8, 32, 8 * 500.0, NONE, NONE, 32, activated, False)
     assert seconds == pytest.approx(total_s(parts))
     full = expected_step_s(model.cost, 64, 64 * 500, activated, 4)
     assert expected_step_s(model.cost, 96, 96 * 500, activated, 4) == pytest.approx(1.5 * full)

@@ -26,8 +26,8 @@ def step_s(model, batch, tokens, cached, context):
     """Seconds of a step that activates every expert; a chunk of ``tokens`` behind ``cached``."""
     chunks = [np.array([n] * (tokens > 0), np.int64) for n in (cached, tokens)]
     activated = np.full(model.n_moe_layers, model.n_experts)
-    n, rows = len(chunks[0]), batch + (tokens > 0)
-    parts = step_parts(model.cost, batch, batch, float(context), *chunks, n, rows, activated, False)
+    rows = batch + (tokens > 0)
+    parts = step_parts(model.cost, batch, batch, float(context), *chunks, rows, activated, False)
     return total_s(parts)
 
 

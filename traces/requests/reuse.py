@@ -71,7 +71,7 @@ def reuse_of(
     blocks = read[0]
     distance, tokens = np.empty((2, len(blocks)), np.int64)
     ideal = np.zeros(n, np.int64)
-    found = _pass(*read, served, size, granule, distance, tokens, ideal) if size else 0
+    found = _pass(read, served, size, granule, distance, tokens, ideal) if size else 0
     common = 0
     if size:
         begins = requests.prefix_indptr[:-1][served]
@@ -107,10 +107,10 @@ def _add(tree: Any, at: int, n: int) -> None:
 
 @njit()
 def _pass(
-    blocks: Any, indptr: Any, n_prompt: Any, context: Any, prompt: Any, served: Any, size: int,
-    granule: int, distance: Any, tokens: Any, ideal: Any,
-) -> int:  # fmt: skip
+    read: Any, served: Any, size: int, granule: int, distance: Any, tokens: Any, ideal: Any
+) -> int:
     """Fill in what is found; return how many blocks are."""
+    blocks, indptr, n_prompt, context, prompt = read
     n_blocks = blocks.max() + 1 if blocks.shape[0] else 0
     used = np.full(n_blocks, -1)  # when each block was used last,
     reach = np.zeros(n_blocks, np.int64)  # and tokens of it that are known

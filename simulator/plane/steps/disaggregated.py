@@ -156,7 +156,7 @@ def _own_part(part: Engines, leader: int, size: int, cost: Any, scratch: Any) ->
             continue
         context = worker.context + worker.tokens
         attention = attention_s(
-            cost, worker.batch, context, scratch.cached, scratch.new, n_chunks
+            cost, worker.batch, context, scratch.cached[:n_chunks], scratch.new[:n_chunks]
         )  # fmt: skip
         sum_s += attention + cost.dense_s[tokens] + cost.collectives_s[tokens]
         total, most, longest = total + tokens, max(most, tokens), max(longest, attention)

@@ -147,7 +147,7 @@ def _count_group(
 
 @compiled()
 def _count_engine(
-    engines: Engines, drafts: Drafts, w: int, bits: Any, prompts: Any, c: Counting, this: Pass
+    engines: Engines, drafts: Drafts, w: int, bits: Any, prompts: Any, c: Counting, of_step: Pass
 ) -> None:
     """Count the tokens that an engine computes in its step.
 
@@ -157,7 +157,8 @@ def _count_engine(
     home = np.int64((w - c.leader) * c.group.ranks_per_engine)
     run = worker.tokens + worker.chunk_tokens + c.group.ranks_per_engine - 1
     run //= c.group.ranks_per_engine
-    n_planes = n_planes_for(run) if this.by_home else this.n_planes
+    n_planes = n_planes_for(run) if of_step.by_home else of_step.n_planes
+    this = Pass(of_step.instances, n_planes, of_step.counts, of_step.by_home, of_step.sends)
     left, n, place, period = run, np.int64(0), np.int64(0), engines.settings[0].period
     for i in range(worker.batch):
         row = sequences[i].row
@@ -173,13 +174,13 @@ def _count_engine(
             if row == sequences[i].row_end:
                 row -= sequences[i].row_span
             if n == left or n == work.rows.shape[0]:
-                _count_rows(bits, n, c, this, home, run - left, n_planes)
+                _count_rows(bits, n, c, this, home, run - left)
                 left, n = left - n, np.int64(0)
                 if left == 0:
-                    _end_home(c, this, home, run, n_planes)
+                    _end_home(c, this, home, run)
                     home, left = home + 1, run
     if n > 0:
-        _count_rows(bits, n, c, this, home, run - left, n_planes)
+        _count_rows(bits, n, c, this, home, run - left)
         left -= n
     for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
         if sequences[i].chunk == 0:
@@ -192,40 +193,37 @@ def _count_engine(
                 n = _count_prompt(
                     prompts, request, record.trace_request, at,
                     min(left, min(stop, record.prompt_len) - at), c, this, home, run - left,
-                    n_planes,
                 )  # fmt: skip
             else:  # the window begins with the last prompt token
                 n = min(min(left, stop - at), work.rows.shape[0])
                 row = record.window_offset + at - record.prompt_len + 1
                 for j in range(n):
                     work.rows[j] = record.window_row + (row + j) % record.window_len
-                _count_rows(bits, n, c, this, home, run - left, n_planes)
+                _count_rows(bits, n, c, this, home, run - left)
             at, left = at + n, left - n
             if left == 0:
-                _end_home(c, this, home, run, n_planes)
+                _end_home(c, this, home, run)
                 home, left = home + 1, run
     if left < run:
-        _end_home(c, this, home, run - left, n_planes)
+        _end_home(c, this, home, run - left)
 
 
 @compiled()
-def _count_rows(
-    bits: Any, n: int, c: Counting, this: Pass, home: int, place: int, n_planes: int
-) -> None:
+def _count_rows(bits: Any, n: int, c: Counting, this: Pass, home: int, place: int) -> None:
     """Count the tokens of ``work.rows[:n]``, from a place of a home rank on."""
     work = c.work
     if this.counts and this.instances == 1:
         add_rows(
-            bits, work.rows, n, work.planes[0], 0, 0, n_planes, work.carry, work.staged
+            bits, work.rows, n, work.planes[0], 0, 0, this.n_planes, work.carry, work.staged
         )  # fmt: skip
     if this.sends or this.instances > 1:
-        take_tokens(bits, work.rows, n, c, this, home, place, np.int64(1), n_planes)
+        take_tokens(bits, work.rows, n, c, this, home, place, np.int64(1))
 
 
 @compiled()
 def _count_prompt(
     prompts: Any, request: int, own: int, token: int, n: int, c: Counting, this: Pass, home: int,
-    place: int, n_planes: int,
+    place: int,
 ) -> Any:  # fmt: skip
     """Count up to ``n`` prompt tokens of one home rank; return how many of them.
 
@@ -244,10 +242,9 @@ def _count_prompt(
         n = min(n, span)
     cycles, rest = n // span, n % span
     if cycles > 0:
-        _count_span(prompts, source, token + rest, span - rest, c, this, home, place, cycles,
-                    n_planes)  # fmt: skip
+        _count_span(prompts, source, token + rest, span - rest, c, this, home, place, cycles)
     if rest > 0:
-        _count_span(prompts, source, token, rest, c, this, home, place, cycles + 1, n_planes)
+        _count_span(prompts, source, token, rest, c, this, home, place, cycles + 1)
     return n
 
 
@@ -262,7 +259,7 @@ def _source(prompts: Any, request: int, own: int, token: int) -> Any:
 @compiled()
 def _count_span(
     prompts: Any, source: int, token: int, n: int, c: Counting, this: Pass, home: int, place: int,
-    weight: int, n_planes: int,
+    weight: int,
 ) -> None:  # fmt: skip
     """Count ``n`` rows of a recorded prompt from a token on, each for ``weight`` tokens."""
     work, have = c.work, prompts.bits.shape[1]
@@ -288,20 +285,19 @@ def _count_span(
             while weight >> plane:
                 if (weight >> plane) & 1:
                     add_block(work.staged, work.planes[0], 0, work.carry.shape[0], plane,
-                              n_planes, work.carry)  # fmt: skip
+                              this.n_planes, work.carry)  # fmt: skip
                 plane += 1
         if this.sends or this.instances > 1:
             for i in range(m):
                 work.rows[i] = i
-            take_tokens(work.staged, work.rows, m, c, this, home, place + start, weight,
-                         n_planes)  # fmt: skip
+            take_tokens(work.staged, work.rows, m, c, this, home, place + start, weight)
 
 
 # --- sums ---
 
 
 @compiled()
-def _end_home(c: Counting, this: Pass, home: int, tokens: int, n_planes: int) -> None:
+def _end_home(c: Counting, this: Pass, home: int, tokens: int) -> None:
     """Settle the traffic of a home rank, all whose tokens have been counted."""
     work = c.work
     work.tokens[home] = tokens
@@ -309,7 +305,7 @@ def _end_home(c: Counting, this: Pass, home: int, tokens: int, n_planes: int) ->
         _send(c, home)
     if not this.by_home:
         return
-    gpus = c.group.gpus_per_node
+    gpus, n_planes = c.group.gpus_per_node, this.n_planes
     node, width = home // gpus, work.carry.shape[0]
     work.counts[:] = _NONE
     for j in range(this.instances):

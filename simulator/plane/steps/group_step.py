@@ -79,7 +79,7 @@ def execute(world: Any, leader: int) -> float:
         computes = computes or n_chunks > 0
         sequences, context = attended(drafts, worker.batch, worker.tokens, worker.context)
         attention = attention_s(
-            cost, sequences, context, scratch.cached, scratch.new, n_chunks
+            cost, sequences, context, scratch.cached[:n_chunks], scratch.new[:n_chunks]
         )  # fmt: skip
         if drafts.rates.shape[1] > 0:
             k = max(k, drafts.k_of[worker.batch])
@@ -142,7 +142,7 @@ def _passes_s(drafts: Drafts, worker: Any, scratch: Any, n_chunks: int) -> Any:
     wide, m = n * drafts.width, n
     for i in range(min(k, drafts.depth) if n > 0 else min(k, np.int64(1))):
         context += worker.tokens if i == 0 else wide
-        seconds += attention_s(cost, n, context, scratch.cached, scratch.new, chunks)
+        seconds += attention_s(cost, n, context, scratch.cached[:chunks], scratch.new[:chunks])
         seconds += cost.dense_s[tokens] + cost.collectives_s[tokens] + cost.head_s[m] + cost.host_s
         tokens, m, chunks = wide, wide, _NONE
     return seconds + n * drafts.request_s

@@ -40,7 +40,7 @@ def execute(world: Any, w: int) -> float:
         )
     sequences, context = attended(drafts, worker.batch, tokens, worker.context)
     parts = step_parts(
-        cost, sequences, tokens, context, scratch.cached, scratch.new, n_chunks, rows,
+        cost, sequences, tokens, context, scratch.cached[:n_chunks], scratch.new[:n_chunks], rows,
         scratch.activated, not pool.own_experts,
     )  # fmt: skip
     seconds = total_s(parts) + pool.capture_s

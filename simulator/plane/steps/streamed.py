@@ -110,8 +110,8 @@ def _layer_times(
         scratch.active[w] = active
     scratch.busiest[w] = scratch.active[w]
     parts = step_parts(
-        cost, np.int64(0), np.int64(0), np.int64(0), scratch.cached, scratch.new, n_chunks, rows,
-        scratch.activated, not own_experts,
+        cost, np.int64(0), np.int64(0), np.int64(0), scratch.cached[:n_chunks],
+        scratch.new[:n_chunks], rows, scratch.activated, not own_experts,
     )  # fmt: skip
     n_layers, tokens = layers.layers_s.shape[1], engines.workers[w].chunk_tokens
     others = parts.attention + parts.dense + parts.collectives

@@ -137,8 +137,7 @@ def hold_by_word(c: Counting, instances: int) -> None:
 
 @compiled()
 def take_tokens(
-    bits: Any, rows: Any, n: int, c: Counting, this: Pass, home: int, place: int, weight: int,
-    n_planes: int,
+    bits: Any, rows: Any, n: int, c: Counting, this: Pass, home: int, place: int, weight: int
 ) -> None:  # fmt: skip
     """Choose instances for tokens, or count the ranks that they reach, ``weight`` times."""
     work, several = c.work, this.instances > 1
@@ -158,7 +157,7 @@ def take_tokens(
                 _take_each(row, c, home, at, hashed, i)
         for j in range(this.instances if several and this.counts else 0):
             work.chosen_of[j, m:] = _NONE
-            add_block(work.chosen_of[j], work.planes[j], 0, work.carry.shape[0], 0, n_planes,
+            add_block(work.chosen_of[j], work.planes[j], 0, work.carry.shape[0], 0, this.n_planes,
                       work.carry)  # fmt: skip
         for first in range(0, m if this.sends else 0, _FOUR):
             for i in range(_FOUR):

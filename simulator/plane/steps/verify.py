@@ -139,8 +139,8 @@ def draft_s(
     last = scratch.activated[scratch.activated.shape[0] - 1 :]
     seconds = total_s(
         step_parts(
-            drafts.cost, sequences, tokens, context + tokens, scratch.cached, scratch.new,
-            n_chunks, sequences, last, uniform,
+            drafts.cost, sequences, tokens, context + tokens, scratch.cached[:n_chunks],
+            scratch.new[:n_chunks], sequences, last, uniform,
         )
     )  # fmt: skip
     n = sequences * drafts.width
@@ -148,8 +148,8 @@ def draft_s(
     for i in range(1, min(k, drafts.depth) if sequences > 0 else 1):
         seconds += total_s(
             step_parts(
-                drafts.cost, sequences, n, context + tokens + i * n, scratch.cached, scratch.new,
-                np.int64(0), n, experts, False,
+                drafts.cost, sequences, n, context + tokens + i * n, scratch.cached[:0],
+                scratch.new[:0], n, experts, False,
             )
         )  # fmt: skip
     return seconds + sequences * drafts.request_s

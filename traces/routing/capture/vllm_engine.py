@@ -50,11 +50,9 @@ def capture_vllm(
     temperature: float = 1.0,
     seed: int = 0,
     ignore_eos: bool = False,
-    dtype: str = "auto",
-    tensor_parallel_size: int = 1,
-    max_model_len: int | None = None,
     method: Method = "plugin",
     progress: Callable[[float], None] | None = None,
+    **engine: Any,
 ) -> CapturedRouting:
     """Generate from prompts with vLLM, in a process of its own, and record its experts.
 
@@ -63,22 +61,17 @@ def capture_vllm(
 
     Raises InputError if vLLM is missing, fails (its reason in one line), or returns no experts.
 
-    ``seed``: request ``i`` samples with ``seed + i``, independent of the others; ``max_model_len``:
-    longest sequence; the model's own by default; ``method``: ``engine`` needs the model runner V2
-    of vLLM, and so a GPU; ``progress``: called with the share of the tokens done (with ``plugin``).
+    ``seed``: request ``i`` samples with ``seed + i``, independent of the others; ``method``:
+    ``engine`` needs the model runner V2 of vLLM, and so a GPU; ``progress``: called with the share
+    of the tokens done (with ``plugin``); ``engine``: more arguments of ``vllm.LLM``, such as
+    ``dtype``, ``tensor_parallel_size``, ``max_model_len``.
     """
     generation = describe_generation(max_new_tokens, temperature, seed, ignore_eos)
     if importlib.util.find_spec("vllm") is None:
         raise InputError("capture", "vLLM is not installed", _INSTALL)
     job = {
         "prompts": [list(prompt) for prompt in token_ids],
-        "engine": {
-            "model": model,
-            "dtype": dtype,
-            "tensor_parallel_size": tensor_parallel_size,
-            "max_model_len": max_model_len,
-            **_ENGINE[method],
-        },
+        "engine": {"model": model, **engine, **_ENGINE[method]},
         "sampling": {
             "temperature": temperature,
             "seed": seed,

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -96,6 +96,7 @@ def sample_kinds_and_experts(
     drift = np.stack([model.drift_sd, decay, np.sqrt(1 - decay**2)]).astype(np.float32)
     loadings = _transposed(model.loadings).reshape(len(model.loadings), -1)
     later = np.array([-math.log((i + 0.5) / _TIMES) for i in range(_TIMES)], np.float32)
+    laws = _Laws(*weights, reuse, model.succession, later)
 
     def draw(begin: int) -> int:
         last = min(begin + _CHUNK, n)
@@ -110,22 +111,14 @@ def sample_kinds_and_experts(
             drifted = _walk(rng, int(length[request]), len(loadings), drift)
             turns = topic_terms[c].reshape(parts, -1)
             own = np.float32(model.own) * rng.standard_normal(turns.shape[1], dtype=np.float32)
-            _sample_request(
-                first_bits,
+            drawn = _Request(
                 turns[0] + own * (turns[0] != 0),
                 np.concatenate([loadings, np.diff(turns, axis=0)]),
                 np.concatenate([drifted, _turned(len(drifted), parts)], axis=1),
-                *weights,
-                reuse,
                 model.topic_kinds[c],
-                model.succession,
                 int(prompt[request]),
-                *room,
-                kinds[rows],
-                chosen,
-                summed,
-                later,
             )
+            _sample_request(first_bits, drawn, laws, room, kinds[rows], chosen, summed)
             experts[rows] = chosen
             if gate is not None and summed is not None:
                 gate[request] = summed[: model.n_experts].T
@@ -172,20 +165,45 @@ def _autoregress(noise: Floats, drift: Floats, path: Floats) -> None:
             path[block, r] = total
 
 
-def _room(width: int, layers: int) -> tuple[NDArray[Any], ...]:
-    """Return what `_sample_request` works in: its parameters ``bits`` to ``state``."""
+class _Request(NamedTuple):
+    """What one request is drawn by; tables ``[E, L]`` lie flat."""
+
+    base: Floats  #: the topic at the beginning
+    loadings: Floats  #: ``[scores, E L]``: of the drift, and of where the topic turns
+    path: Floats  #: ``[blocks, scores]``
+    shares: Doubles  #: of the kinds of tokens
+    prompt: int  #: tokens
+
+
+class _Laws(NamedTuple):
+    """What all requests of a model are drawn by."""
+
+    phases: Floats  #: ``[2, E, L]``
+    kinds: Floats  #: ``[kinds, E, L]``
+    reuse: Floats  #: ``[L]``
+    succession: Doubles  #: ``[kinds, kinds]``
+    later: Floats  #: see `_add_gate`
+
+
+class _Room(NamedTuple):
+    """What `_sample_request` works in."""
+
+    bits: Narrow
+    power: Floats  #: the same numbers as ``bits``
+    flat: Floats
+    topic: Floats  #: the same numbers as ``flat``
+    weight: Floats
+    before: Doubles
+    target: Doubles
+    column: Ints
+    state: NDArray[np.uint64]
+
+
+def _room(width: int, layers: int) -> _Room:
     bits, topic = np.empty(width * layers, np.int32), np.empty((width, layers), np.float32)
-    return (
-        bits,
-        bits.view(np.float32),
-        topic.ravel(),  # the same numbers
-        topic,
-        np.empty_like(topic),
-        np.empty((_COLUMNS, layers)),
-        np.empty(layers),
-        np.empty(layers, np.int64),
-        np.empty(1, np.uint64),
-    )
+    weight, before = np.empty_like(topic), np.empty((_COLUMNS, layers))
+    work = np.empty(layers), np.empty(layers, np.int64), np.empty(1, np.uint64)
+    return _Room(bits, bits.view(np.float32), topic.ravel(), topic, weight, before, *work)
 
 
 def _clipped(log_weight: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -206,60 +224,44 @@ def _transposed(part: NDArray[np.float64]) -> NDArray[np.float32]:
 @njit(nogil=True)
 def _sample_request(
     seed: np.uint64,
-    base: Floats,
-    loadings: Floats,
-    path: Floats,
-    phases: Floats,
-    kinds: Floats,
-    reuse: Floats,
-    shares: Doubles,
-    succession: Doubles,
-    prompt: int,
-    bits: Narrow,
-    power: Floats,
-    flat: Floats,
-    topic: Floats,
-    weight: Floats,
-    before: Doubles,
-    target: Doubles,
-    column: Ints,
-    state: NDArray[np.uint64],
+    request: _Request,
+    laws: _Laws,
+    room: _Room,
     kind_of: Ints,
     out: NDArray[np.uint16],
     gate: Doubles | None,
-    later: Floats,
 ) -> None:
     """Fill ``out [tokens, layers, top_k]`` with the experts of one request, ``kind_of`` with kinds.
 
-    ``base`` and each of the ``loadings`` are tables ``[E, L]`` that lie flat, ``path`` holds the
-    scores of drift and topic by block; ``bits`` to ``state`` are room to work in, of `_room`.
-    ``gate [E, L]`` takes the probabilities of prompt tokens, if given; ``later``: of `_add_gate`.
+    ``gate [E, L]`` takes the probabilities of prompt tokens, if given.
     """
     tokens, layers, top_k = out.shape
+    topic, weight, state = room.topic, room.weight, room.state
     state[0] = seed
     if gate is not None:
         noise, before_choice = np.array([~seed]), np.empty_like(weight)
     for t in range(tokens):
         if t % DRIFT_BLOCK == 0:
-            _exponential(base, loadings, path[t // DRIFT_BLOCK], bits, power, flat)
-        kind = _next_kind(_uniform(state), shares, succession, kind_of, t)
+            scores = request.path[t // DRIFT_BLOCK]
+            _exponential(request.base, request.loadings, scores, room.bits, room.power, room.flat)
+        kind = _next_kind(_uniform(state), request.shares, laws.succession, kind_of, t)
         kind_of[t] = kind
-        phase = 0 if t < prompt else 1
+        phase = 0 if t < request.prompt else 1
         for e in range(len(topic)):
             for layer in range(layers):
-                popular = kinds[kind, e, layer] * phases[phase, e, layer]
+                popular = laws.kinds[kind, e, layer] * laws.phases[phase, e, layer]
                 weight[e, layer] = topic[e, layer] * popular
         if t > 0:
             for layer in range(layers):
                 for slot in range(top_k):
-                    weight[out[t - 1, layer, slot], layer] *= reuse[layer]
-        _sum_up(weight, before)
+                    weight[out[t - 1, layer, slot], layer] *= laws.reuse[layer]
+        _sum_up(weight, room.before)
         if gate is not None:
             before_choice[:] = weight
         for slot in range(top_k):
-            _choose(state, weight, before, target, column, out, t, slot)
-        if gate is not None and t < prompt:
-            _add_gate(noise, before_choice, out, t, gate, later)
+            _choose(state, weight, room.before, room.target, room.column, out, t, slot)
+        if gate is not None and t < request.prompt:
+            _add_gate(noise, before_choice, out, t, gate, laws.later)
 
 
 @njit(inlined=True)

@@ -33,12 +33,9 @@ def synthesize(
     calibration: int,
     prompt_len: Lengths | None,
     output_len: Lengths,
-    seed: int,
     shares: Sequence[float] | None = None,
-    gate_scores: bool = False,
     split: Literal["both", "calibration", "serving"] = "both",
-    force: bool = False,
-    progress: Progress = lambda share: None,
+    **drawing: Any,
 ) -> RoutingTrace:
     """Write a trace of requests that take turns between the model's domains.
 
@@ -48,34 +45,27 @@ def synthesize(
     ``requests``, ``calibration``: of the serving and the calibration split; ``prompt_len``,
     ``output_len``: least and greatest number of tokens, drawn uniformly. Without ``prompt_len``,
     prompts are as long as those of their domains' data sets (`prompt_lengths`); ``shares``: of each
-    of the model's domains in both splits, which sum to 1; by default all alike; ``gate_scores``:
-    whether to draw the gate's probabilities, too; ``split``: which requests to draw: they are the
-    same as in the trace of both.
+    of the model's domains in both splits, which sum to 1; by default all alike; ``split``: which
+    requests to draw: they are the same as in the trace of both; ``drawing``: the ``seed``;
+    ``gate_scores``: whether to draw the gate's probabilities, too; ``force``: whether ``out`` may
+    be replaced; ``progress``: called with the share that is drawn.
     """
     if requests < 0 or calibration < 0 or requests + calibration < 1:
         raise InputError("requests", f"got {requests} and {calibration}", "at least 1 in all")
-    n = requests + calibration
+    n, seed = requests + calibration, drawing["seed"]
     within("requests", n, _MOST_REQUESTS)
     if shares is None:
         domain = np.arange(n) % len(model.domains)
     else:
         domain = np.concatenate([take_turns(shares, count) for count in (calibration, requests)])
+    if prompt_len is None:
+        prompt = draw_prompt_lengths([model.domains[d] for d in domain], seed)
+    else:
+        prompt = _uniform("prompt_len", prompt_len, n, seed)
+    output = _uniform("output_len", output_len, n, seed)
+    columns = domain, prompt, output, np.arange(n) < calibration
     spans = {"calibration": (0, calibration), "serving": (calibration, n)}
-    return _write(
-        model,
-        out,
-        domain=domain,
-        prompt_len=draw_prompt_lengths([model.domains[d] for d in domain], seed)
-        if prompt_len is None
-        else _uniform("prompt_len", prompt_len, n, seed),
-        output_len=_uniform("output_len", output_len, n, seed),
-        is_calibration=np.arange(n) < calibration,
-        span=spans.get(split),
-        seed=seed,
-        gate_scores=gate_scores,
-        force=force,
-        progress=progress,
-    )
+    return _write(model, out, columns, spans.get(split), **drawing)
 
 
 def _uniform(name: str, span: Lengths, n: int, seed: int) -> NDArray[np.int64]:
@@ -87,58 +77,40 @@ def _uniform(name: str, span: Lengths, n: int, seed: int) -> NDArray[np.int64]:
 
 
 def synthesize_like(
-    model: RoutingModel,
-    trace: RoutingTrace,
-    out: str | os.PathLike[str],
-    *,
-    seed: int,
-    force: bool = False,
-    progress: Progress = lambda share: None,
+    model: RoutingModel, trace: RoutingTrace, out: str | os.PathLike[str], **drawing: Any
 ) -> RoutingTrace:
     """Write a trace of requests with the domains, lengths and split of another trace's.
 
     Raises InputError if the model lacks a domain, or ``out`` exists and may not be replaced.
+    ``drawing``: as of `synthesize`.
     """
     missing = [name for name in trace.domains if name not in model.domains]
     if missing:
         problem = f"the model has no domain {missing[0]!r}"
         raise InputError("like", problem, ", ".join(model.domains))
     order = np.argsort(trace.first_row, kind="stable")
-    index = np.array([model.domains.index(name) for name in trace.domains])
-    return _write(
-        model,
-        out,
-        domain=index[trace.domain[order]],
-        prompt_len=trace.prompt_len[order],
-        output_len=trace.output_len[order],
-        is_calibration=trace.is_calibration[order],
-        seed=seed,
-        force=force,
-        progress=progress,
-    )
+    domain = np.array([model.domains.index(name) for name in trace.domains])[trace.domain]
+    columns = domain, trace.prompt_len, trace.output_len, trace.is_calibration
+    return _write(model, out, [column[order] for column in columns], **drawing)
 
 
 def _write(
     model: RoutingModel,
     out: str | os.PathLike[str],
-    *,
-    domain: NDArray[Any],
-    prompt_len: NDArray[Any],
-    output_len: NDArray[Any],
-    is_calibration: NDArray[np.bool_],
+    columns: Sequence[NDArray[Any]],
     span: tuple[int, int] | None = None,
+    *,
     seed: int,
     gate_scores: bool = False,
-    force: bool,
-    progress: Progress,
+    force: bool = False,
+    progress: Progress = lambda share: None,
 ) -> RoutingTrace:
+    """Write requests of these domains, prompt and output tokens and splits, or a span of them."""
     if os.path.lexists(out) and not force:
         raise InputError("out", f"{os.fspath(out)} exists", "a new folder, or --force")
-    used = [name for d, name in enumerate(model.domains) if (domain == d).any()]
-    first, last = span or (0, len(domain))
-    domain, prompt_len, output_len, is_calibration = (
-        column[first:last] for column in (domain, prompt_len, output_len, is_calibration)
-    )
+    used = [name for d, name in enumerate(model.domains) if (columns[0] == d).any()]
+    first, last = span or (0, len(columns[0]))
+    domain, prompt_len, output_len, is_calibration = (column[first:last] for column in columns)
     tokens = float(prompt_len.sum(dtype=np.float64) + output_len.sum(dtype=np.float64))
     ids = tokens * model.n_layers * model.top_k
     within("requests", 2 * ids, ARRAY_LIMIT, " bytes of expert ids")
