@@ -13,9 +13,8 @@ from eldr_sim.cli.console import print_table, print_written
 from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.cli.option import option, plot_option
 from eldr_sim.errors import InputError
-from eldr_sim.traces.routing.encoding import FILE_NAMES
 from eldr_sim.traces.routing.imports.formats import READERS
-from eldr_sim.traces.routing.manifest import REFERENCE_TRACE, builtin_traces, one_phase
+from eldr_sim.traces.routing.manifest import FILE_NAMES, REFERENCE_TRACE, builtin_traces, one_phase
 
 if TYPE_CHECKING:
     from eldr_sim.traces.routing.format import RoutingTrace

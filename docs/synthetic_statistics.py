@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.outputs import write_rows
-from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.requests.texts import DOMAIN_MIXES
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.overlap import MIXED, ONE_REQUEST, QUANTILES, request_overlap
 from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace

@@ -323,7 +323,7 @@ def write_routing_trace(
     """Write recorded routing as a routing trace, compressed.
 
     Of the gate's order the trace keeps which half of a token's experts came first: a model of half
-    the top-k can be served, and the file stays small (see `eldr_sim.traces.routing.encoding`).
+    the top-k can be served, and the file stays small (see `eldr_sim.traces.routing.manifest`).
 
     ``routing``: from `record`; ``out``: trace folder to make; ``domains``: names of the domains;
     ``gate_scores``: requests of each split, its first ones, whose gate scores the trace carries;

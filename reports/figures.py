@@ -12,8 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from eldr_sim.charts import write_picture
 from eldr_sim.errors import PLOT, InputError, needed
-from eldr_sim.pictures import write_picture
 from eldr_sim.reports.folders import contents_of, open_folders
 from eldr_sim.reports.page import section_of
 from eldr_sim.reports.pictures import Colours, Picture

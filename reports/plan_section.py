@@ -4,9 +4,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from eldr_sim.reports.basis import basis
-from eldr_sim.reports.cells import Table, Value, interval, measured, nan, number, plain, table
+from eldr_sim.reports.cells import (
+    PLAN_COLUMNS,
+    Table,
+    Value,
+    interval,
+    measured,
+    nan,
+    number,
+    plain,
+    table,
+)
 from eldr_sim.reports.folders import Folder
-from eldr_sim.reports.headings import PLAN_COLUMNS
 from eldr_sim.reports.pictures import Colours, Picture, intervals, pareto_picture
 from eldr_sim.traces.requests.session_shape import rate_unit
 

@@ -1,23 +1,27 @@
-"""Section of one run, or of several side by side.
-
-Section of a comparison: policies paired over the same requests.
-"""
+"""Sections of runs, alone or side by side, and of comparisons: policies over the same requests."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from eldr_sim.planning.intervals import mean_known
 from eldr_sim.reports.basis import basis
-from eldr_sim.reports.cells import Table, Value, difference, nan, number, percent, plain, table
-from eldr_sim.reports.folders import Folder
-from eldr_sim.reports.headings import (
+from eldr_sim.reports.cells import (
     LATENCIES,
     METRICS,
     RUN_FIGURES,
     STATISTICS,
+    Table,
+    Value,
     bounds_in_words,
+    difference,
+    nan,
+    number,
+    percent,
+    plain,
+    table,
     without_unit,
 )
+from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import Colours, intervals
 from eldr_sim.reports.run_pictures import run_pictures
 

@@ -9,9 +9,20 @@ from typing import Any
 import yaml
 
 from eldr_sim.reports.basis import basis
-from eldr_sim.reports.cells import Table, Value, mean_cell, measured, number, plain, table
+from eldr_sim.reports.cells import (
+    METRICS,
+    MORE_METRICS,
+    Table,
+    Value,
+    mean_cell,
+    measured,
+    number,
+    parameter_label,
+    plain,
+    table,
+    without_unit,
+)
 from eldr_sim.reports.folders import Folder
-from eldr_sim.reports.headings import METRICS, MORE_METRICS, parameter_label, without_unit
 from eldr_sim.reports.pictures import (
     N_COLOURS,
     Colours,

@@ -44,8 +44,7 @@ from eldr_sim.simulator.control.placing import (
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import Relocations
 from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
-from eldr_sim.simulator.outcome.catalogue import headline_tags, label
-from eldr_sim.simulator.outcome.headline import Headline, Shown, number
+from eldr_sim.simulator.outcome.catalogue import Headline, Shown, headline_tags, label, number
 from eldr_sim.simulator.outcome.metrics import slo_blocks
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.outcome.tables import requests_table, step_tables
@@ -55,7 +54,7 @@ from eldr_sim.simulator.setup.config.fault_spellings import planned
 from eldr_sim.simulator.setup.config.log_part import check_window, log_of, part_of
 from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
-from eldr_sim.simulator.setup.mean_work import MeanWork
+from eldr_sim.simulator.setup.mean_work import MeanWork, scaling_facts
 from eldr_sim.simulator.setup.prepare import PreparedRun, prepare
 from eldr_sim.simulator.setup.replay import (
     Replay,
@@ -65,7 +64,6 @@ from eldr_sim.simulator.setup.replay import (
     rank_masks,
 )
 from eldr_sim.simulator.setup.run_routing import texts_of
-from eldr_sim.simulator.setup.scaling_facts import scaling_facts
 from eldr_sim.simulator.setup.shared_experts import hold_instances
 from eldr_sim.simulator.setup.shared_replay import replay_of
 from eldr_sim.simulator.setup.streaming import work_of

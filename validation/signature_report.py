@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.charts import bars, lines
+from eldr_sim.charts import bars, lines, write_picture
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import write_rows
-from eldr_sim.pictures import write_picture
 from eldr_sim.policies.eldr.artifact import RoutingArtifact, fit_like
 from eldr_sim.policies.eldr.signature import TRANSFORMS, score_of
 from eldr_sim.policies.eldr.signature_quality import SignatureQuality, signature_quality
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.requests.texts import DOMAIN_MIXES
 from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import RoutingTrace
 

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.charts import lines
+from eldr_sim.charts import lines, write_picture
 from eldr_sim.outputs import write_rows
-from eldr_sim.pictures import write_picture
 from eldr_sim.policies.eldr.signature import decode_overlap, idf_weights, select_layers, transformed
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.requests.texts import DOMAIN_MIXES
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.overlap import request_overlap
 from eldr_sim.traces.routing.statistics import BATCH_SIZES, TraceStatistics, trace_statistics

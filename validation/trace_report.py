@@ -32,9 +32,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.charts import Draw, bars, field, lines
+from eldr_sim.charts import Draw, bars, field, lines, write_picture
 from eldr_sim.outputs import write_rows
-from eldr_sim.pictures import write_picture
 from eldr_sim.policies.eldr.artifact import calibration_pairs
 from eldr_sim.policies.eldr.signature import idf_weights, select_layers, transformed
 from eldr_sim.policies.placement.grace import equal_groups

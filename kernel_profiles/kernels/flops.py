@@ -1,4 +1,4 @@
-"""FLOPs of prefill, and the share of a GPU's peak that they are (MFU).
+"""FLOPs of prefill and their share of a GPU's peak (MFU); FLOPs a byte of a decode step.
 
 A prompt's tokens pay for the matrices that they pass, two FLOPs a weight, and for the pairs of a
 query and a key under the causal mask. With A active parameters, L layers of H heads of width d,
@@ -8,21 +8,18 @@ query and a key under the causal mask. With A active parameters, L layers of H h
 
 The paper's ``s^2 / 2`` pairs are ``s (s + 1) / 2`` here, the pairs that the mask leaves: chunks of
 a prompt then add up to the whole prompt. Layers with a sliding window stop at it, and MLA counts
-its expanded heads (`kernel_profiles.kernels.intensity.pair_flops`). These are the model's
-FLOPs: what a kernel computes twice, such as the keys and values that MLA expands again for each
-chunk, is not work.
+its expanded heads (`pair_flops`). These are the model's FLOPs: what a kernel computes twice, such
+as the keys and values that MLA expands again for each chunk, is not work.
 
 Of the parameters the embedding, which is looked up, and lm_head, which sees the last token of a
 prompt alone, are left out. Qwen3-235B-A22B has A = 20.9e9 then, the paper's constant.
 
-Operational intensity of a decode step: FLOPs for each byte read from memory, in closed form.
-
-A GPU is bound by memory while a step's intensity lies below the GPU's own FLOPs a byte (Williams et
-al. 2009, Roofline). Weights are read once a step, however many tokens share them; of the experts
-those that uniform routing is expected to activate
-(`kernel_profiles.kernels.moe_latency.uniform_distinct`): skewed routing reads fewer. Each
-token reads its own KV cache. Nothing but weights, caches and, where it says so, the hidden states
-around a MoE layer is counted: what kernels really move is more.
+Operational intensity of a decode step, in closed form: a GPU is bound by memory while a step's
+intensity lies below the GPU's own FLOPs a byte (Williams et al. 2009, Roofline). Weights are read
+once a step, however many tokens share them; of the experts those that uniform routing is expected
+to activate (`kernel_profiles.kernels.moe_latency.uniform_distinct`): skewed routing reads fewer.
+Each token reads its own KV cache. Nothing but weights, caches and, where it says so, the hidden
+states around a MoE layer is counted: what kernels really move is more.
 """
 
 from typing import NamedTuple

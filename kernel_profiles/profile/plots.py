@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.charts import write_picture
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out
 from eldr_sim.kernel_profiles.profile.table_fit import FloatArray, even_rows, expert_bytes
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, load_table
-from eldr_sim.pictures import write_picture
 
 _BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 

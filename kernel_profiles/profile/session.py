@@ -49,7 +49,7 @@ from eldr_sim.kernel_profiles.profile.measurement_plan import (
     make_plan,
 )
 from eldr_sim.kernel_profiles.profile.records import HOT, MAIN, Record, tables_of
-from eldr_sim.kernel_profiles.profile.table_comparison import Difference, differences
+from eldr_sim.kernel_profiles.profile.table_fit import Difference, differences
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, table_name
 from eldr_sim.outputs import whole_file
 

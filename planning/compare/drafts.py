@@ -19,7 +19,7 @@ from eldr_sim.planning.compare.paired import run_paired
 from eldr_sim.planning.compare.policies import MARKER
 from eldr_sim.planning.intervals import mean_known, paired_percent
 from eldr_sim.planning.runs.shared_runs import Summary
-from eldr_sim.simulator.outcome.headline import Headline, Shown, number
+from eldr_sim.simulator.outcome.catalogue import Headline, Shown, number
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config.paths import portable
 from eldr_sim.simulator.setup.config.run_config import RunConfig

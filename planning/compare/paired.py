@@ -9,8 +9,7 @@ from eldr_sim.inputs import within
 from eldr_sim.planning.intervals import mean_known, paired_percent
 from eldr_sim.planning.runs.points import with_seed
 from eldr_sim.planning.runs.shared_runs import Runs, Summary
-from eldr_sim.simulator.outcome.catalogue import headline_tags, label
-from eldr_sim.simulator.outcome.headline import Headline, number
+from eldr_sim.simulator.outcome.catalogue import Headline, headline_tags, label, number
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 MOST_SEEDS = 10_000

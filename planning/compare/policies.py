@@ -14,8 +14,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.paired import PairedDifference, PairedRuns, headline_of, run_paired
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.policies import registry
-from eldr_sim.simulator.outcome.catalogue import HEADLINE
-from eldr_sim.simulator.outcome.headline import Headline, Shown
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, Headline, Shown
 from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config.paths import portable
 from eldr_sim.simulator.setup.config.run_config import RunConfig

@@ -13,8 +13,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml
 from eldr_sim.planning.compare.paired import PairedDifference, headline_of, run_paired
 from eldr_sim.planning.runs.shared_runs import Summary
-from eldr_sim.simulator.outcome.catalogue import HEADLINE, PREFILL_HEADLINE
-from eldr_sim.simulator.outcome.headline import Headline, Shown
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, PREFILL_HEADLINE, Headline, Shown
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config.groups import SessionConfig
 from eldr_sim.simulator.setup.config.paths import portable

@@ -1,8 +1,7 @@
 """All files that launch a cluster, and the benchmark that holds it to its objective.
 
-Helm values of llm-d and a DynamoGraphDeployment for the pools of a deployment.
-
-Sources: llm-d-modelservice ``values.schema.json``; Dynamo 1.6 operator ``api/v1beta1`` and
+Among them are Helm values of llm-d and a DynamoGraphDeployment. Sources: llm-d-modelservice
+``values.schema.json``; Dynamo 1.6 operator ``api/v1beta1`` and
 ``examples/backends/vllm/deploy/v1beta1``. Under ``multinode`` Dynamo's operator adds which node
 runs which engine.
 """

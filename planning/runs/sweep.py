@@ -34,8 +34,7 @@ from eldr_sim.planning.runs.journal import Journal, open_journal
 from eldr_sim.planning.runs.points import Outcome, Point, config_key
 from eldr_sim.planning.runs.runner import Backend, check_backend, expected_tokens, run_points
 from eldr_sim.planning.runs.sweep_spec import SweepSpec, make_spec, read_spec
-from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
-from eldr_sim.simulator.outcome.headline import MOST_ROWS, Headline, Shown, number
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, MOST_ROWS, Headline, Shown, label, number
 from eldr_sim.simulator.results import write_json, write_table
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 

@@ -21,8 +21,7 @@ from eldr_sim.planning.search.prefill_strategy import chunk_label
 from eldr_sim.planning.search.sensitivity import Effect
 from eldr_sim.planning.search.trial import Trial
 from eldr_sim.planning.slo import Objective, Verdict
-from eldr_sim.simulator.outcome.catalogue import label
-from eldr_sim.simulator.outcome.headline import Headline, Shown, number
+from eldr_sim.simulator.outcome.catalogue import Headline, Shown, label, number
 from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.outcome.without_effect import NO_TOKEN
 from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table

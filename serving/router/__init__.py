@@ -4,6 +4,6 @@
 - ``fleet``: the engines, in pools with a policy each; releases of KV cache that nobody will fetch;
 - ``engine``, ``upstream``: what is known of one engine (health, ejection, return), one question to
   it with time limits;
-- ``decisions``, ``signals``, ``signatures``: the policy object, and what it may see;
-- ``config``, ``bodies``, ``counters``: its start, what requests may hold, what it counts.
+- ``decisions``: the policy object, and what it may see;
+- ``config``, ``bodies``: its start, what requests may hold.
 """

@@ -1,8 +1,6 @@
 """The engines behind the router: pools, each with a policy, and their health.
 
-What the router counts, in Prometheus' text format.
-
-What live engines publish of themselves: vLLM's ``/metrics``, as a router sees them.
+Engines publish of themselves what vLLM's ``/metrics`` says; the router counts in the same format.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """One request's way through the router, from its body to the last token of its answer.
 
-Expert signatures of live requests, read from the capture log as the engine writes it.
+Its expert signature is read from the capture log as the engine writes it.
 """
 
 import asyncio

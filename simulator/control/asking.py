@@ -17,7 +17,7 @@ from eldr_sim.simulator.plane.kv_cache import match
 from eldr_sim.simulator.plane.kv_loads import match_tiers
 from eldr_sim.simulator.plane.prefill_reports import PrefillReports
 from eldr_sim.simulator.plane.router import PolicyRouter
-from eldr_sim.simulator.setup.config.kv_signal import parse_kv_signal
+from eldr_sim.simulator.setup.config.field_types import parse_kv_signal
 from eldr_sim.traces.requests.prefixes import Ranges, clip_ranges, join_ranges
 
 if TYPE_CHECKING:

@@ -1,8 +1,6 @@
 """An autoscaler at work: a process that looks at a cluster, asks, starts, stops and switches.
 
-What it takes that a worker leaves: the worker whose sessions and experts others can take best.
-
-All in seconds of a worker:
+The worker leaves whose sessions and experts others can take best, in seconds of a worker:
 
 - it serves on until its requests have ended: what waits is computed, the longest output decoded;
 - the blocks of its prefix cache that no other worker has are computed again;

@@ -2,7 +2,7 @@
 
 What a request lives through is told in :mod:`~eldr_sim.simulator.plane.loop`.
 
-The control plane's clock: a SimPy environment that is a guest of the compiled loop.
+The control plane's clock is a SimPy environment, a guest of that loop.
 """
 
 import heapq

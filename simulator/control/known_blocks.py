@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.setup.config.kv_signal import KVSignal
+    from eldr_sim.simulator.setup.config.field_types import KVSignal
 
 
 class PublishedBlocks:

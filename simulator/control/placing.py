@@ -17,7 +17,7 @@ from eldr_sim.simulator.control.relocation import (
     expert_links,
 )
 from eldr_sim.simulator.setup.config.run_config import RunConfig
-from eldr_sim.simulator.setup.elastic import least_engines
+from eldr_sim.simulator.setup.engine_of import least_engines
 from eldr_sim.simulator.setup.prepare import PreparedRun
 from eldr_sim.simulator.setup.shared_experts import sharing
 from eldr_sim.traces.routing.calibration import CalibrationSet

@@ -1,6 +1,6 @@
-"""Figures of prefix reuse and of sessions: what the workload allows, turn by turn.
+"""Figures of prefix reuse, of sessions and of KV tiers.
 
-Figures of KV tiers: what was found where, what it took, and what it was worth.
+What the workload allows, turn by turn; what was found where, what it took and was worth.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The summary of a run: ``summary.json``.
 
-What a run made of its trace: copies of one request that met in a batch, and what to warn of.
+It warns of copies of one trace request that met in a batch, among others.
 """
 
 import math

@@ -27,7 +27,7 @@ their next token, and chunks of contexts that are still being computed.
 There is one engine; a request says where its KV cache comes from, and the pool of its worker who
 goes on when a prompt is computed.
 
-When prompts wait though there is room: for more prompts, for other engines, for an interval.
+Prompts may wait though there is room: for more prompts, for other engines, for an interval.
 """
 
 from typing import Any

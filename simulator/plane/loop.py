@@ -58,7 +58,7 @@ from eldr_sim.simulator.plane.events import drop_first, leave, schedule, wake
 from eldr_sim.simulator.plane.front_end import FrontEnd, on_collected, on_read, on_tokenized, send
 from eldr_sim.simulator.plane.kv_cache import blocks_of, release, withdraw
 from eldr_sim.simulator.plane.kv_manager import Engines, publish_tokens, side_of
-from eldr_sim.simulator.plane.removal import give_back, remove
+from eldr_sim.simulator.plane.queues import give_back, remove
 from eldr_sim.simulator.plane.sessions import arrive, go_on
 from eldr_sim.simulator.plane.state import (
     ARRIVAL,

@@ -137,7 +137,7 @@ class ClusterSpec:
     #: Output tokens that clients ask for; None where they set no limit.
     max_tokens: int | None = None
     signal_interval_s: float = 0.0
-    kv_signal: str = "exact"  #: what routers know of prefix caches, see `setup.kv_signal`
+    kv_signal: str = "exact"  #: what routers know of prefix caches, see `parse_kv_signal`
     enable_prefix_caching: bool = True
     #: Of which the loop reads what is marked so.
     scheduler: EngineConfig = field(default_factory=EngineConfig)

@@ -1,4 +1,12 @@
-"""What every worker of a pool is."""
+"""What every worker of a pool is.
+
+The engines of expert-parallel workers may start and stop one by one (``--enable-elastic-ep``).
+Every GPU holds as many expert instances whatever the width, and so has the same KV cache: what a
+wider group has room for are redundant experts. So does vLLM, whose
+``ElasticEPScalingExecutor.switch_and_prepare`` sets ``num_redundant_experts`` to the instances of a
+rank times the ranks, less the experts (``vllm/distributed/elastic_ep/elastic_execute.py``, read in
+November 2026).
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,6 +20,7 @@ from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_t
 from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.kernel_profiles.tables.library import note_use, noting_use
 from eldr_sim.policies.placement.base import ExpertGroup
+from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config.engines import (
     default_budget,
@@ -22,12 +31,48 @@ from eldr_sim.simulator.setup.config.engines import (
 from eldr_sim.simulator.setup.config.pools import WorkerPool
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.config.start_up import start_up_parts
-from eldr_sim.simulator.setup.elastic import redundant_experts
 from eldr_sim.simulator.setup.memory import pool_blocks
 from eldr_sim.simulator.setup.run_routing import texts_of, trace_of
 from eldr_sim.simulator.setup.shared_experts import check_disaggregated, check_experts, sharing
 from eldr_sim.simulator.setup.speculation import speculation_of
 from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_layout
+
+
+def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) -> int:
+    """Return the redundant experts of a whole worker, whose engines come and go.
+
+    Its fewest engines (``min_workers``) hold all experts, and ``num_redundant_experts`` more.
+
+    Raises InputError where that cannot be, or such engines are not simulated.
+    """
+    pool, parallelism, field = workers.own, workers.own.parallelism, "enable_elastic_ep"
+    least = least_engines(config, workers)
+    problems = {
+        f"{workers.workers} {workers.name} workers": workers.workers > 1,
+        "experts are cut": not parallelism.expert_parallel,
+        "experts lie on GPUs of their own": bool(parallelism.ffn_ranks),
+        "experts move (eplb_interval)": config.eplb_interval is not None,
+        "workers fail (fail, events)": bool(config.fail or config.events),
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            allowed = "one worker, such as 1C with --data-parallel-size 16, and nothing else"
+            raise InputError(field, problem, allowed)
+    if not 2 <= least * parallelism.tensor_parallel_size <= parallelism.n_gpus:
+        allowed = f"2 to the {parallelism.n_gpus} GPUs of a worker"
+        raise InputError("min_workers", f"{least} {workers.name} engines", allowed)
+    instances = model.n_experts + (pool.num_redundant_experts or 0)
+    slots, rest = divmod(instances, least * parallelism.tensor_parallel_size)
+    if rest:
+        problem = f"{least} {workers.name} engines cannot hold {instances} expert instances equally"
+        raise InputError("min_workers", problem, "a number of engines that can")
+    return slots * parallelism.n_expert_ranks - model.n_experts
+
+
+def least_engines(config: RunConfig, workers: WorkerPool) -> int:
+    """Return the fewest engines of an elastic worker."""
+    names = [pool.name for pool in config.pools]
+    return per_pool("min_workers", config.min_workers or (1,), names)[workers.name]
 
 
 def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineSpec:

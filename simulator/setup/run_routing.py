@@ -10,8 +10,7 @@ from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.policies import registry
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.replay import fit_trace
-from eldr_sim.traces.requests.domains import wanted_domains
-from eldr_sim.traces.requests.texts import Texts, draw_texts
+from eldr_sim.traces.requests.texts import Texts, draw_texts, wanted_domains
 from eldr_sim.traces.routing.forced import forced
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace

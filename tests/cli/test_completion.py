@@ -12,7 +12,7 @@ from eldr_sim.kernel_profiles.models import list_models
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import BUILT_IN
 from eldr_sim.simulator.setup.config.run_config import WORKLOADS
-from eldr_sim.traces.requests.domains import NAMED_WORKLOADS
+from eldr_sim.traces.requests.texts import NAMED_WORKLOADS
 from eldr_sim.traces.routing.format import builtin_traces
 
 # click asks a program to complete by these variables; COMP_CWORD is the word to complete. One

@@ -21,7 +21,7 @@ from eldr_sim.inputs import check_arrays, parse_json, parse_yaml, read_text, reg
 from eldr_sim.kernel_profiles.tables.format import load_table
 from eldr_sim.parquet import read_table
 from eldr_sim.traces.requests.column_logs import column_rows
-from eldr_sim.traces.routing.encoding import load_ids
+from eldr_sim.traces.routing.manifest import load_ids
 
 DEEP = "[" * 100_000
 #: Nine aliases of nine aliases of ..., nine times: 9^10 values where they are written out.

@@ -11,7 +11,7 @@ from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out, mo
 from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
 from eldr_sim.kernel_profiles.profile.plots import plot_profile
 from eldr_sim.kernel_profiles.profile.records import MAIN, Record, tables_of
-from eldr_sim.kernel_profiles.profile.table_comparison import differences
+from eldr_sim.kernel_profiles.profile.table_fit import differences
 from eldr_sim.kernel_profiles.profile.timing import Timing
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, moe_shape, table_name

@@ -12,8 +12,7 @@ from eldr_sim.planning.runs.sweep import SweepResult, sweep
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.search.rates import plan_rate
 from eldr_sim.planning.slo import Objective, parse_slo
-from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
-from eldr_sim.simulator.outcome.headline import MOST_ROWS, number
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, MOST_ROWS, label, number
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 

@@ -13,7 +13,7 @@ from eldr_sim.simulator.setup import run_routing
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests import texts
-from eldr_sim.traces.requests.domains import wanted_domains
+from eldr_sim.traces.requests.texts import wanted_domains
 from eldr_sim.traces.routing.synthetic import drawn
 
 from ..queueing import md1_wait

@@ -13,8 +13,8 @@ from eldr_sim.simulator.control.record import DRAINING, OFF, READY
 from eldr_sim.simulator.control.relocation import expert_links, expert_moves, transfer_of
 from eldr_sim.simulator.outcome.worker_hours import worker_seconds
 from eldr_sim.simulator.run import placement_of, simulate
+from eldr_sim.simulator.setup.mean_work import scaling_facts
 from eldr_sim.simulator.setup.prepare import prepare
-from eldr_sim.simulator.setup.scaling_facts import scaling_facts
 from eldr_sim.simulator.simulation import Simulation
 
 ELASTIC = RunConfig(

@@ -8,7 +8,7 @@ import pytest
 from eldr_sim import cache
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import list_models, load_model
-from eldr_sim.traces.requests.domains import DOMAIN_MIXES, wanted_domains
+from eldr_sim.traces.requests.texts import DOMAIN_MIXES, wanted_domains
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.synthetic import drawn

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.imports import dumps as import_dumps
+from eldr_sim.traces.routing.imports.dumps import load_tensors
 from eldr_sim.traces.routing.imports.formats import detect_format
 from eldr_sim.traces.routing.imports.importers import import_trace
-from eldr_sim.traces.routing.imports.torch_file import load_tensors
 
 ABOUT = {"model": "m", "captured_by": "test", "source_data": "drawn", "tool_versions": {}}
 DUMP = Path(__file__).parent / "data" / "expert_distribution_recorder_1700000000_0.pt"

@@ -18,8 +18,8 @@ from eldr_sim.traces.routing.format import open_trace  # noqa: E402
 from eldr_sim.traces.routing.imports.importers import import_trace  # noqa: E402
 from reference_model import data, export, record, train  # noqa: E402
 from reference_model.__main__ import main  # noqa: E402
-from reference_model.evaluate import evaluate, evaluation_text  # noqa: E402
 from reference_model.model import KVCache, ModelConfig, Qwen3Moe, _experts_grouped, _ExpertsFunction  # noqa: E402
+from reference_model.train import evaluate, evaluation_text  # noqa: E402
 
 TINY = ModelConfig(
     vocab_size=300,

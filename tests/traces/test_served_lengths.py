@@ -5,8 +5,8 @@ import pytest
 from scipy.stats import truncnorm
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.domains import DOMAIN_MIXES
 from eldr_sim.traces.requests.served_lengths import LONGEST, SERVED, SHORTEST, served_prompt_lengths
+from eldr_sim.traces.requests.texts import DOMAIN_MIXES
 
 
 def mean_of(domain):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.requests.texts import DOMAIN_MIXES
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.traces.streams import stream

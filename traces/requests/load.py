@@ -15,12 +15,12 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.arrivals import MAX_REQUESTS, MOST_BURSTINESS, Arrivals
-from eldr_sim.traces.requests.domains import NAMED_WORKLOADS
 from eldr_sim.traces.requests.length_shapes import LengthShape
 from eldr_sim.traces.requests.lengths import check_lengths
 from eldr_sim.traces.requests.log_window import LogPart
 from eldr_sim.traces.requests.request_logs import RequestLog, known_log
 from eldr_sim.traces.requests.session_shape import LANES_S, SessionShape
+from eldr_sim.traces.requests.texts import NAMED_WORKLOADS
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from eldr_sim.parquet import numbers, read_table
 from eldr_sim.traces.requests.texts import Texts
 from eldr_sim.traces.routing import gate_scores as gate_scores_file
 from eldr_sim.traces.routing.bitsets import bit_sets, check_ids, count_rows
-from eldr_sim.traces.routing.encoding import load_ids
 from eldr_sim.traces.routing.gate_scores import GateScores, PromptScore
 from eldr_sim.traces.routing.manifest import (
     BUILTIN,
@@ -43,6 +42,7 @@ from eldr_sim.traces.routing.manifest import (
     Manifest,
     Provenance,
     builtin_traces,
+    load_ids,
     read_manifest,
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.requests.texts import DOMAIN_MIXES
 from eldr_sim.traces.routing.coactivation import ranges
 from eldr_sim.traces.routing.copies import expected_copy_share
 from eldr_sim.traces.routing.format import RoutingTrace

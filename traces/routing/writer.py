@@ -17,10 +17,16 @@ from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_folder
 from eldr_sim.traces.routing import gate_scores as gate_scores_file
-from eldr_sim.traces.routing.encoding import FILE_NAMES, Encoding, check_groups, save_ids
 from eldr_sim.traces.routing.format import COLUMNS, SPLITS, RoutingTrace, open_trace, sha256
 from eldr_sim.traces.routing.gate_scores import GateScores
-from eldr_sim.traces.routing.manifest import Manifest, manifest_error
+from eldr_sim.traces.routing.manifest import (
+    FILE_NAMES,
+    Encoding,
+    Manifest,
+    check_groups,
+    manifest_error,
+    save_ids,
+)
 
 
 def write_trace(

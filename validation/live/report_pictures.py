@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from eldr_sim.pictures import write_picture
+from eldr_sim.charts import write_picture
 from eldr_sim.planning.intervals import mean_known
 from eldr_sim.validation.live.comparison import LiveComparison
 from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of

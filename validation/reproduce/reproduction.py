@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
+from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
-from eldr_sim.pictures import write_picture
 from eldr_sim.planning.intervals import Interval, paired_percent
 from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary
 from eldr_sim.simulator.setup.config.run_config import make_config

@@ -1,13 +1,47 @@
-"""What fields of a configuration hold and how that is spelled: seconds, mixes, distributions."""
+"""What fields of a configuration hold and how that is spelled: seconds, mixes, distributions.
+
+What routers know of prefix caches, too: ``approx:ttl=120,tokens=500000``.
+"""
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import seconds
 from eldr_sim.traces.requests.distributions import parse_distribution
+
+_ALLOWED = "exact, or approx with ttl=SECONDS, tokens=N of a worker, routers=N: approx:ttl=120"
+
+
+class KVSignal(NamedTuple):
+    """Whether routers hear of blocks (exact), or go by what they have sent; the latter's limits."""
+
+    approximate: bool = False
+    ttl: float = 120.0  #: s after which a router forgets what it sent (Dynamo's approximate mode)
+    tokens: float = 500_000.0  #: most that it remembers of a worker (llm-d: 31,250 blocks of 16)
+    routers: float = 1.0  #: that take requests in turn, each of which knows its own alone
+
+
+def parse_kv_signal(text: str) -> KVSignal:
+    """Read a spelling; raises InputError."""
+    word, _, rest = text.strip().partition(":")
+    if word == "exact" and not rest:
+        return KVSignal()
+    values = {}
+    for part in filter(None, rest.split(",")):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        try:
+            values[name] = float(value)
+        except ValueError:
+            values[name] = math.nan
+    named = values.keys() <= {"ttl", "tokens", "routers"}
+    counts = [values.get(name, 1.0) for name in ("tokens", "routers")]
+    whole = all(count >= 1.0 and count.is_integer() for count in counts)
+    if word != "approx" or not (named and whole and values.get("ttl", 1.0) > 0.0):
+        raise InputError("kv_signal", repr(text), _ALLOWED)
+    return KVSignal(approximate=True, **values)
 
 
 def _number_or_inf(value: Any) -> Any:
@@ -34,8 +68,6 @@ def _tiers(value: Any) -> Any:
 
 
 def _kv_signal(value: str) -> str:
-    from eldr_sim.simulator.setup.config.kv_signal import parse_kv_signal
-
     parse_kv_signal(value)
     return value
 

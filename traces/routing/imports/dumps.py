@@ -4,22 +4,128 @@ SGLang's recorder holds forward passes; which request a token belongs to follows
 see `_Passes`, and physical experts become logical ones by the map in the file. llama.cpp computes
 the last layer for the tokens whose output is asked for only: where that layer has fewer tokens, it
 is left out.
+
+Tensors in ``torch.save`` files are read without torch and without running what they hold. A file of
+torch 1.6 or later is a zip archive of ``data.pkl`` and of one raw file a storage. The pickle may
+name tensors, storages and plain containers only; anything else is refused.
 """
 
 import csv
 import json
-from collections import defaultdict
+import pickle
+import zipfile
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
-from eldr_sim.traces.routing.imports.imported import ImportedRouting, Phase
-from eldr_sim.traces.routing.imports.torch_file import load_tensors
+from eldr_sim.traces.routing.gate_scores import GateScores
+
+_STORAGES = {
+    "ByteStorage": np.uint8,
+    "CharStorage": np.int8,
+    "ShortStorage": np.int16,
+    "IntStorage": np.int32,
+    "LongStorage": np.int64,
+    "HalfStorage": np.float16,
+    "FloatStorage": np.float32,
+    "DoubleStorage": np.float64,
+    "BoolStorage": np.bool_,
+}
+
+
+def is_torch_file(path: Path) -> bool:
+    """Say whether a zip archive is one of ``torch.save``."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.split("/")[-1] == "data.pkl" for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile, NotImplementedError):
+        return False
+
+
+def load_tensors(path: Path) -> Any:
+    """Return what ``torch.save`` wrote, tensors as arrays.
+
+    Raises InputError if it cannot be read, is no such file, or holds other than tensors, numbers,
+    strings and plain containers.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next((n for n in archive.namelist() if n.split("/")[-1] == "data.pkl"), None)
+            if name is None:
+                raise InputError(str(path), "no data.pkl in it", "a file of torch.save")
+            with archive.open(name) as file:
+                return _Unpickler(file, archive, name.removesuffix("data.pkl")).load()
+    except OSError as error:
+        raise InputError(str(path), error.strerror or "cannot be read") from None
+    except InputError:
+        raise
+    except Exception as error:  # a broken pickle raises whatever its bytes lead to
+        problem = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
+        raise InputError(str(path), f"not a file of torch.save: {problem}") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, archive: zipfile.ZipFile, folder: str) -> None:
+        super().__init__(file)
+        self._archive, self._folder = archive, folder
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _tensor
+        if module == "torch" and name in _STORAGES:
+            return name
+        raise InputError("file", f"holds {module}.{name}", "tensors and plain values")
+
+    def persistent_load(self, pid: Any) -> NDArray[Any]:
+        _, kind, key, _, size = pid
+        raw = self._archive.read(f"{self._folder}data/{key}")
+        return np.frombuffer(raw, _STORAGES[kind], count=size)
+
+
+def _tensor(
+    storage: NDArray[Any], offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any
+) -> NDArray[Any]:
+    """Return a tensor's values; ``stride`` counts elements."""
+    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if min(shape, default=1) > 0 and not 0 <= offset <= last < len(storage):
+        raise ValueError("a tensor reaches beyond its storage")
+    view = np.lib.stride_tricks.as_strided(
+        storage[offset:], shape, [step * storage.itemsize for step in stride], writeable=False
+    )
+    return np.array(view)
+
+
+Phase = Literal["both", "prompt", "generated"]  #: the phase of which a recording has tokens
+
+
+@dataclass(frozen=True, eq=False)
+class ImportedRouting:
+    """Chosen experts as another tool recorded them."""
+
+    #: Integers ``[tokens, layers, top_k]``, the requests' rows one after the other.
+    experts: NDArray[Any]
+    request_id: list[str]  #: strings, one a request
+    domain: list[str] | None  #: strings, one a request; None where the file knows no domains
+    #: ``prompt_len``, ``output_len``: int64, one a request.
+    prompt_len: NDArray[np.int64]
+    output_len: NDArray[np.int64]
+    domains: list[str]  #: the domains' names in order
+    #: The phase of which tokens have rows, or ``both``; lengths of the other are those recorded.
+    phase: Phase = "both"
+    ranked: bool = False  #: whether the ids of a token are known to stand in the gate's order
+    n_experts: int | None = None  #: experts per layer; None where the file does not say
+    gate_scores: GateScores | None = None  #: the gate's scores summed over prompts, if recorded
+    notes: str = ""  #: what a reader of results must know
+
 
 _MOE_BEYOND = ("Layer ID", "Batch Number", "Token", "Activated Expert IDs")
 _MOE_TRACE = ("phase", "token", "layer", "rank", "expert")

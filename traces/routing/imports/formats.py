@@ -32,13 +32,13 @@ from eldr_sim.inputs import (
 from eldr_sim.parquet import read_table
 from eldr_sim.traces.routing.gate_scores import GateScores
 from eldr_sim.traces.routing.imports.dumps import (
+    ImportedRouting,
     csv_format,
+    is_torch_file,
     read_moe_beyond,
     read_moe_trace,
     read_sglang,
 )
-from eldr_sim.traces.routing.imports.imported import ImportedRouting
-from eldr_sim.traces.routing.imports.torch_file import is_torch_file
 
 _NPZ_KEYS = (
     "topk", "request_id", "domain", "domain_names", "is_decode", "prompt_len", "output_len", "E",

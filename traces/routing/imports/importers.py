@@ -10,8 +10,8 @@ import numpy as np
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.calibration import check_fraction, split_calibration
 from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.routing.imports.dumps import ImportedRouting
 from eldr_sim.traces.routing.imports.formats import READERS, detect_format
-from eldr_sim.traces.routing.imports.imported import ImportedRouting
 from eldr_sim.traces.routing.writer import write_trace
 
 DECODE_ONLY = (

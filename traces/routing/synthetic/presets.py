@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.requests.texts import DOMAIN_MIXES
 from eldr_sim.traces.routing.synthetic.model import RoutingModel
 from eldr_sim.traces.routing.synthetic.reshape import (
     scaled,

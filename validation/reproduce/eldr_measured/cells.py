@@ -23,7 +23,7 @@ from pyarrow import csv
 from eldr_sim.kernel_profiles.sources.mi300x import write_tables
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.simulator.setup.config.presets import preset_fields
-from eldr_sim.traces.requests.domains import wanted_domains
+from eldr_sim.traces.requests.texts import wanted_domains
 from eldr_sim.traces.routing.synthetic.drawn import draw_served
 from eldr_sim.traces.routing.synthetic.presets import preset_model
 from eldr_sim.validation.reproduce.reproduction import Runner, percent
