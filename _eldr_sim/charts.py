@@ -137,7 +137,6 @@ def field(rows: Rows, x: str, y: str, value: str, panel: Key = (), spell: str = 
 
 
 def _name(row: Mapping[str, Any], key: Key) -> str:
-    """Return the value of a column, or of several, in words."""
     values = [row[k] for k in ((key,) if isinstance(key, str) else key)]
     known = [v for v in values if v is not None]
     return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in known)

@@ -150,7 +150,6 @@ def run_counter(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _shares(said: str = "{task.percentage:3.0f}%", *, left: bool = True) -> list[ProgressColumn]:
-    """Return the columns of a bar."""
     columns = [TextColumn("{task.description}"), BarColumn(), TextColumn(said), TimeElapsedColumn()]
     return [*columns, TimeRemainingColumn()] if left else columns
 
@@ -309,7 +308,6 @@ def _figures(summary: Mapping[str, Any], *tags: str) -> None:
 
 
 def _print_run(summary: dict[str, Any], alone: bool) -> None:
-    """Print what was run, and the figures of its requests."""
     if alone:
         _line("Prefill policy", summary["prefill_policy"])
     elif summary["prefill_policy"] is None:
@@ -380,7 +378,6 @@ def _print_latencies(summary: dict[str, Any], alone: bool) -> None:
 
 
 def _print_decoding(summary: dict[str, Any], alone: bool) -> None:
-    """Print figures of decode steps and of drafts."""
     if not alone:
         _heading("Decode steps")
         _figures(summary, "mean_decode_batch")
@@ -405,7 +402,6 @@ def _print_decoding(summary: dict[str, Any], alone: bool) -> None:
 
 
 def _print_parts(summary: dict[str, Any], alone: bool) -> None:
-    """Print figures of shared and streamed experts, and of faults."""
     if summary["expert_parallel_size"] > 1 and not alone:
         _line("Expert placement", summary["expert_placement"])
         _figures(summary, "mean_busiest_rank_experts_per_step")
@@ -455,7 +451,6 @@ def _print_parts(summary: dict[str, Any], alone: bool) -> None:
 
 
 def _print_basis(summary: dict[str, Any]) -> None:
-    """Print what the figures rest on."""
     from eldr_sim.kernel_profiles.tables.format import IN_WORDS, parts_by_provenance
 
     _heading("Rests on")

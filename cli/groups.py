@@ -82,5 +82,4 @@ def _print_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 
 def _names(param: click.Parameter) -> list[str]:
-    """Return the spellings of an option as fields."""
     return [option.lstrip("-").replace("-", "_") for option in param.opts]

@@ -291,7 +291,6 @@ def _check_question(asked: _Asked, rate: object, day: bool) -> None:
 
 
 def _worker_sizes(asked: _Asked) -> list[list[int]]:
-    """Return the GPUs of an engine and the engines of a worker to choose from."""
     found = []
     for field, text in (
         ("tensor_parallel_size", asked.sizes),
@@ -392,7 +391,6 @@ def _prices(text: str | None) -> dict[str, float]:
 
 
 def _print(answer: Answer, verbose: bool) -> None:
-    """Print what a plan found, its answer first."""
     from eldr_sim.reports.plan_section import plan_words, shapes_table
 
     record = answer.record()

@@ -106,7 +106,6 @@ def profile(
 
 
 def _front_end(tokenizer: Path, text: Path | None, out: Path) -> None:
-    """Measure the front end and write its table."""
     from eldr_sim.kernel_profiles.kernels.front_end import PARTS, FrontEndLatency
     from eldr_sim.kernel_profiles.profile.front_end import measure_front_end
     from eldr_sim.kernel_profiles.tables.format import table_name

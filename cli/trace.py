@@ -231,7 +231,6 @@ def _print_overlap(overlap: Overlap) -> None:
 
 
 def _print_grouping(report: TraceReport) -> None:
-    """Print what requests differ by, and what grouping them could gain."""
     requests, rho = report.rho_by_prompt
     if rho:
         values = ", ".join(f"{n}: {value:.2f}" for n, value in rho.items())

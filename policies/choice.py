@@ -78,7 +78,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "grace": "placement.grace:GracePlacement",
         "affinity": "placement.grace:AffinityPlacement",
         "time_aware": "placement.time_aware:TimeAwarePlacement",
-        "home": "placement.home:HomePlacement",
+        "home": "placement.time_aware:HomePlacement",
         "gimbal": "placement.gimbal:GimbalPlacement",
     },
     "replica": {

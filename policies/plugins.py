@@ -88,7 +88,6 @@ def _spell(name: str, arguments: tuple[Any, ...]) -> str:
 
 
 def _worker(arguments: Any, found: Any) -> str:
-    """Say what `select` may return, if it is not that."""
     n = len(arguments[1].loads)
     try:
         fits = found is None or 0 <= operator.index(found) < n

@@ -153,7 +153,6 @@ class _ExpertsFunction(torch.autograd.Function):
 
 
 def _with_zeros(x: Tensor) -> Tensor:
-    """Append a row of zeros."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])])
 
 

@@ -302,7 +302,6 @@ def _check(
 
 
 def _progress(config: TrainConfig, step: int, seconds: float) -> float:
-    """Return the share of the training that is done."""
     if config.steps is not None:
         return step / config.steps
     assert config.minutes is not None  # _check saw to it

@@ -83,7 +83,6 @@ def _environment() -> Environment:
 
 
 def _sections(folders: Sequence[Folder], environment: Environment) -> list[tuple[str, Markup]]:
-    """Return title and content of each section, in the order of the folders."""
     from jinja2 import UndefinedError
     from markupsafe import Markup
 
@@ -112,5 +111,4 @@ def section_of(folder: Folder, colours: Colours, runs: Sequence[Folder] = ()) ->
 
 
 def _hash(script: str) -> str:
-    """Return the hash of a script for the Content Security Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -205,7 +205,6 @@ def _cloud(
 
 
 def _finite(series: Series) -> Series:
-    """Return a series without the points that are not finite."""
     places = zip(series.x, series.y, strict=True)
     keep = [i for i, (x, y) in enumerate(places) if math.isfinite(x) and math.isfinite(y)]
     columns = {name: getattr(series, name) for name in ("x", "y", "low", "high", "tips")}
@@ -214,7 +213,6 @@ def _finite(series: Series) -> Series:
 
 
 def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
-    """Return the Plotly traces of a series: its band, if any, and the series."""
     shown = "lines+markers" if len(s.x) <= _SHOWN_POINTS else "lines"
     colour = {"color": _colour(s.colour)}
     trace: Spec = {
@@ -248,7 +246,6 @@ def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
 
 
 def _band(s: Series, ends: Mapping[int, tuple[float, float]]) -> Spec:
-    """Return the band of a series as a filled outline."""
     there, back = list(ends), list(ends)[::-1]
     return {
         "type": "scatter",

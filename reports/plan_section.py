@@ -90,7 +90,6 @@ def plan_words(document: Record, *, narrow: bool = False) -> dict[str, Any]:
 
 
 def _rows(document: Record) -> list[dict[str, Any]]:
-    """Return the rows with the fields of their clusters."""
     rows = []
     for row in document["rows"]:
         seeds = {"seeds": len(row["by_seed"])} if row["by_seed"] else {}
@@ -113,7 +112,6 @@ def _question(document: Record) -> str:
 
 
 def _answer(document: Record) -> list[tuple[str, str]]:
-    """Return the lines of the answer: name and value."""
     margin, other, kind = document["margin"], document["runner_up"], document["kind"]
     figures = [
         f": {_interval(row['figure'])} {_unit(document)}"
@@ -165,7 +163,6 @@ def _answer(document: Record) -> list[tuple[str, str]]:
 
 
 def _unit(document: Record) -> str:
-    """Return what the figures of the rows are."""
     kind = document["kind"]
     priced = kind == "day" and document["cheapest_by"] == "price_per_hour"
     return "$" if priced else _FIGURES.get(kind, ("",))[0]
@@ -185,7 +182,6 @@ def _why_it_lost(answer: Record, other: Record) -> str:
 
 
 def _paid(cluster: Record) -> list[tuple[str, str]]:
-    """Return the lines of money and power, where those are known."""
     lines, output = [], cluster.get("cost_per_million_output_tokens")
     prompt, kwh = (
         cluster.get(f"{name}_tokens")
@@ -231,7 +227,6 @@ def _lost(cluster: Record | None) -> str:
 def _clusters(
     title: str, document: Record, clusters: Sequence[Record], narrow: bool = False
 ) -> Table:
-    """Return a table of clusters, of the columns that some of them have a value for."""
     kind, redundant = document["kind"], [each.get("num_redundant_experts") for each in clusters]
     left = _WITHOUT.get(kind, set()) | (_WIDE if narrow else set())
     if len(set(redundant) - {None}) < 2:  # they are paid for in KV blocks

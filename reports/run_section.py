@@ -61,7 +61,6 @@ def comparison_section(folder: Folder, colours: Colours) -> Row:
 
 
 def _differences(summary: Row, reference: str, metrics: list[str], colours: Colours) -> Row:
-    """Return the differences from a reference as a table, and a picture for each metric."""
     best = " (best load balancer)" if reference == summary["best_load_balancer"] else ""
     pictures = []
     cells: dict[str, list[Value]] = {}

@@ -211,7 +211,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _interval(point: Row, key: str) -> tuple[float, float, float]:
-    """Return the mean of a metric over runs, and the ends of its interval."""
     return _value(point, key), _value(point, f"{key}_low"), _value(point, f"{key}_high")
 
 

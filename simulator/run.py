@@ -368,7 +368,6 @@ def build_cluster(
 
 
 def _queue_order(config: RunConfig, prepared: PreparedRun) -> QueueOrder:
-    """Build the order in which engines take requests."""
     rng, n_workers = stream(config.seed, "queue order"), len(prepared.spec.routers[-1])
     context = PolicyContext(n_workers, rng, step_times=prepared.step_time.cost)
     return queue_order(config.queue_order, context)
@@ -483,7 +482,6 @@ def _with_signatures(spec: ClusterSpec, policy: str) -> ClusterSpec:
 
 
 def _queue_keys(order: QueueOrder, workload: Workload) -> NDArray[np.float64]:
-    """Return what the queue order makes of each request."""
     priority = workload.priority
     waiting = Waiting(
         workload.prompt_len.astype(np.int64),

@@ -165,7 +165,6 @@ def _engine(pipe: Connection) -> None:
 
 
 def _serve(port: Connection, engine: Connection) -> None:
-    """Run the echo server until the process is ended."""
     import asyncio
 
     fastapi, uvicorn = import_module("fastapi"), import_module("uvicorn")

@@ -48,7 +48,6 @@ def _draw(figure: Any, table: LatencyTable, summary: Mapping[str, Any]) -> None:
 
 
 def _curves(axes: Any, x: FloatArray, y: FloatArray, batch: FloatArray) -> None:
-    """Draw a curve for each batch."""
     for tokens in _BATCHES:
         at = np.flatnonzero(batch == tokens)
         if len(at) > 1:

@@ -105,7 +105,6 @@ def derive_marlin_table(
 
 
 def _marlin_rows(path: Path, size: int) -> pd.DataFrame:
-    """Rows of the Marlin kernel with experts cut over ``size`` GPUs."""
     frame = pd.read_parquet(path)
     frame = frame[
         (frame.moe_dtype == _DTYPE)

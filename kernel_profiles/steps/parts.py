@@ -477,7 +477,6 @@ class Parts:
         return self.linear.time_s(n, k, rows)
 
     def _plain_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
-        """One bfloat16 matrix."""
         if self.gemm is None:
             return roofline.gemm_s(self.gpu, n, k, rows)
         return self.gemm.time_s(n, k, rows)

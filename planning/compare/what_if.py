@@ -49,7 +49,6 @@ _IN_FORCE = {
 
 
 def _figures(config: RunConfig) -> tuple[str, ...]:
-    """Return the metrics of a what-if."""
     return FIGURES if config.generates else PREFILL_FIGURES
 
 
@@ -105,7 +104,6 @@ class WhatIf(Shown):
         )
 
     def _named(self) -> list[tuple[str, tuple[Summary, ...]]]:
-        """Return the summaries of the base run and of each change, by name."""
         return [("base", self.base), *((c.name, c.summaries) for c in self.changes)]
 
     def record(self) -> dict[str, Any]:

@@ -168,7 +168,6 @@ def trtllm_config(role: Role, longest: int) -> dict[str, Any]:
 
 
 def _command(words: Sequence[str]) -> str:
-    """Return a shell command, an option a line."""
     lines: list[str] = []
     for word in words:
         text = word if word in _SHELL or word.startswith("$((") else shlex.quote(word)

@@ -34,7 +34,6 @@ def _gpus(role: Role) -> dict[str, Any]:
 
 
 def _without(arguments: list[str], options: tuple[str, ...]) -> list[str]:
-    """Return arguments without some options and their values."""
     left: list[str] = []
     skipped = False
     for word in arguments:

@@ -144,7 +144,6 @@ class EldrPolicy(RouterPolicy):
         return [self._band(row) for row in self.similarities(signatures).tolist()]
 
     def _band(self, similar: list[float]) -> list[int]:
-        """Return the band of one signature, from its similarities."""
         if not any(similar):
             return []
         order = sorted(range(len(similar)), key=lambda k: -similar[k])

@@ -239,7 +239,6 @@ def greedy_placement(activation: NDArray[Any], n_ranks: int, placed: Ints | None
 
 
 def _room(n_experts: int, n_ranks: int) -> int:
-    """Experts of every rank."""
     if n_ranks < 1 or n_experts % n_ranks:
         problem = f"{n_ranks} ranks cannot hold {n_experts} experts equally"
         raise InputError("n_ranks", problem, "a divisor of the experts")

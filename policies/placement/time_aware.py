@@ -7,9 +7,10 @@ pairs and activated experts, dispatch and combine (`step_swaps`). In each layer 
 neighbours, an even load and groups by affinity is taken, and pairs of experts swap while that
 shortens it. Every rank holds equally many.
 
-`HomePlacement` puts experts on the GPUs where the requests are at home that use them. ELDR routes similar
-requests to one engine (``--policy eldr:unit=engine``), so the tokens of an engine of a group choose
-similar experts. An expert on the GPU of the cluster that uses it most is reached without a copy.
+`HomePlacement` puts experts on the GPUs where the requests are at home that use them. ELDR routes
+similar requests to one engine (``--policy eldr:unit=engine``), so the tokens of an engine of a
+group choose similar experts. An expert on the GPU of the cluster that uses it most is reached
+without a copy.
 """
 
 from typing import Literal

@@ -123,7 +123,6 @@ class ShortestResidenceFirst(QueueOrder):
         )
 
     def _outputs(self, requests: Waiting) -> NDArray[Any]:
-        """Return the output tokens expected of each request."""
         assert requests.output_len is not None
         kind = np.frexp(requests.prompt_len.astype(np.float64))[1]
         total = np.bincount(kind, weights=requests.output_len)
@@ -139,7 +138,6 @@ class OracleOrder(ShortestResidenceFirst):
     name = "oracle"
 
     def _outputs(self, requests: Waiting) -> NDArray[Any]:
-        """Return the output tokens to come."""
         return np.asarray(requests.output_len)
 
 

@@ -122,12 +122,10 @@ class SaturationPolicy(RouterPolicy):
         return self._matches(self._blocks(request), range(len(self.load)))
 
     def _blocks(self, request: RequestInfo) -> list[int]:
-        """Hashes of a prompt's full blocks."""
         full = request.prompt_len // self._block_tokens
         return [int(block) for block in request.prefix_hash[:full]]
 
     def _open(self, workers: Workers) -> list[int]:
-        """Workers that may take a request."""
         found = []
         for worker in workers.usable():
             if workers.loads[worker] == 0:

@@ -172,7 +172,6 @@ def _percentiles(metric: str, times: Any) -> dict[str, float | None]:
 
 
 def _pictures(result: Any) -> list[dict[str, Any]]:
-    """Return the pictures of a run that the page shows."""
     from eldr_sim.reports.explanation import step_parts
     from eldr_sim.reports.figures import pictures_of
     from eldr_sim.reports.folders import open_folders

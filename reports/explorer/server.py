@@ -101,7 +101,6 @@ class Explorer:
         )
 
     async def _points(self, request: Any) -> Any:
-        """Answer a state with its points, as they come."""
         from aiohttp import web
 
         try:

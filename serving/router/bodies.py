@@ -104,7 +104,6 @@ def _check(body: dict[str, Any], handed_over: bool) -> None:
 
 
 def _is_prompt(prompt: object) -> bool:
-    """Whether this is a text, token ids, or a list of either (OpenAI's ``prompt``)."""
     if not isinstance(prompt, list):
         return isinstance(prompt, str)
     return _is_ids(prompt) or all(isinstance(p, str) for p in prompt) or all(map(_is_ids, prompt))

@@ -241,7 +241,6 @@ class Passage:
                 reply.close()
 
     async def _pass_on(self, request: Any, reply: Reply) -> tuple[Any, str]:
-        """Pass an engine's answer on."""
         from aiohttp import web
 
         total_s = time.monotonic() - self._begun_s

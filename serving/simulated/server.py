@@ -243,7 +243,6 @@ class Service:
         return text if self._tokenizer is None else list(self._tokenizer.encode(text).ids)
 
     def _tokens(self, prompt: str | list[int]) -> int:
-        """Return the tokens of a prompt."""
         return max(1, math.ceil(len(prompt) / (_LETTERS if isinstance(prompt, str) else 1)))
 
     def _prefix(self, prompt: str | list[int], output_len: int) -> list[bytes]:

@@ -244,7 +244,6 @@ class Actions:
         self._lose(engines)
 
     def _bound_to(self, engines: range) -> list[int]:
-        """Return the requests that a worker's death takes along."""
         sent = self.requests[self.came("sent")]
         bound = np.isin(sent["worker"], engines)
         bound |= np.isin(sent["source"], engines) & ~sent["kv_here"]

@@ -168,7 +168,6 @@ class Autoscaling:
         self._env.at(self._env.now + self.policy.interval_s, self._look)
 
     def _do(self, seen: Fleet, _event: simpy.Event) -> None:
-        """Ask, and let happen what is said."""
         for said in self.policy.decide(seen):
             if isinstance(said, Switch):
                 self._switch(said)

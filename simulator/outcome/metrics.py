@@ -393,7 +393,6 @@ def _refused(record: RunRecord) -> NDArray[np.bool_]:
 
 
 def _peak_concurrency(record: RunRecord) -> int:
-    """Return the most requests that were in flight at one time of the window."""
     start, end = record.window
     sent = record.requests[(record.requests["sent_s"] >= 0.0) & ~_refused(record)]
     finish = np.where(sent["finish_s"] >= 0.0, sent["finish_s"], np.inf)

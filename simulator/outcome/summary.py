@@ -113,7 +113,6 @@ def _size(layout: Parallelism) -> str:
 
 
 def _gpus(prepared: PreparedRun) -> str:
-    """Name the GPU of the workers, or those of the pools."""
     gpus = {pool.name: pool.engine.step_time.gpu.name for pool in prepared.spec.pools}
     if len(set(gpus.values())) == 1:
         return prepared.spec.decode.step_time.gpu.name
@@ -244,7 +243,6 @@ def _prefill_mfu(config: RunConfig, prepared: PreparedRun, record: RunRecord) ->
 
 
 def _events(spec: ClusterSpec, record: RunRecord) -> list[dict[str, float | int | str]]:
-    """Return what each relocation of the run moved."""
     log = record.relocations
     return [
         {"pool": spec.names[row["pool"]], "worker": int(row["group"])}
@@ -308,7 +306,6 @@ def _transfer_notes(prepared: PreparedRun, record: RunRecord) -> list[str]:
 def _trace(
     config: RunConfig, prepared: PreparedRun, workload: Workload, copies: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what the requests' experts come from."""
     model, trace = prepared.model, prepared.trace
     if trace is None:
         return {"name": None, "model": model.name, "checksum": None, **workload.description}
@@ -364,7 +361,6 @@ def _all_provenance(config: RunConfig, prepared: PreparedRun) -> dict[str, dict[
 
 
 def _warnings(config: RunConfig, prepared: PreparedRun) -> list[str]:
-    """Return what sources of times warn of, and what nothing measured covers."""
     model, spec = prepared.model, prepared.spec
     warnings: list[str] = []
     for engine in [pool.engine for pool in reversed(spec.pools)]:

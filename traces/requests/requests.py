@@ -206,7 +206,6 @@ def make_requests(texts: Texts, load: Load) -> Requests:
 
 
 def _arrivals(load: Load, log: RequestLog | None) -> tuple[NDArray[np.float64], dict[str, Any]]:
-    """Return when requests arrive, and its description."""
     rate, drawn = load.request_rate, load.draws_arrivals
     how_many = load.horizon_s, load.num_requests
     if drawn:
@@ -330,7 +329,6 @@ def _prefixes(
 def _lengths(
     texts: Texts, load: Load, log: RequestLog | None, text: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the prompt and output tokens of requests."""
     n = len(text)
     prompt = texts.prompt_len[text] if log is None else log.prompt_len[:n]
     if load.input_len is not None:

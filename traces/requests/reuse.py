@@ -89,7 +89,6 @@ def reuse_of(
 
 @njit()
 def _sum(tree: Any, at: int) -> int:
-    """Return the sum of a Fenwick tree's first entries."""
     total = 0
     while at > 0:
         total += tree[at]

@@ -177,7 +177,6 @@ def _nested(options: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
 
 
 def _options(line: str) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a launch line by their names with underscores."""
     words = shlex.split(line)
     before: list[str] = []
     while words and (words[0] == "-m" or not words[0].startswith("-")):  # python -m sglang ...

@@ -138,7 +138,6 @@ Request = tuple[NDArray[Any], int]
 def _gathered(
     names: list[str], requests: list[Request], phase: Phase, **about: Any
 ) -> ImportedRouting:
-    """Return requests of equal layers and top-k as what was imported."""
     shapes = {ids.shape[1:] for ids, _ in requests}
     if len(shapes) > 1:
         found = ", ".join(f"{layers} x {k}" for layers, k in sorted(shapes))

@@ -172,7 +172,6 @@ def _each(values: Sequence[float]) -> str:
 def _of_variants(
     name: str, title: str, rows: list[dict[str, Any]], claims: list[Claim]
 ) -> Reproduction:
-    """Return a figure of ELDR's variants."""
     shown = (f"{P50}_percent", f"{P99}_percent")
     draw = bars(rows, "variant", shown, ("model", "workload"), label="% against round_robin")
     return Reproduction(name, title, rows, claims, draw)

@@ -81,7 +81,6 @@ def _draw_rates(figure: Any, pairs: Sequence[Pair]) -> None:
 
 
 def _draw_variants(figure: Any, pairs: Sequence[Pair]) -> None:
-    """Draw the gains of each variant over round-robin, measured and ours."""
     own = [(cell, summary) for cell, summary in pairs if cell.policy == "eldr"]
     names = [f"{c.dataset}\n{c.model}\n{c.variant}, {c.rate:g}/s" for c, _ in own]
     panels = figure.subplots(2, 1, sharex=True)

@@ -111,7 +111,6 @@ def _cells(quick: bool) -> Iterator[_Cell]:
 
 
 def _case(setting: Setting, policy: str, variant: Variant) -> dict[str, Any]:
-    """Return the fields of a run."""
     return _CLUSTER | {
         "workload": setting.workload,
         "trace_replay": setting.trace_replay,
