@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.parallel import Backend
-from eldr_sim.simulator.setup.config.pools import Engine
+from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
+from eldr_sim.simulator.setup.cluster_spec import EngineSpec
+from eldr_sim.simulator.setup.config.pools import Engine, WorkerPool
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 from eldr_sim.simulator.setup.prepare import prepare
@@ -28,44 +29,50 @@ class Role:
     """The workers of one pool; a worker is an instance of an engine, on a node or more."""
 
     name: Literal["prefill", "decode", "serve"]  #: ``serve``: co-located
-    workers: int
-    tensor_parallel_size: int
-    data_parallel_size: int
-    expert_parallel: bool
-    backend: Backend
-    redundant: int
+    pool: WorkerPool
+    spec: EngineSpec  #: as it was simulated
+    config: RunConfig
     experts: int  #: of a layer, without the redundant ones
-    placement: str
-    max_num_seqs: int  #: of an engine
-    max_num_batched_tokens: int
-    block_size: int
-    memory: float  #: share of the GPU's memory, as ``engine`` counts it
-    engine: Engine  #: whose rules were simulated
-    whole_prompts: bool  #: whether it computes prompts whole, not in chunks
-    kv_cache_dtype: Literal["auto", "fp8"]
-    prefix_caching: bool
-    speculation: SpeculativeConfig | None
-    gpus_per_node: int
+
+    @property
+    def layout(self) -> Parallelism:
+        """How a worker spreads the model over its GPUs."""
+        return self.spec.parallelism
 
     @property
     def is_group(self) -> bool:
         """Whether engines share experts."""
-        return self.data_parallel_size > 1
+        return self.layout.data_parallel_size > 1
 
     @property
     def gpus(self) -> int:
         """GPUs of a worker."""
-        return self.tensor_parallel_size * self.data_parallel_size
+        return self.layout.n_ranks
 
     @property
     def nodes(self) -> int:
         """Nodes of a worker."""
-        return math.ceil(self.gpus / self.gpus_per_node)
+        return math.ceil(self.gpus / self.config.gpus_per_node)
 
     @property
     def local_engines(self) -> int:
         """Engines of a worker on each of its nodes."""
-        return self.data_parallel_size // self.nodes
+        return self.layout.data_parallel_size // self.nodes
+
+    @property
+    def backend(self) -> Backend:
+        """How tokens reach the experts that engines share."""
+        return self.pool.own.all2all_backend or self.config.all2all_backend
+
+    @property
+    def placement(self) -> str:
+        """Which experts lie where."""
+        return self.pool.own.expert_placement or "linear"
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The drafts that it verifies."""
+        return self.pool.own.speculative_config if self.pool.decodes else None
 
     @property
     def port(self) -> int:
@@ -81,7 +88,7 @@ class Role:
 
     def share_of(self, engine: Engine) -> str | None:
         """Return the share of memory for an engine; None: its default, as another was simulated."""
-        return f"{self.memory:g}" if engine == self.engine else None
+        return f"{self.spec.memory_share:g}" if engine == self.spec.engine else None
 
 
 @dataclass(frozen=True)
@@ -101,13 +108,13 @@ class Deployment:
     @property
     def n_gpus(self) -> int:
         """GPUs of all workers."""
-        return sum(role.workers * role.gpus for role in self.roles)
+        return sum(role.pool.workers * role.gpus for role in self.roles)
 
     def comment(self, target: str, mark: str = "#") -> str:
         """Return the first comment of a file for an engine or a platform."""
         lines = [f"For {target}. {self.head[0]}", *self.head[1:]]
         lines += [
-            f"{role.name}: {role.workers} worker{'s' if role.workers > 1 else ''} of "
+            f"{role.name}: {role.pool.workers} worker{'s' if role.pool.workers > 1 else ''} of "
             f"{role.gpus} GPU{'s' if role.gpus > 1 else ''} on {role.nodes} "
             f"node{'s' if role.nodes > 1 else ''} each"
             for role in self.roles
@@ -131,34 +138,13 @@ def deployment_of(config: RunConfig, head: tuple[str, ...]) -> Deployment:
         raise InputError("emit", problem, "xPyD or xC")
     prepared, roles = prepare(config), []
     for pool, spec in zip(config.pools, prepared.spec.pools, strict=True):
-        own, engine = pool.own, spec.engine
-        if engine.parallelism.data_parallel_size > 1 and engine.parallelism.n_gpus % (
-            min(engine.parallelism.n_gpus, config.gpus_per_node)
+        layout = spec.engine.parallelism
+        if layout.data_parallel_size > 1 and layout.n_gpus % min(
+            layout.n_gpus, config.gpus_per_node
         ):
-            problem = f"{engine.parallelism.n_gpus} GPUs of a worker do not fill whole nodes"
+            problem = f"{layout.n_gpus} GPUs of a worker do not fill whole nodes"
             raise InputError("emit", problem, f"multiples of {config.gpus_per_node}")
         name: Literal["prefill", "decode", "serve"] = "decode" if pool.decodes else "prefill"
-        roles.append(
-            Role(
-                name if config.n_prefill else "serve",
-                pool.workers,
-                engine.parallelism.tensor_parallel_size,
-                engine.parallelism.data_parallel_size,
-                engine.parallelism.expert_parallel,
-                own.all2all_backend or config.all2all_backend,
-                engine.n_redundant,
-                prepared.model.n_experts,
-                own.expert_placement or "linear",
-                engine.max_num_seqs,
-                engine.max_num_batched_tokens,
-                config.block_size,
-                engine.memory_share,
-                engine.engine,
-                engine.rules.whole_prompts,
-                config.kv_cache_dtype,
-                config.enable_prefix_caching,
-                own.speculative_config if pool.decodes else None,
-                config.gpus_per_node,
-            )
-        )
+        known = pool, spec.engine, config, prepared.model.n_experts
+        roles.append(Role(name if config.n_prefill else "serve", *known))
     return Deployment(config, tuple(roles), head, prepared.spec.max_model_len)

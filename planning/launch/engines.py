@@ -45,30 +45,30 @@ def vllm_arguments(role: Role, apart: bool, *, spread: bool = True) -> list[str]
     ``apart``: whether prefill and decode are; ``spread``: whether to say which of the engines a
     node runs: Dynamo's operator says it itself.
     """
-    found = ["--tensor-parallel-size", str(role.tensor_parallel_size)]
+    found = ["--tensor-parallel-size", str(role.layout.tensor_parallel_size)]
     if role.is_group:
         if role.backend not in _VLLM_BACKENDS:
             raise _refuse(VLLM, "all-to-all backend", role.backend, list(_VLLM_BACKENDS))
-        found += ["--data-parallel-size", str(role.data_parallel_size)]
+        found += ["--data-parallel-size", str(role.layout.data_parallel_size)]
         if role.nodes > 1 and spread:
             start = f"$(({role.local_engines}*node))"
             found += ["--data-parallel-size-local", str(role.local_engines)]
             found += ["--data-parallel-start-rank", start, "--data-parallel-hybrid-lb"]
             found += ["--data-parallel-address", '"$HEAD"', "--data-parallel-rpc-port", "29550"]
         found += ["--all2all-backend", _VLLM_BACKENDS[role.backend]]
-    if role.expert_parallel and role.gpus > 1:
+    if role.layout.expert_parallel and role.gpus > 1:
         found.append("--enable-expert-parallel")
-    if role.redundant or role.placement == "eplb":
-        eplb = {"num_redundant_experts": role.redundant}
+    if role.spec.n_redundant or role.placement == "eplb":
+        eplb = {"num_redundant_experts": role.spec.n_redundant}
         found += ["--enable-eplb", "--eplb-config", json.dumps(eplb)]
-    found += ["--max-num-seqs", str(role.max_num_seqs)]
-    found += ["--max-num-batched-tokens", str(role.max_num_batched_tokens)]
-    found += ["--block-size", str(role.block_size)]
+    found += ["--max-num-seqs", str(role.spec.max_num_seqs)]
+    found += ["--max-num-batched-tokens", str(role.spec.max_num_batched_tokens)]
+    found += ["--block-size", str(role.config.block_size)]
     if (share := role.share_of("vllm")) is not None:
         found += ["--gpu-memory-utilization", share]
-    if role.kv_cache_dtype != "auto":
-        found += ["--kv-cache-dtype", role.kv_cache_dtype]
-    if not role.prefix_caching:
+    if role.config.kv_cache_dtype != "auto":
+        found += ["--kv-cache-dtype", role.config.kv_cache_dtype]
+    if not role.config.enable_prefix_caching:
         found.append("--no-enable-prefix-caching")
     if role.speculation is not None and role.speculation.num_speculative_tokens:
         drafting: dict[str, Any] = {
@@ -91,27 +91,27 @@ def sglang_arguments(role: Role, apart: bool) -> list[str]:
     if role.is_group:
         if role.backend not in _SGLANG_BACKENDS:
             raise _refuse(SGLANG, "all-to-all backend", role.backend, list(_SGLANG_BACKENDS))
-        found += ["--attn-dp-size", str(role.data_parallel_size)]
+        found += ["--attn-dp-size", str(role.layout.data_parallel_size)]
         found += ["--moe-a2a-backend", *_SGLANG_BACKENDS[role.backend]]
-    if role.expert_parallel and role.gpus > 1:
+    if role.layout.expert_parallel and role.gpus > 1:
         found += ["--ep-size", str(role.gpus)]
     if role.nodes > 1:
         found += ["--nnodes", str(role.nodes), "--node-rank", '"$node"']
         found += ["--dist-init-addr", '"$HEAD:5000"']
-    if role.redundant:
-        found += ["--ep-num-redundant-experts", str(role.redundant)]
+    if role.spec.n_redundant:
+        found += ["--ep-num-redundant-experts", str(role.spec.n_redundant)]
     if role.placement == "eplb":
         found.append("--enable-eplb")
     # The server's, which it divides by the engines.
-    engines = role.data_parallel_size
-    found += ["--max-running-requests", str(role.max_num_seqs * engines)]
-    found += ["--chunked-prefill-size", str(role.max_num_batched_tokens * engines)]
-    found += ["--page-size", str(role.block_size)]
+    engines = role.layout.data_parallel_size
+    found += ["--max-running-requests", str(role.spec.max_num_seqs * engines)]
+    found += ["--chunked-prefill-size", str(role.spec.max_num_batched_tokens * engines)]
+    found += ["--page-size", str(role.config.block_size)]
     if (share := role.share_of("sglang")) is not None:
         found += ["--mem-fraction-static", share]
-    if role.kv_cache_dtype == "fp8":
+    if role.config.kv_cache_dtype == "fp8":
         found += ["--kv-cache-dtype", "fp8_e4m3"]
-    if not role.prefix_caching:
+    if not role.config.enable_prefix_caching:
         found.append("--disable-radix-cache")
     if role.speculation is not None and (k := role.speculation.num_speculative_tokens):
         if role.speculation.method not in _SGLANG_METHODS:
@@ -129,24 +129,26 @@ def sglang_arguments(role: Role, apart: bool) -> list[str]:
 def trtllm_config(role: Role, longest: int) -> dict[str, Any]:
     """Return the YAML of TensorRT-LLM's worker of a role; ``longest``: tokens that a request may
     have."""
-    if role.is_group and role.tensor_parallel_size > 1:
-        problem = f"{role.data_parallel_size} engines of {role.tensor_parallel_size} GPUs"
+    if role.is_group and role.layout.tensor_parallel_size > 1:
+        problem = (
+            f"{role.layout.data_parallel_size} engines of {role.layout.tensor_parallel_size} GPUs"
+        )
         raise InputError("emit", f"{TRTLLM} has no {problem}", "engines of one GPU")
-    whole = role.expert_parallel and role.gpus > 1
+    whole = role.layout.expert_parallel and role.gpus > 1
     found: dict[str, Any] = {
         "backend": "pytorch",
         "tensor_parallel_size": role.gpus,
         "moe_expert_parallel_size": role.gpus if whole else 1,
         "moe_tensor_parallel_size": 1 if whole else role.gpus,
         "enable_attention_dp": role.is_group,
-        "max_batch_size": role.max_num_seqs,
-        "max_num_tokens": role.max_num_batched_tokens,
+        "max_batch_size": role.spec.max_num_seqs,
+        "max_num_tokens": role.spec.max_num_batched_tokens,
         "max_seq_len": longest,
-        "enable_chunked_prefill": not role.whole_prompts,
+        "enable_chunked_prefill": not role.spec.rules.whole_prompts,
         "kv_cache_config": {
-            "dtype": role.kv_cache_dtype,
-            "tokens_per_block": role.block_size,
-            "enable_block_reuse": role.prefix_caching,
+            "dtype": role.config.kv_cache_dtype,
+            "tokens_per_block": role.config.block_size,
+            "enable_block_reuse": role.config.enable_prefix_caching,
         },
     }
     if (share := role.share_of("trtllm")) is not None:
@@ -155,10 +157,10 @@ def trtllm_config(role: Role, longest: int) -> dict[str, Any]:
         found["cache_transceiver_config"] = {"backend": "NIXL", "max_tokens_in_buffer": longest}
     if role.name == "prefill":
         found["disable_overlap_scheduler"] = True
-    if role.redundant:
+    if role.spec.n_redundant:
         found["moe_config"] = {
             "backend": "WIDEEP",
-            "load_balancer": {"num_slots": role.experts + role.redundant},
+            "load_balancer": {"num_slots": role.experts + role.spec.n_redundant},
         }
     if role.speculation is not None and (k := role.speculation.num_speculative_tokens):
         if role.speculation.method != "mtp":
@@ -213,8 +215,8 @@ def trtllm_files(deployment: Deployment) -> dict[str, str]:
     if deployment.apart:
         proxy: dict[str, Any] = {"hostname": "0.0.0.0", "port": 8000, "backend": "pytorch"}
         for role, name in zip(deployment.roles, ("context", "generation"), strict=True):
-            urls = [f"{REPLACE}:{role.port}"] * role.workers
-            proxy[f"{name}_servers"] = {"num_instances": role.workers, "urls": urls}
+            urls = [f"{REPLACE}:{role.port}"] * role.pool.workers
+            proxy[f"{name}_servers"] = {"num_instances": role.pool.workers, "urls": urls}
         text = yaml.safe_dump(proxy, sort_keys=False)
         line = "# trtllm-serve disaggregated -c disagg.yaml\n"
         files["trtllm/disagg.yaml"] = deployment.comment(TRTLLM) + line + text

@@ -30,7 +30,7 @@ _PARALLEL = ("--tensor-parallel-size", "--data-parallel-size")
 
 
 def _gpus(role: Role) -> dict[str, Any]:
-    return {"limits": {"nvidia.com/gpu": str(min(role.gpus, role.gpus_per_node))}}
+    return {"limits": {"nvidia.com/gpu": str(min(role.gpus, role.config.gpus_per_node))}}
 
 
 def _without(arguments: list[str], options: tuple[str, ...]) -> list[str]:
@@ -62,10 +62,10 @@ def llm_d_values(deployment: Deployment) -> str:
         arguments = vllm_arguments(role, deployment.apart, spread=False)
         values["prefill" if role.name == "prefill" else "decode"] = {
             "create": True,
-            "replicas": role.workers,
+            "replicas": role.pool.workers,
             "parallelism": {
-                "tensor": role.tensor_parallel_size,
-                "data": role.data_parallel_size,
+                "tensor": role.layout.tensor_parallel_size,
+                "data": role.layout.data_parallel_size,
                 "dataLocal": role.local_engines,
                 "workers": role.nodes,
             },
@@ -114,7 +114,7 @@ def dynamo_graph(deployment: Deployment) -> str:
         component: dict[str, Any] = {
             "name": role.name.capitalize(),
             "type": "worker" if role.name == "serve" else role.name,
-            "replicas": role.workers,
+            "replicas": role.pool.workers,
         }
         if role.nodes > 1:
             component["multinode"] = {"nodeCount": role.nodes}
@@ -200,7 +200,7 @@ def _router(made: Deployment) -> str:
     config, lines = made.config, []
     for role in made.roles:
         side = "prefill" if role.name == "prefill" else "decode"
-        urls = [f"http://{role.name}-{n}:{role.port}" for n in range(role.workers)]
+        urls = [f"http://{role.name}-{n}:{role.port}" for n in range(role.pool.workers)]
         lines += [f"--{side} {url}" for url in urls]
     lines.append(f"--policy '{config.policy}'")
     if made.apart:
