@@ -155,7 +155,8 @@ class Policy:
     """What makes a decision: the base of all policies, those of other packages too."""
 
     name: ClassVar[str]  #: what users type
-    decision: ClassVar[str]  #: which decision it makes, one of ``choice.FIELDS``
+    decision: ClassVar[str]  #: which decision it makes, one of ``choice.FIELDS``,
+    also: ClassVar[str] = ""  #: and another that it can make as well
     needs: Needs = Needs()  #: what it needs
     #: What it may be told; the constructor gets one, after the context, where this is a class of
     #: the policy's own.

@@ -7,6 +7,7 @@ of the policy's own list. Equal choices are equal words, in results and comparis
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,92 +25,37 @@ FIELDS: dict[str, str] = {
 }
 #: The same the other way round.
 DECISION_OF = {field: decision for decision, field in FIELDS.items()}
-#: Routers that choose prefill and decode workers alike.
-_BOTH = {
-    "gimbal": "routing.engine_balance:GimbalPolicy",
-    "vllm_dp": "routing.engine_balance:VllmDpPolicy",
-    "vllm_dp_kv": "routing.engine_balance:VllmDpKvPolicy",
-    "vllm_dp_first": "routing.engine_balance:VllmDpFirstPolicy",
-    "weighted": "routing.decode:WeightedPolicy",
-    "dynamo_kv": "routing.kv_aware:DynamoPolicy",
-    "lmetric": "routing.kv_aware:LMetricPolicy",
-    "llmd": "routing.kv_aware:LlmdPolicy",
-    "cache_aware": "routing.kv_aware:CacheAwarePolicy",
-    "preble": "routing.kv_aware:PreblePolicy",
-    "load_aware": "routing.kv_aware:LoadAwarePolicy",
-    "session": "routing.kv_aware:SessionPolicy",
-    "split": "routing.kv_aware:SplitPolicy",
-}
+#: A class and the one above it, or what it says of itself.
+_SAID = re.compile(r'^class (\w+)\((\w+)|^    (name|decision|also) = "(\w+)"', re.MULTILINE)
+
+
+def _built_in() -> dict[str, dict[str, str]]:
+    """Find the built-in policies in the text of their modules, which take long to import."""
+    above: dict[str, str] = {}
+    said: dict[str, dict[str, str]] = {}
+    places: dict[str, str] = {}
+    for path in sorted(Path(__file__).parent.glob("*/*.py")):
+        for found in _SAID.finditer(path.read_text(encoding="utf-8")):
+            if found[1]:
+                own = said[found[1]] = {}
+                above[found[1]] = found[2]
+                places[found[1]] = f"{path.parent.name}.{path.stem}:{found[1]}"
+            else:
+                own[found[3]] = found[4]
+
+    def told(of: str, what: str) -> str | None:
+        return None if of not in said else said[of].get(what) or told(above[of], what)
+
+    built_in: dict[str, dict[str, str]] = {decision: {} for decision in FIELDS}
+    for of, words in said.items():
+        for decision in {told(of, "decision"), told(of, "also")} & built_in.keys():
+            if "name" in words:
+                built_in[decision][words["name"]] = places[of]
+    return built_in
+
+
 #: The built-in policies of each decision: their names, and where their classes are.
-BUILT_IN: dict[str, dict[str, str]] = {
-    "decode": {
-        "random": "routing.decode:RandomPolicy",
-        "round_robin": "routing.decode:RoundRobinPolicy",
-        "jsq": "routing.decode:JoinShortestQueuePolicy",
-        "p2c": "routing.decode:PowerOfTwoChoicesPolicy",
-        "domain": "routing.decode:DomainPolicy",
-        "eldr": "eldr.router:EldrPolicy",
-        "marginal_cost": "routing.marginal_cost:MarginalCostPolicy",
-        "oracle": "routing.marginal_cost:OraclePolicy",
-        **_BOTH,
-        "seconds": "routing.seconds:SecondsPolicy",
-    },
-    "prefill": {
-        "round_robin": "routing.decode:RoundRobinPolicy",
-        "least_loaded": "routing.prefill:LeastLoadedPolicy",
-        "prefix_hash": "routing.prefill:PrefixHashPolicy",
-        "hash_ring": "routing.prefill:HashRingPolicy",
-        "saturation": "routing.saturation:SaturationPolicy",
-        **_BOTH,
-        "seconds": "routing.seconds:SecondsPrefillPolicy",
-    },
-    "queue": {
-        "fcfs": "queue.orders:FirstComeFirstServed",
-        "sjf": "queue.orders:ShortestJobFirst",
-        "sjf_aging": "queue.orders:AgingShortestJobFirst",
-        "sjf_residence": "queue.orders:ShortestResidenceFirst",
-        "oracle": "queue.orders:OracleOrder",
-        "priority": "queue.orders:PriorityOrder",
-    },
-    "placement": {
-        "linear": "placement.base:LinearPlacement",
-        "eldr": "placement.base:EldrPlacement",
-        "eplb": "placement.eplb:EplbPlacement",
-        "grace": "placement.grace:GracePlacement",
-        "affinity": "placement.grace:AffinityPlacement",
-        "time_aware": "placement.time_aware:TimeAwarePlacement",
-        "home": "placement.time_aware:HomePlacement",
-        "gimbal": "placement.gimbal:GimbalPlacement",
-    },
-    "replica": {
-        "even": "replicas.base:EvenSplit",
-        "hash": "replicas.base:HashedPosition",
-        "source": "replicas.base:NearSource",
-        "weighted": "replicas.weighted:WeightedInstances",
-        "local_first": "replicas.weighted:LocalFirst",
-        "metro": "replicas.metro:Metro",
-        "metro_sorted": "replicas.metro:MetroSorted",
-        "optimal": "replicas.metro:Optimal",
-        "time_aware": "replicas.metro:TimeAware",
-        "lplb": "replicas.levelled:Lplb",
-        "waterfill": "replicas.levelled:Waterfill",
-        "capped": "replicas.levelled:Capped",
-    },
-    "scaling": {
-        "none": "scaling.metrics:Fixed",
-        "hpa": "scaling.metrics:HorizontalPodAutoscaler",
-        "keda": "scaling.metrics:Keda",
-        "knative": "scaling.metrics:Knative",
-        "llmd_saturation": "scaling.llmd:LlmdSaturation",
-        "llmd_tokens": "scaling.llmd:LlmdTokens",
-        "llmd_latency": "scaling.llmd:LlmdLatency",
-        "dynamo_load": "scaling.work:DynamoLoad",
-        "dynamo_throughput": "scaling.work:DynamoThroughput",
-        "timetable": "scaling.work:Timetable",
-        "oracle": "scaling.work:Oracle",
-        "seconds": "scaling.work:Seconds",
-    },
-}
+BUILT_IN = _built_in()
 
 
 class Parameters(BaseModel):

@@ -49,6 +49,7 @@ class RoundRobinPolicy(RouterPolicy):
 
     name = "round_robin"
     decision = "decode"
+    also = "prefill"
     needs = Needs(columns=NOTHING)
     rule_by = "nothing"
 
@@ -102,6 +103,7 @@ class WeightedPolicy(RouterPolicy):
 
     name = "weighted"
     decision = "decode"
+    also = "prefill"
     rule_by = "nothing"
     Parameters = WeightedParameters
 

@@ -44,6 +44,7 @@ class GimbalPolicy(RouterPolicy):
 
     name = "gimbal"
     decision = "decode"
+    also = "prefill"
     needs = Needs(columns=frozenset({"kv_usage", "running_tokens", "waiting_tokens"}))
     Parameters = GimbalParameters
 
@@ -100,6 +101,7 @@ class VllmDpPolicy(RouterPolicy):
 
     name = "vllm_dp"
     decision = "decode"
+    also = "prefill"
     needs = Needs(columns=frozenset({"waiting", "running"}))
 
     rule_by = "nothing"
@@ -123,6 +125,7 @@ class VllmDpFirstPolicy(RouterPolicy):
 
     name = "vllm_dp_first"
     decision = "decode"
+    also = "prefill"
     needs = Needs(columns=frozenset({"waiting", "running"}))
 
     def __init__(self, context: PolicyContext) -> None:
@@ -154,6 +157,7 @@ class VllmDpKvPolicy(RouterPolicy):
 
     name = "vllm_dp_kv"
     decision = "decode"
+    also = "prefill"
     needs = Needs(columns=frozenset({"loads", "waiting", "running", "kv_usage"}))
 
     def __init__(self, context: PolicyContext) -> None:

@@ -23,6 +23,7 @@ class KVAwarePolicy(RouterPolicy):
     """The worker of the smallest cost; ties go to the next of them in turn."""
 
     decision = "prefill"
+    also = "decode"
     needs = Needs(matched=True, ends=True, columns=_READS)
 
     def __init__(self, context: PolicyContext, parameters: Any = None) -> None:
