@@ -15,6 +15,7 @@ import hashlib
 import importlib
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -176,63 +177,36 @@ def is_cold() -> bool:
     return not place or next(Path(place).glob("*/loop.advance*.nbi"), None) is None
 
 
-#: Modules whose compiled functions call each other, or whose constants they contain. numba looks
-#: whether a function's own file has changed, but not at those of the functions that it calls.
-LINKED = (
-    "kernel_profiles.kernels.all_to_all",
-    "kernel_profiles.kernels.all_to_all_cost",
-    "kernel_profiles.steps.cost_tables",
-    "kernel_profiles.steps.step_cost",
-    "kernel_profiles.steps.weight_streaming",
-    "policies.replicas.base",
-    "policies.replicas.metro",
-    "policies.replicas.weighted",
-    "policies.routing.marginal_cost",
-    "policies.routing.unions",
-    "simulator.plane.admission",
-    "simulator.plane.block_lists",
-    "simulator.plane.choose",
-    "simulator.plane.compiled",
-    "simulator.plane.engine",
-    "simulator.plane.entry",
-    "simulator.plane.events",
-    "simulator.plane.front_end",
-    "simulator.plane.kv_cache",
-    "simulator.plane.kv_loads",
-    "simulator.plane.kv_manager",
-    "simulator.plane.kv_tiers",
-    "simulator.plane.loop",
-    "simulator.plane.network",
-    "simulator.plane.preemption",
-    "simulator.plane.queues",
-    "simulator.plane.sessions",
-    "simulator.plane.state",
-    "simulator.plane.steps.bit_planes",
-    "simulator.plane.steps.disaggregated",
-    "simulator.plane.steps.executor",
-    "simulator.plane.steps.expert_loads",
-    "simulator.plane.steps.expert_union",
-    "simulator.plane.steps.group_counting",
-    "simulator.plane.steps.group_state",
-    "simulator.plane.steps.group_step",
-    "simulator.plane.steps.plain",
-    "simulator.plane.steps.replica_choice",
-    "simulator.plane.steps.streamed",
-    "simulator.plane.steps.token_choices",
-    "simulator.plane.steps.verify",
-    "simulator.setup.replay",
-    "traces.requests.arc",
-    "traces.requests.linked",
-    "traces.requests.session_lists",
+#: Folders and modules whose compiled functions call each other, or whose constants they contain.
+#: numba looks whether a function's own file has changed, not at those of the functions it calls.
+_FOLDERS = ("simulator.plane", "simulator.plane.steps")
+_MODULES = (
+    *("kernel_profiles.kernels.all_to_all", "kernel_profiles.kernels.all_to_all_cost"),
+    *("kernel_profiles.steps.cost_tables", "kernel_profiles.steps.step_cost"),
+    *("kernel_profiles.steps.weight_streaming", "simulator.setup.replay"),
+    *("policies.replicas.base", "policies.replicas.metro", "policies.replicas.weighted"),
+    *("policies.routing.marginal_cost", "policies.routing.unions"),
+    *("traces.requests.arc", "traces.requests.linked", "traces.requests.session_lists"),
 )
+
+
+def linked() -> tuple[str, ...]:
+    """Return the modules that compiled functions come from which others call."""
+    found = [*_MODULES]
+    for folder in _FOLDERS:
+        package = find_spec(f"eldr_sim.{folder}")
+        for place in (package and package.submodule_search_locations) or ():
+            found += [f"{folder}.{path.stem}" for path in sorted(Path(place).glob("*.py"))]
+    return tuple(found)
 
 
 @cache
 def _place() -> str:
     """Return the folder of these sources' functions; empty where nothing can be kept."""
     compilers = (Path(__file__).with_name(f"{name}.py") for name in ("jit", "references"))
-    sources = hashlib.sha256(b"".join(map(Path.read_bytes, compilers)) + stamp(LINKED).encode())
-    place = writable_folder(f"{NUMBA}/{eldr_sim.__version__}-{sources.hexdigest()[:8]}")
+    sources = b"".join(map(Path.read_bytes, compilers)) + stamp(linked()).encode()
+    key = hashlib.sha256(sources).hexdigest()[:8]
+    place = writable_folder(f"{NUMBA}/{eldr_sim.__version__}-{key}")
     return "" if place is None else str(place)
 
 

@@ -48,10 +48,10 @@ def _built_in() -> dict[str, dict[str, str]]:
 
     built_in: dict[str, dict[str, str]] = {decision: {} for decision in FIELDS}
     for of, words in said.items():
-        for decision in {told(of, "decision"), told(of, "also")} & built_in.keys():
-            if "name" in words:
+        for decision in built_in:
+            if "name" in words and decision in (told(of, "decision"), told(of, "also")):
                 built_in[decision][words["name"]] = places[of]
-    return built_in
+    return {decision: dict(sorted(own.items())) for decision, own in built_in.items()}
 
 
 #: The built-in policies of each decision: their names, and where their classes are.

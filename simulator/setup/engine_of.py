@@ -135,8 +135,10 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
         problem = "drafts beside layers that stream or lie in stages are not simulated"
         raise InputError("speculative_config", problem, "not given")
     share = memory_share(config, engine, pool)
-    held = (parallelism, slots * model.n_moe_layers) if experts is None else (SINGLE_GPU, *experts)
-    n_blocks = pool_blocks(config, engine, share, model, gpu, *held, speculation=speculation)
+    held = parallelism, slots * model.n_moe_layers, 0
+    if experts is not None:
+        held = SINGLE_GPU, *experts
+    n_blocks = pool_blocks(config, engine, share, model, gpu, *held, speculation)
     if layout is not None and layout.whole_prompts:
         stages = parallelism.pipeline_parallel_size
         n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.block_size, stages)

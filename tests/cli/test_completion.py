@@ -59,7 +59,7 @@ OFFERED = [
     (["wh"], plain(["what-if"])),
     (["run", "--policy", ""], plain(BUILT_IN["decode"])),
     (["run", "--policy", "MARG"], plain(["marginal_cost"])),
-    (["run", "--prefill-policy", "p"], plain(["prefix_hash", "preble"])),
+    (["run", "--prefill-policy", "p"], plain(["preble", "prefix_hash"])),
     (["run", "--kv-transfer", "o"], plain(["observed"])),
     (["run", "--model", "mixtral-8x7"], [("file", "mixtral-8x7"), ("plain", "Mixtral-8x7B")]),
     (["run", "--decode-gpu", "h2"], [("file", "h2"), ("plain", "H200")]),

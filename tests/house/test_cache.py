@@ -15,7 +15,7 @@ import pytest
 import eldr_sim
 from eldr_sim import cache
 from eldr_sim.errors import EldrSimWarning, InputError
-from eldr_sim.jit import LINKED, _place
+from eldr_sim.jit import _place, linked
 
 from ..paths import ROOT
 
@@ -343,7 +343,7 @@ def test_whoever_is_called_by_compiled_code_of_another_module_is_among_the_linke
         if name in modules.get(origin[name], ({}, {}))[0]
     }
     assert len(called) > 20
-    assert called <= set(LINKED)
+    assert called <= set(linked())
 
 
 # --- several processes -------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def test_an_expert_without_instance_is_named(name):
 
 def test_choices_by_name(monkeypatch):
     context = PolicyContext(1, np.random.default_rng(0))
-    assert registry.names("replica")[: len(NAMES)] == list(NAMES)
+    assert set(NAMES) <= set(registry.names("replica"))
     with pytest.raises(InputError, match=r"^replica_choice: unknown policy 'nearest'"):
         registry.replica_choice("nearest", context)
 

@@ -28,7 +28,7 @@ from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 Split = Literal["calibration", "serving"]
 #: Modules that say what is drawn: when they change, it is drawn anew.
 _SOURCES = (
-    "traces.requests.texts", "traces.routing.synthetic.drawn", "traces.routing.synthetic.model",
+    "traces.routing.synthetic.drawn", "traces.routing.synthetic.model",
     "traces.routing.synthetic.presets", "traces.requests.prompt_lengths", "traces.requests.texts",
     "traces.routing.synthetic.reshape", "traces.routing.synthetic.sampler",
     "traces.routing.synthetic.synthesize",

@@ -88,7 +88,7 @@ def sample_kinds_and_experts(
     experts = np.empty((total, model.n_layers, model.top_k), dtype=dtype)
     kinds = np.empty(total, np.int64)
     terms = model.phase, model.kinds.transpose(1, 0, 2)
-    weights = [_transposed(np.exp(_clipped(part))) for part in terms]
+    phases, kind_weights = (_transposed(np.exp(_clipped(part))) for part in terms)
     reuse = np.exp(_clipped(model.reuse)).astype(np.float32)
     topic_terms = _transposed(model.topics)
     parts, cells = topic_terms.shape[1], topic_terms.shape[2:]
@@ -96,7 +96,7 @@ def sample_kinds_and_experts(
     drift = np.stack([model.drift_sd, decay, np.sqrt(1 - decay**2)]).astype(np.float32)
     loadings = _transposed(model.loadings).reshape(len(model.loadings), -1)
     later = np.array([-math.log((i + 0.5) / _TIMES) for i in range(_TIMES)], np.float32)
-    laws = _Laws(*weights, reuse, model.succession, later)
+    laws = _Laws(phases, kind_weights, reuse, model.succession, later)
 
     def draw(begin: int) -> int:
         last = min(begin + _CHUNK, n)
