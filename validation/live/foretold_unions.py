@@ -5,8 +5,6 @@ expected union of the activations that it predicts (`policies.routing.activation
 the calibration requests of ELDR's offline fit, which no load contains.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
