@@ -2,6 +2,7 @@
 
 import datetime
 import math
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -324,11 +325,10 @@ def _error(error: Errors, others: dict[str, dict[str, tuple[float, float]]]) -> 
     ]
 
 
-#: Options of `vllm` that engines are started with, and those that are a campaign's, by their names.
+#: Options of `vllm` that an engine is started with; a campaign's have the names of its fields.
 _OF_ENGINES = (
     "dtype", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
 )  # fmt: skip
-_OF_CAMPAIGNS = ("policies", "repeats", "prompt_len", "output_len", "seed", "workload")
 
 
 @validate.command()
@@ -406,13 +406,13 @@ def vllm(
         setups, report = ("colocated",), report or out / "report"
         asked |= {"repeats": 2, "duration": 25.0}
     engine = {name: asked[name] for name in _OF_ENGINES}
+    asked["domain_mix"] = parse_mix(asked["domain_mix"]) if asked["domain_mix"] else {}
     campaign = Campaign(
         out,
         EngineOptions(asked["model"] or str(out / "model"), **engine, extra=extra),
         loads=with_shortest_first(loads) if shortest_first else loads,
         duration_s=asked["duration"],
-        domain_mix=parse_mix(asked["domain_mix"]) if asked["domain_mix"] else {},
-        **{name: asked[name] for name in _OF_CAMPAIGNS},
+        **{field.name: asked[field.name] for field in fields(Campaign) if field.name in asked},
     )
     if features:
         if campaign.texts is not None:
