@@ -166,6 +166,19 @@ def test_a_cell_that_is_warmed_up_is_the_cell_but_for_its_load():
         assert f",{cell.rate:g}," in warm["load"].replace(".0,", ",")
 
 
+def test_what_a_warm_up_changes_is_told_by_cell(monkeypatch):
+    def run(_runner, cells):
+        return [(c, summary_of(c, 1.01 if "load" in c.fields else 1.0)) for c in cells]
+
+    monkeypatch.setattr(figures_module, "run_cells", run)
+    found = figures_module.warm_up(None, "published", quick=False)
+    rows = found.table.to_pylist()
+    assert len(rows) == 2 * 3 * 3
+    for row in rows:
+        assert [row[f"{metric}_percent"] for metric in METRICS] == pytest.approx([1.0] * 4)
+    assert [claim.size for claim in found.claims] == ["agrees", "agrees"]  # a repeat: 1.94, 3.7
+
+
 def test_kernels_without_measured_is_one_line(run_cli):
     code, out, err = run_cli("reproduce", "eldr", "--kernels", "derived")
     assert code == 2
