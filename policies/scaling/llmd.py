@@ -183,12 +183,19 @@ class LlmdLatency(VariantAutoscaler):
     told: LatencyParameters
     aims, factors = ("ttft", "itl"), OF_TIMES
 
+    def __init__(self, context: PolicyContext, parameters: LatencyParameters | None = None) -> None:
+        super().__init__(context, parameters)
+        #: What `highest_rate` has said: most intervals have the tokens of one before.
+        self._highest: dict[tuple[str, float, float], float] = {}
+
     def _wish(self, pool: PoolView, fleet: Fleet) -> int | None:
         if math.isnan(pool.prompt_tokens) or math.isnan(pool.output_tokens):
             return None
         rate = pool.arrived / fleet.interval_s
-        best = self.highest_rate(self.facts.of(pool.name), pool.prompt_tokens, pool.output_tokens)
-        return max(1, up(rate / best))
+        asked = pool.name, pool.prompt_tokens, pool.output_tokens
+        if asked not in self._highest:
+            self._highest[asked] = self.highest_rate(self.facts.of(pool.name), *asked[1:])
+        return max(1, up(rate / self._highest[asked]))
 
     def highest_rate(self, facts: PoolFacts, prompt: float, output: float) -> float:
         """Return the requests/s of a worker that keep both targets; a hundredth of the most if
