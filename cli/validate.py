@@ -193,12 +193,19 @@ def published(
 @option("--calibrate", click.Path(path_type=Path, dir_okay=False), "Write the host's time of a "
         "step that makes TPOT right, for --config; every other result is held out, where there are "
         "several.", metavar="OUT.yaml")  # fmt: skip
-def bench(results: tuple[Path, ...], calibrate: Path | None, **options: Any) -> None:
+@option("--steps", click.Path(path_type=Path, dir_okay=False, exists=True), "Forward-pass metrics "
+        "of an engine, a line of JSON each: held against the predicted time of the same steps.",
+        metavar="STEPS.jsonl")  # fmt: skip
+def bench(
+    results: tuple[Path, ...], calibrate: Path | None, steps: Path | None, **options: Any
+) -> None:
     """Hold results of `vllm bench serve` (SGLang's alike), aiperf or GuideLLM against predictions.
 
-    The load is the results'; the cluster is what the options say.
+    The load is the results'; the cluster is what the options say. Beside the errors: what would
+    explain them.
     """
     from eldr_sim.validation.published import bench as own
+    from eldr_sim.validation.published.forward_passes import beside, read_steps
 
     config = config_from_options(options)
     found = [each for path in results for each in own.read_bench(path)]
@@ -218,6 +225,16 @@ def bench(results: tuple[Path, ...], calibrate: Path | None, **options: Any) -> 
             ]
             print_table(each.name + held, ["figure", "measured", "predicted", "error, %"], cells)
             click.echo(f"Bottleneck of the prediction: {summary['limits']['bottleneck']}")
+            for line in own.explanations(each, summary, config):
+                click.echo(line)
+        if steps is not None:
+            lines = [
+                [kind, str(n), *(f"{figure:.4g}" for figure in figures[:2]),
+                 f"{figures[2]:.1f}", f"{figures[3]:+.1f}"]
+                for kind, n, figures in beside(read_steps(steps), config)
+            ]  # fmt: skip
+            columns = ["steps", "n", "measured, ms", "predicted, ms", "error, %", "signed, %"]
+            print_table(f"Steps of {steps.name}, medians", columns, lines)
     if calibrate is not None:
         click.echo(f"Wrote {calibrate}")
 

@@ -246,12 +246,26 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
     if has_step(worker):
         schedule_step(clock, events, engines.workers, w)
     if worker.late_head >= 0:
-        if worker.polled % pool.poll_steps == 0 or not has_step(worker):
+        if _looks(worker, pool) or not has_step(worker):
             _append_late(engines.requests, worker)
         if has_step(worker):
             worker.one_step = True
         else:  # the last sequence was preempted: nothing is scheduled after all
             wake(clock, events, engines.workers, w)
+
+
+@compiled()
+def _looks(worker: Any, pool: Any) -> Any:
+    """Whether the engine looks for requests now, a step having been planned.
+
+    SGLang's overlapped loop does when it has launched that step, and counts it: a step of prompts
+    lets it look at once, for those that came before it began (`SchedulerRecvSkipper`).
+    """
+    polled = worker.polled
+    if pool.async_scheduling:
+        prompts = worker.chunk_tokens > 0 or worker.joined > 0
+        polled = np.int64(0) if prompts else polled + 1
+    return bool(polled % pool.poll_steps == 0)
 
 
 @compiled()

@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -72,7 +73,7 @@ def test_a_cut_run_goes_on(make_file, tmp_path, monkeypatch):
 
     def predict(row, folder):
         asked.append(row.row)
-        return row.key, {"tpot": 11.0, "ttft": 10.0}
+        return row.key, {"tpot": 11.0, "ttft": 10.0}, 0.5
 
     monkeypatch.setattr(record, "_predict", predict)
     first = {"key": rows[0].key, "found": {"tpot": 12.0, "ttft": 30.0}}
@@ -97,8 +98,29 @@ def test_errors_are_those_of_the_rows(make_file, tmp_path):
     assert cell["tpot_other"] == pytest.approx((0.0, 0.0, 0.0))
     assert record.cell_lines([cell], ("engine",))[-1].endswith("| none |")
     record.write_page(table, tmp_path / "record.md", "eldr-sim", "today")
-    assert "this checkpoint is not modelled" in (tmp_path / "record.md").read_text()
+    page = (tmp_path / "record.md").read_text()
+    assert "this checkpoint is not modelled" in page
+    assert "![Predicted over measured figures](record.png)" in page
+    assert (tmp_path / "record.png").read_bytes().startswith(b"\x89PNG")
     assert isinstance(table, pa.Table)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"launch": "assumed: listed"}, "its launch is assumed: listed"),
+        ({"target": "qwen3-32b"}, "NVIDIA's own"),
+        ({"kind": "experts cut, 3 drafts"}, "drafts"),
+        ({"mode": "disagg"}, "KV caches"),
+        ({"date": "2025-11-02"}, "of 2025"),
+        ({}, ""),
+    ],
+)
+def test_the_worst_rows_say_what_is_known_of_them(changes, said):
+    row = {"target": "llama-70b-fp8", "launch": "known", "kind": "experts cut", "mode": "agg",
+           "date": "2026-03-27"}  # fmt: skip
+    assert said in record.why(SimpleNamespace(**row | changes))
+    assert bool(record.why(SimpleNamespace(**row | changes))) == bool(said)
 
 
 @pytest.mark.parametrize(

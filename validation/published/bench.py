@@ -18,6 +18,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
 from eldr_sim.traces.requests.benchmark_logs import guidellm_requests, is_guidellm
 
@@ -187,6 +188,34 @@ def errors(bench: Bench, summary: Mapping[str, Any]) -> list[tuple[str, float, f
         for key, measured in bench.figures.items()
         if summary.get(key) is not None and measured > 0.0
     ]
+
+
+def explanations(bench: Bench, summary: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """Return what would explain the errors of means, a sentence each; none where both are small."""
+    known = {name: (measured, found) for name, measured, found, _ in errors(bench, summary)}
+    said = []
+    measured, found = known.get("mean_tpot_ms", (1.0, 1.0))
+    missing = measured - found
+    if missing > 0.03 * measured:
+        said.append(
+            f"TPOT: {missing:.2f} ms more of the host in each step would explain it, which"
+            " --calibrate finds; or kernels of another version than the tables'."
+        )
+    elif missing < -0.03 * measured:
+        said.append(
+            "TPOT: kernels are faster than the tables', or prompts that were found in a prefix"
+            " cache are computed here."
+        )
+    measured, found = known.get("mean_ttft_ms", (1.0, 1.0))
+    if found < 0.9 * measured and config.frontend in (None, "none"):
+        said.append("TTFT: no API server is simulated, see --frontend.")
+    elif found < 0.9 * measured:
+        said.append("TTFT: the host launches or tokenises more slowly, or requests waited.")
+    if said:
+        step_time = prepare(config).spec.pools[-1].engine.step_time
+        origins = {str(part.get("origin", "")) for part in step_time.provenance.values()}
+        said.append(f"The tables are of {', '.join(sorted(origins - {''}))}.")
+    return said
 
 
 def calibrate(benches: Sequence[Bench], config: RunConfig, folder: Path) -> float:

@@ -6,6 +6,7 @@ that a run that was cut goes on. Nothing that was measured reaches a prediction.
 
 import csv
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import pandas as pd
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
+from eldr_sim.pictures import write_picture
 from eldr_sim.validation.markdown import markdown_table
 from eldr_sim.validation.published import advice, silicon_routing
 from eldr_sim.validation.published.silicon import (
@@ -147,9 +149,9 @@ def predict_record(
     calls = (delayed(_predict)(row, str(folder)) for row in order)
     with journal.open("a", encoding="utf-8") as file:
         made = Parallel(n_jobs=jobs or -1, return_as="generator_unordered", batch_size=1)(calls)
-        for done, (key, what) in enumerate(made, 1):
+        for done, (key, what, cpu_s) in enumerate(made, 1):
             found[key] = what
-            file.write(json.dumps({"key": key, "found": what}) + "\n")
+            file.write(json.dumps({"key": key, "found": what, "cpu_s": round(cpu_s, 2)}) + "\n")
             file.flush()
             progress(done / len(order))
     return found
@@ -162,8 +164,14 @@ def _size(row: Row) -> tuple[bool, int]:
     return "llama" not in row.target, case.concurrency * (case.input_len + 8 * case.output_len)
 
 
-def _predict(row: Row, folder: str) -> tuple[str, dict[str, float] | str]:
-    """Predict a row's configuration in this process."""
+def _predict(row: Row, folder: str) -> tuple[str, dict[str, float] | str, float]:
+    """Predict a row's configuration in this process; with the seconds of CPU that it took."""
+    began = time.process_time()
+    return row.key, _figures(row, folder), time.process_time() - began
+
+
+def _figures(row: Row, folder: str) -> dict[str, float] | str:
+    """Return the figures of a row's configuration, or why there are none."""
     assert row.run is not None
     target, form, case = MEASURED_MODELS[row.target], Form(), row.run.case
     layout = vars(case.parallelism).values()
@@ -182,9 +190,9 @@ def _predict(row: Row, folder: str) -> tuple[str, dict[str, float] | str]:
         load = Load(case, tokenizer_mode(row.run.version, target.tokenizes))
         has_tables = any(tables.iterdir())
         of_experts = None if target.dims().is_dense else trace
-        return row.key, predict_load(load, target, form, tables if has_tables else None, of_experts)
+        return predict_load(load, target, form, tables if has_tables else None, of_experts)
     except InputError as error:
-        return row.key, f"{error.field}: {error.problem}"
+        return f"{error.field}: {error.problem}"
 
 
 @contextmanager
@@ -221,7 +229,8 @@ def table_of(
             line |= {"gpus": case.parallelism.n_gpus, "input_len": case.input_len}
             line |= {"output_len": case.output_len, "concurrency": case.concurrency}
             rule = row.run.assumed
-            line |= {"kind": case.kind, "launch": f"assumed: {rule}" if rule else "known"}
+            line |= {"kind": case.kind, "date": row.run.date}
+            line["launch"] = f"assumed: {rule}" if rule else "known"
         for name in _METRICS:
             measured = row.measured[name]
             line[f"{name}_ms"] = measured
@@ -292,7 +301,7 @@ def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
     lines += ["## Not predicted", "", *markdown_table(columns, reasons), ""]
     kept = frame[(frame.refused == "") & (frame.excluded == "")]
     columns = ["row", "engine", "model", "GPU", "GPUs", "in", "out", "streams"]
-    columns += ["TPOT, ms", "predicted", "TTFT, ms", "predicted"]
+    columns += ["TPOT, ms", "predicted", "TTFT, ms", "predicted", "why"]
     worst_lines = list[list[Any]]()
     if len(kept):
         worst = kept.reindex(kept.tpot_error.abs().sort_values(ascending=False).index)[:20]
@@ -301,9 +310,46 @@ def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
             said = [line.row, line.engine, line.model, line.gpu, int(line.gpus)]
             said += [int(line.input_len), int(line.output_len), int(line.concurrency)]
             said += [f"{figure:.4g}" for figure in figures]
-            worst_lines.append(said)
+            worst_lines.append([*said, why(line)])
     lines += ["## The worst twenty in TPOT", "", *markdown_table(columns, worst_lines), ""]
+    lines += [f"![Predicted over measured figures]({path.stem}.png)", ""]
+    write_picture(path.with_suffix(".png"), lambda figure: _scatter(figure, kept), (9.0, 4.5))
     path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def why(row: Any) -> str:
+    """Return what is known to make a row's error large, by its labels alone; empty if nothing is.
+
+    ``row``: a line of `table_of`, by its columns' names.
+    """
+    target = MEASURED_MODELS[row.target]
+    if row.launch != "known":
+        return f"its launch is {row.launch}"
+    if row.target == "llama-8b-fp8":
+        return "prompts were found in the prefix cache, it seems"
+    if not target.inferencex:
+        return "a run of NVIDIA's own: its load is known by two lengths alone"
+    if "drafts" in row.kind:
+        return "how many drafts were accepted is not known"
+    if row.mode == "disagg":
+        return "its front end and how it hands KV caches over are assumed"
+    if row.date.startswith("2025"):
+        return "of 2025; the tables are of 2026"
+    return ""
+
+
+def _scatter(figure: Any, kept: pd.DataFrame) -> None:
+    """Draw predicted over measured figures, a point a row, a colour an engine."""
+    for place, name in enumerate(_METRICS, 1):
+        axes = figure.add_subplot(1, 2, place)
+        for engine, of in kept.groupby("engine"):
+            measured, predicted = of[f"{name}_ms"], of[f"{name}_predicted_ms"]
+            axes.scatter(measured, predicted, s=4, alpha=0.4, label=str(engine))
+        if len(kept):
+            ends = [kept[f"{name}_ms"].min(), kept[f"{name}_ms"].max()]
+            axes.plot(ends, ends, color="black", linewidth=0.8)
+            axes.set(xscale="log", yscale="log")
+        axes.set(xlabel=f"measured {name.upper()}, ms", ylabel="predicted, ms")
 
 
 def cell_lines(found: Sequence[dict[str, Any]], by: Sequence[str]) -> list[str]:

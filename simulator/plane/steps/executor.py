@@ -326,7 +326,7 @@ def _finish(
     row.joined, row.rested = worker.joined, 0
     if worker.resting == 0:
         row.rested, worker.rested = worker.rested, 0
-    if n_chunks > 0 or (not pool.mixed_steps and worker.joined > 0):
+    if n_chunks > 0 or worker.joined > 0:
         worker.polled = 0  # who computes prompts looks at once
     else:
         worker.polled += 1

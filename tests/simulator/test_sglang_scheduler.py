@@ -1,0 +1,109 @@
+"""Our rules of SGLang against SGLang's own scheduler, step by step.
+
+`sglang_scheduler.py` runs the scheduler of sglang 0.5.9 on a virtual clock, without a GPU; what it
+did with the cases below is recorded in ``sglang_steps.json``. ``SGLANG_PYTHON``, a Python that has
+sglang and torch for CPUs, lets it do them again.
+
+A sequence's end is found when the step after next is planned: it rides in the next step, and holds
+its place and its KV cache for so long. That is not simulated: steps of riders alone take no time
+here, places and KV cache suffice for all, and of ``--enable-mixed-chunk`` what comes before riders
+take room from prompts is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eldr_sim.simulator.setup.config.engines import rules_of
+
+from .test_engines import CHUNK_STEP_S, STEP_S, TOKEN_S, one_engine, options, request
+
+__all__ = ["one_engine"]
+
+_HERE = Path(__file__).parent
+_N_CASES, _SEATS, _TOKENS = 40, 32, 2048
+
+
+def case(seed):
+    """Requests and settings, as the script takes them."""
+    rng = np.random.default_rng([36, seed])
+    n, chunk = int(rng.integers(2, 25)), int(rng.choice([24, 40, 64]))
+    at = np.cumsum(rng.exponential(float(rng.choice([0.5, 2.0, 6.0])), n)) + 1e-4
+    requests = [request(float(a), int(rng.integers(2, 90)), int(rng.integers(2, 40))) for a in at]
+    settings = {"seats": _SEATS, "chunk": chunk, "tokens": _TOKENS}
+    settings |= {"recv_interval": int(rng.choice([1, 4])), "mixed": bool(rng.random() < 0.3)}
+    costs = {"step": STEP_S, "token": TOKEN_S, "chunk_step": CHUNK_STEP_S, "riders": 0}
+    return {"requests": requests, "settings": settings, "costs": costs}
+
+
+def as_recorded(done, mixed):
+    """Steps that took time: begin, end, prompt tokens, sequences that decode; ends of requests.
+
+    And when riders first take room in a step with prompts.
+    """
+    steps = [
+        [s["start"], s["end"], sum(s["prompts"].values()), len(s["decodes"]) - s["riders"]]
+        for s in done["steps"]
+        if s["end"] > s["start"]
+    ]
+    short = [s["start"] for s in done["steps"] if mixed and s["prompts"] and s["room"] > 0]
+    until = min(short, default=1e9)
+    return {"steps": steps, "until": until, "first": [r["first"] for r in done["requests"]],
+            "finish": [r["finish"] for r in done["requests"]]}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads((_HERE / "sglang_steps.json").read_text())
+
+
+@pytest.mark.parametrize("seed", range(_N_CASES))
+def test_our_rules_equal_sglangs_scheduler_step_by_step(one_engine, recorded, seed):
+    given, theirs = case(seed), recorded[seed]
+    told = options(
+        scheduler_recv_interval=given["settings"]["recv_interval"],
+        enable_mixed_chunk=given["settings"]["mixed"],
+    )
+    chunk = given["settings"]["chunk"]
+    rules = rules_of("sglang", told, chunk, 1)
+    record = one_engine(given["requests"], rules, _SEATS, chunk, _TOKENS, 1)
+    for ours, name in (("first_token_s", "first"), ("finish_s", "finish")):
+        here = np.array(theirs[name]) <= theirs["until"]
+        there = np.array(theirs[name])[here]
+        np.testing.assert_allclose(record.requests[ours][here], there, rtol=1e-12)
+    expected = [step for step in theirs["steps"] if step[0] < theirs["until"]]
+    steps = record.decode_steps[: len(expected)]
+    prompts = steps["chunk_tokens"] + steps["joined"]
+    decoding = steps["sequences"] - steps["joined"]
+    found = np.column_stack([steps["start"], steps["end"], prompts, decoding])
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_the_cases_hold_what_may_differ(recorded):
+    """Chunks, steps that prompts keep others out of, and polls that let requests wait."""
+    kinds = [case(seed)["settings"] for seed in range(_N_CASES)]
+    assert {kind["recv_interval"] for kind in kinds} == {1, 4}
+    assert {kind["mixed"] for kind in kinds} == {True, False}
+    both = list(zip(recorded, kinds, strict=True))
+    assert all(each["until"] == 1e9 or kind["mixed"] for each, kind in both)
+    longest = [max(step[2] for step in each["steps"]) for each in recorded]
+    assert sum(n == kind["chunk"] for n, kind in zip(longest, kinds, strict=True)) > 10
+
+
+@pytest.mark.skipif(
+    "SGLANG_PYTHON" not in os.environ, reason="SGLANG_PYTHON names no Python that has sglang"
+)
+def test_sglang_does_what_was_recorded(recorded):
+    cases = [case(seed) for seed in range(_N_CASES)]
+    command = [os.environ["SGLANG_PYTHON"], str(_HERE / "sglang_scheduler.py")]
+    done = subprocess.run(
+        command, input=json.dumps(cases), capture_output=True, text=True, check=True
+    )
+    both = zip(json.loads(done.stdout), cases, strict=True)
+    assert [as_recorded(each, of["settings"]["mixed"]) for each, of in both] == recorded
