@@ -18,8 +18,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from eldr_sim.errors import InputError
 from eldr_sim.charts import write_picture
+from eldr_sim.errors import InputError
 from eldr_sim.validation.markdown import markdown_table
 from eldr_sim.validation.published import advice, silicon_routing
 from eldr_sim.validation.published.silicon import (
