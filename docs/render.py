@@ -219,7 +219,7 @@ CHECKED = [
      "AMD EPYC, before the probe: colocated", "{m} p50"),
     ("the same, prefill and decode apart", "live", "AMD EPYC, before the probe: 1P1D", "{m} p50"),
     ("the same, two decode engines that share the two cores", "live",
-     "AMD EPYC, before the probe: 1P2D", "{m} p50"),
+     "AVX-512, calibrated together: 1P2D", "{m} p50"),
 ]  # fmt: skip
 
 
