@@ -19,7 +19,11 @@ from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 from eldr_sim.validation.live.campaign import Campaign, begin_campaign, calibrated_setup, on_core
 from eldr_sim.validation.live.comparison import noise_floor
-from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
+from eldr_sim.validation.live.engine_calibration import (
+    EngineCalibration,
+    model_of,
+    read_calibration,
+)
 from eldr_sim.validation.live.feature_loads import FeatureLoad, feature_load, lengths_of
 from eldr_sim.validation.live.features import (
     FEATURES,
@@ -45,7 +49,7 @@ Told = Callable[[str, float], None]
 GOALS = {"tpot p50": 5.0, "tpot p99": 15.0, "ttft p50": 10.0, "ttft p99": 15.0}
 #: Rate of open loads, as a share of what the engine carries without the feature.
 _SHARE = 0.6
-_NAME = "colocated"
+_NAME, _PAIR = "colocated", "2C"
 _SIDES = ("live", "simulated")
 #: Requests at once of the loads that drafts are calibrated on, and tokens of each.
 _AT_ONCE, _DRAFT_LEN = (1, 8), 64
@@ -204,24 +208,31 @@ def _check(campaign: Campaign, name: str, base: _Base, progress: Told) -> Row:
     return row | {"with": sides(served, fields), "fields": dict(fields)}
 
 
+def _calibrated_pair(campaign: Campaign, progress: Told) -> EngineCalibration:
+    """Calibrate two engines beside each other, unless they were."""
+    folder = campaign.calibration(_PAIR)
+    if (folder / "calibration.json").exists():
+        return read_calibration(folder)
+    with _engine(campaign, "two engines", progress, name=_PAIR) as setup:
+        return calibrated_setup(campaign, setup, progress)
+
+
 def _routed(
     campaign: Campaign, name: str, base: _Base, traces: Sequence[Path], about: Mapping[str, Any],
     progress: Told,
 ) -> Row:  # fmt: skip
     """Return the figures of two engines behind the router, with the feature and without."""
     feature, sides = FEATURES[name], {}
+    calibrated = _calibrated_pair(campaign, progress)
+    about = dict(about) | {"calibration": campaign.calibration(_PAIR), "calibrated": calibrated}
     for side in ("without", "with"):
         live, ours, counted = [], [], []
         policy = feature.router if side == "with" and feature.router else "round_robin"
         struck = feature.fault if side == "with" else None
         with _engine(
-            campaign, f"{name} {side}", progress, feature.engine, False, "2C",
+            campaign, f"{name} {side}", progress, feature.engine, False, _PAIR,
             kv_events=policy != "round_robin",
         ) as setup:  # fmt: skip
-            calibrated = calibrated_setup(campaign, setup, progress)
-            about = dict(about) | {
-                "calibration": campaign.calibration(setup.name), "calibrated": calibrated,
-            }  # fmt: skip
             for endpoint in setup.endpoints:
                 _send_alike(campaign, endpoint, base, 8, _DRAFT_LEN)
             for repeat, trace in enumerate(traces):

@@ -162,7 +162,7 @@ def _send_alone(
             parts.append(send_at_once([alone], url, ahead))
             progress(i / len(lengths))
     sent = pa.concat_tables(parts)
-    return join_proxy_log(sent, proxy_log) if setup.prefill else sent
+    return join_proxy_log(sent, proxy_log) if len(setup.endpoints) > 1 else sent
 
 
 def _measure_link(device: str) -> tuple[dict[tuple[int, int], float], str]:
