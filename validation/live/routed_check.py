@@ -159,12 +159,12 @@ def _simulated(
             "at_s": struck,
             "for_s": over - struck,
         }
-        events = trace.with_name(f"{trace.name}-{kind}.yaml")
-        events.write_text(json.dumps([event]), encoding="utf-8")
-        fields |= {"events": str(events), "max_retries": _ROUTER["retries"]}
         if not dies:  # whom the router gives up on it sends elsewhere
             event["resend"] = True
             fields |= {"health_delay_ms": 1e3 * (known - struck)}
+        events = trace.with_name(f"{trace.name}-{kind}.yaml")
+        events.write_text(json.dumps([event]), encoding="utf-8")
+        fields |= {"events": str(events), "max_retries": _ROUTER["retries"]}
     again = replay(sent, fields, trace=trace, **about)
     whole = again.record.completed[again.rows]
     times = {name: seconds[whole] for name, seconds in again.times.items()}

@@ -111,6 +111,10 @@ def test_a_stream_is_lost_and_a_request_without_a_token_goes_on(
     found = routed_check._simulated(sent, {}, hung, "freeze", trace, about).counted
     assert (found["requests lost"], found["sent again"]) == (0, 0)
     assert found["slowest TTFT, s"] == pytest.approx(ttft + 3.0, rel=0.01)
+    before = Moments(5.0 + 1e-5, 5.5, 8.0)  # it freezes while the request is on its way
+    found = routed_check._simulated(sent, {}, before, "freeze", trace, about).counted
+    assert (found["requests lost"], found["sent again"]) == (0, 1)
+    assert 0.5 < found["slowest TTFT, s"] < 1.0
     peace = routed_check._simulated(sent, {}, None, None, trace, about)
     assert "time to recover, s" not in peace.counted
 
