@@ -67,7 +67,7 @@ from eldr_sim.planning.intervals import mean_known
 from eldr_sim.validation.live.engine_calibration import EngineCalibration
 from eldr_sim.validation.live.live_run import LiveRun
 from eldr_sim.validation.live.simulated_run import SimulatedRun, check_run, run_clock
-from eldr_sim.validation.live.steps import Composition, StepUnions, compositions, durations, predict
+from eldr_sim.validation.live.steps import StepUnions, compositions_of, durations, predict
 from eldr_sim.validation.live.timestamps import COMPONENTS, RequestTimestamps, live_timestamps
 
 FloatArray = NDArray[np.float64]
@@ -163,7 +163,7 @@ def _steps(
     )
     logs = run.steps["distinct"].to_pylist()
     of = [engines[name] for name in run.steps["engine"].to_pylist()]
-    done = _compositions(run, run.steps)
+    done = compositions_of(run, run.steps)
     taken = durations(run, done, run.requests["sent_s"].to_numpy() + ingress)
     factors = _factors(run, calibrated)
     records, wrong_layers, wrong_steps = [], 0, 0
@@ -189,7 +189,7 @@ def _steps(
         )
     matched = matched_wrong = 0
     active = replayed.steps["active"].to_pylist()
-    for step, simulated in zip(_compositions(run, replayed.steps), active, strict=True):
+    for step, simulated in zip(compositions_of(run, replayed.steps), active, strict=True):
         if step.members in live_sums:
             matched += 1
             total = int(unions.distinct(step).sum()) if simulated is None else simulated
@@ -214,16 +214,6 @@ def _factors(run: LiveRun, calibrated: EngineCalibration) -> FloatArray:
         own = name == engine
         factors[own] = calibrated.drift(at[own], probe[own]).factor(at[own])
     return factors
-
-
-def _compositions(run: LiveRun, steps: pa.Table) -> list[Composition]:
-    prefill = {engine.name for engine in run.info.engines if engine.role == "prefill"}
-    columns = (steps[name].to_pylist() for name in ("request", "position", "tokens"))
-    return compositions(
-        zip(*columns, strict=True),
-        run.requests["prompt_len"].to_numpy(),
-        [name in prefill for name in steps["engine"].to_pylist()],
-    )
 
 
 def _step_rows(steps: pd.DataFrame) -> list[Row]:

@@ -15,7 +15,7 @@ from eldr_sim.policies.routing.unions import log_idle, on_grid
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.validation.live.live_run import LiveRun
 from eldr_sim.validation.live.setup_calibration import calibrated_requests
-from eldr_sim.validation.live.steps import compositions
+from eldr_sim.validation.live.steps import compositions_of
 
 Row = dict[str, Any]
 
@@ -32,12 +32,7 @@ def foretold_unions(run: LiveRun, calibration: RoutingTrace) -> Row:
     counts = run.trace.prompt_counts(np.arange(run.trace.n_requests))
     log = np.array([log_idle(on_grid(model.predict(each))) for each in counts])
     mean, n_layers = log_idle(on_grid(model.mean_activation)), run.trace.n_layers
-    prefill = {engine.name for engine in run.info.engines if engine.role == "prefill"}
-    columns = [run.steps[name].to_pylist() for name in ("request", "position", "tokens")]
-    engines = [name in prefill for name in run.steps["engine"].to_pylist()]
-    done = compositions(
-        zip(*columns, strict=True), run.requests["prompt_len"].to_numpy(), engines
-    )  # fmt: skip
+    done = compositions_of(run, run.steps)
     records = [
         (
             len(step.running),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
@@ -66,6 +67,17 @@ def compositions(
                 chunks.append((request, start, stop))
         found.append(Composition(tuple(running), tuple(chunks), frozenset(members)))
     return found
+
+
+def compositions_of(run: LiveRun, steps: pa.Table) -> list[Composition]:
+    """Return the compositions of a run's steps, live or simulated (columns of ``STEPS``)."""
+    prefill = {engine.name for engine in run.info.engines if engine.role == "prefill"}
+    columns = (steps[name].to_pylist() for name in ("request", "position", "tokens"))
+    return compositions(
+        zip(*columns, strict=True),
+        run.requests["prompt_len"].to_numpy(),
+        [name in prefill for name in steps["engine"].to_pylist()],
+    )
 
 
 class StepUnions:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.errors import InputError
+from eldr_sim.errors import InputError, needed
 
 #: Letters of a file that prompts come from: far more than a campaign's loads have.
 _LETTERS = 2_000_000
@@ -27,15 +27,11 @@ def read_texts(folder: Path, model: str) -> dict[str, NDArray[np.int32]]:
     ``model``: folder of the model, with a ``tokenizer.json``. Raises InputError if a file cannot be
     read, or tokenizers is not installed.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError:
-        problem = "reading text needs tokenizers"
-        raise InputError("texts", problem, "pip install tokenizers") from None
+    tokenizers = needed("tokenizers", "texts", "pip install tokenizers")
     path = Path(model) / "tokenizer.json"
     if not path.exists():
         raise InputError("model", f"{path} is not there", "a model with its tokenizer, for --texts")
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
     found = {}
     for name in domains_of(folder):
         try:
