@@ -81,10 +81,8 @@ def folder() -> Path | None:
 
 
 def size_limit() -> int:
-    """Return how many bytes of bit sets, fits and drawn traces are kept.
-
-    Raises InputError if the variable is not a number of bytes.
-    """
+    """Return how many bytes of bit sets, fits and drawn traces are kept. Raises InputError if the
+    variable is not a number of bytes."""
     text = os.environ.get(SIZE_VARIABLE)
     if not text:
         return _DEFAULT_LIMIT
@@ -129,11 +127,8 @@ def find(part: str, name: str) -> Path | None:
 
 
 def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | None:
-    """Write a file of bit sets or a fit, whole or not at all, and make room for it.
-
-    Returns its path; None, after a warning, if it could not be written. ``write``: writes an open
-    file.
-    """
+    """Write a file of bit sets or a fit, whole or not at all, and make room for it. Returns its
+    path; None, after a warning, if it could not be written. ``write``: writes an open file."""
     limit = size_limit()
     home = folder()
     if home is None:
@@ -151,11 +146,9 @@ def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | No
 
 
 def keep_folder(part: str, name: str, write: Callable[[Path], object]) -> Path | None:
-    """Make a folder of the cache, whole or not at all, and make room for it.
-
-    A folder that another process has made meanwhile is left as it is. Returns its path; None, after
-    a warning, if it could not be written. ``write``: makes it, at a path where nothing is.
-    """
+    """Make a folder of the cache, whole or not at all, and make room for it. A folder that another
+    process has made meanwhile is left as it is. Returns its path; None, after a warning, if it
+    could not be written. ``write``: makes it, at a path where nothing is."""
     limit = size_limit()
     place = writable_folder(part)
     if place is None:
@@ -236,12 +229,9 @@ def _warn(problem: str) -> None:
 
 
 def clear() -> list[CacheFile]:
-    """Remove everything that eldr-sim put into the cache; return what is gone.
-
-    Processes that have mapped a file keep it until they end.
-
-    Raises InputError: names a file that could not be removed; all others are gone.
-    """
+    """Remove everything that eldr-sim put into the cache; return what is gone. Processes that have
+    mapped a file keep it until they end. Raises InputError: names a file that could not be removed;
+    all others are gone."""
     removed = []
     failure = None
     home = folder() or Path()

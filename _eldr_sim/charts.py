@@ -1,7 +1,5 @@
-"""Pictures of rows: lines, bars and maps, in panels, as the rows' columns say.
-
-All are PNG files in one style: a light grid, and each legend once.
-"""
+"""Pictures of rows: lines, bars and maps, in panels, as the rows' columns say. All are PNG files in
+one style: a light grid, and each legend once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -58,11 +56,8 @@ _LONG = 80  # letters of all names under the bars of a panel
 def lines(
     rows: Rows, x: str, y: Key, by: Key = (), panel: Key = (), mark: str = ".-", **settings: Any
 ) -> Draw:
-    """Return what draws a line over ``x`` for each value of ``by``.
-
-    A panel for each value of ``panel`` and each of the columns ``y``; ``settings`` are those of a
-    panel's axes.
-    """
+    """Return what draws a line over ``x`` for each value of ``by``. A panel for each value of
+    ``panel`` and each of the columns ``y``; ``settings`` are those of a panel's axes."""
 
     def draw(figure: Any) -> None:
         for axes, column, mine in _panels(figure, rows, y, panel):
@@ -83,11 +78,9 @@ def bars(
     ends: tuple[str, str] | None = None,
     **settings: Any,
 ) -> Draw:
-    """Return what draws a bar for each value of ``x``, beside each other for each of ``by``.
-
-    Panels as in `lines`. Bars lie across where their names are long; of ``settings``, ``label`` and
-    ``scale`` are of the values' axis. ``ends`` are the columns of an interval around ``y``.
-    """
+    """Return what draws a bar for each value of ``x``, beside each other for each of ``by``. Panels
+    as in `lines`. Bars lie across where their names are long; of ``settings``, ``label`` and
+    ``scale`` are of the values' axis. ``ends`` are the columns of an interval around ``y``."""
 
     def draw(figure: Any) -> None:
         names, parts = _names(rows, x), _names(rows, by)
@@ -112,10 +105,8 @@ def bars(
 
 
 def field(rows: Rows, x: str, y: str, value: str, panel: Key = (), spell: str = "{:.2f}") -> Draw:
-    """Return what draws a map, ``x`` by ``y``, whose cells are coloured and spelled.
-
-    A value may be a word, one colour each.
-    """
+    """Return what draws a map, ``x`` by ``y``, whose cells are coloured and spelled. A value may be
+    a word, one colour each."""
 
     def draw(figure: Any) -> None:
         words = list(dict.fromkeys(r[value] for r in rows if isinstance(r[value], str)))

@@ -28,11 +28,8 @@ def show_tracebacks() -> None:
 
 
 def run_command(command: click.Command) -> None:
-    """Run a command line.
-
-    Bad input, and what this machine has too little of, is one line and exit code 2; Ctrl-C is 130,
-    SIGTERM 143. Our own warnings are one line, too.
-    """
+    """Run a command line. Bad input, and what this machine has too little of, is one line and exit
+    code 2; Ctrl-C is 130, SIGTERM 143. Our own warnings are one line, too."""
     show = warnings.showwarning
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # as it is where a shell has closed it

@@ -25,9 +25,7 @@ class InputError(ValueError):
 
 def needed(package: str, field: str, allowed: str = "pip install 'eldr-sim[live]'") -> Any:
     """Import an optional package, or a module of it; InputError where it is not installed.
-
-    ``field``: who needs it; ``allowed``: how to install it.
-    """
+    ``field``: who needs it; ``allowed``: how to install it."""
     top = package.partition(".")[0]
     try:
         import_module(top)  # a module of it may be loaded although it cannot be imported
@@ -42,11 +40,8 @@ class EldrSimWarning(UserWarning):
 
 
 class ProcessError(RuntimeError):
-    """A SimPy process of a simulation has failed: names it, the time and what it raised.
-
-    ``name``: of the process: its generator's; ``time_s``: simulated time, s; ``error``: what it
-    raised.
-    """
+    """A SimPy process of a simulation has failed: names it, the time and what it raised. ``name``:
+    of the process: its generator's; ``time_s``: simulated time, s; ``error``: what it raised."""
 
     def __init__(self, name: str, time_s: float, error: Exception) -> None:
         self.name, self.time_s = name, time_s

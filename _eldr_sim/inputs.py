@@ -1,9 +1,6 @@
-"""Users' files, read within bounds.
-
-A file is a regular one (a pipe or a device may never end), its size is bounded before it is read,
-what it unpacks to before that is allocated, and what is nested or repeats itself without end is
-refused. Each raises ``InputError`` in one line.
-"""
+"""Users' files, read within bounds. A file is a regular one (a pipe or a device may never end), its
+size is bounded before it is read, what it unpacks to before that is allocated, and what is nested
+or repeats itself without end is refused. Each raises ``InputError`` in one line."""
 
 from __future__ import annotations
 
@@ -34,10 +31,8 @@ _NPY_MAGIC = b"\x93NUMPY"
 
 
 def within(field: str, value: float, most: float, unit: str = "") -> None:
-    """Raise InputError, which names the limit, where a size is above it.
-
-    For sizes that would take the memory of the machine before anything else said no.
-    """
+    """Raise InputError, which names the limit, where a size is above it. For sizes that would take
+    the memory of the machine before anything else said no."""
     if value > most:
         raise InputError(
             field, f"{value:,.15g}{unit} is above the limit", f"at most {most:,}{unit}"
@@ -166,10 +161,8 @@ _NPY = b"\x93NUMPY"
 
 
 def check_arrays(path: str | os.PathLike[str], field: str) -> Path:
-    """Return the path of a .npy or .npz file whose arrays may be loaded.
-
-    What is no such file passes: numpy says so.
-    """
+    """Return the path of a .npy or .npz file whose arrays may be loaded. What is no such file
+    passes: numpy says so."""
     path = regular_file(path, field)
     try:
         with path.open("rb") as file:
@@ -192,9 +185,7 @@ def check_arrays(path: str | os.PathLike[str], field: str) -> Path:
 @contextmanager
 def reading(field: str, said: str = "", allowed: str = "") -> Iterator[None]:
     """Raise InputError where a file cannot be read or, if ``said``, is not what that says.
-
-    ``said``: the problem, which the error's first line follows; ``allowed``: what would do.
-    """
+    ``said``: the problem, which the error's first line follows; ``allowed``: what would do."""
     try:
         yield
     except InputError:

@@ -78,10 +78,8 @@ class InlinedCompiler(Compiler):
 
 
 class RestrictedCompiler(InlinedCompiler):
-    """The same for functions whose arrays do not overlap, as C's ``restrict`` says.
-
-    Loops over several of them need no test of that before they run in vector registers.
-    """
+    """The same for functions whose arrays do not overlap, as C's ``restrict`` says. Loops over
+    several of them need no test of that before they run in vector registers."""
 
     def define_pipelines(self) -> Any:
         """Return the steps of the compiler, which tell LLVM so."""
@@ -123,9 +121,7 @@ class InlinedCache(FunctionCache):
 
 def _skip_blas() -> None:
     """Import numba's array functions without the BLAS of SciPy, a fifth of a second of each run.
-
-    Who compiles a product of matrices gets it then: numba looks once more.
-    """
+    Who compiles a product of matrices gets it then: numba looks once more."""
     asked, blas.ensure_blas = blas.ensure_blas, lambda: None
     try:
         importlib.import_module("numba.np.arraymath")

@@ -57,9 +57,7 @@ class _Model(models.OpaqueModel):
 
 class Reference:
     """A named tuple of arrays, numbers, callbacks and such tuples, for compiled functions.
-
-    ``whole``: the tuple; its arrays and numbers are looked at now.
-    """
+    ``whole``: the tuple; its arrays and numbers are looked at now."""
 
     def __init__(self, whole: tuple[Any, ...]) -> None:
         self.whole = whole

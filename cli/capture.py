@@ -27,10 +27,8 @@ def capture() -> None:
 
 
 def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of the trace that is written; the command gets them as ``about``.
-
-    They are checked before the capture, which may take hours.
-    """
+    """Add the options of the trace that is written; the command gets them as ``about``. They are
+    checked before the capture, which may take hours."""
     names = ("out", "calibration_fraction", "model_name", "source_data", "notes", "force")
 
     @functools.wraps(function)

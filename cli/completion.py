@@ -1,7 +1,5 @@
-"""What the shell completes: names of policies, models, GPUs, traces and workloads, and files.
-
-Each source imports its names when the shell asks for them, and none needs the compiler.
-"""
+"""What the shell completes: names of policies, models, GPUs, traces and workloads, and files. Each
+source imports its names when the shell asks for them, and none needs the compiler."""
 
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -19,11 +17,9 @@ def complete(
     *,
     listed: bool = False,
 ) -> Completer:
-    """Return a completer of names, in any case of letters.
-
-    ``names``: called for the names; ``paths``: which paths may be given instead; None for none;
-    ``listed``: whether the option takes a list with commas, of which the last part is completed.
-    """
+    """Return a completer of names, in any case of letters. ``names``: called for the names;
+    ``paths``: which paths may be given instead; None for none; ``listed``: whether the option takes
+    a list with commas, of which the last part is completed."""
 
     def found(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
         before, comma, word = incomplete.rpartition(",") if listed else ("", "", incomplete)

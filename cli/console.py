@@ -121,10 +121,8 @@ def _lines(title: str) -> _Lines:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar on standard error; yields a function of the share done.
-
-    Where that is no terminal, a line every ten seconds, and one when something long begins.
-    """
+    """Show a progress bar on standard error; yields a function of the share done. Where that is no
+    terminal, a line every ten seconds, and one when something long begins."""
     with _bar(title, 1.0, *_shares()) as update:
         yield lambda share: update(share, f"{100 * share:.0f}% done", completed=share)
 
@@ -209,9 +207,7 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
 @contextmanager
 def task_bar() -> Iterator[Callable[[str, float], None]]:
     """Show one task after the other on the terminal's standard error, each with its share done.
-
-    Where that is no terminal, a line says which task begins.
-    """
+    Where that is no terminal, a line says which task begins."""
     shown = sys.stderr.isatty()
     with _progress(*_shares(left=False)) as progress:
         current: tuple[str, TaskID] | None = None

@@ -48,10 +48,8 @@ _OFTEN = frozenset({
 
 
 class GroupedCommand(click.Command):
-    """A command whose help prints the options of a run by group, after its own.
-
-    ``--help`` leaves out those that few people use, and ``--help-all`` does not.
-    """
+    """A command whose help prints the options of a run by group, after its own. ``--help`` leaves
+    out those that few people use, and ``--help-all`` does not."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

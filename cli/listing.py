@@ -1,7 +1,5 @@
 """``eldr-sim gpus``, ``models``, ``presets`` and ``tables``: what there is, and what it rests on.
-
-Each imports what it needs when it is called: listing models should not wait for tables.
-"""
+Each imports what it needs when it is called: listing models should not wait for tables."""
 
 from pathlib import Path
 from typing import Any

@@ -28,11 +28,9 @@ TENSOR_PARALLEL_SIZE = " ".join(("--tensor-parallel-size", *ALIASES["tensor_para
 
 
 def option(names: str, kind: Any = None, help: str | None = None, **more: Any) -> Decorator:
-    """Return ``click.option``.
-
-    ``names``: its spellings, and the parameter's name where that is another, with spaces between;
-    ``kind``: bool for a flag, Path, a list of choices, or a type of click's.
-    """
+    """Return ``click.option``. ``names``: its spellings, and the parameter's name where that is
+    another, with spaces between; ``kind``: bool for a flag, Path, a list of choices, or a type of
+    click's."""
     if kind is bool:
         more["is_flag"] = True
     elif kind is Path:

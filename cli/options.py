@@ -115,10 +115,8 @@ def _choices(name: str) -> tuple[str, ...]:
 
 
 def config_from_options(options: dict[str, Any]) -> RunConfig:
-    """Build the configuration from ``--config`` and the options given; raises InputError.
-
-    The file may also be its content, as a mapping.
-    """
+    """Build the configuration from ``--config`` and the options given; raises InputError. The file
+    may also be its content, as a mapping."""
     given = {name: value for name, value in options.items() if value not in (None, ())}
     file = given.pop("config_file", None)
     preset = given.pop("preset", None)

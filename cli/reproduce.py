@@ -89,10 +89,8 @@ def _reproduce(
     quick: bool,
     **own: Any,
 ) -> None:
-    """Reproduce figures of a paper, whose folder in `validation.reproduce` says how.
-
-    ``own`` is what this paper's command can be told besides.
-    """
+    """Reproduce figures of a paper, whose folder in `validation.reproduce` says how. ``own`` is
+    what this paper's command can be told besides."""
     check_out(out, force)
     with_pictures(out is not None)
     evaluation = import_module(f"eldr_sim.validation.reproduce.{module}.evaluation")

@@ -1,9 +1,6 @@
-"""Write docs/data/eldr_measured_*.csv from folders of `eldr-sim reproduce eldr --measured`.
-
-    python docs/eldr_measured_data.py DIR [MORE ...] && python docs/render.py
-
-The first has all but Figures 13 to 16; each further one adds its errors, or these figures.
-"""
+"""Write docs/data/eldr_measured_*.csv from folders of `eldr-sim reproduce eldr --measured`. python
+docs/eldr_measured_data.py DIR [MORE ...] && python docs/render.py The first has all but Figures 13
+to 16; each further one adds its errors, or these figures."""
 
 import json
 import sys

@@ -34,8 +34,7 @@ class Load:
 
 def shares(load: Load, seed: int = 0) -> tuple[float, float, float]:
     """Return which share of the descriptors stays, of the first 5% and of the second half of the
-    requests, and the blocks of one of these.
-    """
+    requests, and the blocks of one of these."""
     rng = np.random.default_rng(seed)
     free = [deque(range(1, load.prefill_blocks)), deque(range(1, load.decode_blocks))]
     prompt, output = (f(rng, load.requests) for f in (load.prompt, load.output))

@@ -1,8 +1,6 @@
-"""Draw the picture of the README: the same requests on the same GPUs under two routers.
-
-``python docs/one_picture.py results/jsq results/eldr docs/images/same_requests.png`` from the root
-of a checkout, after ``eldr-sim run --request-rate 60 --policy POLICY --out results/POLICY``.
-"""
+"""Draw the picture of the README: the same requests on the same GPUs under two routers. ``python
+docs/one_picture.py results/jsq results/eldr docs/images/same_requests.png`` from the root of a
+checkout, after ``eldr-sim run --request-rate 60 --policy POLICY --out results/POLICY``."""
 
 import json
 import sys

@@ -1,8 +1,6 @@
-"""Dimensions of models, MoE or dense, and the counts that follow from them.
-
-Facts live in ``data/models.json`` with their sources; parameters and bytes are computed here, so
-that a model described only by its Hugging Face ``config.json`` gets the same treatment.
-"""
+"""Dimensions of models, MoE or dense, and the counts that follow from them. Facts live in
+``data/models.json`` with their sources; parameters and bytes are computed here, so that a model
+described only by its Hugging Face ``config.json`` gets the same treatment."""
 
 import json
 import math
@@ -30,9 +28,7 @@ LONGEST = 2**24  #: tokens of the longest context: tables have a row for each
 
 class ModelDims(BaseModel):
     """Everything about a model that decides bytes and FLOPs, and nothing else.
-
-    Multi-token-prediction layers and vision towers are left out.
-    """
+    Multi-token-prediction layers and vision towers are left out."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -161,9 +157,7 @@ class ModelDims(BaseModel):
     @property
     def attention_kinds(self) -> list[tuple[bool, int]]:
         """Whether a kind of layer attends to a window, and how many layers it has; none of 0.
-
-        Without those of linear attention.
-        """
+        Without those of linear attention."""
         kinds = ((True, self.n_sliding_layers), (False, self.n_full_layers))
         return [(sliding, layers) for sliding, layers in kinds if layers]
 
@@ -176,10 +170,8 @@ class ModelDims(BaseModel):
         return self.n_heads, self.n_kv_heads, self.head_dim
 
     def attention_linears(self, sliding: bool = False) -> list[tuple[int, int]]:
-        """Matrices of one layer's attention, fused as vLLM runs them.
-
-        Returns list of (out features n, in features k).
-        """
+        """Matrices of one layer's attention, fused as vLLM runs them. Returns list of (out features
+        n, in features k)."""
         hidden = self.hidden_size
         if self.attention == "mla":
             nope, rope, rank = self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank
@@ -204,11 +196,9 @@ class ModelDims(BaseModel):
 
     @property
     def linear_attention_linears(self) -> list[tuple[int, int]]:
-        """Matrices of one layer of linear attention (out features n, in features k).
-
-        Queries, keys, values and the gate of the output in one, decay and write strength of each
-        value head in one (``vllm/model_executor/models/qwen3_next.py``).
-        """
+        """Matrices of one layer of linear attention (out features n, in features k). Queries, keys,
+        values and the gate of the output in one, decay and write strength of each value head in one
+        (``vllm/model_executor/models/qwen3_next.py``)."""
         keys, values = (
             heads * self.linear_head_dim
             for heads in (self.linear_key_heads, self.linear_value_heads)
@@ -332,10 +322,8 @@ class ModelDims(BaseModel):
 
     @property
     def index_bytes_per_token(self) -> int:
-        """Bytes of a token's index key in one layer of sparse attention: FP8 and a scale.
-
-        Of compressed attention the mean of all layers.
-        """
+        """Bytes of a token's index key in one layer of sparse attention: FP8 and a scale. Of
+        compressed attention the mean of all layers."""
         key = self.index_head_dim + 4 if self.index_topk else 0
         if not self.compressed_layers:
             return key
@@ -354,19 +342,15 @@ class ModelDims(BaseModel):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a sequence keeps in layers of linear attention, however long it is.
-
-        A matrix for each value head, and the tokens that the next convolution reads, in bfloat16.
-        """
+        """Bytes that a sequence keeps in layers of linear attention, however long it is. A matrix
+        for each value head, and the tokens that the next convolution reads, in bfloat16."""
         state = self.linear_value_heads * self.linear_head_dim**2
         state *= self.linear_state_bytes_per_value
         return self.n_linear_layers * (state + 2 * self._convolved * max(self.linear_conv - 1, 0))
 
     def kv_bytes(self, context: int) -> int:
-        """Bytes of KV cache that a sequence of ``context`` tokens needs.
-
-        Sliding layers keep no more than their window, as vLLM's hybrid KV cache manager does.
-        """
+        """Bytes of KV cache that a sequence of ``context`` tokens needs. Sliding layers keep no
+        more than their window, as vLLM's hybrid KV cache manager does."""
         return self.state_bytes + sum(
             n * min(context, self.sliding_window if sliding else context)
             * self.kv_bytes_per_token_layer(sliding)

@@ -104,10 +104,8 @@ class Parallelism:
         return self.n_ranks if self.ffn_ranks else 0
 
     def check(self, model: ModelDims, copies: bool = False) -> None:
-        """Raise InputError unless the model can be spread so.
-
-        ``copies``: some experts have several; `ExpertGroup` then knows if ranks hold equally many.
-        """
+        """Raise InputError unless the model can be spread so. ``copies``: some experts have
+        several; `ExpertGroup` then knows if ranks hold equally many."""
         size, ranks = self.tensor_parallel_size, self.n_ranks
         if self.pipeline_parallel_size > model.n_layers:
             problem = f"{self.pipeline_parallel_size} stages of the {model.n_layers} layers"
@@ -151,10 +149,8 @@ class Parallelism:
             divide("features of an expert", model.expert_intermediate_size, expert, by=ranks)
 
     def shard(self, model: ModelDims) -> ModelDims:
-        """Return the dimensions that one GPU computes with; routing stays over all experts.
-
-        Raises InputError: the model cannot be spread so.
-        """
+        """Return the dimensions that one GPU computes with; routing stays over all experts. Raises
+        InputError: the model cannot be spread so."""
         self.check(model, copies=True)
         size = self.tensor_parallel_size
         if self.n_ranks == 1:
@@ -173,10 +169,8 @@ class Parallelism:
 
     def weight_bytes(self, model: ModelDims, instances: int | None = None) -> int:
         """Bytes of the weights on one GPU of an engine; of several stages, on the fullest.
-
         ``instances``: expert instances of all MoE layers on this GPU; an equal share of the experts
-        of each when not given. Redundant experts and unequal placements make it more.
-        """
+        of each when not given. Redundant experts and unequal placements make it more."""
         shard = self.shard(model)
         share = model.n_moe_layers * (model.n_experts // self.n_expert_ranks)
         if self.ffn_ranks:

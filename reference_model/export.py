@@ -1,8 +1,6 @@
-"""Checkpoints of the reference model in the layout of Hugging Face's Qwen3-MoE.
-
-A checkpoint folder holds ``config.json``, ``model.safetensors`` and the tokenizer, and loads
-in transformers (``AutoModelForCausalLM``) and in engines that read its checkpoints.
-"""
+"""Checkpoints of the reference model in the layout of Hugging Face's Qwen3-MoE. A checkpoint folder
+holds ``config.json``, ``model.safetensors`` and the tokenizer, and loads in transformers
+(``AutoModelForCausalLM``) and in engines that read its checkpoints."""
 
 import json
 from pathlib import Path
@@ -77,11 +75,8 @@ def save_checkpoint(model: Qwen3Moe, tokenizer: Tokenizer, folder: Path) -> None
 
 
 def load_checkpoint(folder: Path) -> tuple[Qwen3Moe, Tokenizer]:
-    """Read a checkpoint that `save_checkpoint` wrote.
-
-    Returns ``model``, ``tokenizer``: the model in float32. Raises InputError if a file is missing,
-    broken, or does not fit the others.
-    """
+    """Read a checkpoint that `save_checkpoint` wrote. Returns ``model``, ``tokenizer``: the model
+    in float32. Raises InputError if a file is missing, broken, or does not fit the others."""
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
             raise InputError("checkpoint", f"{folder} has no {name}", "a folder made by train")
@@ -101,10 +96,8 @@ def load_checkpoint(folder: Path) -> tuple[Qwen3Moe, Tokenizer]:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return the documents, settings and figures that `train` noted in a checkpoint.
-
-    Raises InputError if the checkpoint has no such file.
-    """
+    """Return the documents, settings and figures that `train` noted in a checkpoint. Raises
+    InputError if the checkpoint has no such file."""
     path = folder / DESCRIPTION_FILE
     try:
         described: dict[str, Any] = json.loads(path.read_text())

@@ -45,11 +45,9 @@ class Routing(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of a batch of sequences of equal length.
-
-    ``config``: the model's dimensions; ``batch``: sequences; ``length``: most tokens of a sequence;
-    ``dtype``, ``device``: type and device of the cached tensors.
-    """
+    """Keys and values of a batch of sequences of equal length. ``config``: the model's dimensions;
+    ``batch``: sequences; ``length``: most tokens of a sequence; ``dtype``, ``device``: type and
+    device of the cached tensors."""
 
     def __init__(
         self, config: ModelConfig, batch: int, length: int, dtype: torch.dtype, device: torch.device
@@ -167,10 +165,8 @@ def _groups(counts: list[int]) -> list[tuple[int, int, int]]:
 
 
 class _TokenLossFunction(torch.autograd.Function):
-    """Mean cross-entropy of tied-embedding logits, a slice of tokens at a time.
-
-    The logits of a slice stay in the CPU's cache; the forward pass computes their gradient.
-    """
+    """Mean cross-entropy of tied-embedding logits, a slice of tokens at a time. The logits of a
+    slice stay in the CPU's cache; the forward pass computes their gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
@@ -221,11 +217,8 @@ def _experts_grouped(
 
 
 class SparseMLP(nn.Module):
-    """Gate and experts of one layer.
-
-    ``gate_up`` is ``[n_experts, d, 2 * inner]`` (gate columns first), ``down``
-    ``[n_experts, inner, d]``.
-    """
+    """Gate and experts of one layer. ``gate_up`` is ``[n_experts, d, 2 * inner]`` (gate columns
+    first), ``down`` ``[n_experts, inner, d]``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

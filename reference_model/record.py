@@ -284,11 +284,9 @@ def record_batch(
 
 
 def write_npz(routing: RecordedRouting, path: Path, domains: list[str]) -> None:
-    """Write recorded routing as the archive that `importers.import_trace` reads.
-
-    It holds two arrays more: ``split`` (one entry a request: 0 calibration, 1 serving) and
-    ``token_ids`` (uint16, one a token). Gate scores are those of all requests.
-    """
+    """Write recorded routing as the archive that `importers.import_trace` reads. It holds two
+    arrays more: ``split`` (one entry a request: 0 calibration, 1 serving) and ``token_ids``
+    (uint16, one a token). Gate scores are those of all requests."""
     prompt_len = routing.prompt_len
     n = len(prompt_len)
     output_len = np.full(n, routing.output_len, dtype=np.int64)

@@ -30,11 +30,9 @@ _SKIP = 24  # early tokens of a document, whose experts say little about its dom
 
 
 def evaluation_text(documents: Documents, tokenizer: Tokenizer, context: int) -> dict[str, Tensor]:
-    """Return the beginnings of up to 64 held-out documents of each domain.
-
-    Returns text: int64 ``[sequences, tokens + 1]`` by domain, for 64 tokens or the model's context
-    if that is shorter; domains without a document so long are left out.
-    """
+    """Return the beginnings of up to 64 held-out documents of each domain. Returns text: int64
+    ``[sequences, tokens + 1]`` by domain, for 64 tokens or the model's context if that is shorter;
+    domains without a document so long are left out."""
     length, out = min(_TOKENS, context) + 1, {}
     for domain in documents.domains:
         held_out = documents.calibration[domain] + documents.serving[domain]
@@ -151,10 +149,8 @@ PRESETS = {
 
 def balance_loss(routing: list[Routing]) -> Tensor:
     """Return the load-balance loss summed over layers; each layer's is 1 at perfect balance.
-
-    ``n_experts * sum_e f_e * P_e`` with ``f`` the share of choices and ``P`` the mean
-    probability of each expert over the batch (Switch Transformer, arXiv 2101.03961, Eq. 4).
-    """
+    ``n_experts * sum_e f_e * P_e`` with ``f`` the share of choices and ``P`` the mean probability
+    of each expert over the batch (Switch Transformer, arXiv 2101.03961, Eq. 4)."""
     total = torch.zeros((), device=routing[0].logits.device)
     for layer in routing:
         share = torch.bincount(layer.experts.reshape(-1), minlength=layer.logits.shape[1])

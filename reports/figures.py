@@ -1,8 +1,6 @@
-"""A report's pictures outside its page: as Plotly figures for notebooks, as PNG files.
-
-A `Picture` is drawn once, as a specification whose colours are variables of the style sheet; here
-they are those of its light theme.
-"""
+"""A report's pictures outside its page: as Plotly figures for notebooks, as PNG files. A `Picture`
+is drawn once, as a specification whose colours are variables of the style sheet; here they are
+those of its light theme."""
 
 import re
 from collections.abc import Callable
@@ -25,10 +23,8 @@ _MARKERS = {
 
 
 def pictures_of(path: Path, name: str = "") -> list[Picture]:
-    """Return the pictures of a result folder that have something to show.
-
-    ``name`` stands for the folder where a picture names it. Raises InputError if it is no result.
-    """
+    """Return the pictures of a result folder that have something to show. ``name`` stands for the
+    folder where a picture names it. Raises InputError if it is no result."""
     (folder,) = open_folders([path])
     folder = replace(folder, name=name or folder.name)
     with contents_of(folder):

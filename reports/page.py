@@ -54,8 +54,8 @@ def write_report(
 ) -> None:
     """Write a report, whole or not at all.
 
-    Raises InputError if a folder is not a result, or ``out`` exists, without ``force``, or cannot
-    be written.
+    Raises InputError if a folder is not a result, or ``out`` exists, without ``force``, or
+    cannot be written.
     """
     out = Path(out)
     if out.is_dir():

@@ -1,8 +1,6 @@
-"""Pictures of a page as Plotly figures, which are plain dictionaries.
-
-Colours are variables of the style sheet, so that they follow its theme; the page's script resolves
-them and adds the shared layout. All text is escaped, as Plotly interprets some HTML.
-"""
+"""Pictures of a page as Plotly figures, which are plain dictionaries. Colours are variables of the
+style sheet, so that they follow its theme; the page's script resolves them and adds the shared
+layout. All text is escaped, as Plotly interprets some HTML."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,10 +25,8 @@ _NUMBER = ",.4~r"
 
 
 class Colours:
-    """Colour numbers, one for each name on the whole page.
-
-    Names of a kind (policy, domain, phase, ...) get colours in order of appearance.
-    """
+    """Colour numbers, one for each name on the whole page. Names of a kind (policy, domain, phase,
+    ...) get colours in order of appearance."""
 
     def __init__(self) -> None:
         self._names: dict[str, dict[str, int]] = {}
@@ -80,10 +76,8 @@ def curves(
     note: str | None = None,
 ) -> Picture:
     """Draw curves or points over two numeric axes; points that are not finite are left out.
-
     ``interval``: name of the interval from ``low`` to ``high``; ``warmups_s``: ends of warm-up
-    periods to shade, s, if ``x`` is simulated time.
-    """
+    periods to shade, s, if ``x`` is simulated time."""
     drawn = [_finite(s) for s in series]
     # Values that are never negative get no axis below 0, even if an interval reaches there.
     floor = 0.0 if all(y >= 0 for s in drawn for y in s.y) else -math.inf
@@ -107,11 +101,9 @@ def intervals(
     differences: bool = True,
     interval: str = "95% interval",
 ) -> Picture:
-    """Draw a dot with its interval for each row: (name, value, low, high, colour number).
-
-    ``low`` and ``high`` may be NaN. ``differences``: whether values are differences: signed, with a
-    line at 0 and hollow dots if the interval contains 0.
-    """
+    """Draw a dot with its interval for each row: (name, value, low, high, colour number). ``low``
+    and ``high`` may be NaN. ``differences``: whether values are differences: signed, with a line at
+    0 and hollow dots if the interval contains 0."""
     form = "+,.2f" if differences else _NUMBER
     data: list[Spec] = []
     for name, value, low, high, colour in rows:
@@ -169,10 +161,8 @@ def pareto_picture(
     clouds: Sequence[tuple[str, int, int, Sequence[tuple[float, float, str]]]],
 ) -> Picture:
     """Draw tokens/s per user against tokens/s per GPU, with the Pareto front of all points.
-
     ``clouds``: (name, colour, marker, points); a point is (output tokens per second per user, the
-    same per GPU, name).
-    """
+    same per GPU, name)."""
     points = sorted({point for *_, own in clouds for point in own}, key=lambda point: point[2])
     front = [points[i] for i in pareto([(x, y) for x, y, _ in points])]
     # The front is drawn first, under the points, in a neutral colour.
@@ -186,9 +176,7 @@ def pareto_picture(
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
     """Return the indices of the Pareto-optimal points, in ascending order of the first coordinate.
-
-    Of equal points the first is kept; points that are not finite are left out.
-    """
+    Of equal points the first is kept; points that are not finite are left out."""
     known = [i for i, point in enumerate(points) if all(math.isfinite(v) for v in point)]
     front: list[int] = []
     for i in sorted(known, key=lambda i: (-points[i][0], -points[i][1], i)):

@@ -63,10 +63,8 @@ def plan_section(folder: Folder, colours: Colours) -> dict[str, Any]:
 
 
 def plan_words(document: Record, *, narrow: bool = False) -> dict[str, Any]:
-    """Return what ``plan.json`` says: its title, question, answer and tables.
-
-    ``narrow``: leave out the columns for which a terminal has no room.
-    """
+    """Return what ``plan.json`` says: its title, question, answer and tables. ``narrow``: leave out
+    the columns for which a terminal has no room."""
     answer, kind = document["answer"], document["kind"]
     nothing = {"cluster": "No cluster meets the objective", "fastest": "No strategy has memory"}
     nothing["day"] = "No fleet meets the objective"

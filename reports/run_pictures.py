@@ -18,11 +18,9 @@ _BINS = 60
 
 
 def run_pictures(folders: Sequence[Folder], colours: Colours) -> list[Picture]:
-    """Return the pictures of one run, or of several side by side.
-
-    A run has the colour of its policy, and runs of one policy differ in their dashes; if all runs
-    have the same policy, each has its own colour.
-    """
+    """Return the pictures of one run, or of several side by side. A run has the colour of its
+    policy, and runs of one policy differ in their dashes; if all runs have the same policy, each
+    has its own colour."""
     policies = [str(folder.documents["summary"]["policy"]) for folder in folders]
     by_policy = len(set(policies)) > 1 or len(folders) == 1
     runs = []
@@ -161,9 +159,7 @@ def mean_in_phase(start_s: Values, end_s: Values, edges_s: Values) -> Values:
 
 def _over_time(run: _Run, named: bool) -> list[Picture]:
     """Return the rate of arrivals, the workers by state and the TTFT over time, where they change.
-
-    A request that was never served has no TTFT; the share of those in time counts it.
-    """
+    A request that was never served has no TTFT; the share of those in time counts it."""
     scaling = run.scaling
     if scaling is None:
         return []

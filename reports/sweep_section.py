@@ -80,9 +80,7 @@ def _summary(run: Row) -> Row:
 
 def _metrics(points: Sequence[Row]) -> dict[str, str]:
     """Return headings of the metrics to show: those that a point has, optional ones if they vary.
-
-    GPU-hours replace the cost if no price is known.
-    """
+    GPU-hours replace the cost if no price is known."""
 
     def values(key: str) -> set[float]:
         return {point[key] for point in points if point.get(key) is not None}
@@ -95,11 +93,9 @@ def _metrics(points: Sequence[Row]) -> dict[str, str]:
 
 
 class _Axes:
-    """Assignment of a sweep's parameters to x, colour, and style of the curves of a colour.
-
-    ``x`` is the numeric parameter with the most values; the colour is the first non-numeric
-    parameter of the others, or else the first of them.
-    """
+    """Assignment of a sweep's parameters to x, colour, and style of the curves of a colour. ``x``
+    is the numeric parameter with the most values; the colour is the first non-numeric parameter of
+    the others, or else the first of them."""
 
     def __init__(self, parameters: Sequence[str], points: Sequence[Row], colours: Colours) -> None:
         self.points = points

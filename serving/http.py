@@ -20,10 +20,8 @@ def import_aiohttp() -> Any:
 
 
 class Registry:
-    """What a server counts, for Prometheus.
-
-    ``field``: who needs it. Raises InputError if prometheus-client is not installed.
-    """
+    """What a server counts, for Prometheus. ``field``: who needs it. Raises InputError if
+    prometheus-client is not installed."""
 
     def __init__(self, field: str) -> None:
         self.library: Any = needed("prometheus_client", field)
@@ -90,10 +88,8 @@ async def in_json(request: Any, handler: Any) -> Any:
 
 
 def is_our_error(record: logging.LogRecord) -> bool:
-    """Whether a line of aiohttp's log is of something else than HTTP that a client gets wrong.
-
-    Such a client has its answer, 400; a line with a traceback for each would fill a disk.
-    """
+    """Whether a line of aiohttp's log is of something else than HTTP that a client gets wrong. Such
+    a client has its answer, 400; a line with a traceback for each would fill a disk."""
     from aiohttp.http import HttpProcessingError
 
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))

@@ -68,9 +68,7 @@ def signature_report(
     out: Path, fits: Mapping[str, SignatureQuality], *, force: bool = False
 ) -> Iterator[None]:
     """Write the report of fits; the folder appears when the ``with`` block ends without an error.
-
-    Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
-    """
+    Raises InputError if ``out`` exists and may not be replaced, or cannot be written."""
     with result_folder(out, force) as folder:
         parts: dict[str, tuple[list[Row], int, Callable[[Any], None]]] = {
             "rho_by_transform": (transform_rows(fits), 1, lambda f: draw_transforms(f, fits)),
@@ -117,11 +115,9 @@ def layer_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
 
 
 def pca_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
-    """Return signatures and centroids in a plane (Fig. 9), a row per request or centroid.
-
-    ``index`` is the request's row in the trace or the decode worker of the centroid; ``domain`` is
-    empty for centroids; ``explained_1`` and ``explained_2`` are the shares of the variance.
-    """
+    """Return signatures and centroids in a plane (Fig. 9), a row per request or centroid. ``index``
+    is the request's row in the trace or the decode worker of the centroid; ``domain`` is empty for
+    centroids; ``explained_1`` and ``explained_2`` are the shares of the variance."""
     rows: list[Row] = []
     for workload, fit in fits.items():
         calibration, plane = fit.calibration, fit.projection

@@ -1,9 +1,6 @@
-"""Comparison of a routing trace with its synthetic twin.
-
-The twin has the same requests (domains, lengths, splits), with routing drawn from the fitted model
-under its own seed. Statistics that entered the fit only show that it converged; the others validate
-the model.
-"""
+"""Comparison of a routing trace with its synthetic twin. The twin has the same requests (domains,
+lengths, splits), with routing drawn from the fitted model under its own seed. Statistics that
+entered the fit only show that it converged; the others validate the model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,11 +40,9 @@ class TwinStatistic:
 
 
 def compare_with_twin(trace: RoutingTrace, twin: RoutingTrace) -> list[TwinStatistic]:
-    """Measure a trace and its twin, of the same requests (`synthesize_like`).
-
-    Returns the fitted statistics first. Statistics that need longer or larger traces are left out,
-    as are those that need ranks if a trace has none.
-    """
+    """Measure a trace and its twin, of the same requests (`synthesize_like`). Returns the fitted
+    statistics first. Statistics that need longer or larger traces are left out, as are those that
+    need ranks if a trace has none."""
     trace.require_prompts("synthetic twins")
     real, drawn = _facts(trace, twin), _facts(twin, trace)
     return [
@@ -113,9 +108,7 @@ def _groups(trace: RoutingTrace) -> dict[str, list[str]]:
 
 def _distance(trace: RoutingTrace, other: RoutingTrace) -> float:
     """Return the total variation between this trace's odd requests and the real one's even ones.
-
-    The real trace's own halves give the noise. Mean over phases, domains and layers.
-    """
+    The real trace's own halves give the noise. Mean over phases, domains and layers."""
     real = trace if trace.manifest.provenance != "synthetic" else other
     apart = []
     for d in range(len(trace.domains)):

@@ -140,10 +140,8 @@ def _rho(trace: RoutingTrace) -> dict[str, float]:
 def write_trace_report(
     report: TraceReport, out: Path, *, plot: bool = True, force: bool = False
 ) -> None:
-    """Write the report of a trace, with ``plot`` its pictures, too.
-
-    Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
-    """
+    """Write the report of a trace, with ``plot`` its pictures, too. Raises InputError if ``out``
+    exists and may not be replaced, or cannot be written."""
     trace, statistics = report.trace, report.statistics
     groups = domain_groups(trace)
     use, copies = _Use.of(trace), [asdict(each) for each in statistics.copies]

@@ -92,10 +92,8 @@ _FAR_BYTES = 1e9  # second knot of a straight line
 
 
 class AllToAllCost(NamedTuple):
-    """Dispatch and combine of one MoE layer, as compiled code takes them; times are seconds.
-
-    See :mod:`~eldr_sim.kernel_profiles.kernels.all_to_all_cost` for the formula.
-    """
+    """Dispatch and combine of one MoE layer, as compiled code takes them; times are seconds. See
+    :mod:`~eldr_sim.kernel_profiles.kernels.all_to_all_cost` for the formula."""
 
     dispatch_bytes: float  #: of one copy of a token
     combine_bytes: float  #: likewise
@@ -130,11 +128,8 @@ class AllToAll:
         return weakest(entry["label"] for entry in self.provenance.values())
 
     def dispatch_s(self, inside: float, between: float) -> float:
-        """Return the seconds of one layer's dispatch.
-
-        ``inside``, ``between``: copies of tokens that the busiest GPU sends or receives inside its
-        node and between nodes.
-        """
+        """Return the seconds of one layer's dispatch. ``inside``, ``between``: copies of tokens
+        that the busiest GPU sends or receives inside its node and between nodes."""
         cost = self.cost
         sent = cost.dispatch_bytes * inside, cost.dispatch_bytes * between
         near = float(interpolate(sent[0], cost.dispatch_knots, cost.dispatch_s))
@@ -165,10 +160,8 @@ def reached(n_experts: int, top_k: int, parts: int) -> float:
 def uniform_copies(
     backend: Backend, n_experts: int, top_k: int, n_ranks: int, gpus_per_node: int
 ) -> tuple[float, float]:
-    """Copies that a GPU sends (and receives) if every rank has a token with random experts.
-
-    Returns ``inside``, ``between``: to GPUs of its node and of other nodes.
-    """
+    """Copies that a GPU sends (and receives) if every rank has a token with random experts. Returns
+    ``inside``, ``between``: to GPUs of its node and of other nodes."""
     node = min(gpus_per_node, n_ranks)
     n_nodes = -(-n_ranks // node)
     match COPY_PER[backend]:

@@ -118,11 +118,9 @@ def busiest(traffic: Any, layer: int) -> tuple[float, float]:
 
 @njit()
 def busiest_direct(copies: Any, gpus_per_node: int) -> tuple[float, float]:
-    """Return the busiest rank's copies (inside, between): straight from rank to rank.
-
-    For a copy for each expert (``pplx``, ``deepep_ll``) or each rank (``nccl_alltoall``), by what
-    ``copies`` counts.
-    """
+    """Return the busiest rank's copies (inside, between): straight from rank to rank. For a copy
+    for each expert (``pplx``, ``deepep_ll``) or each rank (``nccl_alltoall``), by what ``copies``
+    counts."""
     n_ranks = copies.shape[0]
     traffic = np.zeros((4, n_ranks, 1))
     for home in range(n_ranks):
@@ -134,11 +132,9 @@ def busiest_direct(copies: Any, gpus_per_node: int) -> tuple[float, float]:
 
 @njit()
 def busiest_forwarded(copies: Any, node_copies: Any, gpus_per_node: int) -> tuple[float, float]:
-    """Return the busiest rank's copies (inside, between): once a node, then once a rank there.
-
-    A copy for another node goes to the GPU of the same place there, which forwards it
-    (``deepep_ht``); a node's own tokens go straight to their ranks.
-    """
+    """Return the busiest rank's copies (inside, between): once a node, then once a rank there. A
+    copy for another node goes to the GPU of the same place there, which forwards it
+    (``deepep_ht``); a node's own tokens go straight to their ranks."""
     n_ranks = copies.shape[0]
     traffic = np.zeros((4, n_ranks, 1))
     for home in range(n_ranks):

@@ -86,10 +86,8 @@ def layer_bytes(
 
 
 def break_even_tokens(model: ModelDims, n_gpus: int, *, copy_per_rank: bool = False) -> float:
-    """Return the tokens of a GPU at which ``dp_async`` sends as many bytes as ``dp_ep``.
-
-    Raises InputError as :func:`layer_bytes`, or if there is one GPU, which sends nothing.
-    """
+    """Return the tokens of a GPU at which ``dp_async`` sends as many bytes as ``dp_ep``. Raises
+    InputError as :func:`layer_bytes`, or if there is one GPU, which sends nothing."""
     if n_gpus < 2:
         raise InputError("n_gpus", f"{n_gpus}", "2 or more")
     own = layer_bytes("dp_ep", model, n_gpus, n_gpus, copy_per_rank=copy_per_rank)

@@ -40,11 +40,9 @@ def gpu_intensity(gpu: GPU, *, fp8: bool = False) -> float:
 
 
 def pair_flops(model: ModelDims, sliding: bool = False, *, decode: bool = True) -> float:
-    """FLOPs of one query token against one cached token in one layer, all heads.
-
-    MLA decodes against the compressed cache (kv_lora_rank + rope per score, kv_lora_rank per
-    value) and prefills against the expanded one.
-    """
+    """FLOPs of one query token against one cached token in one layer, all heads. MLA decodes
+    against the compressed cache (kv_lora_rank + rope per score, kv_lora_rank per value) and
+    prefills against the expanded one."""
     if model.attention == "mla" and decode:
         width = 2 * model.kv_lora_rank + model.qk_rope_head_dim
     elif model.attention == "mla":
@@ -56,20 +54,16 @@ def pair_flops(model: ModelDims, sliding: bool = False, *, decode: bool = True) 
 
 
 def index_flops(model: ModelDims) -> float:
-    """FLOPs of one query token against one cached token's index key in one layer.
-
-    Of compressed attention the mean of all layers.
-    """
+    """FLOPs of one query token against one cached token's index key in one layer. Of compressed
+    attention the mean of all layers."""
     ratio, layers = min(model.compressed_layers, default=(1, model.n_layers))
     return 2.0 * model.index_heads * model.index_head_dim * layers / ratio / model.n_layers
 
 
 def state_flops(model: ModelDims) -> float:
-    """FLOPs of one token against the states of one layer of linear attention.
-
-    Three products of a vector and the ``d x d`` state of each value head: what the key reads from
-    it, the update, and what the query reads (Gated DeltaNet, arXiv 2412.06464, Eq. 10).
-    """
+    """FLOPs of one token against the states of one layer of linear attention. Three products of a
+    vector and the ``d x d`` state of each value head: what the key reads from it, the update, and
+    what the query reads (Gated DeltaNet, arXiv 2412.06464, Eq. 10)."""
     return 6.0 * model.linear_value_heads * model.linear_head_dim**2
 
 
@@ -80,11 +74,9 @@ def expert_bytes(model: ModelDims, batch: ArrayLike) -> FloatArray:
 
 
 def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> FloatArray:
-    """FLOPs a byte of a whole decode step.
-
-    ``model``: what is served; ``batch``: tokens of the step, 1 or more: one of each sequence;
-    ``context``: cached tokens of each sequence. At 0 attention is its projections alone.
-    """
+    """FLOPs a byte of a whole decode step. ``model``: what is served; ``batch``: tokens of the
+    step, 1 or more: one of each sequence; ``context``: cached tokens of each sequence. At 0
+    attention is its projections alone."""
     tokens = np.asarray(batch, dtype=np.float64)
     # The embedding is looked up, not multiplied, but where it serves as lm_head too.
     looked_up = 0 if model.tie_word_embeddings else model.embedding_params
@@ -103,10 +95,8 @@ def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> Fl
 
 
 def activation_share(model: ModelDims, batch: ArrayLike) -> FloatArray:
-    """Bytes of a MoE layer's hidden states over those of its experts' weights.
-
-    Every token's bfloat16 hidden state is read once and written once.
-    """
+    """Bytes of a MoE layer's hidden states over those of its experts' weights. Every token's
+    bfloat16 hidden state is read once and written once."""
     tokens = np.asarray(batch, dtype=np.float64)
     return 2 * 2 * model.hidden_size * tokens / expert_bytes(model, tokens)
 
@@ -146,10 +136,8 @@ def _beyond(tokens: int, window: int) -> int:
 
 
 def prefill_work(model: ModelDims) -> PrefillWork:
-    """Return what a model's prompts cost; it streams no weights.
-
-    Sparse attention scores every pair and attends to a window's worth of each token's.
-    """
+    """Return what a model's prompts cost; it streams no weights. Sparse attention scores every pair
+    and attends to a window's worth of each token's."""
     full = model.n_full_layers * pair_flops(model, decode=False)
     sliding = model.n_sliding_layers * pair_flops(model, sliding=True, decode=False)
     if model.index_topk:
@@ -164,26 +152,20 @@ def prefill_work(model: ModelDims) -> PrefillWork:
 
 
 def prefill_flops(model: ModelDims, new: int, cached: int = 0) -> float:
-    """Return the FLOPs of ``new`` tokens of a prompt after ``cached`` ones.
-
-    The cached tokens' own FLOPs are not among them: they were computed before.
-    """
+    """Return the FLOPs of ``new`` tokens of a prompt after ``cached`` ones. The cached tokens' own
+    FLOPs are not among them: they were computed before."""
     return prefill_work(model).flops(new, cached)
 
 
 def peak_flops(model: ModelDims, gpu: GPU) -> float:
     """Return the peak of one GPU for a model's experts, FLOP/s: FP8 where they are FP8, else BF16.
-
-    Of a dense model for its matrices. Narrower weights (MXFP4, INT4) are computed in bfloat16.
-    """
+    Of a dense model for its matrices. Narrower weights (MXFP4, INT4) are computed in bfloat16."""
     dtype = model.linear_dtype if model.is_dense else model.expert_dtype
     return gpu.peak_flops(fp8=dtype in ("fp8", "fp8_block"))
 
 
 def mfu(flops: float, seconds: float, peak_flops: float) -> float:
-    """Return the share of ``peak_flops`` FLOPs a second that ``flops`` in ``seconds`` are.
-
-    Model FLOPs utilisation (PaLM, arXiv 2204.02311, App. B). Several GPUs have the sum of their
-    peaks. A value above 1 is no error here: what computed faster than the peak was not measured.
-    """
+    """Return the share of ``peak_flops`` FLOPs a second that ``flops`` in ``seconds`` are. Model
+    FLOPs utilisation (PaLM, arXiv 2204.02311, App. B). Several GPUs have the sum of their peaks. A
+    value above 1 is no error here: what computed faster than the peak was not measured."""
     return flops / (seconds * peak_flops)

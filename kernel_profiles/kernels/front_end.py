@@ -31,9 +31,7 @@ class FrontEndLatency:
     @classmethod
     def from_table(cls, table: LatencyTable) -> "FrontEndLatency":
         """Arrange a table's rows by part; below its fewest tokens a part costs what these cost.
-
-        Raises InputError: not a ``front_end`` table, or a part without rows.
-        """
+        Raises InputError: not a ``front_end`` table, or a part without rows."""
         if table.metadata.kind != "front_end":
             raise InputError("frontend", f"a table of kind {table.metadata.kind!r}", "front_end")
         columns, curves = table.columns, {}
@@ -78,10 +76,8 @@ def list_front_ends() -> list[str]:
 
 
 def load_front_end(name: str) -> FrontEndLatency:
-    """Load a shipped front end by its CPU's name, or the table in a file.
-
-    Raises InputError: no such CPU and no such table.
-    """
+    """Load a shipped front end by its CPU's name, or the table in a file. Raises InputError: no
+    such CPU and no such table."""
     for table in shipped_tables():
         if table.kind == "front_end" and table.gpu.lower() == name.lower():
             return FrontEndLatency.from_table(table.load())

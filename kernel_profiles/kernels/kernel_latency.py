@@ -30,10 +30,8 @@ class GemmLatency:
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> "GemmLatency":
-        """Arrange a GEMM table's rows as a grid.
-
-        Raises InputError: not a GEMM table, or (n, k) pairs that lack some m.
-        """
+        """Arrange a GEMM table's rows as a grid. Raises InputError: not a GEMM table, or (n, k)
+        pairs that lack some m."""
         if table.metadata.kind != "gemm":
             raise InputError("table", f"kind {table.metadata.kind!r}", "gemm")
         axes = {name: np.unique(table.columns[name]) for name in "mnk"}
@@ -136,11 +134,9 @@ class PrefillAttention:
 
     @classmethod
     def from_table(cls, table: LatencyTable, max_tokens: int, token_s: float) -> "PrefillAttention":
-        """Build the curves from whole-prompt rows.
-
-        The time of longer prompts grows with the pairs under the causal mask: with the square of
-        the length, linearly where a window or a state limits them.
-        """
+        """Build the curves from whole-prompt rows. The time of longer prompts grows with the pairs
+        under the causal mask: with the square of the length, linearly where a window or a state
+        limits them."""
         if table.metadata.kind != "attention_prefill":
             raise InputError("table", f"kind {table.metadata.kind!r}", "attention_prefill")
         batch, tokens = table.columns["batch"], table.columns["new_tokens"]
@@ -213,10 +209,8 @@ class CollectiveLatency:
         return cls(curves, warnings)
 
     def time_s(self, operation: str, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
-        """Seconds of one collective over ``message_bytes`` bytes.
-
-        Raises InputError: the operation was not measured between so many GPUs.
-        """
+        """Seconds of one collective over ``message_bytes`` bytes. Raises InputError: the operation
+        was not measured between so many GPUs."""
         if (operation, n_gpus) not in self.curves:
             known = ", ".join(f"{name} on {count}" for name, count in self.curves)
             raise InputError("collective", f"{operation!r} on {n_gpus} GPUs", known)

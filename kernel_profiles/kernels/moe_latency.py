@@ -41,10 +41,8 @@ _DECODE_TOKENS = 128  # rows up to here make the linear fit; beyond, kernels cha
 
 
 def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: float) -> FloatArray:
-    """Expected distinct experts when every token picks ``top_k`` of ``n_experts`` uniformly.
-
-    ``E * (1 - (1 - k / E) ** batch)``: every expert is missed by a token with chance 1 - k / E.
-    """
+    """Expected distinct experts when every token picks ``top_k`` of ``n_experts`` uniformly. ``E *
+    (1 - (1 - k / E) ** batch)``: every expert is missed by a token with chance 1 - k / E."""
     tokens = np.asarray(batch, dtype=np.float64)
     if not n_experts:
         return np.zeros_like(tokens)
@@ -149,11 +147,9 @@ class MoELatency:
         return grid
 
     def mixed_grid_s(self, max_tokens: int) -> FloatArray:
-        """Table [max_tokens + 1, n_experts + 1] of seconds for steps that hold prompts too.
-
-        As :meth:`prefill_s`, but with the distinct experts given: the experts that are touched must
-        be read, and skewed routing must be computed.
-        """
+        """Table [max_tokens + 1, n_experts + 1] of seconds for steps that hold prompts too. As
+        :meth:`prefill_s`, but with the distinct experts given: the experts that are touched must be
+        read, and skewed routing must be computed."""
         grid = self.grid_s(max_tokens)
         if len(self.unbalanced_knots):
             tokens = np.arange(max_tokens + 1.0)
@@ -162,11 +158,9 @@ class MoELatency:
         return grid
 
     def on_rank(self, n_ranks: int) -> "MoELatency":
-        """Return this layer as one of ``n_ranks`` expert-parallel GPUs computes it.
-
-        Reading ``d`` of the rank's experts at a batch takes as long as reading ``d`` of all of
-        them; compute, balanced or not, shrinks to the rank's share of the token-expert pairs.
-        """
+        """Return this layer as one of ``n_ranks`` expert-parallel GPUs computes it. Reading ``d``
+        of the rank's experts at a batch takes as long as reading ``d`` of all of them; compute,
+        balanced or not, shrinks to the rank's share of the token-expert pairs."""
         if n_ranks == 1:
             return self
         own = self.n_experts // n_ranks
@@ -202,11 +196,9 @@ class MoELatency:
         return np.ascontiguousarray(np.maximum.accumulate(grid, 1))
 
     def prefill_s(self, tokens: ArrayLike) -> FloatArray:
-        """Seconds of one layer over a prefill of ``tokens`` tokens.
-
-        The experts that uniform routing is expected to touch must be read, and skewed routing
-        must be computed: the larger of the two.
-        """
+        """Seconds of one layer over a prefill of ``tokens`` tokens. The experts that uniform
+        routing is expected to touch must be read, and skewed routing must be computed: the larger
+        of the two."""
         counts = np.asarray(tokens, dtype=np.float64)
         distinct = uniform_distinct(counts, self.n_experts, self.top_k)
         balanced = self.time_s(counts, distinct)
@@ -258,11 +250,9 @@ class MoEGrid(MoELatency):
         return np.asarray(np.where(share > 1, beyond, inside), dtype=np.float64)
 
     def on_rank(self, n_ranks: int) -> MoELatency:
-        """Return one of ``n_ranks`` GPUs' layer: as many pairs on as many experts take as long.
-
-        A rank gets 1 / n_ranks of the token-expert pairs, so a batch costs what one that many
-        times smaller costs on a GPU with all experts.
-        """
+        """Return one of ``n_ranks`` GPUs' layer: as many pairs on as many experts take as long. A
+        rank gets 1 / n_ranks of the token-expert pairs, so a batch costs what one that many times
+        smaller costs on a GPU with all experts."""
         if n_ranks == 1:
             return self
         form = super().on_rank(n_ranks)

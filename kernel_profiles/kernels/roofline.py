@@ -76,11 +76,9 @@ def gemm_s(
 
 
 def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
-    """One MoE layer: expert weights over bandwidth, and compute where it exceeds them.
-
-    Only FP8 experts compute in FP8: MXFP4 and INT4 weights are widened to bf16 in the kernels of
-    all GPUs but those with FP4 units.
-    """
+    """One MoE layer: expert weights over bandwidth, and compute where it exceeds them. Only FP8
+    experts compute in FP8: MXFP4 and INT4 weights are widened to bf16 in the kernels of all GPUs
+    but those with FP4 units."""
     efficiency = efficiency_of(gpu)
     experts = np.arange(model.n_experts + 1.0)
     bandwidth = efficiency.moe_bandwidth * gpu.memory_bandwidth
@@ -94,9 +92,7 @@ def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
 
 def decode_attention(gpu: GPU, model: ModelDims, sliding: bool) -> DecodeAttention:
     """One layer's decode attention: KV bytes over bandwidth, or FLOPs where MLA makes them more.
-
-    Sparse attention reads all index keys, and what they choose.
-    """
+    Sparse attention reads all index keys, and what they choose."""
     efficiency = efficiency_of(gpu)
     token_s, index_s = _token_s(gpu, model, sliding), _index_s(gpu, model)
     limit = model.sliding_window if sliding else model.index_topk
@@ -137,10 +133,8 @@ def _index_pair_s(gpu: GPU, model: ModelDims) -> float:
 def prefill_attention(
     gpu: GPU, model: ModelDims, sliding: bool, max_tokens: int
 ) -> PrefillAttention:
-    """One layer's prefill attention: the pairs under the causal mask (and the window).
-
-    Sparse attention scores all of them by index keys and attends to those it chooses.
-    """
+    """One layer's prefill attention: the pairs under the causal mask (and the window). Sparse
+    attention scores all of them by index keys and attends to those it chooses."""
     efficiency = efficiency_of(gpu)
     tokens = np.arange(max_tokens + 1.0)
     pairs = causal_pairs(tokens, model.sliding_window if sliding else model.index_topk)
@@ -168,10 +162,8 @@ def linear_attention(
 
 
 def all_reduce_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
-    """Seconds to sum ``message_bytes`` bytes over GPUs of a node.
-
-    Reduce-scatter and all-gather: each GPU sends ``2 (N - 1) / N`` of the message.
-    """
+    """Seconds to sum ``message_bytes`` bytes over GPUs of a node. Reduce-scatter and all-gather:
+    each GPU sends ``2 (N - 1) / N`` of the message."""
     return 2 * _gather_s(gpu, n_gpus, message_bytes) + efficiency_of(gpu).collective_floor_s
 
 

@@ -21,11 +21,8 @@ BEHIND = {
 
 
 def spikes(seconds: ArrayLike) -> NDArray[np.bool_]:
-    """Return which rows of a curve are spikes.
-
-    ``seconds``: shape [rows], by growing input. The smallest and the largest input have one
-    neighbour each, and are never judged.
-    """
+    """Return which rows of a curve are spikes. ``seconds``: shape [rows], by growing input. The
+    smallest and the largest input have one neighbour each, and are never judged."""
     times = np.asarray(seconds, np.float64)
     found = np.zeros(len(times), np.bool_)
     found[1:-1] = times[1:-1] > SPIKE * np.maximum(times[:-2], times[2:])
@@ -38,9 +35,7 @@ def behind_siblings(
     slower: tuple[NDArray[np.float64], NDArray[np.float64]],
 ) -> NDArray[np.bool_]:
     """Return which rows take `SPIKE` times as long as a sibling of slower links, from 1 MiB on.
-
-    ``sizes``, ``seconds``: shape [rows]: bytes and times; ``slower``: the same of the sibling.
-    """
+    ``sizes``, ``seconds``: shape [rows]: bytes and times; ``slower``: the same of the sibling."""
     theirs = np.interp(sizes, slower[0], slower[1])
     return np.asarray((sizes >= 2**20) & (seconds > SPIKE * theirs))
 
@@ -58,9 +53,7 @@ def say_behind(gpu: str, operation: str, n_gpus: int) -> list[str]:
 
 def say(what: str, seconds: ArrayLike, sizes: ArrayLike, unit: str) -> list[str]:
     """Return a warning for each spike of a curve, to stand in the results that rest on it.
-
-    ``what``: the kernel and the GPU; ``sizes``: shape [rows], the inputs, in ``unit``.
-    """
+    ``what``: the kernel and the GPU; ``sizes``: shape [rows], the inputs, in ``unit``."""
     times, inputs = 1e6 * np.asarray(seconds, np.float64), np.asarray(sizes)
     return [
         f"{what}: the row of {inputs[at]:,.0f} {unit} is left out: {times[at]:,.1f} us between "

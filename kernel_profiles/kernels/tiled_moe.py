@@ -70,9 +70,8 @@ def default_tile(tokens: int) -> Tile:
 
 def tuned_tiles(gpu: str, experts: int, intermediate: int) -> dict[int, Tile]:
     """Return the tiles of vLLM's tuned file for a bfloat16 layer, by the tokens of each entry.
-
-    ``experts``, ``intermediate``: experts on a GPU and columns of one there. Empty without a file.
-    """
+    ``experts``, ``intermediate``: experts on a GPU and columns of one there. Empty without a
+    file."""
     found = shipped_json("moe_tiles")["bfloat16"].get(gpu, {}).get(f"{experts},{intermediate}", {})
     return {int(tokens): Tile(*tile) for tokens, tile in found.items()}
 
@@ -83,20 +82,16 @@ def first_tokens(entries: Iterable[int]) -> list[int]:
 
 
 def workgroups(tile: Tile, local_bytes: int) -> int:
-    """Return the workgroups that fit into a compute unit's local memory, one stage each.
-
-    AMD's compiler keeps one stage there with ``num_stages`` 2, vLLM's default on ROCm: the next one
-    waits in registers.
-    """
+    """Return the workgroups that fit into a compute unit's local memory, one stage each. AMD's
+    compiler keeps one stage there with ``num_stages`` 2, vLLM's default on ROCm: the next one waits
+    in registers."""
     return max(1, local_bytes // tile.local_bytes)
 
 
 def expert_blocks(rows: ArrayLike, distinct: ArrayLike, block_m: ArrayLike) -> FloatArray:
-    """Expected blocks of ``block_m`` rows that ``rows`` token-expert pairs fill.
-
-    Rows per expert are taken as geometric with the mean ``r = rows / distinct``, so an expert fills
-    ``1 / (1 - (1 - 1 / r) ** block_m)`` blocks: one, as long as its rows rarely exceed a block.
-    """
+    """Expected blocks of ``block_m`` rows that ``rows`` token-expert pairs fill. Rows per expert
+    are taken as geometric with the mean ``r = rows / distinct``, so an expert fills ``1 / (1 - (1 -
+    1 / r) ** block_m)`` blocks: one, as long as its rows rarely exceed a block."""
     pairs, experts, size = (np.asarray(x, dtype=np.float64) for x in (rows, distinct, block_m))
     mean = np.maximum(pairs / np.maximum(experts, 1e-9), 1.0)
     missed = size * each(math.log1p, -1.0 / np.maximum(mean, 1 + 1e-12))
@@ -104,11 +99,9 @@ def expert_blocks(rows: ArrayLike, distinct: ArrayLike, block_m: ArrayLike) -> F
 
 
 def weight_reads(blocks: FloatArray, distinct: ArrayLike, group_m: ArrayLike) -> FloatArray:
-    """Expected reads of an expert's weights by so many blocks in groups of ``group_m``.
-
-    A group ends after each of an expert's blocks but the last with the chance ``1 / group_m``, and
-    what then follows reads its weights again.
-    """
+    """Expected reads of an expert's weights by so many blocks in groups of ``group_m``. A group
+    ends after each of an expert's blocks but the last with the chance ``1 / group_m``, and what
+    then follows reads its weights again."""
     again = 1.0 - 1.0 / np.asarray(group_m, dtype=np.float64)
     return np.asarray(blocks - (blocks - np.asarray(distinct, dtype=np.float64)) * again)
 
@@ -140,11 +133,9 @@ class TiledMoE(MoELatency):
         return np.asarray(self.expert_s[0] + np.maximum(read_s, compute_s), dtype=np.float64)
 
     def on_rank(self, n_ranks: int) -> MoELatency:
-        """Return this layer as one of ``n_ranks`` expert-parallel GPUs computes it.
-
-        The kernel gets the tokens of all ranks, and chooses its tile by them; the rank has its
-        share of the experts and of the pairs.
-        """
+        """Return this layer as one of ``n_ranks`` expert-parallel GPUs computes it. The kernel gets
+        the tokens of all ranks, and chooses its tile by them; the rank has its share of the experts
+        and of the pairs."""
         if n_ranks == 1:
             return self
         own = self.n_experts // n_ranks
@@ -172,10 +163,8 @@ class TritonRates(NamedTuple):
         return self.bandwidth * flying / (workgroups(self.reference, self.local_bytes) * size)
 
     def tuned_bandwidth(self, tile: Tile, tokens: int) -> float:
-        """Return the bytes/s under a tile that was found best for so many tokens.
-
-        No lower than the default's there, which tuners try too.
-        """
+        """Return the bytes/s under a tile that was found best for so many tokens. No lower than the
+        default's there, which tuners try too."""
         found = max(self.tile_bandwidth(tile), self.tile_bandwidth(default_tile(tokens)))
         return min(found, self.most_bandwidth)
 
@@ -237,10 +226,8 @@ def tiled_moe(
 def triton_moe(
     model: ModelDims, rates: TritonRates, pair_s: float, tuned: Mapping[int, Tile] | None = None
 ) -> TiledMoE | None:
-    """Return a model's layer under vLLM's tiles; None where its experts' type has none.
-
-    ``tuned``: of its tuned file (`tuned_tiles`); without any the default ones.
-    """
+    """Return a model's layer under vLLM's tiles; None where its experts' type has none. ``tuned``:
+    of its tuned file (`tuned_tiles`); without any the default ones."""
     size = model.bytes_per_expert
     if model.expert_dtype == "mxfp4":
         tiles = {1: (rates.mxfp4_block_m, 1, size / rates.mxfp4_bandwidth)}

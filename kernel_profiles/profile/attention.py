@@ -73,11 +73,8 @@ def full_prefill(query: Any, key: Any, value: Any, window: int = 0) -> Any:
 
 
 def sliding_prefill(query: Any, key: Any, value: Any, window: int) -> Any:
-    """Causal attention to the last ``window`` tokens, the own one included.
-
-    Blocks of one window attend to themselves and the block before, so work grows with
-    ``tokens * window``.
-    """
+    """Causal attention to the last ``window`` tokens, the own one included. Blocks of one window
+    attend to themselves and the block before, so work grows with ``tokens * window``."""
     torch = require_torch()
     batch, tokens, n_heads, dim = query.shape
     blocks = -(-tokens // window)
@@ -105,9 +102,7 @@ def chunk_rounds(
     shape: Mapping[str, int], tokens: int, context: int, device: Device
 ) -> Sequence[Sequence[Call]]:
     """Calls of one layer's attention of ``tokens`` new tokens; context counts them and the cache.
-
-    Full layers only.
-    """
+    Full layers only."""
     require_torch()
     from torch.nn.attention.bias import causal_lower_right
 

@@ -1,8 +1,6 @@
-"""Collectives between the GPUs of a node, by ``torch.distributed``.
-
-One process a GPU. NCCL on NVIDIA and RCCL on AMD answer to the same name; Gloo serves CPUs, for
-tests. The time of a collective is that of its slowest rank.
-"""
+"""Collectives between the GPUs of a node, by ``torch.distributed``. One process a GPU. NCCL on
+NVIDIA and RCCL on AMD answer to the same name; Gloo serves CPUs, for tests. The time of a
+collective is that of its slowest rank."""
 
 import socket
 import time

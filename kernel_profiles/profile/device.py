@@ -1,8 +1,6 @@
-"""The device that is measured: what it is, how it is set, and its entry as a GPU.
-
-Two profiles of cards with the same name may differ by a power cap, clocks or a driver. So all of
-these facts are recorded, and profiles are merged only where every fact agrees.
-"""
+"""The device that is measured: what it is, how it is set, and its entry as a GPU. Two profiles of
+cards with the same name may differ by a power cap, clocks or a driver. So all of these facts are
+recorded, and profiles are merged only where every fact agrees."""
 
 import os
 import platform
@@ -56,13 +54,9 @@ class Device:
 
 
 def open_device(kind: str, threads: int = 1) -> Device:
-    """Find the device to measure.
-
-    ``kind``: ``cuda`` (an AMD card under ROCm is one, too) or ``cpu``; ``threads``: threads of the
-    CPU's kernels.
-
-    Raises InputError: torch is missing, or sees no such device.
-    """
+    """Find the device to measure. ``kind``: ``cuda`` (an AMD card under ROCm is one, too) or
+    ``cpu``; ``threads``: threads of the CPU's kernels. Raises InputError: torch is missing, or sees
+    no such device."""
     torch = require_torch()
     if kind == "cpu":
         return _open_cpu(torch, threads)
@@ -210,11 +204,9 @@ def gemm_flops(device: Device) -> float:
 
 
 def gpu_entry(device: Device, bandwidth: float, flops: float) -> GPU:
-    """Describe the device as a GPU of a simulated cluster.
-
-    Memory is what the system reports, bandwidth and throughput are measured. The links between
-    devices were not measured: they take the memory's copy bandwidth.
-    """
+    """Describe the device as a GPU of a simulated cluster. Memory is what the system reports,
+    bandwidth and throughput are measured. The links between devices were not measured: they take
+    the memory's copy bandwidth."""
     cpu = device.is_cpu
     return GPU(
         name=device.name,

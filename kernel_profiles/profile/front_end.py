@@ -41,10 +41,8 @@ def cpu_name() -> str:
 
 
 def open_tokenizer(path: Path, field: str = "frontend") -> Any:
-    """Open a ``tokenizer.json``; ``field``: who needs it.
-
-    Raises InputError: the package ``tokenizers`` is missing, or the file is none of its files.
-    """
+    """Open a ``tokenizer.json``; ``field``: who needs it. Raises InputError: the package
+    ``tokenizers`` is missing, or the file is none of its files."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core, whatever the batch
     tokenizers = needed("tokenizers", field, _EXTRA)
     try:
@@ -72,11 +70,9 @@ def prompts_of(tokenizer: Any, tokens: int, n: int, text: str | None = None) -> 
 def tokenize_times(
     tokenizer: Any, text: str | None = None, tokens: Sequence[int] = TOKENS
 ) -> dict[int, Timing]:
-    """Time one prompt after the other on one core, by the tokens that its text really has.
-
-    CPU time of the thread, which other processes do not lengthen by taking turns on the core; the
-    first prompts of a length warm the caches.
-    """
+    """Time one prompt after the other on one core, by the tokens that its text really has. CPU time
+    of the thread, which other processes do not lengthen by taking turns on the core; the first
+    prompts of a length warm the caches."""
     found: dict[int, Timing] = {}
     for wanted in tokens:
         seconds, lengths = [], []

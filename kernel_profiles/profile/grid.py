@@ -87,11 +87,9 @@ def moe_levels(
 
 
 def held_out(points: Sequence[MoEPoint]) -> set[MoEPoint]:
-    """A fifth of the evenly loaded points, for checking fits: none is the end of its row.
-
-    The ends are kept for fitting, so that held-out errors are those of interpolation. The choice
-    depends on the points alone.
-    """
+    """A fifth of the evenly loaded points, for checking fits: none is the end of its row. The ends
+    are kept for fitting, so that held-out errors are those of interpolation. The choice depends on
+    the points alone."""
     even = sorted({point for point in points if point.skew == 0})
     ends = set()
     for batch in {point.batch for point in even}:
@@ -103,12 +101,9 @@ def held_out(points: Sequence[MoEPoint]) -> set[MoEPoint]:
 
 
 def expert_loads(pairs: int, distinct: int, batch: int, skew: float = 0.0) -> NDArray[np.int64]:
-    """Tokens of each of ``distinct`` experts: sum ``pairs``, each from 1 to ``batch``.
-
-    Loads are proportional to ``rank ** -skew`` as far as these bounds allow.
-
-    Returns ndarray: int64 [distinct], non-increasing. Raises InputError: no such loads exist.
-    """
+    """Tokens of each of ``distinct`` experts: sum ``pairs``, each from 1 to ``batch``. Loads are
+    proportional to ``rank ** -skew`` as far as these bounds allow. Returns ndarray: int64
+    [distinct], non-increasing. Raises InputError: no such loads exist."""
     if not distinct <= pairs <= distinct * batch:
         problem = f"{pairs} token-expert pairs over {distinct} experts at batch {batch}"
         raise InputError("distinct_experts", problem, f"{distinct} to {distinct * batch} pairs")
@@ -177,10 +172,8 @@ def forced_routing(
 def forced_logits(
     ids: NDArray[np.int32], n_experts: int, rng: np.random.Generator
 ) -> NDArray[np.float32]:
-    """Gate logits whose ``top_k`` largest are the given ids.
-
-    Returns ndarray: float32 [batch, n_experts]: 4 to 8 at the ids, -8 to 0 elsewhere.
-    """
+    """Gate logits whose ``top_k`` largest are the given ids. Returns ndarray: float32 [batch,
+    n_experts]: 4 to 8 at the ids, -8 to 0 elsewhere."""
     logits = rng.uniform(-8.0, 0.0, (len(ids), n_experts)).astype(np.float32)
     chosen = rng.uniform(4.0, 8.0, ids.shape).astype(np.float32)
     np.put_along_axis(logits, ids.astype(np.int64), chosen, axis=1)

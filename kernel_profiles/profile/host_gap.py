@@ -68,10 +68,8 @@ def expected_point(batch: int, shape: MoEShape) -> MoEPoint:
 
 
 class DecodeStack:
-    """A decode step of some layers: embedding, layers with full attention, lm_head.
-
-    ``shape``: of the MoE layer; ``batch``, ``context``: sequences, and tokens that each attends to.
-    """
+    """A decode step of some layers: embedding, layers with full attention, lm_head. ``shape``: of
+    the MoE layer; ``batch``, ``context``: sequences, and tokens that each attends to."""
 
     def __init__(
         self,

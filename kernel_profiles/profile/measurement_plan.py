@@ -1,8 +1,6 @@
-"""What to measure, in which order: coarse over all kernels first, then finer.
-
-A plan is a list of tasks by level. Wherever the budget ends, every kernel has been measured as
-far as the level before, so that its tables are usable.
-"""
+"""What to measure, in which order: coarse over all kernels first, then finer. A plan is a list of
+tasks by level. Wherever the budget ends, every kernel has been measured as far as the level before,
+so that its tables are usable."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -115,10 +113,8 @@ class Task:
 
 
 class Workbench:
-    """The device, and the weights of the MoE layer that is being measured.
-
-    ``tuned``: block sizes found earlier, by group.
-    """
+    """The device, and the weights of the MoE layer that is being measured. ``tuned``: block sizes
+    found earlier, by group."""
 
     def __init__(self, device: Device, tuned: dict[str, Any] | None = None) -> None:
         self.device = device

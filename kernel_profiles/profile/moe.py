@@ -1,8 +1,6 @@
-"""MoE layers to time: our Triton kernel, torch on the CPU, and vLLM's ``fused_experts``.
-
-What is timed is the layer behind its gate, as the latency tables have it: top-k of given logits,
-sort, both GEMMs, weighted sum. The gate itself is a GEMM and is measured as one.
-"""
+"""MoE layers to time: our Triton kernel, torch on the CPU, and vLLM's ``fused_experts``. What is
+timed is the layer behind its gate, as the latency tables have it: top-k of given logits, sort, both
+GEMMs, weighted sum. The gate itself is a GEMM and is measured as one."""
 
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -135,11 +133,9 @@ class TritonKernel(MoEKernel):
             self.tiles[name] = (self._module.Tile(*up), self._module.Tile(*down))
 
     def tune(self, bench: "MoEBench") -> dict[str, Any]:
-        """Time every tile at one point a class: half of the experts at 64 tokens, all at 4096.
-
-        The tiles of the two GEMMs are chosen one after the other, by the time of the whole layer.
-        Tiles that the device refuses (shared memory) are left out.
-        """
+        """Time every tile at one point a class: half of the experts at 64 tokens, all at 4096. The
+        tiles of the two GEMMs are chosen one after the other, by the time of the whole layer. Tiles
+        that the device refuses (shared memory) are left out."""
         for name, tiles, batch, share in (
             ("decode", self._module.DECODE_TILES, 64, 2),
             ("prefill", self._module.PREFILL_TILES, 4096, 1),
@@ -210,11 +206,9 @@ class MoEBench:
     def rounds(
         self, point: MoEPoint, seeds: int = SEEDS, rotate: bool = True
     ) -> Sequence[Sequence[Call]]:
-        """Calls at a point: a round a seed.
-
-        The calls of a round walk through copies and experts in turn, so that the next use of an
-        expert comes as late as it can. Without ``rotate`` all calls use the same experts.
-        """
+        """Calls at a point: a round a seed. The calls of a round walk through copies and experts in
+        turn, so that the next use of an expert comes as late as it can. Without ``rotate`` all
+        calls use the same experts."""
         torch = require_torch()
         shape, device = self.shape, self.device.torch_device
         touched = point.distinct * shape.expert_bytes
@@ -247,11 +241,8 @@ class MoEBench:
         return self.device.timer.time(self.rounds(point, seeds, rotate), mode)
 
     def error(self, point: MoEPoint) -> float:
-        """Relative error against float64 at a point, after spoiling what the run must write.
-
-        Raises InputError: the error exceeds :data:`ERROR_BOUND`: the kernel is wrong on this
-        device.
-        """
+        """Relative error against float64 at a point, after spoiling what the run must write. Raises
+        InputError: the error exceeds :data:`ERROR_BOUND`: the kernel is wrong on this device."""
         torch = require_torch()
         rng = np.random.default_rng([point.batch, point.distinct, 77])
         shape, device = self.shape, self.device.torch_device

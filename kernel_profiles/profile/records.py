@@ -57,10 +57,8 @@ class Record:
 def tables_of(
     records: Iterable[Record], gpu: str, facts: Mapping[str, str]
 ) -> list[tuple[str, LatencyTable]]:
-    """Make latency tables of records: (folder, table), rows in order of their points.
-
-    A GEMM table keeps only such rows (m) as all of its matrices were measured at.
-    """
+    """Make latency tables of records: (folder, table), rows in order of their points. A GEMM table
+    keeps only such rows (m) as all of its matrices were measured at."""
     groups: dict[tuple[Any, ...], dict[tuple[Any, ...], Record]] = {}
     for record in records:  # a point measured again replaces the earlier figure
         point = tuple(record.row.values())

@@ -79,10 +79,8 @@ class Journal:
 
     @classmethod
     def read(cls, path: Path) -> "Journal":
-        """Read a journal; a last line that was cut off is dropped.
-
-        Raises InputError: the file is missing or is no journal.
-        """
+        """Read a journal; a last line that was cut off is dropped. Raises InputError: the file is
+        missing or is no journal."""
         lines = read_text(path, "resume").split("\n")
         cut = lines.pop()  # empty after a whole line
         try:
@@ -126,11 +124,9 @@ class Profile:
 
 
 def open_journal(out: Path, device: Device, resume: bool) -> Journal:
-    """Begin a profile, or go on with one of the very same device.
-
-    Raises InputError: the folder is in use, or the earlier profile's device differs in any recorded
-    fact: a card's name alone does not make two measurements comparable.
-    """
+    """Begin a profile, or go on with one of the very same device. Raises InputError: the folder is
+    in use, or the earlier profile's device differs in any recorded fact: a card's name alone does
+    not make two measurements comparable."""
     path = out / JOURNAL
     if out.exists() and not out.is_dir():
         raise InputError("out", f"{out} is a file", "a folder")

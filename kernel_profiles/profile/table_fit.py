@@ -110,11 +110,9 @@ def _by_point(table: LatencyTable) -> dict[tuple[int, int, str], float]:
 
 
 def effects(tables: Mapping[str, Sequence[LatencyTable]]) -> dict[str, Any]:
-    """Ratios of times that differ in one thing only, by MoE table.
-
-    ``skew`` is the time of a skewed load over that of the even load at the same batch and count;
-    ``warm_cache`` and ``eager`` are over the table that a run uses.
-    """
+    """Ratios of times that differ in one thing only, by MoE table. ``skew`` is the time of a skewed
+    load over that of the even load at the same batch and count; ``warm_cache`` and ``eager`` are
+    over the table that a run uses."""
     found: dict[str, Any] = {}
     for table in tables.get("", []):
         if table.metadata.kind != "moe":
@@ -160,11 +158,9 @@ def expert_bytes(table: LatencyTable) -> float:
 
 
 def bandwidth_report(tables: Sequence[LatencyTable], copy_bandwidth: float) -> dict[str, Any]:
-    """Weight bytes read per second at batches 16 to 64 with half to all of the experts.
-
-    The share is of the copy bandwidth measured on the same device. Below 85% a note names what
-    the linear form says takes the rest: the fixed part of the layer, or the reading itself.
-    """
+    """Weight bytes read per second at batches 16 to 64 with half to all of the experts. The share
+    is of the copy bandwidth measured on the same device. Below 85% a note names what the linear
+    form says takes the rest: the fixed part of the layer, or the reading itself."""
     found: dict[str, Any] = {}
     for table in tables:
         if table.metadata.kind != "moe" or table.metadata.dtype not in _BYTES_PER_WEIGHT:
@@ -197,10 +193,8 @@ def bandwidth_report(tables: Sequence[LatencyTable], copy_bandwidth: float) -> d
 
 
 def chunk_report(tables: Sequence[LatencyTable]) -> list[dict[str, float]]:
-    """How well a whole prompt's time less that of its cached part tells a chunk's.
-
-    That is the rule of a prefill step in :mod:`eldr_sim.kernel_profiles.steps.step_time`.
-    """
+    """How well a whole prompt's time less that of its cached part tells a chunk's. That is the rule
+    of a prefill step in :mod:`eldr_sim.kernel_profiles.steps.step_time`."""
     rows = []
     for chunk in tables:
         if chunk.metadata.kind != "attention_chunk":

@@ -1,8 +1,6 @@
-"""Triton kernels of a fused MoE layer, and of the norms around it. Nothing here is CUDA-only.
-
-In Triton's interpreter ``tl.dot`` returns garbage on bfloat16 operands, so tiles are widened to
-float32 there (``UPCAST``); sums are float32 everywhere.
-"""
+"""Triton kernels of a fused MoE layer, and of the norms around it. Nothing here is CUDA-only. In
+Triton's interpreter ``tl.dot`` returns garbage on bfloat16 operands, so tiles are widened to
+float32 there (``UPCAST``); sums are float32 everywhere."""
 
 # mypy: ignore-errors
 import triton
@@ -41,11 +39,9 @@ def align_kernel(
     ids, slots, block_expert, n_blocks, n_pairs, n_local,
     BLOCK_M: tl.constexpr, E_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One expert a program: sort its token-expert pairs into blocks of ``BLOCK_M`` slots.
-
-    Every program counts all experts, so that it knows where its own blocks begin. Empty slots get
-    ``n_pairs``; pairs of experts from ``n_local`` on belong to other ranks and get no slot.
-    """
+    """One expert a program: sort its token-expert pairs into blocks of ``BLOCK_M`` slots. Every
+    program counts all experts, so that it knows where its own blocks begin. Empty slots get
+    ``n_pairs``; pairs of experts from ``n_local`` on belong to other ranks and get no slot."""
     expert = tl.program_id(0)
     experts = tl.arange(0, E_PAD)
     counts = tl.zeros([E_PAD], tl.int32)
@@ -238,9 +234,7 @@ def rotary_kernel(
     DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: norm (optional) and rotary embedding of queries and keys, in place.
-
-    Keys, and values as they are, go to the KV cache ``[token, heads - q_heads, DIM]``.
-    """
+    Keys, and values as they are, go to the KV cache ``[token, heads - q_heads, DIM]``."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, HALF)

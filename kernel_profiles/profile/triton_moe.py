@@ -58,10 +58,8 @@ def interpreted() -> bool:
 
 
 class TritonMoE:
-    """Buffers and launches of one (shape, batch) on one device.
-
-    ``up_tile``, ``down_tile``: of the two GEMMs; their ``block_m`` must agree.
-    """
+    """Buffers and launches of one (shape, batch) on one device. ``up_tile``, ``down_tile``: of the
+    two GEMMs; their ``block_m`` must agree."""
 
     def __init__(
         self, shape: MoEShape, batch: int, device: str, up_tile: Tile, down_tile: Tile
@@ -175,13 +173,9 @@ class TritonMoE:
         )
 
     def __call__(self, x: Any, logits: Any, weights: ExpertWeights) -> Any:
-        """Run the layer behind its gate.
-
-        ``x``: bfloat16 [batch, hidden]; ``logits``: float32 [batch, n_experts]; ``weights``: of the
-        experts on this device.
-
-        Returns Tensor: bfloat16 [batch, hidden], overwritten by the next run.
-        """
+        """Run the layer behind its gate. ``x``: bfloat16 [batch, hidden]; ``logits``: float32
+        [batch, n_experts]; ``weights``: of the experts on this device. Returns Tensor: bfloat16
+        [batch, hidden], overwritten by the next run."""
         self.route(logits)
         self.experts_up(x, weights)
         self.experts_down(weights)

@@ -77,10 +77,8 @@ class Matrices:
 def random_matrices(
     experts: int, n: int, k: int, dtype: WeightDtype, device: str, generator: Any
 ) -> Matrices:
-    """Draw matrices whose values are about ``k ** -0.5`` large.
-
-    Raises InputError: MXFP4 rows must be whole groups in both halves: ``k`` divisible by 64.
-    """
+    """Draw matrices whose values are about ``k ** -0.5`` large. Raises InputError: MXFP4 rows must
+    be whole groups in both halves: ``k`` divisible by 64."""
     torch = require_torch()
     make: dict[str, Any] = {"device": device, "generator": generator}
     if dtype == "bfloat16":

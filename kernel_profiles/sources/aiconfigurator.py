@@ -74,11 +74,9 @@ _NOTES = "CUDA graph timing, no L2 flush: points whose data fit the L2 cache rea
 
 
 def balanced_distinct(tokens: int, n_experts: int, top_k: int, n_ranks: int = 1) -> int:
-    """Distinct experts on rank 0 under the package's balanced routing.
-
-    With ``s = ceil(E / k)`` token ``t`` picks ``t + i s`` for ``i < k``, modulo E; fewer than s
-    tokens spread their first choices evenly, ``floor(t s / tokens)`` instead of ``t``.
-    """
+    """Distinct experts on rank 0 under the package's balanced routing. With ``s = ceil(E / k)``
+    token ``t`` picks ``t + i s`` for ``i < k``, modulo E; fewer than s tokens spread their first
+    choices evenly, ``floor(t s / tokens)`` instead of ``t``."""
     if n_ranks == 1:
         return min(n_experts, tokens * top_k)
     stride = -(-n_experts // top_k)
@@ -132,10 +130,8 @@ def expected_distinct(
 
 
 def data_folder(gpu: str) -> Path:
-    """Return the package's folder of a GPU's tables.
-
-    Raises InputError: the GPU is not in :data:`SYSTEMS`, or the package is not installed.
-    """
+    """Return the package's folder of a GPU's tables. Raises InputError: the GPU is not in
+    :data:`SYSTEMS`, or the package is not installed."""
     if gpu not in SYSTEMS:
         raise InputError("gpu", f"no tables to import for {gpu!r}", ", ".join(SYSTEMS))
     try:
@@ -202,10 +198,8 @@ def package_table(
     **about: str,
 ) -> LatencyTable:
     """Table of some points; what else it says of its source comes from the package's rows.
-
     ``points``: columns as the kind has them, and ``latency``, ms, or ``latency_s``; ``about``:
-    fields of its metadata that do not.
-    """
+    fields of its metadata that do not."""
     _, part, engine, version, file = source
     path = "/".join(filter(None, (SYSTEMS[source.gpu], part, engine, version, file)))
     said: dict[str, Any] = {
@@ -293,11 +287,9 @@ def moe_tables(
 
 
 def _reads_too_fast(frame: pd.DataFrame, gpu: str, model: ModelDims) -> bool:
-    """Whether balanced rows of all experts would read them faster than the GPU's memory can.
-
-    Gates that limit a token to a few groups of experts (DeepSeek-V3: 4 of 8 groups) were timed
-    through that limit: balanced routing then keeps to the same half of the experts.
-    """
+    """Whether balanced rows of all experts would read them faster than the GPU's memory can. Gates
+    that limit a token to a few groups of experts (DeepSeek-V3: 4 of 8 groups) were timed through
+    that limit: balanced routing then keeps to the same half of the experts."""
     rows = frame[
         (frame.moe_tp_size == 1) & (frame.moe_ep_size == 1) & (frame.distribution == "balanced")
     ]
@@ -364,9 +356,7 @@ def _attention_table(
 
 def _sparse_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterator[LatencyTable]:
     """Decode and prefill of whole modules of sparse attention, projections and indexer included.
-
-    Prompts of no more tokens than are attended to take dense attention, as SGLang does.
-    """
+    Prompts of no more tokens than are attended to take dense attention, as SGLang does."""
     names = {7168: "DeepseekV32ForCausalLM", 6144: "GlmMoeDsaForCausalLM"}
     (_, _, shape), *_ = attention_shapes(model, model.kv_cache_dtype)
     for kind, name, axis in _ATTENTION:
@@ -386,11 +376,9 @@ def _sparse_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterato
 
 
 def _compressed_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterator[LatencyTable]:
-    """Decode and prefill of DeepSeek-V4's attention: the mean of its two kinds of layers.
-
-    Of whole modules, projections included, with the hyper-connections around the layer (``mhc``)
-    where their time is known for the tokens of a row.
-    """
+    """Decode and prefill of DeepSeek-V4's attention: the mean of its two kinds of layers. Of whole
+    modules, projections included, with the hyper-connections around the layer (``mhc``) where their
+    time is known for the tokens of a row."""
     (_, _, shape), *_ = attention_shapes(model, model.kv_cache_dtype)
     around = next(iter(sources(gpu, "mhc", engine, "mhc_module_perf.parquet")), None)
     for kind, phase, axis in _ATTENTION:
@@ -424,10 +412,8 @@ def _compressed_attention_tables(gpu: str, model: ModelDims, engine: str) -> Ite
 def linear_attention_tables(
     gpu: str, model: ModelDims, engine: str = "vllm"
 ) -> Iterator[LatencyTable]:
-    """Decode and prefill of a model's linear attention (Gated DeltaNet), newest version.
-
-    A row is the convolution and the delta rule together, the median over models of these heads.
-    """
+    """Decode and prefill of a model's linear attention (Gated DeltaNet), newest version. A row is
+    the convolution and the delta rule together, the median over models of these heads."""
     if not model.n_linear_layers:
         return
     shape = linear_attention_shape(model)

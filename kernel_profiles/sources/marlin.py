@@ -148,9 +148,7 @@ def _carried_over(
 
 def _intercept(distinct: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
     """Return the time at no expert of the line through the smallest counts, up to 1/3 of the most.
-
-    There reading weights rules, which is linear in the experts read.
-    """
+    There reading weights rules, which is linear in the experts read."""
     few = distinct <= distinct.max() / 3
     slope, intercept = np.polyfit(distinct[few], seconds[few], 1)
     return float(max(intercept, 0.0)) if slope > 0 else float(seconds.min())

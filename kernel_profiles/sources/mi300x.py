@@ -161,10 +161,8 @@ def published_layer(name: str) -> TiledMoE:
 
 def triton_table(name: str, published: bool) -> LatencyTable:
     """The table of a model's layer under Triton's default tiles, as a grid of forced routing.
-
     ``name``: a model of :data:`PUBLISHED`; ``published``: as ELDR's cluster ran it; else from
-    public kernel figures alone.
-    """
+    public kernel figures alone."""
     model, rates = load_model(name), TRITON["MI300X"]
     layer = published_layer(name) if published else derived_layer(name)
     fitted = PUBLISHED[name]

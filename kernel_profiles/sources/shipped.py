@@ -76,13 +76,9 @@ _FP8_KV_GPUS = ("H100", "H200", "B200")
 
 
 def write_tables(folder: Path) -> list[Path]:
-    """Write all of :data:`MODELS`, and each GPU's GEMMs, collectives, dispatch and combine.
-
-    Of bfloat16 and MXFP4 experts the kernels of older versions stay, which published runs had; of
-    others the newest alone.
-
-    Returns list of Path: the files, without repeats.
-    """
+    """Write all of :data:`MODELS`, and each GPU's GEMMs, collectives, dispatch and combine. Of
+    bfloat16 and MXFP4 experts the kernels of older versions stay, which published runs had; of
+    others the newest alone. Returns list of Path: the files, without repeats."""
     written: dict[Path, None] = {}
     newest: dict[tuple[Any, ...], Path] = {}  # they are written newest first
     for gpu in SYSTEMS:

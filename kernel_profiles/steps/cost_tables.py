@@ -9,10 +9,8 @@ FloatArray = NDArray[np.float64]
 
 
 class StepCost(NamedTuple):
-    """The tables of a step's time, as compiled code takes them; all times are seconds.
-
-    See :mod:`~eldr_sim.kernel_profiles.steps.step_cost` for the formula.
-    """
+    """The tables of a step's time, as compiled code takes them; all times are seconds. See
+    :mod:`~eldr_sim.kernel_profiles.steps.step_cost` for the formula."""
 
     n_moe_layers: int
     n_experts: int  #: of a layer, on all ranks
@@ -36,11 +34,9 @@ class StepCost(NamedTuple):
 
 
 class RankMoE(NamedTuple):
-    """One MoE layer of one rank of an expert-parallel group, as compiled code takes it.
-
-    See `kernel_profiles.steps.step_cost.rank_moe_s`. Every (knot, count) up to the slots
-    has a time: there is nothing to read beyond.
-    """
+    """One MoE layer of one rank of an expert-parallel group, as compiled code takes it. See
+    `kernel_profiles.steps.step_cost.rank_moe_s`. Every (knot, count) up to the slots has a time:
+    there is nothing to read beyond."""
 
     top_k: int
     rows: FloatArray  #: ``[knots]`` token-expert pairs / top_k, ascending from 0

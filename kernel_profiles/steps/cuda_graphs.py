@@ -32,11 +32,9 @@ _LARGEST = 512
 def padded_sizes(
     max_num_seqs: int, max_num_batched_tokens: int, tokens_per_sequence: int = 1
 ) -> NDArray[np.int64]:
-    """Return the tokens of the graph that steps of 0, 1, 2, ... tokens replay.
-
-    As many as vLLM captures graphs for; larger steps run without, as they are. Where sequences
-    verify drafts, graphs are of so many sequences with all their tokens.
-    """
+    """Return the tokens of the graph that steps of 0, 1, 2, ... tokens replay. As many as vLLM
+    captures graphs for; larger steps run without, as they are. Where sequences verify drafts,
+    graphs are of so many sequences with all their tokens."""
     most = min(2 * max_num_seqs * tokens_per_sequence, _LARGEST, max_num_batched_tokens)
     captured = np.array([1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST + 1, 16)])
     captured = captured * tokens_per_sequence
@@ -48,11 +46,9 @@ def padded_sizes(
 
 
 def grown(activated: NDArray[np.float64], n_experts: int, growth: float) -> NDArray[np.float64]:
-    """Return the experts that a batch is expected to activate with ``growth`` times its rows.
-
-    Each expert is missed by all rows of a batch with probability ``1 - activated / n_experts``, and
-    by ``growth`` times as many that choose alike with that to the power of ``growth``.
-    """
+    """Return the experts that a batch is expected to activate with ``growth`` times its rows. Each
+    expert is missed by all rows of a batch with probability ``1 - activated / n_experts``, and by
+    ``growth`` times as many that choose alike with that to the power of ``growth``."""
     missed = 1.0 - np.minimum(activated / n_experts, 1.0)
     return np.maximum(activated, rounded(n_experts * (1.0 - missed**growth)))
 

@@ -39,9 +39,7 @@ class EngineStepLatency:
     @classmethod
     def from_table(cls, table: LatencyTable) -> "EngineStepLatency":
         """Fit f and g by least squares of the rows' relative errors, weighted by their repeats.
-
-        Raises InputError: another kind of table, or one that does not tell f from g.
-        """
+        Raises InputError: another kind of table, or one that does not tell f from g."""
         from scipy.optimize import nnls  # takes long to import
 
         if table.metadata.kind != "engine_step":

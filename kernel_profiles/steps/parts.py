@@ -78,19 +78,15 @@ _ATTENTION: tuple[Kind, Kind] = ("attention_decode", "attention_prefill")
 
 
 def elementwise_bytes(model: ModelDims) -> int:
-    """Bytes that norms, rotary embedding and KV writes of a layer move for a token.
-
-    Those of multi-head latent attention are part of its measured module.
-    """
+    """Bytes that norms, rotary embedding and KV writes of a layer move for a token. Those of
+    multi-head latent attention are part of its measured module."""
     heads = 0 if model.attention == "mla" else model.n_heads + 2 * model.n_kv_heads
     return 4 * (4 * model.hidden_size + heads * model.head_dim)
 
 
 def _small_kernels(model: ModelDims) -> int:
-    """Kernels of a layer that are no GEMM, attention or part of its routed experts.
-
-    Norms, rotary embedding, the write to the KV cache, and the activation of a dense or shared MLP.
-    """
+    """Kernels of a layer that are no GEMM, attention or part of its routed experts. Norms, rotary
+    embedding, the write to the KV cache, and the activation of a dense or shared MLP."""
     dense = model.shared_intermediate_size > 0 or model.n_dense_layers > 0
     return model.norms_per_layer + 2 + (model.qk_norm != "none") + dense
 
@@ -309,9 +305,7 @@ class Parts:
 
     def host_gap(self, given: float | None) -> tuple[float, dict[str, dict[str, Any]]]:
         """Engine time per step, s: given, else the median of a profile's table, else the default.
-
-        And its provenance. Whole engine steps contain it.
-        """
+        And its provenance. Whole engine steps contain it."""
         if self.engine_step is not None:
             if given is not None:
                 problem = "an engine_step table contains the host gap"
@@ -351,11 +345,9 @@ class Parts:
         return min(self.parallelism.tensor_parallel_size, NODE_GPUS)
 
     def _between_nodes_s(self, n_bytes: FloatArray) -> FloatArray:
-        """What an engine of several nodes adds to a gather or a reduce-scatter inside them.
-
-        GPUs of the same place exchange their parts of the message around a ring of the nodes, at
-        the line rate of their NICs (`all_to_all.NETWORK_EFFICIENCY`).
-        """
+        """What an engine of several nodes adds to a gather or a reduce-scatter inside them. GPUs of
+        the same place exchange their parts of the message around a ring of the nodes, at the line
+        rate of their NICs (`all_to_all.NETWORK_EFFICIENCY`)."""
         others = self.parallelism.tensor_parallel_size // NODE_GPUS - 1
         if others < 1:
             return np.zeros_like(n_bytes)
@@ -376,11 +368,9 @@ class Parts:
         return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds) + between
 
     def collectives_s(self, rows: FloatArray) -> FloatArray:
-        """What the GPUs of a worker exchange in a step of ``rows`` tokens.
-
-        All-reduces of hidden states: one after the embedding and two in every layer. Where engines
-        share experts, the outputs of these are combined and then gathered in place of the second.
-        """
+        """What the GPUs of a worker exchange in a step of ``rows`` tokens. All-reduces of hidden
+        states: one after the embedding and two in every layer. Where engines share experts, the
+        outputs of these are combined and then gathered in place of the second."""
         if self.engine_step is not None or self.parallelism.tensor_parallel_size == 1:
             return np.zeros_like(rows)
         shared = self.parallelism.data_parallel_size > 1
@@ -454,11 +444,9 @@ class Parts:
         return found
 
     def _without_linears(self, table: LatencyTable) -> LatencyTable:
-        """Rows of a whole MLA module less its projections, which all tokens of a step share.
-
-        A step of decodes alone, or of prompts alone, takes what the module was measured to take; a
-        tenth of it at least is attention.
-        """
+        """Rows of a whole MLA module less its projections, which all tokens of a step share. A step
+        of decodes alone, or of prompts alone, takes what the module was measured to take; a tenth
+        of it at least is attention."""
         columns = table.columns
         tokens = columns["batch"].astype(np.float64)
         if table.metadata.kind == "attention_prefill":
@@ -525,10 +513,8 @@ class Parts:
         return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
 
     def sequence_part_s(self, rows: FloatArray) -> FloatArray:
-        """What ``rows`` sequences add to a step that samples their next tokens: lm_head.
-
-        Several GPUs gather its bfloat16 logits.
-        """
+        """What ``rows`` sequences add to a step that samples their next tokens: lm_head. Several
+        GPUs gather its bfloat16 logits."""
         if self.engine_step is not None:
             return self.engine_step.sequence_part_s(rows)
         seconds = self._plain_s(self.model.vocab_size, self.model.hidden_size, rows)

@@ -102,10 +102,7 @@ def dtypes_of(kind: Kind) -> dict[str, Any]:
 
 
 def weakest(labels: Iterable[str]) -> Provenance:
-    """The weakest provenance among ``labels``.
-
-    Raises InputError: no label, or an unknown one.
-    """
+    """The weakest provenance among ``labels``. Raises InputError: no label, or an unknown one."""
     ranks = []
     for label in labels:
         if label not in PROVENANCES:
@@ -122,11 +119,9 @@ def provenance_of(label: str, origin: str, kernel_source: str = "", **more: Any)
 
 
 def parts_by_provenance(provenance: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the parts of a step's time by label, the strongest first.
-
-    ``provenance``: of a summary: what each part rests on, named ``pool.part`` where pools differ.
-    How KV caches are handed over is no part of a step.
-    """
+    """Return the parts of a step's time by label, the strongest first. ``provenance``: of a
+    summary: what each part rests on, named ``pool.part`` where pools differ. How KV caches are
+    handed over is no part of a step."""
     found: dict[str, list[str]] = {}
     for name, source in provenance.items():
         part = name.rpartition(".")[2].replace("_", " ")
@@ -213,10 +208,8 @@ def table_of(
 
 
 def load_table(path: str | os.PathLike[str]) -> LatencyTable:
-    """Read and validate a latency table.
-
-    Raises InputError: the file is missing, is no latency table, or breaks a rule of the format.
-    """
+    """Read and validate a latency table. Raises InputError: the file is missing, is no latency
+    table, or breaks a rule of the format."""
     path = regular_file(path, "table")
     metadata = _read_metadata(path)
     try:
@@ -236,10 +229,8 @@ def load_table(path: str | os.PathLike[str]) -> LatencyTable:
 
 
 def load_tables(folder: str | os.PathLike[str] | None) -> tuple[LatencyTable, ...]:
-    """Load the latency tables of a user's folder; none where no folder is given.
-
-    Raises InputError: the folder holds no latency table, or as `load_table`.
-    """
+    """Load the latency tables of a user's folder; none where no folder is given. Raises InputError:
+    the folder holds no latency table, or as `load_table`."""
     if folder is None:
         return ()
     paths = sorted(Path(folder).glob("*.parquet"))
@@ -335,10 +326,8 @@ def _kv_bits(kv_dtype: str) -> dict[str, int]:
 def mla_shape(
     n_heads: int, hidden: int, q_lora_rank: int, kv_lora_rank: int, kv_dtype: str = "bfloat16"
 ) -> dict[str, int]:
-    """Shape of one layer's multi-head latent attention as it identifies a table.
-
-    Such tables time the whole module, projections included; their ``dtype`` is that of these.
-    """
+    """Shape of one layer's multi-head latent attention as it identifies a table. Such tables time
+    the whole module, projections included; their ``dtype`` is that of these."""
     return {
         "n_heads": n_heads,
         "hidden_size": hidden,
@@ -348,10 +337,8 @@ def mla_shape(
 
 
 def linear_attention_shape(part: ModelDims) -> dict[str, int]:
-    """Shape of one layer's linear attention as it identifies a table: of Gated DeltaNet.
-
-    Its tables are those of attention. It takes as long whatever the context.
-    """
+    """Shape of one layer's linear attention as it identifies a table: of Gated DeltaNet. Its tables
+    are those of attention. It takes as long whatever the context."""
     return {
         "n_key_heads": part.linear_key_heads,
         "n_value_heads": part.linear_value_heads,

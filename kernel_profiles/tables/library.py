@@ -172,10 +172,8 @@ def _rank(table: ShippedTable) -> tuple[int, tuple[int, ...], str]:
 
 
 def write_library(tables: Iterable[LatencyTable], folder: Path) -> int:
-    """Write tables as a library: a file a kind and the index; the number of tables.
-
-    Of tables with one name the last stays. The files of other kinds are left alone.
-    """
+    """Write tables as a library: a file a kind and the index; the number of tables. Of tables with
+    one name the last stays. The files of other kinds are left alone."""
     named = {table_name(table.metadata).removesuffix(".parquet"): table for table in tables}
     index: list[ShippedTable] = []
     by_kind = sorted(named.items(), key=lambda item: (item[1].metadata.kind, item[1].metadata.gpu))

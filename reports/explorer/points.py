@@ -34,11 +34,9 @@ _PICTURES = ("Activated experts against batch", "Components of TTFT", "TPOT over
 
 
 def config_of(state: Mapping[str, Any], base: RunConfig) -> RunConfig:
-    """Return the run of a state; what it leaves out is the base's.
-
-    Its window is short, unless ``more`` says otherwise: a point takes a fraction of a second.
-    Raises InputError: names the field that is wrong; paths are allowed where the base has the same.
-    """
+    """Return the run of a state; what it leaves out is the base's. Its window is short, unless
+    ``more`` says otherwise: a point takes a fraction of a second. Raises InputError: names the
+    field that is wrong; paths are allowed where the base has the same."""
     values = base.said("json")
     # Before anything is read: a policy of a file would run it.
     _check_paths((str(value) for value in state.values()), base)
@@ -137,11 +135,9 @@ def _option(flag: str, value: Any) -> list[str]:
 
 
 def run_point(values: str, pictures: bool) -> dict[str, Any]:
-    """Run a configuration, as JSON; return its figures, in a process of the explorer.
-
-    With ``pictures`` also what limits it, warnings, and pictures, the parts of a step among them.
-    What goes wrong is ``error``, one line.
-    """
+    """Run a configuration, as JSON; return its figures, in a process of the explorer. With
+    ``pictures`` also what limits it, warnings, and pictures, the parts of a step among them. What
+    goes wrong is ``error``, one line."""
     from eldr_sim.simulator.outcome.metrics import warnings_of
     from eldr_sim.simulator.run import simulate
 

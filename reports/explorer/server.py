@@ -34,11 +34,8 @@ _POLICY = (
 
 
 class Explorer:
-    """The page of one base configuration.
-
-    ``base``: what states leave out; ``read_only``: whether it shows the base alone; ``jobs``:
-    processes.
-    """
+    """The page of one base configuration. ``base``: what states leave out; ``read_only``: whether
+    it shows the base alone; ``jobs``: processes."""
 
     def __init__(self, base: RunConfig, *, read_only: bool = False, jobs: int = 2) -> None:
         self._base, self._read_only = base, read_only
@@ -153,10 +150,8 @@ class Explorer:
                 task.cancel()
 
     async def _result(self, config: RunConfig, *, pictures: bool) -> dict[str, Any]:
-        """Return a point's figures: known ones, or from the next process that is free.
-
-        Who is cancelled while it waits leaves its place; what runs goes on, and is kept.
-        """
+        """Return a point's figures: known ones, or from the next process that is free. Who is
+        cancelled while it waits leaves its place; what runs goes on, and is kept."""
         key = (config.model_dump_json(), pictures)
         if key in self._known:
             self._known.move_to_end(key)
@@ -221,10 +216,8 @@ def explore(
     read_only: bool = False,
     announce: Callable[[str], None] = print,
 ) -> None:
-    """Serve the page until the process is told to stop.
-
-    Raises InputError if aiohttp is not installed, the address is taken, or the base is wrong.
-    """
+    """Serve the page until the process is told to stop. Raises InputError if aiohttp is not
+    installed, the address is taken, or the base is wrong."""
     web = needed("aiohttp.web", "explore")
     jobs = max(1, min(4, os.cpu_count() or 1))
 

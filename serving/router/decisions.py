@@ -87,9 +87,7 @@ class Router:
 
     async def route(self, request: RequestInfo, without: Collection[int] = ()) -> int:
         """Return the index of the engine that gets a request, as soon as the policy names one.
-
-        Raises NoEngine if no engine is left, at once or while the policy holds the request.
-        """
+        Raises NoEngine if no engine is left, at once or while the policy holds the request."""
         engine = self.dispatch(request, without)
         return await self.hold(request, without) if engine is None else engine
 
@@ -121,11 +119,9 @@ class Router:
         self._ask_again()
 
     def publish(self, signals: Sequence[EngineSignals | None]) -> None:
-        """Take note of what the engines publish; None of one that does not answer.
-
-        vLLM publishes no tokens of its waiting queue: they are the prompts of the requests that
-        were sent last, as many as wait.
-        """
+        """Take note of what the engines publish; None of one that does not answer. vLLM publishes
+        no tokens of its waiting queue: they are the prompts of the requests that were sent last, as
+        many as wait."""
         workers = self.workers
         for engine, signal in enumerate(signals):
             if signal is None:

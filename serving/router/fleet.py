@@ -1,7 +1,5 @@
-"""The engines behind the router: pools, each with a policy, and their health.
-
-Engines publish of themselves what vLLM's ``/metrics`` says; the router counts in the same format.
-"""
+"""The engines behind the router: pools, each with a policy, and their health. Engines publish of
+themselves what vLLM's ``/metrics`` says; the router counts in the same format."""
 
 import asyncio
 import json
@@ -24,11 +22,9 @@ from eldr_sim.serving.router.upstream import EngineFailure, Post, ask
 
 
 def parse_metrics(text: str) -> EngineSignals:
-    """Return what an engine says in Prometheus' text format.
-
-    The engines of one server (data parallel) are added up; their KV usage is the mean. Raises
-    InputError if a metric is missing, or prometheus-client is not installed.
-    """
+    """Return what an engine says in Prometheus' text format. The engines of one server (data
+    parallel) are added up; their KV usage is the mean. Raises InputError if a metric is missing, or
+    prometheus-client is not installed."""
     parser = needed("prometheus_client.parser", "live run")
     values: dict[str, list[float]] = {}
     n_tokens = 0
@@ -134,10 +130,8 @@ class Counters(Registry):
 
 class Pool:
     """Engines of one kind, ``prefill`` or ``decode``, and the policy that chooses among them.
-
     ``notify``: called with a line when an engine is ejected and when it returns; ``kv_events``:
-    where the engines publish what their caches hold.
-    """
+    where the engines publish what their caches hold."""
 
     def __init__(
         self,
@@ -170,11 +164,9 @@ class Pool:
     async def place(
         self, info: RequestInfo, without: Collection[int]
     ) -> AsyncIterator[tuple[int, float]]:
-        """Give the index of the engine that the policy names, and count the request there.
-
-        And for how long the policy has held the request, s. Raises NoEngine if none is up but for
-        ``without``.
-        """
+        """Give the index of the engine that the policy names, and count the request there. And for
+        how long the policy has held the request, s. Raises NoEngine if none is up but for
+        ``without``."""
         index, held_s = self.router.dispatch(info, without), 0.0
         if index is None:
             begun_s = time.monotonic()
@@ -213,9 +205,7 @@ def _prefixes(
     policy: RouterPolicy, n_engines: int, kv_events: Sequence[str]
 ) -> CachedPrefixes | None:
     """Return what will be known of the engines' caches; None where the policy reads nothing of it.
-
-    Raises InputError if the policy needs events that nobody publishes, or the other way round.
-    """
+    Raises InputError if the policy needs events that nobody publishes, or the other way round."""
     allowed = "an endpoint of --kv-events-config for each engine that computes prompts"
     if not policy.needs.matched:
         if kv_events:
@@ -229,11 +219,8 @@ def _prefixes(
 
 
 class Fleet:
-    """All engines behind the router.
-
-    ``decode``: engines that answer; ``prefill``: engines that compute prompts only; None where the
-    others do.
-    """
+    """All engines behind the router. ``decode``: engines that answer; ``prefill``: engines that
+    compute prompts only; None where the others do."""
 
     def __init__(
         self,

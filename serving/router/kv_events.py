@@ -33,11 +33,9 @@ def prefix_keys(tokens: Sequence[int], size: int, parent: int = _ROOT) -> list[i
 
 
 class CachedPrefixes:
-    """The prefixes that each engine's cache holds, as its events say.
-
-    Blocks of LoRA adapters, images or salted requests, of later groups of a hybrid model, and those
-    that lie elsewhere than on the GPU are left out.
-    """
+    """The prefixes that each engine's cache holds, as its events say. Blocks of LoRA adapters,
+    images or salted requests, of later groups of a hybrid model, and those that lie elsewhere than
+    on the GPU are left out."""
 
     def __init__(self, n_engines: int) -> None:
         self._published = PublishedBlocks(n_engines)

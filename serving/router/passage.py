@@ -1,7 +1,5 @@
-"""One request's way through the router, from its body to the last token of its answer.
-
-Its expert signature is read from the capture log as the engine writes it.
-"""
+"""One request's way through the router, from its body to the last token of its answer. Its expert
+signature is read from the capture log as the engine writes it."""
 
 import asyncio
 import json
@@ -43,10 +41,8 @@ class SignatureReader:
 
     def counts(self, request_id: str) -> NDArray[np.uint32]:
         """Return how often the tokens of a prompt chose each expert, and drop the prompt's rows.
-
         ``request_id``: the client's ``X-Request-Id``. Counts: uint32 ``[layers, experts]``, layers
-        with a gate only. Raises InputError if the log lacks tokens of the prompt.
-        """
+        with a gate only. Raises InputError if the log lacks tokens of the prompt."""
         self._read_on()
         name = self._logged_name(request_id)
         logged = self._gathered.request(name)
@@ -123,9 +119,7 @@ class Passage:
 
     async def run(self, request: Any) -> tuple[Any, str]:
         """Serve the request; return the answer, an ``aiohttp.web`` response, and its outcome.
-
-        Raises asyncio.CancelledError if the client leaves.
-        """
+        Raises asyncio.CancelledError if the client leaves."""
         try:
             return await self._run(request)
         finally:
@@ -166,10 +160,8 @@ class Passage:
                 self._counters.retries.labels(pool.name).inc()
 
     async def _know_prefix(self) -> None:
-        """Note the prompt's blocks for a policy that reads caches, once.
-
-        Of text an engine's ``/tokenize`` tells the tokens; where it does not, no prefix is known.
-        """
+        """Note the prompt's blocks for a policy that reads caches, once. Of text an engine's
+        ``/tokenize`` tells the tokens; where it does not, no prefix is known."""
         pool = self._fleet.prefill or self._fleet.decode
         prefixes, body = pool.router.prefixes, self._asked.body
         if prefixes is None or self._info.prefix_hash:

@@ -33,12 +33,9 @@ class EngineFailure(Exception):
 
 
 class Reply:
-    """An engine's answer of which the first token, or all, is there.
-
-    ``status``, ``content_type``: of HTTP; ``first``: the body up to the first token; all of it
-    where the answer is not streamed; ``broken``: whether the engine has said in its stream that
-    something went wrong.
-    """
+    """An engine's answer of which the first token, or all, is there. ``status``, ``content_type``:
+    of HTTP; ``first``: the body up to the first token; all of it where the answer is not streamed;
+    ``broken``: whether the engine has said in its stream that something went wrong."""
 
     def __init__(self, engine: Engine, response: Any, first: bytes, *, streams: bool) -> None:
         self.status, self.content_type = response.status, response.content_type
@@ -48,10 +45,8 @@ class Reply:
         self._engine, self._response = engine, response
 
     async def rest(self, token_timeout_s: float) -> AsyncIterator[bytes]:
-        """Yield what comes behind the first token.
-
-        Raises EngineFailure if it does not go on for ``token_timeout_s``, or ends before its end.
-        """
+        """Yield what comes behind the first token. Raises EngineFailure if it does not go on for
+        ``token_timeout_s``, or ends before its end."""
         aiohttp = import_aiohttp()
         content, engine = self._response.content, self._engine
         while True:

@@ -107,11 +107,9 @@ class Core:
         most: int | None = None,
         prefix: Callable[[int], Sequence[Hashable]] = lambda _output_len: (),
     ) -> Stream:
-        """Let a request arrive now.
-
-        Its answer is as long as the workload's next request says, within ``least`` and ``most``;
-        ``prefix``: gives what prompt and an answer of so many tokens are, see `Control.request`.
-        """
+        """Let a request arrive now. Its answer is as long as the workload's next request says,
+        within ``least`` and ``most``; ``prefix``: gives what prompt and an answer of so many tokens
+        are, see `Control.request`."""
         self._advance()
         output_len = max(least, min(self.cluster.coming()[1], most or 1 << 30))
         names = prefix(output_len)
@@ -200,9 +198,7 @@ class Core:
 
 def replay(path: str | Path) -> Result:
     """Run what a server has logged again, without waiting: the same times, and a whole result.
-
-    Raises InputError if the file is no such log.
-    """
+    Raises InputError if the file is no such log."""
     lines = read_text(path, "replay", limit=1 << 32).splitlines()
     entries = [parse_json(line, "replay", f"{path}, line {n}") for n, line in enumerate(lines, 1)]
     if not entries or not isinstance(entries[0], dict) or "config" not in entries[0]:

@@ -1,7 +1,5 @@
-"""HTTP: OpenAI's completions and chat, of tokens that a simulated cluster generates.
-
-``/metrics`` says of its engines what vLLM's does, under the same names.
-"""
+"""HTTP: OpenAI's completions and chat, of tokens that a simulated cluster generates. ``/metrics``
+says of its engines what vLLM's does, under the same names."""
 
 import asyncio
 import hashlib
@@ -49,10 +47,8 @@ _LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
 class Metrics(Registry):
     """Counters and histograms of what a core has served, and gauges of its engines as they are.
-
     Times are simulated; ``eldr_sim_lag_seconds`` is what tokens left late, of the wall clock.
-    Raises InputError if prometheus-client is not installed.
-    """
+    Raises InputError if prometheus-client is not installed."""
 
     def __init__(self, model: str) -> None:
         super().__init__("serve")
@@ -370,10 +366,8 @@ def _text_of(message: Any) -> str:
 def serve(
     services: Sequence[Service], host: str, ports: Sequence[int], announce: Callable[[str], None]
 ) -> None:
-    """Serve until the process is told to stop; requests in flight may end then.
-
-    Raises InputError if an address is taken.
-    """
+    """Serve until the process is told to stop; requests in flight may end then. Raises InputError
+    if an address is taken."""
     allow_files()
     asyncio.run(_serve(services, [listen(host, port) for port in ports], announce))
 

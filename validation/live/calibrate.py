@@ -64,11 +64,9 @@ def calibration_bursts(
     block_size: int = 1,
     seed: int = 0,
 ) -> list[Burst]:
-    """Return the bursts that cover the steps of an engine, in sending order.
-
-    ``kv_tokens``, ``block_size``: tokens that its KV cache holds, and tokens of a block: no burst
-    needs more. None: enough; ``seed``: of the order within each round.
-    """
+    """Return the bursts that cover the steps of an engine, in sending order. ``kv_tokens``,
+    ``block_size``: tokens that its KV cache holds, and tokens of a block: no burst needs more.
+    None: enough; ``seed``: of the order within each round."""
     rng = np.random.default_rng(seed)
 
     def fits(burst: Burst) -> bool:
@@ -222,10 +220,8 @@ class _Samples:
 def _add_whole_prompts(
     prefill: _Samples, chunked: Mapping[str, Sequence[tuple[int, float, float]]], power: float
 ) -> None:
-    """Add prompts that were computed alone, in chunks, as whole ones.
-
-    As `step_cost.chunk_attention_s` has it, each chunk pays the time of the smallest call.
-    """
+    """Add prompts that were computed alone, in chunks, as whole ones. As
+    `step_cost.chunk_attention_s` has it, each chunk pays the time of the smallest call."""
     floor_s = min((float(np.median(v)) for v in prefill.seconds.values()), default=0.0)
     for steps in chunked.values():
         if len(steps) > 1:
@@ -332,11 +328,9 @@ def outside_times(
 
 
 class _LoggedTimes(NamedTuple):
-    """Times of requests in the engines' logs, by row of the request, s.
-
-    ``received``: arrival at the engine, by role. ``prompt_end``: end of the prefill engine's last
-    step. ``steps``: start and end of each step that generated a token.
-    """
+    """Times of requests in the engines' logs, by row of the request, s. ``received``: arrival at
+    the engine, by role. ``prompt_end``: end of the prefill engine's last step. ``steps``: start and
+    end of each step that generated a token."""
 
     received: dict[str, dict[int, float]]
     prompt_end: dict[int, float]

@@ -172,10 +172,8 @@ def record_campaign(
 
 
 def begin_campaign(campaign: Campaign, progress: Callable[[str, float], None]) -> None:
-    """Make a campaign's folder and its random model, unless they are there.
-
-    Raises InputError if the folder holds another campaign.
-    """
+    """Make a campaign's folder and its random model, unless they are there. Raises InputError if
+    the folder holds another campaign."""
     model = Path(campaign.options.model)
     campaign.out.mkdir(parents=True, exist_ok=True)
     if model == campaign.out / "model" and not model.exists():

@@ -34,11 +34,9 @@ class DriftModel(BaseModel):
 
 
 class Drift:
-    """Speed of a core over time.
-
-    ``at_s``, ``probe_s``: times of probes, ascending, and what they took; NaN are left out;
-    ``reference_s``: what a probe takes at the reference speed; None takes the median.
-    """
+    """Speed of a core over time. ``at_s``, ``probe_s``: times of probes, ascending, and what they
+    took; NaN are left out; ``reference_s``: what a probe takes at the reference speed; None takes
+    the median."""
 
     def __init__(self, at_s: FloatArray, probe_s: FloatArray, reference_s: float | None) -> None:
         known = np.isfinite(probe_s)
@@ -59,12 +57,9 @@ class Drift:
 
 
 class Clock:
-    """A clock on which the machine always has the reference speed.
-
-    ``at_s``, ``factors``: ascending times, and by how much steps take longer there; in between, the
-    geometric mean of both ends. Outside, the time-weighted mean of all. None of them: the clock is
-    the wall's.
-    """
+    """A clock on which the machine always has the reference speed. ``at_s``, ``factors``: ascending
+    times, and by how much steps take longer there; in between, the geometric mean of both ends.
+    Outside, the time-weighted mean of all. None of them: the clock is the wall's."""
 
     def __init__(self, at_s: FloatArray, factors: FloatArray) -> None:
         self._wall = np.asarray(at_s, np.float64)
@@ -94,10 +89,8 @@ class Clock:
 
 
 def exponent(groups: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float:
-    """Return the exponent with which times follow the probe, by least squares, 0 to 2.
-
-    ``groups``: times and factors of equal steps. 0 where the probe did not change.
-    """
+    """Return the exponent with which times follow the probe, by least squares, 0 to 2. ``groups``:
+    times and factors of equal steps. 0 where the probe did not change."""
     xy = xx = 0.0
     for seconds, factors in groups:
         if len(seconds) >= _ALIKE:

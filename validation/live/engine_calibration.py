@@ -104,10 +104,8 @@ class EngineCalibration:
 
 
 def device_of(name: str, engine: EngineInfo | None = None, memory_bytes: int = _MUCH) -> GPU:
-    """Return a known GPU by its name; else a device of which only its tables are known.
-
-    ``engine``: gives the defaults of ``--max-num-seqs`` and ``--max-num-batched-tokens``.
-    """
+    """Return a known GPU by its name; else a device of which only its tables are known. ``engine``:
+    gives the defaults of ``--max-num-seqs`` and ``--max-num-batched-tokens``."""
     if name in list_gpus():
         return load_gpu(name)
     return GPU(

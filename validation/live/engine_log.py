@@ -58,10 +58,8 @@ class EngineLog:
     pulled_s: dict[str, tuple[float, float]]
 
     def cycles_s(self) -> NDArray[np.float64]:
-        """Return the time from each step's start to the next one's, s.
-
-        NaN if no request is in both steps, as the engine may have been idle in between.
-        """
+        """Return the time from each step's start to the next one's, s. NaN if no request is in both
+        steps, as the engine may have been idle in between."""
         cycles = np.full(len(self.steps), np.nan)
         names = [{name for name, _, _ in step.rows} for step in self.steps]
         for i, (step, following) in enumerate(pairwise(self.steps)):
@@ -71,10 +69,8 @@ class EngineLog:
 
 
 def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
-    """Read the folder that ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` named for an engine.
-
-    Raises InputError if a file is missing or damaged, or the logs differ in their steps.
-    """
+    """Read the folder that ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` named for an engine. Raises
+    InputError if a file is missing or damaged, or the logs differ in their steps."""
     base = Path(folder)
     engine = _lines(base, "engine-*.jsonl")
     worker = _lines(base, "worker-*.jsonl")

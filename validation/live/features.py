@@ -122,10 +122,8 @@ def serve(
 
 
 def read_metrics(url: str) -> dict[str, float]:
-    """Return the counters and gauges of an engine or the router, each summed over its labels.
-
-    Those with a position are named after it.
-    """
+    """Return the counters and gauges of an engine or the router, each summed over its labels. Those
+    with a position are named after it."""
     parser = needed("prometheus_client.parser", "live run")
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         text = response.read().decode()
@@ -171,10 +169,8 @@ class Replay(NamedTuple):
 
 
 def simulate_sent(sent: Sent, fields: Mapping[str, Any], **about: Any) -> tuple[Row, Row]:
-    """Simulate as `replay` does; return `figures`, and what a result counts.
-
-    Raises InputError if a request does not complete.
-    """
+    """Simulate as `replay` does; return `figures`, and what a result counts. Raises InputError if a
+    request does not complete."""
     again = replay(sent, fields, **about)
     if not again.record.completed.all():
         raise InputError("features", "the simulation does not complete all requests")
@@ -194,11 +190,9 @@ def replay(
     trace: Path,
     seed: int = 0,
 ) -> Replay:
-    """Simulate a load that engines have served.
-
-    ``fields``: of the run, beyond the calibrated engine; ``calibration``: its folder; ``trace``:
-    routing, request ``i`` that of the load's request ``i``.
-    """
+    """Simulate a load that engines have served. ``fields``: of the run, beyond the calibrated
+    engine; ``calibration``: its folder; ``trace``: routing, request ``i`` that of the load's
+    request ``i``."""
     config = make_config(
         {"topology": "1C", "policy": "round_robin", "model": model, "trace": str(trace),
          "gpu": str(calibration), "tables": str(calibration / "tables"),
@@ -231,9 +225,7 @@ def _workload(
     sent: Sent, block_size: int, ingress: NDArray[np.float64], egress_s: float
 ) -> tuple[Workload, NDArray[np.intp]]:
     """Return the requests as the engine's queue got them, and which row of the load each is.
-
-    Prompts, and answers that others go on with, share the blocks whose tokens are equal.
-    """
+    Prompts, and answers that others go on with, share the blocks whose tokens are equal."""
     requests, load = sent.requests, sent.load.requests
     first = float(np.min(requests["sent_s"].to_numpy()))
     arrival = sent.clock.own_s(requests["sent_s"].to_numpy() + ingress)
@@ -272,11 +264,9 @@ def _workload(
 
 
 def _gone_before(sent: Sent) -> NDArray[np.intp]:
-    """Return the request, or -1, whose end lets each be sent: the turn before, or a seat's last.
-
-    A client with so many seats sends the next request when one comes free, and gets to the engine
-    when it has begun another step: had the simulation's seats no way between, it would not.
-    """
+    """Return the request, or -1, whose end lets each be sent: the turn before, or a seat's last. A
+    client with so many seats sends the next request when one comes free, and gets to the engine
+    when it has begun another step: had the simulation's seats no way between, it would not."""
     before = np.array([request.parent for request in sent.load.requests])
     most = sent.max_concurrency
     if most is not None:
@@ -302,8 +292,6 @@ def live_times(requests: pa.Table) -> dict[str, NDArray[np.float64]]:
 
 
 def figures(times: Mapping[str, NDArray[np.float64]]) -> Row:
-    """Return TPOT's and TTFT's median and 99th percentile, and E2E's median, ms.
-
-    ``times``: ``ttft``, ``tpot`` and ``e2el`` of each request, s.
-    """
+    """Return TPOT's and TTFT's median and 99th percentile, and E2E's median, ms. ``times``:
+    ``ttft``, ``tpot`` and ``e2el`` of each request, s."""
     return {f"{name} p{q}": 1e3 * float(np.nanpercentile(times[name], q)) for name, q in FIGURES}

@@ -225,11 +225,9 @@ def _time_worker(runner: Any, folder: str) -> None:
 
 
 class _Probe:
-    """One token through the first MoE layer, timed before every step: how fast the core is then.
-
-    A virtual machine's cores change speed with what other machines on the host do, by a factor of
-    two within seconds.
-    """
+    """One token through the first MoE layer, timed before every step: how fast the core is then. A
+    virtual machine's cores change speed with what other machines on the host do, by a factor of two
+    within seconds."""
 
     def __init__(self, runner: Any, layers: list[Any]) -> None:
         import torch
@@ -345,10 +343,8 @@ def _level(names: Iterable[str]) -> int | None:
 
 
 def _spread(ids: Any, level: int, n_experts: int) -> Any:
-    """Return random choices among a set of experts that grows with the level.
-
-    Random choices vary the tokens per expert, as gates do.
-    """
+    """Return random choices among a set of experts that grows with the level. Random choices vary
+    the tokens per expert, as gates do."""
     import torch
 
     tokens, top_k = ids.shape

@@ -40,11 +40,9 @@ def domain_slices(vocab_size: int) -> dict[str, tuple[int, int]]:
 
 
 def write_model(folder: str | os.PathLike[str], seed: int = 0, **shape: int) -> dict[str, Any]:
-    """Write the model in Hugging Face format, bfloat16, and return its configuration.
-
-    ``folder`` must not exist; ``shape`` overrides :data:`SHAPE`. Raises InputError if torch or
-    transformers is not installed.
-    """
+    """Write the model in Hugging Face format, bfloat16, and return its configuration. ``folder``
+    must not exist; ``shape`` overrides :data:`SHAPE`. Raises InputError if torch or transformers is
+    not installed."""
     torch, transformers = _libraries()
     sizes = SHAPE | shape
     config = transformers.Qwen3MoeConfig(
@@ -80,10 +78,8 @@ def write_model(folder: str | os.PathLike[str], seed: int = 0, **shape: int) -> 
 
 
 def write_draft(folder: str | os.PathLike[str], vocab_size: int, seed: int = 0) -> None:
-    """Write a dense random model of one layer, to draft for a model of this vocabulary.
-
-    ``folder`` must not exist. Raises InputError as `write_model` does.
-    """
+    """Write a dense random model of one layer, to draft for a model of this vocabulary. ``folder``
+    must not exist. Raises InputError as `write_model` does."""
     torch, transformers = _libraries()
     config = transformers.Qwen3Config(
         vocab_size=vocab_size,

@@ -79,9 +79,8 @@ def write_report(
 
 def read_campaign(campaign: Path) -> tuple[list[LiveRun], dict[str, EngineCalibration]]:
     """Return the runs of a campaign, in the order of the report, and the set-ups' calibrations.
-
-    Raises InputError if the campaign is incomplete, or its runs differ in model, build or machine.
-    """
+    Raises InputError if the campaign is incomplete, or its runs differ in model, build or
+    machine."""
     folders = sorted(path.parent for path in campaign.glob("runs/*/run.json"))
     if not folders:
         raise InputError("campaign", f"{campaign} holds no runs/*/run.json", "a live campaign")

@@ -44,11 +44,9 @@ def report_document(
     compared: LiveComparison,
     plain: LiveComparison,
 ) -> Row:
-    """Return the content of ``comparison.json``, without pictures.
-
-    ``runs``: in the order of the report; ``calibrated``, ``compared``: calibration and comparison
-    of each set-up; ``plain``: the comparison without the drift of the machine's speed.
-    """
+    """Return the content of ``comparison.json``, without pictures. ``runs``: in the order of the
+    report; ``calibrated``, ``compared``: calibration and comparison of each set-up; ``plain``: the
+    comparison without the drift of the machine's speed."""
     summary, infos, setups = compared.summary, [run.info for run in runs], list(calibrated)
     paired, raw = (
         # Loads alone, as means over their repeats.
@@ -228,10 +226,8 @@ def _largest(summary: Row, names: Row, metric: str) -> Row:
 
 
 def _policies(paired: Sequence[Row]) -> list[Row]:
-    """Return the differences of policies from round-robin, a row per load and figure.
-
-    The noise floor of a difference is the larger of the two policies'.
-    """
+    """Return the differences of policies from round-robin, a row per load and figure. The noise
+    floor of a difference is the larger of the two policies'."""
     at = {(r["setup"], r["load"], r["metric"], r["statistic"], r["policy"]): r for r in paired}
     rows: list[Row] = []
     for (setup, load, metric, statistic, policy), row in at.items():

@@ -1,8 +1,5 @@
-"""Pictures of a report as PNG: live runs and their simulations.
-
-Blue is live, orange simulated; batches and loads are shades of ``cividis``, which is readable with
-any colour vision.
-"""
+"""Pictures of a report as PNG: live runs and their simulations. Blue is live, orange simulated;
+batches and loads are shades of ``cividis``, which is readable with any colour vision."""
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -35,11 +32,9 @@ def draw_pictures(
     calibrated: Mapping[str, EngineCalibration],
     compared: LiveComparison,
 ) -> list[Row]:
-    """Draw all pictures of a campaign into a folder.
-
-    Returns ``file``, ``kind`` (``cdf``, ``components``, ``steps`` or ``distinct``), ``setup``, and
-    ``of`` (the set-up, with the policy if there are several) of each picture.
-    """
+    """Draw all pictures of a campaign into a folder. Returns ``file``, ``kind`` (``cdf``,
+    ``components``, ``steps`` or ``distinct``), ``setup``, and ``of`` (the set-up, with the policy
+    if there are several) of each picture."""
     drawn: list[Row] = []
 
     def picture(
@@ -108,10 +103,8 @@ def _cdfs(figure: Any, loads: Sequence[tuple[str, pd.DataFrame]]) -> None:
 
 
 def _steps(figure: Any, kinds: Sequence[tuple[str, pd.DataFrame, str, str]]) -> None:
-    """Draw predicted against measured step time, and the error below; a column per kind of step.
-
-    A kind is (title, steps, column of the colour, label of the colour).
-    """
+    """Draw predicted against measured step time, and the error below; a column per kind of step. A
+    kind is (title, steps, column of the colour, label of the colour)."""
     grid = figure.subplots(2, len(kinds), squeeze=False, height_ratios=(3, 2), sharex="col")
     for (above, below), (title, steps, size, size_name) in zip(grid.T, kinds, strict=True):
         error = 100 * (steps["predicted_ms"] / steps["live_ms"] - 1).to_numpy()
@@ -143,11 +136,9 @@ def _steps(figure: Any, kinds: Sequence[tuple[str, pd.DataFrame, str, str]]) -> 
 
 
 def _components(figure: Any, rows: Sequence[Row]) -> None:
-    """Draw the error of each component: a panel per component, a bar per load.
-
-    Whiskers are the noise floor, the mean distance of two live repeats: a bar whose whisker reaches
-    zero is within it.
-    """
+    """Draw the error of each component: a panel per component, a bar per load. Whiskers are the
+    noise floor, the mean distance of two live repeats: a bar whose whisker reaches zero is within
+    it."""
     loads = list(dict.fromkeys(row["load"] for row in rows))
     rows = [row for row in rows if row["difference_ms"] is not None]
     means = [r for r in rows if r["repeat"] is None and (r["live_ms"] or r["simulated_ms"])]

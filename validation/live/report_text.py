@@ -1,7 +1,5 @@
-"""Report of a campaign as Markdown, made from ``comparison.json`` alone.
-
-The text is ``templates/report.md``; this module has its filters.
-"""
+"""Report of a campaign as Markdown, made from ``comparison.json`` alone. The text is
+``templates/report.md``; this module has its filters."""
 
 import json
 import re

@@ -192,10 +192,8 @@ def _consequences(
 
 
 def _recovered(ends: Floats, whole: Bools, times: Row, moments: Moments) -> float | None:
-    """Return the seconds until as many requests are good as before, see `time_to_recover`.
-
-    Good are those with all their tokens, within twice the median of those that ended before.
-    """
+    """Return the seconds until as many requests are good as before, see `time_to_recover`. Good are
+    those with all their tokens, within twice the median of those that ended before."""
     took = np.full(len(whole), np.inf)
     took[whole] = times["e2el"]
     before = took[whole & (ends < moments.struck_s)]

@@ -44,10 +44,8 @@ class EngineOptions:
 
 @dataclass
 class EngineProcess:
-    """``vllm serve`` with the plug-ins, as a context manager.
-
-    Raises InputError if vLLM is not installed or does not start.
-    """
+    """``vllm serve`` with the plug-ins, as a context manager. Raises InputError if vLLM is not
+    installed or does not start."""
 
     options: EngineOptions  #: the model and the engine's size
     #: ``name``, ``role``: name in logs; role in the set-up.
@@ -68,10 +66,8 @@ class EngineProcess:
         return self
 
     def start(self) -> None:
-        """Start the process without waiting, so that several engines load at the same time.
-
-        An engine that was there before comes back at its old address.
-        """
+        """Start the process without waiting, so that several engines load at the same time. An
+        engine that was there before comes back at its old address."""
         require_vllm()
         port = int(self.url.rpartition(":")[2]) if self.url else free_port()
         side = free_port()

@@ -121,11 +121,9 @@ def _send_bursts(
     rng: np.random.Generator,
     progress: Callable[[float], None],
 ) -> dict[str, int]:
-    """Send bursts; return the tokens that the last engine computes of each of its requests.
-
-    Several decode engines get each burst at the same time and through the proxy, as they work in a
-    run: they share a memory bus, and cores with each other, the proxy and the client.
-    """
+    """Send bursts; return the tokens that the last engine computes of each of its requests. Several
+    decode engines get each burst at the same time and through the proxy, as they work in a run:
+    they share a memory bus, and cores with each other, the proxy and the client."""
     decode, parts = len(setup.decode), []
     with start_proxy(replace(setup, endpoints=tuple(setup.decode)), "round_robin", log) as url:
         for done, burst in enumerate(bursts):
@@ -209,11 +207,9 @@ def capacity(
     prompt_len: int,
     output_len: int,
 ) -> float:
-    """Return the requests per second that a set-up carries at full batches.
-
-    By its tables: a request takes its share of full decode batches with uniform routing, and the
-    time of its prompt. Prefill and decode engines work in parallel.
-    """
+    """Return the requests per second that a set-up carries at full batches. By its tables: a
+    request takes its share of full decode batches with uniform routing, and the time of its prompt.
+    Prefill and decode engines work in parallel."""
     batch = options.max_num_seqs
     engine = engine_infos(setup, read_logs(setup))[-1]
     step = calibrated.step_time(dims, engine, options.max_model_len)

@@ -85,11 +85,9 @@ def _clock(run: LiveRun, calibrated: EngineCalibration, engines: set[str]) -> Cl
 def simulate_run(
     run: LiveRun, calibrated: EngineCalibration, artifact: Path | None = None
 ) -> SimulatedRun:
-    """Simulate a recorded run.
-
-    ``artifact``: ELDR's offline fit; other policies read none. Raises InputError if the recording
-    and its trace do not match, the tables do not cover the model, or the simulation fails.
-    """
+    """Simulate a recorded run. ``artifact``: ELDR's offline fit; other policies read none. Raises
+    InputError if the recording and its trace do not match, the tables do not cover the model, or
+    the simulation fails."""
     model = check_run(run)
     info, requests, trace = run.info, run.requests, run.trace
     clock = run_clock(run, calibrated)
@@ -177,10 +175,8 @@ def _cluster_spec(
 
 
 def check_run(run: LiveRun) -> ModelDims:
-    """Check that the trace of a run belongs to its requests, and return its model.
-
-    Raises InputError if lengths or layers differ, or rows are missing.
-    """
+    """Check that the trace of a run belongs to its requests, and return its model. Raises
+    InputError if lengths or layers differ, or rows are missing."""
     model, trace, requests = model_of(run.info.model), run.trace, run.requests
     fit_trace(trace, model)
     if trace.n_layers != model.n_moe_layers:
@@ -300,9 +296,7 @@ def _members(
 
 def _assigned(prompts: list[tuple[int, int]], tokens: list[int]) -> list[_Members]:
     """Assign prompt tokens, first come first served, to steps of the given numbers of tokens.
-
-    Returns (first token, tokens) of each request in each step.
-    """
+    Returns (first token, tokens) of each request in each step."""
     queue, done = iter([p for p in prompts if p[1] > 0]), 0
     request, length = next(queue, (-1, 0))
     assigned: list[_Members] = []

@@ -47,12 +47,9 @@ def compositions(
     prompt_len: NDArray[np.integer],
     prefills: Iterable[bool],
 ) -> list[Composition]:
-    """Return the compositions of steps.
-
-    ``steps``: requests, first tokens and numbers of tokens of each step; ``prompt_len``: prompt
-    tokens of all requests; ``prefills``: whether a prefill engine ran the step: there all tokens
-    count as chunks.
-    """
+    """Return the compositions of steps. ``steps``: requests, first tokens and numbers of tokens of
+    each step; ``prompt_len``: prompt tokens of all requests; ``prefills``: whether a prefill engine
+    ran the step: there all tokens count as chunks."""
     found = []
     lengths = prompt_len.tolist()
     for (requests, positions, tokens), all_prompts in zip(steps, prefills, strict=True):
@@ -82,9 +79,7 @@ def compositions_of(run: LiveRun, steps: pa.Table) -> list[Composition]:
 
 class StepUnions:
     """Counter of distinct experts of steps, from trace rows, by the simulator's own code.
-
-    ``trace``: the run's own routing trace, with prompts.
-    """
+    ``trace``: the run's own routing trace, with prompts."""
 
     def __init__(self, trace: RoutingTrace) -> None:
         everyone = np.arange(trace.n_requests)
@@ -137,10 +132,8 @@ class Prediction:
 def predict(
     step_time: StepTimeModel, step: Composition, distinct: NDArray[np.integer]
 ) -> Prediction:
-    """Predict the time of a step from its composition.
-
-    ``step_time``: of the engine, with tables of mixed steps; ``distinct``: experts per MoE layer.
-    """
+    """Predict the time of a step from its composition. ``step_time``: of the engine, with tables of
+    mixed steps; ``distinct``: experts per MoE layer."""
     chunks = [(start, stop - start) for _, start, stop in step.chunks]
     batch, sampled = len(step.running), {request for request, _ in step.running}
     rows = batch + sum(request not in sampled for request, _, _ in step.chunks)

@@ -22,11 +22,9 @@ def domains_of(folder: Path) -> list[str]:
 
 @lru_cache(maxsize=1)
 def read_texts(folder: Path, model: str) -> dict[str, NDArray[np.int32]]:
-    """Return the tokens of the beginning of each text, by domain.
-
-    ``model``: folder of the model, with a ``tokenizer.json``. Raises InputError if a file cannot be
-    read, or tokenizers is not installed.
-    """
+    """Return the tokens of the beginning of each text, by domain. ``model``: folder of the model,
+    with a ``tokenizer.json``. Raises InputError if a file cannot be read, or tokenizers is not
+    installed."""
     tokenizers = needed("tokenizers", "texts", "pip install tokenizers")
     path = Path(model) / "tokenizer.json"
     if not path.exists():

@@ -87,9 +87,8 @@ def predicted_s(step_time: StepTimeModel, step: Step) -> float:
 
 def beside(steps: Sequence[Step], config: RunConfig) -> Iterator[tuple[str, int, list[float]]]:
     """Yield kinds of steps: how many, and the median ms measured and predicted, and of the errors.
-
-    The errors are in %: the median of their sizes, and the signed one. ``config``: of the engine.
-    """
+    The errors are in %: the median of their sizes, and the signed one. ``config``: of the
+    engine."""
     pools = prepare(config).spec.pools
     step_time = pools[-1].engine.step_time
     predicted = np.array([predicted_s(step_time, step) for step in steps])

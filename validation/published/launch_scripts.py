@@ -60,9 +60,7 @@ def chosen_layout(
     record: Mapping[str, str], gpu: str, date: str, streams: int
 ) -> Parallelism | None:
     """Return how a script spread attention and experts while it chose that itself; else None.
-
-    ``record``: labels of a co-located run; ``date``: its day, as ``2025-11-02``.
-    """
+    ``record``: labels of a co-located run; ``date``: its day, as ``2025-11-02``."""
     if record["backend"] != "trtllm" or not "" < date < "2025-11-03":
         return None
     gpus, lengths = int(record["tp_size"]), (int(record["isl"]), int(record["osl"]))
@@ -84,9 +82,7 @@ def script_of(
     record: Mapping[str, str], gpu: str, date: str, streams: int, layout: Parallelism, drafts: int
 ) -> Script:
     """Return what the script of the day said of a run, where one is read: see the module's text.
-
-    ``layout``: of its decode or co-located workers; ``drafts``: of multi-token prediction.
-    """
+    ``layout``: of its decode or co-located workers; ``drafts``: of multi-token prediction."""
     if "Qwen3.5" in record["model_path"]:
         return _qwen_script(record, gpu, streams, layout, drafts)
     if "GLM-5" in record["model_path"] and record["backend"] == "sglang":

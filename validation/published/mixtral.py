@@ -73,10 +73,8 @@ def mixtral_rows() -> list[PublishedRow[Stage]]:
 
 
 def read_requests(folder: Path, load: str) -> Requests:
-    """Return when the requests of a load came, s, and their prompt and output tokens.
-
-    Raises InputError if the folder holds no such requests.
-    """
+    """Return when the requests of a load came, s, and their prompt and output tokens. Raises
+    InputError if the folder holds no such requests."""
     files = [p for p in sorted(folder.glob(f"*mixtral*-{load}.json")) if "truth" not in p.name]
     if not files:
         raise InputError(

@@ -1,8 +1,6 @@
-"""Published runs beside their predictions: rows, one way to predict them, one table of errors.
-
-A row says what was run and what was measured. A source says how its configurations are simulated;
-it is given the configuration alone, so nothing can be fitted on what was measured.
-"""
+"""Published runs beside their predictions: rows, one way to predict them, one table of errors. A
+row says what was run and what was measured. A source says how its configurations are simulated; it
+is given the configuration alone, so nothing can be fitted on what was measured."""
 
 import csv
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -90,10 +88,8 @@ def predict(
 
 
 def shipped_rows(name: str) -> Iterator[list[dict[str, str]]]:
-    """Yield the lines of each run of a table of the package, one a figure.
-
-    They are next to each other and agree in what stands before ``metric``.
-    """
+    """Yield the lines of each run of a table of the package, one a figure. They are next to each
+    other and agree in what stands before ``metric``."""
     text = (files(__package__) / "rows" / f"{name}.csv").read_text(encoding="utf-8")
     lines = list(csv.DictReader(text.splitlines()))
     keys = list(lines[0])[: list(lines[0]).index("metric")]

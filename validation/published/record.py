@@ -1,8 +1,6 @@
 """The whole public record: every row of the package's file, predicted or refused with a reason.
-
 Rows of one configuration are simulated once, on processes; what has ended stands in a journal, so
-that a run that was cut goes on. Nothing that was measured reaches a prediction.
-"""
+that a run that was cut goes on. Nothing that was measured reaches a prediction."""
 
 import csv
 import json
@@ -126,11 +124,9 @@ def predict_record(
     jobs: int | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> dict[str, dict[str, float] | str]:
-    """Predict all rows that can be; return figures, ms, or why not, by `Row.key`.
-
-    ``folder``: of the journal, which is gone on with, and of tables and traces. Configurations of
-    few tokens come first.
-    """
+    """Predict all rows that can be; return figures, ms, or why not, by `Row.key`. ``folder``: of
+    the journal, which is gone on with, and of tables and traces. Configurations of few tokens come
+    first."""
     folder.mkdir(parents=True, exist_ok=True)
     journal = folder / JOURNAL
     found: dict[str, dict[str, float] | str] = {}
@@ -210,10 +206,8 @@ def table_of(
     rows: Sequence[Row], found: dict[str, dict[str, float] | str], others: Path | None = None
 ) -> pa.Table:
     """Return a line a row: labels, measured and predicted figures, errors in %, and reasons.
-
     ``others``: another estimator's predictions of the rows, a CSV of ``row``, ``ttft_ms`` and
-    ``tpot_ms``, empty where it has none.
-    """
+    ``tpot_ms``, empty where it has none."""
     other: dict[int, dict[str, str]] = {}
     if others is not None:
         with others.open(encoding="utf-8", newline="") as file:
@@ -245,11 +239,9 @@ def table_of(
 
 
 def cells(table: pa.Table, by: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the errors of each group of rows: median, 90th percentile, signed median, %.
-
-    Of all rows that are predicted, and (``kept``) of those that are not marked; ``other``'s are of
-    the kept rows that both predict, and so are ``beside``, ours.
-    """
+    """Yield the errors of each group of rows: median, 90th percentile, signed median, %. Of all
+    rows that are predicted, and (``kept``) of those that are not marked; ``other``'s are of the
+    kept rows that both predict, and so are ``beside``, ours."""
     frame = table.to_pandas()
     for name in [f"{n}_{what}" for n in _METRICS for what in ("error", "other")]:
         frame[name] = pd.to_numeric(frame.get(name), errors="coerce")
@@ -280,9 +272,8 @@ def _errors(errors: Any) -> tuple[float, float, float] | None:
 
 def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
     """Write the page of the record: cells, refusals, the worst rows, and the command and its date.
-
-    ``path``: of the Markdown file; a picture of predicted over measured figures stands beside it.
-    """
+    ``path``: of the Markdown file; a picture of predicted over measured figures stands beside
+    it."""
     lines = ["# The public record", "", f"`{command}`, {date}.", ""]
     for title, by in (
         ("Engines", ("engine", "mode")),
@@ -319,9 +310,7 @@ def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
 
 def why(row: Any) -> str:
     """Return what is known to make a row's error large, by its labels alone; empty if nothing is.
-
-    ``row``: a line of `table_of`, by its columns' names.
-    """
+    ``row``: a line of `table_of`, by its columns' names."""
     target = MEASURED_MODELS[row.target]
     if row.launch != "known":
         return f"its launch is {row.launch}"

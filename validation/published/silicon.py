@@ -173,10 +173,8 @@ def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]
 
 def _memory_share(case: Case, engine: dict[str, Any]) -> float:
     """Return the engine's default, or what SGLang's recipes of wide and of GB200's workers say.
-
-    ``mem-fraction-static`` of NVIDIA/srt-slurm's ``recipes/gb200-fp8/1k1k``, ``mid-curve.yaml``
-    and ``low-latency.yaml``.
-    """
+    ``mem-fraction-static`` of NVIDIA/srt-slurm's ``recipes/gb200-fp8/1k1k``, ``mid-curve.yaml`` and
+    ``low-latency.yaml``."""
     pool = case.prefill
     if engine["engine"] == "sglang" and pool.count:
         if case.gpu == "GB200" and min(case.parallelism.n_gpus, pool.parallelism.n_gpus) <= 4:
@@ -360,9 +358,7 @@ def case_tables(
     form: Form | None = None,
 ) -> Path | None:
     """Write the tables that cases need beyond the shipped ones; return None if there are none.
-
-    Raises InputError if the package lacks a MoE, attention or GEMM table of a case.
-    """
+    Raises InputError if the package lacks a MoE, attention or GEMM table of a case."""
     model, form = target.dims(), form or Form()
     found: list[LatencyTable] = []
 
@@ -478,11 +474,8 @@ def predict_rows(
 def predict_load(
     load: Load, target: MeasuredModel, form: Form, tables: Path | None, trace: Path | None
 ) -> dict[str, float]:
-    """Return the mean ``tpot`` and ``ttft`` of a configuration, ms.
-
-    ``tables``: beyond the shipped ones, from :func:`case_tables`; ``trace``: routing of a MoE
-    model.
-    """
+    """Return the mean ``tpot`` and ``ttft`` of a configuration, ms. ``tables``: beyond the shipped
+    ones, from :func:`case_tables`; ``trace``: routing of a MoE model."""
     fields = case_fields(load.case, target, form) | front_end(form, load.tokenizer_mode)
     fields |= {} if tables is None else {"tables": str(tables)}
     times = request_times(simulate(fields, trace, _closed_loop(load.case, target)))
@@ -499,11 +492,8 @@ def _published(row: MeasuredRun, target: MeasuredModel, form: Form) -> Published
 
 
 def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
-    """Return the n unmarked rows with the largest TPOT error.
-
-    ``why`` names runs of an older vLLM (the tables are of 0.24); if empty, the error is not
-    explained.
-    """
+    """Return the n unmarked rows with the largest TPOT error. ``why`` names runs of an older vLLM
+    (the tables are of 0.24); if empty, the error is not explained."""
     frame = _unmarked(table, "tpot")
     frame = frame.reindex(frame.error.abs().sort_values(ascending=False).index)[:n].copy()
     old = frame.date.between("2025", "2026")
@@ -514,11 +504,9 @@ def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
 
 
 def growth_error(table: pa.Table, metric: str) -> float:
-    """Return the mean error of a metric's growth with concurrency, %.
-
-    Growth is relative to the lowest concurrency of each setting (GPU, parallelism, lengths) of the
-    unmarked rows; NaN if no setting has two concurrencies.
-    """
+    """Return the mean error of a metric's growth with concurrency, %. Growth is relative to the
+    lowest concurrency of each setting (GPU, parallelism, lengths) of the unmarked rows; NaN if no
+    setting has two concurrencies."""
     frame = _unmarked(table, metric)
     sizes: list[float] = []
     worker = ["gpu", "tensor_parallel_size", "expert_parallel", "data_parallel_size"]
@@ -542,12 +530,9 @@ def forms_table(
     moe_kernel: str | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> pa.Table:
-    """Predict all rows in every form.
-
-    Returns table: a row a form, group (all, each GPU, each GPU and tensor-parallel size) and
-    metric: the number of unmarked rows, and the median, 90th percentile and signed median of their
-    errors.
-    """
+    """Predict all rows in every form. Returns table: a row a form, group (all, each GPU, each GPU
+    and tensor-parallel size) and metric: the number of unmarked rows, and the median, 90th
+    percentile and signed median of their errors."""
     records = []
     for done, (name, form) in enumerate(FORMS.items()):
 

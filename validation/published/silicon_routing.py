@@ -54,11 +54,9 @@ def uniform_trace(folder: Path, seed: int = 0, *, target: MeasuredModel) -> Path
 
 
 def drawn_trace(folder: Path, seed: int = 0, *, target: MeasuredModel) -> Path:
-    """Write a routing trace drawn for the model, from the fit to recorded tokens nearest to it.
-
-    The requests are of all domains in turn. Recorded tokens were not random ones: that gates are
-    as uneven for these is an assumption.
-    """
+    """Write a routing trace drawn for the model, from the fit to recorded tokens nearest to it. The
+    requests are of all domains in turn. Recorded tokens were not random ones: that gates are as
+    uneven for these is an assumption."""
     model = target.dims()
     shape = Shape(model.n_moe_layers, model.n_experts, model.top_k)
     preset = nearest_preset(target.shipped or model.name, shape)

@@ -212,11 +212,8 @@ class Workers:
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """The configuration of a measured run.
-
-    ``tensor_parallel_size``, ``expert_parallel`` and ``data_parallel_size`` are those of its
-    ``decode_workers`` decode or co-located workers.
-    """
+    """The configuration of a measured run. ``tensor_parallel_size``, ``expert_parallel`` and
+    ``data_parallel_size`` are those of its ``decode_workers`` decode or co-located workers."""
 
     gpu: str
     tensor_parallel_size: int
@@ -286,10 +283,8 @@ _FITTED: dict[str, dict[Case, str]] = {
 
 
 def package_folder() -> Path:
-    """Return the folder of the installed package ``aiconfigurator-core``.
-
-    Raises InputError if the package is not installed.
-    """
+    """Return the folder of the installed package ``aiconfigurator-core``. Raises InputError if the
+    package is not installed."""
     try:
         return Path(str(resources.files("aiconfigurator_core")))
     except ModuleNotFoundError:
@@ -311,10 +306,8 @@ def target_of(record: Mapping[str, str]) -> str:
 
 
 def is_plain(record: Mapping[str, str]) -> bool:
-    """Whether a run of DeepSeek is known to be without multi-token prediction.
-
-    Of InferenceX's database dump, which labels R1 as V3, holds none with it and has its workers.
-    """
+    """Whether a run of DeepSeek is known to be without multi-token prediction. Of InferenceX's
+    database dump, which labels R1 as V3, holds none with it and has its workers."""
     name, source = record["model_path"], record["silicon_data_source"]
     return name == "deepseek-ai/DeepSeek-V3" and source.startswith("db-dump")
 
@@ -322,12 +315,9 @@ def is_plain(record: Mapping[str, str]) -> bool:
 def read_rows(
     path: Path | None = None, target: MeasuredModel = MEASURED_MODELS["gpt-oss-120b"]
 ) -> list[MeasuredRun]:
-    """Read the measured runs without duplicates, and mark the doubtful ones.
-
-    ``path``: the CSV; None takes that of the installed package ``aiconfigurator-core``.
-
-    Raises InputError if the package is not installed, or the file has no such rows.
-    """
+    """Read the measured runs without duplicates, and mark the doubtful ones. ``path``: the CSV;
+    None takes that of the installed package ``aiconfigurator-core``. Raises InputError if the
+    package is not installed, or the file has no such rows."""
     found = {row for _, row in _records(path, target) if isinstance(row, MeasuredRun)}
     dated = {(row.case, row.ttft_ms, row.tpot_ms) for row in found if row.date}
     found = {r for r in found if r.date or (r.case, r.ttft_ms, r.tpot_ms) not in dated}
@@ -437,9 +427,7 @@ def _check(layout: Parallelism, model: ModelDims) -> None:
 
 def redundant_experts(layout: Parallelism, model: ModelDims) -> int:
     """Return the second copies of experts where ranks do not divide them: the recipes' 32.
-
-    ``ep-num-redundant-experts`` of NVIDIA/srt-slurm's ``recipes/gb200-fp8``, for 48 ranks.
-    """
+    ``ep-num-redundant-experts`` of NVIDIA/srt-slurm's ``recipes/gb200-fp8``, for 48 ranks."""
     slots = model.n_experts + 32
     whole = layout.expert_parallel and slots % layout.n_ranks == 0
     return 32 if whole and model.n_experts % layout.n_ranks else 0

@@ -93,10 +93,8 @@ class LayerTimes(NamedTuple):
 def measure(
     batches: list[Batch], placement: Placement, choice: ReplicaChoice, node_of_rank: Ints
 ) -> Traffic:
-    """Count what a placement and a choice of instances make of steps.
-
-    ``node_of_rank``: shape [ranks]: the node of each rank; nodes are equal runs of neighbours.
-    """
+    """Count what a placement and a choice of instances make of steps. ``node_of_rank``: shape
+    [ranks]: the node of each rank; nodes are equal runs of neighbours."""
     n_ranks, node = placement.n_ranks, np.asarray(node_of_rank)
     n_nodes, gpus = int(node[-1]) + 1, n_ranks // (int(node[-1]) + 1)
     shape = len(batches), len(placement.expert)
@@ -138,11 +136,9 @@ def measure(
 def layer_times(
     traffic: Traffic, moe: RankMoE, all_to_all: AllToAll, *, prompts: bool
 ) -> LayerTimes:
-    """Price the layers of steps with a GPU's MoE table and an all-to-all.
-
-    ``all_to_all``: ``deepep_ht`` or whatever sends one copy a node, then a GPU; ``prompts``:
-    whether the steps compute prompts.
-    """
+    """Price the layers of steps with a GPU's MoE table and an all-to-all. ``all_to_all``:
+    ``deepep_ht`` or whatever sends one copy a node, then a GPU; ``prompts``: whether the steps
+    compute prompts."""
     slowest, moving, idle = [], [], []
     for step, layer in np.ndindex(*traffic.between.shape):
         seconds = [
@@ -159,11 +155,8 @@ def layer_times(
 def prompt_batches(
     trace: RoutingTrace, requests: Ints, n_ranks: int, per_rank: int, n_steps: int, seed: int = 0
 ) -> list[Batch]:
-    """Return steps of prompt tokens: each rank computes whole prompts, one after the other.
-
-    Prompts follow each other in an order that ``seed`` shuffles, and are read again when all have
-    been.
-    """
+    """Return steps of prompt tokens: each rank computes whole prompts, one after the other. Prompts
+    follow each other in an order that ``seed`` shuffles, and are read again when all have been."""
     trace.require_prompts("steps of prompt tokens")
     order = np.random.default_rng(seed).permutation(requests)
     rows = ranges(trace.first_row[order], trace.prompt_len[order])

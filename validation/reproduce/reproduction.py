@@ -49,12 +49,9 @@ class Claim:
 
     @property
     def direction(self) -> Literal["agrees", "no effect", "contradicts", "input", "-"]:
-        """Whether our effect has the sign of the paper's.
-
-        ``no effect``: ours is less than a tenth of the least that the paper claims, or its interval
-        has the neutral value. A dash: the claim has no direction (no neutral value, or a range
-        around it), or no value of ours.
-        """
+        """Whether our effect has the sign of the paper's. ``no effect``: ours is less than a tenth
+        of the least that the paper claims, or its interval has the neutral value. A dash: the claim
+        has no direction (no neutral value, or a range around it), or no value of ours."""
         if self.given:
             return "input"
         neutral = _NEUTRAL.get(self.unit) if self.neutral == "by unit" else self.neutral
@@ -81,10 +78,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """One figure or table of a paper, reproduced.
-
-    ``draw`` draws on a matplotlib figure; ``rows`` hold its numbers.
-    """
+    """One figure or table of a paper, reproduced. ``draw`` draws on a matplotlib figure; ``rows``
+    hold its numbers."""
 
     name: str
     title: str
@@ -186,10 +181,8 @@ def spread(name: str, found: Interval) -> dict[str, float]:
 
 
 def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]]) -> list[str]:
-    """Return the names of the chosen figures, or all; ``11`` means ``figure_11``.
-
-    Raises InputError: the paper has no such figure here.
-    """
+    """Return the names of the chosen figures, or all; ``11`` means ``figure_11``. Raises
+    InputError: the paper has no such figure here."""
     chosen = []
     for name in names:
         full = f"figure_{name}" if name.isdigit() else name.lower().replace("-", "_")
@@ -207,9 +200,7 @@ def _ends(claim: Claim) -> tuple[float | None, ...]:
 
 def claims_table(reproductions: list[Reproduction]) -> pa.Table:
     """Return a row per claim: the paper's value, ours, and the verdicts on direction and size.
-
-    Columns are those of ``docs/claims.csv``, which ``docs/render.py take`` reads them into.
-    """
+    Columns are those of ``docs/claims.csv``, which ``docs/render.py take`` reads them into."""
     return pa.Table.from_pylist(
         [
             {

@@ -105,11 +105,9 @@ def _separability(runs: SummaryGrid) -> str:
 
 
 def figure_13(runner: Runner, rates: Sequence[float]) -> Reproduction:
-    """Distinct experts of a decode step, eldr against round_robin (section 6.3).
-
-    The paper does not say over what its mean is taken. Over steps, workers with little to do count
-    as much as busy ones; over tokens, each step counts as often as its batch.
-    """
+    """Distinct experts of a decode step, eldr against round_robin (section 6.3). The paper does not
+    say over what its mean is taken. Over steps, workers with little to do count as much as busy
+    ones; over tokens, each step counts as often as its batch."""
     runs = run_grid(runner, ("round_robin", "eldr"), rates, workload="task")
     rows = _table(runs)
 
@@ -180,10 +178,8 @@ def _of_variants(
 def figure_14(
     runner: Runner, rates: Sequence[float], models: Sequence[str], scored: Callable[[str, str], str]
 ) -> Reproduction:
-    """Gain of count-idf over the other signature transforms (section 6.3).
-
-    ``scored`` gives the trace of a model and workload, with gate scores.
-    """
+    """Gain of count-idf over the other signature transforms (section 6.3). ``scored`` gives the
+    trace of a model and workload, with gate scores."""
     names = ("count-idf", "count", "binary", "gate-prob")
     cases = {name: f"eldr:signature={name}" for name in names}
     rows, cells = variants(runner, rates[len(rates) // 2 :][:1], cases, models, scored)

@@ -21,11 +21,8 @@ _FREE = {"policy": "eldr:capture_overhead_ms=0,routing_overhead_ms=0"}
 
 
 def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:
-    """Overheads of signatures.
-
-    The cost of the capture, which runs on a GPU, is the paper's and is charged to every prefill
-    step; the router's decision is timed in this process.
-    """
+    """Overheads of signatures. The cost of the capture, which runs on a GPU, is the paper's and is
+    charged to every prefill step; the router's decision is timed in this process."""
     case: dict[str, Any] = {"policy": "eldr", "request_rate": 60.0}
     with_costs, without = runner.run([case, case | _FREE])
     added = with_costs[TTFT] - without[TTFT]

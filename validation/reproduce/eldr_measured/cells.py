@@ -146,10 +146,8 @@ def _fields(row: dict[str, Any], kernels: Kernels, quick: bool) -> dict[str, Any
 @cache
 def scored_routing(model: str, workload: str) -> str:
     """Return a folder with the default routing of a model and workload, for answers like theirs.
-
-    That is, as long as theirs: a request of the default goes through 64 tokens again and again.
-    And with gate scores, which Figure 13 asks for. The folder lasts as long as this process.
-    """
+    That is, as long as theirs: a request of the default goes through 64 tokens again and again. And
+    with gate scores, which Figure 13 asks for. The folder lasts as long as this process."""
     _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-routing-"))
     weights, folder = dict(wanted_domains(workload)), Path(_kept[-1].name)
     draw_served(preset_model(model), weights, folder, OUTPUT_LEN, gate_scores=True)

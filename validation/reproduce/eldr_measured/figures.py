@@ -209,10 +209,8 @@ def _again(pairs: Sequence[Pair]) -> float:
 
 def _orders(pairs: Sequence[Pair], beside: bool = False) -> tuple[int, int]:
     """Return in how many groups the policies' median TPOT is ordered as measured, and of how many.
-
     Two policies that differ by less than 1% in the measurement are in no order, and with ``beside``
-    those that were not measured in the same run of the cluster.
-    """
+    those that were not measured in the same run of the cluster."""
     groups = grouped(pairs, lambda pair: (pair[0].model, pair[0].dataset, pair[0].rate))
     right = 0
     for own in groups.values():

@@ -98,9 +98,7 @@ def _of_cell(
     rng: np.random.Generator,
 ) -> tuple[FloatArray, float]:
     """Mean over batches of what the constants multiply, of all layers, and of all else in s.
-
-    Batches scatter as workers' do that get every 16th of Poisson arrivals.
-    """
+    Batches scatter as workers' do that get every 16th of Poisson arrivals."""
     sizes, firsts = padded_sizes(1024, 8192), np.array(list(tiles))
     top_k, layers = steps.model.top_k, steps.n_moe_layers
     row, other_s = np.zeros(2 + len(tiles)), 0.0

@@ -144,11 +144,9 @@ def slope(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
 
 
 def locality(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
-    """Split ELDR's measured gain: fewer distinct experts, and another tile of the kernel.
-
-    The part of locality is the slope of rr's tile times the difference in experts; what is left is
-    that of the tile where the tiles differ, and noise and attention where they do not.
-    """
+    """Split ELDR's measured gain: fewer distinct experts, and another tile of the kernel. The part
+    of locality is the slope of rr's tile times the difference in experts; what is left is that of
+    the tile where the tiles differ, and noise and attention where they do not."""
     points = _points(run_main(runner, kernels, quick))
     slopes = _slopes(points)
     rows = []

@@ -37,8 +37,6 @@ def figures(
 
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
-    """Return the runner of the evaluation; ``quick`` is a matter of `Scale`.
-
-    Its routing is the one of docs/gimbal.md, not the default, which has been another since.
-    """
+    """Return the runner of the evaluation; ``quick`` is a matter of `Scale`. Its routing is the one
+    of docs/gimbal.md, not the default, which has been another since."""
     return Runner({"trace": REFERENCE_TRACE}, progress=progress)

@@ -95,11 +95,8 @@ FULL, QUICK = Scale(1000, 10, 5, 3000), Scale(60, 2, 2, 100, ("random", "two_end
 
 
 class Experiment:
-    """Runs of the paper's set-up on logs of their own.
-
-    ``runner``: runs configurations; ``scale``: how much is run; ``log``: a request log whose
-    lengths are taken; None draws them.
-    """
+    """Runs of the paper's set-up on logs of their own. ``runner``: runs configurations; ``scale``:
+    how much is run; ``log``: a request log whose lengths are taken; None draws them."""
 
     def __init__(self, runner: Runner, scale: Scale, log: str | None = None) -> None:
         self.runner, self.scale = runner, scale

@@ -107,10 +107,8 @@ _PD_RATE = 40.0
 
 def old_signals(experiment: Experiment) -> Reproduction:
     """TPOT and lock-step tax by balancer and age of what it knows: 4 decode engines of a group.
-
     Four prefill workers feed them, so that `marginal_cost` has signatures to read. The tax is the
-    engines' mean wait for the slowest one's own layers in a step.
-    """
+    engines' mean wait for the slowest one's own layers in a step."""
     seeds = experiment.scale.few
     groups = {
         (policy, age): [
@@ -142,10 +140,8 @@ _TOGETHER = ("round_robin", "vllm_dp", "vllm_dp_kv", "gimbal:reading=prose", "ma
 
 
 def colocated(experiment: Experiment) -> Reproduction:
-    """Balancers of two and four co-located engines that step together, by age of the signals.
-
-    At the knee of two engines under `round_robin`, for four at twice its rate.
-    """
+    """Balancers of two and four co-located engines that step together, by age of the signals. At
+    the knee of two engines under `round_robin`, for four at twice its rate."""
     scale = experiment.scale
     groups = dict[tuple[LengthShape, int, float, str], list[dict[str, Any]]]()
     for shape in (scale.shapes[0], scale.shapes[-1]):

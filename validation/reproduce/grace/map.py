@@ -121,9 +121,7 @@ def _cells(
     evaluation: Evaluation, source: Source, tokens: int, hardware: _Hardware, *, fit: bool
 ) -> list[dict[str, Any]]:
     """Return a row for each network: the time of each scheme against Vanilla's, and the fastest.
-
-    With ``fit`` a placement is fitted for each network beside the others.
-    """
+    With ``fit`` a placement is fitted for each network beside the others."""
     found: dict[tuple[str, float], list[float]] = {}
     for seed in evaluation.seeds:
         for key, seconds in _times(evaluation, source, tokens, hardware, seed, fit).items():

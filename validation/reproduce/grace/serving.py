@@ -1,7 +1,5 @@
 """What placements cost beside a layer's time: KV blocks, a NIC that KV shares, bytes that move.
-
-None of it is in the paper.
-"""
+None of it is in the paper."""
 
 from collections.abc import Sequence
 from dataclasses import replace

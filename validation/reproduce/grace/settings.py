@@ -165,10 +165,8 @@ SOURCES = (*QWEN, *ACROSS, *OTHERS)
 
 
 class Evaluation:
-    """Placements fitted on some requests of a trace and counted on others, each once.
-
-    ``seeds``: seeds of the clustering; figures are means over them.
-    """
+    """Placements fitted on some requests of a trace and counted on others, each once. ``seeds``:
+    seeds of the clustering; figures are means over them."""
 
     def __init__(self, seeds: range) -> None:
         self.seeds = seeds

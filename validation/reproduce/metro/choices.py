@@ -35,10 +35,8 @@ _NONE = "no copies"
 
 
 def choices(routings: Sequence[Routing], sizes: Sequence[tuple[int, bool]]) -> Reproduction:
-    """Return every choice against no copies.
-
-    ``sizes``: tokens of a step, and whether it computes prompts.
-    """
+    """Return every choice against no copies. ``sizes``: tokens of a step, and whether it computes
+    prompts."""
     rows = [
         row for routing in routings for size, prompts in sizes
         for row in _rows(routing, size, prompts)

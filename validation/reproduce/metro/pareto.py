@@ -90,11 +90,9 @@ def step_s(
     gathers: bool = True,
     moe_scale: float = 1.0,
 ) -> float:
-    """Return the time of a decode step, s, mean over ``batches``, ``[steps, tokens]``.
-
-    ``gathers``: whether METRO's tokens are gathered before the gate, or its dispatch costs what an
-    all-to-all's does; ``moe_scale``: how many times its table the MoE layer takes.
-    """
+    """Return the time of a decode step, s, mean over ``batches``, ``[steps, tokens]``. ``gathers``:
+    whether METRO's tokens are gathered before the gate, or its dispatch costs what an all-to-all's
+    does; ``moe_scale``: how many times its table the MoE layer takes."""
     layout, model, layers = step_time.parallelism, step_time.model, step_time.n_moe_layers
     n, batch = layout.n_gpus, batches.shape[1]
     each = -(-batch // layout.data_parallel_size)
@@ -131,10 +129,8 @@ PAPER_LAYER_US = 325.5
 
 
 def forms(cases: Sequence[tuple[Setup, Routing]], measured: Case, n_batches: int) -> Reproduction:
-    """Decode steps at 1.5 copies under each reading of what the paper does not tell.
-
-    Changes are METRO's against EPLB's split, paired over five draws of batches.
-    """
+    """Decode steps at 1.5 copies under each reading of what the paper does not tell. Changes are
+    METRO's against EPLB's split, paired over five draws of batches."""
     rows: list[dict[str, Any]] = []
 
     def compare(
@@ -201,11 +197,9 @@ def frontier(own: Sequence[Point]) -> list[Point]:
 
 
 def at_tpot(own: Sequence[Point], tpot_ms: float, steps: bool) -> float:
-    """Return the throughput of a frontier at a TPOT; 0 where none is as fast.
-
-    The paper reads its frontier in ``steps``: the best batch of the grid. Between batches of a
-    server that may run any, the line between two points is nearer to the truth.
-    """
+    """Return the throughput of a frontier at a TPOT; 0 where none is as fast. The paper reads its
+    frontier in ``steps``: the best batch of the grid. Between batches of a server that may run any,
+    the line between two points is nearer to the truth."""
     line = frontier(own)
     if tpot_ms < line[0].tpot_ms:
         return 0.0

@@ -132,9 +132,7 @@ def _at_papers_budget(systems: Sequence[System]) -> list[System]:
 
 def figure_9(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     """Throughput of Table 2's requests, baselines at the paper's tokens a step and at their best.
-
-    On 8 GPUs in every cell; on 1, 2 and 4 H100 in FP8, where the baselines keep the paper's.
-    """
+    On 8 GPUs in every cell; on 1, 2 and 4 H100 in FP8, where the baselines keep the paper's."""
     rows: list[dict[str, Any]] = []
     for cell in CELLS:
         requests, systems = logs.real(sizes.tuning_scale, SHARING), systems_of(cell)

@@ -63,10 +63,8 @@ CELLS = (
 
 @dataclass(frozen=True)
 class System:
-    """What is compared: a parallel strategy, a router and a queue order.
-
-    ``budgets`` are the token budgets that it may choose from.
-    """
+    """What is compared: a parallel strategy, a router and a queue order. ``budgets`` are the token
+    budgets that it may choose from."""
 
     label: str
     fields: dict[str, Any] = field(hash=False)
@@ -97,10 +95,8 @@ def async_ep(cell: Cell, n_gpus: int) -> Strategy:
 
 
 def engine_baselines(cell: Cell, n_gpus: int) -> list[System]:
-    """Return the baselines but for DP+EP that fit on ``n_gpus`` GPUs, FCFS.
-
-    In the place of TP+TP two workers, where blocks of FP8 weights cannot be cut as often.
-    """
+    """Return the baselines but for DP+EP that fit on ``n_gpus`` GPUs, FCFS. In the place of TP+TP
+    two workers, where blocks of FP8 weights cannot be cut as often."""
     found = []
     for kind in ("pp", "tp_ep"):
         strategy = Strategy(kind)
@@ -162,10 +158,8 @@ def run_budgets(
     runner: Runner, cell: Cell, systems: Sequence[System], requests: dict[str, Any],
     budgets: Sequence[int] = BUDGETS,
 ) -> dict[str, dict[int, Summary]]:  # fmt: skip
-    """Run each system at each budget that it has memory for; returns summaries by label.
-
-    Where budgets differ in how many prompts are refused, those that refuse fewest remain.
-    """
+    """Run each system at each budget that it has memory for; returns summaries by label. Where
+    budgets differ in how many prompts are refused, those that refuse fewest remain."""
     keys, cases = [], []
     for system in systems:
         mine = [b for b in system.budgets if b in budgets] or list(system.budgets)

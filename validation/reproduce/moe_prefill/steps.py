@@ -44,9 +44,7 @@ def _times(model: str, gpu: GPU, parallelism: Parallelism) -> StepTimeModel:
 
 def chunks_of(budget: int, context: int) -> list[list[tuple[int, int]]]:
     """Return the steps that compute whole prompts of one length in a row, (first, tokens) each.
-
-    Short prompts fill a step as often as they fit; a long one takes several.
-    """
+    Short prompts fill a step as often as they fit; a long one takes several."""
     if context <= budget:
         return [[(0, context)] * min(budget // context, _MOST_SEQS)]
     return [[(first, min(budget, context - first))] for first in range(0, context, budget)]
@@ -124,10 +122,8 @@ class Rate:
 def rate(
     strategy: Strategy, model: str, gpu: str | GPU, n_gpus: int, budget: int, context: int
 ) -> Rate:
-    """Return how fast prompts of one length are computed with a token budget.
-
-    Raises InputError as :func:`step_s`.
-    """
+    """Return how fast prompts of one length are computed with a token budget. Raises InputError as
+    :func:`step_s`."""
     dims, part = load_model(model), gpu if isinstance(gpu, GPU) else load_gpu(gpu)
     steps = chunks_of(budget, context)
     engines = n_gpus if strategy.kind in ("async_ep", "dp_ep") else 1
@@ -139,10 +135,8 @@ def rate(
 
 
 def best(strategy: Strategy, model: str, gpu: str | GPU, n_gpus: int, context: int) -> Rate:
-    """Return the rate at the budget of :data:`BUDGETS` that is fastest.
-
-    Raises InputError as :func:`step_s`.
-    """
+    """Return the rate at the budget of :data:`BUDGETS` that is fastest. Raises InputError as
+    :func:`step_s`."""
     rates = [rate(strategy, model, gpu, n_gpus, budget, context) for budget in BUDGETS]
     return max(rates, key=lambda one: one.tokens_per_s)
 

@@ -172,9 +172,8 @@ def strategy_map() -> Reproduction:
 
 def needed() -> Reproduction:
     """Experts that a step of few tokens needs, and what resident ones would save: an analysis.
-
-    Bytes are shares of gathering all experts of a layer. `expert_gather="needed"` gathers a part.
-    """
+    Bytes are shares of gathering all experts of a layer. `expert_gather="needed"` gathers a
+    part."""
     rows: list[dict[str, Any]] = []
     rng = np.random.default_rng(0)
     dims = load_model(H100_FP8.model)
@@ -230,10 +229,8 @@ _TTFT_MS = 1000.0
 
 
 def pools(runner: Runner, logs: Workloads, quick: bool) -> Reproduction:
-    """A prefill pool of AsyncEP or DP+EP before two decode workers of 8 GPUs: TTFT by rate.
-
-    Good requests have their first token within a second; means and 95% intervals over seeds.
-    """
+    """A prefill pool of AsyncEP or DP+EP before two decode workers of 8 GPUs: TTFT by rate. Good
+    requests have their first token within a second; means and 95% intervals over seeds."""
     tokens = (100 if quick else 300) * 1024
     shape = {"data_parallel_size": 8, "enable_expert_parallel": True}
     prefill = {

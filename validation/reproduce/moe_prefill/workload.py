@@ -71,11 +71,9 @@ class Prompt(NamedTuple):
 
 
 def lengths(dataset: Dataset, n: int) -> NDArray[np.int64]:
-    """Return ``n`` prompt lengths of a dataset, ascending: quantiles of the greatest entropy.
-
-    The density falls (or grows) exponentially from the shortest to the longest, at the rate that
-    gives the mean.
-    """
+    """Return ``n`` prompt lengths of a dataset, ascending: quantiles of the greatest entropy. The
+    density falls (or grows) exponentially from the shortest to the longest, at the rate that gives
+    the mean."""
     width = float(dataset.longest - dataset.shortest)
     mean = (dataset.tokens / dataset.requests - dataset.shortest) / width
 
@@ -90,11 +88,9 @@ def lengths(dataset: Dataset, n: int) -> NDArray[np.int64]:
 
 
 def real_world(sharing: float = 1.0, scale: float = 1.0, seed: int = 0) -> list[Prompt]:
-    """Return the aggregated workload of Table 2, in the order in which it is queued.
-
-    ``sharing``: of the assumed prefixes, 0 to 1; ``scale``: of each dataset's requests, above 0;
-    whole documents, one at least. Raises InputError if ``sharing`` or ``scale`` is out of range.
-    """
+    """Return the aggregated workload of Table 2, in the order in which it is queued. ``sharing``:
+    of the assumed prefixes, 0 to 1; ``scale``: of each dataset's requests, above 0; whole
+    documents, one at least. Raises InputError if ``sharing`` or ``scale`` is out of range."""
     if not 0 <= sharing <= 1:
         raise InputError("sharing", f"{sharing!r}", "0 to 1")
     if not 0 < scale <= 1:
@@ -124,9 +120,7 @@ def real_world(sharing: float = 1.0, scale: float = 1.0, seed: int = 0) -> list[
 
 def regime(name: str, tokens: int = REGIME_TOKENS) -> list[Prompt]:
     """Return the prompts of one length of :data:`REGIMES`, of ``tokens`` tokens together, one each.
-
-    Raises InputError if there is no such regime.
-    """
+    Raises InputError if there is no such regime."""
     if name not in REGIMES:
         raise InputError("regime", f"{name!r}", ", ".join(REGIMES))
     length = REGIMES[name]
@@ -138,10 +132,8 @@ def regime(name: str, tokens: int = REGIME_TOKENS) -> list[Prompt]:
 
 
 def shareable_tokens(prompts: Sequence[Prompt]) -> int:
-    """Return the tokens that one cache without limit would not compute again.
-
-    As in vLLM whole blocks are found, and the last token of a prompt is always computed.
-    """
+    """Return the tokens that one cache without limit would not compute again. As in vLLM whole
+    blocks are found, and the last token of a prompt is always computed."""
     held: set[int] = set()
     found = 0
     for prompt in prompts:
@@ -159,11 +151,9 @@ def write_log(
     rate: float = math.inf,
     arrivals: int = 0,
 ) -> None:
-    """Write prompts as a request log in Mooncake's format, one output token each.
-
-    ``--workload FILE`` reads it; equal arrivals keep their order. Requests come all at once, or
-    ``rate`` a second (Poisson, of the seed ``arrivals``; to the millisecond).
-    """
+    """Write prompts as a request log in Mooncake's format, one output token each. ``--workload
+    FILE`` reads it; equal arrivals keep their order. Requests come all at once, or ``rate`` a
+    second (Poisson, of the seed ``arrivals``; to the millisecond)."""
     gaps = np.random.default_rng(arrivals).exponential(1e3 / rate, len(prompts))
     times = np.rint(np.cumsum(gaps)).astype(np.int64).tolist()
     with whole_file(Path(path)) as partial, partial.open("w", encoding="utf-8") as file:
