@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eldr_sim.cli.completion import complete
-from eldr_sim.cli.completion import policies as policy_names
 from eldr_sim.cli.console import (
     ShareBar,
     difference_cell,
@@ -18,9 +16,16 @@ from eldr_sim.cli.console import (
     print_warnings,
     progress_bar,
 )
-from eldr_sim.cli.groups import GroupedCommand
-from eldr_sim.cli.option import jobs_option, option, output
-from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options, served
+from eldr_sim.cli.option import complete, jobs_option, option, output
+from eldr_sim.cli.option import policies as policy_names
+from eldr_sim.cli.options import (
+    GroupedCommand,
+    check_out,
+    config_from_options,
+    plot_extras,
+    run_options,
+    served,
+)
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, label

@@ -6,11 +6,11 @@ from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.command import run_command, show_tracebacks
 
 _COMMANDS = {
-    "cache": ("cache:cache", "Show or clear the cache folder."),
+    "cache": ("listing:cache", "Show or clear the cache folder."),
     "compare": ("compare:compare", "Compare policies on the same requests."),
-    "curve": ("curve:curve", "Show what a cache of any size would find in a log."),
-    "explain": ("explain:explain", "Say where time went in a run, or why two runs differ."),
-    "explore": ("explore:explore", "Explore clusters on a page in the browser."),
+    "curve": ("trace:curve", "Show what a cache of any size would find in a log."),
+    "explain": ("report:explain", "Say where time went in a run, or why two runs differ."),
+    "explore": ("report:explore", "Explore clusters on a page in the browser."),
     "fit": ("fit:fit", "Fit ELDR's routing artifact."),
     "gpus": ("listing:gpus", "List the known GPUs."),
     "models": ("listing:models", "List the known models."),
@@ -20,7 +20,7 @@ _COMMANDS = {
     "profile": ("profile:profile", "Measure the kernels of a GPU, or of the CPU."),
     "report": ("report:report", "Make one HTML page of results."),
     "reproduce": ("reproduce:reproduce", "Rerun a paper's evaluation."),
-    "router": ("router:router", "Route requests to real engines by a policy."),
+    "router": ("serve:router", "Route requests to real engines by a policy."),
     "run": ("run:run", "Simulate one cluster."),
     "schema": ("listing:schema", "Print the JSON schema of --config."),
     "serve": ("serve:serve", "Serve OpenAI's API from a simulated cluster."),

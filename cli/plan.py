@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from eldr_sim.cli.completion import complete
-from eldr_sim.cli.completion import gpus as gpu_names
-from eldr_sim.cli.completion import policies as policy_names
 from eldr_sim.cli.console import RunCounter, print_log_part, print_table, run_counter
-from eldr_sim.cli.groups import GroupedCommand
-from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, jobs_option, option, plot_option
-from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options, served
+from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, complete, jobs_option, option, plot_option
+from eldr_sim.cli.option import gpus as gpu_names
+from eldr_sim.cli.option import policies as policy_names
+from eldr_sim.cli.options import (
+    GroupedCommand,
+    check_out,
+    config_from_options,
+    plot_extras,
+    run_options,
+    served,
+)
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.setup.config.run_config import RunConfig

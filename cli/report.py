@@ -1,10 +1,24 @@
-"""``eldr-sim report``: results as one HTML page."""
+"""``eldr-sim report``, ``explain`` and ``explore``: results on a page, in words, on controls."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
+from click import IntRange
 
+from eldr_sim.cli.console import print_table
 from eldr_sim.cli.option import option
+from eldr_sim.cli.options import GroupedCommand, config_from_options, run_options
+from eldr_sim.errors import InputError
+from eldr_sim.reports.explanation import (
+    Explanation,
+    explain_difference,
+    explain_request,
+    explain_run,
+    open_run,
+)
+from eldr_sim.reports.folders import contents_of
 from eldr_sim.reports.page import write_report
 
 
@@ -21,3 +35,68 @@ def report(folders: tuple[Path, ...], out: Path, force: bool) -> None:
     """
     write_report(folders, out, force=force)
     click.echo(f"Wrote {out} ({out.stat().st_size / 1e3:,.0f} kB)")
+
+
+@click.command(short_help="Say where time went in a run, or why two runs differ.")
+@click.argument("result", type=click.Path(path_type=Path))
+@click.argument("other", required=False, type=click.Path(path_type=Path))
+@option("--request", int, "One request, beside its like.", metavar="ID")
+def explain(result: Path, other: Path | None, request: int | None) -> None:
+    """Say where the time of a run's requests went; of two runs, why their TTFT and TPOT differ.
+
+    RESULT and OTHER are folders of eldr-sim run --out. The parts of a difference sum to it.
+    """
+    run = open_run(result)
+    second = run if other is None else open_run(other)
+    if other is not None and request is not None:
+        raise InputError("request", "--request beside two results", "one result")
+    parts: Sequence[Explanation]
+    with contents_of(run, *([] if other is None else [second])):
+        if other is not None:
+            parts = explain_difference(run, second)
+        elif request is not None:
+            parts = [explain_request(run, request)]
+        else:
+            parts = [explain_run(run)]
+    for part in parts:
+        _print(part)
+
+
+def _print(explanation: Explanation) -> None:
+    for line in explanation.lines:
+        click.echo(line)
+    rows = [[_cell(value) for value in row] for row in explanation.rows]
+    print_table("", list(explanation.columns), rows)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)
+
+
+#: What the page begins with, where options do not say it.
+_START = {"topology": "2P4D", "request_rate": "12", "goodput": ("ttft:500,tpot:30",)}
+
+
+@click.command(cls=GroupedCommand, short_help="Explore clusters on a page in the browser.")
+@option("--port", IntRange(1, 65535), "Port to listen on.", default=8050, metavar="N")
+@option("--host", default="127.0.0.1", metavar="ADDRESS")
+@option("--read-only", bool, "Show what the options say, and nothing else.")
+@run_options()
+def explore(port: int, host: str, read_only: bool, **options: Any) -> None:
+    """Serve a page on which model, GPUs, P and D, rate and policy are moved, and TTFT, TPOT,
+    goodput and cost follow (docs/explore.md). Options say what it begins with.
+
+    Needs `pip install 'eldr-sim[live]'`, and no network.
+    """
+    from eldr_sim.reports.explorer.server import explore as serve_page
+
+    for name, value in _START.items():
+        if options.get(name) in (None, ()) and not (options["config_file"] or options["preset"]):
+            options[name] = value
+    config = config_from_options(options)
+    serve_page(
+        config, host=host, port=port, read_only=read_only,
+        announce=lambda line: click.echo(line, err=True),
+    )  # fmt: skip

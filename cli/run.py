@@ -7,9 +7,14 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_summary, progress_bar
-from eldr_sim.cli.groups import GroupedCommand
 from eldr_sim.cli.option import option, output
-from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options
+from eldr_sim.cli.options import (
+    GroupedCommand,
+    check_out,
+    config_from_options,
+    plot_extras,
+    run_options,
+)
 from eldr_sim.errors import InputError
 
 

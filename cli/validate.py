@@ -13,9 +13,8 @@ from click import FloatRange, IntRange
 from pyarrow import csv
 
 from eldr_sim.cli.console import print_table, progress_bar, task_bar, value_text
-from eldr_sim.cli.groups import GroupedCommand
 from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, option
-from eldr_sim.cli.options import check_out, config_from_options, run_options
+from eldr_sim.cli.options import GroupedCommand, check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 from eldr_sim.simulator.results import result_folder, write_json
@@ -205,7 +204,7 @@ def bench(
     explain them.
     """
     from eldr_sim.validation.published import bench as own
-    from eldr_sim.validation.published.forward_passes import beside, read_steps
+    from eldr_sim.validation.published.bench import beside, read_steps
 
     config = config_from_options(options)
     found = [each for path in results for each in own.read_bench(path)]

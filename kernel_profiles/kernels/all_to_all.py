@@ -49,10 +49,14 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels import roofline
-from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency
+from eldr_sim.kernel_profiles.kernels.kernel_latency import (
+    CollectiveLatency,
+    say,
+    say_behind,
+    spikes,
+)
 from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate, monotone_fit
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
-from eldr_sim.kernel_profiles.kernels.spikes import say, say_behind, spikes
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Backend
 from eldr_sim.kernel_profiles.rounding import each

@@ -1,4 +1,10 @@
-"""Times of attention, GEMM and collective kernels, interpolated from latency tables."""
+"""Times of attention, GEMM and collective kernels and of an engine's other work, from tables.
+
+A kernel's time may step up where its input grows, when another protocol or tile takes over, and the
+next rows stay up. A row that takes half as long again as *both* of its neighbours is a disturbance
+of the measurement (of DeepEP's dispatch between 4 GB200 the imported rows say 445, 17,858 and 550
+us at 256, 512 and 1,024 tokens): it is left out of the curve, and named.
+"""
 
 from dataclasses import dataclass
 
@@ -6,9 +12,60 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate, monotone_fit
-from eldr_sim.kernel_profiles.kernels.spikes import say, spikes
+from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate, mean_and_max, monotone_fit
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
+
+SPIKE = 1.5  #: a spike takes so many times as long as the slower of its two neighbours
+#: Rows that stay, and are named where results rest on their curve: of all shipped collectives of
+#: 1 MiB and more, those that take `SPIKE` times as long as on a GPU of slower links: the GPU, the
+#: operation and its GPUs; bytes, us, that other GPU, and its us. `behind_siblings` finds them.
+BEHIND = {
+    ("B200", "all_gather", 8): (2**24, 103.9, "H200", 66.9),
+    ("B300", "all_gather", 8): (2**24, 100.4, "H200", 66.9),
+}
+
+
+def spikes(seconds: ArrayLike) -> NDArray[np.bool_]:
+    """Return which rows of a curve are spikes. ``seconds``: shape [rows], by growing input. The
+    smallest and the largest input have one neighbour each, and are never judged."""
+    times = np.asarray(seconds, np.float64)
+    found = np.zeros(len(times), np.bool_)
+    found[1:-1] = times[1:-1] > SPIKE * np.maximum(times[:-2], times[2:])
+    return found
+
+
+def behind_siblings(
+    sizes: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+    slower: tuple[NDArray[np.float64], NDArray[np.float64]],
+) -> NDArray[np.bool_]:
+    """Return which rows take `SPIKE` times as long as a sibling of slower links, from 1 MiB on.
+    ``sizes``, ``seconds``: shape [rows]: bytes and times; ``slower``: the same of the sibling."""
+    theirs = np.interp(sizes, slower[0], slower[1])
+    return np.asarray((sizes >= 2**20) & (seconds > SPIKE * theirs))
+
+
+def say_behind(gpu: str, operation: str, n_gpus: int) -> list[str]:
+    """Return a warning where a shipped curve has a row in `BEHIND`."""
+    if (gpu, operation, n_gpus) not in BEHIND:
+        return []
+    size, us, sibling, theirs = BEHIND[gpu, operation, n_gpus]
+    return [
+        f"{operation} on {n_gpus} {gpu}: the row of {size:,} bytes takes {us:g} us, on {sibling}, "
+        f"whose links are slower, {theirs:g}"
+    ]
+
+
+def say(what: str, seconds: ArrayLike, sizes: ArrayLike, unit: str) -> list[str]:
+    """Return a warning for each spike of a curve, to stand in the results that rest on it.
+    ``what``: the kernel and the GPU; ``sizes``: shape [rows], the inputs, in ``unit``."""
+    times, inputs = 1e6 * np.asarray(seconds, np.float64), np.asarray(sizes)
+    return [
+        f"{what}: the row of {inputs[at]:,.0f} {unit} is left out: {times[at]:,.1f} us between "
+        f"{times[at - 1]:,.1f} and {times[at + 1]:,.1f}"
+        for at in np.flatnonzero(spikes(times)).tolist()
+    ]
+
 
 FloatArray = NDArray[np.float64]
 
@@ -215,3 +272,68 @@ class CollectiveLatency:
             known = ", ".join(f"{name} on {count}" for name, count in self.curves)
             raise InputError("collective", f"{operation!r} on {n_gpus} GPUs", known)
         return interpolate(message_bytes, *self.curves[operation, n_gpus])
+
+
+@dataclass(frozen=True, eq=False)
+class EngineStepLatency:
+    """Engine steps without MoE layers and attention, as a table of kind ``engine_step`` holds them.
+
+    Additive, ``t(tokens, sequences) = f(tokens) + g(sequences)``, both non-decreasing and piecewise
+    linear. Rows of decode steps have as many tokens as sequences and do not tell f from g: f bends
+    at the tokens of rows that hold prompts, g at the sequences of all rows.
+    """
+
+    #: ``tokens``, ``tokens_s``: f: knots, ascending from 0, and seconds; what a step costs at all
+    #: is f(0).
+    tokens: FloatArray
+    tokens_s: FloatArray
+    #: ``sequences``, ``sequences_s``: g: knots, ascending from 0, and seconds; g(0) = 0.
+    sequences: FloatArray
+    sequences_s: FloatArray
+    #: Relative errors on the table's rows: ``rows_mean`` and ``rows_max``.
+    fit_error: dict[str, float]
+
+    @classmethod
+    def from_table(cls, table: LatencyTable) -> "EngineStepLatency":
+        """Fit f and g by least squares of the rows' relative errors, weighted by their repeats.
+        Raises InputError: another kind of table, or one that does not tell f from g."""
+        from scipy.optimize import nnls  # takes long to import
+
+        if table.metadata.kind != "engine_step":
+            raise InputError("table", f"kind {table.metadata.kind!r}", "engine_step")
+        columns = table.columns
+        tokens = columns["tokens"].astype(np.float64)
+        sequences = columns["sequences"].astype(np.float64)
+        latency = columns["latency_s"].astype(np.float64)
+        prompts = tokens > sequences
+        if len(np.unique(tokens[prompts])) < 2 or len(np.unique(sequences)) < 2:
+            problem = "these rows do not tell what a token costs from what a sequence costs"
+            allowed = "rows of 2 sizes of prompts and of 2 numbers of sequences"
+            raise InputError("table", problem, allowed)
+        # No knot of f below the smallest prompt: there only decode rows could hold it.
+        f_knots = np.concatenate([[0.0], np.unique(tokens[prompts])[1:]])
+        g_knots = np.concatenate([[0.0], np.unique(sequences)])
+        design = np.hstack([np.ones((len(tokens), 1)), _rises(tokens, f_knots)])
+        design = np.hstack([design, _rises(sequences, g_knots)])
+        weight = np.sqrt(columns.get("repeats", np.ones(len(tokens))))
+        found, _ = nnls(design * (weight / latency)[:, None], weight)
+        found = np.round(found, 14)  # what LAPACK returns differs between processors
+        f_s = np.cumsum(found[: len(f_knots)])
+        g_s = np.concatenate([[0.0], np.cumsum(found[len(f_knots) :])])
+        errors = mean_and_max("rows", np.abs(design @ found / latency - 1))
+        return cls(f_knots, f_s, g_knots, g_s, errors)
+
+    def token_part_s(self, tokens: ArrayLike) -> FloatArray:
+        """Seconds f of a step of so many tokens."""
+        return interpolate(tokens, self.tokens, self.tokens_s)
+
+    def sequence_part_s(self, sequences: ArrayLike) -> FloatArray:
+        """Seconds g that so many sequences add."""
+        return interpolate(sequences, self.sequences, self.sequences_s)
+
+
+def _rises(x: FloatArray, knots: FloatArray) -> FloatArray:
+    """Return how much of each interval between knots lies below x; the last one has no end."""
+    share = (x[:, None] - knots[:-1]) / np.diff(knots)
+    share[:, :-1] = np.minimum(share[:, :-1], 1.0)
+    return np.maximum(share, 0.0)

@@ -1,17 +1,128 @@
-"""Tables of one GPU, and of one model on it, written from what ``aiconfigurator-core`` measured."""
+"""Tables of one GPU, and of one model on it, written from what ``aiconfigurator-core`` measured.
 
+Of what GPUs send each other:
+
+- NCCL ``message_size`` counts elements, not bytes.
+- ``wideep_deepep_*``: DeepEP's own benchmarks, run beside SGLang: the kernels alone. Low-latency
+  rows count an average of both directions; of the normal (high-throughput) kernels the rows with 20
+  SMs are taken, the default of DeepEP and vLLM. A dispatch moves FP8 with a scale per 128 values, a
+  combine bfloat16. Version 0.5.6.post2 has 2, 4 and 8 nodes of 8 GPUs. Its
+  high-throughput rows of 8 nodes are left out: they move 16 GB/s between nodes, where DeepEP's
+  README measures 51.
+- ``moe_a2a``: the same kernels as vLLM calls them, in one node. Small batches take 3 to 9 times as
+  long as the kernels alone; the rows do not tell the type of what a dispatch moves, and do not
+  grow as FP8 would: bfloat16 is assumed.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
+import pandas as pd
+
 from eldr_sim.kernel_profiles.models import KVDtype, ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.sources import aiconfigurator_comm as comm
 from eldr_sim.kernel_profiles.sources.aiconfigurator import (
+    Source,
     attention_tables,
     gemm_tables,
+    median_rows,
     moe_tables,
+    package_table,
+    sources,
 )
-from eldr_sim.kernel_profiles.tables.format import save_tables
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, save_tables
+
+_SMS = 20  # of the GPU, for DeepEP's high-throughput kernels
+_POINT = ["backend", "phase", "n_gpus", "hidden_size", "top_k", "n_experts", "tokens"]
+_NODE_GPUS = {"GB200": 4, "GB300": 4}  # others: 8
+
+
+def collective_tables(gpu: str) -> Iterator[LatencyTable]:
+    """NCCL collectives and vLLM's custom all-reduce (under CUDA graphs) inside one node."""
+    for backend, name, column, element, keep in (
+        ("nccl", "nccl_perf.parquet", "nccl_dtype", "half", "NCCL"),
+        ("vllm", "custom_allreduce_perf.parquet", "allreduce_dtype", "bfloat16",
+         "vLLM_custom_graph"),
+    ):  # fmt: skip
+        files = [file for file in sources(gpu, "comm", backend, name) if file.path.is_file()]
+        rows = pd.DataFrame()
+        if files:
+            rows = files[0].chosen(kernel_source=keep, **{column: element})
+        if rows.empty:
+            continue
+        named = {"op_name": "operation", "num_gpus": "n_gpus", "message_size": "message_bytes"}
+        points = median_rows(rows, list(named)).rename(columns=named)
+        yield package_table(
+            "collective",
+            files[0],
+            rows,
+            points.assign(message_bytes=2 * points.message_bytes),  # 2-byte elements
+            shape={},
+            dtype="float16" if element == "half" else element,
+        )
+
+
+def all_to_all_tables(gpu: str) -> Iterator[LatencyTable]:
+    """Dispatch and combine of DeepEP's kernels: newest version of each source and node count."""
+    for framework, read in (("sglang", _benchmark_rows), ("vllm", _engine_rows)):
+        seen: set[int] = set()
+        for folder in sources(gpu, "comm", framework):
+            rows = read(folder, _NODE_GPUS.get(gpu, 8))
+            if rows.empty:
+                continue
+            for nodes in sorted(set(rows.n_nodes) - seen):
+                seen.add(nodes)
+                own = rows[rows.n_nodes == nodes]
+                points = own.groupby(_POINT, sort=True).latency_us.median().reset_index()
+                yield package_table(
+                    "all_to_all",
+                    folder,
+                    own,
+                    points.assign(latency_s=points.latency_us / 1e6),
+                    shape={"n_nodes": int(nodes)} if nodes > 1 else {},
+                    dtype="fp8" if framework == "sglang" else "bfloat16",
+                    kernel_source="DeepEP",
+                    latency_dtype=np.float32,
+                )
+
+
+def _benchmark_rows(folder: Source, node_gpus: int) -> pd.DataFrame:
+    """Rows of DeepEP's own benchmarks, one a phase."""
+    found = []
+    for backend, file, suffixes in (
+        ("deepep_ll", "wideep_deepep_ll_perf.parquet", ("avg_t_us",)),
+        ("deepep_ht", "wideep_deepep_normal_perf.parquet", ("transmit_us", "notify_us")),
+    ):
+        frame = folder._replace(file=file).rows
+        if frame.empty:
+            continue
+        for phase in ("dispatch", "combine"):
+            rows = frame
+            if backend == "deepep_ht":
+                rows = frame[(frame[f"{phase}_sms"] == _SMS) & (frame.node_num < 8)]
+            taken = sum(rows[f"{phase}_{suffix}"] for suffix in suffixes)
+            found.append(
+                rows.assign(
+                    backend=backend, phase=phase, latency_us=taken, n_gpus=node_gpus * rows.node_num
+                )
+            )
+    if not found:
+        return pd.DataFrame()
+    names = {"node_num": "n_nodes", "num_token": "tokens", "num_topk": "top_k"}
+    return pd.concat(found).rename(columns=names | {"num_experts": "n_experts"})
+
+
+def _engine_rows(folder: Source, _node_gpus: int) -> pd.DataFrame:
+    """Rows of DeepEP's kernels as vLLM calls them."""
+    frame = folder._replace(file="moe_a2a_perf.parquet").rows
+    if frame.empty:
+        return frame
+    frame = frame[frame.comm_backend.isin(("deepep_ll", "deepep_ht"))]
+    names = {"node_num": "n_nodes", "num_tokens": "tokens", "topk": "top_k", "ep_size": "n_gpus"}
+    names |= {"num_experts": "n_experts", "comm_backend": "backend", "latency": "latency_us"}
+    return frame.rename(columns=names)
 
 
 def import_tables(
@@ -37,8 +148,8 @@ def import_tables(
     if model is None:
         tables = [
             *gemm_tables(gpu, engine=engine),
-            *comm.collective_tables(gpu),
-            *comm.all_to_all_tables(gpu),
+            *collective_tables(gpu),
+            *all_to_all_tables(gpu),
         ]
     else:
         shard = parallelism.shard(model)

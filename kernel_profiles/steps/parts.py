@@ -13,6 +13,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all import NETWORK_EFFICIENCY, NETW
 from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     CollectiveLatency,
     DecodeAttention,
+    EngineStepLatency,
     GemmLatency,
     PrefillAttention,
 )
@@ -27,7 +28,6 @@ from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
-from eldr_sim.kernel_profiles.steps.engine_step import EngineStepLatency
 from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
     Kind,

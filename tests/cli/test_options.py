@@ -9,9 +9,8 @@ import click
 import pyarrow.parquet as pq
 import pytest
 
-from eldr_sim.cli.groups import _ALL, GROUPS
 from eldr_sim.cli.main import cli
-from eldr_sim.cli.options import config_from_options, run_options
+from eldr_sim.cli.options import _ALL, GROUPS, config_from_options, run_options
 from eldr_sim.policies.choice import BUILT_IN
 from eldr_sim.simulator.setup.config.groups import GROUPS as CONFIG_GROUPS
 from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.kernels.kernel_latency import EngineStepLatency
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.steps.engine_step import EngineStepLatency
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import (
     LatencyTable,

@@ -6,8 +6,13 @@ from hypothesis import strategies as st
 
 from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
-from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency
-from eldr_sim.kernel_profiles.kernels.spikes import BEHIND, behind_siblings, say, spikes
+from eldr_sim.kernel_profiles.kernels.kernel_latency import (
+    BEHIND,
+    CollectiveLatency,
+    behind_siblings,
+    say,
+    spikes,
+)
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.tables.library import find_table
 

@@ -17,7 +17,7 @@ from collections import Counter
 import pytest
 
 from eldr_sim.serving.router.decisions import build_decode_policy
-from eldr_sim.validation.live.random_model import domain_slices, write_model
+from eldr_sim.validation.live.load import domain_slices, write_model
 from eldr_sim.validation.live.servers import EngineOptions, EngineProcess
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:

@@ -16,7 +16,7 @@ from eldr_sim.validation.reproduce.eldr_measured.cells import (
     tables_of,
     warmed_up,
 )
-from eldr_sim.validation.reproduce.eldr_measured.figures import _errors, _goals, _orders
+from eldr_sim.validation.reproduce.eldr_measured.evaluation import _errors, _goals, _orders
 from eldr_sim.validation.reproduce.eldr_measured.slope import _slope, _slopes, _tile
 
 

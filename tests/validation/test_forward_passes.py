@@ -10,7 +10,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
-from eldr_sim.validation.published.forward_passes import Step, beside, predicted_s, read_steps
+from eldr_sim.validation.published.bench import Step, beside, predicted_s, read_steps
 
 CONFIG = {"model": "Llama-3.1-8B", "gpu": "H100", "topology": "1C"}
 

@@ -20,8 +20,16 @@ from eldr_sim.validation.live.engine_calibration import (
     read_calibration,
 )
 from eldr_sim.validation.live.live_run import LoadInfo, RunInfo
-from eldr_sim.validation.live.load import Domain, LoadRequest, make_load
-from eldr_sim.validation.live.random_model import DOMAINS, domain_slices, write_model
+from eldr_sim.validation.live.load import (
+    DOMAINS,
+    Domain,
+    LoadRequest,
+    domain_slices,
+    domains_of,
+    make_load,
+    read_texts,
+    write_model,
+)
 from eldr_sim.validation.live.run_writer import assemble_run, machine, versions
 from eldr_sim.validation.live.servers import SERVED_NAME, EngineOptions, require_vllm
 from eldr_sim.validation.live.setup_calibration import (
@@ -39,7 +47,6 @@ from eldr_sim.validation.live.setups import (
     start_proxy,
     started_setup,
 )
-from eldr_sim.validation.live.texts import domains_of, read_texts
 
 
 @dataclass(frozen=True)

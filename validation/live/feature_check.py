@@ -22,18 +22,19 @@ from eldr_sim.validation.live.engine_calibration import (
     model_of,
     read_calibration,
 )
-from eldr_sim.validation.live.feature_loads import FeatureLoad, feature_load, lengths_of
 from eldr_sim.validation.live.features import (
     FEATURES,
     FIGURES,
+    FeatureLoad,
     Sent,
+    feature_load,
+    lengths_of,
     live_figures,
     serve,
     simulate_sent,
 )
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
-from eldr_sim.validation.live.load import Load, LoadRequest
-from eldr_sim.validation.live.random_model import domain_slices, write_draft
+from eldr_sim.validation.live.load import Load, LoadRequest, domain_slices, write_draft
 from eldr_sim.validation.live.routed_check import serve_routed
 from eldr_sim.validation.live.run_writer import machine, versions, write_trace_of
 from eldr_sim.validation.live.setup_calibration import capacity, engine_infos, read_logs

@@ -27,6 +27,7 @@ times a second.
 """
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -34,8 +35,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
-
-from eldr_sim.validation.live.cpu_acceptance import prescribe_acceptance
 
 TIMING_VARIABLE = "ELDR_SIM_TIMING"
 FORCED_PREFIX = "forced-"
@@ -393,3 +392,47 @@ def _spare_the_cores(process: Any) -> None:
             super().__setattr__(name, _NIXL_PROGRESS_US if name == "pthrDelay" else value)
 
     _api.nixlBind.nixlAgentConfig = Config
+
+
+_KERNEL = "vllm.v1.sample.rejection_sampler.rejection_random_sample_kernel"
+
+
+def prescribe_acceptance() -> None:
+    """Let vLLM's sampler on a CPU take ``synthetic_acceptance_rates``."""
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.utils import cpu_triton_utils
+
+    sample = cpu_triton_utils._rejection_random_sample_kernel_impl
+    signature = inspect.signature(sample)
+
+    @functools.wraps(sample)
+    def sample_or_prescribe(*given: Any, **named: Any) -> None:
+        told = signature.bind(*given, **named).arguments
+        if told.get("SYNTHETIC_MODE"):
+            told["target_probs"], told["uniform_probs"] = accepting(
+                told["cu_num_draft_tokens"], told["draft_token_ids"], told["uniform_probs"],
+                told["synthetic_conditional_rates"], told["vocab_size"],
+            )  # fmt: skip
+            told |= {"draft_probs": None, "NO_DRAFT_PROBS": True, "SYNTHETIC_MODE": False}
+        sample(**told)
+
+    register_kernels({_KERNEL: sample_or_prescribe})
+
+
+def accepting(ends: Any, drafts: Any, uniform: Any, rates: Any, vocab_size: int) -> tuple[Any, Any]:
+    """Return probabilities of tokens and draws with which a draft is accepted at its rate.
+
+    ``ends``: drafts up to each request's last, int ``[requests]``; ``drafts``, ``uniform``: tokens
+    and draws, ``[drafts]``; ``rates``: conditional, by place. A draft is accepted if its
+    probability is not below the draw.
+    """
+    import torch
+
+    counts = torch.diff(ends.to(torch.int64), prepend=torch.zeros(1, dtype=torch.int64))
+    starts = torch.repeat_interleave(ends.to(torch.int64) - counts, counts)
+    place = torch.arange(len(drafts)) - starts
+    target = torch.zeros(len(drafts), vocab_size)
+    tokens = drafts.to(torch.int64)
+    accepted = (uniform < rates[place]) & (tokens >= 0)  # places without a draft hold -1
+    target[torch.arange(len(drafts)), tokens.clamp(min=0)] = accepted.to(torch.float32)
+    return target, torch.full_like(uniform, 0.5)

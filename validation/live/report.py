@@ -9,7 +9,7 @@ A folder, written whole or not at all:
     its main cause. ``paired``: live and simulated values, error and noise floor of every statistic.
     ``policies``: differences between decode policies, live and simulated. ``orders``: shortest
     prompt first against first come, first served. ``unions``: distinct experts of decode steps
-    beside those that prompts foretell, where ELDR was fitted (:mod:`~.foretold_unions`).
+    beside those that prompts foretell, where ELDR was fitted (`report_figures.foretold_unions`).
     ``comparison``: the summary of :mod:`~.comparison`, each set-up by itself. ``setups``,
     ``prefilled``, ``loads``, ``model``, ``max_model_len``, ``versions``, ``machine``,
     ``calibration``: what was run.
@@ -33,9 +33,13 @@ from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.live.comparison import LiveComparison, compare_runs
 from eldr_sim.validation.live.engine_calibration import EngineCalibration, read_calibration
-from eldr_sim.validation.live.foretold_unions import foretold_unions
 from eldr_sim.validation.live.live_run import LiveRun, LoadInfo, read_live_run
-from eldr_sim.validation.live.report_figures import POLICIES, SETUPS, report_document
+from eldr_sim.validation.live.report_figures import (
+    POLICIES,
+    SETUPS,
+    foretold_unions,
+    report_document,
+)
 from eldr_sim.validation.live.report_pictures import draw_pictures
 from eldr_sim.validation.live.report_text import markdown
 from eldr_sim.validation.live.simulated_run import SimulatedRun, simulate_run

@@ -19,8 +19,10 @@ from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.validation.live.calibrate import (
     Burst,
     calibration_bursts,
+    doubts,
     engine_tables,
     outside_times,
+    quality,
 )
 from eldr_sim.validation.live.client import join_proxy_log, prefill_ahead, send_load
 from eldr_sim.validation.live.engine_calibration import (
@@ -36,7 +38,6 @@ from eldr_sim.validation.live.plugin import FORCED_PREFIX
 from eldr_sim.validation.live.run_writer import machine, versions, write_trace_of
 from eldr_sim.validation.live.servers import SERVED_NAME, EngineOptions
 from eldr_sim.validation.live.setups import Setup, start_proxy
-from eldr_sim.validation.live.table_quality import doubts, quality
 
 _KV_GRID = tuple(
     (descriptors * size, descriptors)

@@ -32,8 +32,7 @@ from eldr_sim.simulator.setup.replay import fit_trace, make_replay, prompt_rows
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload
-from eldr_sim.validation.live.drift import Clock
-from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
+from eldr_sim.validation.live.engine_calibration import Clock, EngineCalibration, model_of
 from eldr_sim.validation.live.live_run import EngineInfo, LiveRun
 from eldr_sim.validation.live.timestamps import RequestTimestamps
 

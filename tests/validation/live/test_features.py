@@ -10,12 +10,15 @@ import pytest
 
 from eldr_sim.validation.live import feature_check
 from eldr_sim.validation.live.client import send_turns
-from eldr_sim.validation.live.drift import Clock
-from eldr_sim.validation.live.feature_loads import PREFIX, TURNS, feature_load, lengths_of
+from eldr_sim.validation.live.engine_calibration import Clock
 from eldr_sim.validation.live.features import (
     FEATURES,
+    PREFIX,
+    TURNS,
     Sent,
+    feature_load,
     figures,
+    lengths_of,
     live_figures,
     replay,
     simulate_sent,
@@ -203,7 +206,7 @@ def test_the_page_says_error_and_noise_and_what_was_counted():
 def test_drafts_are_accepted_with_the_prescribed_rates_on_a_cpu():
     """The kernel accepts a draft whose probability is not below the draw."""
     torch = pytest.importorskip("torch")
-    from eldr_sim.validation.live.cpu_acceptance import accepting
+    from eldr_sim.validation.live.plugin import accepting
 
     n, k = 4000, 3
     ends = torch.arange(k, (n + 1) * k, k, dtype=torch.int32)

@@ -17,8 +17,8 @@ from eldr_sim.validation.live.calibrate import calibration_bursts, engine_tables
 from eldr_sim.validation.live.engine_calibration import CalibrationInfo, model_of
 from eldr_sim.validation.live.engine_log import read_complete_log, read_engine_log
 from eldr_sim.validation.live.live_run import REQUESTS
+from eldr_sim.validation.live.load import domain_slices
 from eldr_sim.validation.live.plugin import FORCED_LEVELS
-from eldr_sim.validation.live.random_model import domain_slices
 from eldr_sim.validation.live.run_writer import steps_table
 
 LAYERS, EXPERTS, TOP_K = 3, 16, 2

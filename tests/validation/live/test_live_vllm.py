@@ -10,7 +10,7 @@ import json
 import pytest
 
 from eldr_sim.validation.live.campaign import Campaign, LoadShape, record_campaign
-from eldr_sim.validation.live.random_model import write_model
+from eldr_sim.validation.live.load import write_model
 from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.servers import EngineOptions
 

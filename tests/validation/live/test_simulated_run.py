@@ -13,9 +13,9 @@ from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation.live.comparison import compare_runs
-from eldr_sim.validation.live.drift import DriftModel
 from eldr_sim.validation.live.engine_calibration import (
     Delay,
+    DriftModel,
     EngineCalibration,
     device_of,
     model_of,

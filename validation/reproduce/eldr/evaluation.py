@@ -9,7 +9,7 @@ from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import routing_of
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
-from eldr_sim.validation.reproduce.eldr import motivation, results, scaling, signature
+from eldr_sim.validation.reproduce.eldr import results, scaling, signature
 from eldr_sim.validation.reproduce.eldr_measured.cells import scored_routing
 from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
@@ -39,9 +39,9 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         return signature.figure_7(signature.fits_of(open_trace(REFERENCE_TRACE), n_decoders=8))
 
     return {
-        "figure_2": lambda: motivation.figure_2(MODEL, GPU),
-        "figure_3": lambda: motivation.figure_3(trace()),
-        "figure_4": lambda: motivation.figure_4(trace()),
+        "figure_2": lambda: signature.figure_2(MODEL, GPU),
+        "figure_3": lambda: signature.figure_3(trace()),
+        "figure_4": lambda: signature.figure_4(trace()),
         "figure_7": figure_7,
         "figure_8": lambda: signature.figure_8(fits()),
         "figure_9": lambda: signature.figure_9(fits()),

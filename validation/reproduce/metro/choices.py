@@ -10,16 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.charts import field
+from eldr_sim.charts import bars, field
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
+from eldr_sim.traces.routing.format import REFERENCE_TRACE
 from eldr_sim.validation.reproduce.expert_traffic import Batch, layer_times, measure
+from eldr_sim.validation.reproduce.metro.results import BUSIEST, CHARGED, REAL, TPOT
 from eldr_sim.validation.reproduce.metro.routing import Routing, rank_times
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, grouped, spread
+from eldr_sim.validation.reproduce.reproduction import (
+    Claim,
+    Reproduction,
+    Runner,
+    change,
+    grouped,
+    mean,
+    spread,
+)
 
 #: Choices, and what tables call them.
 CHOICES = {
@@ -106,3 +116,41 @@ def _no_worse(rows: Sequence[dict[str, Any]], choice: str, size: int, prompts: b
         -100.0, -0.1, median["layer_%"], "%", 0.0, said, stated=False,
         interval=(median["layer_%_low"], median["layer_%_high"]),
     )  # fmt: skip
+
+
+_METRO = {"replica_choice": "metro:overhead_us=0", "all2all_backend": "allgather_alltoall"}
+_MOVED = {"eplb_interval": 200, "eplb_window": 200}
+#: Fields of each way to serve; all but the first two have 1.125 instances an expert.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "no replicas, linear": {"expert_placement": "linear", "num_redundant_experts": 0},
+    "no replicas, EPLB": {"num_redundant_experts": 0},
+    "EPLB, stale": {},
+    "EPLB, moved": _MOVED,
+    "EPLB, moved meanwhile": _MOVED | {"eplb_async": True},
+    "METRO, stale": _METRO,
+    CHARGED + ", stale": _METRO | {"replica_choice": "metro"},
+    "METRO, moved meanwhile": _METRO | _MOVED | {"eplb_async": True},
+}
+P99_ITL = "p99_itl_ms"
+
+
+def drift(runner: Runner, seeds: Sequence[int], waves: int) -> Reproduction:
+    """Serve a mix that moves from code to Chinese, paired over seeds: EPLB's placement of the start
+    goes stale, is made again by its last steps' experts (and pays for the bytes), or stays, under
+    METRO."""
+    base = REAL.fields(1.125) | {
+        "workload": "trace", "trace": REFERENCE_TRACE, "request_rate": "inf",
+        "num_requests": waves * REAL.in_flight, "output_len": 256,
+        "domain_mix": {"code": 1.0}, "domain_mix_end": {"zh": 1.0},
+    }  # fmt: skip
+    runs = runner.paired({name: base | fields for name, fields in VARIANTS.items()}, seeds)
+    ends = ("tpot_vs_stale_%", "tpot_vs_stale_low_%", "tpot_vs_stale_high_%")
+    rows = [
+        {"variant": name, **{m: mean(own, m) for m in (TPOT, P99_ITL, BUSIEST)}}
+        | dict(zip(ends, change(own, runs["EPLB, stale"], TPOT), strict=True))
+        | {"relocations": mean(own, "relocations")}
+        | {"stall_s": mean(own, "relocation_stall_s"), "seeds": len(own)}
+        for name, own in runs.items()
+    ]
+    draw = bars(rows, "variant", ends[0], ends=ends[1:])
+    return Reproduction("drift", "a placement gone stale (not in the paper)", rows, [], draw)

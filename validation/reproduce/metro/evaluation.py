@@ -17,8 +17,7 @@ from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_t
 from eldr_sim.traces.routing.synthetic.presets import preset_model
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 from eldr_sim.validation.reproduce.metro import pareto, results, routing
-from eldr_sim.validation.reproduce.metro.choices import choices
-from eldr_sim.validation.reproduce.metro.drift import drift
+from eldr_sim.validation.reproduce.metro.choices import choices, drift
 from eldr_sim.validation.reproduce.metro.locality import locality
 from eldr_sim.validation.reproduce.metro.results import Case, Dataset, Setup
 from eldr_sim.validation.reproduce.metro.routing import Routing
