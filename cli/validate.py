@@ -33,18 +33,10 @@ from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.report_text import headline_table, verdict
 from eldr_sim.validation.live.servers import EngineOptions
 from eldr_sim.validation.live.setups import SETUPS
+from eldr_sim.validation.published import silicon as form
 from eldr_sim.validation.published.mixtral import OTHERS, mixtral_rows, predict_mixtral
 from eldr_sim.validation.published.pd import ASSUMED, pd_rows, predict_pd
 from eldr_sim.validation.published.predictions import Errors, errors_of
-from eldr_sim.validation.published.silicon import (
-    AICONFIGURATOR,
-    GROUPS,
-    REPEATABILITY,
-    forms_table,
-    growth_error,
-    predict_rows,
-    worst_rows,
-)
 from eldr_sim.validation.published.silicon_rows import (
     GPUS,
     MEASURED_MODELS,
@@ -99,21 +91,21 @@ def silicon(
         _forms(rows, target, moe_kernel, out, force)
         return
     with progress_bar("silicon") as update:
-        table = predict_rows(rows, target=target, moe_kernel=moe_kernel, progress=update)
-    found = errors_of(table, GROUPS)
+        table = form.predict_rows(rows, target=target, moe_kernel=moe_kernel, progress=update)
+    found = errors_of(table, form.GROUPS)
     columns = ["rows", "metric", "n", "ours", "bias", "signed median", "all n", "all rows"]
     columns += ["AIConfigurator"]
-    others = AICONFIGURATOR.get(model, {})
+    others = form.AICONFIGURATOR.get(model, {})
     cells = [_error(error, others) for error in found]
     print_table("Absolute error, %: median | 90th percentile", columns, cells)
-    noise = ", ".join(f"{name.upper()} {a} | {b}" for name, (a, b) in REPEATABILITY.items())
+    noise = ", ".join(f"{name.upper()} {a} | {b}" for name, (a, b) in form.REPEATABILITY.items())
     click.echo(f"Runs repeated on another date differ by (%): {noise}")
     for metric in ("tpot", "ttft"):
-        grown = growth_error(table, metric)
+        grown = form.growth_error(table, metric)
         if not math.isnan(grown):
             click.echo(f"Growth of {metric.upper()} with concurrency: mean error {grown:.1f}%")
     click.echo()
-    worst = worst_rows(table).to_pylist()
+    worst = form.worst_rows(table).to_pylist()
     cells = [[value_text(value) for value in row.values()] for row in worst]
     print_table("Worst TPOT", list(worst[0]), cells)
     uncovered = sorted(uncovered_rows(target).items())
@@ -315,7 +307,7 @@ def _forms(
 ) -> None:
     """Print, and perhaps write, the errors of every form."""
     with progress_bar("silicon") as update:
-        found = forms_table(rows, target, kernel, update)
+        found = form.forms_table(rows, target, kernel, update)
     cells = [
         [*map(str, list(row.values())[:4]), f"{row['median']:.1f} | {row['p90']:.1f}",
          f"{row['signed_median']:+.1f}"]

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from eldr_sim.cli.console import (
-    difference_cell,
-    number_text,
-    print_log_part,
-    print_table,
-    print_warnings,
-    progress_bar,
-)
+from eldr_sim.cli import console
 from eldr_sim.cli.option import jobs_option, option, output
 from eldr_sim.cli.options import check_out
 from eldr_sim.simulator.outcome.catalogue import label
@@ -55,7 +48,7 @@ def what_if(
 
     config = make_config(read_base(base))
     check_out(out, force, MARKER)
-    with progress_bar("what if") as update:
+    with console.progress_bar("what if") as update:
         result = make_what_if(
             config, changes, n_seeds=seeds, together=together, jobs=jobs, progress=update
         )
@@ -66,24 +59,24 @@ def what_if(
         f"Base: {config.policy}, {first['topology']}, {first['model_id']} on {first['gpu']}, "
         f"{first['weakest_provenance']} tables; {seeds} paired seed{'s' if seeds > 1 else ''}"
     )
-    print_log_part(first)
+    console.print_log_part(first)
     for change in result.changes:
         click.echo()
         _print_change(change)
     if out is not None:
         click.echo(f"Wrote {out}")
     for name, summary in [("base", first), *((c.name, c.summaries[0]) for c in result.changes)]:
-        print_warnings(summary, f"{name}: ")
+        console.print_warnings(summary, f"{name}: ")
 
 
 def _print_change(change: Change) -> None:
     rows = [
-        [label(e.metric), _number(e.reference_mean), _number(e.mean), difference_cell(e)]
+        [label(e.metric), _number(e.reference_mean), _number(e.mean), console.difference_cell(e)]
         for e in change.effects
         if e.reference_mean is not None or e.mean is not None
     ]
     columns = ["figure", "base", "changed", "difference, % [95% confidence interval]"]
-    print_table(change.name, columns, rows)
+    console.print_table(change.name, columns, rows)
     _print_faults(change.summaries)
     if change.other_requests:
         click.echo(
@@ -114,4 +107,4 @@ def _mean(values: Iterable[float | None]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return number_text(value, ".4f" if value is not None and abs(value) < 10 else ".2f")
+    return console.number_text(value, ".4f" if value is not None and abs(value) < 10 else ".2f")

@@ -48,13 +48,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
-from eldr_sim.kernel_profiles.kernels import roofline
-from eldr_sim.kernel_profiles.kernels.kernel_latency import (
-    CollectiveLatency,
-    say,
-    say_behind,
-    spikes,
-)
+from eldr_sim.kernel_profiles.kernels import kernel_latency, roofline
 from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate, monotone_fit
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.models import ModelDims
@@ -270,7 +264,7 @@ class _Curves:
         table = gpu_table("collective", self.gpu, dtype="float16", extra=self.tables)
         if table is None:
             return self.links(operation)
-        latency = CollectiveLatency.from_table(table)
+        latency = kernel_latency.CollectiveLatency.from_table(table)
         curves = latency.curves
         sizes = sorted(n for name, n in curves if name == operation)
         if not sizes:
@@ -279,7 +273,7 @@ class _Curves:
         message, seconds = curves[operation, n_gpus]
         self._warn(latency.warnings[operation, n_gpus])
         if table.source["label"] == "imported":
-            self._warn(say_behind(self.gpu.name, operation, n_gpus))
+            self._warn(kernel_latency.say_behind(self.gpu.name, operation, n_gpus))
         self._record("all_to_all", table, n_gpus == self.node)
         return _from_zero(message * (n_gpus - 1) / n_gpus, seconds)
 
@@ -358,14 +352,14 @@ def _rows(table: LatencyTable, model: ModelDims, backend: Backend, phase: str) -
     fp8 = phase == "dispatch" and table.metadata.dtype == "fp8"
     sent = columns["tokens"][rows] * (hidden * (_FP8_BYTES if fp8 else 2.0))
     measured_s, what = columns["latency_s"][rows], f"{backend} {phase} on {table.metadata.gpu}"
-    kept = ~spikes(measured_s)
+    kept = ~kernel_latency.spikes(measured_s)
     return _Rows(
         (inside * sent)[kept],
         (between * sent)[kept],
         monotone_fit(measured_s[kept]),
         n_gpus,
         bool((near == shape).all()),
-        say(what, measured_s, columns["tokens"][rows], "tokens"),
+        kernel_latency.say(what, measured_s, columns["tokens"][rows], "tokens"),
     )
 
 

@@ -12,13 +12,7 @@ import numpy as np
 
 from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.profile import attention
-from eldr_sim.kernel_profiles.profile.dense import (
-    EPSILON,
-    Elementwise,
-    elementwise_rounds,
-    gemm_rounds,
-)
+from eldr_sim.kernel_profiles.profile import attention, dense
 from eldr_sim.kernel_profiles.profile.device import Device
 from eldr_sim.kernel_profiles.profile.grid import MoEPoint, forced_logits, forced_routing
 from eldr_sim.kernel_profiles.profile.moe import MoEBench, MoEKernel
@@ -93,7 +87,7 @@ class DecodeStack:
         self.tokens = torch.randint(model.vocab_size, (batch,), device=where)
         self.embedding = tensor(model.vocab_size, hidden)
         self.head = tensor(model.vocab_size, hidden)
-        self.elementwise = Elementwise(model, batch, device)
+        self.elementwise = dense.Elementwise(model, batch, device)
         self.moe = kernel.layer(batch)
         point = expected_point(batch, shape)
         self.layers = []
@@ -130,7 +124,7 @@ class DecodeStack:
             x = part.norm()
             logits = torch.addmm(layer["forced"], x, layer["gate"].T, alpha=1e-6)
             part.x = self.moe(x, logits, layer["experts"])
-        x = torch.nn.functional.rms_norm(part.x, (model.hidden_size,), part.weight, EPSILON)
+        x = torch.nn.functional.rms_norm(part.x, (model.hidden_size,), part.weight, dense.EPSILON)
         return linear(x, self.head)
 
 
@@ -148,15 +142,15 @@ def measure_host_gap(
     for batch in BATCHES:
         point = expected_point(batch, shape)
         layer_rounds = [
-            gemm_rounds(batch, heads * dim, hidden, device),
-            gemm_rounds(batch, hidden, model.n_heads * dim, device),
-            gemm_rounds(batch, shape.n_experts, hidden, device),
-            elementwise_rounds(model, batch, device),
+            dense.gemm_rounds(batch, heads * dim, hidden, device),
+            dense.gemm_rounds(batch, hidden, model.n_heads * dim, device),
+            dense.gemm_rounds(batch, shape.n_experts, hidden, device),
+            dense.elementwise_rounds(model, batch, device),
             attention.decode_rounds(shape_of, batch, CONTEXT, device),
             bench.rounds(point),
         ]
         per_layer = sum(device.timer.time(rounds, mode).median_s for rounds in layer_rounds)
-        head = gemm_rounds(batch, model.vocab_size, hidden, device)
+        head = dense.gemm_rounds(batch, model.vocab_size, hidden, device)
         once = device.timer.time(head, mode).median_s
         steps, parts, repeats = {}, {}, 0
         for depth in depths:

@@ -25,12 +25,7 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
 from eldr_sim.kernel_profiles.gpus import list_gpus
-from eldr_sim.kernel_profiles.kernels.kernel_latency import (
-    CollectiveLatency,
-    DecodeAttention,
-    GemmLatency,
-    PrefillAttention,
-)
+from eldr_sim.kernel_profiles.kernels import kernel_latency
 from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.profile import table_fit
 from eldr_sim.kernel_profiles.profile.device import (
@@ -230,10 +225,10 @@ def measure(
 #: What a run makes of tables, by kind.
 _MADE_OF: dict[str, Callable[[LatencyTable], object]] = {
     "moe": fit_moe_latency,
-    "attention_decode": DecodeAttention.from_table,
-    "attention_prefill": lambda table: PrefillAttention.from_table(table, 1024, 0.0),
-    "gemm": GemmLatency.from_table,
-    "collective": CollectiveLatency.from_table,
+    "attention_decode": kernel_latency.DecodeAttention.from_table,
+    "attention_prefill": lambda table: kernel_latency.PrefillAttention.from_table(table, 1024, 0.0),
+    "gemm": kernel_latency.GemmLatency.from_table,
+    "collective": kernel_latency.CollectiveLatency.from_table,
 }
 
 

@@ -17,17 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from eldr_sim.kernel_profiles.kernels.kernel_latency import (
-    DecodeAttention,
-    GemmLatency,
-    PrefillAttention,
-)
-from eldr_sim.kernel_profiles.kernels.moe_latency import (
-    fit_grid,
-    fit_max_form,
-    fit_moe_latency,
-    mean_and_max,
-)
+from eldr_sim.kernel_profiles.kernels import kernel_latency, moe_latency
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out
 from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
@@ -79,7 +69,9 @@ def moe_report(table: LatencyTable) -> dict[str, Any]:
     def score(
         predict: Callable[[FloatArray, FloatArray], FloatArray], rows: NDArray[np.bool_], name: str
     ) -> dict[str, float]:
-        return mean_and_max(name, np.abs(predict(batch[rows], distinct[rows]) / latency[rows] - 1))
+        return moe_latency.mean_and_max(
+            name, np.abs(predict(batch[rows], distinct[rows]) / latency[rows] - 1)
+        )
 
     report: dict[str, Any] = {
         "points": len(points),
@@ -94,8 +86,8 @@ def moe_report(table: LatencyTable) -> dict[str, Any]:
     }
     train = batch[kept], distinct[kept], latency[kept]
     for name, model in (
-        ("max_form", fit_max_form(*train, n_experts, top_k)),
-        ("grid", fit_grid(*train, n_experts, top_k)),
+        ("max_form", moe_latency.fit_max_form(*train, n_experts, top_k)),
+        ("grid", moe_latency.fit_grid(*train, n_experts, top_k)),
     ):
         report[name] = {
             **score(model.time_s, out & decode, "held_out"),
@@ -204,7 +196,7 @@ def chunk_report(tables: Sequence[LatencyTable]) -> list[dict[str, float]]:
             if meta.kind != "attention_prefill" or meta.shape != chunk.metadata.shape:
                 continue
             last = int(chunk.columns["context"].max())
-            curve = PrefillAttention.from_table(whole, last, 0.0)
+            curve = kernel_latency.PrefillAttention.from_table(whole, last, 0.0)
             for new, context, seconds in chunk.rows("new_tokens", "context", "latency_s"):
                 told = curve.floor_s + curve.alone_s[context] - curve.alone_s[context - new]
                 row = {"new_tokens": new, "context": context, "measured_us": seconds * 1e6}
@@ -284,7 +276,7 @@ def _points(table: LatencyTable, other: LatencyTable, cache_bytes: int) -> Itera
         return Difference(kind, point, measured_s * 1e6, other_s * 1e6, origin, likely)
 
     if kind == "moe":
-        latency = fit_moe_latency(table)
+        latency = moe_latency.fit_moe_latency(table)
         low, high = ours["distinct_experts"].min(), ours["distinct_experts"].max()
         names = ("batch", "distinct_experts", "routing", "latency_s")
         for batch, distinct, routing, seconds in other.rows(*names):
@@ -303,7 +295,7 @@ def _points(table: LatencyTable, other: LatencyTable, cache_bytes: int) -> Itera
                 else "",
             )
     elif kind == "attention_decode":
-        decode = DecodeAttention.from_table(table)
+        decode = kernel_latency.DecodeAttention.from_table(table)
         for batch, context, seconds in other.rows("batch", "context", "latency_s"):
             if (
                 ours["batch"].min() <= batch <= ours["batch"].max()
@@ -318,7 +310,7 @@ def _points(table: LatencyTable, other: LatencyTable, cache_bytes: int) -> Itera
                     "contiguous keys here, paged there",
                 )
     elif kind == "gemm":
-        gemm = GemmLatency.from_table(table)
+        gemm = kernel_latency.GemmLatency.from_table(table)
         pairs = set(zip(ours["n"].tolist(), ours["k"].tolist(), strict=True))
         for m, n, k, seconds in other.rows("m", "n", "k", "latency_s"):
             if (n, k) in pairs and m <= gemm.m[-1]:

@@ -23,15 +23,7 @@ import pandas as pd
 
 from eldr_sim.kernel_profiles.models import KVDtype, ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.sources.aiconfigurator import (
-    Source,
-    attention_tables,
-    gemm_tables,
-    median_rows,
-    moe_tables,
-    package_table,
-    sources,
-)
+from eldr_sim.kernel_profiles.sources import aiconfigurator
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, save_tables
 
 _SMS = 20  # of the GPU, for DeepEP's high-throughput kernels
@@ -46,15 +38,19 @@ def collective_tables(gpu: str) -> Iterator[LatencyTable]:
         ("vllm", "custom_allreduce_perf.parquet", "allreduce_dtype", "bfloat16",
          "vLLM_custom_graph"),
     ):  # fmt: skip
-        files = [file for file in sources(gpu, "comm", backend, name) if file.path.is_file()]
+        files = [
+            file
+            for file in aiconfigurator.sources(gpu, "comm", backend, name)
+            if file.path.is_file()
+        ]
         rows = pd.DataFrame()
         if files:
             rows = files[0].chosen(kernel_source=keep, **{column: element})
         if rows.empty:
             continue
         named = {"op_name": "operation", "num_gpus": "n_gpus", "message_size": "message_bytes"}
-        points = median_rows(rows, list(named)).rename(columns=named)
-        yield package_table(
+        points = aiconfigurator.median_rows(rows, list(named)).rename(columns=named)
+        yield aiconfigurator.package_table(
             "collective",
             files[0],
             rows,
@@ -68,7 +64,7 @@ def all_to_all_tables(gpu: str) -> Iterator[LatencyTable]:
     """Dispatch and combine of DeepEP's kernels: newest version of each source and node count."""
     for framework, read in (("sglang", _benchmark_rows), ("vllm", _engine_rows)):
         seen: set[int] = set()
-        for folder in sources(gpu, "comm", framework):
+        for folder in aiconfigurator.sources(gpu, "comm", framework):
             rows = read(folder, _NODE_GPUS.get(gpu, 8))
             if rows.empty:
                 continue
@@ -76,7 +72,7 @@ def all_to_all_tables(gpu: str) -> Iterator[LatencyTable]:
                 seen.add(nodes)
                 own = rows[rows.n_nodes == nodes]
                 points = own.groupby(_POINT, sort=True).latency_us.median().reset_index()
-                yield package_table(
+                yield aiconfigurator.package_table(
                     "all_to_all",
                     folder,
                     own,
@@ -88,7 +84,7 @@ def all_to_all_tables(gpu: str) -> Iterator[LatencyTable]:
                 )
 
 
-def _benchmark_rows(folder: Source, node_gpus: int) -> pd.DataFrame:
+def _benchmark_rows(folder: aiconfigurator.Source, node_gpus: int) -> pd.DataFrame:
     """Rows of DeepEP's own benchmarks, one a phase."""
     found = []
     for backend, file, suffixes in (
@@ -114,7 +110,7 @@ def _benchmark_rows(folder: Source, node_gpus: int) -> pd.DataFrame:
     return pd.concat(found).rename(columns=names | {"num_experts": "n_experts"})
 
 
-def _engine_rows(folder: Source, _node_gpus: int) -> pd.DataFrame:
+def _engine_rows(folder: aiconfigurator.Source, _node_gpus: int) -> pd.DataFrame:
     """Rows of DeepEP's kernels as vLLM calls them."""
     frame = folder._replace(file="moe_a2a_perf.parquet").rows
     if frame.empty:
@@ -147,16 +143,16 @@ def import_tables(
     """
     if model is None:
         tables = [
-            *gemm_tables(gpu, engine=engine),
+            *aiconfigurator.gemm_tables(gpu, engine=engine),
             *collective_tables(gpu),
             *all_to_all_tables(gpu),
         ]
     else:
         shard = parallelism.shard(model)
-        tables = [*moe_tables(gpu, model, parallelism, engine)]
+        tables = [*aiconfigurator.moe_tables(gpu, model, parallelism, engine)]
         for kv_dtype in kv_dtypes:
             own = shard.model_copy(update={"kv_cache_dtype": kv_dtype})
-            tables += attention_tables(gpu, own, engine)
+            tables += aiconfigurator.attention_tables(gpu, own, engine)
         if model.linear_dtype != "bfloat16":
-            tables += gemm_tables(gpu, model.linear_dtype, engine)
+            tables += aiconfigurator.gemm_tables(gpu, model.linear_dtype, engine)
     return save_tables(tables, out_dir)

@@ -34,13 +34,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import SYSTEMS, data_folder, routed_distinct
-from eldr_sim.kernel_profiles.tables.format import (
-    MOE_DTYPES,
-    LatencyTable,
-    TableMetadata,
-    moe_shape_of,
-    table_of,
-)
+from eldr_sim.kernel_profiles.tables import format
 from eldr_sim.kernel_profiles.tables.library import find_table
 
 _VERSION = "0.24.0"
@@ -56,7 +50,7 @@ def padded(hidden: int, intermediate: int) -> tuple[int, int]:
 
 def derive_marlin_table(
     gpu: str, model: ModelDims, parallelism: Parallelism = SINGLE_GPU, *, padding: bool = True
-) -> LatencyTable:
+) -> format.LatencyTable:
     """Derive the Marlin table of one GPU's part of a model's MXFP4 MoE layer.
 
     Raises InputError: no Marlin rows for this GPU or number of GPUs, or another dtype.
@@ -65,7 +59,7 @@ def derive_marlin_table(
     MXFP4 experts; ``parallelism``: GPUs of a worker; the experts are cut, not spread; ``padding``:
     whether the kernel computes the zeros of vLLM's padding, too.
     """
-    if MOE_DTYPES[model.expert_dtype] != _DTYPE:
+    if format.MOE_DTYPES[model.expert_dtype] != _DTYPE:
         raise InputError("model", f"{model.name} has {model.expert_dtype} experts", "mxfp4")
     if gpu not in ("H100", "H200") or parallelism.n_expert_ranks > 1:
         problem = f"no Marlin rows of {gpu} with these ranks"
@@ -73,7 +67,7 @@ def derive_marlin_table(
     path = f"moe/vllm/{_VERSION}/moe_perf.parquet"
     frame = _marlin_rows(data_folder(gpu) / path, parallelism.tensor_parallel_size)
     row = frame.iloc[0]
-    shape = moe_shape_of(parallelism.shard(model))
+    shape = format.moe_shape_of(parallelism.shard(model))
     later = find_table("moe", gpu, shape=shape, dtype=_DTYPE)
     if later is None:
         problem = f"no MoE table of {model.name} on {gpu} to take the fixed cost of"
@@ -84,10 +78,10 @@ def derive_marlin_table(
         for tokens in _TOKENS
     ]
     seconds = _carried_over(frame, later, model, parallelism.tensor_parallel_size, padding)
-    return table_of(
+    return format.table_of(
         points,
         np.concatenate(seconds),
-        TableMetadata(
+        format.TableMetadata(
             kind="moe",
             gpu=gpu,
             shape=shape,
@@ -119,7 +113,7 @@ def _marlin_rows(path: Path, size: int) -> pd.DataFrame:
 
 
 def _carried_over(
-    frame: pd.DataFrame, later: LatencyTable, model: ModelDims, size: int, padding: bool
+    frame: pd.DataFrame, later: format.LatencyTable, model: ModelDims, size: int, padding: bool
 ) -> list[NDArray[np.float64]]:
     """Seconds at :data:`_TOKENS` of the model's layer, by routing; see the module's formula."""
     row = frame.iloc[0]

@@ -36,14 +36,7 @@ from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.kernels.roofline import moe_latency
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TiledMoE, tiled_moe, triton_moe
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
-from eldr_sim.kernel_profiles.tables.format import (
-    MOE_DTYPES,
-    LatencyTable,
-    TableMetadata,
-    moe_shape_of,
-    save_tables,
-    table_of,
-)
+from eldr_sim.kernel_profiles.tables import format
 
 EXPERT_S = 2.495e-6  #: reading one expert of 9.437 MB (fit to AITER's rows): 3.78 TB/s
 FLOOR_S = 14.27 * EXPERT_S  #: the layer's fixed time (ELDR's ratio)
@@ -77,24 +70,24 @@ def aiter_deviation() -> dict[str, float]:
     return {"above_aiter_mean": float(np.mean(above)), "above_aiter_max": float(np.max(above))}
 
 
-def _metadata(model: ModelDims, **source: Any) -> TableMetadata:
+def _metadata(model: ModelDims, **source: Any) -> format.TableMetadata:
     """Describe a table of a model's MoE layer on this GPU; ``source``: whose kernel, from where."""
-    return TableMetadata(
+    return format.TableMetadata(
         kind="moe",
         gpu="MI300X",
-        shape=moe_shape_of(model),
-        dtype=MOE_DTYPES[model.expert_dtype],
+        shape=format.moe_shape_of(model),
+        dtype=format.MOE_DTYPES[model.expert_dtype],
         device="AMD Instinct MI300X",
         **source,
     )
 
 
-def moe_table() -> LatencyTable:
+def moe_table() -> format.LatencyTable:
     """The derived table: AITER's batches on the balanced diagonal, and ELDR's two points."""
     model = load_model("Qwen3-30B-A3B")
     points = [(batch, min(model.n_experts, model.top_k * batch)) for batch in AITER_US]
     points.append((64, 16))
-    return table_of(
+    return format.table_of(
         [(*point, "derived") for point in points],
         [layer_s(*point) for point in points],
         _metadata(
@@ -159,7 +152,7 @@ def published_layer(name: str) -> TiledMoE:
     return tiled_moe(derived.n_experts, int(derived.top_k), fitted.floor_s, tiles, derived.pair_s)
 
 
-def triton_table(name: str, published: bool) -> LatencyTable:
+def triton_table(name: str, published: bool) -> format.LatencyTable:
     """The table of a model's layer under Triton's default tiles, as a grid of forced routing.
     ``name``: a model of :data:`PUBLISHED`; ``published``: as ELDR's cluster ran it; else from
     public kernel figures alone."""
@@ -176,7 +169,7 @@ def triton_table(name: str, published: bool) -> LatencyTable:
     seconds = layer.time_s(batch, distinct)
     if published:
         seconds = seconds + fitted.token_s * np.minimum(batch, FITTED_TOKENS)
-    return table_of(
+    return format.table_of(
         [(*point, "forced") for point in points],
         seconds,
         _metadata(
@@ -200,4 +193,4 @@ def triton_table(name: str, published: bool) -> LatencyTable:
 def write_tables(out_dir: Path, *, published: bool = True) -> list[Path]:
     """Write the tables of Triton's kernels, and AITER's; the names of the files written."""
     tables = [triton_table(name, published) for name in PUBLISHED]
-    return save_tables([*tables, *([moe_table()] if published else [])], out_dir)
+    return format.save_tables([*tables, *([moe_table()] if published else [])], out_dir)

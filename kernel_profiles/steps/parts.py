@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
-from eldr_sim.kernel_profiles.kernels import roofline
+from eldr_sim.kernel_profiles.kernels import moe_latency, roofline
 from eldr_sim.kernel_profiles.kernels.all_to_all import NETWORK_EFFICIENCY, NETWORK_LATENCY_S
 from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     CollectiveLatency,
@@ -17,31 +17,11 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     GemmLatency,
     PrefillAttention,
 )
-from eldr_sim.kernel_profiles.kernels.moe_latency import (
-    MoELatency,
-    NoExperts,
-    fit_moe_latency,
-    interpolate,
-    monotone_fit,
-)
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
-from eldr_sim.kernel_profiles.tables.format import (
-    MOE_DTYPES,
-    Kind,
-    LatencyTable,
-    TableMetadata,
-    attention_shapes,
-    elementwise_shape,
-    engine_step_shape,
-    linear_attention_shape,
-    moe_shape_of,
-    provenance_of,
-    table_of,
-    weakest,
-)
+from eldr_sim.kernel_profiles.tables import format
 
 FloatArray = NDArray[np.float64]
 
@@ -74,7 +54,7 @@ LINEAR_KERNELS = 14
 convolution, gates, two norms and six of the chunked delta rule, states read and written, a gated
 norm (SGLang's ``qwen3_next.py`` and ``gdn_backend.py``, flash-linear-attention's ``chunk.py``)."""
 
-_ATTENTION: tuple[Kind, Kind] = ("attention_decode", "attention_prefill")
+_ATTENTION: tuple[format.Kind, format.Kind] = ("attention_decode", "attention_prefill")
 
 
 def elementwise_bytes(model: ModelDims) -> int:
@@ -91,14 +71,14 @@ def _small_kernels(model: ModelDims) -> int:
     return model.norms_per_layer + 2 + (model.qk_norm != "none") + dense
 
 
-def bytes_alone(model: ModelDims, gpu: GPU) -> LatencyTable:
+def bytes_alone(model: ModelDims, gpu: GPU) -> format.LatencyTable:
     """Return a table of what these move alone, without :data:`NORMS_S`: a bound from below."""
     bandwidth = roofline.efficiency_of(gpu).bandwidth * gpu.memory_bandwidth
     tokens = (1, 1 << 20)
-    metadata = TableMetadata(
+    metadata = format.TableMetadata(
         kind="elementwise",
         gpu=gpu.name,
-        shape=elementwise_shape(model),
+        shape=format.elementwise_shape(model),
         dtype="bfloat16",
         kernel_source="none: bytes over bandwidth",
         framework="eldr-sim",
@@ -107,13 +87,13 @@ def bytes_alone(model: ModelDims, gpu: GPU) -> LatencyTable:
         device=gpu.name,
     )
     seconds = [elementwise_bytes(model) * n / bandwidth for n in tokens]
-    return table_of([(n,) for n in tokens], seconds, metadata)
+    return format.table_of([(n,) for n in tokens], seconds, metadata)
 
 
 class MoELayer(NamedTuple):
     """A MoE layer as it was measured, on a GPU with all experts or on one of several ranks."""
 
-    latency: MoELatency
+    latency: moe_latency.MoELatency
     tokens_per_row: int  #: tokens of its batch for a rank's ``pairs / top_k``
 
 
@@ -125,7 +105,7 @@ class Parts:
         whole: ModelDims,
         gpu: GPU,
         parallelism: Parallelism,
-        tables: Sequence[LatencyTable],
+        tables: Sequence[format.LatencyTable],
         max_model_len: int,
         moe_backend: MoEBackend = "auto",
     ) -> None:
@@ -149,10 +129,10 @@ class Parts:
             self.collective_tables = self._collectives()
             self.elementwise = self._elementwise()
 
-    def _record(self, component: str, table: LatencyTable, **more: Any) -> None:
+    def _record(self, component: str, table: format.LatencyTable, **more: Any) -> None:
         entry = table.source | {"device": table.metadata.device} | more
         known = self.provenance.get(component)
-        if known is None or weakest([known["label"], entry["label"]]) != known["label"]:
+        if known is None or format.weakest([known["label"], entry["label"]]) != known["label"]:
             self.provenance[component] = entry
 
     def _record_roofline(self, component: str) -> None:
@@ -162,25 +142,25 @@ class Parts:
                 f"{component}: no table of {self.model.name} on {self.gpu.name}, "
                 f"times are {efficiency.provenance} from bytes and FLOPs"
             )
-        self.provenance[component] = provenance_of(efficiency.provenance, efficiency.source)
+        self.provenance[component] = format.provenance_of(efficiency.provenance, efficiency.source)
 
-    def _moe(self) -> MoELatency:
+    def _moe(self) -> moe_latency.MoELatency:
         """A rank's MoE layer: from rows of just that, or else from the layer of all experts."""
         model, ranks = self.model, self.parallelism.n_expert_ranks
         if model.is_dense:
-            self.layer = MoELayer(NoExperts(), 1)
+            self.layer = MoELayer(moe_latency.NoExperts(), 1)
             return self.layer.latency
 
         # vLLM takes AITER's kernels where it is told to.
         untuned = self.moe_backend == "auto" and self.gpu.name in TRITON
 
-        def find(size: int) -> LatencyTable | None:
+        def find(size: int) -> format.LatencyTable | None:
             table = gpu_table(
                 "moe",
                 self.gpu,
                 model,
-                shape=moe_shape_of(model, size),
-                dtype=MOE_DTYPES[model.expert_dtype],
+                shape=format.moe_shape_of(model, size),
+                dtype=format.MOE_DTYPES[model.expert_dtype],
                 kernel="" if self.moe_backend == "auto" else self.moe_backend,
                 extra=self.tables,
             )
@@ -196,7 +176,7 @@ class Parts:
             whole = self._moe_without_table()
             self.layer = MoELayer(whole, 1)
             return whole.on_rank(ranks)
-        fitted = fit_moe_latency(table)
+        fitted = moe_latency.fit_moe_latency(table)
         self.layer = MoELayer(fitted, measured_ranks)
         # A derived table is its own formula: only its maker knows how far that lies from evidence.
         derived = table.metadata.provenance == "derived"
@@ -204,13 +184,13 @@ class Parts:
         self._record("moe", table, fit_error=errors)
         if measured_ranks != ranks:
             entry = self.provenance["moe"]
-            entry["label"] = weakest([entry["label"], "derived"])
+            entry["label"] = format.weakest([entry["label"], "derived"])
             entry["origin"] += (
                 f"; all experts on one GPU, read at the count of one of {ranks} ranks"
             )
         return fitted.on_rank(ranks // measured_ranks)
 
-    def _moe_without_table(self) -> MoELatency:
+    def _moe_without_table(self) -> moe_latency.MoELatency:
         """All experts of a layer on one GPU: by the tiles of vLLM's kernel, or from a roofline."""
         model, efficiency = self.model, roofline.efficiency_of(self.gpu)
         bound = roofline.moe_latency(self.gpu, model)
@@ -225,7 +205,7 @@ class Parts:
                 kernel = f"Triton, vLLM's {'tuned' if tuned else 'default'} tiles"
                 of = f"; tiles of E={experts},N={columns} among {TUNED_FILES}" if tuned else ""
                 source = rates.source + of
-                self.provenance["moe"] = provenance_of(efficiency.provenance, source, kernel)
+                self.provenance["moe"] = format.provenance_of(efficiency.provenance, source, kernel)
                 return tiled
         known = {"auto", "aiter"} if rates is not None else {"auto"}
         if self.moe_backend not in known:
@@ -269,7 +249,7 @@ class Parts:
     def _engine_step(self) -> EngineStepLatency | None:
         """All but MoE layers and attention, where an engine was measured as a whole."""
         model = self.whole
-        shape = engine_step_shape(model.n_layers, model.hidden_size, model.vocab_size)
+        shape = format.engine_step_shape(model.n_layers, model.hidden_size, model.vocab_size)
         table = gpu_table("engine_step", self.gpu, shape=shape, extra=self.tables)
         if table is None:
             return None
@@ -285,18 +265,18 @@ class Parts:
         self._record("gemm", table)
         return GemmLatency.from_table(table)
 
-    def _elementwise(self) -> LatencyTable | None:
-        shape = elementwise_shape(self.model)
+    def _elementwise(self) -> format.LatencyTable | None:
+        shape = format.elementwise_shape(self.model)
         table = gpu_table("elementwise", self.gpu, shape=shape, extra=self.tables)
         efficiency = roofline.efficiency_of(self.gpu)
         if table is not None:
             self._record("norms", table)
         elif efficiency.small_kernel_s is not None:
-            said = provenance_of(efficiency.provenance, efficiency.source)
+            said = format.provenance_of(efficiency.provenance, efficiency.source)
             self.provenance["norms"] = said
         else:
             taken = "" if self.gpu.name in ("H100", "H200") else ", taken over"
-            self.provenance["norms"] = provenance_of(
+            self.provenance["norms"] = format.provenance_of(
                 "derived",
                 f"8 us a layer on H100 and H200 under CUDA graphs (TPOT less kernels){taken}; "
                 "large batches from bytes over bandwidth",
@@ -317,9 +297,9 @@ class Parts:
             gap_s = float(np.median(table.columns["latency_s"]))
             return gap_s, {"host_gap": table.source | {"device": table.metadata.device}}
         if given is not None:
-            return float(given), {"host_gap": provenance_of("measured", "given")}
+            return float(given), {"host_gap": format.provenance_of("measured", "given")}
         origin = "GPT-OSS-120B on H200 (TPOT less kernels)"
-        return HOST_GAP_S, {"host_gap": provenance_of("derived", origin)}
+        return HOST_GAP_S, {"host_gap": format.provenance_of("derived", origin)}
 
     def _collectives(self) -> dict[str, CollectiveLatency]:
         """Tables of collectives between this many GPUs: ``custom`` (all-reduce only), ``nccl``."""
@@ -352,7 +332,9 @@ class Parts:
         if others < 1:
             return np.zeros_like(n_bytes)
         rate = NETWORK_EFFICIENCY * self.gpu.nic_bandwidth
-        self.provenance["network"] = provenance_of("derived", f"NICs of {self.gpu.name}: line rate")
+        self.provenance["network"] = format.provenance_of(
+            "derived", f"NICs of {self.gpu.name}: line rate"
+        )
         part = n_bytes / self.parallelism.tensor_parallel_size
         return np.asarray(others * (part / rate + NETWORK_LATENCY_S))
 
@@ -393,7 +375,7 @@ class Parts:
         """Layers, decode and prefill attention of every kind of layer."""
         model, found = self.model, []
         dtype = model.linear_dtype if model.attention == "mla" else None
-        for sliding, layers, shape in attention_shapes(model):
+        for sliding, layers, shape in format.attention_shapes(model):
             decode, prefill = self._measured("attention", shape, max_tokens, dtype) or (
                 roofline.decode_attention(self.gpu, model, sliding),
                 roofline.prefill_attention(self.gpu, model, sliding, max_tokens),
@@ -402,7 +384,7 @@ class Parts:
             if not sliding:
                 self.rereads.append((layers, prefill))
         if model.n_linear_layers:
-            shape = linear_attention_shape(model)
+            shape = format.linear_attention_shape(model)
             both = self._measured("linear_attention", shape, max_tokens)
             both = both or roofline.linear_attention(self.gpu, model, max_tokens)
             self.states = model.n_linear_layers, *both
@@ -425,10 +407,10 @@ class Parts:
 
     def _attention_tables(
         self, shape: dict[str, int], dtype: str | None
-    ) -> list[LatencyTable | None]:
+    ) -> list[format.LatencyTable | None]:
         """Decode and prefill attention of a shape; without rows of an FP8 cache, of bfloat16's."""
 
-        def find(of: dict[str, int]) -> list[LatencyTable | None]:
+        def find(of: dict[str, int]) -> list[format.LatencyTable | None]:
             return [
                 gpu_table(kind, self.gpu, self.model, shape=of, dtype=dtype, extra=self.tables)
                 for kind in _ATTENTION
@@ -443,7 +425,7 @@ class Parts:
             )
         return found
 
-    def _without_linears(self, table: LatencyTable) -> LatencyTable:
+    def _without_linears(self, table: format.LatencyTable) -> format.LatencyTable:
         """Rows of a whole MLA module less its projections, which all tokens of a step share. A step
         of decodes alone, or of prompts alone, takes what the module was measured to take; a tenth
         of it at least is attention."""
@@ -455,7 +437,7 @@ class Parts:
         for n, k in self.model.attention_linears():
             linears += self.linear_s(n, k, tokens)
         left = np.maximum(columns["latency_s"] - linears, 0.1 * columns["latency_s"])
-        return LatencyTable(table.metadata, dict(columns) | {"latency_s": left})
+        return format.LatencyTable(table.metadata, dict(columns) | {"latency_s": left})
 
     def linear_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
         """One matrix stored like the model's linear layers."""
@@ -502,9 +484,11 @@ class Parts:
         if self.elementwise is not None:
             columns = self.elementwise.columns
             order = np.argsort(columns["tokens"])
-            seconds = monotone_fit(columns["latency_s"][order])
+            seconds = moe_latency.monotone_fit(columns["latency_s"][order])
             knots = columns["tokens"][order].astype(np.float64)
-            layers = model.n_layers * np.where(rows > 0, interpolate(rows, knots, seconds), 0.0)
+            layers = model.n_layers * np.where(
+                rows > 0, moe_latency.interpolate(rows, knots, seconds), 0.0
+            )
         else:
             moved_s = elementwise_bytes(model) * rows / bandwidth
             kernel_s = roofline.efficiency_of(self.gpu).small_kernel_s

@@ -22,14 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eldr_sim.kernel_profiles.tables.format import (
-    PROVENANCES,
-    Kind,
-    LatencyTable,
-    TableMetadata,
-    load_table,
-    table_name,
-)
+from eldr_sim.kernel_profiles.tables import format
 from eldr_sim.outputs import whole_file
 from eldr_sim.parquet import numbers
 
@@ -41,7 +34,7 @@ class ShippedTable(NamedTuple):
     """A table that ships: its name, and where its rows stand."""
 
     name: str
-    kind: Kind
+    kind: format.Kind
     gpu: str
     shape: str  #: as :func:`_shape_key` writes it
     group: int  #: row group of its kind's file
@@ -51,26 +44,26 @@ class ShippedTable(NamedTuple):
     document: str  #: its metadata, JSON
 
     @property
-    def metadata(self) -> TableMetadata:
+    def metadata(self) -> format.TableMetadata:
         """What the table measures, and where it comes from."""
         return _metadata(self.document)
 
-    def load(self) -> LatencyTable:
+    def load(self) -> format.LatencyTable:
         """Read the table's rows."""
         return _load(self)
 
 
 @cache
-def _metadata(document: str) -> TableMetadata:
-    return TableMetadata.model_validate_json(document)
+def _metadata(document: str) -> format.TableMetadata:
+    return format.TableMetadata.model_validate_json(document)
 
 
 @lru_cache(maxsize=64)
-def _load(table: ShippedTable) -> LatencyTable:
+def _load(table: ShippedTable) -> format.LatencyTable:
     group = _row_group(_folder() / f"{table.kind}.parquet", table.group)
     rows = group.slice(table.first, table.rows)
     columns = {name: numbers(rows.column(name)) for name in table.columns.split(",")}
-    return LatencyTable(table.metadata, columns)
+    return format.LatencyTable(table.metadata, columns)
 
 
 @lru_cache(maxsize=8)
@@ -122,15 +115,15 @@ def note_use(names: Iterable[str]) -> None:
 
 
 def find_table(
-    kind: Kind,
+    kind: format.Kind,
     gpu: str,
     *,
     shape: Mapping[str, int] | None = None,
     dtype: str | None = None,
     library: str | None = None,
     kernel: str = "",
-    extra: Sequence[LatencyTable] = (),
-) -> LatencyTable | None:
+    extra: Sequence[format.LatencyTable] = (),
+) -> format.LatencyTable | None:
     """The best table for a kernel, or None.
 
     Tables in ``extra`` come first, in their order; then the strongest provenance, then the newest
@@ -143,7 +136,7 @@ def find_table(
     """
     wanted = dict(shape or {})
 
-    def fits(metadata: TableMetadata) -> bool:
+    def fits(metadata: format.TableMetadata) -> bool:
         return (
             metadata.kind == kind
             and metadata.gpu == gpu
@@ -155,7 +148,7 @@ def find_table(
 
     for table in extra:
         if fits(table.metadata):
-            note_use([table_name(table.metadata)])
+            note_use([format.table_name(table.metadata)])
             return table
     key = (kind, gpu, _shape_key(wanted))
     named = [one for one in shipped_tables() if (one.kind, one.gpu, one.shape) == key]
@@ -168,13 +161,13 @@ def _rank(table: ShippedTable) -> tuple[int, tuple[int, ...], str]:
     metadata = table.metadata
     digits = "".join(c if c.isdigit() else " " for c in metadata.framework).split()
     version = tuple(int(part) for part in digits)
-    return -PROVENANCES.index(metadata.provenance), version, table.name
+    return -format.PROVENANCES.index(metadata.provenance), version, table.name
 
 
-def write_library(tables: Iterable[LatencyTable], folder: Path) -> int:
+def write_library(tables: Iterable[format.LatencyTable], folder: Path) -> int:
     """Write tables as a library: a file a kind and the index; the number of tables. Of tables with
     one name the last stays. The files of other kinds are left alone."""
-    named = {table_name(table.metadata).removesuffix(".parquet"): table for table in tables}
+    named = {format.table_name(table.metadata).removesuffix(".parquet"): table for table in tables}
     index: list[ShippedTable] = []
     by_kind = sorted(named.items(), key=lambda item: (item[1].metadata.kind, item[1].metadata.gpu))
     for kind, of_kind in groupby(by_kind, key=lambda item: item[1].metadata.kind):
@@ -229,7 +222,7 @@ def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 def main(folder: Path) -> None:
     """Add the tables of a folder to those that ship."""
-    added = [load_table(path) for path in sorted(folder.glob("*.parquet"))]
+    added = [format.load_table(path) for path in sorted(folder.glob("*.parquet"))]
     count = write_library([*(one.load() for one in shipped_tables()), *added], _folder())
     print(f"Wrote {_folder()}: {count} tables")
 

@@ -25,17 +25,7 @@ import numpy as np
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.registry import prefill_policy
-from eldr_sim.serving.http import (
-    MAX_BODY,
-    allow_files,
-    application,
-    error_answer,
-    import_aiohttp,
-    listen,
-    open_log,
-    open_session,
-    url_of,
-)
+from eldr_sim.serving import http
 from eldr_sim.serving.router.bodies import parse_body
 from eldr_sim.serving.router.config import ProxyConfig, read_config
 from eldr_sim.serving.router.decisions import build_decode_policy
@@ -58,10 +48,10 @@ def make_app(
     a line when an engine is ejected and when it returns. Raises InputError if aiohttp or
     prometheus-client is not installed, or a policy cannot be built or used here.
     """
-    import_aiohttp()
+    http.import_aiohttp()
     proxy = _Proxy(config, policy, notify)
     asked = {"models": proxy.models, "health": proxy.health, "metrics": proxy.counters.answer}
-    return application(proxy.run, proxy.complete, **asked)
+    return http.application(proxy.run, proxy.complete, **asked)
 
 
 def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> None:
@@ -72,10 +62,10 @@ def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> No
     from aiohttp import web
 
     async def say(_app: Any) -> None:
-        announce(f"Routing at {url_of(listening)}")
+        announce(f"Routing at {http.url_of(listening)}")
 
-    allow_files()
-    listening = listen(config.host, config.port)
+    http.allow_files()
+    listening = http.listen(config.host, config.port)
     app.on_startup.append(say)
     web.run_app(
         app,
@@ -115,8 +105,8 @@ class _Proxy:
         """Hold the log and the connections open while the application runs."""
         with ExitStack() as stack:
             if self._config.log is not None:
-                self._log = stack.enter_context(open_log(Path(self._config.log)))
-            async with open_session() as session:
+                self._log = stack.enter_context(http.open_log(Path(self._config.log)))
+            async with http.open_session() as session:
                 async for _ in self._fleet.run(session):
                     yield
 
@@ -132,7 +122,7 @@ class _Proxy:
 
     async def models(self, request: Any) -> Any:
         """Answer with what an engine says that it serves."""
-        aiohttp = import_aiohttp()
+        aiohttp = http.import_aiohttp()
         from aiohttp import web
 
         limit = aiohttp.ClientTimeout(total=self._config.health_timeout_s)
@@ -146,7 +136,7 @@ class _Proxy:
                     body, kind = await response.read(), response.content_type
                     if response.status < 500:
                         return web.Response(body=body, status=response.status, content_type=kind)
-        return error_answer(503, "no decode engine is up", {"Retry-After": "1"})
+        return http.error_answer(503, "no decode engine is up", {"Retry-After": "1"})
 
     async def complete(self, request: Any) -> Any:
         """Serve one completion."""
@@ -161,7 +151,7 @@ class _Proxy:
         return answer
 
     async def _complete(self, request: Any) -> tuple[Any, str]:
-        aiohttp = import_aiohttp()
+        aiohttp = http.import_aiohttp()
         from aiohttp import web
 
         name = request.headers.get("X-Request-Id", "")
@@ -177,9 +167,9 @@ class _Proxy:
         except TimeoutError:
             return await _hung_up(request), "client_left"
         except web.HTTPRequestEntityTooLarge:
-            return error_answer(413, f"body: more than {MAX_BODY >> 20} MiB"), "refused"
+            return http.error_answer(413, f"body: more than {http.MAX_BODY >> 20} MiB"), "refused"
         except (ValueError, web.RequestPayloadError, aiohttp.ClientError) as error:
-            return error_answer(400, str(error)), "refused"
+            return http.error_answer(400, str(error)), "refused"
         to = Route(request.path, headers, next(self._numbers), name)
         passage = Passage(self._fleet, self._signatures, self._write, asked, to)
         return await passage.run(request)
@@ -226,7 +216,7 @@ def _passed_on(headers: Mapping[str, str], name: str) -> dict[str, str]:
 
 async def _hung_up(request: Any) -> Any:
     """Answer a client that does not send its body, and close its connection at once."""
-    answer = error_answer(408, "the body does not arrive")
+    answer = http.error_answer(408, "the body does not arrive")
     with suppress(ConnectionError):
         await answer.prepare(request)
         await answer.write_eof()

@@ -13,17 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.kernel_profiles.profile.front_end import open_tokenizer
-from eldr_sim.serving.http import (
-    Registry,
-    allow_files,
-    application,
-    error_answer,
-    error_body,
-    import_aiohttp,
-    listen,
-    open_log,
-    url_of,
-)
+from eldr_sim.serving import http
 from eldr_sim.serving.router.bodies import Ask, parse_body
 from eldr_sim.serving.simulated.core import Core, Stream
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -45,7 +35,7 @@ _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 _LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
 
-class Metrics(Registry):
+class Metrics(http.Registry):
     """Counters and histograms of what a core has served, and gauges of its engines as they are.
     Times are simulated; ``eldr_sim_lag_seconds`` is what tokens left late, of the wall clock.
     Raises InputError if prometheus-client is not installed."""
@@ -166,11 +156,11 @@ class Service:
         tokenizer: Path | None = None,
         log: Path | None = None,
     ) -> None:
-        import_aiohttp()
+        http.import_aiohttp()
         self.model = str(config.model)
         self.metrics = Metrics(self.model)
         self._files = ExitStack()
-        file = None if log is None else self._files.enter_context(open_log(log))
+        file = None if log is None else self._files.enter_context(http.open_log(log))
         self.core = Core(config, speed=speed, log=file, lag=self.metrics.lag)
         self.metrics.watch(self.core)
         self._max_queue, self._start_up_s = max_queue, start_up_s
@@ -180,7 +170,7 @@ class Service:
     def app(self) -> Any:
         """Return the ``aiohttp.web.Application``; its runner needs ``handler_cancellation``."""
         asked = {"models": self._models, "health": self._health, "metrics": self.metrics.answer}
-        return application(self._run, self._complete, **asked)
+        return http.application(self._run, self._complete, **asked)
 
     async def _run(self, _app: Any) -> AsyncIterator[None]:
         self._begun = time.monotonic()
@@ -210,16 +200,18 @@ class Service:
         from aiohttp import web
 
         if not self.healthy:
-            return error_answer(503, "starts up or stops", {"Retry-After": "1"})
+            return http.error_answer(503, "starts up or stops", {"Retry-After": "1"})
         try:
             asked = parse_body(await request.read(), handed_over=True)
             prompt = self._prompt(asked)
             prompt_len = self._tokens(prompt)
             least, most = self._limits(asked, prompt_len)
         except (ValueError, web.RequestPayloadError) as error:
-            return error_answer(400, str(error))
+            return http.error_answer(400, str(error))
         if self._max_queue is not None and self.core.waiting >= self._max_queue:
-            return error_answer(429, f"{self.core.waiting} requests wait", {"Retry-After": "1"})
+            return http.error_answer(
+                429, f"{self.core.waiting} requests wait", {"Retry-After": "1"}
+            )
         stream = self.core.submit(prompt_len, least, most, partial(self._prefix, prompt))
         chat = request.path.endswith("chat/completions")
         answer = _Answer(chat, self.model, asked, stream, self.core.cached_tokens)
@@ -281,7 +273,7 @@ class _Answer:
         while not isinstance(outcome := await self._stream.tokens.get(), str):
             pass
         if outcome != "completed":
-            return error_answer(*_failed(outcome))
+            return http.error_answer(*_failed(outcome))
         text = _WORD * self._stream.output_len
         choice: dict[str, Any] = {
             "index": 0,
@@ -301,7 +293,7 @@ class _Answer:
         each = bool(options.get("continuous_usage_stats"))
         first = await self._stream.tokens.get()
         if isinstance(first, str):
-            return error_answer(*_failed(first))
+            return http.error_answer(*_failed(first))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         part: int | str = first
@@ -319,7 +311,7 @@ class _Answer:
                 await response.write(usual)
             role, part = {}, await self._stream.tokens.get()
         if part != "completed":
-            await response.write(_event(error_body(*_failed(part))))
+            await response.write(_event(http.error_body(*_failed(part))))
         elif options.get("include_usage"):
             usage = self._piece() | {"choices": [], "usage": self._usage()}
             await response.write(_event(usage))
@@ -368,8 +360,8 @@ def serve(
 ) -> None:
     """Serve until the process is told to stop; requests in flight may end then. Raises InputError
     if an address is taken."""
-    allow_files()
-    asyncio.run(_serve(services, [listen(host, port) for port in ports], announce))
+    http.allow_files()
+    asyncio.run(_serve(services, [http.listen(host, port) for port in ports], announce))
 
 
 async def _serve(
@@ -388,7 +380,7 @@ async def _serve(
         await runners[-1].setup()
         await web.SockSite(runners[-1], listening).start()
         cluster = f"{service.model}, {service.core.config.topology}"
-        announce(f"Serving {cluster}, at {url_of(listening)}")
+        announce(f"Serving {cluster}, at {http.url_of(listening)}")
     failures = [service.core.failure for service in services]
     waits: list[Any] = [*failures, asyncio.ensure_future(stop.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

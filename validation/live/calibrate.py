@@ -22,22 +22,9 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
 from eldr_sim.kernel_profiles.profile.timing import Timing
-from eldr_sim.kernel_profiles.tables.format import (
-    Kind,
-    LatencyTable,
-    TableMetadata,
-    attention_shape,
-    engine_step_shape,
-    moe_shape_of,
-)
+from eldr_sim.kernel_profiles.tables import format
 from eldr_sim.simulator.setup.transfer import TransferModel
-from eldr_sim.validation.live.engine_calibration import (
-    CalibrationInfo,
-    Delay,
-    Drift,
-    DriftModel,
-    exponent,
-)
+from eldr_sim.validation.live import engine_calibration
 from eldr_sim.validation.live.engine_log import EngineLog, request_rows
 from eldr_sim.validation.live.plugin import FORCED_LEVELS, FORCED_PREFIX
 
@@ -128,7 +115,7 @@ def _round(number: int, max_num_seqs: int, budget: int, max_model_len: int) -> l
 
 def engine_tables(
     log: EngineLog, dims: ModelDims, device: str, framework: str, versions: Mapping[str, str]
-) -> tuple[list[LatencyTable], DriftModel | None]:
+) -> tuple[list[format.LatencyTable], engine_calibration.DriftModel | None]:
     """Make the latency tables of a model from the steps of one engine's calibration.
 
     ``log``: the engine's steps under :func:`calibration_bursts`. Returns the tables at the
@@ -137,7 +124,7 @@ def engine_tables(
     """
     layers, moe_layers = dims.n_layers, dims.n_moe_layers
     starts = np.array([step.start_s for step in log.steps])
-    speed = Drift(starts, np.array([step.probe_s for step in log.steps]), None)
+    speed = engine_calibration.Drift(starts, np.array([step.probe_s for step in log.steps]), None)
     factors = speed.factor(starts)
     moe, decode, prefill, rest, whole_steps = (_Samples() for _ in range(5))
     chunked: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
@@ -160,12 +147,12 @@ def engine_tables(
             chunked[name].append((start + count, attention_s, factor))
     model = None
     if speed.reference_s is not None:
-        model = DriftModel(
+        model = engine_calibration.DriftModel(
             reference_s=speed.reference_s,
-            moe=exponent(moe.groups),
-            attention=exponent([*decode.groups, *prefill.groups]),
-            rest=exponent(rest.groups),
-            step=exponent(whole_steps.groups),
+            moe=engine_calibration.exponent(moe.groups),
+            attention=engine_calibration.exponent([*decode.groups, *prefill.groups]),
+            rest=engine_calibration.exponent(rest.groups),
+            step=engine_calibration.exponent(whole_steps.groups),
         )
         moe.normalise(model.moe)
         decode.normalise(model.attention)
@@ -174,9 +161,9 @@ def engine_tables(
     _add_whole_prompts(prefill, chunked, 0.0 if model is None else model.attention)
     moe_samples = _well_covered(moe.seconds, dims.n_experts, dims.top_k)
     head = _head(device, framework, versions)
-    attention = attention_shape(dims.n_heads, dims.n_kv_heads, dims.head_dim, 0)
-    forced, experts = {"routing": "forced"}, moe_shape_of(dims)
-    whole = engine_step_shape(dims.n_layers, dims.hidden_size, dims.vocab_size)
+    attention = format.attention_shape(dims.n_heads, dims.n_kv_heads, dims.head_dim, 0)
+    forced, experts = {"routing": "forced"}, format.moe_shape_of(dims)
+    whole = format.engine_step_shape(dims.n_layers, dims.hidden_size, dims.vocab_size)
     tables = [
         _table(head, "moe", experts, ("batch", "distinct_experts"), moe_samples, forced),
         _table(head, "attention_decode", attention, ("batch", "context"), decode.seconds),
@@ -261,12 +248,12 @@ def _round_context(context: float) -> int:
 
 def _table(
     head: dict[str, Any],
-    kind: Kind,
+    kind: format.Kind,
     shape: dict[str, int],
     names: Sequence[str],
     samples: Mapping[tuple[Any, ...], list[float]],
     constants: Mapping[str, str] | None = None,
-) -> LatencyTable:
+) -> format.LatencyTable:
     """Make a table of the medians of all points with enough samples."""
     points = sorted(point for point, values in samples.items() if len(values) >= _LEAST_STEPS)
     if len(points) < 4:
@@ -277,7 +264,9 @@ def _table(
         columns[name] = np.full(len(points), text, object)
     columns |= Timing.columns([Timing.of(samples[point]) for point in points])
     dtype = "none" if kind == "engine_step" else "bfloat16"
-    return LatencyTable(TableMetadata(kind=kind, shape=shape, dtype=dtype, **head), columns)
+    return format.LatencyTable(
+        format.TableMetadata(kind=kind, shape=shape, dtype=dtype, **head), columns
+    )
 
 
 def outside_times(
@@ -287,7 +276,7 @@ def outside_times(
     prefilled: bool,
     dims: ModelDims,
     measure_link: Callable[[], tuple[Mapping[tuple[int, int], float], str]],
-) -> CalibrationInfo:
+) -> engine_calibration.CalibrationInfo:
     """Measure the delays outside the engines' steps, from requests sent one at a time.
 
     Returns CalibrationInfo: the caller fills in ``seconds``. NIXL is timed by descriptors and
@@ -315,7 +304,10 @@ def outside_times(
         for token, following in zip(tokens[row], logged.steps[row][1:], strict=False)
     ]
     quartiles_ms = [1e3 * float(np.quantile(egress, q)) for q in (0.25, 0.5, 0.75)]
-    handoff, transfer = Delay(base_s=0, per_token_s=0), TransferModel(0, 0, 1e15, "none")
+    handoff, transfer = (
+        engine_calibration.Delay(base_s=0, per_token_s=0),
+        TransferModel(0, 0, 1e15, "none"),
+    )
     notes: dict[str, Any] = {}
     if prefill:
         if not prefilled:
@@ -323,7 +315,7 @@ def outside_times(
             handoff = _delay(lengths, gaps)
         transfer, notes["nixl_fit"] = _transfer(logs, logged, lengths, dims, measure_link())
     notes["unloaded"] = {"requests": len(order), "egress_ms": quartiles_ms}
-    return CalibrationInfo(
+    return engine_calibration.CalibrationInfo(
         ingress_s=_delay(lengths, [first[row] - sent[row] for row in order]),
         egress_s=max(0.0, float(np.median(egress))),
         handoff_s=handoff,
@@ -388,14 +380,14 @@ def _transfer(
     return TransferModel(setup_s, link.descriptor_s, link.bandwidth, source), vars(link)
 
 
-def _delay(lengths: np.ndarray[Any, Any], seconds: Sequence[float]) -> Delay:
+def _delay(lengths: np.ndarray[Any, Any], seconds: Sequence[float]) -> engine_calibration.Delay:
     """Fit a line with non-negative terms to the medians by prompt length."""
     from scipy.optimize import nnls  # takes long to import
 
     known = np.unique(lengths)
     medians = np.array([np.median(np.array(seconds)[lengths == n]) for n in known])
     (base, slope), _ = nnls(np.stack([np.ones(len(known)), known], axis=1), medians)
-    return Delay(base_s=float(base), per_token_s=float(slope))
+    return engine_calibration.Delay(base_s=float(base), per_token_s=float(slope))
 
 
 #: A row is out of order if one with as much work or more takes less than this share of its time: it
@@ -413,7 +405,7 @@ _AXES = {
 _DECISIVE = ("moe", "engine_step")
 
 
-def quality(tables: Iterable[LatencyTable]) -> dict[str, Any]:
+def quality(tables: Iterable[format.LatencyTable]) -> dict[str, Any]:
     """Return figures of the tables' quality, by kind. ``rows``; ``spread_median`` and
     ``spread_p90``, of IQR / median of a row's samples; ``out_of_order``, the share of the rows that
     take longer than a row with more work."""
@@ -446,7 +438,7 @@ def doubts(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _out_of_order(table: LatencyTable) -> float:
+def _out_of_order(table: format.LatencyTable) -> float:
     """Return the share of the rows that take longer than one with as much work or more."""
     axes = [np.asarray(table.columns[name], np.float64) for name in _AXES[table.metadata.kind]]
     seconds = table.columns["latency_s"]

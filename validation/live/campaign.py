@@ -13,12 +13,8 @@ from typing import Any, Literal
 
 from eldr_sim.errors import InputError
 from eldr_sim.serving.http import import_aiohttp
+from eldr_sim.validation.live import engine_calibration
 from eldr_sim.validation.live.client import join_proxy_log, prefill_ahead, send_load
-from eldr_sim.validation.live.engine_calibration import (
-    EngineCalibration,
-    model_of,
-    read_calibration,
-)
 from eldr_sim.validation.live.live_run import LoadInfo, RunInfo
 from eldr_sim.validation.live.load import (
     DOMAINS,
@@ -121,7 +117,7 @@ class Campaign:
         """What prompts of each domain are; raises InputError as `read_texts`."""
         if self.texts is not None:
             return read_texts(self.texts, self.options.model)
-        return domain_slices(model_of(self.config).vocab_size)
+        return domain_slices(engine_calibration.model_of(self.config).vocab_size)
 
     def fits(self, setup: Setup) -> bool:
         """Whether a policy of the set-up needs ELDR's offline fit."""
@@ -212,7 +208,7 @@ def record_setup(
     """
     with on_core(setup.client_core):
         calibrated = calibrated_setup(campaign, setup, progress)
-        engine = model_of(campaign.config), calibrated
+        engine = engine_calibration.model_of(campaign.config), calibrated
         rate = capacity(setup, campaign.options, *engine, campaign.prompt_len, campaign.output_len)
         planned = _planned(campaign, setup.name, len(setup.decode))
         for out, number, policy, repeat in planned:
@@ -226,7 +222,7 @@ def record_setup(
 
 def calibrated_setup(
     campaign: Campaign, setup: Setup, progress: Callable[[str, float], None]
-) -> EngineCalibration:
+) -> engine_calibration.EngineCalibration:
     """Calibrate a running set-up, unless it was before, and return its calibration."""
     for endpoint in setup.endpoints:  # an engine describes itself when it gets a request
         hello = LoadRequest(f"hello-{time.time_ns():x}", "", [4, 5, 6, 7], 2, 0.0)
@@ -238,7 +234,7 @@ def calibrated_setup(
             fitted = load_of_fit(campaign.domains, campaign.prompt_len, campaign.seed + 1)
         told = partial(progress, f"{setup.name}: calibration")
         calibrate(folder, setup, campaign.options, campaign.config, told, fitted, campaign.seed)
-    return read_calibration(folder)
+    return engine_calibration.read_calibration(folder)
 
 
 def _planned(campaign: Campaign, setup: str, n_decode: int) -> list[tuple[Path, int, str, int]]:

@@ -15,23 +15,13 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
+from eldr_sim.validation.live import features
 from eldr_sim.validation.live.campaign import Campaign, begin_campaign, calibrated_setup, on_core
 from eldr_sim.validation.live.comparison import noise_floor
 from eldr_sim.validation.live.engine_calibration import (
     EngineCalibration,
     model_of,
     read_calibration,
-)
-from eldr_sim.validation.live.features import (
-    FEATURES,
-    FIGURES,
-    FeatureLoad,
-    Sent,
-    feature_load,
-    lengths_of,
-    live_figures,
-    serve,
-    simulate_sent,
 )
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
 from eldr_sim.validation.live.load import Load, LoadRequest, domain_slices, write_draft
@@ -60,9 +50,9 @@ class _Base:
 
     calibrated: EngineCalibration
     engine: EngineInfo
-    sent: dict[FeatureLoad, list[Sent]]  #: of each load, a repeat each
-    traces: dict[FeatureLoad, list[Path]]  #: their routing
-    rates: dict[FeatureLoad, float]  #: requests/s
+    sent: dict[features.FeatureLoad, list[features.Sent]]  #: of each load, a repeat each
+    traces: dict[features.FeatureLoad, list[Path]]  #: their routing
+    rates: dict[features.FeatureLoad, float]  #: requests/s
 
 
 def check_features(campaign: Campaign, names: Sequence[str], progress: Told) -> list[Row]:
@@ -74,21 +64,21 @@ def check_features(campaign: Campaign, names: Sequence[str], progress: Told) -> 
     folder.mkdir(exist_ok=True)
     todo = [name for name in names if not (folder / f"{name}.json").exists()]
     if todo:
-        base = _serve_base(campaign, [FEATURES[name].load for name in todo], progress)
+        base = _serve_base(campaign, [features.FEATURES[name].load for name in todo], progress)
         for name in todo:
             found = _check(campaign, name, base, progress)
             found |= {"machine": machine(), "versions": versions()}
             text = json.dumps(found | {"doubts": base.calibrated.info.doubts}, indent=2)
             with whole_file(folder / f"{name}.json") as file:
                 file.write_text(text + "\n", encoding="utf-8")
-    files = sorted(folder.glob("*.json"), key=lambda file: list(FEATURES).index(file.stem))
+    files = sorted(folder.glob("*.json"), key=lambda file: list(features.FEATURES).index(file.stem))
     rows = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     with whole_file(campaign.out / "features.md") as file:
         file.write_text(page(rows), encoding="utf-8")
     return rows
 
 
-def _serve_base(campaign: Campaign, loads: Sequence[FeatureLoad], progress: Told) -> _Base:
+def _serve_base(campaign: Campaign, loads: Sequence[features.FeatureLoad], progress: Told) -> _Base:
     """Calibrate an engine without the features, and send it the loads of all."""
     dims = model_of(campaign.config)
     with _engine(campaign, "base", progress) as setup:
@@ -96,7 +86,7 @@ def _serve_base(campaign: Campaign, loads: Sequence[FeatureLoad], progress: Told
         base = _Base(calibrated, engine_infos(setup, read_logs(setup))[0], {}, {}, {})
         for name, repeat in itertools.product(dict.fromkeys(loads), range(campaign.repeats)):
             progress(f"{name} #{repeat}", 0.0)
-            lengths = lengths_of(name, campaign.prompt_len, campaign.output_len)
+            lengths = features.lengths_of(name, campaign.prompt_len, campaign.output_len)
             carried = capacity(setup, campaign.options, dims, calibrated, *lengths[:2])
             base.rates[name] = _SHARE * carried
             sent = _serve(campaign, name, base.rates[name], setup, calibrated, repeat)
@@ -126,22 +116,22 @@ def _engine(
 
 
 def _serve(
-    campaign: Campaign, name: FeatureLoad, rate: float, setup: Setup,
+    campaign: Campaign, name: features.FeatureLoad, rate: float, setup: Setup,
     calibrated: EngineCalibration, repeat: int,
-) -> Sent:  # fmt: skip
+) -> features.Sent:  # fmt: skip
     load, most = _load(campaign, name, rate, repeat)
-    return serve(load, setup.endpoints[0], calibrated, most)
+    return features.serve(load, setup.endpoints[0], calibrated, most)
 
 
 def _load(
-    campaign: Campaign, name: FeatureLoad, rate: float, repeat: int
+    campaign: Campaign, name: features.FeatureLoad, rate: float, repeat: int
 ) -> tuple[Load, int | None]:
-    return feature_load(
+    return features.feature_load(
         name,
         domain_slices(model_of(campaign.config).vocab_size),
         rate=rate,
         duration_s=campaign.duration_s,
-        lengths=lengths_of(name, campaign.prompt_len, campaign.output_len),
+        lengths=features.lengths_of(name, campaign.prompt_len, campaign.output_len),
         seed=campaign.seed,
         repeat=repeat,
         prefix=f"{name.replace(' ', '-')}-{time.time_ns():x}",
@@ -150,21 +140,24 @@ def _load(
 
 def _check(campaign: Campaign, name: str, base: _Base, progress: Told) -> Row:
     """Return a feature's figures without it and with it, live and simulated."""
-    feature = FEATURES[name]
+    feature = features.FEATURES[name]
     load, traces = feature.load, base.traces[feature.load]
 
     about = {"engine": base.engine, "calibration": campaign.calibration(_NAME),
              "calibrated": base.calibrated, "model": campaign.options.model,
              "max_model_len": campaign.options.max_model_len, "seed": campaign.seed}  # fmt: skip
 
-    def simulated(sent: Sent, trace: Path, fields: Mapping[str, Any]) -> tuple[Row, Row]:
-        return simulate_sent(sent, fields, trace=trace, **about)
+    def simulated(sent: features.Sent, trace: Path, fields: Mapping[str, Any]) -> tuple[Row, Row]:
+        return features.simulate_sent(sent, fields, trace=trace, **about)
 
-    def sides(all_sent: Sequence[Sent], fields: Mapping[str, Any]) -> Row:
+    def sides(all_sent: Sequence[features.Sent], fields: Mapping[str, Any]) -> Row:
         pairs = [
             simulated(sent, trace, fields) for sent, trace in zip(all_sent, traces, strict=True)
         ]
-        live, ours = [live_figures(sent) for sent in all_sent], [figures for figures, _ in pairs]
+        live, ours = (
+            [features.live_figures(sent) for sent in all_sent],
+            [figures for figures, _ in pairs],
+        )
         counted = {
             counter: {"live": [sent.counted.get(counter, 0.0) for sent in all_sent],
                       "simulated": [_figure(summary, figure) for _, summary in pairs]}
@@ -219,7 +212,7 @@ def _routed(
     progress: Told,
 ) -> Row:  # fmt: skip
     """Return the figures of two engines behind the router, with the feature and without."""
-    feature, sides = FEATURES[name], {}
+    feature, sides = features.FEATURES[name], {}
     calibrated = _calibrated_pair(campaign, progress)
     about = dict(about) | {"calibration": campaign.calibration(_PAIR), "calibrated": calibrated}
     for side in ("without", "with"):
@@ -252,7 +245,7 @@ def _calibrated_drafts(
     campaign: Campaign,
     setup: Setup,
     base: _Base,
-    simulated: Callable[[Sent, Path, Mapping[str, Any]], tuple[Row, Row]],
+    simulated: Callable[[features.Sent, Path, Mapping[str, Any]], tuple[Row, Row]],
     trace: Path,
 ) -> Row:
     """Return a ``speculative_config`` with what drafts cost, and are worth, on loads of their own.
@@ -280,7 +273,7 @@ def _calibrated_drafts(
     for sent in loads:
         free = {"speculative_config": told | {"draft_host_ms": 1e-6}}
         ours, summary = simulated(sent, trace, free)
-        live, n = live_figures(sent), len(sent.contexts)
+        live, n = features.live_figures(sent), len(sent.contexts)
         name = "spec_decode_num_accepted_tokens"
         steps = tokens - sent.counted.get(name, 0.0) / n
         ours_steps = tokens - _figure(summary, name) / n
@@ -291,7 +284,9 @@ def _calibrated_drafts(
     return told | {"draft_host_ms_per_request": per_request}
 
 
-def _send_alike(campaign: Campaign, to: Endpoint, base: _Base, n: int, tokens: int) -> Sent:
+def _send_alike(
+    campaign: Campaign, to: Endpoint, base: _Base, n: int, tokens: int
+) -> features.Sent:
     """Send so many requests at once, of as many tokens to compute as to generate."""
     ids = next(iter(domain_slices(model_of(campaign.config).vocab_size).values()))
     rng = np.random.default_rng(campaign.seed)
@@ -299,7 +294,7 @@ def _send_alike(campaign: Campaign, to: Endpoint, base: _Base, n: int, tokens: i
     requests = tuple(LoadRequest(f"alike-{i:x}", "", ids, tokens, 0.0) for i, ids in named)
     info = LoadInfo(name="alike", request_rate=1e6, burstiness=1.0, lengths="fixed",
                     num_requests=n, seed=campaign.seed)  # fmt: skip
-    return serve(Load(info, requests), to, base.calibrated, None)
+    return features.serve(Load(info, requests), to, base.calibrated, None)
 
 
 def _figure(summary: Mapping[str, Any], name: str) -> float:
@@ -310,7 +305,7 @@ def _figure(summary: Mapping[str, Any], name: str) -> float:
 def _errors(live: Sequence[Row], simulated: Sequence[Row]) -> Row:
     """Return by figure: means over repeats, the mean of the errors' sizes, noise and verdict."""
     found: Row = {}
-    for name, q in FIGURES:
+    for name, q in features.FIGURES:
         figure = f"{name} p{q}"
         mine, ours = [r[figure] for r in live], [r[figure] for r in simulated]
         mean, noise = float(np.mean(mine)), noise_floor(mine)
@@ -334,7 +329,7 @@ def page(rows: Sequence[Row]) -> str:
     if doubts := [doubt for row in rows[:1] for doubt in row["doubts"]]:
         lines += [f"**The calibrated tables are not to be trusted**: {'; '.join(doubts)}.", ""]
     lines += ["Mean of the repeats, live and simulated; error +- difference between repeats.", ""]
-    columns = ["feature", "load", "engine", *(f"{n.upper()} p{q}, ms" for n, q in FIGURES)]
+    columns = ["feature", "load", "engine", *(f"{n.upper()} p{q}, ms" for n, q in features.FIGURES)]
     sides = [
         [row["feature"], row["load"], side, *map(_cell, row[side]["figures"].values())]
         for row in rows

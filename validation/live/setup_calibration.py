@@ -16,6 +16,7 @@ from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, ni
 from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
+from eldr_sim.validation.live import engine_calibration
 from eldr_sim.validation.live.calibrate import (
     Burst,
     calibration_bursts,
@@ -25,12 +26,6 @@ from eldr_sim.validation.live.calibrate import (
     quality,
 )
 from eldr_sim.validation.live.client import join_proxy_log, prefill_ahead, send_load
-from eldr_sim.validation.live.engine_calibration import (
-    EngineCalibration,
-    device_of,
-    model_of,
-    write_calibration,
-)
 from eldr_sim.validation.live.engine_log import EngineLog, read_complete_log
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
 from eldr_sim.validation.live.load import Domain, Load, LoadRequest, make_load
@@ -70,7 +65,7 @@ def calibrate(
     """
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    dims, measured = model_of(config), setup.decode[-1]
+    dims, measured = engine_calibration.model_of(config), setup.decode[-1]
     engine = read_complete_log(measured.log, {}).engine
     bursts = calibration_bursts(
         options.max_num_seqs,
@@ -107,10 +102,10 @@ def calibrate(
     found = quality(tables)
     about = {"drift": drift, "doubts": doubts(found), "seconds": time.monotonic() - began}
     info = info.model_copy(update=about | {"notes": info.notes | {"tables": found}})
-    write_calibration(out, info, tables)
+    engine_calibration.write_calibration(out, info, tables)
     own = engine_infos(setup, {e.name: read_complete_log(e.log, {}) for e in setup.endpoints})[-1]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    device = device_of(tables[0].metadata.gpu, own, memory)
+    device = engine_calibration.device_of(tables[0].metadata.gpu, own, memory)
     (out / "gpu.json").write_text(device.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
@@ -204,7 +199,7 @@ def capacity(
     setup: Setup,
     options: EngineOptions,
     dims: ModelDims,
-    calibrated: EngineCalibration,
+    calibrated: engine_calibration.EngineCalibration,
     prompt_len: int,
     output_len: int,
 ) -> float:

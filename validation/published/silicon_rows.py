@@ -54,13 +54,7 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import KVDtype, ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.validation.published.launch_scripts import (
-    SAYS_NOTHING,
-    Script,
-    chosen_layout,
-    qwen_drafts,
-    script_of,
-)
+from eldr_sim.validation.published import launch_scripts
 
 GPUS = {
     "h100_sxm": "H100",
@@ -225,7 +219,7 @@ class Case:
     decode_workers: int = 1
     prefill: Workers = Workers()
     drafts: int = 0  #: of multi-token prediction, each step
-    script: Script = SAYS_NOTHING
+    script: launch_scripts.Script = launch_scripts.SAYS_NOTHING
 
     @property
     def parallelism(self) -> Parallelism:
@@ -274,8 +268,10 @@ _FITTED: dict[str, dict[Case, str]] = {
     "vllm": {},
     "sglang": {Case("B200", 8, 1024, 1024, 4, drafts=2): "the acceptance of SGLang's drafts"},
     "trtllm": {
-        Case("B200", 8, 1024, 1024, 8, script=Script("TRTLLM")): "the launch on B200's hosts",
-        Case("H200", 8, 1024, 1024, 8, True, script=Script(least_tokens=0)): (
+        Case(
+            "B200", 8, 1024, 1024, 8, script=launch_scripts.Script("TRTLLM")
+        ): "the launch on B200's hosts",
+        Case("H200", 8, 1024, 1024, 8, True, script=launch_scripts.Script(least_tokens=0)): (
             "the launch on H200's hosts"
         ),
     },
@@ -390,9 +386,9 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
         else:
             layout = _colocated(record, gpu, day, concurrency)
         if record["mode"] != "disagg":
-            layout = chosen_layout(record, gpu, day, concurrency) or layout
+            layout = launch_scripts.chosen_layout(record, gpu, day, concurrency) or layout
         if "Qwen3.5" in record["model_path"]:
-            drafts = qwen_drafts(record, gpu, layout)
+            drafts = launch_scripts.qwen_drafts(record, gpu, layout)
         if not concurrency:
             return "its concurrency is not given"
         _check(layout, model)
@@ -411,7 +407,7 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
             decode_workers,
             prefill,
             drafts,
-            script_of(record, gpu, day, concurrency, layout, drafts),
+            launch_scripts.script_of(record, gpu, day, concurrency, layout, drafts),
         ),
         round(float(record["silicon_ttft_ms"]), 3),
         round(float(record["silicon_tpot_ms"]), 3),

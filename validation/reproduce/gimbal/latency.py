@@ -8,19 +8,7 @@ import numpy as np
 from eldr_sim.charts import Rows, bars, lines
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.traces.requests.length_shapes import LengthShape
-from eldr_sim.validation.reproduce.gimbal.settings import (
-    P99,
-    SHARES,
-    SYSTEMS,
-    THROUGHPUT,
-    TPOT,
-    TTFT,
-    VLLM,
-    Experiment,
-    System,
-    paired_claim,
-    spelled,
-)
+from eldr_sim.validation.reproduce.gimbal import settings
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, change, mean
 
 #: The paper's reductions at 1.4 requests/s, %: Figures 7 and 9.
@@ -30,7 +18,7 @@ TTFT_CUT: dict[LengthShape, float] = {
 TPOT_CUT: dict[LengthShape, float] = {
     "random": -13.5, "central": -17.6, "descending": -7.9, "two_end": -12.6, "average": -15.1,
 }  # fmt: skip
-_METRICS = (TTFT, P99, TPOT, THROUGHPUT)
+_METRICS = (settings.TTFT, settings.P99, settings.TPOT, settings.THROUGHPUT)
 #: Why a part alone changes what it does.
 _WHY = {
     "DPLB": "printed, it decides nothing below a KV usage of 0.9: the runs are round robin's",
@@ -53,14 +41,14 @@ def _row(runs: Sequence[Summary], reference: Sequence[Summary]) -> dict[str, Any
     return values | {name: mean(runs, name) for name in ("preemptions", "relocations")}
 
 
-def ablations(experiment: Experiment) -> list[dict[str, Any]]:
+def ablations(experiment: settings.Experiment) -> list[dict[str, Any]]:
     """Run every system on every shape at every share of its knee; a row each."""
     runs = experiment.runner.groups(
         {
             (shape, share, name): experiment.cases(system, shape, share, experiment.scale.few)
             for shape in experiment.scale.shapes
-            for share in SHARES
-            for name, system in SYSTEMS.items()
+            for share in settings.SHARES
+            for name, system in settings.SYSTEMS.items()
         }
     )
     return [
@@ -70,28 +58,30 @@ def ablations(experiment: Experiment) -> list[dict[str, Any]]:
     ]
 
 
-def main_runs(experiment: Experiment) -> MainRuns:
+def main_runs(experiment: settings.Experiment) -> MainRuns:
     """Run vLLM's and Gimbal's system at the knee of every shape under all seeds."""
     return experiment.runner.groups(
         {
-            (shape, name): experiment.cases(SYSTEMS[name], shape, 1.0, experiment.scale.seeds)
+            (shape, name): experiment.cases(
+                settings.SYSTEMS[name], shape, 1.0, experiment.scale.seeds
+            )
             for shape in experiment.scale.shapes
             for name in ("vLLM", *_READINGS)
         }
     )
 
 
-def by_rate(name: str, experiment: Experiment, rows: Rows, metric: str) -> Reproduction:
+def by_rate(name: str, experiment: settings.Experiment, rows: Rows, metric: str) -> Reproduction:
     """TTFT or TPOT by rate: Gimbal below each part, each part below vLLM, the balancer most."""
-    at_knee = [row for row in rows if row["share"] == SHARES[-1]]
+    at_knee = [row for row in rows if row["share"] == settings.SHARES[-1]]
     best = {
         system: float(np.mean([r[f"{metric}_%"] for r in at_knee if r["system"] == system]))
-        for system in SYSTEMS
+        for system in settings.SYSTEMS
     }
     parts, word = ("DPLB", "SJFS", "EDR"), metric[5:9].upper()
     alone = {part: best[part] for part in (*parts, "DPLB, queues")}
     said = ", ".join(f"{part} {value:+.1f}" for part, value in alone.items())
-    claims = [same_decisions(experiment)] if metric == TTFT else []
+    claims = [same_decisions(experiment)] if metric == settings.TTFT else []
     stated = {f"each part alone lowers {word} at the knee: {p}": (best[p], _WHY[p]) for p in parts}
     stated["Gimbal as printed, mean over shapes at the knee"] = best["Gimbal"], said
     stated["Gimbal as its text has it, the same"] = best["Gimbal, queues"], said
@@ -102,13 +92,13 @@ def by_rate(name: str, experiment: Experiment, rows: Rows, metric: str) -> Repro
     low, high = (
         float(np.mean([r[f"{metric}_%"] for r in rows
                        if r["system"] == "Gimbal, queues" and r["share"] == share]))
-        for share in (SHARES[0], SHARES[-1])
+        for share in (settings.SHARES[0], settings.SHARES[-1])
     )  # fmt: skip
     claims.append(
         Claim("the advantage grows with load: change at the knee less that at 0.71 of it", -20.0,
               -0.5, high - low, tolerance=0.0, reason=f"{low:+.1f} and {high:+.1f}", stated=False)
     )  # fmt: skip
-    if metric == TTFT:
+    if metric == settings.TTFT:
         claims.append(
             Claim("the balancer gives most of the gain, as its text has it: over shortest first's",
                   1.0, 10.0, alone["DPLB, queues"] / alone["SJFS"] if alone["SJFS"] < 0 else None,
@@ -119,7 +109,11 @@ def by_rate(name: str, experiment: Experiment, rows: Rows, metric: str) -> Repro
 
 
 def paired_figure(
-    name: str, experiment: Experiment, runs: MainRuns, metric: str, paper: dict[LengthShape, float]
+    name: str,
+    experiment: settings.Experiment,
+    runs: MainRuns,
+    metric: str,
+    paper: dict[LengthShape, float],
 ) -> Reproduction:
     """Return a figure of paired changes at the knee, shape by shape, with their intervals."""
     rows: list[dict[str, Any]] = []
@@ -132,15 +126,15 @@ def paired_figure(
                 {"shape": shape, "system": system, "rate": experiment.knee(shape)}
                 | {"vllm": mean(theirs, metric), "ours": mean(runs[shape, system], metric)}
                 | dict(zip(("change_%", "low", "high"), found[system], strict=True))
-                | {"p99_ttft_%": (tail := change(runs[shape, system], theirs, P99)).mean}
+                | {"p99_ttft_%": (tail := change(runs[shape, system], theirs, settings.P99)).mean}
                 | {"p99_ttft_low": tail.low, "p99_ttft_high": tail.high}
             )
         printed.append(found["Gimbal"].mean)
         queues = found["Gimbal, queues"]
         reason = f"{len(theirs)} paired seeds; as its text has it {queues.mean:+.1f}"
         claims.append(
-            paired_claim(f"{shape}: Gimbal against vLLM", paper[shape], paper[shape],
-                         found["Gimbal"], f"{reason} ({spelled(queues)})")
+            settings.paired_claim(f"{shape}: Gimbal against vLLM", paper[shape], paper[shape],
+                         found["Gimbal"], f"{reason} ({settings.spelled(queues)})")
         )  # fmt: skip
     known = float(np.mean([paper[shape] for shape in experiment.scale.shapes]))
     ours = float(np.mean(printed))
@@ -150,38 +144,38 @@ def paired_figure(
     return Reproduction(name, title, rows, claims, draw)
 
 
-def figure_10(experiment: Experiment, runs: MainRuns) -> Reproduction:
+def figure_10(experiment: settings.Experiment, runs: MainRuns) -> Reproduction:
     """Throughput at the knee: equal."""
     rows, claims = [], []
     for shape in experiment.scale.shapes:
-        found = change(runs[shape, "Gimbal"], runs[shape, "vLLM"], THROUGHPUT)
+        found = change(runs[shape, "Gimbal"], runs[shape, "vLLM"], settings.THROUGHPUT)
         rows.append(
-            {"shape": shape, "vllm_tokens_s": mean(runs[shape, "vLLM"], THROUGHPUT)}
+            {"shape": shape, "vllm_tokens_s": mean(runs[shape, "vLLM"], settings.THROUGHPUT)}
             | dict(zip(("change_%", "low", "high"), found, strict=True))
         )
-        claims.append(paired_claim(f"{shape}: comparable throughput", -2.0, 2.0, found,
+        claims.append(settings.paired_claim(f"{shape}: comparable throughput", -2.0, 2.0, found,
                                    tolerance=0.0, stated=False))  # fmt: skip
     draw = bars(rows, "shape", "change_%", label="output tokens/s against vLLM, %")
     return Reproduction("figure_10", "Throughput", rows, claims, draw)
 
 
-def few_blocks(experiment: Experiment) -> Reproduction:
+def few_blocks(experiment: settings.Experiment) -> Reproduction:
     """Return all systems again with so few KV blocks that Algorithm 1 acts as printed."""
-    more = {name: System(policy=name) for name in ("vllm_dp", "vllm_dp_kv")}
+    more = {name: settings.System(policy=name) for name in ("vllm_dp", "vllm_dp_kv")}
     fields = {"request_rate": experiment.knee("random"), "num_gpu_blocks_override": FEW_BLOCKS}
     seeds, groups = experiment.scale.seeds, dict[str, list[dict[str, Any]]]()
-    for name, system in (SYSTEMS | more).items():
+    for name, system in (settings.SYSTEMS | more).items():
         groups[name] = [case | fields for case in experiment.cases(system, "random", 1.0, seeds)]
     runs = experiment.runner.groups(groups)
     rows = [{"system": name} | _row(own, runs["vLLM"]) for name, own in runs.items()]
-    changes = tuple(f"{metric}_%" for metric in (TTFT, P99, TPOT))
+    changes = tuple(f"{metric}_%" for metric in (settings.TTFT, settings.P99, settings.TPOT))
     title = f"All systems with {FEW_BLOCKS} KV blocks an engine"
     return Reproduction("few_blocks", title, rows, [], bars(rows, "system", changes))
 
 
-def same_decisions(experiment: Experiment) -> Claim:
+def same_decisions(experiment: settings.Experiment) -> Claim:
     """Return how far Algorithm 1 as printed is from round robin where KV is not short."""
-    case = experiment.cases(VLLM, experiment.scale.shapes[0], 1.0, 1)[0]
+    case = experiment.cases(settings.VLLM, experiment.scale.shapes[0], 1.0, 1)[0]
     found = experiment.runner.run([case, case | {"policy": "gimbal"}])
     off = max(abs(found[0][m] - found[1][m]) for m in _METRICS)
     return Claim("printed Algorithm 1 against round robin: largest difference of any figure", 0.0,

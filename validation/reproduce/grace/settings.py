@@ -26,15 +26,7 @@ from eldr_sim.policies.placement.base import ExpertGroup, Placement
 from eldr_sim.policies.replicas.base import ReplicaChoice
 from eldr_sim.traces.routing.calibration import CalibrationSet
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
-from eldr_sim.validation.reproduce.expert_traffic import (
-    Batch,
-    LayerTimes,
-    Traffic,
-    decode_batches,
-    layer_times,
-    measure,
-    prompt_batches,
-)
+from eldr_sim.validation.reproduce import expert_traffic
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -185,11 +177,13 @@ class Evaluation:
         ]
         return calibration_of(trace, np.concatenate(requests))
 
-    def batches(self, source: Source, cluster: Cluster, phase: Phase) -> list[Batch]:
+    def batches(self, source: Source, cluster: Cluster, phase: Phase) -> list[expert_traffic.Batch]:
         """Return the steps that a source's placements are judged on."""
         trace, (tokens, steps) = self.trace(source.trace), STEP_TOKENS[phase]
         requests = requests_of(trace, False if source.split else None, source.judged_on)
-        make = prompt_batches if phase == "prefill" else decode_batches
+        make = (
+            expert_traffic.prompt_batches if phase == "prefill" else expert_traffic.decode_batches
+        )
         return make(trace, requests, cluster.n_ranks, tokens // cluster.n_ranks, steps)
 
     def _placements(self, source: Source, placement: str, cluster: Cluster) -> list[Placement]:
@@ -200,22 +194,22 @@ class Evaluation:
 
     def _measured(
         self, source: Source, scheme: Scheme, cluster: Cluster, phase: Phase
-    ) -> tuple[Traffic, ...]:
+    ) -> tuple[expert_traffic.Traffic, ...]:
         """Count a scheme, one `Traffic` a seed."""
         batches = self.batches(source, cluster, phase)
         choice = replica_choice(scheme.choice)
         return tuple(
-            measure(batches, placement, choice, cluster.node_of_rank)
+            expert_traffic.measure(batches, placement, choice, cluster.node_of_rank)
             for placement in self.placements(source, scheme.placement, cluster)
         )
 
     def _timed(
         self, source: Source, scheme: Scheme, cluster: Cluster, phase: Phase
-    ) -> tuple[LayerTimes, ...]:
+    ) -> tuple[expert_traffic.LayerTimes, ...]:
         """Price a scheme on the paper's GPUs, seed by seed."""
         moe, all_to_all = hardware(TRACES[source.trace], cluster)
         return tuple(
-            layer_times(traffic, moe, all_to_all, prompts=phase == "prefill")
+            expert_traffic.layer_times(traffic, moe, all_to_all, prompts=phase == "prefill")
             for traffic in self.measured(source, scheme, cluster, phase)
         )
 

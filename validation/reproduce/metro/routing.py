@@ -17,14 +17,7 @@ from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.policies.placement.base import ExpertGroup, Placement
 from eldr_sim.policies.placement.eplb import balance
-from eldr_sim.simulator.plane.steps.group_state import (
-    ALL,
-    REPLICA_CHOICES,
-    Counting,
-    GroupCost,
-    make_group_scratch,
-    no_replicas,
-)
+from eldr_sim.simulator.plane.steps import group_state
 from eldr_sim.simulator.plane.steps.group_step import route_tokens
 from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 from eldr_sim.traces.routing.calibration import calibration_set
@@ -92,18 +85,22 @@ def route(
 ) -> Steps:
     """Return what a choice makes of batches of tokens, ``[steps, tokens]`` rows of the trace."""
     n_layers, n_experts = routing.load.shape
-    replicas = make_replicas([placement], n_experts, n_layers) or no_replicas()
+    replicas = make_replicas([placement], n_experts, n_layers) or group_state.no_replicas()
     knots = np.arange(2.0), np.zeros(2)
     free = AllToAllCost(0.0, 0.0, *knots * 4)
     if moe is None:
         table = np.zeros((2, n_experts + 1))
         moe = RankMoE(1, np.arange(2.0), table, table)
-    number, n_ranks = REPLICA_CHOICES[choice], placement.n_ranks
-    group = GroupCost(ALL, False, number, 0.0, 1, n_ranks, moe, free, free, 0)
+    number, n_ranks = group_state.REPLICA_CHOICES[choice], placement.n_ranks
+    group = group_state.GroupCost(
+        group_state.ALL, False, number, 0.0, 1, n_ranks, moe, free, free, 0
+    )
     bits = routing.trace.bits.reshape(len(routing.trace.bits), -1)
-    work = make_group_scratch(n_layers, bits.shape[1], n_ranks, n_experts, replicas.rank.shape[3])
+    work = group_state.make_group_scratch(
+        n_layers, bits.shape[1], n_ranks, n_experts, replicas.rank.shape[3]
+    )
     masks = rank_masks([placement], n_experts, n_layers)
-    counting = Counting(masks, replicas, group, work, 0, n_ranks, number, False)
+    counting = group_state.Counting(masks, replicas, group, work, 0, n_ranks, number, False)
     made = [route_tokens(bits, rows, counting) for rows in batches]
 
     def mean(values: Iterable[float]) -> float:
