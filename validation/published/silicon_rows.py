@@ -5,40 +5,8 @@ module reads the runs of the models in :data:`MEASURED_MODELS`, co-located and d
 configuration of a run decides whether it can be predicted; its measured values decide only whether
 it is left out of the filtered errors.
 
-**What the labels mean.** Most runs come from InferenceX (github.com/SemiAnalysisAI/InferenceX),
-whose launch scripts and ``.github/configs/nvidia-master.yaml`` of the same day say what was
-started. The labels often say something else, and the scripts are followed:
-
-- ``tp n, attention dp n, moe ep n * n`` is n GPUs, not n * n: it stands for ``{tp: n, ep: n}`` of
-  the configuration, with or without its ``dp-attn: true``. Only the scripts of NVFP4 MiniMax-M2.5
-  pass ``--data-parallel-size`` at all, with ``dp-attn`` (:data:`_DATA_PARALLEL`); the others start
-  n GPUs with tensor parallelism and ``--enable-expert-parallel``. MiniMax on H100 took the same
-  TPOT to 1% on 27 March 2026, labelled ``tp 4, dp 1, ep 4``, and on 28 March, labelled ``tp 4,
-  dp 4, ep 16`` (all ten rows of 1k prompts).
-- MiniMax-M2.5 on H200, and on B200 up to vLLM 0.17: ``if [ "$EP_SIZE" -ge 1 ]`` enables expert
-  parallelism always, as the default of EP_SIZE is 1.
-- Kimi-K2.5: the scripts know ``--tensor-parallel-size`` alone.
-- Kimi-K2.5 on GB200, disaggregated: prefill workers, and decode workers of 16 GPUs, have ``dp-attn:
-  true`` and are labelled ``tp n, dp 1, ep n``.
-- Llama-3.1-70B: NVIDIA's FP8 and NVFP4 checkpoints with ``kv-cache-dtype: fp8``, and the seats of
-  GPT-OSS (``benchmarks/70b_fp8_h100_slurm.sh``, ``70b_fp8_h200_slurm.sh``,
-  ``70b_fp8_b200_docker.sh``, ``70b_fp4_b200_docker.sh``).
-- DeepSeek-R1: the dump of InferenceX's database, which calls it V3, has runs without multi-token
-  prediction and the workers of disaggregated ones; most of them stand under R1, too. Of the others
-  ``rows/launches.csv`` has workers and drafts where the configurations of the sixty days
-  before the run (else the first one after it; InferenceX 843c6254f) start the run's GPU, precision,
-  lengths, GPUs of a worker and concurrency in one way, or in one with drafts and one without, which
-  the dump has of that day. Of the dump's own rows this finds 398 plain and 2 with drafts. Drafts
-  are the recipe's (``mtp3``); else those of the scripts, under TensorRT-LLM 3, or 1 where engines
-  share experts, under SGLang 2.
-- Launches that are not known so are **assumed**, by a rule that sees no measurement
-  (`MeasuredRun.assumed`): ``listed``, the first that fits the labels in the newest configuration
-  of the day, else of a later day, with drafts where both are listed; ``nearest``, where none has
-  the concurrency, the nearest one's; ``labels``, where there is none at all, no drafts. Labels of
-  12 GPUs and more on GB200 and the like count all workers of a disaggregated run.
-- GPT-OSS on GB200 under TensorRT-LLM, disaggregated: the file has no workers, ``gptoss-fp4-gb200-
-  dynamo-trt`` of the configuration has (:data:`_GPT_OSS_WORKERS`). Loads that it starts in several
-  ways, or with ``dp-attn: true`` (labelled ``dp 1``), are not told apart.
+What its labels mean, and which launches are assumed, is in ``rows/README.md``: by a rule that sees
+no measurement (`MeasuredRun.assumed`).
 """
 
 import csv
@@ -46,8 +14,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import resources
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +42,6 @@ _DATA_PARALLEL = (
     ("B300", "2026-04-17", "2026-04-20", 1024, 512, 512),
     ("B300", "2026-04-21", "2026-04-27", 1024, 256, 2048),
     ("B300", "2026-04-21", "2026-04-27", 8192, 512, 512),
-)
-
-#: Prefill and decode workers of GPT-OSS on GB200 by prompt length, GPUs of a decode worker and
-#: concurrency; prefill workers have one GPU.
-_GPT_OSS_WORKERS = (
-    {(1024, 4, c): (1, 1) for c in (1, 2, 4, 16, 32, 64, 128)}
-    | {(1024, 2, 16): (1, 4), (8192, 8, 1): (1, 1)}
-    | {(8192, 4, c): (1, 1) for c in (2, 4, 8, 16, 32, 64)}
-    | {(8192, 4, 512): (2, 1), (8192, 2, 256): (2, 1), (8192, 2, 384): (2, 1)}
 )
 
 
@@ -131,62 +91,19 @@ class MeasuredModel:
         return load_model(self.model).model_copy(update=named)
 
 
-_KERNELS, _NEW_FIRST = ("oldest", "newest"), ("newest", "oldest")
-_NEW = ("newest",)  # of dense models whatever is asked for: they have no MoE kernel
-_GPT_OSS, _MINIMAX, _KIMI = (
-    "openai/gpt-oss-120b", "MiniMaxAI/MiniMax-M2.5", "moonshotai/Kimi-K2.5",
-)  # fmt: skip
-_QWEN, _QWEN_FP8 = "Qwen/Qwen3-32B", "Qwen/Qwen3-32B-FP8"
-_LARGE_QWEN, _NEXT_QWEN = "Qwen/Qwen3-235B-A22B-FP8", "Qwen/Qwen3.5-397B-A17B"
-_LLAMA, _SMALL_LLAMA = "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-8B-Instruct"
-#: As the rows of SGLang say (``gemm_quant_mode`` fp8_block).
-_IN_BLOCKS = "Llama-3.1-8B-FP8-block.json"
-#: The configurations of InferenceX's runs of DeepSeek-R1, which the dump calls V3.
-_V3, _V3_FP4, _GLM = (
-    "deepseek-ai/DeepSeek-V3", "nvidia/DeepSeek-V3.1-NVFP4", "zhipuai/GLM-5",
-)  # fmt: skip
-_OF_VLLM = partial(MeasuredModel, inferencex=False)
-_SGLANG, _TRTLLM = (partial(MeasuredModel, backend=name) for name in ("sglang", "trtllm"))
-_FP8_KV: dict[str, Any] = {"kv_cache_dtype": "fp8"}
-MEASURED_MODELS = {
-    "gpt-oss-120b": MeasuredModel(_GPT_OSS, "GPT-OSS-120B", ("marlin", "newest"), "fp4"),
-    "minimax-m2.5": MeasuredModel(_MINIMAX, None, _KERNELS),
-    "minimax-m2.5-nvfp4": MeasuredModel(
-        _MINIMAX, None, _KERNELS, "fp4", "nvidia/MiniMax-M2.5-NVFP4"
-    ),
-    "kimi-k2.5": MeasuredModel(_KIMI, None, _NEW_FIRST, "int4"),
-    "kimi-k2.5-nvfp4": MeasuredModel(_KIMI, None, _KERNELS, "fp4", "nvidia/Kimi-K2.5-NVFP4"),
-    "kimi-k2.5-nvfp4-trtllm": _TRTLLM(
-        _KIMI, None, _NEW, "fp4", "nvidia/Kimi-K2.5-NVFP4", **_FP8_KV
-    ),
-    "qwen3-32b-trtllm": _TRTLLM(_QWEN, "Qwen3-32B", _NEW, "", inferencex=False),
-    "gpt-oss-120b-trtllm": _TRTLLM(_GPT_OSS, None, _NEW, "fp4"),
-    "qwen3-235b": _OF_VLLM(_LARGE_QWEN, None, _KERNELS),
-    "llama-70b-fp8": MeasuredModel(_LLAMA, "Llama-3.1-70B-FP8", _NEW, **_FP8_KV),
-    "llama-70b-nvfp4": MeasuredModel(_LLAMA, "Llama-3.1-70B-NVFP4", _NEW, "fp4", **_FP8_KV),
-    "llama-8b-fp8": _OF_VLLM(
-        "nvidia/Llama-3.1-8B-Instruct-FP8", "Llama-3.1-8B-FP8", _NEW, **_FP8_KV
-    ),
-    "qwen3-32b": _OF_VLLM(_QWEN, "Qwen3-32B", _NEW, ""),
-    "qwen3-32b-fp8": _OF_VLLM(_QWEN, None, _NEW, checkpoint=_QWEN_FP8),
-    "deepseek-v3-sglang": _SGLANG(_V3, None, _NEW_FIRST, **_FP8_KV),
-    "deepseek-v3-trtllm": _TRTLLM(_V3, None, _NEW_FIRST, **_FP8_KV),
-    "deepseek-v3-nvfp4-sglang": _SGLANG(_V3, None, _NEW, "fp4", _V3_FP4, **_FP8_KV),
-    "deepseek-v3-nvfp4-trtllm": _TRTLLM(_V3, None, _NEW, "fp4", _V3_FP4, **_FP8_KV),
-    "qwen3-235b-sglang": _SGLANG(_LARGE_QWEN, None, _NEW_FIRST, inferencex=False),
-    "qwen3-235b-trtllm": _TRTLLM(_LARGE_QWEN, None, _NEW_FIRST, inferencex=False),
-    "llama-70b-fp8-trtllm": _TRTLLM(_LLAMA, "Llama-3.1-70B-FP8", _NEW, **_FP8_KV),
-    "llama-70b-nvfp4-trtllm": _TRTLLM(_LLAMA, "Llama-3.1-70B-NVFP4", _NEW, "fp4", **_FP8_KV),
-    "llama-8b-trtllm": _TRTLLM(_SMALL_LLAMA, "Llama-3.1-8B", _NEW, "", inferencex=False),
-    "llama-8b-fp8-sglang": _SGLANG(_SMALL_LLAMA, _IN_BLOCKS, _NEW, inferencex=False),
-    "qwen3-32b-fp8-trtllm": _TRTLLM(_QWEN, None, _NEW, checkpoint=_QWEN_FP8, inferencex=False),
-    "glm-5-sglang": _SGLANG(_GLM, None, _NEW, checkpoint="zai-org/GLM-5-FP8"),
-    "glm-5-nvfp4-sglang": _SGLANG(_GLM, None, _NEW, "fp4", "nvidia/GLM-5-NVFP4"),
-    "qwen3.5-397b-sglang": _SGLANG(_NEXT_QWEN, "Qwen3.5-397B-A17B", _NEW, "bf16"),
-    "qwen3.5-397b-fp8-sglang": _SGLANG(_NEXT_QWEN, "Qwen3.5-397B-A17B-FP8", _NEW),
-    "qwen3.5-397b-nvfp4-sglang": _SGLANG(_NEXT_QWEN, "Qwen3.5-397B-A17B-NVFP4", _NEW, "fp4"),
-    "qwen3-32b-sglang": _SGLANG(_QWEN, "Qwen3-32B", _NEW, "", inferencex=False),
-}
+def _rows(name: str) -> list[dict[str, str]]:
+    """Return the lines of a file of ``rows``."""
+    text = (resources.files(__package__) / "rows" / name).read_text("utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+def _measured_model(line: dict[str, str]) -> MeasuredModel:
+    known: dict[str, Any] = line | {"shipped": line["shipped"] or None}
+    known |= {"moe_kernels": tuple(line["moe_kernels"].split())}
+    return MeasuredModel(**known | {"inferencex": line["inferencex"] == "yes"})
+
+
+MEASURED_MODELS = {line.pop("name"): _measured_model(line) for line in _rows("models.csv")}
 
 
 @dataclass(frozen=True, order=True)
@@ -202,6 +119,12 @@ class Workers:
     def parallelism(self) -> Parallelism:
         """Parallelism of a worker."""
         return Parallelism(self.tensor_parallel_size, self.expert_parallel, self.data_parallel_size)
+
+    @classmethod
+    def of(cls, count: int, spread: Parallelism) -> "Workers":
+        """Return workers that are spread so."""
+        size = spread.tensor_parallel_size
+        return cls(count, size, spread.expert_parallel, spread.data_parallel_size)
 
 
 @dataclass(frozen=True, order=True)
@@ -268,12 +191,11 @@ _FITTED: dict[str, dict[Case, str]] = {
     "vllm": {},
     "sglang": {Case("B200", 8, 1024, 1024, 4, drafts=2): "the acceptance of SGLang's drafts"},
     "trtllm": {
-        Case(
-            "B200", 8, 1024, 1024, 8, script=launch_scripts.Script("TRTLLM")
-        ): "the launch on B200's hosts",
-        Case("H200", 8, 1024, 1024, 8, True, script=launch_scripts.Script(least_tokens=0)): (
-            "the launch on H200's hosts"
-        ),
+        Case(gpu, 8, 1024, 1024, 8, spread, script=script): f"the launch on {gpu}'s hosts"
+        for gpu, spread, script in (
+            ("B200", False, launch_scripts.Script("TRTLLM")),
+            ("H200", True, launch_scripts.Script(least_tokens=0)),
+        )
     },
 }
 
@@ -353,9 +275,8 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
     lengths = int(record["isl"]), int(record["osl"])
     prefill, decode_workers, drafts, assumed = Workers(), 1, 0, ""
     try:
-        launch = (
-            None if is_plain(record) else _launches().get(_launch_key(record, day, concurrency))
-        )
+        key = _launch_key(record, day, concurrency)
+        launch = None if is_plain(record) else _launches().get(key)
         if launch is not None:
             prefill, workers, drafts, assumed = launch
             layout, decode_workers = workers.parallelism, workers.count
@@ -372,12 +293,7 @@ def read_record(record: dict[str, str], model: ModelDims, backend: str) -> Measu
             layout = _pool(record, "decode", gpu)
             spread = _pool(record, "prefill", gpu)
             _check(spread, model)
-            prefill = Workers(
-                n_prefill,
-                spread.tensor_parallel_size,
-                spread.expert_parallel,
-                spread.data_parallel_size,
-            )
+            prefill = Workers.of(n_prefill, spread)
             # The batch size is a data-parallel rank's.
             batch = int(record["decode_batch_size"] or 0) * layout.data_parallel_size
             concurrency = concurrency or batch * decode_workers
@@ -441,9 +357,9 @@ def _launch_key(record: Mapping[str, str], date: str, concurrency: int) -> tuple
 @lru_cache
 def _launches() -> dict[tuple[str, ...], tuple[Workers, Workers, int, str]]:
     """Return prefill and decode workers, drafts, and the rule of an assumed launch by its key."""
-    text = (resources.files(__package__) / "rows" / "launches.csv").read_text("utf-8")
     found = {}
-    for line in list(csv.reader(text.splitlines()))[1:]:
+    for row in _rows("launches.csv"):
+        line = list(row.values())
         drafts, *sizes = map(int, line[12:21])
         pools = []
         for count, gpus, ranks, shared in (sizes[:4], sizes[4:]):
@@ -459,9 +375,12 @@ def _n_workers(record: dict[str, str], concurrency: int) -> tuple[int, int] | st
     if all(counts):
         n_prefill, n_decode = (int(float(count)) for count in counts)
         return n_prefill, n_decode
-    if (record["model_path"], record["backend"]) == (_GPT_OSS, "trtllm"):
-        key = int(record["isl"]), int(record["decode_tp_size"]), concurrency
-        return _GPT_OSS_WORKERS.get(key, "data-parallel attention, or workers not told apart")
+    if (record["model_path"], record["backend"]) == ("openai/gpt-oss-120b", "trtllm"):
+        key = {"isl": record["isl"], "decode_tp_size": record["decode_tp_size"]}
+        key |= {"concurrency": str(concurrency)}
+        of = next((line for line in _rows("workers.csv") if key.items() <= line.items()), None)
+        unknown = "data-parallel attention, or workers not told apart"
+        return (int(of["prefill"]), int(of["decode"])) if of else unknown
     return "disaggregated: its workers are not given"
 
 
@@ -531,14 +450,10 @@ def marked(rows: Sequence[MeasuredRun], target: MeasuredModel) -> list[MeasuredR
         pools = case.parallelism, case.decode_workers, case.prefill
         return case.gpu, *pools, case.drafts, *lengths, row.date
 
-    for i, row in enumerate(rows):
-        for other in rows[i + 1 :]:
-            if setting(row) != setting(other):
-                continue
-            if other.case.concurrency != 2 * row.case.concurrency:
-                continue
-            if other.tpot_ms < 0.9 * row.tpot_ms:
-                fallen |= {row, other}
+    for row, other in combinations(rows, 2):
+        doubled = other.case.concurrency == 2 * row.case.concurrency
+        if doubled and other.tpot_ms < 0.9 * row.tpot_ms and setting(row) == setting(other):
+            fallen |= {row, other}
 
     def reason(row: MeasuredRun) -> str:
         if row.case in fitted:

@@ -8,9 +8,11 @@ RTX 4090 and 3090 are rooflines from NVIDIA's data sheets; a node's 25 Gb/s Ethe
 its GPUs.
 """
 
+import json
 from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -38,13 +40,6 @@ TRACES = {
     "reference-moe": "Qwen3-30B-A3B",
 }
 _ETHERNET = 25e9 / 8  # bytes per second, a node
-_COMMON: dict[str, Any] = {
-    "engine_reserved_bytes": 3758096384,
-    "engine_reserved_source": "aiconfigurator-core 0.12.0 systems/*.yaml misc.other_mem",
-    "max_num_seqs": 256,
-    "max_num_batched_tokens": 8192,
-    "defaults_source": "GRACE-MoE Sec. 5.1: a batch of 128 prompts of 64 tokens",
-}
 
 
 class Cluster(NamedTuple):
@@ -69,33 +64,9 @@ class Cluster(NamedTuple):
 
 def gpu_of(cluster: Cluster) -> GPU:
     """Return the paper's GPU: RTX 4090 in several nodes, RTX 3090 in one."""
-    nic = _ETHERNET / cluster.gpus_per_node
-    if cluster.n_nodes > 1:
-        return GPU(
-            name="RTX 4090 48GB",
-            memory_bytes=48 * 2**30,
-            memory_bandwidth=1.008e12,
-            bf16_flops=165.2e12,
-            fp8_flops=330.3e12,
-            nic_bandwidth=nic,
-            intra_node_bandwidth=31.5e9,
-            source="NVIDIA Ada GPU Architecture whitepaper v2.0 (RTX 4090, FP32 accumulation); 48 "
-            "GB, PCIe 4.0 x16 and 25 GbE a node as in GRACE-MoE Sec. 5.1, whose 63 GB/s per "
-            "direction is the sum of both",
-            **_COMMON,
-        )
-    return GPU(
-        name="RTX 3090",
-        memory_bytes=24 * 2**30,
-        memory_bandwidth=936e9,
-        bf16_flops=71e12,
-        fp8_flops=0.0,
-        nic_bandwidth=nic,
-        intra_node_bandwidth=4e9,
-        source="NVIDIA Ampere GA102 GPU Architecture whitepaper v2.0 (RTX 3090, FP32 "
-        "accumulation); PCIe 1.0 x16 as in GRACE-MoE Sec. 5.1",
-        **_COMMON,
-    )
+    text = (resources.files(__package__) / "gpus.json").read_text("utf-8")
+    known = json.loads(text)["several nodes" if cluster.n_nodes > 1 else "one node"]
+    return GPU(**known, nic_bandwidth=_ETHERNET / cluster.gpus_per_node)
 
 
 def write_gpu(path: Path, cluster: Cluster, **changes: float) -> str:
