@@ -53,14 +53,12 @@ def spent(length: float, n: int) -> tuple[float, ...]:
 
 
 def read(path: str, n: int) -> Acceptance:
-    """Return the acceptance of ``n`` drafts that an engine has had.
+    """Return the acceptance of ``n`` drafts that an engine has had; raises InputError if the file
+    says nothing of it.
 
-    Raises InputError if the file says nothing of it.
-
-    ``path``: text of a metrics endpoint: vLLM's counters ``spec_decode_num_drafts`` and
-    ``..._accepted_tokens_per_pos``, of all engines, or SGLang's gauge ``spec_accept_length``, their
-    mean. Or JSON of ``vllm bench serve``, SGLang's ``bench_serving`` or a run; ``n``: drafts; see
-    `shipped`.
+    ``path``: a metrics endpoint's text (vLLM's ``spec_decode_num_drafts`` and
+    ``..._accepted_tokens_per_pos`` of all engines, SGLang's ``spec_accept_length``, their mean), or
+    JSON of ``vllm bench serve``, SGLang's ``bench_serving`` or a run; ``n``: see `shipped`.
     """
     try:
         found = _read(path, n)
@@ -112,14 +110,11 @@ def _read(path: str, n: int) -> Acceptance:
 
 
 def shipped(name: str | None, model: str, method: str, n: int) -> Acceptance:
-    """Return a published acceptance of ``n`` drafts.
+    """Return a published acceptance of ``n`` drafts a step; raises InputError if there is none.
 
-    Raises InputError if there is no such acceptance.
-
-    ``name``: of one that ships; None takes that of the model and method; ``model``, ``method``,
-    ``n``: what drafts for what, and how many tokens a step. Positions beyond the published rates
-    are accepted like the last one, given the one before; a length is taken at its own number of
-    drafts, or else the acceptance of each draft at the next number that was published.
+    ``name``: of one that ships; None takes that of ``model`` and ``method``. Positions beyond the
+    published rates are accepted like the last, given the one before; a length is taken at its own
+    number of drafts, or else each draft's acceptance at the next number that was published.
     """
     if name is None:
         own = [e for e in _entries().values() if e.get("model") == model and e["method"] == method]

@@ -391,14 +391,9 @@ def list_models() -> list[str]:
 
 
 def load_model(name: str | os.PathLike[str]) -> ModelDims:
-    """Dimensions of a shipped model, or of a Hugging Face configuration on disk.
-
-    ``name``: a name of :func:`list_models` or its Hugging Face id (case does not matter), or the
-    path of a ``config.json`` or of the folder that holds one, with ``hf_quant_config.json``
-    beside it where weights are quantised by ModelOpt.
-
-    Raises InputError: neither a known name nor a readable configuration.
-    """
+    """Dimensions of a shipped model (or its Hugging Face id; case does not matter), or of a
+    ``config.json`` on disk or its folder, with ModelOpt's ``hf_quant_config.json`` beside it.
+    Raises InputError: neither a known name nor a readable configuration."""
     wanted = os.fspath(name).lower()
     for dims in _registry().values():
         if wanted in (dims.name.lower(), dims.hf_id.lower()):

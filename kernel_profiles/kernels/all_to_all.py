@@ -186,13 +186,11 @@ def build_all_to_all(
     library: Library = "sglang",
     tables: tuple[LatencyTable, ...] = (),
 ) -> AllToAll:
-    """Time of dispatch and combine between the GPUs of an expert-parallel group.
+    """Time of dispatch and combine between the GPUs of an expert-parallel group. Raises InputError:
+    no such backend or library, or ranks that do not fill their nodes.
 
-    Raises InputError: no such backend or library, or ranks that do not fill their nodes.
-
-    ``backend``: who sends what how often, see the module; ``n_ranks``: GPUs of the group, a whole
-    number of nodes or a part of one; ``library``: whose rows of DeepEP's kernels to take;
-    ``tables``: the user's own, which take precedence over the shipped ones.
+    ``backend``: see the module; ``n_ranks``: a whole number of nodes or a part of one; ``library``:
+    whose rows of DeepEP's kernels to take; ``tables``: the user's own, before the shipped ones.
     """
     if backend not in BACKENDS:
         raise InputError("all2all_backend", f"{backend!r}", ", ".join(BACKENDS))

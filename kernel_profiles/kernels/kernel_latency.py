@@ -72,12 +72,8 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class GemmLatency:
-    """Dense GEMMs ``[m, k] x [k, n]`` on one GPU.
-
-    Linear between the grid's points in m, n and k: exact for kernels bound by bandwidth, whose
-    time follows n * k, and for kernels bound by compute, whose time follows m * n * k. Matrices
-    larger than the grid's scale with n and k; past the last m the last slope goes on.
-    """
+    """Dense GEMMs ``[m, k] x [k, n]`` on one GPU, linear between the grid's points in m, n and k.
+    Larger matrices scale with n and k; past the last m the last slope goes on."""
 
     #: ``m``, ``n``, ``k``: grid axes, ascending.
     m: FloatArray

@@ -53,13 +53,9 @@ def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: float) -> FloatArr
 def monotone_fit(values: ArrayLike, axis: int = -1) -> FloatArray:
     """Non-decreasing sequence closest to ``values`` by least squares of their logarithms.
 
-    Timings fall now and then where the input grows: a disturbance, or the kernel is another one.
-    Pool-adjacent-violators (Barlow et al. 1972, Statistical Inference under Order Restrictions)
-    gives each such run its geometric mean, so the product of the sequence stays: in the mean the
-    curve is neither faster nor slower than its rows.
-
-    ``values``: any shape, 0 or more; entries that are zero or infinite are left out and stay;
-    ``axis``: along which the sequences run.
+    Pool-adjacent-violators (Barlow et al. 1972): a run of timings that falls, by a disturbance or
+    another kernel, gets its geometric mean. ``values``: any shape, 0 or more; zero or infinite
+    entries stay; ``axis``: along which the sequences run.
     """
     fitted = np.moveaxis(np.array(values, dtype=np.float64), axis, -1)
     for at in np.ndindex(fitted.shape[:-1]):
@@ -178,10 +174,9 @@ class MoELatency:
     def rank_grid_s(self, tokens: FloatArray, slots: int, prompts: bool) -> FloatArray:
         """Table [tokens, slots + 1] of seconds of a rank with so many expert slots.
 
-        ``tokens``: tokens that this layer's GPU computes, at ``top_k`` experts each; ``slots``:
-        experts that the rank may hold, more than were measured where it has redundant ones: there
-        the last expert's cost goes on; ``prompts``: whether the steps hold prompts: then skewed
-        routing must be computed.
+        ``tokens``: that this layer's GPU computes, at ``top_k`` experts each; ``slots``: beyond
+        those that were measured the last expert's cost goes on; ``prompts``: whether steps hold
+        prompts: then skewed routing must be computed.
         """
         counts = np.arange(slots + 1.0)
         grid = self.time_s(tokens[:, None], np.minimum(counts, self.n_experts)[None, :])
@@ -296,14 +291,11 @@ def fit_grid(
 
 
 def fit_moe_latency(table: LatencyTable) -> MoELatency:
-    """Fit the form of this module to a table, or follow a profile's grid.
+    """Fit the form of this module to a table. Raises InputError: not a MoE table, or too few rows.
 
-    Tables with rows whose distinct experts are exact (``balanced`` routing) are followed point by
-    point; so is a profile's grid of forced routing, by :class:`MoEGrid`, whose errors are those
-    that the profile found on rows that it held out. Tables with expectations only get the line
-    ``a + b * distinct + c * batch`` up to 128 tokens, and their own excess over it beyond.
-
-    Raises InputError: not a MoE table, or too few rows to fit.
+    Exact rows (``balanced`` routing) are followed point by point; so is a profile's grid of forced
+    routing (:class:`MoEGrid`), whose errors are the profile's on held-out rows. Expectations only
+    get ``a + b * distinct + c * batch`` up to 128 tokens, and their own excess over it beyond.
     """
     if table.metadata.kind != "moe":
         raise InputError("table", f"kind {table.metadata.kind!r}", "moe")
@@ -368,12 +360,11 @@ def _follow(
 def fit_max_form(
     batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
 ) -> MoELatency:
-    """Split exact rows into G and C.
+    """Split exact rows into G and C: C from the rows with the most distinct experts, which on the
+    balanced diagonal are the batches past E / k.
 
-    C comes from the rows with the most distinct experts: on the balanced diagonal these are the
-    batches past E / k, whose weights no longer grow. Below the first of them C continues as a
-    straight line to C(0) = 0, with the slope it has from there to four times that batch. G is
-    what remains, averaged where a distinct count was measured at several batches.
+    Below the first of them C is a straight line to C(0) = 0, with the slope from there to four
+    times that batch. G is what remains, averaged where a count was measured at several batches.
     """
     top = distinct == distinct.max()
     order = np.argsort(batch[top])

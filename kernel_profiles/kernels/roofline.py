@@ -77,8 +77,7 @@ def gemm_s(
 
 def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
     """One MoE layer: expert weights over bandwidth, and compute where it exceeds them. Only FP8
-    experts compute in FP8: MXFP4 and INT4 weights are widened to bf16 in the kernels of all GPUs
-    but those with FP4 units."""
+    experts compute in FP8: MXFP4 and INT4 are widened to bf16 but on GPUs with FP4 units."""
     efficiency = efficiency_of(gpu)
     experts = np.arange(model.n_experts + 1.0)
     bandwidth = efficiency.moe_bandwidth * gpu.memory_bandwidth

@@ -45,8 +45,8 @@ def gpu_table(
     kind: Kind, gpu: GPU, model: ModelDims | None = None, **asked: Any
 ) -> LatencyTable | None:
     """The GPU's own table, or else one derived from its sibling's, or None. ``model``: dimensions
-    of the part of a model that a GPU computes; MoE layers and attention need them; ``asked``: as of
-    :func:`~eldr_sim.kernel_profiles.tables.library.find_table`."""
+    of the part that a GPU computes, for MoE and attention; ``asked``: as of
+    `library.find_table`."""
     own = find_table(kind, gpu.name, **asked)
     if own is not None or not gpu.sibling:
         return own

@@ -1,9 +1,7 @@
-"""How far tables are off where they were not measured: each row held against one fitted without it.
+"""How far tables are off where they were not measured: each row held against a fit without it.
 
-A MoE table is fitted without one count of distinct experts at a time
-(`kernel_profiles.kernels.moe_latency.fit_moe_latency`). The others are read linearly
-between their points: each inner point of a curve is held against the line between its neighbours,
-along every axis that a reader interpolates. Neighbours there lie twice as far apart as in use.
+A MoE table is fitted without one count of distinct experts at a time; of the others each inner
+point is held against the line between its neighbours, which lie twice as far apart as in use.
 
 ``python -m eldr_sim.kernel_profiles.kernels.table_errors docs`` writes the errors of the shipped
 tables by kernel into ``docs/tables.md``, and those of each MoE table into ``docs/data``.

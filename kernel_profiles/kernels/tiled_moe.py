@@ -199,12 +199,9 @@ def tiled_moe(
     tiles: Mapping[int, tuple[int, int, float]],
     pair_s: float,
 ) -> TiledMoE:
-    """Make a layer whose kernel changes its tile.
-
-    ``floor_s``: seconds of the layer's other kernels; ``tiles``: by the tokens from which a tile
-    runs, the lowest first: its rows, its blocks to a group, and the seconds in which it reads one
-    expert's weights; ``pair_s``: seconds to compute one token on one expert.
-    """
+    """Make a layer whose kernel changes its tile. ``floor_s``: seconds of its other kernels;
+    ``tiles``: by the tokens from which a tile runs, lowest first: rows, blocks to a group, seconds
+    to read one expert's weights; ``pair_s``: seconds to compute one token on one expert."""
     block_m, group_m, read_s = (
         np.array(column, dtype=np.float64) for column in zip(*tiles.values(), strict=True)
     )

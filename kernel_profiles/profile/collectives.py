@@ -23,13 +23,12 @@ def measure_collectives(
     sizes: Sequence[int] = MESSAGE_BYTES,
     operations: Sequence[str] = OPERATIONS,
 ) -> dict[tuple[str, int], Timing]:
-    """Time collectives between ``n_ranks`` processes of this node.
+    """Time collectives between ``n_ranks`` processes of this node, one a GPU; returns a dict by
+    (operation, bytes).
 
-    Returns dict: by (operation, bytes).
-
-    ``backend``: ``nccl``, or ``gloo`` for CPUs; ``n_ranks``: processes, one a GPU; ``sizes``:
-    bytes: of the sum (all-reduce), of all ranks' parts together (all-gather), that every rank sends
-    in all (all-to-all); ``operations``: some of :data:`OPERATIONS`.
+    ``backend``: ``nccl``, or ``gloo`` for CPUs; ``sizes``: bytes of the sum (all-reduce), of all
+    parts together (all-gather), that a rank sends (all-to-all); ``operations``: of
+    :data:`OPERATIONS`.
     """
     torch = require_torch()
     with socket.socket() as free:

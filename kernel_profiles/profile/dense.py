@@ -20,9 +20,9 @@ def gemm_rounds(m: int, n: int, k: int, device: Device) -> Sequence[Sequence[Cal
 
 
 class Elementwise:
-    """What a layer does between its GEMMs, for a fixed number of tokens. Two residual additions
-    with RMS norm; norm of queries and keys where the model has one, rotary embedding, and the write
-    of keys and values to the cache. Two Triton kernels on a GPU, torch's on the CPU."""
+    """What a layer does between its GEMMs, for a fixed number of tokens: two residual additions
+    with RMS norm, norms of queries and keys, rotary embedding, and the write to the KV cache. Two
+    Triton kernels on a GPU, torch's on the CPU."""
 
     def __init__(self, model: ModelDims, tokens: int, device: Device) -> None:
         torch = require_torch()

@@ -54,9 +54,8 @@ class Device:
 
 
 def open_device(kind: str, threads: int = 1) -> Device:
-    """Find the device to measure. ``kind``: ``cuda`` (an AMD card under ROCm is one, too) or
-    ``cpu``; ``threads``: threads of the CPU's kernels. Raises InputError: torch is missing, or sees
-    no such device."""
+    """Find the device to measure: ``cuda`` (AMD under ROCm, too), or ``cpu`` with so many
+    ``threads``. Raises InputError: torch is missing, or sees no such device."""
     torch = require_torch()
     if kind == "cpu":
         return _open_cpu(torch, threads)

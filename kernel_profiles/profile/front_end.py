@@ -87,12 +87,9 @@ def tokenize_times(
 
 
 def echo_times(tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, Timing]]:
-    """Time requests to a server on this machine, one at a time.
-
-    Returns times: ``event_loop``: CPU time of the server's process a request; ``http``: the rest of
-    the time from the client's first byte to the first event of the answer. By prompt tokens. Raises
-    InputError: FastAPI or uvicorn is missing.
-    """
+    """Time requests to a server on this machine, one at a time, by prompt tokens. Returns
+    ``event_loop``: CPU time of the server's process a request; ``http``: the rest from the client's
+    first byte to the first event. Raises InputError: FastAPI or uvicorn is missing."""
     needed("fastapi", "frontend", _EXTRA)
     needed("uvicorn", "frontend", _EXTRA)
     context = multiprocessing.get_context("spawn")
@@ -208,13 +205,12 @@ def measure_front_end(
     tokens: Sequence[int] = TOKENS,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> LatencyTable:
-    """Measure this machine's front end.
+    """Measure this machine's front end. Raises InputError: a package is missing, or a file cannot
+    be read.
 
-    Raises InputError: a package is missing, or a file cannot be read.
-
-    ``tokenizer_file``: a ``tokenizer.json``; ``text``: text that prompts are parts of; ids in a
-    row, decoded, when not given; ``name``: the table's name for the CPU; its own when not given;
-    ``tokens``: prompt tokens to measure; ``progress``: called with the share done.
+    ``tokenizer_file``: a ``tokenizer.json``; ``text``: that prompts are parts of; else ids in a
+    row, decoded; ``name``: of the CPU; ``tokens``: of prompts; ``progress``: called with the share
+    done.
     """
     tokenizer = open_tokenizer(tokenizer_file)
     try:

@@ -47,14 +47,12 @@ def distinct_range(batch: int, n_experts: int, top_k: int, n_ranks: int = 1) -> 
 def moe_levels(
     n_experts: int, top_k: int, n_ranks: int = 1, prefill_tokens: Sequence[int] = ()
 ) -> list[list[MoEPoint]]:
-    """Points of the grid, coarse to fine: every level is a refinement of those before it.
+    """Points of the grid, coarse to fine: each level refines those before it, and no point comes
+    twice.
 
-    ``n_ranks``: GPUs that the experts are spread over; ``prefill_tokens``: batches beyond 512,
-    measured with all experts.
-
-    Returns list of list of MoEPoint: batches 1, 4, .. 256 with a quarter, a half and all of the
-    experts; batches 1, 2, 4 .. 512 with ten counts; these with skewed loads; the batches between.
-    No point appears twice.
+    Batches 1, 4, .. 256 with a quarter, a half and all of the experts; 1, 2, 4 .. 512 with ten
+    counts; these with skewed loads; the batches between. ``n_ranks``: GPUs that the experts are
+    spread over; ``prefill_tokens``: batches beyond 512, with all experts.
     """
     owned = n_experts // n_ranks
 
@@ -101,9 +99,9 @@ def held_out(points: Sequence[MoEPoint]) -> set[MoEPoint]:
 
 
 def expert_loads(pairs: int, distinct: int, batch: int, skew: float = 0.0) -> NDArray[np.int64]:
-    """Tokens of each of ``distinct`` experts: sum ``pairs``, each from 1 to ``batch``. Loads are
-    proportional to ``rank ** -skew`` as far as these bounds allow. Returns ndarray: int64
-    [distinct], non-increasing. Raises InputError: no such loads exist."""
+    """Tokens of each of ``distinct`` experts, int64 [distinct], non-increasing: sum ``pairs``, each
+    from 1 to ``batch``, proportional to ``rank ** -skew`` as far as these bounds allow. Raises
+    InputError: no such loads exist."""
     if not distinct <= pairs <= distinct * batch:
         problem = f"{pairs} token-expert pairs over {distinct} experts at batch {batch}"
         raise InputError("distinct_experts", problem, f"{distinct} to {distinct * batch} pairs")
@@ -135,19 +133,13 @@ def forced_routing(
     n_ranks: int = 1,
     experts: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int32]:
-    """Draw expert ids with exactly ``point.distinct`` distinct experts (of rank 0).
+    """Draw expert ids, int32 [batch, top_k], with exactly ``point.distinct`` distinct experts (of
+    rank 0). Raises InputError: the count cannot be reached at this batch.
 
-    Expert after expert takes the next tokens of a cycle as often as its load says: no load
-    exceeds the batch, so no token meets an expert twice. Then tokens and picks are shuffled.
-
-    Returns ndarray: int32 [batch, top_k]; the ids of a row differ. Raises InputError: the count
-    cannot be reached at this batch.
-
-    ``point``: batch, distinct experts, and skew of their load; ``n_experts``, ``top_k``: of the
-    layer; ``rng``: draws the experts, and the order of tokens and picks; ``n_ranks``: with several
-    ranks, rank 0 (experts below ``n_experts / n_ranks``) gets its share of the pairs, ``batch *
-    top_k / n_ranks``, or as near as the count allows. The other picks go to other ranks' experts;
-    ``experts``: ids of the distinct experts, else drawn at random.
+    Expert after expert takes the next tokens of a cycle as often as its load says, so that no token
+    meets one twice; then tokens and picks are shuffled. ``n_ranks``: rank 0 gets its share of the
+    pairs, ``batch * top_k / n_ranks``, or as near as the count allows, and the other picks go to
+    other ranks' experts; ``experts``: ids of the distinct experts, else drawn.
     """
     batch, distinct = point.batch, point.distinct
     low, high = distinct_range(batch, n_experts, top_k, n_ranks)

@@ -144,13 +144,11 @@ def make_plan(
     parts: Iterable[str] = PARTS,
     known_linears: Iterable[tuple[int, int]] = (),
 ) -> list[Task]:
-    """List the tasks for some models on a device, in the order to run them.
+    """List the tasks for some models on a device, in the order to run them. Raises InputError:
+    unknown parts.
 
-    Raises InputError: unknown parts.
-
-    ``parts``: some of :data:`PARTS`; ``known_linears``: matrices of an earlier profile that its
-    GEMM table goes on with: the grid of a table is whole, so new matrices are measured against the
-    old ones' sizes, too.
+    ``parts``: some of :data:`PARTS`; ``known_linears``: matrices of an earlier profile: the grid of
+    a table is whole, so new matrices are measured against the old ones' sizes, too.
     """
     chosen = list(parts)
     for part in chosen:

@@ -59,14 +59,11 @@ def fit_transfer(points: Mapping[tuple[int, int], float]) -> TransferFit:
 def measure_transfers(
     device: str, grid: Sequence[tuple[int, int]] = GRID, repeats: int = 15
 ) -> tuple[dict[tuple[int, int], Timing], float]:
-    """Time reads from one local agent's memory into another's.
+    """Time reads from one local agent's memory into another's: times by (bytes, descriptors), and
+    seconds of the first contact (registration, exchange of metadata). Raises InputError: NIXL is
+    not installed, or a transfer fails.
 
-    ``device``: ``cuda`` (GPU memory) or ``cpu`` (DRAM); ``grid``: (bytes, descriptors); bytes
-    divisible by descriptors; ``repeats``: samples of every point, after one warm-up.
-
-    Returns tuple: times by (bytes, descriptors), and seconds of the first contact: registration of
-    the memory and exchange of metadata. Raises InputError: NIXL is not installed, or a transfer
-    fails.
+    ``device``: ``cuda`` or ``cpu``; ``grid``: (bytes, descriptors); ``repeats``: after one warm-up.
     """
     torch = require_torch()
     api = needed("nixl._api", "nixl", "pip install nixl")

@@ -16,9 +16,8 @@ _BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 def plot_profile(out: Path, paths: Sequence[Path], summary: Mapping[str, Any]) -> list[Path]:
-    """Draw a profile's MoE tables into its folder. ``paths``: its tables; ``summary``: its
-    ``profile.json``: copy bandwidth and GEMM throughput are the roof. Returns list of Path: a
-    picture a MoE table, named like it."""
+    """Draw a profile's MoE tables (``paths``) into its folder, named like them; returns the
+    pictures. ``summary``: its ``profile.json``: copy bandwidth and GEMM throughput are the roof."""
     written = []
     for path in paths:
         table = load_table(path)

@@ -120,8 +120,8 @@ class Profile:
 
 def open_journal(out: Path, device: Device, resume: bool) -> Journal:
     """Begin a profile, or go on with one of the very same device. Raises InputError: the folder is
-    in use, or the earlier profile's device differs in any recorded fact: a card's name alone does
-    not make two measurements comparable."""
+    in use, or the earlier profile's device differs in any recorded fact: a name alone does not
+    do."""
     path = out / JOURNAL
     if out.exists() and not out.is_dir():
         raise InputError("out", f"{out} is a file", "a folder")
@@ -158,13 +158,10 @@ def profile(
 ) -> Profile:
     """Measure models' kernels on a device and write what was found.
 
-    Raises InputError, see :func:`open_journal` and
-    :func:`~eldr_sim.kernel_profiles.profile.measurement_plan.make_plan`. Raises KeyboardInterrupt:
-    ctrl-C: the journal keeps what was measured.
-
-    ``targets``: models, and how a worker spreads them; ``budget_s``: a task that has begun is
-    ended; what is left out is told; ``resume``: go on with the profile in ``out``; ``progress``:
-    told the share of tasks or of the budget that is done, whichever is more, and the task;
+    Raises InputError, see :func:`open_journal` and `measurement_plan.make_plan`; after
+    KeyboardInterrupt the journal has what was measured. ``targets``: models, and how a worker
+    spreads them; ``budget_s``: what is left out is told; ``resume``: go on with the profile in
+    ``out``; ``progress``: told the share of tasks or budget done, whichever is more, and the task;
     ``clock``: seconds; tests replace it.
     """
     if not budget_s > 0:

@@ -48,12 +48,9 @@ def _linear(
 
 
 def moe_report(table: LatencyTable) -> dict[str, Any]:
-    """Fit the three forms to a MoE table and score them on the held-out points.
-
-    Returns dict: ``linear`` (with a, b, c in microseconds), ``max_form``, ``grid``: mean and
-    largest relative error on held-out points up to 128 tokens, and for the latter two on all; the
-    number of points.
-    """
+    """Fit the three forms to a MoE table and score them on the held-out points: mean and largest
+    relative error of ``linear`` (with a, b, c, us), ``max_form`` and ``grid`` up to 128 tokens, of
+    the latter two on all, too; and the number of points."""
     shape = table.metadata.shape
     ranks = shape.get("expert_parallel_size", 1)
     n_experts, top_k = shape["n_experts"] // ranks, shape["top_k"] / ranks
@@ -244,14 +241,11 @@ class Difference:
 def differences(
     table: LatencyTable, cache_bytes: int, others: Sequence[LatencyTable] | None = None
 ) -> list[Difference]:
-    """Compare a measured table with shipped ones of the same GPU, kernel kind, shape and dtype.
+    """Compare a measured table with shipped ones of the same GPU, kernel kind, shape and dtype, at
+    their points inside the measured grid, between which it is interpolated as in a run.
 
-    At the other table's points inside the measured grid; between measured points it is
-    interpolated, as a run does. MoE rows of skewed routing, whose experts are only expected, are
-    left out.
-
-    ``cache_bytes``: last-level cache of the device; ``others``: tables to compare with; the shipped
-    ones when not given.
+    Skewed MoE rows, whose experts are only expected, are left out. ``cache_bytes``: last-level
+    cache of the device; ``others``: tables to compare with; else the shipped ones.
     """
     if others is None:
         others = [one.load() for one in shipped_tables() if _same(table.metadata, one.metadata)]

@@ -72,14 +72,11 @@ class Timer(Protocol):
 
 
 def rotation(touched_bytes: float, copy_bytes: float, cache_bytes: int) -> tuple[int, int]:
-    """Calls of a round, and copies of the data that they read, to get past the cache.
+    """Calls of a round, and copies of the data that they read, to get past the cache: together they
+    touch ``CACHE_MULTIPLE`` caches in at most ``MAX_CALLS`` calls, and no copy is read twice.
 
-    ``touched_bytes``: that one call reads; ``copy_bytes``: of one copy of all the data that calls
-    choose from; ``cache_bytes``: of the last-level cache.
-
-    Returns ``tuple of (calls``, ``copies)``: together the calls touch ``CACHE_MULTIPLE`` caches,
-    unless that takes over ``MAX_CALLS`` of them, and the copies have room for that without one
-    being read twice.
+    ``touched_bytes``: that one call reads; ``copy_bytes``: of all the data that calls choose from;
+    ``cache_bytes``: of the last-level cache.
     """
     wanted = CACHE_MULTIPLE * cache_bytes
     calls = min(max(2, math.ceil(wanted / max(touched_bytes, 1.0))), MAX_CALLS)

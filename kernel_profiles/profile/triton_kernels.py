@@ -39,9 +39,9 @@ def align_kernel(
     ids, slots, block_expert, n_blocks, n_pairs, n_local,
     BLOCK_M: tl.constexpr, E_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One expert a program: sort its token-expert pairs into blocks of ``BLOCK_M`` slots. Every
-    program counts all experts, so that it knows where its own blocks begin. Empty slots get
-    ``n_pairs``; pairs of experts from ``n_local`` on belong to other ranks and get no slot."""
+    """One expert a program: sort its token-expert pairs into blocks of ``BLOCK_M`` slots. Each
+    counts all experts, to know where its blocks begin; empty slots get ``n_pairs``; pairs of
+    experts from ``n_local`` on belong to other ranks and get no slot."""
     expert = tl.program_id(0)
     experts = tl.arange(0, E_PAD)
     counts = tl.zeros([E_PAD], tl.int32)

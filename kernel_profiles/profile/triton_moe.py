@@ -173,9 +173,9 @@ class TritonMoE:
         )
 
     def __call__(self, x: Any, logits: Any, weights: ExpertWeights) -> Any:
-        """Run the layer behind its gate. ``x``: bfloat16 [batch, hidden]; ``logits``: float32
-        [batch, n_experts]; ``weights``: of the experts on this device. Returns Tensor: bfloat16
-        [batch, hidden], overwritten by the next run."""
+        """Run the layer behind its gate; returns bfloat16 [batch, hidden], overwritten by the next
+        run. ``x``: bfloat16 [batch, hidden]; ``logits``: float32 [batch, n_experts]; ``weights``:
+        of the experts on this device."""
         self.route(logits)
         self.experts_up(x, weights)
         self.experts_down(weights)

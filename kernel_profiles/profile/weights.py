@@ -123,11 +123,11 @@ class ExpertWeights:
 
 
 def reference_moe(x: Any, logits: Any, weights: ExpertWeights, shape: MoEShape) -> Any:
-    """A MoE layer in float64, one token-expert pair after the other.
+    """A MoE layer in float64, one token-expert pair after the other; returns [batch, hidden].
 
-    ``x``: tensor [batch, hidden]; ``logits``: tensor [batch, n_experts] of the gate; the weights of
-    the chosen are their softmax; ``weights``, ``shape``: experts of rank 0; pairs of other ranks
-    contribute nothing. Returns Tensor: float64 [batch, hidden].
+    ``x``: [batch, hidden]; ``logits``: [batch, n_experts] of the gate, whose softmax over the
+    chosen weighs them; ``weights``, ``shape``: experts of rank 0; pairs of other ranks contribute
+    nothing.
     """
     torch = require_torch()
     best, ids = logits.double().topk(shape.top_k, dim=1)

@@ -90,14 +90,14 @@ def balanced_distinct(tokens: int, n_experts: int, top_k: int, n_ranks: int = 1)
 def expected_distinct(
     tokens: int, n_experts: int, top_k: int, alpha: float, n_ranks: int = 1
 ) -> float:
-    """Expected number of distinct experts under the package's power-law routing.
+    """Expected number of distinct experts under the package's power-law routing, as its collector
+    draws.
 
-    Follows the collector's generator: expert weights by inverse CDF of a power law with exponent
-    ``alpha`` (on [1, 0.8 tokens] where ``tokens * top_k > n_experts``, else on [0.01, 2]), scaled
-    to ``tokens * top_k`` choices, rounded and capped at ``tokens`` each; what is then missing goes
-    to the least loaded experts, what is too much comes off them. The mean over 200 draws of a
-    fixed seed; its standard error is below 1 expert. With ``n_ranks`` it counts the experts of the
-    rank that gets the most token-expert pairs, experts of equal load in random order.
+    Expert weights by inverse CDF of a power law with exponent ``alpha`` (on [1, 0.8 tokens] where
+    ``tokens * top_k > n_experts``, else on [0.01, 2]), scaled to ``tokens * top_k`` choices,
+    rounded, capped at ``tokens``; what is missing goes to the least loaded, what is too much comes
+    off them. Mean of 200 draws of a fixed seed (standard error below 1). With ``n_ranks``: of the
+    rank with most pairs, ties in random order.
     """
     rng = np.random.default_rng([tokens, n_experts, top_k, round(alpha * 1000)])
     low, high = (1.0, 0.8 * tokens) if tokens * top_k > n_experts else (0.01, 2.0)
@@ -229,12 +229,10 @@ def package_table(
 def moe_tables(
     gpu: str, model: ModelDims, parallelism: Parallelism = SINGLE_GPU, engine: str = "vllm"
 ) -> Iterator[LatencyTable]:
-    """Fused-MoE tables of one GPU's part of a model's layer, the newest version of every kernel.
-
-    ``engine``: whose: ``vllm``, ``sglang`` or ``trtllm``, which takes MXFP4 weights with MXFP8
-    activations on Blackwell (``get_mxfp4_quant_algo`` of ``tensorrt_llm/_torch/model_config.py``),
-    as all do those of DeepSeek-V4.
-    """
+    """Fused-MoE tables of one GPU's part of a model's layer, the newest version of every kernel, of
+    ``engine``: ``vllm``, ``sglang`` or ``trtllm``, whose MXFP4 weights take MXFP8 activations on
+    Blackwell (``get_mxfp4_quant_algo`` of ``tensorrt_llm/_torch/model_config.py``), as all
+    DeepSeek-V4's do."""
     dtype = MOE_DTYPES[model.expert_dtype]
     fp8_activations = engine == "trtllm" or bool(model.compressed_layers)
     if fp8_activations and model.expert_dtype == "mxfp4" and gpu in _BLACKWELL:
@@ -309,12 +307,9 @@ def routed_distinct(routing: str, tokens: int, model: ModelDims, n_ranks: int = 
 
 
 def attention_tables(gpu: str, model: ModelDims, engine: str = "vllm") -> Iterator[LatencyTable]:
-    """Decode and prefill attention of every kind of layer of a model, newest version.
-
-    Of the model's type of KV cache. Of multi-head latent attention whole modules were measured, of
-    DeepSeek-V3's widths: with the projections (``ModelDims.attention_linears``), stored as linear
-    layers are.
-    """
+    """Decode and prefill attention of every kind of layer of a model and its type of KV cache,
+    newest version. Of multi-head latent attention whole modules were measured, with the projections
+    (``ModelDims.attention_linears``), of DeepSeek-V3's widths."""
     mla = model.attention == "mla"
     if model.compressed_layers:
         yield from _compressed_attention_tables(gpu, model, engine)
@@ -439,10 +434,10 @@ def linear_attention_tables(
 def gemm_tables(gpu: str, dtype: str = "bfloat16", engine: str = "vllm") -> Iterator[LatencyTable]:
     """Dense GEMMs of one GPU in a type of weights: every (n, k) of the package, a subset of m.
 
-    The newest version of vLLM that has rows, or else of SGLang, which runs the same kernels, where
-    vLLM's rows time the launch: FP8 takes 20 us on a B200 for a matrix of 128 x 128 (5 under
-    SGLang), FP8 blocks 60 us on an H100 or H200, 150 and more on a B200, for that matrix as for one
-    of 8192 x 8192. Blocks are always SGLang's.
+    The newest vLLM that has rows, or SGLang (same kernels) where vLLM's rows time the launch: FP8
+    takes 20 us on a B200 for a matrix of 128 x 128 (5 under SGLang), FP8 blocks 60 us on an H100 or
+    H200, 150 and more on a B200, for that matrix as for one of 8192 x 8192. Blocks are always
+    SGLang's.
     """
     engines = ("sglang",) if dtype == "fp8_block" else ("vllm", "sglang")
     engines = engines if engine == "vllm" else (engine, *engines)

@@ -129,17 +129,13 @@ def import_tables(
     kv_dtypes: tuple[KVDtype, ...] = get_args(KVDtype),
     engine: str = "vllm",
 ) -> list[Path]:
-    """Write latency tables of one GPU as format v1.
+    """Write latency tables of one GPU into ``out_dir``; returns the files, none if the package has
+    no rows of the model. Raises InputError: the package is missing, knows no such GPU, or cannot
+    spread so.
 
-    Returns list of Path: files written, none if the package holds no rows of the model on this GPU.
-    Raises InputError: the package is missing, knows no such GPU, or the model cannot be spread so.
-
-    ``gpu``: one of :data:`~eldr_sim.kernel_profiles.sources.aiconfigurator.SYSTEMS`; ``model``:
-    whose MoE and attention tables to write, and the GPU's FP8 GEMMs if its linear layers are of FP8
-    blocks; None writes the GPU's bfloat16 GEMMs, collectives, dispatch and combine; ``out_dir``:
-    made if missing; tables of the same name are replaced; ``parallelism``: the tables are those of
-    one GPU's part; ``kv_dtypes``: of attention tables; ``engine``: ``vllm``, ``sglang`` or
-    ``trtllm``.
+    ``model``: whose MoE and attention tables, and FP8 GEMMs where its layers are of these; None:
+    the GPU's bfloat16 GEMMs, collectives, dispatch and combine; ``parallelism``: of one GPU's part;
+    ``kv_dtypes``: of attention; ``engine``: ``vllm``, ``sglang`` or ``trtllm``.
     """
     if model is None:
         tables = [

@@ -51,13 +51,11 @@ def padded(hidden: int, intermediate: int) -> tuple[int, int]:
 def derive_marlin_table(
     gpu: str, model: ModelDims, parallelism: Parallelism = SINGLE_GPU, *, padding: bool = True
 ) -> format.LatencyTable:
-    """Derive the Marlin table of one GPU's part of a model's MXFP4 MoE layer.
+    """Derive the Marlin table of one GPU's part of a model's MXFP4 MoE layer. Raises InputError: no
+    Marlin rows for this GPU (``H100`` and ``H200`` have them) or number of GPUs, or another dtype.
 
-    Raises InputError: no Marlin rows for this GPU or number of GPUs, or another dtype.
-
-    ``gpu``: ``H100`` or ``H200``: the package has Marlin rows of these; ``model``: a model with
-    MXFP4 experts; ``parallelism``: GPUs of a worker; the experts are cut, not spread; ``padding``:
-    whether the kernel computes the zeros of vLLM's padding, too.
+    ``parallelism``: GPUs of a worker; the experts are cut, not spread; ``padding``: whether the
+    kernel computes the zeros of vLLM's padding, too.
     """
     if format.MOE_DTYPES[model.expert_dtype] != _DTYPE:
         raise InputError("model", f"{model.name} has {model.expert_dtype} experts", "mxfp4")
