@@ -1,18 +1,6 @@
-"""The user's cache folder: what takes long to make and can be made again.
-
-``ELDR_SIM_CACHE`` names it; otherwise it is the platform's place for such things, such as
-``~/.cache/eldr-sim``. It holds
-
-``bitsets/``
-    Routing traces as bit sets, ``*.bits`` (`eldr_sim.traces.routing.bitsets`).
-``fits/``
-    Fits of ELDR's router, ``*.npz`` (`eldr.fit_cache`). When bit sets and fits are
-    more than ``ELDR_SIM_CACHE_SIZE`` bytes (2 GiB by default), those used longest ago go.
-``numba/<version of eldr-sim>-<stamp of its sources>/``
-    Compiled functions (`eldr_sim.jit`).
-
-Where the folder cannot be written the work goes on without it, after one warning.
-"""
+"""The user's cache folder, ``ELDR_SIM_CACHE`` or the platform's: what takes long to make and can be
+made again, see ``docs/formats.md``. Where it cannot be written the work goes on without it, after
+one warning."""
 
 import contextlib
 import functools

@@ -1,22 +1,10 @@
 """What grouping concurrent requests by their experts could gain, of any trace.
 
-So many workers serve as many concurrent requests each. A group's distinct experts are those of a
-step in which each of its requests is at a random step of its generation (of the first `GENERATED`
-recorded tokens), all independent: ``sum_e 1 - prod_r (1 - p_r(l, e))``, mean over layers and
-groups. All groups are of equal size; savings are against the mean of random ones:
-
-Oracle
-    Knows every request's generation. From balanced K-means of what they choose, the exchange of two
-    requests that saves most, until none saves anything: a lower bound of what the best grouping
-    saves.
-Signature
-    Balanced K-means of count-idf signatures of the prompts, on all layers (ELDR Sec. 4), of the
-    requests themselves: what they would give a router that knew all of them.
-Label
-    One domain after the other: groups of one domain as far as they divide.
-
-What a prompt tells, by its length: rho (ELDR Eq. 1) of the signature of a request's first tokens
-against what its tokens from the 64th on chose, over requests of 128 tokens or more.
+A group's distinct experts are those of a step in which each of its requests is at a random step of
+its generation (of the first `GENERATED` recorded tokens), all independent: ``sum_e 1 - prod_r (1 -
+p_r(l, e))``, mean over layers and groups of equal size; savings are against random groups.
+``docs/formats.md`` says what the oracle, signatures and labels are, and rho by prompt tokens (ELDR
+Eq. 1).
 """
 
 from dataclasses import dataclass

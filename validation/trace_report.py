@@ -1,28 +1,5 @@
-"""Report on a routing trace: statistics and pictures, among them figures 1, 3 and 4 of ELDR.
-
-A folder, written whole or not at all: ``statistics.json`` (manifest, all of
-`traces.routing.statistics.trace_statistics`, rho) and a CSV of each picture:
-
-``expert_heatmap``
-    Share of generated tokens that choose each expert, by domain, over the mean of the group's
-    domains (Fig. 1); the picture shows the layer that tells domains apart best.
-``load_skew``
-    Busiest expert of each layer over the mean, and experts that no token chose.
-``distinct_experts``
-    Distinct experts of a decode step against its batch: one domain, mixed, uniform (Fig. 4).
-``copies``
-    Expected share of a batch's requests that have a copy of themselves in it.
-``prefill_decode``
-    Share of prompt tokens and of generated tokens that choose each expert, by domain (Fig. 3);
-    absent for a decode-only trace.
-``coactivation``
-    Share of the pairs of a token's experts that lie in one of 4 equal groups: of neighbours, and of
-    groups by affinity (GRACE-MoE's U; fitted on calibration requests, counted on serving ones).
-``next_layer``
-    Entropy of a layer's expert, alone and given that of the layer before.
-``domain_divergence``
-    Jensen-Shannon divergence of each pair of domains; on the diagonal that of a domain's halves.
-"""
+"""Report on a routing trace: statistics and pictures, among them figures 1, 3 and 4 of ELDR;
+``docs/formats.md`` says what its folder holds, which is written whole or not at all."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

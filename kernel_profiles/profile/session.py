@@ -1,19 +1,5 @@
-"""A profile from start to end: measure within a budget, journal, resume, write tables.
-
-Folder of a profile:
-
-==================  =========================================================================
-file                content
-==================  =========================================================================
-``journal.jsonl``   facts of the device, then one line a task done: what ``--resume`` goes on with
-``*.parquet``       latency tables, format v1, for ``eldr-sim run --tables``
-``eager/``          the same kernels launched without a graph
-``warm_cache/``     the same kernels on the same data again and again
-``other_kernels/``  other kernels on the same grid, such as vLLM's
-``gpu.json``        the device as a GPU, for ``eldr-sim run --gpu``, where it is not a known one
-``profile.json``    facts, coverage, fits with held-out errors, effects, what was skipped and why
-==================  =========================================================================
-"""
+"""A profile from start to end: measure within a budget, journal, resume, write tables
+(``docs/profiling.md``: what its folder holds)."""
 
 import json
 import time

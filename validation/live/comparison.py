@@ -1,55 +1,9 @@
 """Comparison of recorded live runs with their simulations: errors per step, request and component.
 
-:func:`compare_runs` takes pairs of a :class:`~.live_run.LiveRun` and its
-:class:`~.simulated_run.SimulatedRun` and returns a :class:`LiveComparison`: a ``summary`` ready for
-JSON, and the underlying tables. Errors are ``100 * (simulated / live - 1)``, in %, unless noted; in
-each list of ``summary`` all rows have the same keys, and a missing figure is None.
-
-``summary`` has lists of rows. Each but ``steps`` names ``setup``, ``policy``, ``load``
-(``LoadInfo.name``) and ``repeat``; a load or repeat of None is the mean over them.
-
-``runs``
-    One per recorded run: its load, ``incomplete`` (requests without all their tokens, which are
-    left out below), durations from the first post to the last token, the running sequences of steps
-    that decode, ``same_engine_percent`` (requests on the same engine live and simulated), ``drift``
-    (by how much steps took longer than at the tables' speed).
-``steps``
-    Open loop: each live step predicted from its composition, by ``setup`` and ``role`` (None: all),
-    ``group`` (``all``, ``decode only``, ``with prompts``; batches of steps that decode only) and
-    ``component`` (``step``, ``moe``, ``attention``, ``rest``): means, absolute errors, their noise
-    floor, ``bias_percent`` (mean of the errors with their sign), ``median_of_step_percent`` (median
-    difference over the whole step).
-``distinct``
-    Layers whose logged distinct experts differ from the union of trace rows, and simulated steps of
-    the same {(request, position, tokens)} as a live one with another sum: ``wrong`` must be 0.
-``requests``
-    By ``metric`` and ``statistic``: of a repeat ``error_percent``, else the mean of the errors with
-    their sign; ``abs_error_percent`` likewise; ``noise_percent``, ``range_percent`` ((largest -
-    smallest) / mean) of the live repeats; ``drift``.
-``components``
-    Means over requests ``of`` e2el or ttft; ``percent``: difference over the live mean of that.
-
-``headline`` holds the figures of all runs that goals are set for, means over set-ups, policies and
-loads.
-
-Noise floor
-    Mean of ``|a - b|`` over all pairs of live repeats of a load, relative to the mean of the
-    repeats, for each statistic. Live times are divided by their run's drift before, as the
-    simulations know it; likewise those of steps.
-Noise floor of steps
-    Distance of live decode-only steps from the median of similar ones (same batch, same rounded
-    number of distinct experts per layer) in groups of eight or more: the error of a table that
-    held all these medians.
-Components
-    They add up to E2E (TTFT). *host*: outside the engines (client to engine, engine to engine
-    through the proxy, engine to client). *queue*: until the first step of the prompt. *prefill*: to
-    the end of the step that completes the prompt. *transfer*: from the decode engine's queue to the
-    first step there (KV reservation, read, step boundaries). *decode*: the rest. Arrival in an
-    engine's queue is not observed: live and simulated figures use post plus calibrated ingress.
-
-Tables of :class:`LiveComparison`: ``steps``, ``requests`` (``request`` is the row of
-``requests.parquet``; TPOT is null where a request has one token) and ``gaps`` (between tokens,
-pooled).
+``docs/formats.md`` (live campaign) says what :class:`LiveComparison` holds: errors are ``100 *
+(simulated / live - 1)``, in %; a missing figure is None. Of its tables ``requests`` has the row of
+``requests.parquet`` as ``request`` and a null TPOT where a request has one token, ``gaps`` those
+between tokens, pooled.
 """
 
 import itertools

@@ -1,16 +1,5 @@
-"""Format of a recorded run of a live vLLM: a folder of its requests, steps and routing.
-
-``run.json``
-    :class:`RunInfo`: set-up, engines, load, versions, machine.
-``requests.parquet``
-    A row per request in the order sent, as observed by client and proxy (:data:`REQUESTS`). Times
-    are seconds since the start of the run; null where a time exists only under disaggregation.
-``steps.parquet``
-    A row per engine step that computed tokens (:data:`STEPS`), in order of start.
-``trace/``
-    The routing of every token, a routing trace (``docs/formats.md``); request ``i`` of the trace is
-    row ``i`` of ``requests.parquet``.
-"""
+"""Format of a recorded run of a live vLLM, a folder of its requests, steps and routing: see
+``docs/formats.md`` (live campaign)."""
 
 import os
 from dataclasses import dataclass

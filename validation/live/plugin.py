@@ -1,20 +1,8 @@
 """vLLM plug-in that times every step of an engine if ``ELDR_SIM_TIMING`` names a folder.
 
 vLLM loads it in each of its processes through the entry-point group ``vllm.general_plugins``.
-Without the variable `register` returns at once and imports nothing. It writes two JSON-lines files
-into the folder, flushed every step, with times of ``CLOCK_MONOTONIC``, which all processes of a
-machine share:
-
-``engine-<pid>.jsonl``
-    ``{"received": request, "at": s}`` when a request reaches the engine process;
-    ``{"start", "end", "tokens": {request: tokens}}`` for every step that computes tokens, from its
-    scheduling until its outputs are handed to the front end; and once ``{"engine": {...}}``:
-    ``max_num_seqs``, token budget, KV blocks.
-``worker-<pid>.jsonl``
-    A line for each of those steps, in the same order: ``start`` and ``end`` of the forward pass,
-    ``moe`` and ``attention`` (seconds of each layer; gates belong to ``moe``), ``probe`` (seconds
-    of one token in the first MoE layer before the step; null on a GPU); and
-    ``{"pulled": request, "start", "end"}`` for every KV transfer.
+Without the variable `register` returns at once and imports nothing. ``docs/formats.md`` (live
+campaign) describes the two files that it writes.
 
 Steps with a request whose name begins with ``forced-`` are for calibration: their routing is
 replaced by random choices from a set of experts, whose size cycles through :data:`FORCED_LEVELS`

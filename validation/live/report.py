@@ -1,24 +1,5 @@
-"""Report of a campaign: live runs, their simulations and the errors.
-
-A folder, written whole or not at all:
-
-``README.md``
-    Text of the report (:mod:`~.report_text`), made from ``comparison.json`` alone.
-``comparison.json``
-    All figures. ``headline``: a row per set-up and goal. ``missed``: a row per missed goal, with
-    its main cause. ``paired``: live and simulated values, error and noise floor of every statistic.
-    ``policies``: differences between decode policies, live and simulated. ``orders``: shortest
-    prompt first against first come, first served. ``unions``: distinct experts of decode steps
-    beside those that prompts foretell, where ELDR was fitted (`report_figures.foretold_unions`).
-    ``comparison``: the summary of :mod:`~.comparison`, each set-up by itself. ``setups``,
-    ``prefilled``, ``loads``, ``model``, ``max_model_len``, ``versions``, ``machine``,
-    ``calibration``: what was run.
-    ``not_run``: what a full campaign has besides. ``pictures``: their files.
-``paired.csv``, ``steps.csv``, ``components.csv``, ``policies.csv``, ``orders.csv``
-    The tables; the last two only with several policies or both queue orders.
-``cdf_*.png``, ``steps_*.png``, ``components_*.png``, ``distinct_*.png``
-    Pictures per set-up (and per policy, if a set-up ran several).
-"""
+"""Report of a campaign: live runs, their simulations and the errors; ``docs/formats.md`` says what
+its folder holds, which is written whole or not at all."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
