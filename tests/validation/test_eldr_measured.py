@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.validation.reproduce.eldr_measured import figures as figures_module
+from eldr_sim.validation.reproduce.eldr_measured import evaluation as figures_module
 from eldr_sim.validation.reproduce.eldr_measured import slope as slope_module
 from eldr_sim.validation.reproduce.eldr_measured.cells import (
     METRICS,

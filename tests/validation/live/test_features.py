@@ -183,7 +183,7 @@ def test_prompts_share_the_blocks_whose_tokens_are_equal(make_live_run, calibrat
 
 
 def test_the_page_says_error_and_noise_and_what_was_counted():
-    live = [{f"{n} p{q}": 10.0 + r for n, q in feature_check.FIGURES} for r in (0.0, 2.0)]
+    live = [{f"{n} p{q}": 10.0 + r for n, q in feature_check.features.FIGURES} for r in (0.0, 2.0)]
     ours = [dict.fromkeys(live[0], 12.1)] * 2
     found = feature_check._errors(live, ours)
     tpot = found["tpot p50"]
