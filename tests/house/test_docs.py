@@ -172,7 +172,7 @@ FILES = {
 }
 
 
-#: Commands of the README that `test_readme_as_it_stands` alone runs: no option makes them quick.
+#: Commands of the README that `test_a_page_as_it_stands` alone runs: no option makes them quick.
 LONG = {"plan", "trace synthesize", "fit", "reproduce eldr"}
 
 
@@ -204,6 +204,7 @@ class Line(NamedTuple):
     text: str
     words: list[str]
     needs: list[str]
+    minutes: bool
 
 
 def named_needs(page):
@@ -214,7 +215,8 @@ def named_needs(page):
         if text.startswith("eldr-sim "):
             said = re.search(r"needs ([^;]*)", comment)
             needs = re.split(r", | and ", said[1].strip()) if said else []
-            found.append(Line(text.strip(), shlex.split(text)[1:], needs))
+            minutes = "minutes" in comment
+            found.append(Line(text.strip(), shlex.split(text)[1:], needs, minutes))
     return found
 
 
@@ -273,27 +275,31 @@ def test_a_line_names_the_files_that_it_needs(page):
 
 
 @pytest.mark.slow
-def test_readme_as_it_stands(tmp_path):
-    """Every line, in order, in a folder with the checkout's ``docs`` alone, but for what it lacks.
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_as_it_stands(page, tmp_path):
+    """Every line, in order, in a folder with the checkout's ``docs`` and ``tests``, but for what
+    lacks something or says that it takes minutes; prints what each took.
 
     Its files are there; extras are where they are installed, and no GPU nor engine.
     """
-    (tmp_path / "docs").symlink_to(DOCS)
+    for folder in ("docs", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     for file, text in FILES.items():
         if "/" not in file:
             (tmp_path / file).write_text(text)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    for line in README:
-        if all(need in FILES for need in line.needs):
-            begun = time.monotonic()
-            done = subprocess.run(
-                ["bash", "-c", line.text],
-                cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True,
-                check=False,
-            )  # fmt: skip
-            print(f"{time.monotonic() - begun:6.1f} s  {line.text}")
-            assert done.returncode == 0, (line.text, done.stderr[-2000:])
-            assert "Traceback" not in done.stderr, line.text
+    for line in named_needs(page):
+        if line.minutes or not all(need in FILES for need in line.needs):
+            continue
+        begun = time.monotonic()
+        done = subprocess.run(
+            ["bash", "-c", line.text],
+            cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        print(f"{time.monotonic() - begun:6.1f} s  {line.text}")
+        assert done.returncode == 0, (line.text, done.stderr[-2000:])
+        assert "Traceback" not in done.stderr, line.text
 
 
 @pytest.mark.parametrize(

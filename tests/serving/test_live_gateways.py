@@ -1,15 +1,19 @@
-"""Gateways that others have built before simulated engines; `-m live`, where one is on the path.
+"""Gateways that others have built before simulated engines; `-m live`, where one is at hand.
 
-``pip install sglang-router vllm-router``, in any environment. Oracle: our own rule of the same name
-on the same requests finds as much of the prompts in prefix caches.
+``pip install sglang-router vllm-router``, in any environment on the path; ``DYNAMO_PYTHON`` is the
+python of one with ``ai-dynamo``, whose workers are `dynamo_worker`. Oracle: our own rule of the same
+name on the same requests finds as much of the prompts in prefix caches.
 """
 
 import asyncio
 import itertools
 import json
+import os
 import random
 import shutil
 import subprocess
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -39,13 +43,18 @@ def prompts():
     return texts, list(at)
 
 
-def simulated_hit_rate(path, policy):
-    """Return what co-located engines find under one of our policies, by blocks of 64 letters."""
+def four_letters(text):
+    return [text[k : k + 4] for k in range(0, len(text), 4)]
+
+
+def simulated_hit_rate(path, policy, tokens=four_letters):
+    """Return what co-located engines find under one of our policies, by blocks of 16 tokens."""
     numbers, rows = {}, []
     for text, at in zip(*prompts(), strict=True):
-        blocks = [text[k : k + 64] for k in range(0, len(text), 64)]
+        parts = tokens(text)
+        blocks = [tuple(parts[k : k + 16]) for k in range(0, len(parts), 16)]
         ids = [numbers.setdefault(block, len(numbers)) for block in blocks]
-        row = {"input_length": -(-len(text) // 4), "output_length": OUTPUT_LEN}
+        row = {"input_length": len(parts), "output_length": OUTPUT_LEN}
         rows.append(json.dumps({"timestamp": round(1e3 * at, 3), "hash_ids": ids} | row))
     path.write_text("\n".join(rows))
     config = {"model": MODEL, "topology": f"{N}C", "workload": f"{path}", "warmup": 0}
@@ -53,22 +62,48 @@ def simulated_hit_rate(path, policy):
     return simulate(RunConfig(**config)).summary["prefix_cache_hit_rate"]
 
 
-def hit_rate(gateway, policy):
-    """Return what the engines find behind a gateway; all requests must be answered."""
+def gateway_commands(gateway, policy, port, urls):
+    """Return the one command of SGLang's or vLLM's gateway."""
+    command = [*GATEWAYS[gateway], "--policy", policy, "--host", "127.0.0.1", "--port", f"{port}"]
+    return [[*command, "--prometheus-port", f"{free_port()}", "--worker-urls", *urls]]
+
+
+def dynamo_commands(python, policy, port, urls, folder):
+    """Return Dynamo's frontend and a worker for each engine; words are tokens."""
+    words = {"[UNK]": 0, "[EOS]": 1}
+    for word in " ".join(prompts()[0]).split():
+        words.setdefault(word, len(words))
+    splits = {"type": "WhitespaceSplit"}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "[UNK]"}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model, "pre_tokenizer": splits}))
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": len(words)}
+    config |= {"max_position_embeddings": 131072, "eos_token_id": 1, "bos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    frontend = [python, "-m", "dynamo.frontend", "--router-mode", policy, "--no-router-kv-events"]
+    worker = [python, f"{Path(__file__).with_name('dynamo_worker.py')}"]
+    asked = [[*worker, url, MODEL, f"{folder}"] for url in urls]
+    return [[*frontend, "--http-host", "127.0.0.1", "--http-port", f"{port}"], *asked]
+
+
+def hit_rate(commands, folder, ready=("/health", "")):
+    """Return what the engines find behind a gateway; all requests must be answered.
+
+    It is ready where a path answers 200 with a text in it.
+    """
     config = RunConfig(model=MODEL, topology="1C", policy="jsq", num_requests=64, warmup=0)
     port = free_port()
-    command = [*GATEWAYS[gateway], "--policy", policy, "--host", "127.0.0.1", "--port", f"{port}"]
-    command += ["--prometheus-port", f"{free_port()}", "--worker-urls"]
+    services = [Service(config) for _ in range(N)]
 
     async def scene():
         async with aiohttp.ClientSession(base_url=f"http://127.0.0.1:{port}") as session:
 
-            async def healthy():
+            async def is_ready():
                 try:
-                    async with session.get("/health") as answer:
-                        return answer.status
+                    async with session.get(ready[0]) as answer:
+                        return answer.status == 200 and ready[1] in await answer.text()
                 except aiohttp.ClientError:
-                    return 0
+                    return False
 
             async def ask(text, at):
                 await asyncio.sleep(at)
@@ -77,30 +112,62 @@ def hit_rate(gateway, policy):
                     "/v1/completions", json=body | {"ignore_eos": True}
                 ) as answer:
                     assert answer.status == 200, await answer.text()
-                    return (await answer.json())["usage"]
 
-            await until(healthy, 200, 60.0)
+            await until(is_ready, True, 60.0)
             await asyncio.sleep(2.0)  # it looks at its engines first
-            return await asyncio.gather(*map(ask, *prompts()))
+            await asyncio.gather(*map(ask, *prompts()))
 
-    with in_background(*(Service(config) for _ in range(N))) as urls:
-        child = subprocess.Popen([*command, *urls], stdout=subprocess.DEVNULL)
-        try:
-            usage = asyncio.run(scene())
-        finally:
-            child.kill()
-            child.wait()
-    found = sum(used["prompt_tokens_details"]["cached_tokens"] for used in usage)
-    return found / sum(used["prompt_tokens"] for used in usage)
+    env = os.environ | {"DYN_FILE_KV": f"{folder}", "DYN_DISCOVERY_BACKEND": "file"}
+    env |= {"DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
+    with in_background(*services) as urls, ExitStack() as stack:
+        for command in commands(port, urls):
+            child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env)
+            stack.callback(child.wait)
+            stack.callback(child.kill)
+        asyncio.run(scene())
+        return asyncio.run(found_in_caches(urls))
+
+
+async def found_in_caches(urls):
+    """Return the share of prompt tokens that all engines found, by their metrics."""
+    counts = {"queries": 0.0, "hits": 0.0}
+    async with aiohttp.ClientSession() as session:
+        for url in urls:
+            async with session.get(f"{url}/metrics") as answer:
+                for line in (await answer.text()).splitlines():
+                    for name in counts:
+                        if line.startswith(f"vllm:prefix_cache_{name}_total"):
+                            counts[name] += float(line.split()[-1])
+    return counts["hits"] / counts["queries"]
 
 
 @pytest.mark.parametrize("gateway", GATEWAYS)
 def test_a_gateway_serves_and_engines_find_what_its_rule_lets_them(gateway, tmp_path):
     if shutil.which(GATEWAYS[gateway][0]) is None:
         pytest.skip(f"{GATEWAYS[gateway][0]} is not installed")
+
+    def behind(policy):
+        return hit_rate(lambda *to: gateway_commands(gateway, policy, *to), tmp_path)
+
     in_turn = simulated_hit_rate(tmp_path / "log.jsonl", "round_robin")
-    assert hit_rate(gateway, "round_robin") == pytest.approx(in_turn, abs=0.02)
+    assert behind("round_robin") == pytest.approx(in_turn, abs=0.02)
     if gateway == "sglang":
         by_rule = simulated_hit_rate(tmp_path / "log.jsonl", "cache_aware")
         assert by_rule > in_turn + 0.1
-        assert hit_rate(gateway, "cache_aware") == pytest.approx(by_rule, abs=0.03)
+        assert behind("cache_aware") == pytest.approx(by_rule, abs=0.03)
+
+
+def test_dynamos_frontend_serves_and_engines_find_what_its_rule_lets_them(tmp_path):
+    python = os.environ.get("DYNAMO_PYTHON") or pytest.skip("DYNAMO_PYTHON is not set")
+
+    def behind(policy):
+        folder = tmp_path / policy
+        folder.mkdir()
+        ready = ("/v1/models", MODEL)
+        return hit_rate(lambda *to: dynamo_commands(python, policy, *to, folder), folder, ready)
+
+    in_turn = simulated_hit_rate(tmp_path / "log.jsonl", "round_robin", str.split)
+    assert behind("round-robin") == pytest.approx(in_turn, abs=0.02)
+    by_rule = simulated_hit_rate(tmp_path / "log.jsonl", "dynamo_kv", str.split)
+    assert by_rule > in_turn + 0.1
+    assert behind("kv") == pytest.approx(by_rule, abs=0.03)
