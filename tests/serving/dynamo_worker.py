@@ -1,6 +1,6 @@
 """A worker of Dynamo's that asks an engine port of ours; runs in Dynamo's environment, not in ours.
 
-``python dynamo_worker.py URL MODEL FOLDER``; the folder holds ``config.json`` and ``tokenizer.json``.
+``python dynamo_worker.py URL MODEL FOLDER``, whose files are ``config.json``, ``tokenizer.json``.
 Prints the usage of each answer.
 """
 

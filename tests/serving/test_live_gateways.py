@@ -1,8 +1,8 @@
 """Gateways that others have built before simulated engines; `-m live`, where one is at hand.
 
 ``pip install sglang-router vllm-router``, in any environment on the path; ``DYNAMO_PYTHON`` is the
-python of one with ``ai-dynamo``, whose workers are `dynamo_worker`. Oracle: our own rule of the same
-name on the same requests finds as much of the prompts in prefix caches.
+python of one with ``ai-dynamo``, whose workers are `dynamo_worker`. Oracle: our own rule of the
+same name on the same requests finds as much of the prompts in prefix caches.
 """
 
 import asyncio
