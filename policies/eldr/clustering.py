@@ -4,6 +4,7 @@ vanilla, whose clusters may be of any size."""
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +20,18 @@ ROUNDS = 100
 
 #: Dot products are rounded to its inverse, so that sums over a cluster are exact in any order.
 _GRID = float(1 << 32)
+_POINTS = float(1 << 21)  #: more than there are; a cost below 2^32 times as much is exact
 
 Members = NDArray[np.bool_]
+Points = NDArray[np.floating[Any]]
+
+
+class Recent(NamedTuple):
+    """The n points that are clustered."""
+
+    rows: Ints  #: shape [n]: which of all
+    similar: Floats  #: shape [n, K]: their dot products with the centroids
+    summed: Ints  #: shape [n]: the cluster in whose sum each stands already; -1: in none
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +83,9 @@ def kmeans(
         member = np.zeros((n, n_clusters), np.bool_)
         member[chosen, np.arange(n_clusters)] = True
         similar = np.ascontiguousarray(between[:, chosen])
+        recent, sums = Recent(all_, similar, np.full(n, -1)), np.zeros((n_clusters, n))
         found: tuple[Members, Floats, float] = _lloyd(
-            between, all_, member, similar, balanced, rounds
+            between, sums, recent, member, balanced, rounds
         )
         return found
 
@@ -85,13 +97,7 @@ def kmeans(
 
 
 def refit(
-    points: Floats,
-    rows: Ints,
-    between: Floats,
-    similar: Floats,
-    centroids: Floats,
-    method: Method,
-    rounds: int,
+    points: Points, between: Floats, sums: Floats, recent: Recent, fit: tuple[Points, Method, int]
 ) -> tuple[Floats, Floats]:
     """Move centroids to other points: rounds as in `kmeans`, from where they are.
 
@@ -99,25 +105,93 @@ def refit(
     cosine distance. Returns the centroids moved, and the dot products of the same points with them
     but for rounding.
 
-    ``points``, ``rows``: shapes [N, d] and [n]: unit rows, and those of them that are clustered;
-    ``between``: shape [N, N]: dot products of all rows, `rounded`; ``similar``: shape [n, K]: of
-    those that are clustered with the centroids; ``centroids``: shape [K, d]; one without points
-    stays.
+    ``points``: shape [N, d]: unit rows; ``between``: shape [N, N]: dot products of all, `rounded`;
+    ``sums``: shape [K, N]: those of the points of each cluster, added up as ``recent`` says, and
+    then as it says on return; ``fit``: the centroids, shape [K, d], of which one without points
+    stays; the method; most rounds.
     """
+    centroids, method, rounds = fit
+    rows, similar, summed = recent
     member = np.zeros(similar.shape, np.bool_)
-    balanced = method == "balanced"
-    member, similar, _ = _lloyd(between, rows, member, similar, balanced, rounds)
+    member, similar, _ = _lloyd(between, sums, recent, member, method == "balanced", rounds)
     moved = unit_rows(_sums(points, rows, member))
     alone = ~moved.any(axis=1)
     moved[alone] = centroids[alone]
-    alike = np.einsum("kd,jd->kj", moved, centroids)
+    alike = moved @ centroids.T
     order = np.argsort(_assigned(alike, True)[0])
+    sums[:], summed[:] = sums[order], np.append(np.argsort(order), -1)[summed]
     return moved[order], similar[:, order]
+
+
+@njit()
+def add_columns(between: Floats, sums: Floats, recent: Recent, begin: int, end: int) -> None:
+    """Add up the products of the rows from ``begin`` to ``end``, which are new; see `refit`."""
+    for i in range(begin, end):
+        sums[:, i] = 0.0
+        for j in range(len(recent.rows)):
+            if recent.summed[j] >= 0:
+                sums[recent.summed[j], i] += between[i, recent.rows[j]]
+
+
+@njit()
+def take_away(between: Floats, sums: Floats, recent: Recent, gone: int) -> None:
+    """Take the first points of ``recent`` from the sums that they stand in; see `refit`."""
+    for j in range(gone):
+        if recent.summed[j] >= 0:
+            _add(sums[recent.summed[j]], between[recent.rows[j]], -1.0)
 
 
 def rounded(products: Floats) -> Floats:
     """Return dot products in whole numbers of 2^-32."""
     return np.rint(products * _GRID) / _GRID
+
+
+# Exact, as all sums of products of unit rows: no BLAS, whose threads wait for each other.
+@njit(fastmath={"reassoc", "contract"})
+def multiply(points: Points, begin: int, end: int, between: Floats) -> None:
+    """Write the `rounded` dot products of the unit rows ``begin`` to ``end`` with all before it.
+
+    Four are multiplied with two at once. ``points``: shape [N, d]; ``between``: shape [N, N].
+    """
+    four, eight = np.zeros((4, points.shape[1])), np.empty((2, 4))
+    for first in range(begin, end, 4):
+        last = min(first + 4, end)
+        four[: last - first] = points[first:last]
+        a, b, c, d = four
+        for j in range(0, last, 2):
+            two = points[j], points[min(j + 1, last - 1)]
+            p, q, r, s, t, u, v, w = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+            for e in range(points.shape[1]):
+                x, y = np.float64(two[0][e]), np.float64(two[1][e])
+                p, q, r, s = p + x * a[e], q + x * b[e], r + x * c[e], s + x * d[e]
+                t, u, v, w = t + y * a[e], u + y * b[e], v + y * c[e], w + y * d[e]
+            eight[0], eight[1] = (p, q, r, s), (t, u, v, w)
+            for k in range(j, min(j + 2, last)):
+                for i in range(first, last):
+                    product = np.rint(eight[k - j, i - first] * _GRID) / _GRID
+                    between[i, k] = between[k, i] = product
+
+
+@njit(nogil=True)
+def scale(rows: Floats, work_grid: float, grid: float, found: Floats) -> None:
+    """Write rows scaled to unit length to ``found``, see `signature.unit_rows`.
+
+    ``rows``: shape [n, d]; ``work_grid``, ``grid``: the inverses of what they are rounded to
+    before, relative to the largest entry, and after.
+    """
+    for i in range(rows.shape[0]):
+        row, unit, peak = rows[i], found[i], 0.0
+        for d in range(row.shape[0]):
+            peak = max(peak, abs(row[d]))
+        if peak == 0.0:
+            peak = 1.0
+        squares = np.int64(0)
+        for d in range(row.shape[0]):
+            unit[d] = np.rint(row[d] / peak * work_grid)
+            squares += np.int64(unit[d]) * np.int64(unit[d])
+        length = np.sqrt(np.float64(squares)) if squares > 0 else 1.0
+        for d in range(row.shape[0]):
+            unit[d] = np.rint(unit[d] / length * grid) / grid
 
 
 def assign(points: Floats, centroids: Floats, balanced: bool) -> tuple[Ints, float]:
@@ -139,11 +213,17 @@ def _assigned(similar: Floats, balanced: bool) -> tuple[Ints, float]:
     Cosine distances are in whole numbers of 1e-9: their sums and comparisons are exact.
     """
     n, k = similar.shape
-    distance = np.rint((1.0 - similar) * 1e9)
+    distance = np.empty((n, k))
     labels, size = np.empty(n, np.int64), np.zeros(k, np.int64)
     for p in range(n):
-        labels[p] = np.argmin(distance[p])
-        size[labels[p]] += 1
+        nearest, label = np.inf, 0
+        for c in range(k):
+            distance[p, c] = np.rint((1.0 - similar[p, c]) * 1e9)
+        for c in range(k):
+            if distance[p, c] < nearest:
+                nearest, label = distance[p, c], c
+        labels[p] = label
+        size[label] += 1
     capacity, too_many = -(-n // k), 0
     for c in range(k):
         too_many += max(size[c] - capacity, 0)
@@ -155,53 +235,82 @@ def _assigned(similar: Floats, balanced: bool) -> tuple[Ints, float]:
     return labels, cost / 1e9
 
 
+@njit(inlined=True, restrict=True)
+def _cheaper(distance: Floats, own: float, point: float, least: Floats) -> None:
+    """Write what it costs to move a point to each cluster where that is the least so far."""
+    for b in range(least.shape[0]):
+        cost = (distance[b] - own) * _POINTS + point
+        least[b] = cost if cost < least[b] else least[b]
+
+
+@njit(inlined=True, restrict=True)
+def _further(path: Floats, move: Floats, a: int, before: Floats) -> bool:
+    """Lengthen a path to cluster ``a`` by a move to each other where that is shorter."""
+    begin, found = path[a], False
+    for b in range(move.shape[0]):
+        longer = begin + move[b]
+        shorter = longer < path[b]
+        path[b] = longer if shorter else path[b]
+        before[b] = a if shorter else before[b]
+        found |= shorter
+    return found
+
+
 @njit(nogil=True)
 def _relieve(distance: Floats, labels: Ints, size: Ints, capacity: int, too_many: int) -> None:
     """Move points out of clusters beyond their capacity, at the least cost.
 
     Successive shortest paths (Ahuja, Magnanti and Orlin 1993, Network Flows, 9.7), which keep the
     assignment the best one for its cluster sizes: no circle of moves saves anything. ``move`` is
-    what the cheapest move from a cluster to another costs, ``mover`` the point that makes it,
-    ``changed`` which clusters have changed, ``before`` each cluster's predecessor on its path.
+    what the cheapest move from a cluster to another costs, ``mover`` the point that makes it, the
+    first of equals; ``changed`` which clusters have changed, ``before`` each cluster's predecessor
+    on its path. A cost and its point are found together, as one whole number.
     """
     n, k = distance.shape
     move, mover, path = np.empty((k, k)), np.empty((k, k), np.int64), np.empty(k)
-    changed, before = np.ones(k, np.int64), np.empty(k, np.int64)
+    changed, before, least = np.ones(k, np.bool_), np.empty(k), np.empty(k)
+    members, place = np.empty((k, max(capacity, size.max()) + 1), np.int64), np.empty(n, np.int64)
+    held = np.zeros(k, np.int64)
+    for p in range(n):
+        a = labels[p]
+        members[a, held[a]], place[p] = p, held[a]
+        held[a] += 1
     for _ in range(too_many):
         for a in range(k):
-            for b in range(k):
-                if changed[a]:
-                    move[a, b] = np.inf
-        for p in range(n):
-            a = labels[p]
             if changed[a]:
+                least[:] = np.inf
+                for i in range(held[a]):
+                    p = members[a, i]
+                    _cheaper(distance[p], distance[p, a], float(p), least)
+                least[a] = np.inf
                 for b in range(k):
-                    cost = distance[p, b] - distance[p, a]
-                    if cost < move[a, b] and a != b:
-                        move[a, b], mover[a, b] = cost, p
-        for a in range(k):
-            path[a] = 0.0 if size[a] > capacity else np.inf
-            before[a] = -1
-            changed[a] = 0
+                    move[a, b] = np.floor(least[b] * (1.0 / _POINTS))
+                    if least[b] < np.inf:
+                        mover[a, b] = np.int64(least[b] - move[a, b] * _POINTS)
+            path[a] = 0.0 if held[a] > capacity else np.inf
+            before[a] = -1.0
+            changed[a] = False
         shorter = True
         while shorter:  # Bellman and Ford
             shorter = False
             for a in range(k):
-                for b in range(k):
-                    if path[a] + move[a, b] < path[b]:
-                        path[b], before[b] = path[a] + move[a, b], a
-                        shorter = True
-        end = -1
+                if path[a] < np.inf:
+                    shorter |= _further(path, move[a], a, before)
+        end = np.int64(-1)
         for a in range(k):
-            if size[a] < capacity and (end < 0 or path[a] < path[end]):
-                end = a
-        size[end] += 1
-        changed[end] = 1
+            if held[a] < capacity and (end < 0 or path[a] < path[end]):
+                end = np.int64(a)
+        changed[end] = True
         while before[end] >= 0:
-            labels[mover[before[end], end]] = end
-            end = before[end]
-            changed[end] = 1
-        size[end] -= 1
+            start = np.int64(before[end])
+            p = mover[start, end]
+            held[start] -= 1
+            last = members[start, held[start]]
+            members[start, place[p]], place[last] = last, place[p]
+            members[end, held[end]], place[p] = p, held[end]
+            held[end] += 1
+            labels[p], end = end, start
+            changed[end] = True
 
 
 def _seeds(between: Floats, k: int, rng: np.random.Generator) -> list[int]:
@@ -218,9 +327,15 @@ def _seeds(between: Floats, k: int, rng: np.random.Generator) -> list[int]:
     return chosen
 
 
+@njit(inlined=True, restrict=True)
+def _add(sums: Floats, row: Points, sign: float) -> None:
+    for i in range(sums.shape[0]):
+        sums[i] += sign * row[i]
+
+
 @njit(nogil=True)
 def _lloyd(
-    between: Floats, rows: Ints, member: Members, similar: Floats, balanced: bool, rounds: int
+    between: Floats, sums: Floats, recent: Recent, member: Members, balanced: bool, rounds: int
 ) -> tuple[Members, Floats, float]:
     """Return whose sum each centroid is, ``[n, K]``.
 
@@ -229,27 +344,27 @@ def _lloyd(
     point ever joins. Sums of points are never made: their dot products are sums of ``between``,
     exact in any order, so that a round counts only who has moved.
     """
+    rows, similar, summed = recent
     n, k = similar.shape
     labels, cost = _assigned(similar, balanced)
-    summed, sums = np.full(n, -1), np.zeros((k, n))
     for _ in range(rounds):
         for j in range(n):
             old, new = summed[j], labels[j]
             if old != new:
-                for i in range(n):
-                    sums[new, i] += between[rows[j], rows[i]]
+                _add(sums[new], between[rows[j]], 1.0)
                 if old >= 0:
-                    for i in range(n):
-                        sums[old, i] -= between[rows[j], rows[i]]
-        summed, square = labels, np.zeros(k)
+                    _add(sums[old], between[rows[j]], -1.0)
+                summed[j] = new
+        square = np.zeros(k)
         for i in range(n):
-            square[labels[i]] += sums[labels[i], i]
+            square[labels[i]] += sums[labels[i], rows[i]]
         moved, moved_similar = member.copy(), similar.copy()
-        for i in range(n):
-            for c in range(k):
-                if square[c] > 0.0:  # else a cluster without any point, or only zeros: it stays
+        for c in range(k):
+            if square[c] > 0.0:  # else a cluster without any point, or only zeros: it stays
+                length = np.sqrt(square[c])
+                for i in range(n):
                     moved[i, c] = labels[i] == c
-                    moved_similar[i, c] = sums[c, i] / np.sqrt(square[c])
+                    moved_similar[i, c] = sums[c, rows[i]] / length
         labels, new_cost = _assigned(moved_similar, balanced)
         if new_cost >= cost:
             break
@@ -258,15 +373,14 @@ def _lloyd(
 
 
 @njit(nogil=True)
-def _sums(points: Floats, rows: Ints, member: Members) -> Floats:
+def _sums(points: Points, rows: Ints, member: Members) -> Floats:
     """Return the sums of each cluster's points, ``[K, d]``."""
     n, k = member.shape
     sums = np.zeros((k, points.shape[1]))
     for i in range(n):
         for cluster in range(k):
             if member[i, cluster]:
-                for d in range(points.shape[1]):
-                    sums[cluster, d] += points[rows[i], d]
+                _add(sums[cluster], points[rows[i]], 1.0)
     return sums
 
 

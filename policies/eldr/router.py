@@ -223,14 +223,14 @@ def _similarities(units: Floats, centroids: Floats) -> Floats:
 
 
 # Sums of products of unit vectors are exact (`signature`): reassociated, no bit changes.
-@njit(fastmath={"reassoc"})
-def _compare(unit: Floats, centroids: Floats, similar: Floats) -> bool:
+@njit(fastmath={"reassoc", "contract"})
+def _compare(unit: NDArray[Any], centroids: NDArray[Any], similar: Floats) -> bool:
     """Write the cosine similarity to each centroid; return whether any is not zero."""
     found = False
     for k in range(len(centroids)):
         total = 0.0
         for d in range(len(unit)):
-            total += unit[d] * centroids[k, d]
+            total += np.float64(unit[d]) * np.float64(centroids[k, d])
         # Rounded unit vectors may exceed length 1 by 1e-7; tau = 1 must still mean every worker.
         similar[k] = min(total, 1.0)
         found |= total != 0.0

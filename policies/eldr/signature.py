@@ -61,12 +61,11 @@ def unit_rows(rows: NDArray[Any]) -> Floats:
 
     ``rows``: shape [n, d] with d < 2^19, finite.
     """
-    peak = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
-    whole = np.rint(rows / np.where(peak > 0, peak, 1.0) * _WORK_GRID)
-    integers = whole.astype(np.int64)
-    squares = np.einsum("nd,nd->n", integers, integers).astype(np.float64)
-    length = np.sqrt(np.where(squares > 0, squares, 1.0))[:, None]
-    return np.asarray(np.rint(whole / length * _GRID) / _GRID)
+    from eldr_sim.policies.eldr.clustering import scale  # compiled: takes long to import
+
+    found = np.empty(rows.shape)
+    scale(np.ascontiguousarray(rows, np.float64), _WORK_GRID, _GRID, found)
+    return found
 
 
 def idf_weights(counts: NDArray[Any]) -> Floats:

@@ -164,7 +164,11 @@ def test_rounds_are_those_of_matrix_products_to_the_bit(seed, k, balanced, round
     points, rows = signatures(n, 9, seed), r.integers(0, n, n)
     similar = points[rows] @ signatures(k, 9, seed + 1).T
     between = np.rint(points @ points.T * 2**32) / 2**32
-    found = clustering._lloyd(between, rows, np.zeros((n, k), bool), similar, balanced, rounds)
+    summed = r.integers(-1, k, n)  # sums that stand already
+    sums = ((np.arange(k)[:, None] == summed) * 1.0) @ between[rows]
+    recent = clustering.Recent(rows, similar, summed)
+    found = clustering._lloyd(between, sums, recent, np.zeros((n, k), bool), balanced, rounds)
+    assert (sums == ((np.arange(k)[:, None] == recent.summed) * 1.0) @ between[rows]).all()
     member = np.zeros((n, k), bool)
     labels, cost = clustering._assigned(similar, balanced)
     for _ in range(rounds):
