@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
+from eldr_sim.simulator.control.record import RunRecord, within
 from eldr_sim.simulator.plane import choose, events, loop, network, state
 from eldr_sim.simulator.plane.engine import make_workers
 from eldr_sim.simulator.plane.kv_cache import forget_blocks
@@ -31,7 +32,6 @@ from eldr_sim.simulator.setup.fault_plan import FaultPlan
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.control.cluster import Cluster
-    from eldr_sim.simulator.control.record import RunRecord
 
 _OF_REQUESTS = state.DISPATCH, state.TRANSFER_START, state.PROMPT_END, state.LOADED
 _OF_ENGINES = state.BOUNDARY, state.STEP_START
@@ -477,7 +477,7 @@ class Actions:
         """Return a run's record without the steps that were cut, and with how often it retried."""
 
         def whole(log: NDArray[np.void], end: str) -> NDArray[np.void]:
-            return np.asarray(log[np.isfinite(log[end])])
+            return within(log, np.isfinite(log[end]))
 
         return replace(
             record,

@@ -31,7 +31,7 @@ from eldr_sim.simulator.control.sent_prefixes import SentPrefixes
 from eldr_sim.simulator.plane import choose, loop, state
 from eldr_sim.simulator.plane.compiled import Callback, address_of
 from eldr_sim.simulator.plane.front_end import make_front_end, no_front_end
-from eldr_sim.simulator.plane.router import PolicyRouter, make_fleet, with_room
+from eldr_sim.simulator.plane.router import PolicyRouter, grown, make_fleet, with_room
 from eldr_sim.simulator.plane.steps import disaggregated, group_step, plain, streamed
 from eldr_sim.simulator.plane.steps.group_state import CHOOSE, no_groups
 from eldr_sim.simulator.setup.streaming import make_prompt_layers
@@ -215,7 +215,12 @@ class Cluster:
         """Make room where there is none: for steps of engines or groups, or for gaps."""
         clock, engines = self.arrays.clock[0], self.arrays.engines
         size, places = int(engines.pools["group_size"].max()), engines.sequences.shape[1]
-        self.log = with_room(self.log, int(clock["n_steps"]) + size)
+        room = len(self.log)
+        if room < int(clock["n_steps"]) + size:
+            # A copy takes memory once more, and zeros take none before they are written: as many as
+            # there are tokens and prompts, if that is near.
+            most = int(self.workload.output_len.sum()) + len(self.workload)
+            self.log = grown(self.log, most if room < most <= 16 * room else 8 * room)
         self.group_log = with_room(self.group_log, int(clock["n_group_steps"]) + 1)
         self.gaps = with_room(self.gaps, int(clock["n_gaps"]) + size * places)
 

@@ -1,7 +1,7 @@
 """What happened in a run."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,15 @@ OFF, STARTING, READY, DRAINING, RESERVED = range(5)
 #: That a worker of a pool is something else from a time on, s; all are READY before.
 STATE = np.dtype([("at_s", np.float64), ("pool", np.int32), ("worker", np.int32),
                   ("state", np.int32)])  # fmt: skip
+
+
+def within(log: NDArray[Any], inside: NDArray[np.bool_]) -> NDArray[Any]:
+    """Return ``log[inside]``: a view where these lie in a row, as a log in order of time has them.
+
+    Its records are long, and a copy takes longer than what is read of it.
+    """
+    n, first = int(np.count_nonzero(inside)), int(np.argmax(inside)) if len(inside) else 0
+    return log[first : first + n] if inside[first : first + n].all() else log[inside]
 
 
 class TierRecord(NamedTuple):

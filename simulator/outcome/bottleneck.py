@@ -133,6 +133,7 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
         if values.any()
     }
     use: dict[str, float] = {}
+    step_ms = 0.0
     there = _there(record, spec, start, end)
     decodes = np.array([pool.decodes for pool in spec.pools])
     windows = spec.block_size * float(np.mean(requests["window_blocks"])) if len(requests) else 0.0
@@ -146,6 +147,7 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
         sums = exact_sums(_use(spec, part, start, end, of) for part in in_parts(steps))
         use[f"{role}_busy"] = sums[0] / float(seconds.sum())
         if role == "decode":
+            step_ms = 1e3 * sums[3] / max(1, len(steps))
             seats = seconds @ [pool.engine.max_num_seqs for pool in spec.pools]
             use["decode_seats"] = sums[1] / float(seats)
             room = seconds @ [pool.engine.n_blocks for pool in spec.pools] * spec.block_size
@@ -155,8 +157,6 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
         done = np.where(moved["transfer_end_s"] >= 0.0, moved["transfer_end_s"], record.end_s)
         time = np.clip(done, start, end) - np.clip(moved["transfer_start_s"], start, end)
         use["kv_transfers"] = _share(time, (there * decodes).sum())
-    decode = record.decode_steps
-    step_ms = 1e3 * float(np.mean(decode["end"] - decode["start"])) if len(decode) else 0.0
     name, why = _bottleneck(mean_ms, use, step_ms)
     return {"bottleneck": name, "because": why, "mean_phase_ms": mean_ms, "utilisation": use}
 
@@ -164,8 +164,8 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
 def _use(
     spec: ClusterSpec, steps: NDArray[np.void], start: float, end: float, windows: float | None
 ) -> tuple[NDArray[np.float64], ...]:
-    """Return the seconds of steps in the window; of decode steps also times their sequences, and
-    times the tokens in KV blocks. ``windows``: those of sliding windows that a sequence has.
+    """Return the seconds of steps in the window; of decode steps also times their sequences, times
+    the tokens in KV blocks, and all. ``windows``: those of sliding windows that a sequence has.
     """
     time = np.clip(steps["end"], start, end) - np.clip(steps["start"], start, end)
     if windows is None:
@@ -173,7 +173,7 @@ def _use(
     held = steps["context"] + steps["sequences"] * windows
     most = spec.of_decoders(lambda engine: engine.n_blocks) * spec.block_size
     held = np.minimum(held, most[steps["worker"]])  # blocks that prompts share count twice
-    return time, time * steps["sequences"], time * held
+    return time, time * steps["sequences"], time * held, steps["end"] - steps["start"]
 
 
 def _there(record: RunRecord, spec: ClusterSpec, start: float, end: float) -> NDArray[np.float64]:

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.bottleneck import is_overload, load_growth
-from eldr_sim.simulator.outcome.sums import exact_sum, within
+from eldr_sim.simulator.outcome.sums import exact_sums, in_parts, weighted_percentile
+from eldr_sim.simulator.outcome.window_steps import WindowSteps, share, window_steps
 from eldr_sim.simulator.outcome.worker_hours import spent_hours
 from eldr_sim.simulator.plane.state import NO_KV_ROOM, OUTCOMES, OVER_BUDGET, TOO_LONG
 from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel
@@ -32,33 +33,10 @@ N_BLOCKS = 10  # of a measured log
 PERCENTILES = (50, 90, 99)
 
 
-def weighted_percentile(
-    values: NDArray[np.float64], weights: NDArray[np.int64] | None, q: Sequence[float]
-) -> list[float]:
-    """Return percentiles of ``np.repeat(values, weights)`` (NumPy's linear method).
-
-    ``values``, ``weights``: shape [n]; weights are counts, 1 when None; ``q``: percentiles in [0,
-    100].
-    """
-    if weights is None:
-        ordered, last = np.sort(values), np.arange(len(values))
-    else:
-        order = np.argsort(values)
-        ordered, last = values[order], weights[order]
-        np.cumsum(last, out=last)
-        last -= 1
-    result = []
-    for p in q:
-        rank = p / 100.0 * float(last[-1])
-        low, high = ordered[np.searchsorted(last, [math.floor(rank), math.ceil(rank)])]
-        result.append(float(low + (high - low) * (rank - math.floor(rank))))
-    return result
-
-
 def describe(
     name: str,
     values_s: NDArray[np.float64],
-    weights: NDArray[np.int64] | None = None,
+    weights: NDArray[np.integer[Any]] | None = None,
     percentiles: Sequence[int] = PERCENTILES,
 ) -> dict[str, float | None]:
     """Return mean, median, standard deviation and percentiles of a metric, in ms.
@@ -67,11 +45,18 @@ def describe(
     is no value. Sums are exact, so that they do not depend on the machine.
     """
     keys = [f"{k}_{name}_ms" for k in ("mean", "median", "std", *(f"p{p}" for p in percentiles))]
-    total = len(values_s) if weights is None else int(weights.sum())
+    if weights is None:
+        weights = np.ones(len(values_s), np.int8)
+    total = int(weights.sum())
     if total == 0:
         return dict.fromkeys(keys)
-    mean = exact_sum(values_s, weights) / total
-    variance = exact_sum(values_s, weights, mean) / total
+
+    def summed(around: float, power: int) -> float:
+        parts = zip(in_parts(values_s), in_parts(weights), strict=True)
+        return exact_sums((((part - around) ** power) * of,) for part, of in parts)[0]
+
+    mean = summed(0.0, 1) / total
+    variance = summed(mean, 2) / total
     median, *quantiles = weighted_percentile(values_s, weights, (50, *percentiles))
     figures = [mean, median, math.sqrt(variance), *quantiles]
     return {key: 1e3 * figure for key, figure in zip(keys, figures, strict=True)}
@@ -137,23 +122,20 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     start = record.window[0]
     end = min(record.window[1], record.end_s)
     seconds = max(end - start, 1e-9)
-    started = record.decode_steps["start"]
-    steps = within(record.decode_steps, (started >= start) & (started < end))
-    decoding = steps["sequences"] > 0
-    n_decoding = int(decoding.sum())
+    steps = window_steps(record, config, start, end)
     computed = requests["prefill_end_s"]
     computed_inside = (start <= computed) & (computed <= end)
     # Where it comes with the KV cache, a request has its first token when it joins the batch.
     brought = (requests["transfer_start_s"] >= 0.0) & (requests["first_token_s"] >= 0.0)
     brought &= requests["first_token_s"] == requests["decode_start_s"]
-    tokens = int(steps["outputs"].sum()) + int((brought & computed_inside).sum())
+    tokens = steps.n["outputs"] + int((brought & computed_inside).sum())
     # The last request may end the run, so its end belongs to it.
     finish = requests["finish_s"]
     finished = int((record.completed & (start <= finish) & (finish <= end)).sum())
     prefills = record.prefill_steps
     begun = (prefills["start"] >= start) & (prefills["start"] < end)
     prompt_tokens = int(prefills["chunk_tokens"][begun].sum())
-    prompt_tokens += int(steps["chunk_tokens"][_computes_prompts(config, steps)].sum())
+    prompt_tokens += steps.n["prompt_tokens"]
     prefilled = requests["prompt_len"][computed_inside]
     good = good_requests(times, config.goodput) & measured
 
@@ -193,14 +175,14 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         ),
         **describe("ttft", times["ttft"][done]),
         **describe("tpot", times["tpot"][done & ~np.isnan(times["tpot"])]),
-        **describe("itl", *_token_gaps(record, steps, start, end)),
+        **describe("itl", steps.gaps, steps.carried),
         **describe("e2el", times["e2el"][done]),
         **_per_token(times["e2el"][done], requests["output_len"][done]),
         **({"streamed_by_prefill": streamed_by_prefill(record)} if config.hands_over else {}),
-        **_activated_experts(steps, decoding, n_moe_layers),
-        "mean_decode_batch": int(steps["sequences"].sum()) / n_decoding if n_decoding else None,
-        "decode_steps": n_decoding,
-        **_drafts(record, steps, decoding),
+        **_activated_experts(steps, n_moe_layers),
+        "mean_decode_batch": share(steps.n["sequences"], steps.n["decoding"]),
+        "decode_steps": steps.n["decoding"],
+        **_drafts(record, steps),
         **_prefix_cache(record, "", config),
         **_prefix_cache(record, "decode_", config),
         "preemptions": int(requests["preemptions"].sum()),
@@ -232,75 +214,35 @@ def _attained(
     }
 
 
-def _token_gaps(
-    record: RunRecord, steps: NDArray[np.void], start: float, end: float
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return the gaps between tokens of the window's steps, s, and how many there are of each."""
-    n = len(steps)
-    resumed = record.gaps["resumed_s"]
-    preempted = (resumed - record.gaps["last_token_s"])[(start <= resumed) & (resumed <= end)]
-    gaps = np.zeros(n + len(preempted) + 1)
-    np.subtract(steps["end"], steps["start"], out=gaps[:n])
-    gaps[n:-1] = preempted
-    carried = np.ones(len(gaps), np.int64)
-    np.subtract(steps["sequences"], steps["joined"], out=carried[:n])
-    carried[:n] -= steps["rested"]
-    carried[-1] = int(steps["outputs"].sum()) - int(steps["sequences"].sum())  # yielded together
-    return gaps, carried
-
-
-def _computes_prompts(config: RunConfig, steps: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Return which steps are of workers that compute requests' prompts, and decode them, too."""
-    fetching = {name for pool in config.pools for name in pool.takes_over}
-    if config.conditional_disagg is not None:
-        fetching.clear()
-    pools = [pool for pool in config.pools if pool.decodes]
-    n_engines = [pool.workers * pool.own.parallelism.data_parallel_size for pool in pools]
-    computes = np.array([pool.name not in fetching for pool in pools], np.bool_)
-    return np.asarray(np.repeat(computes, n_engines)[steps["worker"]])
-
-
-def _activated_experts(
-    steps: NDArray[np.void], decoding: NDArray[np.bool_], n_moe_layers: int
-) -> dict[str, float | None]:
+def _activated_experts(steps: WindowSteps, n_moe_layers: int) -> dict[str, float | None]:
     """Return the activated experts of the steps that decode, means over MoE layers."""
-    if not n_moe_layers:  # a dense model's: no figure
-        decoding = np.zeros_like(decoding)
     layers = n_moe_layers or 1
-    active, busiest = (steps[field][decoding] / layers for field in ("active", "busiest"))
-    tokens = steps["outputs"][decoding].astype(float)
-    median, p99 = weighted_percentile(active, None, (50, 99)) if len(active) else (None, None)
+    n = steps.n["decoding"] * layers if n_moe_layers else 0  # a dense model's: no figure
+    median = p99 = None
+    if n:
+        experts = np.arange(len(steps.by_active)) / layers
+        median, p99 = weighted_percentile(experts, steps.by_active, (50, 99))
     return {
-        "mean_active_experts_per_step": _mean(active),
-        "mean_active_experts_per_token": (
-            float((active * tokens).sum() / tokens.sum()) if tokens.sum() else None
+        "mean_active_experts_per_step": share(steps.n["active"], n),
+        "mean_active_experts_per_token": share(
+            steps.n["active_outputs"], steps.n["outputs"] * layers if n else 0
         ),
         "median_active_experts_per_step": median,
         "p99_active_experts_per_step": p99,
-        "mean_busiest_rank_experts_per_step": _mean(busiest),
+        "mean_busiest_rank_experts_per_step": share(steps.n["busiest"], n),
     }
 
 
-def _drafts(
-    record: RunRecord, steps: NDArray[np.void], decoding: NDArray[np.bool_]
-) -> dict[str, float | None]:
+def _drafts(record: RunRecord, steps: WindowSteps) -> dict[str, float | None]:
     """Return what steps yield, and what of it is drafts'; some of them decode."""
-    sequences, counts = int(steps["sequences"].sum()), record.drafted
-    plain = int(steps["plain"].sum())
-    length = None
+    counts, length = record.drafted, None
     if counts is not None and counts[:-1].any():
         length = 1.0 + float((np.arange(len(counts) - 1) * counts[:-1]).sum() / counts[:-1].sum())
-    share = None
-    if counts is not None and decoding.any():
-        seconds = exact_sum((steps["end"] - steps["start"])[decoding])
-        share = exact_sum(steps["draft_s"][decoding]) / seconds
     return {
-        "tokens_per_step": int(steps["outputs"].sum()) / sequences if sequences else None,
+        "tokens_per_step": share(steps.n["outputs"], steps.n["sequences"]),
         "acceptance_length": length,
-        "verify_experts_over_plain": int(steps["active"][steps["plain"] > 0].sum()) / plain
-        if plain
-        else None,
-        "draft_time_share": share,
+        "verify_experts_over_plain": share(steps.n["verified"], steps.n["plain"]),
+        "draft_time_share": None if counts is None else share(steps.draft_s, steps.decoding_s),
     }
 
 
@@ -375,10 +317,6 @@ def warnings_of(summary: Mapping[str, Any]) -> list[str]:
             "had not ended at the time limit"
         )
     return warnings
-
-
-def _mean(values: NDArray[np.float64]) -> float | None:
-    return exact_sum(values) / len(values) if len(values) else None
 
 
 def _in_flight(record: RunRecord, at: float) -> int:

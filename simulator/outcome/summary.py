@@ -21,7 +21,7 @@ from eldr_sim.simulator.outcome.fault_metrics import fault_figures
 from eldr_sim.simulator.outcome.metrics import describe, draft_counters, summarise
 from eldr_sim.simulator.outcome.scaling_metrics import scaling_figures
 from eldr_sim.simulator.outcome.session_metrics import reuse_figures, session_figures, tier_figures
-from eldr_sim.simulator.outcome.sums import in_parts, within
+from eldr_sim.simulator.outcome.window_steps import added, steps_within
 from eldr_sim.simulator.outcome.without_effect import without_effect
 from eldr_sim.simulator.setup import transfer
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
@@ -35,12 +35,12 @@ from eldr_sim.traces.workload import Workload
 
 
 def copies_met(
-    trace: RoutingTrace, workload: Workload, record: RunRecord, steps: NDArray[np.void]
+    trace: RoutingTrace, workload: Workload, record: RunRecord, sizes: NDArray[np.int64]
 ) -> dict[str, float]:
     """Return how often copies of a trace request met in a batch, and how often to expect it.
 
     Measured: the share of decode time in the window that requests spent beside a copy. Expected:
-    if the mean batch of a request were drawn at random, by the mix.
+    if the mean batch of a request were drawn at random, by the mix. ``sizes``: steps of each batch.
     """
     begin, end = record.window[0], min(record.window[1], record.end_s)
     joined = np.flatnonzero(record.requests["decode_start_s"] >= 0)
@@ -53,7 +53,6 @@ def copies_met(
         np.maximum(np.clip(finish, begin, end), start),
         workload.decode_request[record.numbers[joined]].astype(np.int64),
     )
-    sizes = np.bincount(steps["sequences"])  # steps of each batch
     batch = np.arange(len(sizes))
     shares = workload.description["domain_mix"]
     pools = {name: len(trace.requests_of([name], calibration=False)) for name in shares}
@@ -329,15 +328,16 @@ def _trace(
     }
 
 
-def _outside(spec: ClusterSpec, steps: NDArray[np.void]) -> dict[str, int]:
-    """Count the decode steps that go beyond what was measured."""
+def _batches(record: RunRecord, spec: ClusterSpec) -> tuple[NDArray[np.int64], dict[str, int]]:
+    """Return the window's decode steps by their sequences, and those beyond what was measured."""
 
     names = "moe_batch_max", "attention_batch_max", "context_max", "attention_tokens_max"
     measured = [spec.of_decoders(attrgetter(f"step_time.{name}")) for name in names]
-    counts = np.zeros(4, np.int64)
-    for part in in_parts(steps):
+    counts, sizes = np.zeros(4, np.int64), np.zeros(1, np.int64)
+    for part in steps_within(record, *record.window):
         most = [of[part["worker"]] for of in measured]
         sequences, context = part["sequences"], part["context"]
+        sizes = added(sizes, np.bincount(sequences))
         counts += [
             np.count_nonzero(part["tokens"] > most[0]),
             np.count_nonzero(sequences > most[1]),
@@ -345,7 +345,7 @@ def _outside(spec: ClusterSpec, steps: NDArray[np.void]) -> dict[str, int]:
             np.count_nonzero(context > most[3]),
         ]
     beyond = "moe_batch", "attention_batch", "attention_context", "attention_tokens"
-    return dict(zip(beyond, counts.tolist(), strict=True))
+    return sizes, dict(zip(beyond, counts.tolist(), strict=True))
 
 
 def _all_provenance(config: RunConfig, prepared: PreparedRun) -> dict[str, dict[str, Any]]:
@@ -382,9 +382,8 @@ def summary_of(
 ) -> dict[str, Any]:
     """Return what ``summary.json`` holds: the run, its figures, and what they rest on."""
     model, trace, spec = prepared.model, prepared.trace, prepared.spec
-    started, window = record.decode_steps["start"], record.window
-    steps = within(record.decode_steps, (started >= window[0]) & (started < window[1]))
-    copies = {} if trace is None else copies_met(trace, workload, record, steps)
+    window, (sizes, outside) = record.window, _batches(record, spec)
+    copies = {} if trace is None else copies_met(trace, workload, record, sizes)
     gpu, provenance = _gpus(prepared), _all_provenance(config, prepared)
     groups = [
         log[(log["start"] >= window[0]) & (log["start"] < window[1])]
@@ -441,7 +440,7 @@ def summary_of(
     return summary | {
         "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
         "provenance": provenance,
-        "lookups_outside_tables": _outside(spec, steps),
+        "lookups_outside_tables": outside,
         "latency_warnings": _warnings(config, prepared),
         "window_start_s": record.window[0],
         "latency_notes": _transfer_notes(prepared, record) if config.hands_over else [],

@@ -1,7 +1,7 @@
-"""Sums that do not depend on the machine, and parts of long logs without copies."""
+"""Figures of long logs, read in parts: exact sums, which no machine changes, and percentiles."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,35 +11,21 @@ _CHUNK = 1 << 16
 _HALF = float(1 << 27)
 #: The place of a mantissa's last bit: exponents are -1074 and more, mantissas have 53 bits.
 _LAST = 1074 + 2 * 53
+_DIGIT = 16  #: bits of a float64 by which values are told apart at once
+_SIGN = np.uint64(1 << 63)  #: of a float64; with it turned, and all bits of the others, bits ascend
 
 
-def exact_sum(
-    values: NDArray[np.float64],
-    counts: NDArray[np.int64] | None = None,
-    around: float | None = None,
-) -> float:
-    """Return the correctly rounded sum of finite numbers, as ``math.fsum`` does.
+def exact_sum(values: NDArray[np.float64]) -> float:
+    """Return the correctly rounded sum of finite numbers, as ``math.fsum`` does."""
+    return exact_sums((part,) for part in in_parts(values))[0]
 
-    ``counts``: how often each counts; ``around``: their squared distances from it are added.
+
+def exact_sums(parts: Iterable[tuple[NDArray[np.float64], ...]]) -> list[float]:
+    """Return `exact_sum` of several columns that come in parts, one at least.
 
     Mantissas are whole numbers of 53 bits. Those of one exponent are added by halves, which float64
     does exactly, and all exponents then as Python's whole numbers.
     """
-    total = 0
-    for at in range(0, len(values), _CHUNK):
-        part = values[at : at + _CHUNK]
-        if around is not None:
-            part = (part - around) ** 2
-        if counts is not None:
-            part = part * counts[at : at + _CHUNK]
-        if len(values) <= _CHUNK:
-            return math.fsum(part.tolist())
-        total += _last_places(part)
-    return total / (1 << _LAST)
-
-
-def exact_sums(parts: Iterable[tuple[NDArray[np.float64], ...]]) -> list[float]:
-    """Return `exact_sum` of several columns that come in parts, one at least."""
     found = [[_last_places(column) for column in part] for part in parts]
     totals = [sum(column) for column in zip(*found, strict=True)]
     return [total / (1 << _LAST) for total in totals]
@@ -72,10 +58,44 @@ def in_parts(log: NDArray[Any]) -> Iterator[NDArray[Any]]:
         yield log[at : at + _CHUNK]
 
 
-def within(log: NDArray[Any], inside: NDArray[np.bool_]) -> NDArray[Any]:
-    """Return ``log[inside]``: a view where these lie in a row, as a log in order of time has them.
+def weighted_percentile(
+    values: NDArray[np.float64], weights: NDArray[np.integer[Any]], q: Sequence[float]
+) -> list[float]:
+    """Return percentiles of ``np.repeat(values, weights)`` (NumPy's linear method).
 
-    Its records are long, and a copy takes longer than what is read of it.
+    ``values``, ``weights``: shape [n]; weights are counts; ``q``: percentiles in [0, 100].
     """
-    n, first = int(np.count_nonzero(inside)), int(np.argmax(inside)) if len(inside) else 0
-    return log[first : first + n] if inside[first : first + n].all() else log[inside]
+    ranks = [p / 100.0 * float(int(weights.sum()) - 1) for p in q]
+    places = np.array([at(rank) for rank in ranks for at in (math.floor, math.ceil)])
+    if len(values) > _CHUNK:
+        found = _at_places(values, weights, places)
+    else:
+        order = np.argsort(values)
+        found = values[order][np.searchsorted(np.cumsum(weights[order]) - 1, places)]
+    return [
+        float(low + (high - low) * (rank - math.floor(rank)))
+        for rank, (low, high) in zip(ranks, found.reshape(-1, 2), strict=True)
+    ]
+
+
+def _at_places(
+    values: NDArray[np.float64], weights: NDArray[np.integer[Any]], places: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return the values at places in the order of all, digit by digit: a sort would copy them."""
+    size, n = 1 << _DIGIT, len(places)
+    known, below = np.zeros(n, np.uint64), np.zeros(n, np.int64)  # first digits; what is less
+    for shift in range(64 - _DIGIT, -1, -_DIGIT):
+        first, which = np.unique(known, return_inverse=True)
+        counts = np.zeros(len(first) * size)
+        for part, of in zip(in_parts(values), in_parts(weights), strict=True):
+            bits = np.ascontiguousarray(part).view(np.uint64)
+            bits = np.where(bits & _SIGN, ~bits, bits | _SIGN) >> np.uint64(shift)
+            before = bits >> np.uint64(_DIGIT)
+            at = np.searchsorted(first, before).clip(max=len(first) - 1)
+            digits = (bits & np.uint64(size - 1)).astype(np.int64)
+            counts += np.bincount(at * size + digits, of * (first[at] == before), len(counts))
+        up_to = counts.astype(np.int64).reshape(-1, size).cumsum(axis=1)[which]
+        digit = (up_to <= (places - below)[:, None]).sum(axis=1)
+        below += np.where(digit > 0, up_to[np.arange(n), digit - 1], 0)
+        known = (known << np.uint64(_DIGIT)) | digit.astype(np.uint64)
+    return np.where(known & _SIGN, known ^ _SIGN, ~known).view(np.float64)

@@ -201,9 +201,9 @@ def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], NDArra
     return kind.astype(np.int32), first
 
 
-def grown(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array of twice the length, zeros at its end."""
-    grown = np.zeros((2 * len(array), *array.shape[1:]), array.dtype)
+def grown(array: NDArray[Any], length: int | None = None) -> NDArray[Any]:
+    """Return an array of a greater length, twice when None, zeros at its end."""
+    grown = np.zeros((length or 2 * len(array), *array.shape[1:]), array.dtype)
     grown[: len(array)] = array
     return grown
 

@@ -291,15 +291,15 @@ def test_the_fewest_outputs_are_retracted_first_and_go_to_the_back(one_engine):
 
 def test_gaps_of_those_that_sit_out_are_whole(one_engine):
     """Whatever the order of steps, the gaps between a request's tokens add up to its decoding."""
-    from eldr_sim.simulator.outcome.metrics import _token_gaps
+    from eldr_sim.simulator.outcome.window_steps import window_steps
 
     rng = np.random.default_rng(5)
     requests = [request(float(a), int(rng.integers(2, 30)), 12) for a in rng.random(30) * 40]
     record = one_engine(requests, rules_of("sglang", options(), 64, 1))
-    gaps, counts = _token_gaps(record, record.decode_steps, 0.0, math.inf)
+    steps = window_steps(record, make_config({"topology": "1C"}), 0.0, math.inf)
     decoding = record.requests["finish_s"] - record.requests["first_token_s"]
-    assert (gaps * counts).sum() == pytest.approx(decoding.sum())
-    assert counts.sum() == 11 * 30
+    assert (steps.gaps * steps.carried).sum() == pytest.approx(decoding.sum())
+    assert steps.carried.sum() == 11 * 30
 
 
 def spec_of(**fields):

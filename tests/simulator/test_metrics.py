@@ -16,8 +16,8 @@ from eldr_sim.simulator.outcome.metrics import (
     request_times,
     summarise,
     warnings_of,
-    weighted_percentile,
 )
+from eldr_sim.simulator.outcome.sums import weighted_percentile
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.setup.config.run_config import ServiceLevel, make_config
 

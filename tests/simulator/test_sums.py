@@ -1,11 +1,12 @@
-"""Exact sums are those of `math.fsum`; views are what a mask picks."""
+"""Exact sums are those of `math.fsum`, percentiles NumPy's; views are what a mask picks."""
 
 import math
 
 import numpy as np
 import pytest
 
-from eldr_sim.simulator.outcome.sums import exact_sum, within
+from eldr_sim.simulator.control.record import within
+from eldr_sim.simulator.outcome.sums import exact_sum, weighted_percentile
 
 
 @pytest.mark.parametrize("n", [0, 1, 5000, 2**16, 2**17 + 77])
@@ -24,12 +25,18 @@ def test_sums_of_the_smallest_and_of_whole_numbers():
     assert exact_sum(np.zeros(2**17)) == 0.0
 
 
-def test_sums_of_squares_and_of_values_that_count_several_times():
-    rng = np.random.default_rng(1)
-    values, counts = rng.random(2**17 + 5), rng.integers(0, 9, 2**17 + 5)
-    assert exact_sum(values, counts) == math.fsum((values * counts).tolist())
-    squares = (values - 0.3) ** 2 * counts
-    assert exact_sum(values, counts, 0.3) == math.fsum(squares.tolist())
+@pytest.mark.parametrize("spread", [0.0, 0.01, 3.0])
+@pytest.mark.parametrize("ties", [False, True])
+def test_percentiles_of_long_columns_are_those_of_the_repeated_values(spread, ties):
+    rng = np.random.default_rng(int(ties))
+    values = rng.normal(size=2**17 + 77) * np.exp(spread * rng.normal(size=2**17 + 77))
+    if ties:
+        values = values.round(2)
+    counts = rng.integers(0, 4, len(values)).astype(np.int32)
+    counts[:3], values[:3] = [0, 1, 2**20], [-1e9, 1e9, 0.0]
+    q = [0, 0.01, 3, 50, 90, 99.999, 100]
+    expected = np.percentile(np.repeat(values, counts), q)
+    assert weighted_percentile(values, counts, q) == pytest.approx(expected.tolist(), rel=1e-12)
 
 
 def test_a_row_of_records_is_a_view():
