@@ -75,6 +75,7 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
         shell_complete=complete(policy_names("scaling"), listed=True))  # fmt: skip
 @option("--gpus n_gpus", int, "Find the cluster of up to N GPUs with the highest rate instead.",
         metavar="N")  # fmt: skip
+@option("--knobs", bool, "With --gpus, say what each choice adds: alone, and beside the others.")
 @option("--why-not", None, "Say why a cluster is not the answer: 1P2D:tp8, 4C:tp2,dp4, or "
         "1P2D:tp2+tp1,dp8 of prefill + decode workers. Repeat for more.", multiple=True,
         metavar="xPyD:SIZES")  # fmt: skip
@@ -186,6 +187,7 @@ class _Asked(NamedTuple):
     axes: tuple[str, ...]
     topology: str | None
     n_gpus: int | None
+    knobs: bool
     prefill_only: bool
     strategies: str | None
     autoscalers: tuple[str, ...]
@@ -206,6 +208,7 @@ def planned(
     """Return the answer to what the options of the command ask."""
     from eldr_sim.planning.runs.shared_runs import Runs
     from eldr_sim.planning.search.day import plan_day
+    from eldr_sim.planning.search.knobs import plan_knobs
     from eldr_sim.planning.search.plan import plan as plan_cluster
     from eldr_sim.planning.search.prefill import plan_fastest
     from eldr_sim.planning.search.rates import plan_rate
@@ -259,7 +262,8 @@ def planned(
         if asked.topology is not None:
             return plan_rate(config, objective, **chosen)
         if asked.n_gpus is not None:
-            return plan_split(config, objective, asked.n_gpus, **sized, **apart, **chosen)
+            of_gpus = plan_knobs if asked.knobs else plan_split
+            return of_gpus(config, objective, asked.n_gpus, **sized, **apart, **chosen)
         chosen |= {"why_not": asked.why_not, "sensitivity": asked.sensitivity}
         return plan_cluster(config, objective, strategies=names, **most, **sized, **apart, **chosen)
 
@@ -274,6 +278,8 @@ def _check_question(asked: _Asked, rate: object, day: bool) -> None:
     if asked.n_gpus is not None and (asked.topology is not None or rate is not None):
         other = "--request-rate" if asked.topology is None else "--topology"
         raise InputError("gpus", f"together with {other}", "one of the two")
+    if asked.knobs and asked.n_gpus is None:
+        raise InputError("knobs", "no GPUs are split", "--gpus N beside it")
     if asked.n_gpus is not None and asked.prefill_only:
         raise InputError("gpus", "together with --prefill-only", "one of the two")
     if day and (asked.n_gpus is not None or asked.prefill_only):

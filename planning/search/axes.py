@@ -101,7 +101,7 @@ class Axes:
         """
         first = config.policy if config.generates else prefill_label(config)
         found = [
-            f"{name}={_shown(_value(config, name))}"
+            f"{name}={_shown(value_of(config, name))}"
             for name, given in self.values.items()
             if len(given) > 1 and name not in ("policy", "gpu")
         ]
@@ -162,7 +162,8 @@ def _cut(config: RunConfig, drafts: int) -> dict[str, Any] | None:
     return given.cut(drafts)
 
 
-def _value(config: RunConfig, name: str) -> Any:
+def value_of(config: RunConfig, name: str) -> Any:
+    """Return what a run has of an axis."""
     if name == DRAFTS:
         drafting = config.speculative_config
         return 0 if drafting is None else drafting.num_speculative_tokens

@@ -1,6 +1,7 @@
 """The best use of a number of GPUs: the shape and split that carry the highest rate."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Unpack
 
@@ -54,25 +55,49 @@ def plan_split(
     ``config``: its rate and topology are ignored; ``n_gpus``: most GPUs of the cluster; ``runs``:
     as of `plan`; ``chosen``: what to choose from.
     """
-    if n_gpus < 1:
-        raise InputError("gpus", str(n_gpus), "1 or more")
-    within("gpus", n_gpus, MOST_GPUS)
-    asked, config = config, config.model_copy(update={"goodput": objective.level})
-    low = lowest_rate(config)
-    config = config.model_copy(update={"request_rate": max(low, 1.0)})
-    wanted = Axes.of(chosen)
-    engines = chosen.get("data_parallel_sizes") or [config.data_parallel_size]
-    sizes = chosen.get("tensor_parallel_sizes", ()), engines, chosen.get("ffn_ranks", ())
-    check_ffn_ranks(sizes[2], engines)
-    configs = clusters_to_plan(config, wanted, chosen.get("prices"))
+    own = choosing(config, objective, n_gpus, chosen)
     runs = Runs() if runs is None else runs
-    with runs.starting(configs[0]):
-        candidates = [make_candidate(each, wanted, objective, n_gpus, *sizes) for each in configs]
+    with runs.starting(own.config):
+        candidates = own.candidates(own.axes)
         if not any(candidate.templates for candidate in candidates):
             raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
         runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + 2 * PAIRED_SEEDS)
-        rows = runs.ended(best_splits(candidates, wanted.label, objective, n_gpus, low))
-    return Answer(Question("split", asked, objective, n_gpus, axes=wanted), rows, runs)
+        rows = runs.ended(best_splits(candidates, own.axes.label, objective, n_gpus, own.low))
+    return Answer(Question("split", config, objective, n_gpus, axes=own.axes), rows, runs)
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """What the splits of up to ``n_gpus`` GPUs are chosen from."""
+
+    config: RunConfig
+    objective: Objective
+    n_gpus: int
+    axes: Axes
+    sizes: tuple[Sequence[int], ...]  #: of workers, as `make_candidate` has them
+    prices: Mapping[str, float] | None
+    low: float  #: lowest rate that is looked for, requests per second
+
+    def candidates(self, axes: Axes) -> list[Candidate]:
+        """Return every combination of axes with the shapes that can serve it."""
+        return [
+            make_candidate(each, axes, self.objective, self.n_gpus, *self.sizes)
+            for each in clusters_to_plan(self.config, axes, self.prices)
+        ]
+
+
+def choosing(config: RunConfig, objective: Objective, n_gpus: int, chosen: Choices) -> Choosing:
+    """Return what splits are chosen from; raises InputError if an argument is not valid."""
+    if n_gpus < 1:
+        raise InputError("gpus", str(n_gpus), "1 or more")
+    within("gpus", n_gpus, MOST_GPUS)
+    config = config.model_copy(update={"goodput": objective.level})
+    low = lowest_rate(config)
+    config = config.model_copy(update={"request_rate": max(low, 1.0)})
+    engines = chosen.get("data_parallel_sizes") or [config.data_parallel_size]
+    sizes = chosen.get("tensor_parallel_sizes", ()), engines, chosen.get("ffn_ranks", ())
+    check_ffn_ranks(sizes[2], engines)
+    return Choosing(config, objective, n_gpus, Axes.of(chosen), sizes, chosen.get("prices"), low)
 
 
 def best_splits(

@@ -185,6 +185,7 @@ CASES = {
     "why_not": ("plan --slo ttft:9 --topology 1P1D --why-not 1C", "why_not"),
     "verbose": ("plan --slo ttft:9 --topology 1P1D --verbose", "verbose"),
     "n_gpus": ("plan --slo ttft:9 --topology 1P1D --gpus 4", "gpus"),
+    "knobs": ("plan --slo ttft:9 --request-rate 9 --knobs", "knobs"),
     "prefill_only": ("plan --slo ttft:9 --topology 1P1D --prefill-only", "prefill_only"),
 }  # fmt: skip
 

@@ -425,6 +425,8 @@ def _plans(rng: Any, folder: Path) -> list[str]:
     options.setdefault("max-gpus", 2)
     if rng.random() < 0.15:
         argv.append("--prefill-only")
+    elif rng.random() < 0.15:
+        argv.append("--knobs")
     for name, value in options.items():
         argv += [f"--{name}", str(value)]
     return argv

@@ -1,0 +1,127 @@
+"""What each choice adds to the best use of a number of GPUs: alone, and beside the others.
+
+The base is where a guide begins: co-located workers of the fewest GPUs that hold the model, and the
+first value of every axis. Each choice is searched alone, the others as the base has them, then all
+of them together. What one adds to that answer is what it loses without it: the choice is set back,
+and workers are split between pools anew.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
+
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.planning.runs.shared_runs import Runs, Search
+from eldr_sim.planning.search.answer import Answer, Gain, Question, Row
+from eldr_sim.planning.search.axes import Axes, Choices, value_of
+from eldr_sim.planning.search.candidates import ClusterTemplate
+from eldr_sim.planning.search.rates import carried_by_seed, carried_row, fastest_first
+from eldr_sim.planning.search.split import Choosing, best_splits, choosing
+from eldr_sim.planning.slo import Objective
+from eldr_sim.simulator.setup.config.run_config import RunConfig
+
+#: Choices of shape, beside the axes.
+SIZES, APART = "GPUs of a worker", "prefill apart"
+BASE, ALL = "base", "all together"
+SEEDS = 3
+Fits = Callable[[ClusterTemplate], bool]
+
+
+def plan_knobs(
+    config: RunConfig,
+    objective: Objective,
+    n_gpus: int,
+    *,
+    runs: Runs | None = None,
+    **chosen: Unpack[Choices],
+) -> Answer:
+    """Find the best use of up to so many GPUs, and what each choice adds to it.
+
+    Rows: the base, the best of each choice alone, of all together, and of all but each, with the
+    rate under three seeds; a search decides by one. ``gains``: on the base, paired by seed.
+
+    Arguments and errors as of `split.plan_split`.
+    """
+    own = choosing(config, objective, n_gpus, chosen)
+    runs = Runs() if runs is None else runs
+    with runs.starting(own.config):
+        rows = runs.ended(_rows(own))
+    gains = tuple(
+        Gain(row.gpu, row.policy, BASE, row.by_seed, rows[0].by_seed, percent)
+        for row in rows[1:]
+        if row.figure is not None and rows[0].figure is not None
+        for percent in [paired_percent(row.by_seed, rows[0].by_seed)]
+    )
+    question = Question("split", config, objective, n_gpus, axes=own.axes)
+    return Answer(question, fastest_first(rows), runs, gains=gains)
+
+
+def _rows(own: Choosing) -> Search[list[Row]]:
+    """Return the base, the best of each choice alone, of all together, and of all but each."""
+    several = {name: given for name, given in own.axes.values.items() if len(given) > 1}
+    base = {name: list(given)[:1] for name, given in own.axes.values.items()}
+    able = [t for each in own.candidates(Axes(base)) for t in each.templates if _together(t)]
+    smallest = min((_layouts(t)[0].n_gpus for t in able), default=1)
+
+    def small(t: ClusterTemplate) -> bool:
+        return all((p.n_gpus, p.data_parallel_size) == (smallest, 1) for p in _layouts(t))
+
+    def plain(t: ClusterTemplate) -> bool:
+        return small(t) and _together(t) and not t.config.enable_expert_parallel
+
+    rows = [(yield from _best(own, BASE, base, plain))]
+    rows.append((yield from _best(own, SIZES, base, _together)))
+    rows.append((yield from _best(own, APART, base, small)))
+    for name, given in several.items():
+        rows.append((yield from _best(own, name, {**base, name: given}, plain)))
+    every = yield from _best(own, ALL, own.axes.values, lambda t: True)
+    rows.append(every)
+    if every.config is None:
+        return rows
+    values = {name: [value_of(every.config, name)] for name in several}
+    apart = every.config.n_prefill > 0
+    workers = [pool.own.parallelism for pool in every.config.pools]
+
+    def like(t: ClusterTemplate) -> bool:
+        return _layouts(t) == workers
+
+    def as_decoders(t: ClusterTemplate) -> bool:
+        return _layouts(t) == workers[-1:]
+
+    def no_larger(t: ClusterTemplate) -> bool:
+        return small(t) and _together(t) != apart
+
+    without: dict[str, tuple[Mapping[str, Sequence[Any]], Fits]] = {SIZES: ({}, no_larger)}
+    if apart:
+        without[APART] = {"policy": own.axes.values["policy"]}, as_decoders
+    changed = [name for name in several if values[name] != base[name]]
+    without |= {name: ({name: base[name]}, like) for name in changed}
+    for name, (back, fits) in without.items():
+        row = yield from _best(own, f"all but {name}", {**base, **values, **back}, fits)
+        rows.append(row)
+    return rows
+
+
+def _best(own: Choosing, what: str, values: Mapping[str, Sequence[Any]], fits: Fits) -> Search[Row]:
+    """Find the best cluster of some shapes and values, and its rate under each seed."""
+    made = own.candidates(Axes(values))
+    kept = [
+        dataclasses.replace(each, templates=tuple(filter(fits, each.templates))) for each in made
+    ]
+    kept = [each for each in kept if each.templates]
+    quick = dataclasses.replace(own.objective, looks=(1,))
+    found = yield from best_splits(kept, own.axes.label, quick, own.n_gpus, own.low)
+    best = next((row.config for row in found if row.trial is not None), None)
+    if best is None:
+        return Row("", what, without="none", reasons=["no cluster carries anything"])
+    rates = yield from carried_by_seed(best, SEEDS, own.objective, low=own.low)
+    return (yield from carried_row(best, what, rates, "not under every seed"))
+
+
+def _together(template: ClusterTemplate) -> bool:
+    return template.config.n_prefill == 0
+
+
+def _layouts(template: ClusterTemplate) -> list[Parallelism]:
+    return [pool.own.parallelism for pool in template.config.pools]
