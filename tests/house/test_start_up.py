@@ -52,6 +52,20 @@ def test_a_command_imports_no_more_than_it_needs(commands):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_a_trace_is_written_without_pandas(tmp_path):
+    """As a run draws one, where its routing lies in no cache yet."""
+    code = (
+        "import sys, numpy as np; from eldr_sim.traces.routing.writer import write_trace\n"
+        f"write_trace({str(tmp_path / 'trace')!r}, experts=np.zeros((4, 1, 1), int),\n"
+        "    request_id=['a'], domain=['en'], domains=['en'], prompt_len=np.array([2]),\n"
+        "    output_len=np.array([2]), is_calibration=[True], model='m', n_experts=2,\n"
+        "    provenance='synthetic', captured_by='nobody', source_data='none', tool_versions={})\n"
+        f"assert not {ARROW!r} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_the_compiler_imports_blas_for_who_needs_it():
     code = (
         "import eldr_sim.simulator.run, sys, numba, numpy as np\n"

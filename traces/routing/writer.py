@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_folder
+from eldr_sim.parquet import column, texts
 from eldr_sim.traces.routing import gate_scores as gate_scores_file
 from eldr_sim.traces.routing.format import COLUMNS, SPLITS, RoutingTrace, open_trace, sha256
 from eldr_sim.traces.routing.gate_scores import GateScores
@@ -117,11 +118,15 @@ def _checked_ids(experts: NDArray[Any], n_experts: int) -> NDArray[Any]:
 def _requests_table(prompt_rows: bool, **columns: Any) -> pa.Table:
     """Return the table of requests; their rows of expert ids follow each other."""
     n = len(columns["request_id"])
-    wrong = [name for name, column in columns.items() if len(column) != n]
+    wrong = [name for name, values in columns.items() if len(values) != n]
     if wrong:
         raise InputError(wrong[0], f"has {len(columns[wrong[0]])} entries for {n} requests")
     rows = columns["output_len"] + (columns["prompt_len"] if prompt_rows else 0)
     columns["first_row"] = np.cumsum(rows) - rows
-    # Lists: for NumPy arrays pyarrow imports pandas, which takes half a second.
-    arrays = [pa.array(list(columns[name]), type=kind) for name, kind in COLUMNS.items()]
+    arrays = [
+        texts(columns[name], np.arange(n))
+        if kind == pa.string()
+        else column(np.asarray(columns[name]), str(kind))
+        for name, kind in COLUMNS.items()
+    ]
     return pa.table(arrays, names=list(COLUMNS))
