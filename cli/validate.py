@@ -19,6 +19,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.simulator.setup.config.field_types import parse_mix
+from eldr_sim.validation.live.calibration.engine_calibration import read_calibration
 from eldr_sim.validation.live.campaign import (
     LOADS,
     Campaign,
@@ -26,13 +27,12 @@ from eldr_sim.validation.live.campaign import (
     record_campaign,
     with_shortest_first,
 )
-from eldr_sim.validation.live.engine_calibration import read_calibration
-from eldr_sim.validation.live.feature_check import check_features
-from eldr_sim.validation.live.features import FEATURES
-from eldr_sim.validation.live.report import write_report
-from eldr_sim.validation.live.report_text import headline_table, verdict
-from eldr_sim.validation.live.servers import EngineOptions
-from eldr_sim.validation.live.setups import SETUPS
+from eldr_sim.validation.live.engines.servers import EngineOptions
+from eldr_sim.validation.live.engines.setups import SETUPS
+from eldr_sim.validation.live.features.check import check_features
+from eldr_sim.validation.live.features.features import FEATURES
+from eldr_sim.validation.live.report.report import write_report
+from eldr_sim.validation.live.report.text import headline_table, verdict
 from eldr_sim.validation.published import silicon as form
 from eldr_sim.validation.published.mixtral import OTHERS, mixtral_rows, predict_mixtral
 from eldr_sim.validation.published.pd import ASSUMED, pd_rows, predict_pd

@@ -14,7 +14,7 @@ from eldr_sim.serving.router.config import make_config
 from eldr_sim.serving.router.decisions import build_decode_policy
 from eldr_sim.serving.router.kv_events import CachedPrefixes, watch_events
 from eldr_sim.serving.router.proxy import make_app
-from eldr_sim.validation.live.servers import free_port
+from eldr_sim.validation.live.engines.servers import free_port
 
 from .fake_engine import FakeEngine
 from .router_scene import running, until

@@ -20,7 +20,7 @@ import pytest
 from eldr_sim import RunConfig
 from eldr_sim.serving.simulated.server import Service
 from eldr_sim.simulator.run import simulate
-from eldr_sim.validation.live.servers import free_port
+from eldr_sim.validation.live.engines.servers import free_port
 
 aiohttp = pytest.importorskip("aiohttp", reason="pip install 'eldr-sim[live]'")
 

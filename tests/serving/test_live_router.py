@@ -17,8 +17,8 @@ from collections import Counter
 import pytest
 
 from eldr_sim.serving.router.decisions import build_decode_policy
-from eldr_sim.validation.live.load import domain_slices, write_model
-from eldr_sim.validation.live.servers import EngineOptions, EngineProcess
+from eldr_sim.validation.live.engines.load import domain_slices, write_model
+from eldr_sim.validation.live.engines.servers import EngineOptions, EngineProcess
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
     pytest.skip("needs vLLM and NIXL, see docs/live.md", allow_module_level=True)

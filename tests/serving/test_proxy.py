@@ -17,9 +17,9 @@ from eldr_sim.serving.router.fleet import parse_metrics
 from eldr_sim.serving.router.passage import SignatureReader
 from eldr_sim.serving.router.proxy import make_app
 from eldr_sim.traces.routing.capture.step_log import Header, StepLog
-from eldr_sim.validation.live.client import join_proxy_log, prefill_ahead, send_load
+from eldr_sim.validation.live.engines.client import join_proxy_log, prefill_ahead, send_load
+from eldr_sim.validation.live.engines.load import make_load
 from eldr_sim.validation.live.live_run import LoadInfo
-from eldr_sim.validation.live.load import make_load
 
 from ..random_artifact import random_artifact
 

@@ -18,8 +18,8 @@ from eldr_sim.policies.base import RouterPolicy
 from eldr_sim.serving.router.bodies import parse_body
 from eldr_sim.serving.router.config import make_config
 from eldr_sim.serving.router.engine import Engine
-from eldr_sim.validation.live.servers import free_port
-from eldr_sim.validation.live.setups import existing_setup, start_proxy
+from eldr_sim.validation.live.engines.servers import free_port
+from eldr_sim.validation.live.engines.setups import existing_setup, start_proxy
 
 aiohttp = pytest.importorskip("aiohttp", reason="pip install 'eldr-sim[live]'")
 pytest.importorskip("prometheus_client", reason="pip install 'eldr-sim[live]'")

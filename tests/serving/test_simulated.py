@@ -20,8 +20,8 @@ from eldr_sim.serving.router.proxy import make_app
 from eldr_sim.serving.simulated.core import Core, replay
 from eldr_sim.serving.simulated.server import Service
 from eldr_sim.simulator.setup.config.run_config import RunConfig
-from eldr_sim.validation.live.client import send_load
-from eldr_sim.validation.live.load import Load, LoadRequest
+from eldr_sim.validation.live.engines.client import send_load
+from eldr_sim.validation.live.engines.load import Load, LoadRequest
 
 CONFIG = RunConfig(
     trace="reference-moe", topology="1P2D", policy="jsq", num_requests=64, warmup=0, output_len=40,

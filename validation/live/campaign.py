@@ -13,10 +13,17 @@ from typing import Any, Literal
 
 from eldr_sim.errors import InputError
 from eldr_sim.serving.http import import_aiohttp
-from eldr_sim.validation.live import engine_calibration
-from eldr_sim.validation.live.client import join_proxy_log, prefill_ahead, send_load
-from eldr_sim.validation.live.live_run import LoadInfo, RunInfo
-from eldr_sim.validation.live.load import (
+from eldr_sim.validation.live.calibration import engine_calibration
+from eldr_sim.validation.live.calibration.setup_calibration import (
+    calibrate,
+    capacity,
+    engine_infos,
+    load_of_fit,
+    read_logs,
+    send_at_once,
+)
+from eldr_sim.validation.live.engines.client import join_proxy_log, prefill_ahead, send_load
+from eldr_sim.validation.live.engines.load import (
     DOMAINS,
     Domain,
     LoadRequest,
@@ -26,23 +33,16 @@ from eldr_sim.validation.live.load import (
     read_texts,
     write_model,
 )
-from eldr_sim.validation.live.run_writer import assemble_run, machine, versions
-from eldr_sim.validation.live.servers import SERVED_NAME, EngineOptions, require_vllm
-from eldr_sim.validation.live.setup_calibration import (
-    calibrate,
-    capacity,
-    engine_infos,
-    load_of_fit,
-    read_logs,
-    send_at_once,
-)
-from eldr_sim.validation.live.setups import (
+from eldr_sim.validation.live.engines.run_writer import assemble_run, machine, versions
+from eldr_sim.validation.live.engines.servers import SERVED_NAME, EngineOptions, require_vllm
+from eldr_sim.validation.live.engines.setups import (
     SETUPS,
     Setup,
     existing_setup,
     start_proxy,
     started_setup,
 )
+from eldr_sim.validation.live.live_run import LoadInfo, RunInfo
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def record_campaign(
     Returns the folders of the recorded runs. Raises InputError if the folder holds another
     campaign, or an engine, the proxy or a request fails.
 
-    ``setups``: names in :data:`~.setups.SETUPS` to start; ``progress``: called with the current
+    ``setups``: names in `setups.SETUPS` to start; ``progress``: called with the current
     task and the share of it that is done; ``prefill``, ``decode``: URL and log folder of running
     engines; they are then the only set-up.
     """

@@ -10,14 +10,14 @@ import pytest
 from eldr_sim.kernel_profiles.tables import format as tables
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.traces.routing.writer import write_trace
-from eldr_sim.validation.live.engine_calibration import (
+from eldr_sim.validation.live.calibration.engine_calibration import (
     CalibrationInfo,
     EngineCalibration,
     device_of,
     write_calibration,
 )
 from eldr_sim.validation.live.live_run import REQUESTS, STEPS, LiveRun, RunInfo
-from eldr_sim.validation.live.simulated_run import simulate_run
+from eldr_sim.validation.live.simulated.simulated_run import simulate_run
 
 from ...app_server import serve_app  # noqa: F401 - a fixture
 

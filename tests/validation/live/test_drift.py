@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_sim.validation.live.engine_calibration import Clock, Drift, exponent
+from eldr_sim.validation.live.calibration.engine_calibration import Clock, Drift, exponent
 
 
 def test_the_exponent_of_a_part_comes_back():

@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from eldr_sim.validation.live import feature_check
-from eldr_sim.validation.live.client import send_turns
-from eldr_sim.validation.live.engine_calibration import Clock
-from eldr_sim.validation.live.features import (
+from eldr_sim.validation.live.calibration.engine_calibration import Clock
+from eldr_sim.validation.live.engines.client import send_turns
+from eldr_sim.validation.live.engines.load import Load, LoadRequest
+from eldr_sim.validation.live.features import check as feature_check
+from eldr_sim.validation.live.features.features import (
     FEATURES,
     PREFIX,
     TURNS,
@@ -23,7 +24,6 @@ from eldr_sim.validation.live.features import (
     replay,
     simulate_sent,
 )
-from eldr_sim.validation.live.load import Load, LoadRequest
 
 from .test_live_client import engine, info
 
@@ -206,7 +206,7 @@ def test_the_page_says_error_and_noise_and_what_was_counted():
 def test_drafts_are_accepted_with_the_prescribed_rates_on_a_cpu():
     """The kernel accepts a draft whose probability is not below the draw."""
     torch = pytest.importorskip("torch")
-    from eldr_sim.validation.live.plugin import accepting
+    from eldr_sim.validation.live.engines.plugin import accepting
 
     n, k = 4000, 3
     ends = torch.arange(k, (n + 1) * k, k, dtype=torch.int32)

@@ -6,9 +6,9 @@ import pytest
 
 from eldr_sim.policies.routing.activation import fit_activation
 from eldr_sim.traces.routing.writer import write_trace
+from eldr_sim.validation.live.calibration.setup_calibration import calibrated_requests
 from eldr_sim.validation.live.live_run import REQUESTS, STEPS, LiveRun, RunInfo
-from eldr_sim.validation.live.report_figures import foretold_unions
-from eldr_sim.validation.live.setup_calibration import calibrated_requests
+from eldr_sim.validation.live.report.figures import foretold_unions
 
 LAYERS, EXPERTS, TOP_K, PROMPT, OUTPUT = 2, 24, 2, 8, 6
 

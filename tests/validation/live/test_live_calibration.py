@@ -13,13 +13,17 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.capture.step_log import Header, StepLog
-from eldr_sim.validation.live.calibrate import calibration_bursts, engine_tables, outside_times
-from eldr_sim.validation.live.engine_calibration import CalibrationInfo, model_of
+from eldr_sim.validation.live.calibration.calibrate import (
+    calibration_bursts,
+    engine_tables,
+    outside_times,
+)
+from eldr_sim.validation.live.calibration.engine_calibration import CalibrationInfo, model_of
 from eldr_sim.validation.live.engine_log import read_complete_log, read_engine_log
+from eldr_sim.validation.live.engines.load import domain_slices
+from eldr_sim.validation.live.engines.plugin import FORCED_LEVELS
+from eldr_sim.validation.live.engines.run_writer import steps_table
 from eldr_sim.validation.live.live_run import REQUESTS
-from eldr_sim.validation.live.load import domain_slices
-from eldr_sim.validation.live.plugin import FORCED_LEVELS
-from eldr_sim.validation.live.run_writer import steps_table
 
 LAYERS, EXPERTS, TOP_K = 3, 16, 2
 CONFIG = {

@@ -14,9 +14,9 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.arrivals import draw_arrivals
-from eldr_sim.validation.live.client import send_load
+from eldr_sim.validation.live.engines.client import send_load
+from eldr_sim.validation.live.engines.load import make_load
 from eldr_sim.validation.live.live_run import REQUESTS, LoadInfo
-from eldr_sim.validation.live.load import make_load
 
 DOMAINS = {"code": (4, 100), "math": (100, 250)}
 LIMITS = {"prompt_range": (4, 512), "output_range": (2, 64)}
@@ -302,7 +302,7 @@ def test_aiohttp_is_optional():
     """The modules import without it; using them says in one line what to install."""
     code = (
         "import sys; sys.modules['aiohttp'] = None\n"
-        "from eldr_sim.validation.live import client\n"
+        "from eldr_sim.validation.live.engines import client\n"
         "from eldr_sim.serving.router import config, proxy\n"
         "from eldr_sim.errors import InputError\n"
         "config = config.make_config(port=1, decode_urls=['http://x'])\n"

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pytest
 
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
-from eldr_sim.validation.live import comparison
-from eldr_sim.validation.live.comparison import compare_runs, noise_floor
-from eldr_sim.validation.live.engine_calibration import EngineCalibration
-from eldr_sim.validation.live.simulated_run import simulate_run
-from eldr_sim.validation.live.steps import compositions, durations
-from eldr_sim.validation.live.timestamps import live_timestamps
+from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibration
+from eldr_sim.validation.live.report.comparison import compare_runs, noise_floor
+from eldr_sim.validation.live.report.report import comparison
+from eldr_sim.validation.live.simulated.simulated_run import simulate_run
+from eldr_sim.validation.live.simulated.steps import compositions, durations
+from eldr_sim.validation.live.simulated.timestamps import live_timestamps
 
 SETUPS = ["colocated", "1P1D", "1P2D"]
 

@@ -12,9 +12,9 @@ import pytest
 
 from eldr_sim.serving.router.passage import SignatureReader
 from eldr_sim.validation.live.engine_log import read_engine_log
+from eldr_sim.validation.live.engines.run_writer import steps_table
 from eldr_sim.validation.live.live_run import read_live_run
-from eldr_sim.validation.live.report import write_report
-from eldr_sim.validation.live.run_writer import steps_table
+from eldr_sim.validation.live.report.report import write_report
 
 DATA = Path(__file__).parent / "data" / "live_vllm"
 

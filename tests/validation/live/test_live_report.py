@@ -12,10 +12,10 @@ from PIL import Image
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
-from eldr_sim.validation.live import report
-from eldr_sim.validation.live.engine_calibration import write_calibration
+from eldr_sim.validation.live.calibration.engine_calibration import write_calibration
 from eldr_sim.validation.live.live_run import write_live_run
-from eldr_sim.validation.live.report import write_report
+from eldr_sim.validation.live.report import report
+from eldr_sim.validation.live.report.report import write_report
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 MACHINE = {"cpu": "a processor", "cores": "2"}

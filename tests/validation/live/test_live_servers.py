@@ -7,8 +7,8 @@ import time
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.validation.live import servers
-from eldr_sim.validation.live.servers import EngineOptions, EngineProcess
+from eldr_sim.validation.live.engines import servers
+from eldr_sim.validation.live.engines.servers import EngineOptions, EngineProcess
 
 _SERVER = """
 import http.server, pathlib, signal, sys, time

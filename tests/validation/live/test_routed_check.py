@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eldr_sim.validation.live import routed_check
-from eldr_sim.validation.live.features import replay
-from eldr_sim.validation.live.load import Load, LoadRequest
-from eldr_sim.validation.live.routed_check import Moments, serve_routed
-from eldr_sim.validation.live.servers import free_port
-from eldr_sim.validation.live.setups import Endpoint, Setup
+from eldr_sim.validation.live.engines.load import Load, LoadRequest
+from eldr_sim.validation.live.engines.servers import free_port
+from eldr_sim.validation.live.engines.setups import Endpoint, Setup
+from eldr_sim.validation.live.features import routed as routed_check
+from eldr_sim.validation.live.features.features import replay
+from eldr_sim.validation.live.features.routed import Moments, serve_routed
 
 from .test_features import sent_of
 from .test_live_client import info

@@ -12,8 +12,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.writer import write_trace
-from eldr_sim.validation.live.comparison import compare_runs
-from eldr_sim.validation.live.engine_calibration import (
+from eldr_sim.validation.live.calibration.engine_calibration import (
     Delay,
     DriftModel,
     EngineCalibration,
@@ -23,8 +22,9 @@ from eldr_sim.validation.live.engine_calibration import (
     write_calibration,
 )
 from eldr_sim.validation.live.live_run import read_live_run, write_live_run
-from eldr_sim.validation.live.simulated_run import check_run, simulate_run
-from eldr_sim.validation.live.timestamps import live_timestamps
+from eldr_sim.validation.live.report.comparison import compare_runs
+from eldr_sim.validation.live.simulated.simulated_run import check_run, simulate_run
+from eldr_sim.validation.live.simulated.timestamps import live_timestamps
 
 SETUPS = ["colocated", "1P1D", "1P2D"]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, moe_shape
-from eldr_sim.validation.live.calibrate import doubts, quality
+from eldr_sim.validation.live.calibration.calibrate import doubts, quality
 
 
 def table(factor_of, spread=0.05):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.validation.live.engines.load import domains_of, make_load, read_texts
 from eldr_sim.validation.live.live_run import LoadInfo
-from eldr_sim.validation.live.load import domains_of, make_load, read_texts
 
 LENGTHS = {"prompt_len": 7, "output_len": 5, "prompt_range": (4, 30), "output_range": (2, 20)}
 

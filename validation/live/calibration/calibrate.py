@@ -24,9 +24,9 @@ from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
 from eldr_sim.kernel_profiles.profile.timing import Timing
 from eldr_sim.kernel_profiles.tables import format
 from eldr_sim.simulator.setup.transfer import TransferModel
-from eldr_sim.validation.live import engine_calibration
+from eldr_sim.validation.live.calibration import engine_calibration
 from eldr_sim.validation.live.engine_log import EngineLog, request_rows
-from eldr_sim.validation.live.plugin import FORCED_LEVELS, FORCED_PREFIX
+from eldr_sim.validation.live.engines.plugin import FORCED_LEVELS, FORCED_PREFIX
 
 _ROUNDS = 4
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eldr_sim.errors import InputError
-from eldr_sim.validation.live.servers import EngineOptions, EngineProcess, answers, free_port
+from eldr_sim.validation.live.engines.servers import (
+    EngineOptions,
+    EngineProcess,
+    answers,
+    free_port,
+)
 
 Role = Literal["prefill", "decode", "colocated"]
 

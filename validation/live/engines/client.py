@@ -15,8 +15,8 @@ import pyarrow as pa
 from eldr_sim.errors import InputError
 from eldr_sim.serving.http import import_aiohttp, open_session
 from eldr_sim.serving.router.bodies import prefill_body
+from eldr_sim.validation.live.engines.load import Load, LoadRequest
 from eldr_sim.validation.live.live_run import REQUESTS
-from eldr_sim.validation.live.load import Load, LoadRequest
 
 #: Time to prepare before the first request, s.
 _LEAD_S = 0.2

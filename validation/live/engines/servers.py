@@ -16,7 +16,7 @@ from typing import Literal
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.capture.vllm_plugin import ENVIRONMENT_VARIABLE as CAPTURE_VARIABLE
-from eldr_sim.validation.live.plugin import TIMING_VARIABLE
+from eldr_sim.validation.live.engines.plugin import TIMING_VARIABLE
 
 #: ``--served-model-name`` of engines and the model that clients ask for.
 SERVED_NAME = "model"

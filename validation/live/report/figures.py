@@ -13,11 +13,11 @@ from eldr_sim.planning.intervals import mean_known
 from eldr_sim.policies.routing.activation import cached_activation
 from eldr_sim.policies.routing.unions import log_idle, on_grid
 from eldr_sim.traces.routing.format import RoutingTrace
-from eldr_sim.validation.live.comparison import LiveComparison, noise_floor
-from eldr_sim.validation.live.engine_calibration import EngineCalibration
+from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibration
+from eldr_sim.validation.live.calibration.setup_calibration import calibrated_requests
 from eldr_sim.validation.live.live_run import LiveRun
-from eldr_sim.validation.live.setup_calibration import calibrated_requests
-from eldr_sim.validation.live.steps import compositions_of
+from eldr_sim.validation.live.report.comparison import LiveComparison, noise_floor
+from eldr_sim.validation.live.simulated.steps import compositions_of
 
 Row = dict[str, Any]
 

@@ -15,20 +15,20 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
-from eldr_sim.validation.live import features
-from eldr_sim.validation.live.campaign import Campaign, begin_campaign, calibrated_setup, on_core
-from eldr_sim.validation.live.comparison import noise_floor
-from eldr_sim.validation.live.engine_calibration import (
+from eldr_sim.validation.live.calibration.engine_calibration import (
     EngineCalibration,
     model_of,
     read_calibration,
 )
+from eldr_sim.validation.live.calibration.setup_calibration import capacity, engine_infos, read_logs
+from eldr_sim.validation.live.campaign import Campaign, begin_campaign, calibrated_setup, on_core
+from eldr_sim.validation.live.engines.load import Load, LoadRequest, domain_slices, write_draft
+from eldr_sim.validation.live.engines.run_writer import machine, versions, write_trace_of
+from eldr_sim.validation.live.engines.setups import Endpoint, Setup, started_setup
+from eldr_sim.validation.live.features import features
+from eldr_sim.validation.live.features.routed import serve_routed
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
-from eldr_sim.validation.live.load import Load, LoadRequest, domain_slices, write_draft
-from eldr_sim.validation.live.routed_check import serve_routed
-from eldr_sim.validation.live.run_writer import machine, versions, write_trace_of
-from eldr_sim.validation.live.setup_calibration import capacity, engine_infos, read_logs
-from eldr_sim.validation.live.setups import Endpoint, Setup, started_setup
+from eldr_sim.validation.live.report.comparison import noise_floor
 from eldr_sim.validation.markdown import markdown_table
 
 Row = dict[str, Any]

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.validation.live.engine_calibration import CalibrationInfo
+from eldr_sim.validation.live.calibration.engine_calibration import CalibrationInfo
 from eldr_sim.validation.live.live_run import LiveRun
 
 FloatArray = NDArray[np.float64]

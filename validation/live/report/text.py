@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from eldr_sim.validation.live.comparison import grouped
-from eldr_sim.validation.live.timestamps import COMPONENTS
+from eldr_sim.validation.live.report.comparison import grouped
+from eldr_sim.validation.live.simulated.timestamps import COMPONENTS
 
 Row = dict[str, Any]
 
@@ -21,7 +21,7 @@ _CAPTIONS = {
 
 
 def markdown(document: Row) -> str:
-    """Return the text of a report, from the content of ``comparison.json`` (:mod:`~.report`)."""
+    """Return the text of a report, from the content of ``comparison.json`` (`report.report`)."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

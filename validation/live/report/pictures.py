@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from eldr_sim.charts import write_picture
 from eldr_sim.planning.intervals import mean_known
-from eldr_sim.validation.live.comparison import LiveComparison
-from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
+from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibration, model_of
 from eldr_sim.validation.live.live_run import LiveRun
+from eldr_sim.validation.live.report.comparison import LiveComparison
 
 Row = dict[str, Any]
 

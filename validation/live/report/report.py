@@ -12,18 +12,21 @@ from eldr_sim.errors import InputError
 from eldr_sim.outputs import write_rows
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.validation.live.comparison import LiveComparison, compare_runs
-from eldr_sim.validation.live.engine_calibration import EngineCalibration, read_calibration
+from eldr_sim.validation.live.calibration.engine_calibration import (
+    EngineCalibration,
+    read_calibration,
+)
 from eldr_sim.validation.live.live_run import LiveRun, LoadInfo, read_live_run
-from eldr_sim.validation.live.report_figures import (
+from eldr_sim.validation.live.report.comparison import LiveComparison, compare_runs
+from eldr_sim.validation.live.report.figures import (
     POLICIES,
     SETUPS,
     foretold_unions,
     report_document,
 )
-from eldr_sim.validation.live.report_pictures import draw_pictures
-from eldr_sim.validation.live.report_text import markdown
-from eldr_sim.validation.live.simulated_run import SimulatedRun, simulate_run
+from eldr_sim.validation.live.report.pictures import draw_pictures
+from eldr_sim.validation.live.report.text import markdown
+from eldr_sim.validation.live.simulated.simulated_run import SimulatedRun, simulate_run
 
 Row = dict[str, Any]
 
@@ -37,8 +40,8 @@ def write_report(
 ) -> Row:
     """Simulate the runs of a campaign again, compare, and write the report.
 
-    ``campaign``: folder of ``runs/*/`` (:mod:`~.live_run`) and, for each of their set-ups,
-    ``calibration/SETUP/`` (:mod:`~.engine_calibration`), with ELDR's offline fit ``artifact.npz``
+    ``campaign``: folder of ``runs/*/`` (`live.live_run`) and, for each of their set-ups,
+    ``calibration/SETUP/`` (`engine_calibration`), with ELDR's offline fit ``artifact.npz``
     if its policy ran. Returns the content of ``comparison.json``. Raises InputError if the campaign
     is incomplete, its runs differ in model, build or machine, or ``out`` cannot be written.
     """

@@ -20,8 +20,8 @@ from eldr_sim.traces.routing.capture.captured import write_captured
 from eldr_sim.traces.routing.capture.collect import collect
 from eldr_sim.traces.routing.capture.prompts import Prompt
 from eldr_sim.validation.live.engine_log import EngineLog, request_rows
+from eldr_sim.validation.live.engines.setups import Endpoint
 from eldr_sim.validation.live.live_run import STEPS, RunInfo, write_live_run
-from eldr_sim.validation.live.setups import Endpoint
 
 _TIMES = ("sent_s", "prefilled_s", "routed_s")
 

@@ -16,8 +16,8 @@ from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, ni
 from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
-from eldr_sim.validation.live import engine_calibration
-from eldr_sim.validation.live.calibrate import (
+from eldr_sim.validation.live.calibration import engine_calibration
+from eldr_sim.validation.live.calibration.calibrate import (
     Burst,
     calibration_bursts,
     doubts,
@@ -25,14 +25,14 @@ from eldr_sim.validation.live.calibrate import (
     outside_times,
     quality,
 )
-from eldr_sim.validation.live.client import join_proxy_log, prefill_ahead, send_load
 from eldr_sim.validation.live.engine_log import EngineLog, read_complete_log
+from eldr_sim.validation.live.engines.client import join_proxy_log, prefill_ahead, send_load
+from eldr_sim.validation.live.engines.load import Domain, Load, LoadRequest, make_load
+from eldr_sim.validation.live.engines.plugin import FORCED_PREFIX
+from eldr_sim.validation.live.engines.run_writer import machine, versions, write_trace_of
+from eldr_sim.validation.live.engines.servers import SERVED_NAME, EngineOptions
+from eldr_sim.validation.live.engines.setups import Setup, start_proxy
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
-from eldr_sim.validation.live.load import Domain, Load, LoadRequest, make_load
-from eldr_sim.validation.live.plugin import FORCED_PREFIX
-from eldr_sim.validation.live.run_writer import machine, versions, write_trace_of
-from eldr_sim.validation.live.servers import SERVED_NAME, EngineOptions
-from eldr_sim.validation.live.setups import Setup, start_proxy
 
 _KV_GRID = tuple(
     (descriptors * size, descriptors)

@@ -7,7 +7,7 @@ after its post and the decode engine's queue ``handoff_s`` after its prefill, an
 router learn of a token ``egress_s`` after its step.
 
 Where the engines timed a probe, the simulation runs on a clock on which the machine always has the
-speed of the tables (:mod:`~.drift`): arrivals are read on it, and simulated times are read back.
+speed of the tables (`engine_calibration.Drift`): arrivals are read on it, and simulated times back.
 """
 
 from dataclasses import dataclass, replace
@@ -32,9 +32,13 @@ from eldr_sim.simulator.setup.replay import fit_trace, make_replay, prompt_rows
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload
-from eldr_sim.validation.live.engine_calibration import Clock, EngineCalibration, model_of
+from eldr_sim.validation.live.calibration.engine_calibration import (
+    Clock,
+    EngineCalibration,
+    model_of,
+)
 from eldr_sim.validation.live.live_run import EngineInfo, LiveRun
-from eldr_sim.validation.live.timestamps import RequestTimestamps
+from eldr_sim.validation.live.simulated.timestamps import RequestTimestamps
 
 SIMULATED_STEPS = pa.schema(
     [

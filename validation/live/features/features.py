@@ -27,12 +27,12 @@ from eldr_sim.traces.requests.arrivals import draw_arrivals
 from eldr_sim.traces.requests.request_logs import chain_blocks
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload
-from eldr_sim.validation.live.client import send_turns
-from eldr_sim.validation.live.engine_calibration import Clock, EngineCalibration
+from eldr_sim.validation.live.calibration.engine_calibration import Clock, EngineCalibration
+from eldr_sim.validation.live.engines.client import send_turns
+from eldr_sim.validation.live.engines.load import Load, LoadRequest, make_load
+from eldr_sim.validation.live.engines.servers import SERVED_NAME
+from eldr_sim.validation.live.engines.setups import Endpoint
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
-from eldr_sim.validation.live.load import Load, LoadRequest, make_load
-from eldr_sim.validation.live.servers import SERVED_NAME
-from eldr_sim.validation.live.setups import Endpoint
 
 FeatureLoad = Literal[
     "single prompts", "shared prefixes", "long prompts", "closed loop", "conversations",

@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.plane.steps.expert_union import add_prompt, count_experts, union_rows
 from eldr_sim.simulator.setup.replay import make_replay, prompt_rows
 from eldr_sim.traces.routing.format import RoutingTrace
-from eldr_sim.validation.live.engine_calibration import DriftModel
+from eldr_sim.validation.live.calibration.engine_calibration import DriftModel
 from eldr_sim.validation.live.live_run import LiveRun
 
 

@@ -18,11 +18,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eldr_sim.planning.intervals import mean_known
-from eldr_sim.validation.live.engine_calibration import EngineCalibration
+from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibration
 from eldr_sim.validation.live.live_run import LiveRun
-from eldr_sim.validation.live.simulated_run import SimulatedRun, check_run, run_clock
-from eldr_sim.validation.live.steps import StepUnions, compositions_of, durations, predict
-from eldr_sim.validation.live.timestamps import COMPONENTS, RequestTimestamps, live_timestamps
+from eldr_sim.validation.live.simulated.simulated_run import SimulatedRun, check_run, run_clock
+from eldr_sim.validation.live.simulated.steps import StepUnions, compositions_of, durations, predict
+from eldr_sim.validation.live.simulated.timestamps import (
+    COMPONENTS,
+    RequestTimestamps,
+    live_timestamps,
+)
 
 FloatArray = NDArray[np.float64]
 Row = dict[str, Any]

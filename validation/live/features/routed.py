@@ -22,11 +22,18 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.outcome.fault_metrics import time_to_recover
 from eldr_sim.simulator.outcome.metrics import summarise
-from eldr_sim.validation.live.engine_calibration import EngineCalibration
-from eldr_sim.validation.live.features import Sent, figures, live_times, read_metrics, replay, serve
-from eldr_sim.validation.live.load import Load
-from eldr_sim.validation.live.servers import EngineProcess
-from eldr_sim.validation.live.setups import Setup, start_proxy
+from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibration
+from eldr_sim.validation.live.engines.load import Load
+from eldr_sim.validation.live.engines.servers import EngineProcess
+from eldr_sim.validation.live.engines.setups import Setup, start_proxy
+from eldr_sim.validation.live.features.features import (
+    Sent,
+    figures,
+    live_times,
+    read_metrics,
+    replay,
+    serve,
+)
 
 Row = dict[str, Any]
 Bools = NDArray[np.bool_]

@@ -1,0 +1,1 @@
+"""How long an engine's steps take: its calibration."""

@@ -1,0 +1,1 @@
+"""How a real engine is served and recorded: started, loaded, watched."""

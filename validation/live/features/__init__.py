@@ -1,0 +1,1 @@
+"""What an engine's features do, live and simulated."""
