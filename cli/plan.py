@@ -303,10 +303,8 @@ def _check_question(asked: _Asked, rate: object, day: bool) -> None:
 
 def _worker_sizes(asked: _Asked) -> list[list[int]]:
     found = []
-    for field, text in (
-        ("tensor_parallel_size", asked.sizes),
-        ("data_parallel_size", asked.engines),
-    ):
+    given = {"tensor_parallel_size": asked.sizes, "data_parallel_size": asked.engines}
+    for field, text in given.items():
         numbers = _integers(field, text)
         if len(set(numbers)) < len(numbers):
             raise InputError(field, f"{text} names one twice")

@@ -19,28 +19,19 @@ from eldr_sim.simulator.outcome.bottleneck import IN_LINE, PHASES, TTFT_PHASES, 
 Floats = NDArray[np.float64]
 
 #: What explanations read of each table: numbers that each row has, numbers that it may lack, words.
-_READ: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+_READ: dict[str, tuple[list[str], list[str], list[str]]] = {
     "requests": (
-        (
-            "request_id",
-            "measured",
-            "prompt_len",
-            "output_len",
-            "prefill_worker",
-            "decode_worker",
-            "arrival_s",
-        ),
-        tuple(name for name in PHASES if name not in WITHOUT),
-        ("domain", "outcome"),
+        ["request_id", "measured", "prompt_len", "output_len", "prefill_worker", "decode_worker",
+         "arrival_s"],
+        [name for name in PHASES if name not in WITHOUT],
+        ["domain", "outcome"],
     ),
     "steps": (
-        ("worker", "start_s", "end_s", "batch"),
-        ("context_tokens", "active_experts", "busiest_rank_experts"),
-        ("role",),
+        ["worker", "start_s", "end_s", "batch"],
+        ["context_tokens", "active_experts", "busiest_rank_experts"],
+        ["role"],
     ),
-}
-
-
+}  # fmt: skip
 _WRITTEN = "a folder written by this version of eldr-sim"
 
 

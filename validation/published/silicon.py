@@ -432,27 +432,13 @@ def predict_rows(
     form: Form | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> pa.Table:
-    """Predict every run, and return measured and predicted values.
+    """Predict every run of ``target``, and return measured and predicted values.
 
     Returns table: from `predictions.predict`, ``tpot`` and ``ttft`` of each run; its labels are the
     fields of :class:`Case` and :class:`MeasuredRun`. Raises InputError if the model has no such MoE
-    kernel.
-
-    Parameters
-    ----------
-    rows
-        The measured runs.
-    target
-        Their model.
-    moe_kernel
-        ``marlin``: what vLLM ran GPT-OSS with on H100 and H200 up to 0.18, derived, see
-        :mod:`~eldr_sim.kernel_profiles.sources.marlin`. ``oldest``: the table of the oldest vLLM
-        (0.19 or 0.24), which is closest to that of the runs (0.12 to 0.19). ``newest``: the newest
-        table. None takes the model's first choice.
-    form
-        What predictions take into account; everything when not given.
-    progress
-        Called with the share of configurations done.
+    kernel. ``moe_kernel``: ``marlin``, derived (`sources.marlin`): what vLLM ran GPT-OSS with on
+    H100 and H200 up to 0.18; ``oldest``: the table of vLLM 0.19 or 0.24, closest to the runs'
+    (0.12 to 0.19); ``newest``; None takes the model's first choice.
     """
     moe_kernel = moe_kernel or target.moe_kernels[0]
     if moe_kernel not in target.moe_kernels:
