@@ -12,7 +12,6 @@ Bad input raises `eldr_sim.errors.InputError`, a ValueError in one line.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -28,6 +27,7 @@ from eldr_sim.cli import run as run_command
 from eldr_sim.cli.console import is_watched, progress_bar, run_counter
 from eldr_sim.cli.options import config_from_options
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import AnyPath
 from eldr_sim.planning.compare import policies as policies_compared
 from eldr_sim.planning.compare import what_if as what_if_asked
 from eldr_sim.planning.search import answer
@@ -41,7 +41,7 @@ from eldr_sim.simulator.setup.config.run_config import RunConfig
 if TYPE_CHECKING:
     import pandas as pd
 
-Config = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
+Config = RunConfig | Mapping[str, Any] | AnyPath
 F = TypeVar("F", bound=Callable[..., Any])
 #: Options that say where a command's output goes; results have methods for it.
 _OUTPUT = {"out", "emit", "resume", "force", "plot", "timeline", "verbose", "help"}
@@ -58,7 +58,7 @@ class _Told:
         own.__dict__.update(vars(found))
         return own
 
-    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+    def write(self, out: AnyPath, *, force: bool = False) -> None:
         """Write the folder that the command writes with ``--out``."""
         raise NotImplementedError
 
@@ -83,7 +83,7 @@ class _Told:
         with self._folder() as folder:
             return plotly_figure(pick(pictures_of(folder, self._name), title))
 
-    def report(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+    def report(self, out: AnyPath, *, force: bool = False) -> None:
         """Write the page that ``eldr-sim report`` makes of this result."""
         with self._folder() as folder:
             write_report([folder], out, force=force)
@@ -106,7 +106,7 @@ class Run(_Told, simulator_run.Result):
         """A row an engine step: worker, batch, tokens, activated experts, times."""
         return self.steps.to_pandas()  # type: ignore[no-any-return]
 
-    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+    def write(self, out: AnyPath, *, force: bool = False) -> None:
         """Write ``summary.json``, ``requests.parquet``, ``steps.parquet``, ``config.json``."""
         write_result(self, out, force=force)
 

@@ -1,7 +1,6 @@
 """Why a result is as it is: where its requests' time went, and what makes two results differ."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Floats
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import AnyPath
 from eldr_sim.parquet import numbers
 from eldr_sim.reports.folders import Folder, contents_of, open_folders
 from eldr_sim.simulator.outcome.bottleneck import IN_LINE, PHASES, TTFT_PHASES, WITHOUT, phases_of
-
-Floats = NDArray[np.float64]
 
 #: What explanations read of each table: numbers that each row has, numbers that it may lack, words.
 _READ: dict[str, tuple[list[str], list[str], list[str]]] = {
@@ -46,7 +44,7 @@ class Explanation:
     rows: Sequence[Sequence[Any]]
 
 
-def open_run(path: str | os.PathLike[str]) -> Folder:
+def open_run(path: AnyPath) -> Folder:
     """Open the folder of a run; raises InputError if it is of anything else, or damaged."""
     (folder,) = open_folders([Path(path)])
     if folder.kind != "run":
@@ -313,9 +311,7 @@ def _parts_of(run: Folder) -> dict[str, float]:
     return {name: 1e3 * float(np.mean(spent[name][done])) for name in TTFT_PHASES}
 
 
-def _spent(
-    run: Folder, requests: Mapping[str, Floats]
-) -> tuple[dict[str, Floats], NDArray[np.bool_]]:
+def _spent(run: Folder, requests: Mapping[str, Floats]) -> tuple[dict[str, Floats], Bools]:
     """Return how long each request was in each phase, s, and which were served or waited for it."""
     in_line = np.isin(run.tables["requests"].column("outcome").to_pylist(), IN_LINE)
     times = [requests[name] for name in (*PHASES, "arrival_s") if name in requests]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from eldr_sim import __version__
 from eldr_sim.errors import PLOT, InputError, needed
+from eldr_sim.kinds import AnyPath
 from eldr_sim.outputs import whole_file
 from eldr_sim.reports.cells import number, plain
 from eldr_sim.reports.folders import Folder, contents_of, open_folders
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SECTIONS = {"comparison": comparison_section, "sweep": sweep_section, "plan": plan_section}
 
 
-def report(folders: Sequence[str | os.PathLike[str]]) -> str:
+def report(folders: Sequence[AnyPath]) -> str:
     """Return the HTML of a report.
 
     ``folders``: folders that ``eldr-sim run``, ``compare``, ``sweep`` or ``plan`` wrote, in any
@@ -49,9 +49,7 @@ def report(folders: Sequence[str | os.PathLike[str]]) -> str:
     )
 
 
-def write_report(
-    folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], *, force: bool = False
-) -> None:
+def write_report(folders: Sequence[AnyPath], out: AnyPath, *, force: bool = False) -> None:
     """Write a report, whole or not at all.
 
     Raises InputError if a folder is not a result, or ``out`` exists, without ``force``, or

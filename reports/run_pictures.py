@@ -3,15 +3,14 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_sim.arrays import Floats
 from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import N_COLOURS, Colours, Picture, Series, curves, stacked_bars
 from eldr_sim.reports.timeline import DECODE, PHASES, phases_in
 from eldr_sim.simulator.outcome.bottleneck import IN_LINE, WITHOUT
 from eldr_sim.simulator.setup.config.run_config import RunConfig
-
-Values = NDArray[np.float64]
 
 _FIRST_STEP = "first decode step", "decode_start_s", "first_token_s"
 _BINS = 60
@@ -136,7 +135,7 @@ def _requests_in_phases(runs: Sequence[_Run]) -> list[Picture]:
     return pictures
 
 
-def mean_in_phase(start_s: Values, end_s: Values, edges_s: Values) -> Values:
+def mean_in_phase(start_s: Floats, end_s: Floats, edges_s: Floats) -> Floats:
     """Return the mean number of requests in a phase, for each interval of time.
 
     ``start_s``, ``end_s``: times at which requests enter and leave the phase, s, shape [n]; a NaN
@@ -148,12 +147,12 @@ def mean_in_phase(start_s: Values, end_s: Values, edges_s: Values) -> Values:
     start = np.sort(start_s[entered])
     end = np.sort(np.nan_to_num(end_s[entered], nan=np.inf))
 
-    def clipped(values: Values) -> Values:
+    def clipped(values: Floats) -> Floats:
         below = np.searchsorted(values, edges_s, side="right")
         sums = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(values), values, 0.0))])
         return sums[below] + edges_s * (len(values) - below)
 
-    mean: Values = np.diff(clipped(end) - clipped(start)) / np.diff(edges_s)
+    mean: Floats = np.diff(clipped(end) - clipped(start)) / np.diff(edges_s)
     return np.maximum(mean, 0.0)  # rounding of the sums
 
 

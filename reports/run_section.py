@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from eldr_sim.kinds import Row
 from eldr_sim.planning.intervals import mean_known
 from eldr_sim.reports.basis import basis
 from eldr_sim.reports.cells import (
@@ -24,8 +25,6 @@ from eldr_sim.reports.cells import (
 from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import Colours, intervals
 from eldr_sim.reports.run_pictures import run_pictures
-
-Row = dict[str, Any]
 
 
 def comparison_section(folder: Folder, colours: Colours) -> Row:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from eldr_sim.kinds import Row
 from eldr_sim.reports.basis import basis
 from eldr_sim.reports.cells import (
     METRICS,
@@ -33,7 +34,6 @@ from eldr_sim.reports.pictures import (
     pareto_picture,
 )
 
-Row = dict[str, Any]
 #: More curves than this are drawn as points; without a numeric parameter, more points are left out.
 _MOST_CURVES, _MOST_ROWS = 24, 40
 #: Entries of a summary that the data set holds as JSON text.

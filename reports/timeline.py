@@ -6,13 +6,13 @@ Times are microseconds of simulated time.
 """
 
 import json
-import os
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from eldr_sim.kinds import AnyPath
 from eldr_sim.simulator.outcome.bottleneck import WITHOUT
 
 _ROLES = {"prefill": 1, "decode": 2}
@@ -44,7 +44,7 @@ def timeline_events(requests: pa.Table, steps: pa.Table) -> list[dict[str, Any]]
     return events
 
 
-def write_timeline(path: str | os.PathLike[str], requests: pa.Table, steps: pa.Table) -> None:
+def write_timeline(path: AnyPath, requests: pa.Table, steps: pa.Table) -> None:
     """Write the Chrome trace JSON of a run."""
     document = {"traceEvents": timeline_events(requests, steps), "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")

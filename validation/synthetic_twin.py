@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.charts import lines, write_picture
 from eldr_sim.outputs import write_rows
 from eldr_sim.policies.eldr.signature import decode_overlap, idf_weights, select_layers, transformed
@@ -122,11 +122,11 @@ def _distance(trace: RoutingTrace, other: RoutingTrace) -> float:
     return float(np.mean(apart))
 
 
-def _prompt_share(trace: RoutingTrace, q: NDArray[np.int64]) -> NDArray[np.float64]:
+def _prompt_share(trace: RoutingTrace, q: Ints) -> Floats:
     return np.asarray(trace.prompt_counts(q) / trace.prompt_len[q][:, None, None])
 
 
-def _decode_rows(trace: RoutingTrace, lag: int) -> NDArray[np.int64]:
+def _decode_rows(trace: RoutingTrace, lag: int) -> Ints:
     """Return the rows of generated tokens that have ``lag`` generated tokens before them."""
     first = trace.first_row + trace.prompt_len
     spans = zip(first.tolist(), trace.output_len.tolist(), strict=True)
@@ -160,7 +160,7 @@ def _coupling_at(trace: RoutingTrace, apart: int) -> float:
     return float(np.mean(bits))
 
 
-def _pair_counts(trace: RoutingTrace, layer: int, later: int) -> NDArray[np.float64]:
+def _pair_counts(trace: RoutingTrace, layer: int, later: int) -> Floats:
     experts = trace.n_experts
     pairs = np.zeros(experts * experts, dtype=np.int64)
     for start in range(0, trace.manifest.n_tokens, 1 << 15):

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.charts import Draw, bars, field, lines, write_picture
+from eldr_sim.kinds import Row
 from eldr_sim.outputs import write_rows
 from eldr_sim.policies.eldr.artifact import calibration_pairs
 from eldr_sim.policies.eldr.signature import idf_weights, select_layers, transformed
@@ -25,7 +26,6 @@ from eldr_sim.traces.routing.statistics import TraceStatistics, domain_groups, t
 from eldr_sim.traces.streams import stream
 from eldr_sim.validation.grouping_gain import GroupingGain, grouping_gain, rho_by_prompt
 
-Row = dict[str, Any]
 #: A folder with this file holds a report, which ``force`` replaces.
 MARKER = "statistics.json"
 #: Groups that co-activation is measured in, as GPUs of one node would be.
@@ -163,8 +163,8 @@ class _Use:
     """Mean share of tokens that choose each expert, by domain, ``[domains, layers, experts]``."""
 
     names: list[str]
-    decode: NDArray[np.float64]
-    prompt: NDArray[np.float64] | None
+    decode: Floats
+    prompt: Floats | None
 
     @classmethod
     def of(cls, trace: RoutingTrace) -> "_Use":
@@ -177,11 +177,11 @@ class _Use:
             prompt = np.stack([share.mean(axis=0) for share in shares])
         return cls([trace.domains[d] for d in present], np.stack(decode), prompt)
 
-    def over_mean(self, names: list[str]) -> NDArray[np.float64]:
+    def over_mean(self, names: list[str]) -> Floats:
         """Return decode shares over their mean of some domains; 0 if none uses the expert."""
         mine = self.decode[[self.names.index(name) for name in names]]
         mean = mine.mean(axis=0)
-        ratio: NDArray[np.float64] = mine / np.where(mean > 0, mean, np.inf)
+        ratio: Floats = mine / np.where(mean > 0, mean, np.inf)
         return ratio
 
     def heat_rows(self, groups: dict[str, list[str]]) -> list[Row]:

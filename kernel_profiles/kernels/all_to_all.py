@@ -44,8 +44,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels import kernel_latency, roofline
@@ -55,8 +55,6 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Backend
 from eldr_sim.kernel_profiles.rounding import each
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, Provenance, provenance_of, weakest
-
-FloatArray = NDArray[np.float64]
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
@@ -95,14 +93,14 @@ class AllToAllCost(NamedTuple):
 
     dispatch_bytes: float  #: of one copy of a token
     combine_bytes: float  #: likewise
-    dispatch_knots: FloatArray  #: bytes that a GPU sends to others of its node, ascending from 0
-    dispatch_s: FloatArray  #: non-decreasing
-    combine_knots: FloatArray
-    combine_s: FloatArray
-    dispatch_far_knots: FloatArray  #: bytes that a GPU sends to other nodes
-    dispatch_far_s: FloatArray
-    combine_far_knots: FloatArray
-    combine_far_s: FloatArray
+    dispatch_knots: Floats  #: bytes that a GPU sends to others of its node, ascending from 0
+    dispatch_s: Floats  #: non-decreasing
+    combine_knots: Floats
+    combine_s: Floats
+    dispatch_far_knots: Floats  #: bytes that a GPU sends to other nodes
+    dispatch_far_s: Floats
+    combine_far_knots: Floats
+    combine_far_s: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +246,7 @@ class _Curves:
     def _warn(self, warnings: list[str]) -> None:
         self.warnings += [warning for warning in warnings if warning not in self.warnings]
 
-    def links(self, what: str) -> tuple[FloatArray, FloatArray]:
+    def links(self, what: str) -> tuple[Floats, Floats]:
         """A straight line from the links of a node."""
         efficiency = roofline.efficiency_of(self.gpu)
         bandwidth = efficiency.link_bandwidth * self.gpu.peer_bandwidth(max(self.node, 2))
@@ -257,7 +255,7 @@ class _Curves:
         knots = np.array([0.0, _FAR_BYTES])
         return knots, efficiency.collective_floor_s + knots / bandwidth
 
-    def collective(self, operation: str) -> tuple[FloatArray, FloatArray]:
+    def collective(self, operation: str) -> tuple[Floats, Floats]:
         """A NCCL collective; its message is what all GPUs of the node have together."""
         table = gpu_table("collective", self.gpu, dtype="float16", extra=self.tables)
         if table is None:
@@ -277,7 +275,7 @@ class _Curves:
 
     def deepep(
         self, model: ModelDims, backend: Backend, phase: str, library: Library
-    ) -> tuple[FloatArray, FloatArray]:
+    ) -> tuple[Floats, Floats]:
         """A kernel of DeepEP, from the rows of the shape next to the model's."""
         table = gpu_table("all_to_all", self.gpu, shape={}, library=library, extra=self.tables)
         if table is None:
@@ -287,7 +285,7 @@ class _Curves:
         self._warn(rows.warnings)
         return _from_zero(rows.inside, rows.seconds)
 
-    def line_rate(self, near: tuple[FloatArray, FloatArray]) -> tuple[FloatArray, FloatArray]:
+    def line_rate(self, near: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
         """A straight line from the line rate of a GPU's NIC."""
         bandwidth = NETWORK_EFFICIENCY * self.gpu.nic_bandwidth
         origin = f"line rate of the NIC of {self.gpu.name} x {NETWORK_EFFICIENCY:.3f}, "
@@ -298,7 +296,7 @@ class _Curves:
 
     def deepep_between(
         self, model: ModelDims, backend: Backend, phase: str, library: Library, n_nodes: int
-    ) -> tuple[FloatArray, FloatArray] | None:
+    ) -> tuple[Floats, Floats] | None:
         """A kernel of DeepEP between nodes: of as many nodes, or the next fewer measured."""
         for nodes in range(n_nodes, 1, -1):
             table = gpu_table(
@@ -316,9 +314,9 @@ class _Curves:
 class _Rows(NamedTuple):
     """Rows of one shape, by tokens."""
 
-    inside: FloatArray  #: bytes that a GPU sends to the others of its node
-    between: FloatArray  #: and to other nodes
-    seconds: FloatArray
+    inside: Floats  #: bytes that a GPU sends to the others of its node
+    between: Floats  #: and to other nodes
+    seconds: Floats
     n_gpus: int
     exact: bool  #: the shape is the model's
     warnings: list[str]  #: rows that are left out
@@ -361,6 +359,6 @@ def _rows(table: LatencyTable, model: ModelDims, backend: Backend, phase: str) -
     )
 
 
-def _from_zero(knots: FloatArray, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _from_zero(knots: Floats, seconds: Floats) -> tuple[Floats, Floats]:
     """Let the smallest measured call's time stand from 0 bytes on."""
     return np.concatenate([[0.0], knots]), np.concatenate([seconds[:1], seconds])

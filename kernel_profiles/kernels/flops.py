@@ -25,13 +25,12 @@ states around a MoE layer is counted: what kernels really move is more.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.models import ModelDims
-
-FloatArray = NDArray[np.float64]
 
 
 def gpu_intensity(gpu: GPU, *, fp8: bool = False) -> float:
@@ -67,13 +66,13 @@ def state_flops(model: ModelDims) -> float:
     return 6.0 * model.linear_value_heads * model.linear_head_dim**2
 
 
-def expert_bytes(model: ModelDims, batch: ArrayLike) -> FloatArray:
+def expert_bytes(model: ModelDims, batch: ArrayLike) -> Floats:
     """Bytes of the expert weights that one MoE layer is expected to read."""
     distinct = uniform_distinct(batch, model.n_experts, model.top_k)
     return model.bytes_per_expert * distinct
 
 
-def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> FloatArray:
+def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> Floats:
     """FLOPs a byte of a whole decode step. ``model``: what is served; ``batch``: tokens of the
     step, 1 or more: one of each sequence; ``context``: cached tokens of each sequence. At 0
     attention is its projections alone."""
@@ -94,7 +93,7 @@ def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> Fl
     return np.asarray(flops / (weights + tokens * model.kv_bytes(context)), dtype=np.float64)
 
 
-def activation_share(model: ModelDims, batch: ArrayLike) -> FloatArray:
+def activation_share(model: ModelDims, batch: ArrayLike) -> Floats:
     """Bytes of a MoE layer's hidden states over those of its experts' weights. Every token's
     bfloat16 hidden state is read once and written once."""
     tokens = np.asarray(batch, dtype=np.float64)

@@ -9,8 +9,9 @@ us at 256, 512 and 1,024 tokens): it is left out of the curve, and named.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_sim.arrays import Bools, Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate, mean_and_max, monotone_fit
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
@@ -25,7 +26,7 @@ BEHIND = {
 }
 
 
-def spikes(seconds: ArrayLike) -> NDArray[np.bool_]:
+def spikes(seconds: ArrayLike) -> Bools:
     """Return which rows of a curve are spikes. ``seconds``: shape [rows], by growing input. The
     smallest and the largest input have one neighbour each, and are never judged."""
     times = np.asarray(seconds, np.float64)
@@ -34,11 +35,7 @@ def spikes(seconds: ArrayLike) -> NDArray[np.bool_]:
     return found
 
 
-def behind_siblings(
-    sizes: NDArray[np.float64],
-    seconds: NDArray[np.float64],
-    slower: tuple[NDArray[np.float64], NDArray[np.float64]],
-) -> NDArray[np.bool_]:
+def behind_siblings(sizes: Floats, seconds: Floats, slower: tuple[Floats, Floats]) -> Bools:
     """Return which rows take `SPIKE` times as long as a sibling of slower links, from 1 MiB on.
     ``sizes``, ``seconds``: shape [rows]: bytes and times; ``slower``: the same of the sibling."""
     theirs = np.interp(sizes, slower[0], slower[1])
@@ -67,19 +64,16 @@ def say(what: str, seconds: ArrayLike, sizes: ArrayLike, unit: str) -> list[str]
     ]
 
 
-FloatArray = NDArray[np.float64]
-
-
 @dataclass(frozen=True, eq=False)
 class GemmLatency:
     """Dense GEMMs ``[m, k] x [k, n]`` on one GPU, linear between the grid's points in m, n and k.
     Larger matrices scale with n and k; past the last m the last slope goes on."""
 
     #: ``m``, ``n``, ``k``: grid axes, ascending.
-    m: FloatArray
-    n: FloatArray
-    k: FloatArray
-    seconds: FloatArray  #: float64 [n, k, m]
+    m: Floats
+    n: Floats
+    k: Floats
+    seconds: Floats  #: float64 [n, k, m]
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> "GemmLatency":
@@ -99,7 +93,7 @@ class GemmLatency:
         m, n, k = (axes[name].astype(np.float64) for name in "mnk")
         return cls(m, n, k, monotone_fit(grid))
 
-    def time_s(self, n: int, k: int, rows: ArrayLike) -> FloatArray:
+    def time_s(self, n: int, k: int, rows: ArrayLike) -> Floats:
         """Seconds for ``rows`` (m) rows through an n x k matrix."""
         i, u = _bracket(self.n, min(n, self.n[-1]))
         j, v = _bracket(self.k, min(k, self.k[-1]))
@@ -110,7 +104,7 @@ class GemmLatency:
         return interpolate(rows, self.m, beyond * ((1 - v) * low + v * high))
 
 
-def _bracket(knots: FloatArray, x: float) -> tuple[int, float]:
+def _bracket(knots: Floats, x: float) -> tuple[int, float]:
     """Index of the interval that holds x, and x's place in it from 0 to 1."""
     index = int(np.clip(np.searchsorted(knots, x, side="right") - 1, 0, len(knots) - 2))
     return index, max(0.0, float((x - knots[index]) / (knots[index + 1] - knots[index])))
@@ -121,9 +115,9 @@ class DecodeAttention:
     """One layer's attention of a decode step."""
 
     #: ``batch``, ``context``: grid axes, ascending; context counts the tokens attended to.
-    batch: FloatArray
-    context: FloatArray
-    seconds: FloatArray  #: float64 [batch, context], whole
+    batch: Floats
+    context: Floats
+    seconds: Floats  #: float64 [batch, context], whole
     token_s: float  #: seconds to read one sequence's KV of one token at full bandwidth
     tokens_max: int  #: largest ``batch * context`` that was measured
 
@@ -167,7 +161,7 @@ class DecodeAttention:
         most = int((table.columns["batch"].astype(np.int64) * table.columns["context"]).max())
         return cls(batch, context, grid, token_s, most)
 
-    def time_s(self, batch: FloatArray, context: FloatArray) -> FloatArray:
+    def time_s(self, batch: Floats, context: Floats) -> Floats:
         """Seconds [len(batch), len(context)]; zero for an empty batch."""
         by_context = np.stack([interpolate(context, self.context, row) for row in self.seconds])
         columns = [interpolate(batch, self.batch, by_context[:, j]) for j in range(len(context))]
@@ -179,10 +173,10 @@ class PrefillAttention:
     """One layer's attention of a prefill step, as two curves over the length of a whole prompt."""
 
     floor_s: float  #: time of the smallest call
-    alone_s: FloatArray  #: float64 [max_tokens + 1]: one prompt of that length alone
+    alone_s: Floats  #: float64 [max_tokens + 1]: one prompt of that length alone
     #: float64 [max_tokens + 1]: what a prompt of that length adds to a call that is already large;
     #: non-decreasing, 0 at 0.
-    share_s: FloatArray
+    share_s: Floats
     token_s: float  #: least time to read the KV of one cached token
 
     @classmethod
@@ -214,7 +208,7 @@ class PrefillAttention:
         return cls(floor, alone_s, share_s, token_s)
 
 
-def causal_pairs(tokens: FloatArray, window: int = 0) -> FloatArray:
+def causal_pairs(tokens: Floats, window: int = 0) -> Floats:
     """Pairs of a query and a key under the causal mask of a whole prompt; window 0 means none."""
     pairs = tokens * (tokens + 1) / 2
     if window:
@@ -223,7 +217,7 @@ def causal_pairs(tokens: FloatArray, window: int = 0) -> FloatArray:
     return pairs
 
 
-def _extend(knots: FloatArray, values: FloatArray, max_tokens: int, window: int) -> FloatArray:
+def _extend(knots: Floats, values: Floats, max_tokens: int, window: int) -> Floats:
     """Values at 0 .. max_tokens: linear between knots, beyond them in proportion to the pairs."""
     tokens = np.arange(max_tokens + 1.0)
     curve = np.interp(tokens, knots, values)
@@ -239,7 +233,7 @@ class CollectiveLatency:
     """Collectives between the GPUs of one node."""
 
     #: By (operation, number of GPUs): message sizes in bytes, and seconds.
-    curves: dict[tuple[str, int], tuple[FloatArray, FloatArray]]
+    curves: dict[tuple[str, int], tuple[Floats, Floats]]
     warnings: dict[tuple[str, int], list[str]]  #: of each curve: rows that are left out
 
     @classmethod
@@ -261,7 +255,7 @@ class CollectiveLatency:
             curves[operation, int(n_gpus)] = (sizes[kept], monotone_fit(seconds[kept]))
         return cls(curves, warnings)
 
-    def time_s(self, operation: str, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
+    def time_s(self, operation: str, n_gpus: int, message_bytes: ArrayLike) -> Floats:
         """Seconds of one collective over ``message_bytes`` bytes. Raises InputError: the operation
         was not measured between so many GPUs."""
         if (operation, n_gpus) not in self.curves:
@@ -281,11 +275,11 @@ class EngineStepLatency:
 
     #: ``tokens``, ``tokens_s``: f: knots, ascending from 0, and seconds; what a step costs at all
     #: is f(0).
-    tokens: FloatArray
-    tokens_s: FloatArray
+    tokens: Floats
+    tokens_s: Floats
     #: ``sequences``, ``sequences_s``: g: knots, ascending from 0, and seconds; g(0) = 0.
-    sequences: FloatArray
-    sequences_s: FloatArray
+    sequences: Floats
+    sequences_s: Floats
     #: Relative errors on the table's rows: ``rows_mean`` and ``rows_max``.
     fit_error: dict[str, float]
 
@@ -319,16 +313,16 @@ class EngineStepLatency:
         errors = mean_and_max("rows", np.abs(design @ found / latency - 1))
         return cls(f_knots, f_s, g_knots, g_s, errors)
 
-    def token_part_s(self, tokens: ArrayLike) -> FloatArray:
+    def token_part_s(self, tokens: ArrayLike) -> Floats:
         """Seconds f of a step of so many tokens."""
         return interpolate(tokens, self.tokens, self.tokens_s)
 
-    def sequence_part_s(self, sequences: ArrayLike) -> FloatArray:
+    def sequence_part_s(self, sequences: ArrayLike) -> Floats:
         """Seconds g that so many sequences add."""
         return interpolate(sequences, self.sequences, self.sequences_s)
 
 
-def _rises(x: FloatArray, knots: FloatArray) -> FloatArray:
+def _rises(x: Floats, knots: Floats) -> Floats:
     """Return how much of each interval between knots lies below x; the last one has no end."""
     share = (x[:, None] - knots[:-1]) / np.diff(knots)
     share[:, :-1] = np.minimum(share[:, :-1], 1.0)

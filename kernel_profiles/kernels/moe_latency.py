@@ -29,18 +29,17 @@ import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_sim.arrays import Bools, Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.rounding import each
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
-FloatArray = NDArray[np.float64]
-
 _DECODE_TOKENS = 128  # rows up to here make the linear fit; beyond, kernels change their tiling
 
 
-def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: float) -> FloatArray:
+def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: float) -> Floats:
     """Expected distinct experts when every token picks ``top_k`` of ``n_experts`` uniformly. ``E *
     (1 - (1 - k / E) ** batch)``: every expert is missed by a token with chance 1 - k / E."""
     tokens = np.asarray(batch, dtype=np.float64)
@@ -50,7 +49,7 @@ def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: float) -> FloatArr
     return -n_experts * each(math.expm1, missed)
 
 
-def monotone_fit(values: ArrayLike, axis: int = -1) -> FloatArray:
+def monotone_fit(values: ArrayLike, axis: int = -1) -> Floats:
     """Non-decreasing sequence closest to ``values`` by least squares of their logarithms.
 
     Pool-adjacent-violators (Barlow et al. 1972): a run of timings that falls, by a disturbance or
@@ -91,7 +90,7 @@ def mean_and_max(name: str, errors: ArrayLike) -> dict[str, float]:
     return {f"{name}_mean": float(values.mean()), f"{name}_max": float(values.max())}
 
 
-def interpolate(x: ArrayLike, knots: FloatArray, values: FloatArray) -> FloatArray:
+def interpolate(x: ArrayLike, knots: Floats, values: Floats) -> Floats:
     """Piecewise linear through (knots, values); beyond the last knot its last slope goes on."""
     points = np.asarray(x, dtype=np.float64)
     inside = np.interp(points, knots, values)
@@ -109,15 +108,15 @@ class MoELatency:
     #: the mean.
     n_experts: int
     top_k: float
-    expert_s: FloatArray  #: G: float64 [n_experts + 1], seconds by distinct experts; non-decreasing
+    expert_s: Floats  #: G: float64 [n_experts + 1], seconds by distinct experts; non-decreasing
     #: ``batch_knots``, ``batch_s``: C: piecewise linear; non-decreasing, C(0) = 0.
-    batch_knots: FloatArray
-    batch_s: FloatArray
+    batch_knots: Floats
+    batch_s: Floats
     token_s: float  #: compute seconds per token
     #: ``unbalanced_knots``, ``unbalanced_s``: time by tokens under skewed routing, where tokens per
     #: expert do not fill the kernel's tiles evenly; empty where the table has no such rows.
-    unbalanced_knots: FloatArray = field(default_factory=lambda: np.empty(0))
-    unbalanced_s: FloatArray = field(default_factory=lambda: np.empty(0))
+    unbalanced_knots: Floats = field(default_factory=lambda: np.empty(0))
+    unbalanced_s: Floats = field(default_factory=lambda: np.empty(0))
     fit_error: dict[str, float] = field(default_factory=dict)  #: relative errors by name of check
 
     @property
@@ -125,7 +124,7 @@ class MoELatency:
         """Largest batch that was measured."""
         return int(self.batch_knots[-1])
 
-    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> FloatArray:
+    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> Floats:
         """Seconds at (batch, distinct experts); arrays broadcast, distinct may be fractional."""
         experts = np.interp(
             np.asarray(distinct, dtype=np.float64), np.arange(self.n_experts + 1.0), self.expert_s
@@ -134,7 +133,7 @@ class MoELatency:
         compute = self.expert_s[0] + self.token_s * np.asarray(batch, dtype=np.float64)
         return np.asarray(np.maximum(experts * slowed, compute), dtype=np.float64)
 
-    def grid_s(self, max_batch: int) -> FloatArray:
+    def grid_s(self, max_batch: int) -> Floats:
         """Table [max_batch + 1, n_experts + 1] of seconds; row 0 and column 0 are zero."""
         batch = np.arange(max_batch + 1.0)[:, None]
         grid = self.time_s(batch, np.arange(self.n_experts + 1.0)[None, :])
@@ -142,7 +141,7 @@ class MoELatency:
         grid[:, 0] = 0.0
         return grid
 
-    def mixed_grid_s(self, max_tokens: int) -> FloatArray:
+    def mixed_grid_s(self, max_tokens: int) -> Floats:
         """Table [max_tokens + 1, n_experts + 1] of seconds for steps that hold prompts too. As
         :meth:`prefill_s`, but with the distinct experts given: the experts that are touched must be
         read, and skewed routing must be computed."""
@@ -171,7 +170,7 @@ class MoELatency:
             unbalanced_s=floor + (self.unbalanced_s - floor) / n_ranks,
         )
 
-    def rank_grid_s(self, tokens: FloatArray, slots: int, prompts: bool) -> FloatArray:
+    def rank_grid_s(self, tokens: Floats, slots: int, prompts: bool) -> Floats:
         """Table [tokens, slots + 1] of seconds of a rank with so many expert slots.
 
         ``tokens``: that this layer's GPU computes, at ``top_k`` experts each; ``slots``: beyond
@@ -190,7 +189,7 @@ class MoELatency:
         # More experts never take less; more tokens may, where the kernel changes its tile.
         return np.ascontiguousarray(np.maximum.accumulate(grid, 1))
 
-    def prefill_s(self, tokens: ArrayLike) -> FloatArray:
+    def prefill_s(self, tokens: ArrayLike) -> Floats:
         """Seconds of one layer over a prefill of ``tokens`` tokens. The experts that uniform
         routing is expected to touch must be read, and skewed routing must be computed: the larger
         of the two."""
@@ -209,7 +208,7 @@ class NoExperts(MoELatency):
         none = np.zeros(1)
         super().__init__(0, 0.0, none, np.array([2.0**31]), none, 0.0)
 
-    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> FloatArray:
+    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> Floats:
         """Return zeros."""
         return np.zeros(np.broadcast_shapes(np.shape(batch), np.shape(distinct)))
 
@@ -219,12 +218,12 @@ class MoEGrid(MoELatency):
     """One MoE layer through the points of a full grid, linear in between."""
 
     #: Batches of the grid, ascending.
-    knots: FloatArray = field(default_factory=lambda: np.empty(0))
+    knots: Floats = field(default_factory=lambda: np.empty(0))
     #: float64 [knots, n_experts + 1]: seconds by distinct experts, non-decreasing. Where a batch
     #: cannot reach a count, its row goes on with its last slope.
-    grid_knots_s: FloatArray = field(default_factory=lambda: np.empty((0, 0)))
+    grid_knots_s: Floats = field(default_factory=lambda: np.empty((0, 0)))
 
-    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> FloatArray:
+    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> Floats:
         """Seconds at (batch, distinct experts); past the last batch its last slope goes on."""
         tokens, experts = np.broadcast_arrays(
             np.asarray(batch, dtype=np.float64), np.asarray(distinct, dtype=np.float64)
@@ -261,7 +260,7 @@ class MoEGrid(MoELatency):
 
 
 def fit_grid(
-    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
+    batch: Floats, distinct: Floats, latency: Floats, n_experts: int, top_k: float
 ) -> MoEGrid:
     """Arrange exact rows as a grid, beside the form fitted to them."""
     knots = np.unique(batch)
@@ -331,9 +330,7 @@ def fit_moe_latency(table: LatencyTable) -> MoELatency:
     return replace(fitted, unbalanced_knots=knots, unbalanced_s=values, fit_error=errors)
 
 
-def _mildest_skew(
-    table: LatencyTable, batch: FloatArray, latency: FloatArray
-) -> tuple[FloatArray, FloatArray]:
+def _mildest_skew(table: LatencyTable, batch: Floats, latency: Floats) -> tuple[Floats, Floats]:
     routing = table.columns["routing"]
     mildest = min({str(r) for r in routing if str(r).startswith("power_law")})
     rows = np.flatnonzero(routing == mildest)
@@ -342,7 +339,7 @@ def _mildest_skew(
 
 
 def _follow(
-    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
+    batch: Floats, distinct: Floats, latency: Floats, n_experts: int, top_k: float
 ) -> MoELatency:
     """The form through exact rows, with leave-one-out errors over the distinct counts."""
     model = fit_max_form(batch, distinct, latency, n_experts, top_k)
@@ -358,7 +355,7 @@ def _follow(
 
 
 def fit_max_form(
-    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
+    batch: Floats, distinct: Floats, latency: Floats, n_experts: int, top_k: float
 ) -> MoELatency:
     """Split exact rows into G and C: C from the rows with the most distinct experts, which on the
     balanced diagonal are the batches past E / k.
@@ -390,7 +387,7 @@ def fit_max_form(
     return MoELatency(n_experts, top_k, g, c_knots, c_values, _compute_slope(knots, flat, g[0]))
 
 
-def _compute_slope(batch: FloatArray, latency: FloatArray, floor: float) -> float:
+def _compute_slope(batch: Floats, latency: Floats, floor: float) -> float:
     """Seconds per token between the two largest batches; no row lies below floor + slope."""
     sizes = np.unique(batch)[-2:]
     if len(sizes) < 2:
@@ -401,14 +398,14 @@ def _compute_slope(batch: FloatArray, latency: FloatArray, floor: float) -> floa
 
 
 def _linear(
-    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
+    batch: Floats, distinct: Floats, latency: Floats, n_experts: int, top_k: float
 ) -> MoELatency:
     """Least squares of relative errors on a + b * distinct + c * batch, all coefficients >= 0."""
     from scipy.optimize import nnls  # takes long to import
 
     decode = batch <= _DECODE_TOKENS
 
-    def solve(rows: NDArray[np.bool_]) -> MoELatency:
+    def solve(rows: Bools) -> MoELatency:
         design = np.stack([np.ones(rows.sum()), distinct[rows], batch[rows]], axis=1)
         (a, b, c), _ = nnls(design / latency[rows][:, None], np.ones(int(rows.sum())))
         g = a + b * np.arange(n_experts + 1.0)

@@ -8,8 +8,9 @@ fractions; ``data/efficiency.json`` holds them with their evidence.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels.flops import index_flops, pair_flops, state_flops
 from eldr_sim.kernel_profiles.kernels.kernel_latency import (
@@ -20,8 +21,6 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
 from eldr_sim.kernel_profiles.kernels.moe_latency import MoELatency
 from eldr_sim.kernel_profiles.models import LONGEST, ModelDims, shipped_json
 from eldr_sim.kernel_profiles.tables.format import Provenance
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def efficiency_of(gpu: GPU) -> Efficiency:
 
 def gemm_s(
     gpu: GPU, n: ArrayLike, k: ArrayLike, rows: ArrayLike, weight_bytes: float = 2.0
-) -> FloatArray:
+) -> Floats:
     """Seconds of ``rows`` rows through an n x k matrix stored in ``weight_bytes`` per weight."""
     efficiency = efficiency_of(gpu)
     m, n, k = (np.asarray(size, dtype=np.float64) for size in (rows, n, k))
@@ -160,18 +159,18 @@ def linear_attention(
     return decode, PrefillAttention(floor, floor + share, share, 0.0)
 
 
-def all_reduce_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
+def all_reduce_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> Floats:
     """Seconds to sum ``message_bytes`` bytes over GPUs of a node. Reduce-scatter and all-gather:
     each GPU sends ``2 (N - 1) / N`` of the message."""
     return 2 * _gather_s(gpu, n_gpus, message_bytes) + efficiency_of(gpu).collective_floor_s
 
 
-def all_gather_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
+def all_gather_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> Floats:
     """Seconds until every GPU of a node has all ``message_bytes`` bytes; each had 1 / N of them."""
     return _gather_s(gpu, n_gpus, message_bytes) + efficiency_of(gpu).collective_floor_s
 
 
-def _gather_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
+def _gather_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> Floats:
     bandwidth = efficiency_of(gpu).link_bandwidth * gpu.peer_bandwidth(n_gpus)
     moved = np.asarray(message_bytes, dtype=np.float64) * (n_gpus - 1) / n_gpus
     return np.asarray(moved / bandwidth, dtype=np.float64)

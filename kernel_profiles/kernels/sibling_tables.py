@@ -19,15 +19,13 @@ rows lie from those derived of H200's. Multiplying rows by the ratio of their ro
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.kernels import roofline
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.tables.format import Kind, LatencyTable, weakest
 from eldr_sim.kernel_profiles.tables.library import find_table
-
-FloatArray = NDArray[np.float64]
 
 FIT_ERROR: dict[str, float] = {
     "moe": 0.059,
@@ -58,7 +56,7 @@ def gpu_table(
     return None if more_s is None else _derived(table, sibling, gpu, more_s)
 
 
-def _derived(table: LatencyTable, sibling: GPU, gpu: GPU, more_s: FloatArray) -> LatencyTable:
+def _derived(table: LatencyTable, sibling: GPU, gpu: GPU, more_s: Floats) -> LatencyTable:
     """The table with so much more time a row, labelled ``derived``."""
     metadata, columns = table.metadata, dict(table.columns)
     seconds = columns["latency_s"]
@@ -79,9 +77,7 @@ def _derived(table: LatencyTable, sibling: GPU, gpu: GPU, more_s: FloatArray) ->
     return LatencyTable(metadata.model_copy(update=changes), columns)
 
 
-def _more_s(
-    table: LatencyTable, sibling: GPU, gpu: GPU, model: ModelDims | None
-) -> FloatArray | None:
+def _more_s(table: LatencyTable, sibling: GPU, gpu: GPU, model: ModelDims | None) -> Floats | None:
     """How much longer each row's roofline is on ``gpu``; None where none splits the kernel."""
     kind, shape = table.metadata.kind, table.metadata.shape
     columns = {name: np.asarray(values) for name, values in table.columns.items()}
@@ -90,7 +86,7 @@ def _more_s(
     if kind in _UNCHANGED:
         return np.zeros(len(table))
 
-    def bound_s(of: GPU) -> FloatArray | None:
+    def bound_s(of: GPU) -> Floats | None:
         if kind == "gemm":
             width = 2.0 if table.metadata.dtype == "bfloat16" else 1.0
             return roofline.gemm_s(of, columns["n"], columns["k"], columns["m"], width)

@@ -12,8 +12,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency, mean_and_max
 from eldr_sim.kernel_profiles.tables.format import Kind, LatencyTable
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
@@ -47,7 +47,7 @@ def left_out_errors(table: LatencyTable) -> dict[str, float]:
     return {name: round(value, 6) for name, value in found.items()}
 
 
-def _along(table: LatencyTable, axis: str) -> NDArray[np.float64]:
+def _along(table: LatencyTable, axis: str) -> Floats:
     """Errors of the line between the neighbours of each inner point along one axis."""
     latency = table.columns["latency_s"].astype(np.float64)
     measured = ("latency_s", "latency_q1_s", "latency_q3_s", "repeats", axis)

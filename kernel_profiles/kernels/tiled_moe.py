@@ -28,7 +28,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from eldr_sim.kernel_profiles.kernels.moe_latency import FloatArray, MoELatency
+from eldr_sim.arrays import Floats
+from eldr_sim.kernel_profiles.kernels.moe_latency import MoELatency
 from eldr_sim.kernel_profiles.models import ModelDims, shipped_json
 from eldr_sim.kernel_profiles.rounding import each
 
@@ -88,7 +89,7 @@ def workgroups(tile: Tile, local_bytes: int) -> int:
     return max(1, local_bytes // tile.local_bytes)
 
 
-def expert_blocks(rows: ArrayLike, distinct: ArrayLike, block_m: ArrayLike) -> FloatArray:
+def expert_blocks(rows: ArrayLike, distinct: ArrayLike, block_m: ArrayLike) -> Floats:
     """Expected blocks of ``block_m`` rows that ``rows`` token-expert pairs fill. Rows per expert
     are taken as geometric with the mean ``r = rows / distinct``, so an expert fills ``1 / (1 - (1 -
     1 / r) ** block_m)`` blocks: one, as long as its rows rarely exceed a block."""
@@ -98,7 +99,7 @@ def expert_blocks(rows: ArrayLike, distinct: ArrayLike, block_m: ArrayLike) -> F
     return np.asarray(experts / -each(math.expm1, missed))
 
 
-def weight_reads(blocks: FloatArray, distinct: ArrayLike, group_m: ArrayLike) -> FloatArray:
+def weight_reads(blocks: Floats, distinct: ArrayLike, group_m: ArrayLike) -> Floats:
     """Expected reads of an expert's weights by so many blocks in groups of ``group_m``. A group
     ends after each of an expert's blocks but the last with the chance ``1 / group_m``, and what
     then follows reads its weights again."""
@@ -111,15 +112,15 @@ class TiledMoE(MoELatency):
     """One MoE layer by the tiles of its kernel."""
 
     #: int64 [tiles]: tokens from which each tile runs, ascending from 1.
-    first_tokens: FloatArray = field(default_factory=lambda: np.ones(1))
+    first_tokens: Floats = field(default_factory=lambda: np.ones(1))
     #: int64 [tiles]: its rows.
-    block_m: FloatArray = field(default_factory=lambda: np.full(1, 16.0))
-    group_m: FloatArray = field(default_factory=lambda: np.ones(1))  #: its blocks to a group
+    block_m: Floats = field(default_factory=lambda: np.full(1, 16.0))
+    group_m: Floats = field(default_factory=lambda: np.ones(1))  #: its blocks to a group
     #: float64 [tiles]: seconds of one expert's weights under each tile.
-    read_s: FloatArray = field(default_factory=lambda: np.zeros(1))
+    read_s: Floats = field(default_factory=lambda: np.zeros(1))
     pair_s: float = 0.0  #: seconds to compute one token on one expert
 
-    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> FloatArray:
+    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> Floats:
         """Seconds at (batch, distinct experts); arrays broadcast, distinct may be fractional."""
         tokens, experts = np.broadcast_arrays(
             np.asarray(batch, dtype=np.float64), np.asarray(distinct, dtype=np.float64)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.arrays import Floats
 from eldr_sim.charts import write_picture
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out
-from eldr_sim.kernel_profiles.profile.table_fit import FloatArray, even_rows, expert_bytes
+from eldr_sim.kernel_profiles.profile.table_fit import even_rows, expert_bytes
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, load_table
 
 _BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -42,7 +43,7 @@ def _draw(figure: Any, table: LatencyTable, summary: Mapping[str, Any]) -> None:
     _skew(axes[2, 1], table)
 
 
-def _curves(axes: Any, x: FloatArray, y: FloatArray, batch: FloatArray) -> None:
+def _curves(axes: Any, x: Floats, y: Floats, batch: Floats) -> None:
     for tokens in _BATCHES:
         at = np.flatnonzero(batch == tokens)
         if len(at) > 1:

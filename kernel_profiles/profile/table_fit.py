@@ -14,21 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from eldr_sim.arrays import Bools, Floats
 from eldr_sim.kernel_profiles.kernels import kernel_latency, moe_latency
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out
 from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
-FloatArray = NDArray[np.float64]
 DECODE_TOKENS = 128  #: batches that the linear form is fitted and scored on
 _BYTES_PER_WEIGHT = {"bfloat16": 2.0, "fp8_block": 1.0, "w4a16_mxfp4": 17 / 32}
 
 
-def even_rows(table: LatencyTable) -> tuple[FloatArray, FloatArray, FloatArray]:
+def even_rows(table: LatencyTable) -> tuple[Floats, Floats, Floats]:
     """Batch, distinct experts and seconds of the evenly loaded rows."""
     rows = np.asarray(table.columns["routing"]) == FORCED
     batch, distinct, latency = (
@@ -38,9 +37,7 @@ def even_rows(table: LatencyTable) -> tuple[FloatArray, FloatArray, FloatArray]:
     return batch, distinct, latency
 
 
-def _linear(
-    batch: FloatArray, distinct: FloatArray, latency: FloatArray
-) -> tuple[float, float, float]:
+def _linear(batch: Floats, distinct: Floats, latency: Floats) -> tuple[float, float, float]:
     """Least squares of relative errors, no coefficient negative."""
     design = np.stack([np.ones(len(batch)), distinct, batch], axis=1)
     (a, b, c), _ = nnls(design / latency[:, None], np.ones(len(batch)))
@@ -64,7 +61,7 @@ def moe_report(table: LatencyTable) -> dict[str, Any]:
     a, b, c = coefficients
 
     def score(
-        predict: Callable[[FloatArray, FloatArray], FloatArray], rows: NDArray[np.bool_], name: str
+        predict: Callable[[Floats, Floats], Floats], rows: Bools, name: str
     ) -> dict[str, float]:
         return moe_latency.mean_and_max(
             name, np.abs(predict(batch[rows], distinct[rows]) / latency[rows] - 1)

@@ -28,8 +28,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
@@ -112,7 +112,7 @@ def _marlin_rows(path: Path, size: int) -> pd.DataFrame:
 
 def _carried_over(
     frame: pd.DataFrame, later: format.LatencyTable, model: ModelDims, size: int, padding: bool
-) -> list[NDArray[np.float64]]:
+) -> list[Floats]:
     """Seconds at :data:`_TOKENS` of the model's layer, by routing; see the module's formula."""
     row = frame.iloc[0]
     balanced = later.columns["routing"] == "balanced"
@@ -138,7 +138,7 @@ def _carried_over(
     ]
 
 
-def _intercept(distinct: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
+def _intercept(distinct: Floats, seconds: Floats) -> float:
     """Return the time at no expert of the line through the smallest counts, up to 1/3 of the most.
     There reading weights rules, which is linear in the experts read."""
     few = distinct <= distinct.max() / 3

@@ -2,10 +2,7 @@
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-FloatArray = NDArray[np.float64]
+from eldr_sim.arrays import Floats
 
 
 class StepCost(NamedTuple):
@@ -14,17 +11,17 @@ class StepCost(NamedTuple):
 
     n_moe_layers: int
     n_experts: int  #: of a layer, on all ranks
-    moe_s: FloatArray  #: ``[sequences + 1, experts + 1]`` one MoE layer of a decode step
-    mixed_moe_s: FloatArray  #: ``[tokens + 1, experts + 1]`` where contexts are computed, too
-    uniform_moe_s: FloatArray  #: ``[tokens + 1]`` likewise, under uniform routing
-    dense_s: FloatArray  #: ``[tokens + 1]`` all layers but experts and attention, embedding
-    collectives_s: FloatArray  #: ``[tokens + 1]``
+    moe_s: Floats  #: ``[sequences + 1, experts + 1]`` one MoE layer of a decode step
+    mixed_moe_s: Floats  #: ``[tokens + 1, experts + 1]`` where contexts are computed, too
+    uniform_moe_s: Floats  #: ``[tokens + 1]`` likewise, under uniform routing
+    dense_s: Floats  #: ``[tokens + 1]`` all layers but experts and attention, embedding
+    collectives_s: Floats  #: ``[tokens + 1]``
     host_s: float
-    head_s: FloatArray  #: ``[sequences + 1]`` lm_head
-    attention_s: FloatArray  #: ``[sequences + 1, knots]`` of all layers, decode, by mean context
+    head_s: Floats  #: ``[sequences + 1]`` lm_head
+    attention_s: Floats  #: ``[sequences + 1, knots]`` of all layers, decode, by mean context
     context_stride: int  #: tokens between two knots
-    prompt_alone_s: FloatArray  #: ``[context + 1]`` of all layers, a prompt by its length
-    prompt_share_s: FloatArray  #: ``[context + 1]`` likewise, beside others
+    prompt_alone_s: Floats  #: ``[context + 1]`` of all layers, a prompt by its length
+    prompt_share_s: Floats  #: ``[context + 1]`` likewise, beside others
     prompt_floor_s: float
     prompt_token_s: float  #: of reading one cached token
     #: ``launch_s``, ``prompt_launch_s``: in which the host launches the kernels of a step one by
@@ -39,6 +36,6 @@ class RankMoE(NamedTuple):
     there is nothing to read beyond."""
 
     top_k: int
-    rows: FloatArray  #: ``[knots]`` token-expert pairs / top_k, ascending from 0
-    decode_s: FloatArray  #: ``[knots, slots + 1]`` by activated experts, of steps without prompts
-    mixed_s: FloatArray  #: ``[knots, slots + 1]`` of steps that hold prompts
+    rows: Floats  #: ``[knots]`` token-expert pairs / top_k, ascending from 0
+    decode_s: Floats  #: ``[knots, slots + 1]`` by activated experts, of steps without prompts
+    mixed_s: Floats  #: ``[knots, slots + 1]`` of steps that hold prompts

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Padding
 from eldr_sim.kernel_profiles.rounding import rounded
@@ -31,7 +31,7 @@ _LARGEST = 512
 
 def padded_sizes(
     max_num_seqs: int, max_num_batched_tokens: int, tokens_per_sequence: int = 1
-) -> NDArray[np.int64]:
+) -> Ints:
     """Return the tokens of the graph that steps of 0, 1, 2, ... tokens replay. As many as vLLM
     captures graphs for; larger steps run without, as they are. Where sequences verify drafts,
     graphs are of so many sequences with all their tokens."""
@@ -40,12 +40,12 @@ def padded_sizes(
     captured = captured * tokens_per_sequence
     captured = captured[captured <= most]
     tokens = np.arange(captured[-1] + 1)
-    found: NDArray[np.int64] = captured[np.searchsorted(captured, tokens)]
+    found: Ints = captured[np.searchsorted(captured, tokens)]
     found[0] = 0
     return found
 
 
-def grown(activated: NDArray[np.float64], n_experts: int, growth: float) -> NDArray[np.float64]:
+def grown(activated: Floats, n_experts: int, growth: float) -> Floats:
     """Return the experts that a batch is expected to activate with ``growth`` times its rows. Each
     expert is missed by all rows of a batch with probability ``1 - activated / n_experts``, and by
     ``growth`` times as many that choose alike with that to the power of ``growth``."""
@@ -53,7 +53,7 @@ def grown(activated: NDArray[np.float64], n_experts: int, growth: float) -> NDAr
     return np.maximum(activated, rounded(n_experts * (1.0 - missed**growth)))
 
 
-def pad(cost: StepCost, padding: Padding, sizes: NDArray[np.int64]) -> StepCost:
+def pad(cost: StepCost, padding: Padding, sizes: Ints) -> StepCost:
     """Return a worker's step times as its graphs run.
 
     ``cost``: step times without padding; ``padding``: ``dense``: the padding rows choose no
@@ -81,7 +81,7 @@ def pad(cost: StepCost, padding: Padding, sizes: NDArray[np.int64]) -> StepCost:
     )
 
 
-def _padded_grid(grid: NDArray[np.float64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+def _padded_grid(grid: Floats, sizes: Ints) -> Floats:
     """Return a table ``[tokens + 1, experts + 1]`` whose padding rows choose experts, too."""
     n_experts = grid.shape[1] - 1
     counts = np.arange(n_experts + 1.0)

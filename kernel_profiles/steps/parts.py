@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels import moe_latency, roofline
@@ -22,8 +22,6 @@ from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, trit
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
 from eldr_sim.kernel_profiles.tables import format
-
-FloatArray = NDArray[np.float64]
 
 NORMS_S = 8e-6
 """Norms, rotary embedding and the like of one layer under CUDA graphs, small batches, on H100
@@ -324,7 +322,7 @@ class Parts:
     def _in_a_node(self) -> int:
         return min(self.parallelism.tensor_parallel_size, NODE_GPUS)
 
-    def _between_nodes_s(self, n_bytes: FloatArray) -> FloatArray:
+    def _between_nodes_s(self, n_bytes: Floats) -> Floats:
         """What an engine of several nodes adds to a gather or a reduce-scatter inside them. GPUs of
         the same place exchange their parts of the message around a ring of the nodes, at the line
         rate of their NICs (`all_to_all.NETWORK_EFFICIENCY`)."""
@@ -338,7 +336,7 @@ class Parts:
         part = n_bytes / self.parallelism.tensor_parallel_size
         return np.asarray(others * (part / rate + NETWORK_LATENCY_S))
 
-    def _all_reduce_s(self, n_bytes: FloatArray) -> FloatArray:
+    def _all_reduce_s(self, n_bytes: Floats) -> Floats:
         n_gpus, between = self._in_a_node, 2 * self._between_nodes_s(n_bytes)
         if "nccl" in self.collective_tables:
             seconds = self.collective_tables["nccl"].time_s("all_reduce", n_gpus, n_bytes)
@@ -349,7 +347,7 @@ class Parts:
         custom = self.collective_tables["custom"].time_s("all_reduce", n_gpus, n_bytes)
         return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds) + between
 
-    def collectives_s(self, rows: FloatArray) -> FloatArray:
+    def collectives_s(self, rows: Floats) -> Floats:
         """What the GPUs of a worker exchange in a step of ``rows`` tokens. All-reduces of hidden
         states: one after the embedding and two in every layer. Where engines share experts, the
         outputs of these are combined and then gathered in place of the second."""
@@ -363,7 +361,7 @@ class Parts:
             total = total + gathers * self._gather_s(message)
         return np.where(rows > 0, total, 0.0)
 
-    def _gather_s(self, n_bytes: FloatArray) -> FloatArray:
+    def _gather_s(self, n_bytes: Floats) -> Floats:
         n_gpus = self._in_a_node
         if "nccl" in self.collective_tables:
             seconds = self.collective_tables["nccl"].time_s("all_gather", n_gpus, n_bytes)
@@ -439,19 +437,19 @@ class Parts:
         left = np.maximum(columns["latency_s"] - linears, 0.1 * columns["latency_s"])
         return format.LatencyTable(table.metadata, dict(columns) | {"latency_s": left})
 
-    def linear_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
+    def linear_s(self, n: int, k: int, rows: Floats) -> Floats:
         """One matrix stored like the model's linear layers."""
         if self.linear is None:
             width = {"bfloat16": 2.0, "nvfp4": 0.5625}.get(self.model.linear_dtype, 1.0)
             return roofline.gemm_s(self.gpu, n, k, rows, width)
         return self.linear.time_s(n, k, rows)
 
-    def _plain_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
+    def _plain_s(self, n: int, k: int, rows: Floats) -> Floats:
         if self.gemm is None:
             return roofline.gemm_s(self.gpu, n, k, rows)
         return self.gemm.time_s(n, k, rows)
 
-    def dense_part_s(self, rows: FloatArray) -> FloatArray:
+    def dense_part_s(self, rows: Floats) -> Floats:
         """What a step of ``rows`` tokens computes but for routed experts, attention and lm_head."""
         if self.engine_step is not None:
             return self.engine_step.token_part_s(rows)
@@ -471,7 +469,7 @@ class Parts:
                 total += layers * self.linear_s(hidden, width, rows)
         return total + self._elementwise_s(rows)
 
-    def _elementwise_s(self, rows: FloatArray) -> FloatArray:
+    def _elementwise_s(self, rows: Floats) -> Floats:
         """Norms, rotary embedding, KV cache writes of all layers, and the embedding lookup.
 
         Small batches take :data:`NORMS_S` a layer. Large ones move 2-byte elements: two fused
@@ -496,7 +494,7 @@ class Parts:
             layers = model.n_layers * np.maximum(least_s, moved_s)
         return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
 
-    def sequence_part_s(self, rows: FloatArray) -> FloatArray:
+    def sequence_part_s(self, rows: Floats) -> Floats:
         """What ``rows`` sequences add to a step that samples their next tokens: lm_head. Several
         GPUs gather its bfloat16 logits."""
         if self.engine_step is not None:

@@ -20,7 +20,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
@@ -36,7 +35,6 @@ from eldr_sim.kernel_profiles.tables.format import LatencyTable, Provenance, wea
 if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.steps.step_cost import StepParts
 
-FloatArray = NDArray[np.float64]
 
 _DENSE_ROWS = 1024  # of a rank's MoE table; beyond, each is 2% more than the one before
 

@@ -10,7 +10,6 @@ its expectation is known.
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kinds import AnyPath
 from eldr_sim.outputs import whole_file
 from eldr_sim.parquet import numbers, read_table, text_errors
 
@@ -188,7 +188,7 @@ class LatencyTable:
         """Return the values of some columns, row by row, as Python's own."""
         return list(zip(*(self.columns[name].tolist() for name in names), strict=True))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: AnyPath) -> None:
         """Write the table as Parquet; the file appears whole or not at all."""
         arrays = {name: pa.array(values) for name, values in self.columns.items()}
         table = pa.table(arrays).replace_schema_metadata(
@@ -207,7 +207,7 @@ def table_of(
     return LatencyTable(about, made | {"latency_s": np.asarray(seconds, np.float64)})
 
 
-def load_table(path: str | os.PathLike[str]) -> LatencyTable:
+def load_table(path: AnyPath) -> LatencyTable:
     """Read and validate a latency table. Raises InputError: the file is missing, is no latency
     table, or breaks a rule of the format."""
     path = regular_file(path, "table")
@@ -228,7 +228,7 @@ def load_table(path: str | os.PathLike[str]) -> LatencyTable:
         raise InputError("table", f"{path}: {error}") from None
 
 
-def load_tables(folder: str | os.PathLike[str] | None) -> tuple[LatencyTable, ...]:
+def load_tables(folder: AnyPath | None) -> tuple[LatencyTable, ...]:
     """Load the latency tables of a user's folder; none where no folder is given. Raises InputError:
     the folder holds no latency table, or as `load_table`."""
     if folder is None:

@@ -1,6 +1,5 @@
 """What the router is started with."""
 
-import os
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -8,6 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
+from eldr_sim.kinds import AnyPath
 
 
 def _engine_url(url: str) -> str:
@@ -83,7 +83,7 @@ def make_config(**fields: Any) -> ProxyConfig:
         raise _input_error(error) from None
 
 
-def read_config(path: str | os.PathLike[str]) -> ProxyConfig:
+def read_config(path: AnyPath) -> ProxyConfig:
     """Read a JSON file with a `ProxyConfig`; raises InputError if it cannot be read or used."""
     try:
         return ProxyConfig.model_validate_json(read_text(path, "config"))

@@ -10,9 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from eldr_sim.arrays import Ints
 from eldr_sim.errors import needed
 from eldr_sim.simulator.control.known_blocks import PublishedBlocks, matched_tokens
 
@@ -47,7 +45,7 @@ class CachedPrefixes:
         """Return the keys of a prompt's whole blocks; none before an engine has told a block."""
         return prefix_keys(tokens, self.block_size) if self.block_size else []
 
-    def matched(self, keys: Sequence[int], prompt_len: int) -> NDArray[np.int64]:
+    def matched(self, keys: Sequence[int], prompt_len: int) -> Ints:
         """Return how many of a prompt's tokens, 1 or more, each engine has: ``[n_engines]``."""
         blocks = self._published.match(0, keys, range(len(self._keys)), 0.0)
         size = max(1, self.block_size)

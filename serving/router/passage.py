@@ -3,7 +3,6 @@ signature is read from the capture log as the engine writes it."""
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import AnyPath
 from eldr_sim.policies.base import RequestInfo
 from eldr_sim.serving.http import error_answer, error_body
 from eldr_sim.serving.router.bodies import TOKENIZED, Ask, prefill_body
@@ -34,7 +34,7 @@ class SignatureReader:
     use other folders, or their logs would be kept in memory.
     """
 
-    def __init__(self, folders: Sequence[str | os.PathLike[str]]) -> None:
+    def __init__(self, folders: Sequence[AnyPath]) -> None:
         self._folders = [Path(folder) for folder in folders]
         self._workers: dict[Path, LogReader] = {}
         self._gathered = Gathered()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import AnyPath
 from eldr_sim.traces.routing.capture.step_log import LogReader, external_ids
 
 _LIMIT_S = 10.0  # an engine writes a step within milliseconds
@@ -36,7 +36,7 @@ class EngineStep:
     attention_s: float
     #: (request, position of its first token, tokens) of every request in the step.
     rows: list[tuple[str, int, int]]
-    distinct: NDArray[np.int64]  #: int64 ``[layers]``: distinct experts of each MoE layer
+    distinct: Ints  #: int64 ``[layers]``: distinct experts of each MoE layer
     probe_s: float = math.nan  #: time of the plug-in's probe before the step; NaN without one
 
     @property
@@ -57,7 +57,7 @@ class EngineLog:
     #: Start and end of each KV transfer into this engine, by request.
     pulled_s: dict[str, tuple[float, float]]
 
-    def cycles_s(self) -> NDArray[np.float64]:
+    def cycles_s(self) -> Floats:
         """Return the time from each step's start to the next one's, s. NaN if no request is in both
         steps, as the engine may have been idle in between."""
         cycles = np.full(len(self.steps), np.nan)
@@ -68,7 +68,7 @@ class EngineLog:
         return cycles
 
 
-def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
+def read_engine_log(folder: AnyPath) -> EngineLog:
     """Read the folder that ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` named for an engine. Raises
     InputError if a file is missing or damaged, or the logs differ in their steps."""
     base = Path(folder)
@@ -105,7 +105,7 @@ def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
 
 
 def read_complete_log(
-    folder: str | os.PathLike[str], computed: Mapping[str, int], limit_s: float = _LIMIT_S
+    folder: AnyPath, computed: Mapping[str, int], limit_s: float = _LIMIT_S
 ) -> EngineLog:
     """Read an engine's log once it holds the end of every request.
 

@@ -1,7 +1,6 @@
 """Format of a recorded run of a live vLLM, a folder of its requests, steps and routing: see
 ``docs/formats.md`` (live campaign)."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -11,6 +10,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import AnyPath
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 
 REQUESTS = pa.schema(
@@ -114,9 +114,7 @@ class LiveRun:
         return f"{info.setup} {info.policy} {info.load.name} #{info.repeat}"
 
 
-def write_live_run(
-    folder: str | os.PathLike[str], info: RunInfo, requests: pa.Table, steps: pa.Table
-) -> None:
+def write_live_run(folder: AnyPath, info: RunInfo, requests: pa.Table, steps: pa.Table) -> None:
     """Write everything except the trace into an existing folder."""
     base = Path(folder)
     pq.write_table(requests.cast(REQUESTS), base / "requests.parquet", compression="zstd")
@@ -124,7 +122,7 @@ def write_live_run(
     (base / "run.json").write_text(info.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-def read_live_run(folder: str | os.PathLike[str]) -> LiveRun:
+def read_live_run(folder: AnyPath) -> LiveRun:
     """Read a recorded run; raises InputError if a file is missing or not what it should be."""
     base = Path(folder)
     try:

@@ -6,7 +6,7 @@ import csv
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import Progress, silent
 from eldr_sim.validation.markdown import markdown_table
 from eldr_sim.validation.published import advice, silicon_routing
 from eldr_sim.validation.published.silicon import (
@@ -119,10 +120,7 @@ def sample(rows: Sequence[Row], every: int) -> list[Row]:
 
 
 def predict_record(
-    rows: Sequence[Row],
-    folder: Path,
-    jobs: int | None = None,
-    progress: Callable[[float], None] = lambda _share: None,
+    rows: Sequence[Row], folder: Path, jobs: int | None = None, progress: Progress = silent
 ) -> dict[str, dict[str, float] | str]:
     """Predict all rows that can be; return figures, ms, or why not, by `Row.key`. ``folder``: of
     the journal, which is gone on with, and of tables and traces. Configurations of few tokens come

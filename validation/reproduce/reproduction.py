@@ -12,6 +12,7 @@ from pyarrow import csv
 
 from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import Progress, silent
 from eldr_sim.planning.intervals import Interval, paired_percent
 from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -103,10 +104,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        base: dict[str, Any],
-        jobs: int | None = None,
-        progress: Callable[[float], None] = lambda _share: None,
+        self, base: dict[str, Any], jobs: int | None = None, progress: Progress = silent
     ) -> None:
         self.base = base
         self._runs = Runs(jobs, lambda done, asked: progress(done / asked))

@@ -6,7 +6,6 @@ of the kinds ``moe``, ``attention_decode``, ``attention_prefill`` and ``engine_s
 """
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +13,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, list_gpus, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, load_table, save_tables
+from eldr_sim.kinds import AnyPath
 from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.validation.live.live_run import EngineInfo
-
-FloatArray = NDArray[np.float64]
 
 _WINDOW = 3  # probes whose median is taken
 _ALIKE = 4  # fewest steps of a point that tells how times follow the probe
@@ -56,7 +54,7 @@ class Drift:
     took; NaN are left out; ``reference_s``: what a probe takes at the reference speed; None takes
     the median."""
 
-    def __init__(self, at_s: FloatArray, probe_s: FloatArray, reference_s: float | None) -> None:
+    def __init__(self, at_s: Floats, probe_s: Floats, reference_s: float | None) -> None:
         known = np.isfinite(probe_s)
         self.at_s = np.asarray(at_s, np.float64)[known]
         taken = np.asarray(probe_s, np.float64)[known]
@@ -67,7 +65,7 @@ class Drift:
         self.reference_s = reference_s
         self.factors = taken if reference_s is None or not len(taken) else taken / reference_s
 
-    def factor(self, at_s: FloatArray) -> FloatArray:
+    def factor(self, at_s: Floats) -> Floats:
         """Return by how much a probe takes longer at these times than at the reference speed."""
         if not len(self.at_s):
             return np.ones_like(at_s)
@@ -79,7 +77,7 @@ class Clock:
     times, and by how much steps take longer there; in between, the geometric mean of both ends.
     Outside, the time-weighted mean of all. None of them: the clock is the wall's."""
 
-    def __init__(self, at_s: FloatArray, factors: FloatArray) -> None:
+    def __init__(self, at_s: Floats, factors: Floats) -> None:
         self._wall = np.asarray(at_s, np.float64)
         self._own = self._wall.copy()
         self.mean = 1.0
@@ -88,16 +86,16 @@ class Clock:
             self.mean = float((self._wall[-1] - self._wall[0]) / own.sum())
             self._own = self._wall[0] / self.mean + np.concatenate([[0.0], np.cumsum(own)])
 
-    def own_s(self, wall_s: FloatArray) -> FloatArray:
+    def own_s(self, wall_s: Floats) -> Floats:
         """Return the time on this clock at moments of the wall's."""
         return self._convert(wall_s, self._wall, self._own, 1 / self.mean)
 
-    def wall_s(self, own_s: FloatArray) -> FloatArray:
+    def wall_s(self, own_s: Floats) -> Floats:
         """Return the wall's time at moments of this clock; the inverse of `own_s`."""
         return self._convert(own_s, self._own, self._wall, self.mean)
 
     @staticmethod
-    def _convert(x: FloatArray, known: FloatArray, values: FloatArray, slope: float) -> FloatArray:
+    def _convert(x: Floats, known: Floats, values: Floats, slope: float) -> Floats:
         x = np.asarray(x, np.float64)
         if len(known) < 2:
             return x
@@ -168,7 +166,7 @@ class EngineCalibration:
         """Return the calibration as if the machine had always had the speed of the tables."""
         return EngineCalibration(self.info.model_copy(update={"drift": None}), self.tables)
 
-    def drift(self, at_s: FloatArray, probe_s: FloatArray) -> Drift:
+    def drift(self, at_s: Floats, probe_s: Floats) -> Drift:
         """Return the drift that an engine's probes show, against the speed of the tables."""
         known = self.info.drift
         if known is None:
@@ -225,7 +223,7 @@ def model_of(config: dict[str, Any]) -> ModelDims:
 
 
 def write_calibration(
-    folder: str | os.PathLike[str], info: CalibrationInfo, tables: Sequence[LatencyTable]
+    folder: AnyPath, info: CalibrationInfo, tables: Sequence[LatencyTable]
 ) -> None:
     """Write a calibration into an existing folder."""
     base = Path(folder)
@@ -235,7 +233,7 @@ def write_calibration(
     (base / "calibration.json").write_text(text, encoding="utf-8")
 
 
-def read_calibration(folder: str | os.PathLike[str]) -> EngineCalibration:
+def read_calibration(folder: AnyPath) -> EngineCalibration:
     """Read a calibration; raises InputError if a file is missing or not what it should be."""
     base = Path(folder)
     try:

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import AnyPath, Progress
 from eldr_sim.serving.http import import_aiohttp, open_session
 from eldr_sim.serving.router.bodies import prefill_body
 from eldr_sim.validation.live.engines.load import Load, LoadRequest
@@ -39,7 +38,7 @@ def send_turns(
     timeout_s: float = 600.0,
     start_s: float | None = None,
     tolerant: bool = False,
-    progress: Callable[[float], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[pa.Table, list[list[int]]]:
     """Send every request at its own time (open loop), and wait for all tokens.
 
@@ -212,7 +211,7 @@ def _failed(request: LoadRequest, address: str, problem: str) -> InputError:
     return InputError(f"request {request.request_id}", f"{address}: {problem}")
 
 
-def join_proxy_log(requests: pa.Table, path: str | os.PathLike[str]) -> pa.Table:
+def join_proxy_log(requests: pa.Table, path: AnyPath) -> pa.Table:
     """Put what the proxy has logged into the client's table.
 
     ``path``: ``ProxyConfig.log``: ``request_id``, ``prefilled_s`` and ``routed_s`` (s of

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import Row
 from eldr_sim.outputs import whole_file
 from eldr_sim.validation.live.calibration.engine_calibration import (
     EngineCalibration,
@@ -31,7 +32,6 @@ from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
 from eldr_sim.validation.live.report.comparison import noise_floor
 from eldr_sim.validation.markdown import markdown_table
 
-Row = dict[str, Any]
 Told = Callable[[str, float], None]
 
 #: Largest error, %, by figure.

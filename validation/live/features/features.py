@@ -17,7 +17,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError, needed
+from eldr_sim.kinds import Row
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import draft_counters, request_times, summarise
 from eldr_sim.simulator.run import build_cluster
@@ -141,8 +143,6 @@ def _in_turns(load: Load, rate: float, seed: int) -> Load:
     info = load.info.model_copy(update={"num_requests": len(requests)})
     return Load(info, tuple(requests))
 
-
-Row = dict[str, Any]
 
 #: Figures of a run: TPOT's and TTFT's median and 99th percentile, and E2E's median.
 FIGURES = (("tpot", 50), ("tpot", 99), ("ttft", 50), ("ttft", 99), ("e2el", 50))
@@ -272,7 +272,7 @@ class Replay(NamedTuple):
     n_moe_layers: int
     #: ``ttft``, ``tpot`` and ``e2el`` as a client sees them, s, by request of the load; and the
     #: rows of the record, whose times are the wall's since the first request, that these are.
-    times: dict[str, NDArray[np.float64]]
+    times: dict[str, Floats]
     rows: NDArray[np.intp]
 
 
@@ -330,7 +330,7 @@ def replay(
 
 
 def _workload(
-    sent: Sent, block_size: int, ingress: NDArray[np.float64], egress_s: float
+    sent: Sent, block_size: int, ingress: Floats, egress_s: float
 ) -> tuple[Workload, NDArray[np.intp]]:
     """Return the requests as the engine's queue got them, and which row of the load each is.
     Prompts, and answers that others go on with, share the blocks whose tokens are equal."""
@@ -389,7 +389,7 @@ def live_figures(sent: Sent) -> Row:
     return figures(live_times(sent.requests))
 
 
-def live_times(requests: pa.Table) -> dict[str, NDArray[np.float64]]:
+def live_times(requests: pa.Table) -> dict[str, Floats]:
     """Return ``ttft``, ``tpot`` and ``e2el`` of requests that got tokens, s."""
     sent_s = requests["sent_s"].to_numpy()
     tokens = requests["token_s"].to_pylist()
@@ -399,7 +399,7 @@ def live_times(requests: pa.Table) -> dict[str, NDArray[np.float64]]:
     return {"ttft": first - sent_s, "tpot": tpot, "e2el": last - sent_s}
 
 
-def figures(times: Mapping[str, NDArray[np.float64]]) -> Row:
+def figures(times: Mapping[str, Floats]) -> Row:
     """Return TPOT's and TTFT's median and 99th percentile, and E2E's median, ms. ``times``:
     ``ttft``, ``tpot`` and ``e2el`` of each request, s."""
     return {f"{name} p{q}": 1e3 * float(np.nanpercentile(times[name], q)) for name, q in FIGURES}

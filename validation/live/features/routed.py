@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Floats
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import Row
 from eldr_sim.simulator.outcome.fault_metrics import time_to_recover
 from eldr_sim.simulator.outcome.metrics import summarise
 from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibration
@@ -34,10 +35,6 @@ from eldr_sim.validation.live.features.features import (
     replay,
     serve,
 )
-
-Row = dict[str, Any]
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
 
 _STRUCK_AT = 0.25  #: share of the load's arrivals before it happens
 _FREEZE_S = 10.0

@@ -17,6 +17,8 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
+from eldr_sim.kinds import Row
 from eldr_sim.planning.intervals import mean_known
 from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibration
 from eldr_sim.validation.live.live_run import LiveRun
@@ -27,9 +29,6 @@ from eldr_sim.validation.live.simulated.timestamps import (
     RequestTimestamps,
     live_timestamps,
 )
-
-FloatArray = NDArray[np.float64]
-Row = dict[str, Any]
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 STATISTICS = ("mean", "p50", "p90", "p99")
@@ -161,7 +160,7 @@ def _steps(
     }
 
 
-def _factors(run: LiveRun, calibrated: EngineCalibration) -> FloatArray:
+def _factors(run: LiveRun, calibrated: EngineCalibration) -> Floats:
     """Return how much longer the probe took at each step than at the speed of the tables."""
     name = np.array(run.steps["engine"].to_pylist())
     at, probe = run.steps["start_s"].to_numpy(), run.steps["probe_s"].to_numpy()

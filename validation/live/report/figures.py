@@ -3,12 +3,12 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from eldr_sim.kinds import Row
 from eldr_sim.planning.intervals import mean_known
 from eldr_sim.policies.routing.activation import cached_activation
 from eldr_sim.policies.routing.unions import log_idle, on_grid
@@ -18,8 +18,6 @@ from eldr_sim.validation.live.calibration.setup_calibration import calibrated_re
 from eldr_sim.validation.live.live_run import LiveRun
 from eldr_sim.validation.live.report.comparison import LiveComparison, noise_floor
 from eldr_sim.validation.live.simulated.steps import compositions_of
-
-Row = dict[str, Any]
 
 SETUPS = ("colocated", "1P1D", "1P2D")  #: set-ups that a full campaign has
 #: Decode policies of a full campaign on several decode engines.

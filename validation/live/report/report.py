@@ -2,13 +2,14 @@
 its folder holds, which is written whole or not at all."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import Progress, Row, silent
 from eldr_sim.outputs import write_rows
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.routing.format import open_trace
@@ -28,15 +29,9 @@ from eldr_sim.validation.live.report.pictures import draw_pictures
 from eldr_sim.validation.live.report.text import markdown
 from eldr_sim.validation.live.simulated.simulated_run import SimulatedRun, simulate_run
 
-Row = dict[str, Any]
-
 
 def write_report(
-    campaign: Path,
-    out: Path,
-    *,
-    force: bool = False,
-    progress: Callable[[float], None] = lambda _share: None,
+    campaign: Path, out: Path, *, force: bool = False, progress: Progress = silent
 ) -> Row:
     """Simulate the runs of a campaign again, compare, and write the report.
 
@@ -82,7 +77,7 @@ def _compared(
     campaign: Path,
     runs: Sequence[LiveRun],
     calibrated: Mapping[str, EngineCalibration],
-    progress: Callable[[float], None],
+    progress: Progress,
 ) -> LiveComparison:
     """Simulate and compare the runs, each set-up with its own calibration."""
     done = 0

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from eldr_sim.kinds import Row
 from eldr_sim.validation.live.report.comparison import grouped
 from eldr_sim.validation.live.simulated.timestamps import COMPONENTS
-
-Row = dict[str, Any]
 
 _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 _CAPTIONS = {

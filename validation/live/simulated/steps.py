@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.plane.steps.expert_union import add_prompt, count_experts, union_rows
 from eldr_sim.simulator.setup.replay import make_replay, prompt_rows
@@ -90,7 +91,7 @@ class StepUnions:
         self._prompts = prompt_rows(trace)
         self._union = np.zeros(self._decodes.bits.shape[1], np.uint64)
 
-    def distinct(self, step: Composition) -> NDArray[np.int64]:
+    def distinct(self, step: Composition) -> Ints:
         """Return the distinct experts of each MoE layer of a step."""
         first, union = self._decodes.first_row, self._union
         rows = [first[request] + n - self._prompt_len[request] for request, n in step.running]
@@ -142,9 +143,7 @@ def predict(
     return Prediction(parts.moe, parts.attention, rest_s)
 
 
-def durations(
-    run: LiveRun, steps: Sequence[Composition], queued_s: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def durations(run: LiveRun, steps: Sequence[Composition], queued_s: Floats) -> Floats:
     """Return the duration of each step of a recording, s.
 
     A step lasts until the engine's next step begins if the engine continued at once, else until its

@@ -6,10 +6,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.validation.live.calibration.engine_calibration import CalibrationInfo
 from eldr_sim.validation.live.live_run import LiveRun
-
-FloatArray = NDArray[np.float64]
 
 COMPONENTS = ("queue", "prefill", "transfer", "decode", "host")
 
@@ -18,52 +17,52 @@ COMPONENTS = ("queue", "prefill", "transfer", "decode", "host")
 class RequestTimestamps:
     """Timestamps of all requests, s: arrays of shape [requests], NaN where one is missing."""
 
-    sent_s: FloatArray  #: post by the client
-    queued_s: FloatArray  #: arrival in the queue of the engine that computes the prompt
+    sent_s: Floats  #: post by the client
+    queued_s: Floats  #: arrival in the queue of the engine that computes the prompt
     #: ``prefill_start_s``, ``prefill_end_s``: start of the prompt's first step; end of its last
     #: step.
-    prefill_start_s: FloatArray
-    prefill_end_s: FloatArray
+    prefill_start_s: Floats
+    prefill_end_s: Floats
     #: Arrival in the decode engine's queue; ``prefill_end_s`` on a co-located engine.
-    handed_s: FloatArray
+    handed_s: Floats
     #: Start of the first decode step; ``prefill_end_s`` on a co-located engine.
-    decode_start_s: FloatArray
+    decode_start_s: Floats
     #: ``first_step_s``, ``last_step_s``: end of the step that yields the first and the last token.
-    first_step_s: FloatArray
-    last_step_s: FloatArray
-    token_s: list[FloatArray]  #: arrival of each token at the client: an array per request
+    first_step_s: Floats
+    last_step_s: Floats
+    token_s: list[Floats]  #: arrival of each token at the client: an array per request
 
     @cached_property
-    def first_token_s(self) -> FloatArray:
+    def first_token_s(self) -> Floats:
         """Arrival of the first token at the client."""
         return np.array([times[0] if len(times) else np.nan for times in self.token_s])
 
     @cached_property
-    def last_token_s(self) -> FloatArray:
+    def last_token_s(self) -> Floats:
         """Arrival of the last token at the client."""
         return np.array([times[-1] if len(times) else np.nan for times in self.token_s])
 
     @property
-    def ttft_s(self) -> FloatArray:
+    def ttft_s(self) -> Floats:
         """Time from the post to the first token."""
         return self.first_token_s - self.sent_s
 
     @property
-    def e2el_s(self) -> FloatArray:
+    def e2el_s(self) -> Floats:
         """Time from the post to the last token."""
         return self.last_token_s - self.sent_s
 
     @property
-    def tpot_s(self) -> FloatArray:
+    def tpot_s(self) -> Floats:
         """Mean time per token after the first; NaN for requests of one token."""
         gaps = np.array([len(times) - 1 if len(times) > 1 else np.nan for times in self.token_s])
         return np.asarray((self.last_token_s - self.first_token_s) / gaps, np.float64)
 
-    def gaps_s(self, which: NDArray[np.intp]) -> FloatArray:
+    def gaps_s(self, which: NDArray[np.intp]) -> Floats:
         """Return the gaps between consecutive tokens of some requests, concatenated."""
         return np.concatenate([np.empty(0), *(np.diff(self.token_s[i]) for i in which)])
 
-    def components(self, of: str) -> dict[str, FloatArray]:
+    def components(self, of: str) -> dict[str, Floats]:
         """Split ``ttft`` or ``e2el`` into :data:`COMPONENTS`, s."""
         first = of == "ttft"
         end = self.first_step_s if first else self.last_step_s

@@ -13,8 +13,8 @@ union of a batch is that of drawn routing; graphs' padding rows choose experts a
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.kernels.tiled_moe import DEFAULT_TILES, TRITON, expert_blocks
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.sources.mi300x import FittedLayer
@@ -27,20 +27,18 @@ from eldr_sim.traces.requests.requests import make_requests
 from eldr_sim.traces.routing.statistics import mean_products
 from eldr_sim.validation.reproduce.eldr_measured.cells import N_DECODE, Cell, cells_of
 
-FloatArray = NDArray[np.float64]
-
 CONTEXT = {"task": 450.0, "language": 400.0}  #: mean tokens that a decoding sequence attends to
 _OUTPUT_TOKENS, _LARGEST, _DRAWS, _REQUESTS = 512, 256, 400, 400
 
 
-def drawn_union(model: str, load: str) -> FloatArray:
+def drawn_union(model: str, load: str) -> Floats:
     """Expected distinct experts of a layer by batch, 0 to 256, under the load's drawn routing."""
     config = make_config({"model": model, "workload": load, "output_len": _OUTPUT_TOKENS})
     trace = routing_of(config, load_model(model))
     asked = Load(load, 60.0, num_requests=_REQUESTS, output_len=_OUTPUT_TOKENS)
     requests = make_requests(trace.texts, asked)
     activation = trace.decode_activation(requests.text).astype(np.float64)
-    union: FloatArray = (1.0 - mean_products(1.0 - activation, _LARGEST)).sum(-1).mean(-1)
+    union: Floats = (1.0 - mean_products(1.0 - activation, _LARGEST)).sum(-1).mean(-1)
     return union
 
 
@@ -91,12 +89,8 @@ def _tiles_seen(cells: Sequence[Cell]) -> dict[int, int]:
 
 
 def _of_cell(
-    steps: StepTimeModel,
-    cell: Cell,
-    union: FloatArray,
-    tiles: dict[int, int],
-    rng: np.random.Generator,
-) -> tuple[FloatArray, float]:
+    steps: StepTimeModel, cell: Cell, union: Floats, tiles: dict[int, int], rng: np.random.Generator
+) -> tuple[Floats, float]:
     """Mean over batches of what the constants multiply, of all layers, and of all else in s.
     Batches scatter as workers' do that get every 16th of Poisson arrivals."""
     sizes, firsts = padded_sizes(1024, 8192), np.array(list(tiles))

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Ints
 from eldr_sim.charts import Draw, bars, lines
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all, uniform_copies
@@ -83,7 +83,7 @@ def steps_of(model: str, gpu: GPU, layout: Parallelism) -> StepTimeModel:
 def step_s(
     routing: Routing,
     step_time: StepTimeModel,
-    batches: NDArray[np.int64],
+    batches: Ints,
     ratio: float,
     choice: str,
     *,

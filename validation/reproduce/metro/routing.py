@@ -6,8 +6,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.charts import bars
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
@@ -40,14 +40,14 @@ class Routing:
     domain: str
 
     @cached_property
-    def rows(self) -> NDArray[np.int64]:
+    def rows(self) -> Ints:
         """Rows of the trace that decode steps of serving requests feed."""
         trace = self.trace
         mine = trace.domain == trace.domains.index(self.domain)
         return ranges(*trace.decode_window(np.flatnonzero(mine & ~trace.is_calibration)))
 
     @cached_property
-    def load(self) -> NDArray[np.float64]:
+    def load(self) -> Floats:
         """Load of every expert, ``[layers, experts]``, from calibration requests."""
         mix = {self.domain: 1.0}
         calibration = calibration_set(self.trace, workload="trace", domain_mix=mix)
@@ -60,7 +60,7 @@ class Routing:
         group = ExpertGroup((), n_layers, n_experts, self.n_ranks, redundant)
         return balance(self.load, group)
 
-    def batches(self, batch: int, n: int, seed: int = 0) -> NDArray[np.int64]:
+    def batches(self, batch: int, n: int, seed: int = 0) -> Ints:
         """Draw ``n`` batches of tokens of any requests, shape [n, batch]."""
         rng = stream(seed, f"metro batches {self.name} {batch}")
         return self.rows[rng.integers(len(self.rows), size=(n, batch))]
@@ -77,11 +77,7 @@ class Steps:
 
 
 def route(
-    routing: Routing,
-    placement: Placement,
-    choice: str,
-    batches: NDArray[np.int64],
-    moe: RankMoE | None = None,
+    routing: Routing, placement: Placement, choice: str, batches: Ints, moe: RankMoE | None = None
 ) -> Steps:
     """Return what a choice makes of batches of tokens, ``[steps, tokens]`` rows of the trace."""
     n_layers, n_experts = routing.load.shape

@@ -18,16 +18,16 @@ million tokens of each; 1K, 8K and 32K are assumed.
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import brentq
 
+from eldr_sim.arrays import Ints
 from eldr_sim.errors import InputError
+from eldr_sim.kinds import AnyPath
 from eldr_sim.outputs import whole_file
 
 BLOCK_TOKENS = 16  #: tokens of a hashed block, vLLM's KV block
@@ -70,7 +70,7 @@ class Prompt(NamedTuple):
     blocks: tuple[int, ...]
 
 
-def lengths(dataset: Dataset, n: int) -> NDArray[np.int64]:
+def lengths(dataset: Dataset, n: int) -> Ints:
     """Return ``n`` prompt lengths of a dataset, ascending: quantiles of the greatest entropy. The
     density falls (or grows) exponentially from the shortest to the longest, at the rate that gives
     the mean."""
@@ -83,7 +83,7 @@ def lengths(dataset: Dataset, n: int) -> NDArray[np.int64]:
     rate = brentq(excess, 1e-6, 500.0) if mean < 0.5 else brentq(excess, -500.0, -1e-6)
     places = (np.arange(n) + 0.5) / n
     drawn = -np.log1p(places * np.expm1(-rate)) / rate
-    rounded: NDArray[np.int64] = np.rint(dataset.shortest + width * drawn).astype(np.int64)
+    rounded: Ints = np.rint(dataset.shortest + width * drawn).astype(np.int64)
     return rounded
 
 
@@ -146,10 +146,7 @@ def shareable_tokens(prompts: Sequence[Prompt]) -> int:
 
 
 def write_log(
-    prompts: Sequence[Prompt],
-    path: str | os.PathLike[str],
-    rate: float = math.inf,
-    arrivals: int = 0,
+    prompts: Sequence[Prompt], path: AnyPath, rate: float = math.inf, arrivals: int = 0
 ) -> None:
     """Write prompts as a request log in Mooncake's format, one output token each. ``--workload
     FILE`` reads it; equal arrivals keep their order. Requests come all at once, or ``rate`` a

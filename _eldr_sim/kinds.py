@@ -1,0 +1,13 @@
+"""Names of types that many modules take; this one imports nothing that takes time."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+Row = dict[str, Any]
+AnyPath = str | os.PathLike[str]
+Progress = Callable[[float], None]
+
+
+def silent(_share: float) -> None:
+    """Tell nobody how far it is."""
