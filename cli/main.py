@@ -28,7 +28,7 @@ _COMMANDS = {
     "tables": ("listing:tables", "List and import latency tables."),
     "trace": ("trace:trace", "Inspect, list and import routing traces."),
     "validate": ("validate:validate", "Compare the simulator with measured runs."),
-    "what-if": ("what_if:what_if", "Change one thing at a time in a run."),
+    "what-if": ("compare:what_if", "Change one thing at a time in a run."),
 }
 
 

@@ -37,7 +37,7 @@ def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: An
         result = simulate(config, update)
     if out is not None:
         if timeline:
-            from eldr_sim.reports.timeline import write_timeline
+            from eldr_sim.reports.run_pictures import write_timeline
 
             tables = result.requests, result.steps
             extras.append(lambda folder: write_timeline(folder / "timeline.json", *tables))

@@ -12,7 +12,7 @@ As vLLM does (``--tensor-parallel-size``, ``--enable-expert-parallel``, ``--data
   (``FusedMoEParallelConfig.use_all2all_kernels`` needs data parallelism or sequence parallelism).
 - An engine of several nodes reduces inside each and then between them, GPUs of the same place.
 - With pipeline parallelism (``--pipeline-parallel-size``) the layers are cut into stages of that
-  many times the GPUs (:mod:`~eldr_sim.kernel_profiles.steps.pipeline`).
+  many times the GPUs (:mod:`~eldr_sim.kernel_profiles.steps.step_time`).
 - With data parallelism as many engines, of ``tensor_parallel_size`` GPUs each, have attention,
   dense layers and KV caches of their own and share the experts, which lie on the GPUs of all of
   them: ``FusedMoEParallelConfig.make`` spreads (or cuts) them over data times tensor parallel

@@ -361,7 +361,7 @@ def _collectives(workbench: Workbench) -> Outcome:
     if count < 2:
         here = "the CPU" if device.is_cpu else "one GPU is here"
         raise InputError("collectives", f"need several GPUs, and this is {here}")
-    from eldr_sim.kernel_profiles.profile.collectives import measure_collectives
+    from eldr_sim.kernel_profiles.profile.links import measure_collectives
 
     workbench.clear()
     about = ("float16", "NCCL", f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}")
@@ -374,7 +374,7 @@ def _collectives(workbench: Workbench) -> Outcome:
 
 
 def _nixl(workbench: Workbench) -> Outcome:
-    from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, nixl_version
+    from eldr_sim.kernel_profiles.profile.links import measure_transfers, nixl_version
 
     times, first_contact = measure_transfers(workbench.device.torch_device)
     memory = "dram" if workbench.device.is_cpu else "vram"

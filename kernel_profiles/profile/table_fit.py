@@ -19,7 +19,7 @@ from scipy.optimize import nnls
 from eldr_sim.arrays import Bools, Floats
 from eldr_sim.kernel_profiles.kernels import kernel_latency, moe_latency
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out
-from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
+from eldr_sim.kernel_profiles.profile.links import fit_transfer
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
 

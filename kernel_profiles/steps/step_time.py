@@ -35,6 +35,8 @@ from eldr_sim.kernel_profiles.tables.format import LatencyTable, Provenance, wea
 if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.steps.step_cost import StepParts
 
+from eldr_sim.kernel_profiles.kernels import roofline
+from eldr_sim.kernel_profiles.tables.format import provenance_of
 
 _DENSE_ROWS = 1024  # of a rank's MoE table; beyond, each is 2% more than the one before
 
@@ -306,4 +308,35 @@ def _with_states(
         prompt_alone_s=cost.prompt_alone_s + layers * prefill.alone_s,
         prompt_share_s=cost.prompt_share_s + layers * prefill.share_s,
         prompt_floor_s=cost.prompt_floor_s + layers * prefill.floor_s,
+    )
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Stages, and how long hidden states take from one to the next."""
+
+    shares: tuple[float, ...]  #: part of the layers that each stage has; their sum is 1
+    #: ``send_s``, ``send_token_s``: seconds of a send whatever it holds, and for each token.
+    send_s: float
+    send_token_s: float
+    provenance: dict[str, dict[str, Any]]  #: of the sends: label and origin
+
+
+def stage_layers(n_layers: int, n_stages: int) -> list[int]:
+    """Return the layers of each stage; what is left over goes to the stages before the last."""
+    each, left = divmod(n_layers, n_stages)
+    last = n_stages - 1
+    return [each + (last - left <= stage < last) for stage in range(n_stages)]
+
+
+def plan_pipeline(model: ModelDims, gpu: GPU, n_stages: int) -> PipelinePlan:
+    """Cut a model into stages on GPUs of one node."""
+    layers = stage_layers(model.n_layers, n_stages)
+    efficiency = roofline.efficiency_of(gpu)
+    bandwidth = efficiency.link_bandwidth * gpu.peer_bandwidth(2)
+    return PipelinePlan(
+        tuple(count / model.n_layers for count in layers),
+        efficiency.collective_floor_s,
+        2 * 2 * model.hidden_size / bandwidth,  # hidden states and residual, bfloat16
+        {"stage_sends": provenance_of("roofline", efficiency.source)},
     )

@@ -12,7 +12,7 @@ from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels.flops import PrefillWork, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.steps.pipeline import PipelinePlan, plan_pipeline
+from eldr_sim.kernel_profiles.steps.step_time import PipelinePlan, plan_pipeline
 from eldr_sim.kernel_profiles.steps.weight_streaming import (
     Stream,
     StreamPlan,

@@ -10,14 +10,13 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.profile import attention, device, moe, timing
 from eldr_sim.kernel_profiles.profile import measurement_plan as plan
-from eldr_sim.kernel_profiles.profile.collectives import measure_collectives
 from eldr_sim.kernel_profiles.profile.dense import Elementwise
 from eldr_sim.kernel_profiles.profile.device import open_device
 from eldr_sim.kernel_profiles.profile.grid import MoEPoint, moe_levels
 from eldr_sim.kernel_profiles.profile.host_gap import measure_host_gap
+from eldr_sim.kernel_profiles.profile.links import measure_collectives, measure_transfers
 from eldr_sim.kernel_profiles.profile.measurement_plan import Target
 from eldr_sim.kernel_profiles.profile.moe import MoEBench, TorchMoE
-from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers
 from eldr_sim.kernel_profiles.profile.timing import CpuTimer
 from eldr_sim.kernel_profiles.profile.weights import ExpertWeights, MoEShape
 from eldr_sim.kernel_profiles.tables.format import load_table

@@ -8,7 +8,7 @@ from eldr_sim.kernel_profiles.kernels.moe_latency import MoEGrid, fit_moe_latenc
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.profile import table_fit as fit
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out, moe_levels
-from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
+from eldr_sim.kernel_profiles.profile.links import fit_transfer
 from eldr_sim.kernel_profiles.profile.plots import plot_profile
 from eldr_sim.kernel_profiles.profile.records import MAIN, Record, tables_of
 from eldr_sim.kernel_profiles.profile.table_fit import differences

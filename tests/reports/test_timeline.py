@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from eldr_sim.reports.timeline import write_timeline
+from eldr_sim.reports.run_pictures import write_timeline
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.steps.pipeline import PipelinePlan
+from eldr_sim.kernel_profiles.steps.step_time import PipelinePlan
 from eldr_sim.kernel_profiles.steps.weight_streaming import Stream, StreamPlan, plan_stream
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.plane.steps.streamed import _pass_stages

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.steps.pipeline import PipelinePlan
+from eldr_sim.kernel_profiles.steps.step_time import PipelinePlan
 from eldr_sim.kernel_profiles.steps.weight_streaming import Stream, StreamPlan
 from eldr_sim.simulator.setup.memory import StreamedExperts
 from eldr_sim.simulator.setup.streaming import PromptLayout

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from eldr_sim.validation.published import pd, silicon_routing
+from eldr_sim.validation.published import pd, silicon_rows
 from eldr_sim.validation.published.pd import OUTPUT, pd_rows, predict_pd
 from eldr_sim.validation.published.predictions import shipped_rows
 
@@ -26,8 +26,8 @@ def test_rows_agree_with_themselves():
 
 
 def test_predictions_do_not_see_the_measured_figures_and_name_their_preset(monkeypatch):
-    monkeypatch.setattr(silicon_routing, "REQUESTS", 2)
-    monkeypatch.setattr(silicon_routing, "_DRAWN_PROMPT", 64)
+    monkeypatch.setattr(silicon_rows, "REQUESTS", 2)
+    monkeypatch.setattr(silicon_rows, "_DRAWN_PROMPT", 64)
     monkeypatch.setattr(pd, "RATE", 1.0)
     other = [replace(row, measured=dict.fromkeys(row.measured, 1.0)) for row in LATE]
     one, two = (predict_pd(rows, requests=8).to_pylist() for rows in (LATE, other))

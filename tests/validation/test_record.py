@@ -396,7 +396,7 @@ def test_runs_of_other_moe_runners_have_other_tables(make_file, deepseek, tmp_pa
 
     monkeypatch.setattr(record, "case_tables", tables)
     monkeypatch.setattr(record, "predict_load", predict)
-    monkeypatch.setattr(record.silicon_routing, "make_routing", lambda path, *_: path.touch())
+    monkeypatch.setattr(record.silicon_rows, "make_routing", lambda path, *_: path.touch())
     for row in rows:
         record._predict(row, str(tmp_path))
     assert made == [("DEEPGEMM", ["DEEPGEMM"]), ("TRTLLM", ["TRTLLM"])]

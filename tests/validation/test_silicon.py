@@ -13,7 +13,7 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import moe_shape
 from eldr_sim.kernel_profiles.tables.library import find_table
-from eldr_sim.validation.published import silicon, silicon_routing
+from eldr_sim.validation.published import silicon, silicon_rows
 from eldr_sim.validation.published.predictions import errors_of
 from eldr_sim.validation.published.silicon import growth_error, predict_rows, worst_rows
 from eldr_sim.validation.published.silicon_rows import (
@@ -130,7 +130,7 @@ def assert_measurements_do_not_matter(rows, **options):
 
 def test_predictions_do_not_see_the_measured_figures(monkeypatch):
     """Nothing is fitted on the scored rows: other measurements, the same predictions."""
-    monkeypatch.setattr(silicon_routing, "REQUESTS", 2)
+    monkeypatch.setattr(silicon_rows, "REQUESTS", 2)
     assert {f.name for f in fields(Case)}.isdisjoint({"ttft_ms", "tpot_ms"})
     assert_measurements_do_not_matter([make_row(1), make_row(4)], moe_kernel="newest")
 
@@ -144,7 +144,7 @@ class TestOtherModels:
 
     @pytest.mark.parametrize("name", ["minimax-m2.5", "qwen3-235b", "kimi-k2.5", "llama-70b-fp8"])
     def test_predictions_do_not_see_the_measured_figures(self, name, monkeypatch):
-        monkeypatch.setattr(silicon_routing, "REQUESTS", 2)
+        monkeypatch.setattr(silicon_rows, "REQUESTS", 2)
         rows = [r for r in read_rows(target=MEASURED_MODELS[name]) if r.case.gpu == "H200"]
         case = replace(rows[0].case, input_len=128, output_len=32)
         rows = [replace(rows[0], case=replace(case, concurrency=c)) for c in (1, 4)]
@@ -487,7 +487,7 @@ def test_a_version_tokenises_in_its_own_way(version, backend, mode):
 
 def test_forms_change_what_they_say(monkeypatch):
     """A front end delays first tokens, a slower CPU more; uneven routing reads fewer experts."""
-    monkeypatch.setattr(silicon_routing, "REQUESTS", 4)
+    monkeypatch.setattr(silicon_rows, "REQUESTS", 4)
     bare = silicon.Form(routing="uniform", frontend=None)
 
     def predicted(**changes):

@@ -27,7 +27,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.traces.workload import Workload
-from eldr_sim.validation.published import silicon_routing
+from eldr_sim.validation.published import silicon_rows
 from eldr_sim.validation.published.predictions import PublishedRow, predict, shipped_rows, simulate
 from eldr_sim.validation.published.silicon import Form, front_end
 from eldr_sim.validation.published.silicon_rows import MeasuredModel
@@ -97,13 +97,13 @@ def repeating_workload(requests: Requests, seed: int = 0) -> Workload:
     arrival, prompt, output = requests
     n, rng = len(arrival), np.random.default_rng(seed)
     which = np.arange(n) % PROMPTS
-    trace = (which % silicon_routing.REQUESTS).astype(np.int32)
+    trace = (which % silicon_rows.REQUESTS).astype(np.int32)
     blocks = prompt // BLOCK
     indptr = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int64)
     place = np.arange(indptr[-1]) - np.repeat(indptr[:-1], blocks)
     return Workload.plain(
         arrival, (prompt, output), trace,
-        replay_offset=rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32),
+        replay_offset=rng.integers(silicon_rows.OUTPUT, size=n).astype(np.int32),
         prefix_hash=(np.repeat(which, blocks) * 2**20 + place + 1).astype(np.uint64),
         prefix_indptr=indptr,
         prefix_text=np.repeat(trace, blocks).astype(np.int32),
@@ -150,7 +150,7 @@ def _simulate(
     trace = work / model
     if not trace.exists():
         target = MeasuredModel(model, model, ("newest",), "bf16")
-        silicon_routing.make_routing(trace, form.routing, target)
+        silicon_rows.make_routing(trace, form.routing, target)
     arrival, prompt, counted = read_requests(folder, load)
     fields = {
         "topology": "1C",

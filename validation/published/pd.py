@@ -22,7 +22,7 @@ from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.setup.transfer import HAND_OVERS
 from eldr_sim.traces.workload import Workload
-from eldr_sim.validation.published import silicon_routing
+from eldr_sim.validation.published import silicon_rows
 from eldr_sim.validation.published.predictions import PublishedRow, predict, shipped_rows, simulate
 from eldr_sim.validation.published.silicon import Form, front_end, tokenizer_mode
 from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS
@@ -86,7 +86,7 @@ def predict_pd(
     target, warm_up = MEASURED_MODELS[MODEL], min(_WARM_UP, requests // 4)
 
     def begin(work: Path) -> Callable[[Workers], dict[str, float | None]]:
-        trace = silicon_routing.drawn_trace(work / "trace", target=target)
+        trace = silicon_rows.drawn_trace(work / "trace", target=target)
 
         def predicted(case: Workers) -> dict[str, float | None]:
             pool = {"tensor_parallel_size": case.prefill_size} if "D" in case.topology else {}
@@ -125,10 +125,10 @@ def _tables(folder: Path, case: Workers) -> Path | None:
 def _workload(n: int, seed: int) -> Workload:
     """Return Poisson arrivals of requests of one length."""
     rng = np.random.default_rng(seed)
-    which = rng.integers(silicon_routing.REQUESTS, size=n).astype(np.int32)
+    which = rng.integers(silicon_rows.REQUESTS, size=n).astype(np.int32)
     arrival_s = np.cumsum(rng.exponential(1.0 / RATE, n))
     lengths = (np.full(n, tokens, np.int32) for tokens in (PROMPT, OUTPUT))
-    offset = rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32)
+    offset = rng.integers(silicon_rows.OUTPUT, size=n).astype(np.int32)
     return Workload.plain(arrival_s, lengths, which, replay_offset=offset)
 
 

@@ -20,7 +20,7 @@ from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress, silent
 from eldr_sim.validation.markdown import markdown_table
-from eldr_sim.validation.published import advice, silicon_routing
+from eldr_sim.validation.published import advice, silicon_rows
 from eldr_sim.validation.published.silicon import (
     Form,
     Load,
@@ -174,7 +174,7 @@ def _figures(row: Row, folder: str) -> dict[str, float] | str:
     try:
         with _once(own / "trace") as trace:
             if not trace.exists() and not target.dims().is_dense:
-                silicon_routing.make_routing(trace, form.routing, target)
+                silicon_rows.make_routing(trace, form.routing, target)
         with _once(own / pool) as tables:
             if not tables.exists():
                 made = tables.with_name(f"{tables.name}.part")

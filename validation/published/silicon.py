@@ -42,15 +42,15 @@ from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.plane.front_end import Mode
 from eldr_sim.simulator.setup.config.engines import default_fields
 from eldr_sim.traces.workload import Workload
-from eldr_sim.validation.published import silicon_routing
+from eldr_sim.validation.published import silicon_rows
 from eldr_sim.validation.published.launch_scripts import HOPPER, MOE_RUNNERS, Script
 from eldr_sim.validation.published.predictions import PublishedRow, errors_of, predict, simulate
-from eldr_sim.validation.published.silicon_routing import Routing
 from eldr_sim.validation.published.silicon_rows import (
     MEASURED_MODELS,
     Case,
     MeasuredModel,
     MeasuredRun,
+    Routing,
     redundant_experts,
 )
 
@@ -342,9 +342,9 @@ def _closed_loop(case: Case, target: MeasuredModel) -> Workload:
         least = int(0.8 * longest) if target.inferencex else longest
         return rng.integers(least, longest + 1, n).astype(np.int32)
 
-    which = rng.integers(silicon_routing.REQUESTS, size=n).astype(np.int32)
+    which = rng.integers(silicon_rows.REQUESTS, size=n).astype(np.int32)
     drawn = lengths(case.input_len), lengths(case.output_len)
-    offset = rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32)
+    offset = rng.integers(silicon_rows.OUTPUT, size=n).astype(np.int32)
     if target.dims().is_dense:
         which, offset = 0 * which, 0 * offset
     return Workload.plain(np.zeros(n), drawn, which, replay_offset=offset)
@@ -449,7 +449,7 @@ def predict_rows(
     def begin(work: Path) -> Callable[[Load], dict[str, float]]:
         trace = None
         if not target.dims().is_dense:
-            trace = silicon_routing.make_routing(work / "trace", form.routing, target)
+            trace = silicon_rows.make_routing(work / "trace", form.routing, target)
         cases = sorted({row.case for row in rows})
         tables = case_tables(work / "tables", cases, moe_kernel, target, form)
         return lambda load: predict_load(load, target, form, tables, trace)

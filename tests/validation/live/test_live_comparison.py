@@ -10,8 +10,8 @@ import pytest
 
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibration
+from eldr_sim.validation.live.report import comparison
 from eldr_sim.validation.live.report.comparison import compare_runs, noise_floor
-from eldr_sim.validation.live.report.report import comparison
 from eldr_sim.validation.live.simulated.simulated_run import simulate_run
 from eldr_sim.validation.live.simulated.steps import compositions, durations
 from eldr_sim.validation.live.simulated.timestamps import live_timestamps

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
+from eldr_sim.kernel_profiles.profile.links import fit_transfer
 from eldr_sim.kernel_profiles.profile.timing import Timing
 from eldr_sim.kernel_profiles.tables import format
 from eldr_sim.simulator.setup.transfer import TransferModel

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, nixl_version
+from eldr_sim.kernel_profiles.profile.links import measure_transfers, nixl_version
 from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace

@@ -16,9 +16,12 @@ from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.kernels.flops import mfu, peak_flops, prefill_flops
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.steps.pipeline import plan_pipeline
 from eldr_sim.kernel_profiles.steps.step_cost import StepParts, rank_moe_s
-from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.kernel_profiles.steps.step_time import (
+    StepTimeModel,
+    build_step_time_model,
+    plan_pipeline,
+)
 from eldr_sim.kernel_profiles.steps.weight_streaming import plan_stream
 from eldr_sim.planning.search.prefill import BACKENDS, BUDGETS
 from eldr_sim.planning.search.prefill_strategy import KINDS, PrefillStrategy

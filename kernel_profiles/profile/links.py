@@ -1,14 +1,17 @@
-"""KV transfers with the real NIXL library between two agents of this machine.
+"""What GPUs and workers send each other: collectives in a node, and KV transfers with the real NIXL.
 
-The decode worker's agent reads blocks that the prefill worker's agent has registered, as vLLM's
-NixlConnector does. Times run from posting to completion, so they hold set-up, one cost a
-descriptor, and the bytes; :func:`fit_transfer` tells the three apart. Registration and the
-exchange of metadata come once a pair of workers and are timed apart.
+Collectives by ``torch.distributed``, one process a GPU (NCCL on NVIDIA, RCCL on AMD by the same
+name; Gloo serves CPUs, for tests); their time is that of the slowest rank. Of transfers the decode
+worker's agent reads blocks that the prefill worker's has registered, as vLLM's NixlConnector does,
+timed from posting to completion: set-up, one cost a descriptor, and the bytes, which
+:func:`fit_transfer` tells apart. Registration and metadata come once a pair of workers.
 """
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -114,3 +117,82 @@ def _blocks(agent: Any, tensor: Any, block: int, count: int) -> Any:
     memory = "VRAM" if tensor.is_cuda else "DRAM"
     rows = [(address + 2 * block * index, block, device) for index in range(count)]
     return agent.get_xfer_descs(rows, mem_type=memory)
+
+
+OPERATIONS = ("all_reduce", "all_gather", "alltoall")
+MESSAGE_BYTES = tuple(1 << power for power in range(10, 29, 2))
+_REPEATS = 20
+
+
+def measure_collectives(
+    backend: str,
+    n_ranks: int,
+    sizes: Sequence[int] = MESSAGE_BYTES,
+    operations: Sequence[str] = OPERATIONS,
+) -> dict[tuple[str, int], Timing]:
+    """Time collectives between ``n_ranks`` processes of this node, one a GPU; returns a dict by
+    (operation, bytes).
+
+    ``backend``: ``nccl``, or ``gloo`` for CPUs; ``sizes``: bytes of the sum (all-reduce), of all
+    parts together (all-gather), that a rank sends (all-to-all); ``operations``: of
+    :data:`OPERATIONS`.
+    """
+    torch = require_torch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(
+        _rank, (backend, n_ranks, port, tuple(sizes), tuple(operations), results), nprocs=n_ranks
+    )
+    by_rank = [results.get() for _ in range(n_ranks)]
+    return {
+        key: Timing.of(np.max([samples[key] for samples in by_rank], axis=0).tolist())
+        for key in by_rank[0]
+    }
+
+
+def _rank(
+    rank: int,
+    backend: str,
+    n_ranks: int,
+    port: int,
+    sizes: Sequence[int],
+    operations: Sequence[str],
+    results: Any,
+) -> None:
+    torch = require_torch()
+    import torch.distributed as dist
+
+    cuda = backend == "nccl"
+    if cuda:
+        torch.cuda.set_device(rank)
+    device = "cuda" if cuda else "cpu"
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n_ranks
+    )
+    samples = {}
+    for operation in operations:
+        for size in sizes:
+            part = torch.ones(max(1, size // 2 // n_ranks), dtype=torch.bfloat16, device=device)
+            whole = torch.ones(len(part) * n_ranks, dtype=torch.bfloat16, device=device)
+            spare = torch.empty_like(whole)
+
+            run = {
+                "all_reduce": partial(dist.all_reduce, whole),
+                "all_gather": partial(dist.all_gather_into_tensor, whole, part),
+                "alltoall": partial(dist.all_to_all_single, spare, whole),
+            }[operation]
+            times = []
+            for _ in range(_REPEATS + 3):
+                dist.barrier()
+                if cuda:
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
+                run()
+                if cuda:
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - start)
+            samples[operation, size] = times[3:]
+    results.put(samples)
+    dist.destroy_process_group()
