@@ -1,4 +1,4 @@
-"""What GPUs and workers send each other: collectives in a node, and KV transfers with the real NIXL.
+"""What GPUs and workers send each other: collectives in a node, KV transfers with the real NIXL.
 
 Collectives by ``torch.distributed``, one process a GPU (NCCL on NVIDIA, RCCL on AMD by the same
 name; Gloo serves CPUs, for tests); their time is that of the slowest rank. Of transfers the decode
