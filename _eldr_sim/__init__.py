@@ -6,8 +6,7 @@ The commands are functions, and their options are keywords (docs/python.md)::
 
     result = es.run(policy="eldr", topology="8P16D", request_rate=80)
 
-A name is imported when it is first used, so that ``import eldr_sim`` stays light.
-"""
+A name is imported when it is first used, so that ``import eldr_sim`` stays light."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,14 @@
-"""Names of types of arrays; their shapes stand where they are used."""
+"""Arrays, by the type of their numbers."""
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+Array = NDArray[Any]
+Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+Int32s = NDArray[np.int32]
+Records = NDArray[np.void]
+Words = NDArray[np.uint64]

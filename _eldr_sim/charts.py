@@ -22,8 +22,7 @@ def write_picture(
 
     ``to``: the PNG; ``draw``: draws; A panel with labels gets a legend, unless ``draw`` made one or
     a panel before shows the same labels; ``size``: inches; ``title``: over all panels; ``dpi``:
-    dots per inch. Raises InputError where matplotlib is not installed.
-    """
+    dots per inch. Raises InputError where matplotlib is not installed."""
     needed("matplotlib", "plot", PLOT)
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -13,8 +13,7 @@ class InputError(ValueError):
 
     ``field``: name of the offending option, config field, file or column; ``problem``: what was
     wrong, with the value seen; ``allowed``: what would have been accepted; left out of the message
-    when empty.
-    """
+    when empty."""
 
     def __init__(self, field: str, problem: str, allowed: str = "") -> None:
         self.field = field

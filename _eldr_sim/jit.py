@@ -7,8 +7,7 @@ It makes every function ready to run by itself: it optimises its code, with that
 that it calls, and translates it for the processor. A caller needs none of that: it takes in the
 intermediate code and does the same again. So a function deep in the simulator was optimised once
 for each level above it. Here (`inlined`) it stays intermediate code, and is kept in the cache as
-such.
-"""
+such."""
 
 import gc
 import hashlib
@@ -142,8 +141,7 @@ def njit(
 
     ``inlined``: whether only compiled code calls the function: it then takes less time;
     ``restrict``: of these: whether what it writes overlaps no other array that it gets;
-    ``options``: of ``numba.njit``, but for ``cache``.
-    """
+    ``options``: of ``numba.njit``, but for ``cache``."""
     if inlined:
         only_code = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         kind = RestrictedCompiler if restrict else InlinedCompiler

@@ -108,8 +108,7 @@ def vllm(
     """Generate with an offline vLLM from MODEL (folder or hub name) and record.
 
     Needs vLLM (docs/capture.md). For a server, start `vllm serve` with ELDR_SIM_CAPTURE=DIR
-    instead and use `collect` afterwards.
-    """
+    instead and use `collect` afterwards."""
     prompts = read_prompts(prompts_file, domain_field=domain_field)
     token_ids = tokenize(model, prompts, max_prompt_tokens=max_prompt_tokens)
     with progress_bar("Capturing") as update:

@@ -78,8 +78,7 @@ def compare(
     """Run policies over the same requests; print differences with 95% confidence intervals.
 
     With --drafts, run numbers of drafts instead, at several requests in flight; with --autoscale,
-    autoscalers.
-    """
+    autoscalers."""
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.compare.policies import MARKER
 
@@ -213,8 +212,7 @@ def what_if(
 ) -> None:
     """Make changes to the run BASE, a result folder, its config.json or a YAML file.
 
-    Base and changes run under the same seeds; differences come with 95% confidence intervals.
-    """
+    Base and changes run under the same seeds; differences come with 95% confidence intervals."""
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.compare.what_if import MARKER, read_base
     from eldr_sim.planning.compare.what_if import what_if as make_what_if

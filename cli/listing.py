@@ -22,8 +22,7 @@ def gpus(context: click.Context, model: str) -> None:
 
     `--gpu` also takes the path of a gpu.json (docs/formats.md): `gpus show H100 --json > mine.json`
     prints one to edit. Rents are what was published in 2026, lowest to highest; a plan takes yours
-    by `--price`.
-    """
+    by `--price`."""
     if context.invoked_subcommand is None:
         _list_gpus(model)
 
@@ -113,8 +112,7 @@ def models() -> None:
 def schema() -> None:
     """Print the JSON schema of `--config`, for editors that check YAML.
 
-    In VS Code: `# yaml-language-server: $schema=eldr-sim.schema.json` in the file's first line.
-    """
+    In VS Code: `# yaml-language-server: $schema=eldr-sim.schema.json` in the file's first line."""
     import json
 
     from eldr_sim.policies.choice import DECISION_OF
@@ -150,8 +148,7 @@ def policies() -> None:
     """List the policies of each decision, and their parameters.
 
     `--policy eldr:tau=0.2,layer_mask=all` gives parameters; a file may say
-    `policy: {name: eldr, tau: 0.2}`.
-    """
+    `policy: {name: eldr, tau: 0.2}`."""
     from eldr_sim.policies import registry
     from eldr_sim.policies.choice import FIELDS
     from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -231,8 +228,7 @@ def list_tables() -> None:
 def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any) -> None:
     """Import a GPU's tables from the package aiconfigurator-core.
 
-    Use them with `eldr-sim run --tables DIR`. Needs `pip install eldr-sim[aiconfigurator]`.
-    """
+    Use them with `eldr-sim run --tables DIR`. Needs `pip install eldr-sim[aiconfigurator]`."""
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.kernel_profiles.parallel import Parallelism
     from eldr_sim.kernel_profiles.sources.aiconfigurator_import import import_tables

@@ -108,8 +108,7 @@ def plan(
 
     With --topology, find the highest rate of this cluster within the SLO; with --gpus N, the
     shape and split of N GPUs that carry the highest rate; with --load or --autoscale, the cheapest
-    autoscaler and fleet for a load that changes. Exit code 1 if there is none.
-    """
+    autoscaler and fleet for a load that changes. Exit code 1 if there is none."""
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.search.answer import MARKER
 
@@ -332,8 +331,7 @@ def _with_window(config: RunConfig, objective: Objective, options: dict[str, Any
 
     A warm-up is as long as requests live that just keep the TPOT bound: a cluster is full then. Of
     a part of a log those before it are as long as nine in ten of the log are. A whole log has none,
-    nor have a load that changes and sessions, all of whose turns count.
-    """
+    nor have a load that changes and sessions, all of whose turns count."""
     whole = config.measures_whole_log or config.n_sessions is not None or bool(config.load)
     if options["num_requests"] is not None or whole:
         return config

@@ -59,8 +59,7 @@ def profile(
 
     Coarse over all kernels first, then finer, until the budget ends; --resume goes on. Needs
     `pip install eldr-sim[profile]`; KV transfers also `pip install nixl`. With --frontend only
-    `pip install eldr-sim[frontend]`, for `eldr-sim run --frontend`.
-    """
+    `pip install eldr-sim[frontend]`, for `eldr-sim run --frontend`."""
     if frontend is not None:
         _front_end(frontend, text, out)
         return

@@ -31,8 +31,7 @@ from eldr_sim.reports.page import write_report
 def report(folders: tuple[Path, ...], out: Path, force: bool) -> None:
     """Make one HTML page, complete without a network, of what the commands wrote with --out.
 
-    DIR is the folder of a run, a comparison, a sweep or a plan; several runs stand side by side.
-    """
+    DIR is the folder of a run, a comparison, a sweep or a plan; several runs stand side by side."""
     write_report(folders, out, force=force)
     click.echo(f"Wrote {out} ({out.stat().st_size / 1e3:,.0f} kB)")
 
@@ -44,8 +43,7 @@ def report(folders: tuple[Path, ...], out: Path, force: bool) -> None:
 def explain(result: Path, other: Path | None, request: int | None) -> None:
     """Say where the time of a run's requests went; of two runs, why their TTFT and TPOT differ.
 
-    RESULT and OTHER are folders of eldr-sim run --out. The parts of a difference sum to it.
-    """
+    RESULT and OTHER are folders of eldr-sim run --out. The parts of a difference sum to it."""
     run = open_run(result)
     second = run if other is None else open_run(other)
     if other is not None and request is not None:
@@ -88,8 +86,7 @@ def explore(port: int, host: str, read_only: bool, **options: Any) -> None:
     """Serve a page on which model, GPUs, P and D, rate and policy are moved, and TTFT, TPOT,
     goodput and cost follow (docs/explore.md). Options say what it begins with.
 
-    Needs `pip install 'eldr-sim[live]'`, and no network.
-    """
+    Needs `pip install 'eldr-sim[live]'`, and no network."""
     from eldr_sim.reports.explorer.server import explore as serve_page
 
     for name, value in _START.items():

@@ -48,8 +48,7 @@ _options = together(
 def eldr(measured: bool, kernels: str | None, **options: Any) -> None:
     """ELDR: FIGURE is a number or a name such as table_2; all of them where none is given.
 
-    Prints a line for each claim. With --out, each figure is a picture and a CSV.
-    """
+    Prints a line for each claim. With --out, each figure is a picture and a CSV."""
     if measured:
         kernels = kernels or "published"
         _reproduce(f"ELDR, measured ({kernels})", "eldr_measured", kernels=kernels, **options)

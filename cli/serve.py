@@ -45,8 +45,7 @@ def serve(
     """Serve OpenAI's API with the latencies of a simulated cluster (docs/serve.md).
 
     /v1/completions and /v1/chat/completions, streamed or not, /v1/models, /health and /metrics in
-    vLLM's names, until it is told to stop. Needs `pip install 'eldr-sim[live]'`.
-    """
+    vLLM's names, until it is told to stop. Needs `pip install 'eldr-sim[live]'`."""
     if replay is not None:
         from eldr_sim.cli.console import print_summary
         from eldr_sim.serving.simulated.core import replay as run_again
@@ -121,8 +120,7 @@ def router(decode_urls: tuple[str, ...], prefill_urls: tuple[str, ...], **option
     """Route OpenAI's completions to real engines by a policy (docs/router.md).
 
     Serves /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics until it is told
-    to stop. Needs `pip install 'eldr-sim[live]'`.
-    """
+    to stop. Needs `pip install 'eldr-sim[live]'`."""
     from eldr_sim.serving.router.config import make_config
     from eldr_sim.serving.router.proxy import serve
 

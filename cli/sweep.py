@@ -48,8 +48,7 @@ def sweep(
     """Run all points of SWEEP.yaml under their seeds, into one data set.
 
     Ended runs are kept: after Ctrl-C or a crash, --resume continues. A failed run is a row with its
-    reason.
-    """
+    reason."""
     spec = read_spec(file)
     if dry_run:
         _print_points(spec)

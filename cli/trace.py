@@ -147,8 +147,7 @@ def import_(file: Path, out: Path, **options: Any) -> None:
 
     FILE is a NumPy archive, a Parquet file, JSON lines with the routed_experts of vLLM or SGLang,
     the folder of a GPT-OSS expert fingerprint, a dump of SGLang's expert distribution recorder,
-    or CSV files of llama.cpp's moe-trace or of moe-beyond; docs/formats.md describes them.
-    """
+    or CSV files of llama.cpp's moe-trace or of moe-beyond; docs/formats.md describes them."""
     from eldr_sim.traces.routing.imports.importers import DECODE_ONLY, import_trace
 
     opened = import_trace(file, out, **options)
@@ -297,8 +296,7 @@ def hits(log: Path, sessions_file: str | None, model: str) -> None:
 
     LOG has block hashes (Mooncake's or Bailian's format). The cache forgets the least recently
     used (LRU), or as ARC does, or the worst session; nobody finds more than Belady's bound.
-    Requests come one after the other.
-    """
+    Requests come one after the other."""
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.traces.requests.eviction import hit_rates
     from eldr_sim.traces.requests.load import Load

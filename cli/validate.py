@@ -75,8 +75,7 @@ def silicon(
     TensorRT-LLM).
 
     Co-located workers, with data-parallel attention too, and prefill and decode pools. The runs
-    come with `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on them.
-    """
+    come with `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on them."""
     check_out(out, force)
     target = MEASURED_MODELS[model]
     moe_kernel = moe_kernel or target.moe_kernels[0]
@@ -146,8 +145,7 @@ def published(
     """Predict every published run, or say why not, and write a page.
 
     The runs of vLLM, SGLang and TensorRT-LLM that come with `pip install
-    eldr-sim[aiconfigurator]`. What has ended is kept: after Ctrl-C the same command goes on.
-    """
+    eldr-sim[aiconfigurator]`. What has ended is kept: after Ctrl-C the same command goes on."""
     from eldr_sim.validation.published import record
 
     rows = record.read()
@@ -193,8 +191,7 @@ def bench(
     """Hold results of `vllm bench serve` (SGLang's alike), aiperf or GuideLLM against predictions.
 
     The load is the results'; the cluster is what the options say. Beside the errors: what would
-    explain them.
-    """
+    explain them."""
     from eldr_sim.validation.published import bench as own
     from eldr_sim.validation.published.bench import beside, read_steps
 
@@ -237,8 +234,7 @@ def pd(out: Path | None, force: bool) -> None:
     """Predict published runs with prefill and decode workers, by hand-over preset.
 
     llm-d's GPT-OSS-120B on 16 H200. Marlin's tables come with
-    `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on the runs.
-    """
+    `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on the runs."""
     check_out(out, force, "runs.csv")
     with progress_bar("runs") as update:
         table = predict_pd(pd_rows(), progress=update)
@@ -264,8 +260,7 @@ def mixtral(requests: Path, out: Path | None, force: bool) -> None:
     """Predict published runs of Mixtral, beside other estimators' errors.
 
     vLLM 0.15.1 on H100, from the recorded requests, which do not come with the package. Nothing is
-    fitted on the runs.
-    """
+    fitted on the runs."""
     check_out(out, force, "stages.csv")
     with progress_bar("stages") as update:
         table = predict_mixtral(requests, mixtral_rows(), progress=update)
@@ -401,8 +396,7 @@ def vllm(
     """Load a real vLLM, simulate the same requests again, and report the errors.
 
     Engines are started, calibrated on loads of their own, loaded up to saturation and recorded
-    (docs/live.md). Needs vLLM and `pip install 'eldr-sim[live]'`.
-    """
+    (docs/live.md). Needs vLLM and `pip install 'eldr-sim[live]'`."""
     extra: tuple[str, ...] = ("--scheduling-policy", "priority") if shortest_first else ()
     if (blocks := asked["num_gpu_blocks_override"]) is not None:
         extra += ("--num-gpu-blocks-override", str(blocks))

@@ -3,8 +3,7 @@
 ``python docs/embedded_recordings.py DIR`` from the root of a checkout; DIR holds
 ``qwen3_30b_a3b/{a,b}.npz`` and ``gptoss20b/{experts.npz,requests.csv}``, extracts of
 soryxie/vllm and AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting. It replaces the folders in
-``traces/data``; `tests/traces/test_recordings.py` holds these against the files.
-"""
+``traces/data``; `tests/traces/test_recordings.py` holds these against the files."""
 
 import sys
 import tempfile

@@ -15,8 +15,7 @@ unit``: 0 of % and points, 1 of x; ``none``: a count, a time or a share has no d
 ``tolerance`` how far from the range a size agrees (none: it is not judged), ``noise`` how far
 repeats of what was measured differ, ``shown`` whether the row stands on its page. ``role`` is
 ``claim``, ``input`` (the figure went into the simulator), ``error`` (of a prediction), ``other``
-(another simulator's error).
-"""
+(another simulator's error)."""
 
 import csv
 import re

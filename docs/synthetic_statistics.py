@@ -2,8 +2,7 @@
 
 ``python docs/synthetic_statistics.py [TABLE ...] && python docs/render.py`` from the root of a
 checkout; TABLE is ``statistics`` or ``held_out``, whose fits to halves take minutes. Numbers of
-twins are means over four seeds.
-"""
+twins are means over four seeds."""
 
 import sys
 import tempfile

@@ -6,5 +6,4 @@
 - ``steps``: the time of a step (``step_cost``), from the tables of one worker (``step_time``);
 - ``sources``: makes the shipped tables from what others publish; ``profile`` measures new ones.
 
-Times are seconds, sizes bytes, rates bytes or FLOP per second, unless a name says otherwise.
-"""
+Times are seconds, sizes bytes, rates bytes or FLOP per second, unless a name says otherwise."""

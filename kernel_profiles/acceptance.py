@@ -2,8 +2,7 @@
 
 Rates are unconditional, by position, as vLLM counts them: rate ``i`` is the share of verify steps
 that accept at least ``i`` drafts, so they never rise. The acceptance length is the tokens that a
-step yields, the sampled one included: one more than the sum of the rates.
-"""
+step yields, the sampled one included: one more than the sum of the rates."""
 
 import re
 from functools import lru_cache
@@ -58,8 +57,7 @@ def read(path: str, n: int) -> Acceptance:
 
     ``path``: a metrics endpoint's text (vLLM's ``spec_decode_num_drafts`` and
     ``..._accepted_tokens_per_pos`` of all engines, SGLang's ``spec_accept_length``, their mean), or
-    JSON of ``vllm bench serve``, SGLang's ``bench_serving`` or a run; ``n``: see `shipped`.
-    """
+    JSON of ``vllm bench serve``, SGLang's ``bench_serving`` or a run; ``n``: see `shipped`."""
     try:
         found = _read(path, n)
         known = all(0.0 <= b <= a <= 1.0 for a, b in pairwise((1.0, *found.rates)))
@@ -114,8 +112,7 @@ def shipped(name: str | None, model: str, method: str, n: int) -> Acceptance:
 
     ``name``: of one that ships; None takes that of ``model`` and ``method``. Positions beyond the
     published rates are accepted like the last, given the one before; a length is taken at its own
-    number of drafts, or else each draft's acceptance at the next number that was published.
-    """
+    number of drafts, or else each draft's acceptance at the next number that was published."""
     if name is None:
         own = [e for e in _entries().values() if e.get("model") == model and e["method"] == method]
         if not own:

@@ -21,8 +21,7 @@ As vLLM does (``--tensor-parallel-size``, ``--enable-expert-parallel``, ``--data
   of an engine dispatch a part of its tokens each and gather the outputs (sequence parallel MoE,
   ``use_sequence_parallel_moe``).
 - With attention-FFN disaggregation (``ffn_ranks``) the routed experts lie on GPUs of their own and
-  not on those of the engines, which have all else: gates, shared experts and dense layers, too.
-"""
+  not on those of the engines, which have all else: gates, shared experts and dense layers, too."""
 
 from dataclasses import dataclass
 from typing import Literal

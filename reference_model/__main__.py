@@ -64,8 +64,7 @@ def train(
     """Train a model on the files <domain>.txt of folder TEXT.
 
     Documents are separated by lines <|endoftext|>. The checkpoint loads in transformers and
-    vLLM. The preset gpu has not been run on a GPU yet.
-    """
+    vLLM. The preset gpu has not been run on a GPU yet."""
     import torch
 
     from reference_model import data

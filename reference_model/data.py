@@ -83,8 +83,7 @@ def split_documents(documents: dict[str, list[str]], held_out: float, seed: int 
     half of them for each of the other parts; ``seed``: salt of the hash.
 
     Raises InputError if the share is not within (0, 1), or some domain has no document in some
-    part.
-    """
+    part."""
     if not 0 < held_out < 1:
         raise InputError("held_out", f"got {held_out}", "a number between 0 and 1")
     parts: tuple[dict[str, list[str]], ...] = ({}, {}, {})

@@ -3,8 +3,7 @@
 It computes what ``transformers.Qwen3MoeForCausalLM`` computes (every layer sparse, tied
 embeddings, top-k gate weights normalised), with experts evaluated over tokens sorted by
 expert, so that training is quick on a CPU too. Dimensions are small on purpose: only the gate
-has to be a trained one.
-"""
+has to be a trained one."""
 
 import math
 from dataclasses import dataclass
@@ -83,8 +82,7 @@ class _ExpertsFunction(torch.autograd.Function):
 
     On a CPU this is much faster than ``torch.bmm`` over equal groups and ``grouped_mm``. Each
     expert's rows are padded with zeros to a multiple of `_ROWS`: oneDNN compiles and keeps a kernel
-    for every number of rows that it meets.
-    """
+    for every number of rows that it meets."""
 
     @staticmethod
     def forward(
@@ -337,8 +335,7 @@ class Qwen3Moe(nn.Module):
         cached; ``cache``: keys and values so far; the new tokens' are appended.
 
         Returns ``hidden``, ``routing``: final hidden states, float32 ``[batch, tokens, d]``, and
-        each layer's routing of ``batch * tokens`` tokens.
-        """
+        each layer's routing of ``batch * tokens`` tokens."""
         start = 0 if cache is None else cache.filled
         cos, sin = (table[start : start + ids.shape[1]] for table in (self.cos, self.sin))
         x = self.embed_tokens(ids).float()

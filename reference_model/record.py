@@ -74,8 +74,7 @@ def choose_prompts(documents: Documents, tokenizer: Tokenizer, config: RecordCon
     ``documents``: text; calibration and serving prompts come from their own documents;
     ``tokenizer``: the model's; ``config``: how many, and how long.
 
-    Raises InputError if a setting makes no sense, or the documents of a domain are too few.
-    """
+    Raises InputError if a setting makes no sense, or the documents of a domain are too few."""
     for name in ("calibration", "serving", "output_len", "batch", "temperature"):
         if getattr(config, name) <= 0:
             raise InputError(name, f"got {getattr(config, name)}", "more than 0")
@@ -240,8 +239,7 @@ def record_batch(
     output_len]``: generated token j is where draw j falls in the cumulated distribution;
     ``config``: temperature, precision and device. Returns ``experts``, ``token_ids``, ``prob``,
     ``logit``: ``[batch, prompt_len + output_len, layers, top_k]``, the token ids of the same rows,
-    and the gate scores summed over prompts, ``[batch, layers, n_experts]``.
-    """
+    and the gate scores summed over prompts, ``[batch, layers, n_experts]``."""
     batch, prompt_len = prompts.shape
     output_len = draws.shape[1]
     device = torch.device(config.device)
@@ -326,8 +324,7 @@ def write_routing_trace(
     ``routing``: from `record`; ``out``: trace folder to make; ``domains``: names of the domains;
     ``gate_scores``: requests of each split, its first ones, whose gate scores the trace carries;
     ``about``: ``model``, ``captured_by``, ``source_data``, ``tool_versions``, ``notes`` and
-    ``force`` of `write_trace`.
-    """
+    ``force`` of `write_trace`."""
     prompts = routing.prompts
     n = len(prompts.tokens)
     splits = (np.flatnonzero(prompts.is_calibration), np.flatnonzero(~prompts.is_calibration))

@@ -3,8 +3,7 @@
 Every batch holds all domains equally. The load-balance loss is taken over the whole batch: per
 sequence, it would forbid what the model is for, experts that a domain prefers.
 
-It is judged by the held-out loss, and by whether domains prefer experts of their own.
-"""
+It is judged by the held-out loss, and by whether domains prefer experts of their own."""
 
 import json
 import math
@@ -53,8 +52,7 @@ def evaluate(model: Qwen3Moe, text: dict[str, Tensor], device: str) -> dict[str,
     experts over all layers (chosen less than a tenth of the mean); ``max_load`` over mean load,
     mean over layers; ``distinct`` experts of a layer in a batch that mixes the domains, one token
     of each sequence at one position; and ``reduction`` by domain: by how many percent a batch of
-    that domain alone has fewer. Empty where no text is held out.
-    """
+    that domain alone has fewer. Empty where no text is held out."""
     if not text:
         return {}
     loss: dict[str, float] = {}
@@ -176,8 +174,7 @@ def train(
     ``documents``: training text, and held-out text to evaluate on; ``out``: checkpoint folder; see
     `export` for what lies in it; ``model_config``, ``config``: dimensions, and how to train;
     ``resume``: continue from the state in ``out``, with its dimensions instead of ``model_config``;
-    ``log``: called with each entry of the log.
-    """
+    ``log``: called with each entry of the log."""
     _check(documents, out, model_config, config, resume)
     torch.manual_seed(config.seed)
     run = _resume(out, config) if resume else _start(documents, model_config, config)

@@ -4,5 +4,4 @@
 - ``run_section`` (comparisons, too), ``sweep_section``, ``plan_section``: what a page says of
   each; ``basis``: their heads; ``cells``: tables and the metrics shown;
 - ``pictures``, ``run_pictures``: figures as Plotly's dictionaries; ``figures``: the same as PNG;
-  ``timeline``: a run as a Chrome trace; ``explanation``: where time went.
-"""
+  ``timeline``: a run as a Chrome trace; ``explanation``: where time went."""

@@ -163,8 +163,7 @@ def explain_difference(first: Folder, second: Folder) -> tuple[Explanation, Expl
     TTFT is the sum of the phases before the first token. TPOT is the time of steps weighted by the
     tokens that they make, and what a mean over requests differs from it by (preemption, requests of
     unequal length). Of a step, the MoE layers' time follows from batch and activated experts: half
-    the change of experts at either batch is theirs, the rest the batch's.
-    """
+    the change of experts at either batch is theirs, the rest the batch's."""
     a, b = _parts_of(first), _parts_of(second)
     rows = [[n, a[n], b[n], b[n] - a[n]] for n in TTFT_PHASES if a[n] or b[n]]
     whole = math.fsum(a.values()), math.fsum(b.values())

@@ -32,8 +32,7 @@ def report(folders: Sequence[AnyPath]) -> str:
 
     ``folders``: folders that ``eldr-sim run``, ``compare``, ``sweep`` or ``plan`` wrote, in any
     mixture; runs share a section, side by side; each other folder has its own. Raises InputError if
-    one is not a result or cannot be read, or Plotly is not installed.
-    """
+    one is not a result or cannot be read, or Plotly is not installed."""
     from markupsafe import Markup
 
     get_plotlyjs = needed("plotly.offline", "report", PLOT).get_plotlyjs
@@ -53,8 +52,7 @@ def write_report(folders: Sequence[AnyPath], out: AnyPath, *, force: bool = Fals
     """Write a report, whole or not at all.
 
     Raises InputError if a folder is not a result, or ``out`` exists, without ``force``, or
-    cannot be written.
-    """
+    cannot be written."""
     out = Path(out)
     if out.is_dir():
         raise InputError("out", f"{out} is a folder", "a file, such as report.html")

@@ -46,8 +46,7 @@ def application(run: Callable[[Any], Any], complete: Any, **asked: Any) -> Any:
     Its runner needs ``handler_cancellation=True``: a client that leaves cancels its request.
 
     ``run``: an async generator that lasts as long as the application; ``complete``: answers
-    completions; ``asked``: what answers ``/health``, ``/metrics`` and ``/v1/models``.
-    """
+    completions; ``asked``: what answers ``/health``, ``/metrics`` and ``/v1/models``."""
     from aiohttp import web
 
     logging.getLogger("aiohttp.server").addFilter(is_our_error)
@@ -66,8 +65,7 @@ def open_session(timeout_s: float | None = None) -> Any:
     The number of connections is not limited. Idle ones are closed before uvicorn closes them (after
     5 s, in vLLM too), so that no request is posted on a closing connection.
 
-    ``timeout_s``: longest time of one request, s; None for no limit.
-    """
+    ``timeout_s``: longest time of one request, s; None for no limit."""
     aiohttp = import_aiohttp()
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),

@@ -4,8 +4,7 @@ A group's distinct experts are those of a step in which each of its requests is 
 its generation (of the first `GENERATED` recorded tokens), all independent: ``sum_e 1 - prod_r (1 -
 p_r(l, e))``, mean over layers and groups of equal size; savings are against random groups.
 ``docs/formats.md`` says what the oracle, signatures and labels are, and rho by prompt tokens (ELDR
-Eq. 1).
-"""
+Eq. 1)."""
 
 from dataclasses import dataclass
 from statistics import fmean
@@ -121,8 +120,7 @@ def oracle(idle: Floats, group: Ints, n_groups: int) -> Ints:
     the ``q = idle`` of its requests: one matrix product gives all exchanges.
 
     ``idle``: ``[n, layers * experts]``, above 0: see `group_unions`; ``group``: ``[n]``, where each
-    begins; groups keep their sizes.
-    """
+    begins; groups keep their sizes."""
     group = group.copy()
     n = len(group)
     replaced, own = np.empty((n, n)), np.empty(n)

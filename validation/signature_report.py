@@ -2,8 +2,7 @@
 
 A folder of ``rho_by_transform``, ``rho_by_layers`` and ``signature_pca``, each as PNG and CSV, and
 ``summary.json`` (the fits in plain numbers), written whole or not at all. Numbers in the CSV files
-are rounded to 1e-6.
-"""
+are rounded to 1e-6."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,8 +35,7 @@ def measured_fits(
 
     Transforms are compared on the calibration requests with gate scores if the workload has 3 or
     more of them, else on the requests of the fit. Returns the given workload first, then the named
-    ones whose domains the trace has, with enough calibration requests for the decode workers.
-    """
+    ones whose domains the trace has, with enough calibration requests for the decode workers."""
     compared = _with_gate_scores(trace, workload, calibration)
     fits = {workload: signature_quality(calibration, artifact, compared)}
     for name, mix in DOMAIN_MIXES.items():

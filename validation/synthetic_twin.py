@@ -212,8 +212,7 @@ def twin_report(
 
     ``summary.json`` describes the traces and the model, ``statistics.csv`` holds the rows, and
     ``distinct_experts.png`` shows ELDR's Fig. 4 for both traces. Raises InputError if ``out``
-    exists and may not be replaced, or cannot be written.
-    """
+    exists and may not be replaced, or cannot be written."""
     with result_folder(out, force) as folder:
         write_json(folder / "summary.json", about)
         lines = [

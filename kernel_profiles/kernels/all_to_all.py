@@ -36,8 +36,7 @@ nothing is fitted to them.
 DeepEP's kernels have two tables that differ 3 to 9 times at small batches: its own benchmarks (run
 beside SGLang), and calls as vLLM makes them. The first are the default: they time the kernels,
 which is what CUDA graphs replay in decode steps; the second hold time of launches and, in
-``deepep_ht``, of a wait for the host, which prefill steps without graphs do pay.
-"""
+``deepep_ht``, of a wait for the host, which prefill steps without graphs do pay."""
 
 import math
 from dataclasses import dataclass, field
@@ -188,8 +187,7 @@ def build_all_to_all(
     no such backend or library, or ranks that do not fill their nodes.
 
     ``backend``: see the module; ``n_ranks``: a whole number of nodes or a part of one; ``library``:
-    whose rows of DeepEP's kernels to take; ``tables``: the user's own, before the shipped ones.
-    """
+    whose rows of DeepEP's kernels to take; ``tables``: the user's own, before the shipped ones."""
     if backend not in BACKENDS:
         raise InputError("all2all_backend", f"{backend!r}", ", ".join(BACKENDS))
     if library not in get_args(Library):
@@ -327,8 +325,7 @@ def chunk_tokens(backend: Backend, size: int | None) -> int:
 
     vLLM computes with pplx in chunks of ``VLLM_MOE_DP_CHUNK_SIZE``, 256 by default
     (``fused_moe/layer.py``, ``forward_impl_chunked``, v0.9.1): the buffers of its kernels hold no
-    more. ``size`` sets another number, for any backend.
-    """
+    more. ``size`` sets another number, for any backend."""
     return size if size is not None else 256 if backend == "pplx" else 0
 
 

@@ -7,8 +7,7 @@ What is sent is told by three counts of a layer's tokens:
   each expert, distinct tokens where it sends one for each rank or node;
 - ``node_copies[h, n]``: distinct tokens of rank h with experts on node n.
 
-Ranks are numbered node by node.
-"""
+Ranks are numbered node by node."""
 
 from typing import Any
 

@@ -19,8 +19,7 @@ intensity lies below the GPU's own FLOPs a byte (Williams et al. 2009, Roofline)
 once a step, however many tokens share them; of the experts those that uniform routing is expected
 to activate (`kernel_profiles.kernels.moe_latency.uniform_distinct`): skewed routing reads fewer.
 Each token reads its own KV cache. Nothing but weights, caches and, where it says so, the hidden
-states around a MoE layer is counted: what kernels really move is more.
-"""
+states around a MoE layer is counted: what kernels really move is more."""
 
 from typing import NamedTuple
 

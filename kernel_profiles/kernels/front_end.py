@@ -3,8 +3,7 @@
 A ``front_end`` table has three curves over the tokens of a prompt that comes as text: ``tokenize``,
 one prompt alone on one CPU core; ``event_loop``, what the server's one thread computes for a
 request; ``http``, what else its way from the client takes. They are linear between the table's
-points and go on with the last slope.
-"""
+points and go on with the last slope."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

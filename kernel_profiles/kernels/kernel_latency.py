@@ -3,8 +3,7 @@
 A kernel's time may step up where its input grows, when another protocol or tile takes over, and the
 next rows stay up. A row that takes half as long again as *both* of its neighbours is a disturbance
 of the measurement (of DeepEP's dispatch between 4 GB200 the imported rows say 445, 17,858 and 550
-us at 256, 512 and 1,024 tokens): it is left out of the curve, and named.
-"""
+us at 256, 512 and 1,024 tokens): it is left out of the curve, and named."""
 
 from dataclasses import dataclass
 
@@ -127,8 +126,7 @@ class DecodeAttention:
 
         Memory limits what can be measured to ``batch * context``. Where a batch's contexts end,
         time goes on with the slope per token read of the most tokens measured: the kernel is
-        bound by bandwidth there.
-        """
+        bound by bandwidth there."""
         if table.metadata.kind != "attention_decode":
             raise InputError("table", f"kind {table.metadata.kind!r}", "attention_decode")
         batch, context = (
@@ -270,8 +268,7 @@ class EngineStepLatency:
 
     Additive, ``t(tokens, sequences) = f(tokens) + g(sequences)``, both non-decreasing and piecewise
     linear. Rows of decode steps have as many tokens as sequences and do not tell f from g: f bends
-    at the tokens of rows that hold prompts, g at the sequences of all rows.
-    """
+    at the tokens of rows that hold prompts, g at the sequences of all rows."""
 
     #: ``tokens``, ``tokens_s``: f: knots, ascending from 0, and seconds; what a step costs at all
     #: is f(0).

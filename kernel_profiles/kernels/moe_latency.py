@@ -22,8 +22,7 @@ and only about 1 / R of the token-expert pairs are computed. Tables measured so 
 
 A profile's table holds a full grid of forced routing (``routing`` is ``forced``) and needs no form:
 :class:`MoEGrid` interpolates it. Its rows with skewed loads (``forced_zipf_*``) measure how much
-the form leaves out, and are not fitted.
-"""
+the form leaves out, and are not fitted."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -54,8 +53,7 @@ def monotone_fit(values: ArrayLike, axis: int = -1) -> Floats:
 
     Pool-adjacent-violators (Barlow et al. 1972): a run of timings that falls, by a disturbance or
     another kernel, gets its geometric mean. ``values``: any shape, 0 or more; zero or infinite
-    entries stay; ``axis``: along which the sequences run.
-    """
+    entries stay; ``axis``: along which the sequences run."""
     fitted = np.moveaxis(np.array(values, dtype=np.float64), axis, -1)
     for at in np.ndindex(fitted.shape[:-1]):
         known = np.isfinite(fitted[at]) & (fitted[at] > 0)
@@ -175,8 +173,7 @@ class MoELatency:
 
         ``tokens``: that this layer's GPU computes, at ``top_k`` experts each; ``slots``: beyond
         those that were measured the last expert's cost goes on; ``prompts``: whether steps hold
-        prompts: then skewed routing must be computed.
-        """
+        prompts: then skewed routing must be computed."""
         counts = np.arange(slots + 1.0)
         grid = self.time_s(tokens[:, None], np.minimum(counts, self.n_experts)[None, :])
         beyond = np.maximum(counts - self.n_experts, 0.0)
@@ -294,8 +291,7 @@ def fit_moe_latency(table: LatencyTable) -> MoELatency:
 
     Exact rows (``balanced`` routing) are followed point by point; so is a profile's grid of forced
     routing (:class:`MoEGrid`), whose errors are the profile's on held-out rows. Expectations only
-    get ``a + b * distinct + c * batch`` up to 128 tokens, and their own excess over it beyond.
-    """
+    get ``a + b * distinct + c * batch`` up to 128 tokens, and their own excess over it beyond."""
     if table.metadata.kind != "moe":
         raise InputError("table", f"kind {table.metadata.kind!r}", "moe")
     shape = table.metadata.shape
@@ -361,8 +357,7 @@ def fit_max_form(
     balanced diagonal are the batches past E / k.
 
     Below the first of them C is a straight line to C(0) = 0, with the slope from there to four
-    times that batch. G is what remains, averaged where a count was measured at several batches.
-    """
+    times that batch. G is what remains, averaged where a count was measured at several batches."""
     top = distinct == distinct.max()
     order = np.argsort(batch[top])
     knots, flat = np.unique(batch[top][order]), monotone_fit(latency[top][order])

@@ -2,8 +2,7 @@
 
 Every kernel takes a fixed time plus the larger of its memory and its compute time at the fraction
 of the peak that such kernels were measured to reach elsewhere. :class:`Efficiency` names those
-fractions; ``data/efficiency.json`` holds them with their evidence.
-"""
+fractions; ``data/efficiency.json`` holds them with their evidence."""
 
 from dataclasses import dataclass
 

@@ -13,8 +13,7 @@ engine steps.
 
 H100 and H200 are such siblings too, and both were measured. :data:`FIT_ERROR` is how far H100's
 rows lie from those derived of H200's. Multiplying rows by the ratio of their rooflines errs more
-(bfloat16 MoE layers: 7.5%), by the ratio of bandwidths much more (13%).
-"""
+(bfloat16 MoE layers: 7.5%), by the ratio of bandwidths much more (13%)."""
 
 from typing import Any
 

@@ -4,8 +4,7 @@ A MoE table is fitted without one count of distinct experts at a time; of the ot
 point is held against the line between its neighbours, which lie twice as far apart as in use.
 
 ``python -m eldr_sim.kernel_profiles.kernels.table_errors docs`` writes the errors of the shipped
-tables by kernel into ``docs/tables.md``, and those of each MoE table into ``docs/data``.
-"""
+tables by kernel into ``docs/tables.md``, and those of each MoE table into ``docs/data``."""
 
 import sys
 from collections import defaultdict

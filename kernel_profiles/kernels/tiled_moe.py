@@ -16,8 +16,7 @@ looks for a tuned file of the layer on the GPU (:func:`tuned_tiles`); without on
 changes at 33, 65, 97 and 513 tokens (:func:`default_tile`). So does ``bandwidth``: a compute unit
 keeps as many workgroups in flight as its local memory has room for tiles, and weights come in no
 faster than loads are in flight. A step may get **faster** with more tokens; no form that is fitted
-to rise with the batch can say so.
-"""
+to rise with the batch can say so."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,7 @@
 A decode step's query heads that share a KV head are one group of query rows against that head's
 keys: grouped-query attention without copying keys, in every back end. A sliding window is read
 as just the window in decode; whole prompts are cut into blocks of one window that attend to
-themselves and the block before. Attention sinks are left out: one term of a softmax.
-"""
+themselves and the block before. Attention sinks are left out: one term of a softmax."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -4,8 +4,7 @@ The tokeniser is a ``tokenizer.json``. Prompts are what benchmarks with random p
 a row, decoded to text (``vllm bench serve --dataset-name random``), or parts of a text. The echo is
 a FastAPI server with vLLM's kind of endpoint, which checks the body, passes the token ids to
 another process over a pipe, and streams one event back; what vLLM itself computes for a
-request is not in it, so a real server takes longer.
-"""
+request is not in it, so a real server takes longer."""
 
 import datetime
 import http.client
@@ -210,8 +209,7 @@ def measure_front_end(
 
     ``tokenizer_file``: a ``tokenizer.json``; ``text``: that prompts are parts of; else ids in a
     row, decoded; ``name``: of the CPU; ``tokens``: of prompts; ``progress``: called with the share
-    done.
-    """
+    done."""
     tokenizer = open_tokenizer(tokenizer_file)
     try:
         words = None if text is None else text.read_text(encoding="utf-8")

@@ -3,8 +3,7 @@
 A point is (batch, distinct experts, skew). Every token picks ``top_k`` different experts, so
 ``top_k <= distinct <= min(E, top_k * batch)``; any such count can be forced, and so can how evenly
 the tokens spread over the experts that are chosen. Under expert parallelism a point counts the
-experts and the token-expert pairs of one rank.
-"""
+experts and the token-expert pairs of one rank."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -52,8 +51,7 @@ def moe_levels(
 
     Batches 1, 4, .. 256 with a quarter, a half and all of the experts; 1, 2, 4 .. 512 with ten
     counts; these with skewed loads; the batches between. ``n_ranks``: GPUs that the experts are
-    spread over; ``prefill_tokens``: batches beyond 512, with all experts.
-    """
+    spread over; ``prefill_tokens``: batches beyond 512, with all experts."""
     owned = n_experts // n_ranks
 
     def row(batch: int, shares: Iterable[float], skew: float = 0.0) -> list[MoEPoint]:
@@ -139,8 +137,7 @@ def forced_routing(
     Expert after expert takes the next tokens of a cycle as often as its load says, so that no token
     meets one twice; then tokens and picks are shuffled. ``n_ranks``: rank 0 gets its share of the
     pairs, ``batch * top_k / n_ranks``, or as near as the count allows, and the other picks go to
-    other ranks' experts; ``experts``: ids of the distinct experts, else drawn.
-    """
+    other ranks' experts; ``experts``: ids of the distinct experts, else drawn."""
     batch, distinct = point.batch, point.distinct
     low, high = distinct_range(batch, n_experts, top_k, n_ranks)
     if not low <= distinct <= high:

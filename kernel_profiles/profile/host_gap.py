@@ -2,8 +2,7 @@
 
 Two stacks of different depth are timed whole, and each of their kernels alone. What a step takes
 beyond its kernels is a cost per step plus one per layer; the depth of the model is put in. The
-engine's own work (scheduling, sampling, detokenisation) is not in it: an engine tells that.
-"""
+engine's own work (scheduling, sampling, detokenisation) is not in it: an engine tells that."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -4,8 +4,7 @@ Collectives by ``torch.distributed``, one process a GPU (NCCL on NVIDIA, RCCL on
 name; Gloo serves CPUs, for tests); their time is that of the slowest rank. Of transfers the decode
 worker's agent reads blocks that the prefill worker's has registered, as vLLM's NixlConnector does,
 timed from posting to completion: set-up, one cost a descriptor, and the bytes, which
-:func:`fit_transfer` tells apart. Registration and metadata come once a pair of workers.
-"""
+:func:`fit_transfer` tells apart. Registration and metadata come once a pair of workers."""
 
 import socket
 import time
@@ -135,8 +134,7 @@ def measure_collectives(
 
     ``backend``: ``nccl``, or ``gloo`` for CPUs; ``sizes``: bytes of the sum (all-reduce), of all
     parts together (all-gather), that a rank sends (all-to-all); ``operations``: of
-    :data:`OPERATIONS`.
-    """
+    :data:`OPERATIONS`."""
     torch = require_torch()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

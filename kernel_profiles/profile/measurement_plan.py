@@ -148,8 +148,7 @@ def make_plan(
     unknown parts.
 
     ``parts``: some of :data:`PARTS`; ``known_linears``: matrices of an earlier profile: the grid of
-    a table is whole, so new matrices are measured against the old ones' sizes, too.
-    """
+    a table is whole, so new matrices are measured against the old ones' sizes, too."""
     chosen = list(parts)
     for part in chosen:
         if part not in PARTS:

@@ -148,8 +148,7 @@ def profile(
     KeyboardInterrupt the journal has what was measured. ``targets``: models, and how a worker
     spreads them; ``budget_s``: what is left out is told; ``resume``: go on with the profile in
     ``out``; ``progress``: told the share of tasks or budget done, whichever is more, and the task;
-    ``clock``: seconds; tests replace it.
-    """
+    ``clock``: seconds; tests replace it."""
     if not budget_s > 0:
         raise InputError("budget", f"{budget_s} s", "more than 0")
     start = clock()

@@ -6,8 +6,7 @@ Three forms of a MoE layer's time are fitted to four fifths of the evenly loaded
 - ``max_form``: the form of :mod:`eldr_sim.kernel_profiles.kernels.moe_latency` for imported tables.
 - ``grid``: linear interpolation, which is what a run uses (then through all points).
 
-Tables are held beside those that ship with the package, on points that both have.
-"""
+Tables are held beside those that ship with the package, on points that both have."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,8 +241,7 @@ def differences(
     their points inside the measured grid, between which it is interpolated as in a run.
 
     Skewed MoE rows, whose experts are only expected, are left out. ``cache_bytes``: last-level
-    cache of the device; ``others``: tables to compare with; else the shipped ones.
-    """
+    cache of the device; ``others``: tables to compare with; else the shipped ones."""
     if others is None:
         others = [one.load() for one in shipped_tables() if _same(table.metadata, one.metadata)]
     found = []

@@ -3,8 +3,7 @@
 A measurement is given several *rounds*, one a seed; a round is a list of calls that touch
 different memory, in all more than three times the last-level cache, so that no call finds its
 weights there. On a GPU a round is captured as one graph, whose replays are timed by events; the
-eager figure is the same calls launched one by one. On a CPU every call is timed by itself.
-"""
+eager figure is the same calls launched one by one. On a CPU every call is timed by itself."""
 
 import math
 import time
@@ -76,8 +75,7 @@ def rotation(touched_bytes: float, copy_bytes: float, cache_bytes: int) -> tuple
     touch ``CACHE_MULTIPLE`` caches in at most ``MAX_CALLS`` calls, and no copy is read twice.
 
     ``touched_bytes``: that one call reads; ``copy_bytes``: of all the data that calls choose from;
-    ``cache_bytes``: of the last-level cache.
-    """
+    ``cache_bytes``: of the last-level cache."""
     wanted = CACHE_MULTIPLE * cache_bytes
     calls = min(max(2, math.ceil(wanted / max(touched_bytes, 1.0))), MAX_CALLS)
     return calls, max(1, math.ceil(wanted / max(copy_bytes, 1.0)))

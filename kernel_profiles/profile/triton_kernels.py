@@ -110,8 +110,7 @@ def _accumulate(
 
     ``w`` points at the expert's matrix, K columns wide, ``s`` at its scales. MXFP4 byte j of a
     row holds column j in its low and column j + K / 2 in its high nibble, so that activations are
-    read in runs; k0 then counts bytes.
-    """
+    read in runs; k0 then counts bytes."""
     k = k0 + tl.arange(0, BLOCK_K)
     if DECODE == 3:
         half = K // 2
@@ -155,8 +154,7 @@ def expert_kernel(
 
     ``GATED``: silu(x W_gate) * (x W_up) of tokens, one row a slot; the matrix holds N gate rows
     and then N up rows. Otherwise: rows of slots times W_down, weighted, one row a pair.
-    Blocks of one expert are neighbours in launch order, so they share the weights in the cache.
-    """
+    Blocks of one expert are neighbours in launch order, so they share the weights in the cache."""
     pid = tl.program_id(0)
     block = pid % max_blocks
     if block >= tl.load(n_blocks):

@@ -6,8 +6,7 @@ three to five pipeline stages keep enough bytes in flight. The few tile shapes o
 :data:`DECODE_TILES` are tried on the device before measuring; larger batches take larger blocks.
 
 Written against Triton's portable language: the same code is for NVIDIA and AMD. What it has run on
-is said in docs/profiling.md.
-"""
+is said in docs/profiling.md."""
 
 import os
 from dataclasses import dataclass

@@ -6,8 +6,7 @@
   1.0). Byte j of a row holds column j in its low nibble and column j + K / 2 in its high one: a
   reordering at load time, as deployed kernels have theirs.
 
-Random weights are drawn as stored bytes; nothing is ever quantised.
-"""
+Random weights are drawn as stored bytes; nothing is ever quantised."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -127,8 +126,7 @@ def reference_moe(x: Any, logits: Any, weights: ExpertWeights, shape: MoEShape) 
 
     ``x``: [batch, hidden]; ``logits``: [batch, n_experts] of the gate, whose softmax over the
     chosen weighs them; ``weights``, ``shape``: experts of rank 0; pairs of other ranks contribute
-    nothing.
-    """
+    nothing."""
     torch = require_torch()
     best, ids = logits.double().topk(shape.top_k, dim=1)
     share = best.softmax(dim=1)

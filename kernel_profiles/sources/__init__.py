@@ -2,5 +2,4 @@
 
 - ``aiconfigurator``: the optional package ``aiconfigurator-core``.
 - ``marlin``: vLLM's Marlin MoE kernel, derived from its rows of another layer.
-- ``mi300x``: MI300X, derived from published MI300X figures.
-"""
+- ``mi300x``: MI300X, derived from published MI300X figures."""

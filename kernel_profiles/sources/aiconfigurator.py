@@ -97,8 +97,7 @@ def expected_distinct(
     ``tokens * top_k > n_experts``, else on [0.01, 2]), scaled to ``tokens * top_k`` choices,
     rounded, capped at ``tokens``; what is missing goes to the least loaded, what is too much comes
     off them. Mean of 200 draws of a fixed seed (standard error below 1). With ``n_ranks``: of the
-    rank with most pairs, ties in random order.
-    """
+    rank with most pairs, ties in random order."""
     rng = np.random.default_rng([tokens, n_experts, top_k, round(alpha * 1000)])
     low, high = (1.0, 0.8 * tokens) if tokens * top_k > n_experts else (0.01, 2.0)
     exponent = 1.0 - alpha
@@ -437,8 +436,7 @@ def gemm_tables(gpu: str, dtype: str = "bfloat16", engine: str = "vllm") -> Iter
     The newest vLLM that has rows, or SGLang (same kernels) where vLLM's rows time the launch: FP8
     takes 20 us on a B200 for a matrix of 128 x 128 (5 under SGLang), FP8 blocks 60 us on an H100 or
     H200, 150 and more on a B200, for that matrix as for one of 8192 x 8192. Blocks are always
-    SGLang's.
-    """
+    SGLang's."""
     engines = ("sglang",) if dtype == "fp8_block" else ("vllm", "sglang")
     engines = engines if engine == "vllm" else (engine, *engines)
     found = [file for name in engines for file in sources(gpu, "gemm", name, "gemm_perf.parquet")]

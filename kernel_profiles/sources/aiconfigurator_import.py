@@ -11,8 +11,7 @@ Of what GPUs send each other:
   README measures 51.
 - ``moe_a2a``: the same kernels as vLLM calls them, in one node. Small batches take 3 to 9 times as
   long as the kernels alone; the rows do not tell the type of what a dispatch moves, and do not
-  grow as FP8 would: bfloat16 is assumed.
-"""
+  grow as FP8 would: bfloat16 is assumed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,8 +134,7 @@ def import_tables(
 
     ``model``: whose MoE and attention tables, and FP8 GEMMs where its layers are of these; None:
     the GPU's bfloat16 GEMMs, collectives, dispatch and combine; ``parallelism``: of one GPU's part;
-    ``kv_dtypes``: of attention; ``engine``: ``vllm``, ``sglang`` or ``trtllm``.
-    """
+    ``kv_dtypes``: of attention; ``engine``: ``vllm``, ``sglang`` or ``trtllm``."""
     if model is None:
         tables = [
             *aiconfigurator.gemm_tables(gpu, engine=engine),

@@ -20,8 +20,7 @@ needs no padding on 1 to 8 GPUs.
 
 The fixed cost ``a'`` (sorting, launches) is the intercept of the source's rows over distinct
 experts. Sorting for 896 experts is not sorting for 128, so ``a`` is the intercept of the target's
-own table of the later kernel. Nothing here has seen an end-to-end run.
-"""
+own table of the later kernel. Nothing here has seen an end-to-end run."""
 
 import datetime
 from pathlib import Path
@@ -55,8 +54,7 @@ def derive_marlin_table(
     Marlin rows for this GPU (``H100`` and ``H200`` have them) or number of GPUs, or another dtype.
 
     ``parallelism``: GPUs of a worker; the experts are cut, not spread; ``padding``: whether the
-    kernel computes the zeros of vLLM's padding, too.
-    """
+    kernel computes the zeros of vLLM's padding, too."""
     if format.MOE_DTYPES[model.expert_dtype] != _DTYPE:
         raise InputError("model", f"{model.name} has {model.expert_dtype} experts", "mxfp4")
     if gpu not in ("H100", "H200") or parallelism.n_expert_ranks > 1:

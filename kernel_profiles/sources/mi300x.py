@@ -23,8 +23,7 @@ AITER's rows fit ``13.7 + 2.495 d + 0.155 b`` us, 3.78 TB/s. ELDR's ratio ties t
 the cost of an expert, ``a + 128 e = 4.7 (a + 16 e)``, hence ``a = 14.27 e``: 35.6 us, of which
 AITER shows 13.7. More tokens slow the layer in proportion, by what AITER's rows gain with all
 experts. At batch 64 this gives 77.6 us for 16 experts and 365 for 128; AITER's kernels alone take
-338.
-"""
+338."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -5,8 +5,7 @@ file each: by GPU and model the GPUs of a worker (``e``: experts spread) and typ
 :mod:`~eldr_sim.kernel_profiles.tables.library` makes what ships of them. Expert-parallel rows time
 vLLM's kernels on a rank that gets the tokens of all (data parallelism 1), so those of 2, 4 and 8
 ranks ship; ranks of larger groups are read from the rows of one GPU, see
-:class:`~eldr_sim.kernel_profiles.steps.step_time.RankMoE`.
-"""
+:class:`~eldr_sim.kernel_profiles.steps.step_time.RankMoE`."""
 
 import csv
 import sys

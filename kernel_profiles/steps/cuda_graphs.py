@@ -9,8 +9,7 @@ neither does lm_head, which is outside of the graphs.
 Which experts the padding rows choose depends on the version. They hold what an earlier step has
 left in the buffers (``vllm/v1/worker/gpu_model_runner.py``), so their gates choose like those of
 other tokens; since vllm-project/vllm pull request 46428 and its successors
-(``VLLM_MOE_SKIP_PADDING``, by default in 0.32) they choose none.
-"""
+(``VLLM_MOE_SKIP_PADDING``, by default in 0.32) they choose none."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ def pad(cost: StepCost, padding: Padding, sizes: Ints) -> StepCost:
 
     ``cost``: step times without padding; ``padding``: ``dense``: the padding rows choose no
     experts; ``experts``: they choose as those of the batch do; ``sizes``: from
-    :func:`padded_sizes`. Raises InputError if there is no such padding.
-    """
+    :func:`padded_sizes`. Raises InputError if there is no such padding."""
     if padding not in get_args(Padding):
         raise InputError("cudagraph_padding", repr(padding), ", ".join(get_args(Padding)))
     if padding == "none":

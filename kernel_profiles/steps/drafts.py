@@ -11,8 +11,7 @@ is launched by the host. Drafts that are looked up (n-gram, suffix) take no pass
 - ``eagle``, ``eagle3``: one dense layer with the served model's attention, unless its config.json
   is given. EAGLE-3 has 32,000 tokens of its own and reads three hidden states. Its MLP is taken to
   be four times as wide as the hidden state, which the published heads vary about.
-- ``draft_model``: a dense model.
-"""
+- ``draft_model``: a dense model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,8 +67,7 @@ def build_draft(
     ``method``, ``model``: vLLM's ``method`` and ``model`` of ``--speculative-config``; ``target``,
     ``parallelism``: the served model, and the GPUs of an engine, over which the draft is spread
     too; ``build``: makes the step times of a pass: of ``(dims, parallelism, host_gap_s, linears)``;
-    ``host_s``: of each pass; :data:`DRAFT_HOST_S` when not given.
-    """
+    ``host_s``: of each pass; :data:`DRAFT_HOST_S` when not given."""
     host = DRAFT_HOST_S if host_s is None else host_s
     origin = (
         "given" if host_s is not None else "gpt-oss-120b, EAGLE-3, one H100 (step less kernels)"

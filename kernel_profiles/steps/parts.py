@@ -217,8 +217,7 @@ class Parts:
 
         ``rotates_inside``: attention applies rotary embeddings and writes the KV cache itself, as
         in SGLang and TensorRT-LLM. Raises InputError: nobody has said how long that takes on hosts
-        of this GPU.
-        """
+        of this GPU."""
         model, gpu = self.whole, self.gpu
         if gpu.launch_s is None:
             problem = f"what launching kernels costs the host of {gpu.name} is not known"
@@ -475,8 +474,7 @@ class Parts:
         Small batches take :data:`NORMS_S` a layer. Large ones move 2-byte elements: two fused
         residual norms read and write hidden state and residual (8 hidden), rotary embedding with
         its norms reads and writes queries and keys, the cache takes keys and values. A profile's
-        table replaces both.
-        """
+        table replaces both."""
         model = self.model
         bandwidth = roofline.efficiency_of(self.gpu).bandwidth * self.gpu.memory_bandwidth
         if self.elementwise is not None:

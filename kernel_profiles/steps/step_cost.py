@@ -6,8 +6,7 @@ planner's bounds and the comparisons with real engines all come here. A step com
 - ``tokens`` of ``sequences`` that decode, which attend to ``context`` tokens together, and
 - chunks of contexts: ``count[i]`` tokens after ``first[i]`` that are cached.
 
-Every weight is read once for all of them.
-"""
+Every weight is read once for all of them."""
 
 from typing import Any, NamedTuple
 
@@ -61,8 +60,7 @@ def rank_moe_s(layer: RankMoE, pairs: float, activated: float, prompts: bool) ->
     ``layer``: from :meth:`~eldr_sim.kernel_profiles.steps.step_time.StepTimeModel.rank_moe`;
     ``pairs``: token-expert pairs that the rank computes; beyond the table its last slope goes on;
     ``activated``: experts of the rank that have any; fractions are interpolated, more than its
-    slots count as all of them; ``prompts``: whether the step holds prompts.
-    """
+    slots count as all of them; ``prompts``: whether the step holds prompts."""
     row = pairs / layer.top_k
     rows = layer.rows
     low, high = 0, rows.shape[0] - 1
@@ -101,8 +99,7 @@ def chunk_attention_s(cost: StepCost, first: Any, count: Any) -> float:
 
     Attention pays for the pairs under the causal mask, which for a chunk is the cost of the whole
     context less the cost of its cached part; but no less than reading the cached KV, and no less
-    than the slowest chunk alone.
-    """
+    than the slowest chunk alone."""
     longest = together = cost.prompt_floor_s
     for i in range(count.shape[0]):
         cached, end = first[i], first[i] + count[i]
@@ -145,8 +142,7 @@ def step_parts(
     lm_head is computed for; ``activated``: activated experts of each MoE layer on its busiest rank,
     fractions where they are expectations; fewer layers than the model's stand for all of them in
     equal parts; ``uniform``: the experts of the chunks are not known: expect uniform routing of all
-    tokens instead.
-    """
+    tokens instead."""
     n_chunks, chunk_tokens = count.shape[0], 0
     for i in range(n_chunks):
         chunk_tokens += count[i]

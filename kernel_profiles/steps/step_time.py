@@ -8,8 +8,7 @@ a MoE layer takes the activated experts of its busiest GPU: the others wait for 
 all-reduce.
 
 Everything that does not depend on what a step's tokens are is tabulated once, so that a simulator's
-inner loop only looks up and adds.
-"""
+inner loop only looks up and adds."""
 
 from __future__ import annotations
 
@@ -94,8 +93,7 @@ class StepTimeModel:
         ``activated``: activated experts of each MoE layer, on its busiest rank; fractions are
         interpolated. None expects uniform routing, for steps that compute chunks; ``rows``:
         sequences that lm_head is computed for; one for each in the batch and each chunk when not
-        given.
-        """
+        given."""
         from eldr_sim.kernel_profiles.steps.step_cost import step_parts  # the compiler loads slowly
 
         sizes = np.array(chunks, np.int64).reshape(-1, 2)
@@ -132,8 +130,7 @@ class StepTimeModel:
 
         ``slots``: expert instances of the fullest rank; ``max_pairs``: most token-expert pairs of a
         rank in a step; more go on with the last slope. Raises InputError if the sizes are out of
-        range.
-        """
+        range."""
         if not 1 <= slots <= self.n_experts:
             raise InputError("slots", f"{slots} a rank", f"1 to the {self.n_experts} experts")
         if max_pairs < 1:
@@ -203,8 +200,7 @@ def build_step_time_model(
     shipped ones. One of kind ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host
     gap together; ``linears``: (out, in features) of matrices that a step's tokens go through beside
     the model's; ``tokens_per_sequence``: most tokens that a step computes for a sequence that
-    decodes: more than one where it verifies drafts.
-    """
+    decodes: more than one where it verifies drafts."""
     dims = load_model(model) if isinstance(model, str) else model
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu
     for name, value in (

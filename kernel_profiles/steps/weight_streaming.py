@@ -19,8 +19,7 @@ Layers without experts compute before the first MoE layer, or count to the layer
 A gather by collectives waits for all GPUs: they leave the gather of a layer together, and may slip
 by one layer at most. One-sided gathers (each GPU reads the shards of the others) go each at its own
 pace and take no longer for that: a GPU that reads at its full bandwidth takes 1 / (N - 1) of it
-from each other one, so that N readers load each source no more than it can send.
-"""
+from each other one, so that N readers load each source no more than it can send."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,8 +77,7 @@ def plan_stream(
     shards a GPU holds; the others wait in host memory. None, or as many as there are to stream:
     nothing is offloaded; ``interference``: time that a layer loses for each second of a gather
     beside it, 0 to 1: gathers take memory bandwidth and, as NCCL's kernels do, multiprocessors;
-    ``tables``: the user's own, which take precedence over the shipped ones.
-    """
+    ``tables``: the user's own, which take precedence over the shipped ones."""
     if not 1 <= n_gpus <= NODE_GPUS or model.n_experts % n_gpus:
         problem = f"{n_gpus} GPUs for the {model.n_experts} experts of {model.name}"
         raise InputError("n_gpus", problem, f"a divisor of the experts, at most {NODE_GPUS}")
@@ -141,8 +139,7 @@ def streamed_ends(
     ``loaded``: float64 ``[ranks, W]``, in and out, the row ``first`` for all of them: when the
     shards of the next W layers to be gathered have come from the host, the next one first. Zeros
     before the first step; W = 0 without offloading, else below ``n_layers - 1``; ``end``: float64
-    ``[ranks]``, out: when each has computed its last layer, s.
-    """
+    ``[ranks]``, out: when each has computed its last layer, s."""
     window = loaded.shape[1]
     varies = layers_s.shape[1] > 1
     gather_s = stream.gather_s
@@ -208,8 +205,7 @@ def with_saturation(
 
     ``work``, ``stream``: what prompts cost, and one layer's transfers; ``n_layers``: L;
     ``peak_flops``: of one GPU, FLOP/s; ``layer_s``, ``batch_flops``: what one layer of the
-    reference batch, the largest step, computes, s, and that batch's FLOPs.
-    """
+    reference batch, the largest step, computes, s, and that batch's FLOPs."""
     transfer_s = max(stream.gather_s, stream.host_s)
     return work._replace(
         saturation_eq1=n_layers * transfer_s * peak_flops,

@@ -6,8 +6,7 @@ the median in seconds.
 
 Optional columns: ``latency_q1_s``, ``latency_q3_s`` (quartiles) and ``repeats``. Imported tables
 lack them where their origin gives one number only. ``distinct_experts`` is fractional where only
-its expectation is known.
-"""
+its expectation is known."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -297,8 +296,7 @@ def moe_shape(
 
     ``intermediate`` is that of the GPU's shard where tensor parallelism cuts the experts. Under
     expert parallelism (size above 1) routing is over ``n_experts``, while ``distinct_experts``
-    counts those of the measured rank, which holds ``n_experts / expert_parallel_size``.
-    """
+    counts those of the measured rank, which holds ``n_experts / expert_parallel_size``."""
     shape = {
         "hidden_size": hidden,
         "expert_intermediate_size": intermediate,

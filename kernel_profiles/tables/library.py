@@ -4,8 +4,7 @@
 ``index.parquet`` says which rows are whose, with each table's metadata. A lookup reads the index
 once and then one row group. ``python -m eldr_sim.kernel_profiles.tables.library DIR`` adds the
 tables of a folder (as ``profile`` and the makers in ``sources`` write them) to those that ship;
-a table of the same name is replaced.
-"""
+a table of the same name is replaced."""
 
 import json
 import sys
@@ -132,8 +131,7 @@ def find_table(
     ``kind``, ``gpu``, ``dtype``: as in :class:`TableMetadata`; a ``dtype`` of None accepts any;
     ``shape``: must equal the table's shape; ``library``: name of the framework without its version;
     None accepts any; ``kernel``: what the name of the kernel that ran must hold, whatever the case,
-    such as ``triton``; ``extra``: tables of the user's own, such as a ``profile`` run wrote.
-    """
+    such as ``triton``; ``extra``: tables of the user's own, such as a ``profile`` run wrote."""
     wanted = dict(shape or {})
 
     def fits(metadata: format.TableMetadata) -> bool:

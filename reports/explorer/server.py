@@ -2,8 +2,7 @@
 
 A state is answered line by line (JSON): its point, the pictures of its run, the curve over the
 rate, the plane of P and D. Two processes compute them, warm from the start. A page that asks anew
-closes its last stream, and what that has not begun is dropped: at most what runs goes on.
-"""
+closes its last stream, and what that has not begun is dropped: at most what runs goes on."""
 
 import asyncio
 import json

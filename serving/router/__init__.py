@@ -5,5 +5,4 @@
 - ``engine``, ``upstream``: what is known of one engine (health, ejection, return), one question to
   it with time limits;
 - ``decisions``: the policy object, and what it may see;
-- ``config``, ``bodies``: its start, what requests may hold.
-"""
+- ``config``, ``bodies``: its start, what requests may hold."""

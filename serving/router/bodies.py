@@ -39,8 +39,7 @@ def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
     ``handed_over``: whether a prefill engine is to compute the prompt. It sees neither the limits
     of the output nor whether that is streamed: what a decode engine would refuse of them is refused
     here, before the prompt is computed. Without, a body needs to make sense of what policies read:
-    prompt, limits and whether the answer is streamed; engines judge the rest.
-    """
+    prompt, limits and whether the answer is streamed; engines judge the rest."""
     body = parse_json(raw, "body")
     if not isinstance(body, dict):
         raise ValueError("body: no JSON object")

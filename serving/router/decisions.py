@@ -62,8 +62,7 @@ class Router:
 
         ``without``: engines that it must not go to. The policy sees them as unhealthy; where it
         names one of them nevertheless, or one that is unhealthy, the least loaded of the others
-        stands in. Raises NoEngine if none is left.
-        """
+        stands in. Raises NoEngine if none is left."""
         usable = self.usable(without)
         if not usable:
             raise NoEngine
@@ -159,8 +158,7 @@ def build_decode_policy(
     ``policy``: with its parameters, see `policies.choice`, such as ``eldr:artifact=fit.npz``;
     ``computes_prompts``: whether the engines compute prompts, too. Raises InputError if there is no
     such policy, or if it needs what a live router does not have: calibration requests, step times,
-    the future, or an artifact that was not given.
-    """
+    the future, or an artifact that was not given."""
     rng = stream(seed, "decode policy")
     context = PolicyContext(n_engines, rng, computes_prompts=computes_prompts)
     return decode_policy(policy, context)

@@ -30,8 +30,7 @@ class Engine:
     is ejected and when it returns; ``is_last``: whether no other engine is up: then failed requests
     do not eject it, lest bad requests of one client take all engines from all others.
 
-    ``up``: whether it gets requests; ``problem``: why not.
-    """
+    ``up``: whether it gets requests; ``problem``: why not."""
 
     def __init__(
         self,
@@ -65,8 +64,7 @@ class Engine:
 
         ``problem``: what happened; ``lately_heard_s``: for a request that got no answer in this
         time, s: it is held against the engine only if nobody else got any either. An engine with a
-        long queue is slow and no more.
-        """
+        long queue is slow and no more."""
         if lately_heard_s is not None and _now_s() - self._heard_s < lately_heard_s:
             return
         self._look.set()

@@ -51,8 +51,7 @@ async def watch_engines(
     Of an engine that does not answer within the interval (a second at least) what it said before
     stands; whether it is healthy is told by others.
 
-    ``session``: an ``aiohttp.ClientSession``; ``urls``: the engines, in the router's order.
-    """
+    ``session``: an ``aiohttp.ClientSession``; ``urls``: the engines, in the router's order."""
     while True:
         found = await asyncio.gather(*(_ask(session, url, max(1.0, interval_s)) for url in urls))
         router.publish(found)
@@ -288,8 +287,7 @@ class Fleet:
         when its lease (``kv_lease_duration``, 30 s) ends.
 
         ``body``: the request with the ``kv_transfer_params`` of the cache; ``without``: decode
-        engines that are not asked.
-        """
+        engines that are not asked."""
         engine = self.decode.least_loaded(without)
         if engine is None:
             self.counters.releases.labels("left").inc()

@@ -3,8 +3,7 @@
 vLLM with ``--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq"}'`` tells over
 ZeroMQ which KV blocks come and go (``vllm/distributed/kv_events.py``): a message holds a topic, a
 number that counts up, and a batch in MessagePack. A block's event has its tokens and the block
-before it, so prompts are compared by their tokens: nothing of vLLM's own hashing is needed.
-"""
+before it, so prompts are compared by their tokens: nothing of vLLM's own hashing is needed."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -108,8 +107,7 @@ async def watch_events(prefixes: CachedPrefixes, endpoints: Sequence[str]) -> No
     An engine whose messages do not follow each other has begun anew, or some were lost: what was
     known of it is forgotten.
 
-    ``endpoints``: of ZeroMQ, such as ``tcp://127.0.0.1:5557``, in the order of the engines.
-    """
+    ``endpoints``: of ZeroMQ, such as ``tcp://127.0.0.1:5557``, in the order of the engines."""
     with needed("zmq.asyncio", "kv_events").Context() as context:
         await asyncio.gather(
             *(_listen(context, prefixes, i, endpoint) for i, endpoint in enumerate(endpoints))

@@ -31,8 +31,7 @@ class SignatureReader:
     on disk when the answer arrives.
 
     ``folders``: folders that ``ELDR_SIM_CAPTURE`` names in the prefill engines. Decode engines must
-    use other folders, or their logs would be kept in memory.
-    """
+    use other folders, or their logs would be kept in memory."""
 
     def __init__(self, folders: Sequence[AnyPath]) -> None:
         self._folders = [Path(folder) for folder in folders]
@@ -92,8 +91,7 @@ class Passage:
     the prompt is computed again, unless the client had that done itself.
 
     ``signatures``: where expert signatures come from; None if the policy reads none; ``write``:
-    writes a line of the log; ``asked``: what its body holds.
-    """
+    writes a line of the log; ``asked``: what its body holds."""
 
     def __init__(
         self,

@@ -7,8 +7,7 @@ URL: it may run anywhere.
 With prefill engines a request goes to one of them first, with ``max_tokens`` 1 and the
 ``kv_transfer_params`` of vLLM's ``NixlConnector``; its token is thrown away. What it says of the KV
 cache goes to a decode engine with the request. That engine fetches the cache and its answer is
-passed on as it comes.
-"""
+passed on as it comes."""
 
 import asyncio
 import json
@@ -46,8 +45,7 @@ def make_app(
 
     ``policy``: takes the place of the decode policy that ``config`` names; ``notify``: called with
     a line when an engine is ejected and when it returns. Raises InputError if aiohttp or
-    prometheus-client is not installed, or a policy cannot be built or used here.
-    """
+    prometheus-client is not installed, or a policy cannot be built or used here."""
     http.import_aiohttp()
     proxy = _Proxy(config, policy, notify)
     asked = {"models": proxy.models, "health": proxy.health, "metrics": proxy.counters.answer}

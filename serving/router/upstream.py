@@ -22,8 +22,7 @@ class EngineFailure(Exception):
 
     ``problem``: what happened, with the name of the engine; ``status``: what to tell the client, if
     nobody else answers; ``reached``: whether the engine may have seen the request; ``body``: the
-    engine's own words, JSON; None where it said nothing.
-    """
+    engine's own words, JSON; None where it said nothing."""
 
     def __init__(
         self, problem: str, status: int = 502, *, reached: bool = True, body: bytes | None = None
@@ -104,8 +103,7 @@ async def ask(
 
     ``session``: an ``aiohttp.ClientSession``; ``limit_s``: longest time until then; None takes that
     of ``limits``. Raises EngineFailure if the engine gives none in time, breaks off or answers with
-    a status of 500 or more.
-    """
+    a status of 500 or more."""
     aiohttp = import_aiohttp()
     if limit_s is None:
         limit_s = limits.first_token_timeout_s if post.streamed else limits.answer_timeout_s

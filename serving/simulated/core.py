@@ -3,8 +3,7 @@
 Simulated time is ``(wall - start) * speed``. When a request comes the cluster advances to now, and
 the request arrives there; between requests it advances when its next event is due. A step's end is
 known when it begins, so tokens are handed out at their own time, and what they are late is the
-event loop's doing alone: `Core.lag` hears of it.
-"""
+event loop's doing alone: `Core.lag` hears of it."""
 
 import asyncio
 import json
@@ -34,8 +33,7 @@ class Stream:
     ``number``, ``prompt_len``, ``output_len``: of the request; ``reason``: why its answer ends,
     as OpenAI says: at the client's limit or by itself; ``tokens``: numbers of tokens as
     they are due, and at last a text: one of `state.OUTCOMES`; ``times_s``: the simulated time of
-    each number.
-    """
+    each number."""
 
     def __init__(self, number: int, prompt_len: int, output_len: int, most: int | None) -> None:
         self.number, self.prompt_len, self.output_len = number, prompt_len, output_len
@@ -57,8 +55,7 @@ class Core:
 
     ``config``: the cluster, and the workload that lengths of answers and routing are taken from;
     ``speed``: simulated seconds a second; ``log``: a file for what arrives and when, see `replay`;
-    ``lag``: called with what tokens are late, s of the wall clock.
-    """
+    ``lag``: called with what tokens are late, s of the wall clock."""
 
     def __init__(
         self,

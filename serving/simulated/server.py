@@ -143,8 +143,7 @@ class Service:
     ``speed``: simulated seconds a second; ``max_queue``: requests that may wait for an engine;
     beyond them the answer is 429. None: any number; ``start_up_s``: how long it is not healthy, s
     of the wall clock; ``tokenizer``: a ``tokenizer.json``; without one four characters of a prompt
-    are a token; ``log``: a file for what arrives, see `core.replay`.
-    """
+    are a token; ``log``: a file for what arrives, see `core.replay`."""
 
     def __init__(
         self,

@@ -142,8 +142,7 @@ def record_campaign(
 
     ``setups``: names in `setups.SETUPS` to start; ``progress``: called with the current
     task and the share of it that is done; ``prefill``, ``decode``: URL and log folder of running
-    engines; they are then the only set-up.
-    """
+    engines; they are then the only set-up."""
     import_aiohttp()
     known = DOMAINS if campaign.texts is None else domains_of(campaign.texts)
     unknown = sorted(set(campaign.domain_mix) - set(known))
@@ -204,8 +203,7 @@ def record_setup(
 
     ``progress``: called with the current task and the share of it that is done. Returns the folders
     of the recorded runs; existing ones are left unchanged. Raises InputError if an engine, the
-    proxy or a request fails.
-    """
+    proxy or a request fails."""
     with on_core(setup.client_core):
         calibrated = calibrated_setup(campaign, setup, progress)
         engine = engine_calibration.model_of(campaign.config), calibrated

@@ -113,8 +113,7 @@ def read_complete_log(
 
     ``computed``: tokens that the engine has computed of each request, by the client's name, when it
     is done with it: all but the last one, which is never fed; ``limit_s``: how long to wait, s.
-    Raises InputError if the log does not hold them within the time, or cannot be read.
-    """
+    Raises InputError if the log does not hold them within the time, or cannot be read."""
     deadline = time.monotonic() + limit_s
     while True:
         over = time.monotonic() > deadline

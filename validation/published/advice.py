@@ -3,8 +3,7 @@
 A question is a card, a model, prompt and output lengths and a bound of TPOT. The published runs of
 that card, model and lengths are the choices: engine, checkpoint, parallelism, prefill apart or not,
 streams. A planner takes the one of most output tokens a second and GPU whose predicted TPOT keeps
-the bound; what was measured says whether it does, and how much of the best such run's it serves.
-"""
+the bound; what was measured says whether it does, and how much of the best such run's it serves."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -63,8 +62,7 @@ def advise(table: pa.Table, who: str, margin: float = 0.0) -> Advice:
 
     ``table``: of `record.table_of`, with another estimator's errors; ``who``: ``ours`` or
     ``other``; ``margin``: the share by which a predicted TPOT must stay below the bound. A question
-    has six choices or more, some of which keep the bound and some of which do not.
-    """
+    has six choices or more, some of which keep the bound and some of which do not."""
     return _advise(_choices(table), who, margin)
 
 

@@ -7,8 +7,7 @@ Results of ``vllm bench serve`` (``--save-result``, better with ``--save-detaile
 Engine steps are lines of JSON, as Dynamo, SGLang (``--enable-forward-pass-metrics``) and vLLM
 publish them (`ForwardPassMetrics`): ``wall_time``, s, and ``scheduled_requests``: prompts and
 sequences of a step, their new tokens, and what the KV cache held of each. Single prompts are not
-told apart: each has its share of both. Uniform routing is expected.
-"""
+told apart: each has its share of both. Uniform routing is expected."""
 
 import csv
 import datetime

@@ -16,8 +16,7 @@ SGLang's of Qwen3.5 are ``benchmarks/qwen3.5_{bf16,fp8,fp4}_{b200,b300,h200}.sh`
 February 2026) to 1b4c27d16 (18 April). Of FP8 on 4 Blackwell GPUs that cut the experts the
 configurations know runs with three drafts alone until then (``*-mtp``, 35d4bb367); later ones are
 the dump's, which has none with drafts. Prompts of a model that can see run without graphs in any
-version (``_handle_piecewise_cuda_graph`` of ``server_args.py``).
-"""
+version (``_handle_piecewise_cuda_graph`` of ``server_args.py``)."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -11,8 +11,7 @@ with the same load on 2 GPUs (``recorded``: no): the same generator at the same 
 
 vLLM 0.15.1 tokenised in sequential micro-batches; its kernels are those of the shipped tables (a
 later version's), routing is drawn for the model. The runs kept KV blocks that fell out of the cache
-in host memory, too, which is not simulated; none falls out here.
-"""
+in host memory, too, which is not simulated; none falls out here."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -122,8 +121,7 @@ def predict_mixtral(
 
     ``folder``: the published requests; ``rows``: the stages; ``form``: what to take into account;
     everything when not given, graphs padded as vLLM 0.15 did; ``progress``: called with the share
-    of stages done. Raises InputError if the folder lacks requests.
-    """
+    of stages done. Raises InputError if the folder lacks requests."""
     form = form or Form(graphs="experts")
 
     def begin(work: Path) -> Callable[[Stage], dict[str, float]]:

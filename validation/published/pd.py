@@ -5,8 +5,7 @@ GPT-OSS-120B on 16 H200, prompts of 5,000 and outputs of 250 tokens, 45 requests
 (``derived``: those that follow from others); what the guide does not say is in :data:`ASSUMED`.
 
 Each is predicted without a hand-over, a bound from below, and with every preset, so that no TTFT
-stands without its preset. The parts of the predicted TTFT show which one a miss can come from.
-"""
+stands without its preset. The parts of the predicted TTFT show which one a miss can come from."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

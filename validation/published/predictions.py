@@ -55,8 +55,7 @@ def predict(
         Given a folder to work in, returns what predicts the figures of a configuration. Of these,
         parts of another figure begin with ``part_``.
     progress
-        Called with the share of configurations done.
-    """
+        Called with the share of configurations done."""
     cases, found = list(dict.fromkeys(row.case for row in rows)), {}
     with TemporaryDirectory() as folder:
         figures_of = begin(Path(folder))
@@ -132,8 +131,7 @@ def errors_of(
 
     ``table``: from :func:`predict`; rows that its column ``excluded``, if any, names a reason for
     are marked; ``groups``: sets of columns; each combination of their values is a group;
-    ``column``: the errors: ``error``, or another estimator's.
-    """
+    ``column``: the errors: ``error``, or another estimator's."""
     frame = table.to_pandas()
     kept = frame["excluded"] == "" if "excluded" in frame else frame["metric"] != ""
     found = []

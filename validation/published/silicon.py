@@ -14,8 +14,7 @@ tensor parallelism, an all-reduce of 8 bytes a token in every layer (vllm-projec
 Drafts of multi-token prediction are a configuration's, how many are accepted :data:`ACCEPTANCE`.
 
 Engines that share experts take vLLM's defaults for what the file does not say:
-``allgather_reducescatter``, and a node of 8 GPUs; on GB200 the NVLink domain, 72.
-"""
+``allgather_reducescatter``, and a node of 8 GPUs; on GB200 the NVLink domain, 72."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -209,8 +208,7 @@ def launch_options(case: Case, target: MeasuredModel) -> dict[str, Any]:
     tokens; TensorRT-LLM's ``max_num_tokens`` are 20,000 for GPT-OSS, 16,384 where Llama-70B waits
     (20 steps or nine tenths of them, 1k prompts and outputs on fewer than 8 GPUs), else a prompt's
     and a token for each stream, and what `launch_scripts` says; KV caches of co-located DeepSeek
-    take .8 of the free memory, .75 on Hopper, of GPT-OSS .85.
-    """
+    take .8 of the free memory, .75 on Hopper, of GPT-OSS .85."""
     generated = _generated(case, target)
     if generated:
         return generated
@@ -259,8 +257,7 @@ def _generated(case: Case, target: MeasuredModel) -> dict[str, Any]:
     ``cli/backends/trtllm.py`` (ai-dynamo/aiconfigurator 961028348, August 2025), of vLLM 0.12 and
     SGLang 0.5.6 ``generator/rule_plugin`` (2063ee024, February 2026). A step has room for the
     batch, a prompt and 1,500 tokens; SGLang's prompts share the latter two with decoding. vLLM 0.12
-    schedules a step when the last one has ended: :data:`HOST_WAIT_MS`.
-    """
+    schedules a step when the last one has ended: :data:`HOST_WAIT_MS`."""
     room = case.input_len + 1500
     if target.inferencex or case.prefill.count:
         return {}
@@ -312,8 +309,7 @@ def tokenizer_mode(version: str, backend: str = "vllm") -> Mode:
 
     vLLM passes a maximum length since 0.15 (`vllm/renderers/params.py`), which keeps the tokeniser
     from taking prompts as a batch, and has had no batches since June 2026. SGLang tokenises one
-    prompt after the other, and so does Dynamo.
-    """
+    prompt after the other, and so does Dynamo."""
     if backend != "vllm":
         return "thread_pool"
     found = re.match(r"(\d+)\.(\d+)", version)
@@ -404,8 +400,7 @@ def _moe_table(
 
     The engine's own rows come before vLLM's, and those of the layout before those of a GPU that
     holds all experts, which is how a rank that tokens are dispatched to is read, and any rank whose
-    own rows are missing, at the count of its experts.
-    """
+    own rows are missing, at the count of its experts."""
     shared = spread.data_parallel_size > 1
     layouts = [] if shared else [spread]
     if spread.expert_parallel:
@@ -438,8 +433,7 @@ def predict_rows(
     fields of :class:`Case` and :class:`MeasuredRun`. Raises InputError if the model has no such MoE
     kernel. ``moe_kernel``: ``marlin``, derived (`sources.marlin`): what vLLM ran GPT-OSS with on
     H100 and H200 up to 0.18; ``oldest``: the table of vLLM 0.19 or 0.24, closest to the runs'
-    (0.12 to 0.19); ``newest``; None takes the model's first choice.
-    """
+    (0.12 to 0.19); ``newest``; None takes the model's first choice."""
     moe_kernel = moe_kernel or target.moe_kernels[0]
     if moe_kernel not in target.moe_kernels:
         allowed = ", ".join(target.moe_kernels)

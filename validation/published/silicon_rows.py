@@ -6,8 +6,7 @@ configuration of a run decides whether it can be predicted; its measured values 
 it is left out of the filtered errors.
 
 What its labels mean, and which launches are assumed, is in ``rows/README.md``: by a rule that sees
-no measurement (`MeasuredRun.assumed`).
-"""
+no measurement (`MeasuredRun.assumed`)."""
 
 import csv
 import re

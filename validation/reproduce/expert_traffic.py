@@ -5,8 +5,7 @@ rank with tokens of its own (data-parallel attention), and one MoE layer after t
 and priced as a step of the simulator is.
 
 Copies are counted as `deepep_ht` and GRACE-MoE (Sec. 5.1) send them, one for each node that a token
-needs, then one for each GPU there; and for each expert, as `pplx` and `deepep_ll` do.
-"""
+needs, then one for each GPU there; and for each expert, as `pplx` and `deepep_ll` do."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -100,8 +100,7 @@ class Runner:
 
     ``base``: fields common to all runs; ``jobs``: processes, see
     :func:`~eldr_sim.planning.runs.runner.run_points`; ``progress``: called with the share of the
-    requested runs that have ended.
-    """
+    requested runs that have ended."""
 
     def __init__(
         self, base: dict[str, Any], jobs: int | None = None, progress: Progress = silent

@@ -6,8 +6,7 @@ lengths, batches at several contexts, and single requests for the delays outside
 come in rounds that each cover all sizes, so that a change of the machine's speed meets every size
 alike. Each step is timed in three parts: MoE layers, attention, rest. A table entry is the median
 over the steps with equal columns, at the reference speed of the engine's probe
-(:class:`~.engine_calibration.Drift`).
-"""
+(:class:`~.engine_calibration.Drift`)."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -120,8 +119,7 @@ def engine_tables(
 
     ``log``: the engine's steps under :func:`calibration_bursts`. Returns the tables at the
     reference speed, and how the engine's steps follow its probe; None if it has none. Raises
-    InputError if the log has too few steps.
-    """
+    InputError if the log has too few steps."""
     layers, moe_layers = dims.n_layers, dims.n_moe_layers
     starts = np.array([step.start_s for step in log.steps])
     speed = engine_calibration.Drift(starts, np.array([step.probe_s for step in log.steps]), None)
@@ -286,8 +284,7 @@ def outside_times(
     ``requests``: ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``; ``prefill``: names of the
     prefill engines; ``prefilled``: whether these computed the prompts before the requests were
     sent; ``measure_link``: returns transfer times by (bytes, descriptors), s, and their source;
-    called only if there are prefill engines.
-    """
+    called only if there are prefill engines."""
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
     lengths = requests["prompt_len"].to_numpy().astype(float)
     sent, tokens = requests["sent_s"].to_numpy(), requests["token_s"].to_pylist()

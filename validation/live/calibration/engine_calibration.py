@@ -2,8 +2,7 @@
 
 A folder holds ``calibration.json`` (:class:`CalibrationInfo`), ``tables/*.parquet``, latency tables
 of the kinds ``moe``, ``attention_decode``, ``attention_prefill`` and ``engine_step``, and
-``gpu.json``, the device as ``eldr-sim run --gpu`` takes it.
-"""
+``gpu.json``, the device as ``eldr-sim run --gpu`` takes it."""
 
 import json
 from collections.abc import Iterable, Sequence

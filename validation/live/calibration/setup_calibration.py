@@ -61,8 +61,7 @@ def calibrate(
 
     ``config``: the model's ``config.json``; ``progress``: called with the share that is done;
     ``fitted``: requests of ELDR's offline fit (`load_of_fit`); None makes no fit; ``seed``: of
-    prompts and of the order of the bursts.
-    """
+    prompts and of the order of the bursts."""
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     dims, measured = engine_calibration.model_of(config), setup.decode[-1]

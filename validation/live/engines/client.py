@@ -59,8 +59,7 @@ def send_turns(
     A request is sent 0 to 1 ms after its time, as Linux's ``epoll`` rounds sleeps up to 1 ms;
     ``sent_s`` is the actual time. A server may send several tokens in one chunk, and a token may
     have no text: the number of tokens is the one reported by the server, and all tokens of a chunk
-    get the same time.
-    """
+    get the same time."""
     told, turns = (model, temperature), any(request.parent >= 0 for request in load.requests)
     # Built before the first request is sent, as the client shares its core with the engines.
     bodies = [_body(request, *told, return_ids=turns) for request in load.requests]
@@ -122,8 +121,7 @@ def prefill_ahead(load: Load, url: str, *, model: str) -> Load:
 
     ``url``: of the prefill engine, which keeps the KV cache until a decode engine fetches it.
     Returns the same requests with the location of their KV cache. Raises InputError if aiohttp is
-    not installed, a request fails, or the engine has no KV connector.
-    """
+    not installed, a request fails, or the engine has no KV connector."""
     aiohttp = import_aiohttp()
     address = url.rstrip("/") + "/v1/completions"
 
@@ -216,8 +214,7 @@ def join_proxy_log(requests: pa.Table, path: AnyPath) -> pa.Table:
 
     ``path``: ``ProxyConfig.log``: ``request_id``, ``prefilled_s`` and ``routed_s`` (s of
     `time.monotonic`; no ``prefilled_s`` without prefill engines) and ``engine`` of each request.
-    Raises InputError if the file is no such log, or a request is not in it exactly once.
-    """
+    Raises InputError if the file is no such log, or a request is not in it exactly once."""
     found: dict[str, list[dict[str, Any]]] = {}
     try:
         for line in Path(path).read_text(encoding="utf-8").splitlines():

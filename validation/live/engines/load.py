@@ -185,8 +185,7 @@ def make_load(
     prompt and output lengths independently from percentiles of Azure's conversation trace, which
     reproduces its means to 2%; ``domain_mix``: weights of domains; those without one are left out.
     None or empty: all alike; ``prefix``: request ``i`` is named ``<prefix>-<i>``. Runs that share a
-    capture log need different prefixes.
-    """
+    capture log need different prefixes."""
     _check(info, domains, workload, domain_mix or {})
     for name, length, (low, high) in (
         ("prompt", prompt_len, prompt_range),

@@ -11,8 +11,7 @@ counts from top-k to all, one per step; ``forced-level3-`` keeps the count of le
 On a CPU it also works around disturbances in vLLM 0.32: the NIXL connector pins the compute threads
 of all engines to the last core, NIXL's progress thread takes most of a core, engines wait for their
 workers in a busy loop, and a prefill engine with unfetched KV cache polls its worker a thousand
-times a second.
-"""
+times a second."""
 
 import functools
 import inspect
@@ -412,8 +411,7 @@ def accepting(ends: Any, drafts: Any, uniform: Any, rates: Any, vocab_size: int)
 
     ``ends``: drafts up to each request's last, int ``[requests]``; ``drafts``, ``uniform``: tokens
     and draws, ``[drafts]``; ``rates``: conditional, by place. A draft is accepted if its
-    probability is not below the draw.
-    """
+    probability is not below the draw."""
     import torch
 
     counts = torch.diff(ends.to(torch.int64), prepend=torch.zeros(1, dtype=torch.int64))

@@ -38,8 +38,7 @@ def assemble_run(
 
     ``requests``: ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``; ``endpoints``: the
     engines, whose capture logs hold the routing. Raises InputError if the logs lack tokens of a
-    request.
-    """
+    request."""
     start = float(np.min(requests["sent_s"].to_numpy()))
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
     with whole_folder(out) as folder:

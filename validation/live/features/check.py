@@ -252,8 +252,7 @@ def _calibrated_drafts(
 
     The host's time is what steps take beyond their verification: of each pass and of each request,
     from requests alone and eight at once. Acceptance, and how often there are drafts, are those of
-    these loads unless they are synthetic.
-    """
+    these loads unless they are synthetic."""
     k = int(drafts["num_speculative_tokens"])
     told = {name: value for name, value in drafts.items() if not name.startswith("prompt_lookup")}
     loads = [_send_alike(campaign, setup.endpoints[0], base, n, _DRAFT_LEN) for n in _AT_ONCE]

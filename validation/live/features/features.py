@@ -3,8 +3,7 @@
 A feature's load goes to the calibrated engine, which has none of them and records the routing of
 its requests, and again to an engine that has it. Both runs are simulated as ``eldr-sim run`` does,
 with the calibrated tables and the routing that the first recorded; so a feature's error stands
-beside that without it, and what vLLM counts of it beside what the simulation counts.
-"""
+beside that without it, and what vLLM counts of it beside what the simulation counts."""
 
 import json
 import urllib.request
@@ -89,8 +88,7 @@ def feature_load(
 
     ``slices``: of the vocabulary, by domain; ``rate``: requests/s; ``repeat``: repeats are alike
     but for the first token of each prompt, so that none finds another's blocks; ``prefix``: of the
-    requests' names.
-    """
+    requests' names."""
     slots, per_slot = CLOSED.get(name, (0, 0))
     stretches = STEADY if name == "steady prompts" else 1
     n = slots * per_slot or max(8, round(rate * duration_s * stretches))

@@ -4,8 +4,7 @@ The router goes by what the engines say of their KV caches; or a quarter of a st
 first engine is killed and started again, or stands still for a while. The simulation is told when
 that was, when the router knew, and when it knew that the engine was back. Which requests are lost,
 which are sent again, how long the others wait and when the load is served as before is for the
-simulation to say.
-"""
+simulation to say."""
 
 import json
 import signal
@@ -74,8 +73,7 @@ def serve_routed(
 
     ``fields``: of the run, ``policy`` among them; ``kind``: what happens to the first engine;
     ``trace``, ``about``: as `features.replay` takes them. Raises InputError if the router does not
-    notice.
-    """
+    notice."""
     log = setup.folder / f"router-{time.time_ns():x}.jsonl"
     told = _ROUTER | {"kv_events": [engine.events for engine in setup.engines if engine.events]}
     caches = bool(fields.get("enable_prefix_caching"))

@@ -3,8 +3,7 @@
 ``docs/formats.md`` (live campaign) says what :class:`LiveComparison` holds: errors are ``100 *
 (simulated / live - 1)``, in %; a missing figure is None. Of its tables ``requests`` has the row of
 ``requests.parquet`` as ``request`` and a null TPOT where a request has one token, ``gaps`` those
-between tokens, pooled.
-"""
+between tokens, pooled."""
 
 import itertools
 from collections import defaultdict

@@ -284,8 +284,7 @@ def queue_orders(runs: Sequence[LiveRun], compared: LiveComparison) -> list[Row]
     ``repeats`` of both orders; ``live_fcfs_ms`` to ``simulated_sjf_ms``: means over them;
     ``live_percent``, ``simulated_percent``: mean change, of repeats of the same number, which ran
     one after the other; ``noise_percent``: mean difference between the live changes of two repeats,
-    in points; ``error_points``: simulated less live change.
-    """
+    in points; ``error_points``: simulated less live change."""
     orders = {(run.info.setup, run.info.load.name): run.info.load.queue_order for run in runs}
     values: dict[tuple[str, str, str], dict[tuple[str, int], tuple[float, float]]]
     values = defaultdict(dict)

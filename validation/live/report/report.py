@@ -38,8 +38,7 @@ def write_report(
     ``campaign``: folder of ``runs/*/`` (`live.live_run`) and, for each of their set-ups,
     ``calibration/SETUP/`` (`engine_calibration`), with ELDR's offline fit ``artifact.npz``
     if its policy ran. Returns the content of ``comparison.json``. Raises InputError if the campaign
-    is incomplete, its runs differ in model, build or machine, or ``out`` cannot be written.
-    """
+    is incomplete, its runs differ in model, build or machine, or ``out`` cannot be written."""
     with result_folder(out, force, "comparison.json") as folder:
         runs, calibrated = read_campaign(campaign)
         compared = _compared(campaign, runs, calibrated, progress)

@@ -152,8 +152,7 @@ def durations(run: LiveRun, steps: Sequence[Composition], queued_s: Floats) -> F
     decode engine is not observed and does not count.
 
     ``steps``: their compositions; ``queued_s``: arrival of each request in the queue of the engine
-    that computes its prompt, s.
-    """
+    that computes its prompt, s."""
     prompt_len = run.requests["prompt_len"].to_numpy()
     total = prompt_len + run.requests["output_len"].to_numpy() - 1
     start, end = run.steps["start_s"].to_numpy(), run.steps["end_s"].to_numpy()

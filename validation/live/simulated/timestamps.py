@@ -81,8 +81,7 @@ def live_timestamps(run: LiveRun, calibration: CalibrationInfo) -> RequestTimest
 
     Arrival in an engine's queue is not observed: it is the post, by client or proxy, plus the
     calibrated ingress. If prompts were computed before the run, this is the decode engine's queue.
-    A request that did not get all its tokens has NaN.
-    """
+    A request that did not get all its tokens has NaN."""
     requests, roles = run.requests, {engine.name: engine.role for engine in run.info.engines}
     n = requests.num_rows
     prompt, output = (requests[f"{k}_len"].to_numpy() for k in ("prompt", "output"))

@@ -142,8 +142,7 @@ def variants(
 
     ``cases``: the policy of each variant; ``trace_of``: trace of a model and workload, where it is
     not the default one. Returns rows for a table, and by (variant, metric) the mean differences of
-    the cells, %.
-    """
+    the cells, %."""
     rows: list[dict[str, Any]] = []
     cells: Cells = {}
     for model in models:

@@ -6,8 +6,7 @@ about one point. Their figure numbers are one less than those of the paper's tex
 
 What is fitted to cells: the `published` MoE tables of MI300X to the median TPOT of ``rr`` in
 Figures 10 and 11, and the host's launch times to the TTFT of ``rr`` at 20 requests/s. Both went
-into the simulator; every other figure is predicted.
-"""
+into the simulator; every other figure is predicted."""
 
 import tempfile
 from collections.abc import Sequence

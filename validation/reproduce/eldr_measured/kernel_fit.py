@@ -7,8 +7,7 @@ step is all but the MoE layers, at derived times, plus on each layer
 
 whose constants are fitted by non-negative least squares of relative errors: an expert's time a
 tile of vLLM's default, or for MXFP4 experts, whose tile does not change, one and a token's. The
-union of a batch is that of drawn routing; graphs' padding rows choose experts as the batch does.
-"""
+union of a batch is that of drawn routing; graphs' padding rows choose experts as the batch does."""
 
 from collections.abc import Sequence
 

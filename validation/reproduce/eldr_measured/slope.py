@@ -3,8 +3,7 @@
 At one rate, policies differ in the distinct experts of their steps, and in their batches. Where
 both batches lie in one tile of the kernel, the difference of two measured TPOTs is that of the
 experts (and a little attention, which a smaller batch has less of). The number of distinct experts
-is not measured: it is that of our drawn routing, interpolated at the measured batch.
-"""
+is not measured: it is that of our drawn routing, interpolated at the measured batch."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -4,8 +4,7 @@ Router (ELDR or the fewest requests), replica choice (METRO, charged what its ke
 or vLLM's hash), placement (linear, EPLB's or GRACE-MoE's) and queue (Gimbal's shortest prompt first
 with ageing, or first come). Every cell serves the same requests under a seed, so that effects are
 differences of equal draws. GRACE decides itself how many copies there are; the other two have an
-eighth of the experts twice.
-"""
+eighth of the experts twice."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
@@ -156,8 +155,7 @@ def contrasts() -> dict[str, dict[Cell, float]]:
 
     A main effect is the mean over all other factors' levels of the method less its baseline; an
     interaction is the effect of both less the sum of the two alone, over the others' levels. In
-    logarithms a method that saves its share whatever the others do has none.
-    """
+    logarithms a method that saves its share whatever the others do has none."""
     methods = [("router", "ELDR"), ("replicas", "METRO"), ("replicas", "METRO free"),
                ("placement", "EPLB"), ("placement", "GRACE"), ("queue", "Gimbal")]  # fmt: skip
     found = {level: _weights({factor: level}) for factor, level in methods}

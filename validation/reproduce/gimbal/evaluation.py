@@ -46,8 +46,7 @@ def sjf_sign(experiment: Experiment) -> Reproduction:
 
     Prompts and outputs are lognormal with normal scores of the given correlation. The load is
     against the throughput of requests that come at once. Ratios are to first come, first served;
-    the longest prompts are the top 5%.
-    """
+    the longest prompts are the top 5%."""
     n, seeds = 4 * experiment.scale.requests, experiment.scale.seeds
     rows: list[dict[str, Any]] = []
     for bound, (fields, divisor) in _BOUNDS.items():

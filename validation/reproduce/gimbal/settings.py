@@ -11,8 +11,7 @@ are `traces.requests.length_shapes`; arrivals are Poisson.
 Rates are relative. The paper sends 1.0, 1.2 and 1.4 requests/s, and its engines' p99 TTFT is 4.9 s
 at 1.4 (Sec. V-A.2); the kernels of our tables carry about seven times as much. So the knee of a
 shape is the rate at which `round_robin`'s p99 TTFT is 4.9 s in the mean of the first seeds: prompts
-wait as long as the paper's. Thresholds in tokens, seconds and steps are the paper's.
-"""
+wait as long as the paper's. Thresholds in tokens, seconds and steps are the paper's."""
 
 import json
 from pathlib import Path

@@ -2,8 +2,7 @@
 
 With a cluster of requests for each engine of a group the tokens of an engine choose similar
 experts, so experts can be placed by the home of the tokens that use them. Copies are counted on
-tokens drawn from the requests that each engine has served, at the placement that it had.
-"""
+tokens drawn from the requests that each engine has served, at the placement that it had."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -2,8 +2,7 @@
 
 The paper holds GRACE-MoE against five other systems' software, which cannot be had here. The same
 steps are held against the vanilla placement in one engine instead, prefill and decode apart: what
-the placement itself gives.
-"""
+the placement itself gives."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -2,8 +2,7 @@
 
 Times are the tables'; inside nodes NVLink's roofline, between them the NIC's line rate. Steps of up
 to 128 tokens a GPU are decode steps, others compute prompts. Each seed clusters anew and draws
-other steps.
-"""
+other steps."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -90,8 +90,7 @@ def shared_nic(seeds: Sequence[int]) -> Reproduction:
     The simulator's KV transfers and all-to-all have links of their own. Here a run tells the mean
     bytes/s that each puts on a GPU's NIC, and a second one gives each what the other leaves; and so
     again until no rate changes by 1%. This is an estimate: bursts that meet take turns, and a mean
-    does not know of them.
-    """
+    does not know of them."""
     rows = []
     with TemporaryDirectory() as folder:
         for gbits in NODE_GBITS:

@@ -5,8 +5,7 @@ model of Qwen3-30B-A3B's width, 10 layers), Qwen3-30B-A3B itself (4,010 prompt t
 gpt-oss-20b. Neither OLMoE's nor DeepSeek-V2-Lite's routing has been published token by token.
 
 RTX 4090 and 3090 are rooflines from NVIDIA's data sheets; a node's 25 Gb/s Ethernet is shared by
-its GPUs.
-"""
+its GPUs."""
 
 import json
 from functools import cache

@@ -2,8 +2,7 @@
 
 EPLB's placement, and steps without queues: recorded or drawn tokens spread over 8 H100 (DeepSeek-V3
 on 16), each step a decode step, or one of prompts. Times are a MoE layer's: the slowest GPU's
-experts, and dispatch and combine with DeepEP's copies. What choosing takes is not in them.
-"""
+experts, and dispatch and combine with DeepEP's copies. What choosing takes is not in them."""
 
 from collections.abc import Sequence
 from typing import Any

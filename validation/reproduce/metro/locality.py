@@ -3,8 +3,7 @@
 Both reduce the activated experts of a group's busiest GPU, by different means. Requests that choose
 the same experts, together in one group, make the union of its experts smaller; redundant experts
 let the union be spread evenly. Neither alone does what both do: an even spread needs slack below
-``experts / GPUs``, and a small union lies on the GPUs unevenly.
-"""
+``experts / GPUs``, and a small union lies on the GPUs unevenly."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -79,7 +78,6 @@ def locality(runner: Runner, quick: bool = False) -> Reproduction:
     Four decode groups of 8 H100, Qwen3-30B-A3B, the embedded trace. All differences are from jsq
     without redundant experts on the same requests. ``interaction`` is the difference of a pair of
     policy and redundancy less the sum of the two alone, in points: below 0 each helps the other.
-
     """
     seeds = range(2 if quick else 5)
     made = runner.paired({cell: _case(*cell) for cell in _cells(quick)}, seeds)

@@ -2,8 +2,7 @@
 
 Decode steps alone, as the paper has them, need no queues: a step of so many sequences at the mean
 context is attention, dense layers and head of an engine's share, MoE layers of drawn batches, and
-what the all-to-all takes.
-"""
+what the all-to-all takes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -2,8 +2,7 @@
 
 The workers are the paper's: data-parallel attention and experts over all GPUs, so many requests in
 flight. EPLB's placement and split come with the usual all-to-all; METRO with its own dispatch, and
-charged what its kernel took. Lengths are assumed where the paper gives none.
-"""
+charged what its kernel took. Lengths are assumed where the paper gives none."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

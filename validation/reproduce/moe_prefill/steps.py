@@ -4,8 +4,7 @@ Every GPU of ``dp`` strategies computes so many tokens a step, the GPUs of other
 routing is uniform, prompts are of one length, and steps follow each other without a pause. This
 prices what queues and recorded routing leave out, finds the token budgets that a baseline is run
 with, and draws the map of the fastest strategy. One layer of AsyncEP takes the longest of its
-computation, its gather and its copy from the host (``weight_streaming``).
-"""
+computation, its gather and its copy from the host (``weight_streaming``)."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -64,8 +63,7 @@ def step_s(
 
     ``async_ep`` and ``dp_ep`` have an engine on each GPU, the others one in all. In a pipeline the
     slowest stage counts, the others being busy with other steps. Raises InputError if the GPUs
-    cannot share the model so.
-    """
+    cannot share the model so."""
     dims, part = load_model(model), gpu if isinstance(gpu, GPU) else load_gpu(gpu)
     parallelism = SINGLE_GPU
     if strategy.kind in ("tp_ep", "tp"):
@@ -156,8 +154,7 @@ def each_rate(model: str, gpu: str, n_gpus: int, tokens: int, links: float) -> d
 
     Where one engine has several GPUs its step holds ``tokens`` for each of them, but for a
     pipeline, whose stages have steps of ``tokens`` each. A strategy that cannot share the model is
-    left out.
-    """
+    left out."""
     found: dict[str, float] = {}
     for kind in KINDS:
         for backend in BACKENDS if kind == "dp_ep" else BACKENDS[:1]:

@@ -82,8 +82,7 @@ def routers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
 
     Signals, cached blocks, computed tokens and completions are as old; 8 H100 in FP8, all requests
     at once, 65,536 tokens a step. Ratios are to fresh signals, paired over seeds. Routers that hold
-    nothing have placed all before anything is published.
-    """
+    nothing have placed all before anything is published."""
     keys = [
         (sharing, label, age) for sharing in (0.0, 0.5, 1.0) for label in _ROUTERS
         for age in _AGES_MS if age == 0 or label.startswith("saturation")

@@ -27,8 +27,7 @@ stage sends nothing and each other one sends once, two tensors, as vLLM does.
 
 ``dp_async`` alone sends the same bytes for any number of tokens. With weights and hidden states of
 equal width it sends as many as ``dp_ep`` at ``3 E m_e / (2 k)`` tokens a GPU, m_e being the width
-of an expert; below, it sends more, and hides them.
-"""
+of an expert; below, it sends more, and hides them."""
 
 from itertools import product
 from typing import Literal, get_args
@@ -66,8 +65,7 @@ def layer_bytes(
 
     ``strategy``: one of :data:`STRATEGIES`; ``n_gpus``: of one node; ``tokens``: of a step, of all
     GPUs together; ``copy_per_rank``: whether a token goes once to each rank that holds any of its
-    experts, and not once for each of these. Layers with experts are meant.
-    """
+    experts, and not once for each of these. Layers with experts are meant."""
     if strategy not in STRATEGIES:
         raise InputError("strategy", f"{strategy!r}", ", ".join(STRATEGIES))
     if n_gpus < 1 or model.n_experts % n_gpus:

@@ -13,8 +13,7 @@ tokens in all and their shortest and longest prompts. Assumed are
 begin alike, to 1. What an unlimited cache would save is counted by :func:`shareable_tokens`.
 
 The lengths of the four regimes are lost in the text but for the last, 128K tokens, and the 10
-million tokens of each; 1K, 8K and 32K are assumed.
-"""
+million tokens of each; 1K, 8K and 32K are assumed."""
 
 import json
 import math
