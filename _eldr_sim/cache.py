@@ -69,8 +69,7 @@ def folder() -> Path | None:
 
 
 def size_limit() -> int:
-    """Return how many bytes of bit sets, fits and drawn traces are kept. Raises InputError if the
-    variable is not a number of bytes."""
+    """Return how many bytes may be kept; raises InputError if the variable is no number."""
     text = os.environ.get(SIZE_VARIABLE)
     if not text:
         return _DEFAULT_LIMIT

@@ -1,5 +1,4 @@
-"""Pictures of rows: lines, bars and maps, in panels, as the rows' columns say. All are PNG files in
-one style: a light grid, and each legend once."""
+"""Pictures of rows as PNG in one style: lines, bars and maps, in panels, as columns say."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -18,11 +17,9 @@ def write_picture(
     title: str = "",
     dpi: int = 120,
 ) -> None:
-    """Draw on a matplotlib figure, and write it; the same drawing gives the same bytes.
-
-    ``to``: the PNG; ``draw``: draws; A panel with labels gets a legend, unless ``draw`` made one or
-    a panel before shows the same labels; ``size``: inches; ``title``: over all panels; ``dpi``:
-    dots per inch. Raises InputError where matplotlib is not installed."""
+    """Draw on a matplotlib figure, and write it: the same drawing, the same bytes. A panel with
+    labels gets a legend unless ``draw`` made one or a panel before shows them. ``size``: inches;
+    ``title``: over all panels. Raises InputError without matplotlib."""
     needed("matplotlib", "plot", PLOT)
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -104,8 +101,8 @@ def bars(
 
 
 def field(rows: Rows, x: str, y: str, value: str, panel: Key = (), spell: str = "{:.2f}") -> Draw:
-    """Return what draws a map, ``x`` by ``y``, whose cells are coloured and spelled. A value may be
-    a word, one colour each."""
+    """Return what draws a map, ``x`` by ``y``, of coloured, spelled cells; words have colours,
+    too."""
 
     def draw(figure: Any) -> None:
         words = list(dict.fromkeys(r[value] for r in rows if isinstance(r[value], str)))

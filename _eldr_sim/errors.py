@@ -7,13 +7,8 @@ PLOT = "pip install 'eldr-sim[plot]'"  #: how what draws pictures and pages is i
 
 
 class InputError(ValueError):
-    """Bad input: names the field, what was wrong and what is allowed.
-
-    The command line prints it as one line and exits with code 2.
-
-    ``field``: name of the offending option, config field, file or column; ``problem``: what was
-    wrong, with the value seen; ``allowed``: what would have been accepted; left out of the message
-    when empty."""
+    """Bad input: one line, exit code 2. ``field``: option, config field, file or column;
+    ``problem``: what was wrong, with the value; ``allowed``: what would do, left out when empty."""
 
     def __init__(self, field: str, problem: str, allowed: str = "") -> None:
         self.field = field

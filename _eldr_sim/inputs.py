@@ -31,8 +31,7 @@ _NPY_MAGIC = b"\x93NUMPY"
 
 
 def within(field: str, value: float, most: float, unit: str = "") -> None:
-    """Raise InputError, which names the limit, where a size is above it. For sizes that would take
-    the memory of the machine before anything else said no."""
+    """Raise InputError, which names the limit, where a size would take too much memory."""
     if value > most:
         raise InputError(
             field, f"{value:,.15g}{unit} is above the limit", f"at most {most:,}{unit}"
@@ -161,8 +160,7 @@ _NPY = b"\x93NUMPY"
 
 
 def check_arrays(path: str | os.PathLike[str], field: str) -> Path:
-    """Return the path of a .npy or .npz file whose arrays may be loaded. What is no such file
-    passes: numpy says so."""
+    """Return the path of a .npy or .npz file that may be loaded, or of what numpy will refuse."""
     path = regular_file(path, field)
     try:
         with path.open("rb") as file:

@@ -135,13 +135,9 @@ _config: Any = numba.config  # its settings are made when it is imported, which 
 def njit(
     *, inlined: bool = False, restrict: bool = False, **options: Any
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function with ``numba.njit`` and keep the result where that can be.
-
-    That is in ``NUMBA_CACHE_DIR`` if the user has set it, else in `eldr_sim.cache`.
-
-    ``inlined``: whether only compiled code calls the function: it then takes less time;
-    ``restrict``: of these: whether what it writes overlaps no other array that it gets;
-    ``options``: of ``numba.njit``, but for ``cache``."""
+    """Compile a function with ``numba.njit``, kept in ``NUMBA_CACHE_DIR`` or `eldr_sim.cache`.
+    ``inlined``: only compiled code calls it: less time; ``restrict``: what it writes overlaps no
+    other array; ``options``: of ``numba.njit`` but ``cache``."""
     if inlined:
         only_code = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         kind = RestrictedCompiler if restrict else InlinedCompiler

@@ -25,8 +25,8 @@ def text_errors() -> Iterator[None]:
 
 
 def read_table(path: Path) -> pa.Table:
-    """Read a file; raises OSError or ``pyarrow.ArrowException``. Raises InputError where it is no
-    regular file, or unpacks to too much."""
+    """Read a file; raises OSError, ``pyarrow.ArrowException`` or InputError (no file, too
+    large)."""
     with text_errors(), pq.ParquetFile(regular_file(path, str(path))) as file:
         groups = range(file.metadata.num_row_groups)
         unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)

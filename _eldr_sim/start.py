@@ -8,8 +8,8 @@ _working: threading.Timer | None = None
 
 
 def main() -> None:
-    """Import the command line and run it. On a terminal that nobody writes to for a second, a word
-    says that there is work."""
+    """Import the command line and run it; a terminal that waits for a second is told of the
+    work."""
     global _working
     if sys.stderr is not None and sys.stderr.isatty():
         _working = threading.Timer(_SILENT_S, sys.stderr.write, ["working...\r"])

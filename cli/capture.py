@@ -27,8 +27,7 @@ def capture() -> None:
 
 
 def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of the trace that is written; the command gets them as ``about``. They are
-    checked before the capture, which may take hours."""
+    """Add the written trace's options, checked before a capture of hours, as ``about``."""
     names = ("out", "calibration_fraction", "model_name", "source_data", "notes", "force")
 
     @functools.wraps(function)

@@ -206,8 +206,8 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
 
 @contextmanager
 def task_bar() -> Iterator[Callable[[str, float], None]]:
-    """Show one task after the other on the terminal's standard error, each with its share done.
-    Where that is no terminal, a line says which task begins."""
+    """Show one task after the other with its share done; where there is no terminal, a line
+    each."""
     shown = sys.stderr.isatty()
     with _progress(*_shares(left=False)) as progress:
         current: tuple[str, TaskID] | None = None

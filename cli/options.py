@@ -76,8 +76,8 @@ _OFTEN = frozenset({
 
 
 class GroupedCommand(click.Command):
-    """A command whose help prints the options of a run by group, after its own. ``--help`` leaves
-    out those that few people use, and ``--help-all`` does not."""
+    """A command whose help has the options of a run by group; ``--help-all`` the seldom ones,
+    too."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -196,8 +196,8 @@ def _choices(name: str) -> tuple[str, ...]:
 
 
 def config_from_options(options: dict[str, Any]) -> RunConfig:
-    """Build the configuration from ``--config`` and the options given; raises InputError. The file
-    may also be its content, as a mapping."""
+    """Build the configuration from ``--config`` (a file or a mapping) and options, or
+    InputError."""
     given = {name: value for name, value in options.items() if value not in (None, ())}
     file = given.pop("config_file", None)
     preset = given.pop("preset", None)

@@ -1,5 +1,4 @@
-"""GPUs: memory, bandwidth, compute and the engine's defaults on them. Facts live in
-``data/gpus.json``, each with its source."""
+"""GPUs: memory, bandwidth, compute and engines' defaults, by ``data/gpus.json`` with sources."""
 
 import os
 from functools import lru_cache

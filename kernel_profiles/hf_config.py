@@ -23,8 +23,8 @@ _LINEAR = ("qwen3_5", "qwen3_next")  # start of families with layers of linear a
 
 
 def hf_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of the model that a ``config.json`` describes. Raises InputError if the
-    file describes none, or one whose layers are not described here."""
+    """Return the fields of a ``config.json``'s model; raises InputError if it is not described
+    here."""
     raw = _json_object(path)
     beside = path.with_name(path.name.replace("config.json", "hf_quant_config.json"))
     if beside != path and not raw.get("quantization_config") and beside.is_file():

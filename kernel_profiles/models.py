@@ -27,8 +27,7 @@ LONGEST = 2**24  #: tokens of the longest context: tables have a row for each
 
 
 class ModelDims(BaseModel):
-    """Everything about a model that decides bytes and FLOPs, and nothing else.
-    Multi-token-prediction layers and vision towers are left out."""
+    """All of a model that decides bytes and FLOPs, without multi-token prediction and vision."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -156,8 +155,7 @@ class ModelDims(BaseModel):
 
     @property
     def attention_kinds(self) -> list[tuple[bool, int]]:
-        """Whether a kind of layer attends to a window, and how many layers it has; none of 0.
-        Without those of linear attention."""
+        """Whether layers attend to a window, and how many; without those of linear attention."""
         kinds = ((True, self.n_sliding_layers), (False, self.n_full_layers))
         return [(sliding, layers) for sliding, layers in kinds if layers]
 
@@ -170,8 +168,7 @@ class ModelDims(BaseModel):
         return self.n_heads, self.n_kv_heads, self.head_dim
 
     def attention_linears(self, sliding: bool = False) -> list[tuple[int, int]]:
-        """Matrices of one layer's attention, fused as vLLM runs them. Returns list of (out features
-        n, in features k)."""
+        """Matrices of a layer's attention as vLLM fuses them: (out features n, in features k)."""
         hidden = self.hidden_size
         if self.attention == "mla":
             nope, rope, rank = self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank
@@ -322,8 +319,8 @@ class ModelDims(BaseModel):
 
     @property
     def index_bytes_per_token(self) -> int:
-        """Bytes of a token's index key in one layer of sparse attention: FP8 and a scale. Of
-        compressed attention the mean of all layers."""
+        """Bytes of a token's index key in a layer: FP8 and a scale; compressed: the layers'
+        mean."""
         key = self.index_head_dim + 4 if self.index_topk else 0
         if not self.compressed_layers:
             return key
@@ -349,8 +346,7 @@ class ModelDims(BaseModel):
         return self.n_linear_layers * (state + 2 * self._convolved * max(self.linear_conv - 1, 0))
 
     def kv_bytes(self, context: int) -> int:
-        """Bytes of KV cache that a sequence of ``context`` tokens needs. Sliding layers keep no
-        more than their window, as vLLM's hybrid KV cache manager does."""
+        """Bytes of KV cache of ``context`` tokens; sliding layers keep their window, as in vLLM."""
         return self.state_bytes + sum(
             n * min(context, self.sliding_window if sliding else context)
             * self.kv_bytes_per_token_layer(sliding)

@@ -148,8 +148,8 @@ class Parallelism:
             divide("features of an expert", model.expert_intermediate_size, expert, by=ranks)
 
     def shard(self, model: ModelDims) -> ModelDims:
-        """Return the dimensions that one GPU computes with; routing stays over all experts. Raises
-        InputError: the model cannot be spread so."""
+        """Return the dimensions that one GPU computes with; InputError if it cannot be spread
+        so."""
         self.check(model, copies=True)
         size = self.tensor_parallel_size
         if self.n_ranks == 1:

@@ -74,16 +74,10 @@ def read_documents(folder: Path, domains: list[str] | None = None) -> dict[str, 
 
 
 def split_documents(documents: dict[str, list[str]], held_out: float, seed: int = 0) -> Documents:
-    """Split documents into training, calibration and serving text by a hash of their words.
-
-    Identical documents fall into one part, and a document stays in its part whatever else is
-    in the folder.
-
-    ``documents``: documents by domain; ``held_out``: share of documents that training never sees;
-    half of them for each of the other parts; ``seed``: salt of the hash.
-
-    Raises InputError if the share is not within (0, 1), or some domain has no document in some
-    part."""
+    """Split documents into training, calibration and serving text by a hash of their words (salt:
+    ``seed``): equal ones together, each always in its part. ``held_out``: share never trained on,
+    half for each other part. Raises InputError: a share not in (0, 1), or a domain without a
+    document in a part."""
     if not 0 < held_out < 1:
         raise InputError("held_out", f"got {held_out}", "a number between 0 and 1")
     parts: tuple[dict[str, list[str]], ...] = ({}, {}, {})

@@ -96,8 +96,7 @@ def load_checkpoint(folder: Path) -> tuple[Qwen3Moe, Tokenizer]:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return the documents, settings and figures that `train` noted in a checkpoint. Raises
-    InputError if the checkpoint has no such file."""
+    """Return what `train` noted in a checkpoint; raises InputError if it has no such file."""
     path = folder / DESCRIPTION_FILE
     try:
         described: dict[str, Any] = json.loads(path.read_text())

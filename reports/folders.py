@@ -34,8 +34,7 @@ class Folder:
 
 
 def open_folders(paths: Sequence[Path]) -> list[Folder]:
-    """Read result folders. Raises InputError if a folder is not a result, is given twice or cannot
-    be read."""
+    """Read result folders; raises InputError if one is no result, is given twice or unreadable."""
     if not paths:
         raise InputError("DIR", "no folder given", "folders that run, compare, sweep or plan wrote")
     resolved = [path.resolve() for path in paths]

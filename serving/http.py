@@ -20,8 +20,7 @@ def import_aiohttp() -> Any:
 
 
 class Registry:
-    """What a server counts, for Prometheus. ``field``: who needs it. Raises InputError if
-    prometheus-client is not installed."""
+    """What a server counts, for Prometheus; InputError, named ``field``, without its client."""
 
     def __init__(self, field: str) -> None:
         self.library: Any = needed("prometheus_client", field)

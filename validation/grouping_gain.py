@@ -114,13 +114,10 @@ def group_unions(idle: Floats, group: Ints, n_groups: int) -> Floats:
 
 
 def oracle(idle: Floats, group: Ints, n_groups: int) -> Ints:
-    """Exchange requests between groups, the best two at a time, while that saves experts.
-
-    A group's idle experts with i replaced by j are ``sum_e P_g / q_i q_j``, with P the product of
-    the ``q = idle`` of its requests: one matrix product gives all exchanges.
-
-    ``idle``: ``[n, layers * experts]``, above 0: see `group_unions`; ``group``: ``[n]``, where each
-    begins; groups keep their sizes."""
+    """Exchange requests between groups, the best two at a time, while that saves experts; groups
+    keep their sizes. A group's idle experts with i replaced by j are ``sum_e P_g / q_i q_j``, P the
+    product of its ``q = idle``: one matrix product gives all. ``idle``: ``[n, layers * experts]``,
+    above 0; ``group``: ``[n]``, where each begins."""
     group = group.copy()
     n = len(group)
     replaced, own = np.empty((n, n)), np.empty(n)

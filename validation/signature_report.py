@@ -31,11 +31,9 @@ Row = dict[str, str | int | float]
 def measured_fits(
     trace: RoutingTrace, workload: str, calibration: CalibrationSet, artifact: RoutingArtifact
 ) -> dict[str, SignatureQuality]:
-    """Measure a fit, and fits with the same options for the other named workloads.
-
-    Transforms are compared on the calibration requests with gate scores if the workload has 3 or
-    more of them, else on the requests of the fit. Returns the given workload first, then the named
-    ones whose domains the trace has, with enough calibration requests for the decode workers."""
+    """Measure a fit, and fits with its options for the other named workloads whose domains the
+    trace has in enough calibration requests. Transforms are compared on requests with gate scores,
+    if 3 or more."""
     compared = _with_gate_scores(trace, workload, calibration)
     fits = {workload: signature_quality(calibration, artifact, compared)}
     for name, mix in DOMAIN_MIXES.items():
@@ -65,8 +63,7 @@ def _with_gate_scores(
 def signature_report(
     out: Path, fits: Mapping[str, SignatureQuality], *, force: bool = False
 ) -> Iterator[None]:
-    """Write the report of fits; the folder appears when the ``with`` block ends without an error.
-    Raises InputError if ``out`` exists and may not be replaced, or cannot be written."""
+    """Write the report of fits, whole or not at all; raises InputError if ``out`` cannot be."""
     with result_folder(out, force) as folder:
         parts: dict[str, tuple[list[Row], int, Callable[[Any], None]]] = {
             "rho_by_transform": (transform_rows(fits), 1, lambda f: draw_transforms(f, fits)),

@@ -208,11 +208,9 @@ def prompt_decode_rho(trace: RoutingTrace, domains: Sequence[str]) -> float:
 def twin_report(
     out: Path, rows: Sequence[TwinStatistic], about: dict[str, Any], *, force: bool = False
 ) -> Iterator[None]:
-    """Write the comparison; the folder appears when the ``with`` block ends without an error.
-
-    ``summary.json`` describes the traces and the model, ``statistics.csv`` holds the rows, and
-    ``distinct_experts.png`` shows ELDR's Fig. 4 for both traces. Raises InputError if ``out``
-    exists and may not be replaced, or cannot be written."""
+    """Write the comparison, whole or not at all: ``summary.json``, ``statistics.csv`` and
+    ``distinct_experts.png``, ELDR's Fig. 4 of both traces. Raises InputError if ``out`` cannot
+    be."""
     with result_folder(out, force) as folder:
         write_json(folder / "summary.json", about)
         lines = [

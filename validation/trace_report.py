@@ -1,5 +1,4 @@
-"""Report on a routing trace: statistics and pictures, among them figures 1, 3 and 4 of ELDR;
-``docs/formats.md`` says what its folder holds, which is written whole or not at all."""
+"""Report on a routing trace, ELDR's figures 1, 3 and 4 among them; see ``docs/formats.md``."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -117,8 +116,7 @@ def _rho(trace: RoutingTrace) -> dict[str, float]:
 def write_trace_report(
     report: TraceReport, out: Path, *, plot: bool = True, force: bool = False
 ) -> None:
-    """Write the report of a trace, with ``plot`` its pictures, too. Raises InputError if ``out``
-    exists and may not be replaced, or cannot be written."""
+    """Write the report of a trace, with ``plot`` its pictures; InputError if ``out`` cannot be."""
     trace, statistics = report.trace, report.statistics
     groups = domain_groups(trace)
     use, copies = _Use.of(trace), [asdict(each) for each in statistics.copies]

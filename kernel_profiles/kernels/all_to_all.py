@@ -321,11 +321,9 @@ class _Rows(NamedTuple):
 
 
 def chunk_tokens(backend: Backend, size: int | None) -> int:
-    """Tokens of an engine that MoE layers send and compute at once; 0: all of a step.
-
-    vLLM computes with pplx in chunks of ``VLLM_MOE_DP_CHUNK_SIZE``, 256 by default
-    (``fused_moe/layer.py``, ``forward_impl_chunked``, v0.9.1): the buffers of its kernels hold no
-    more. ``size`` sets another number, for any backend."""
+    """Tokens of an engine that MoE layers send and compute at once; 0: all of a step. vLLM chunks
+    pplx by ``VLLM_MOE_DP_CHUNK_SIZE``, 256 (``fused_moe/layer.py``, ``forward_impl_chunked``,
+    v0.9.1), its buffers' size. ``size``: another number, for any backend."""
     return size if size is not None else 256 if backend == "pplx" else 0
 
 

@@ -52,8 +52,8 @@ def pair_flops(model: ModelDims, sliding: bool = False, *, decode: bool = True) 
 
 
 def index_flops(model: ModelDims) -> float:
-    """FLOPs of one query token against one cached token's index key in one layer. Of compressed
-    attention the mean of all layers."""
+    """FLOPs of a query token on a cached token's index key, one layer; compressed: the layers'
+    mean."""
     ratio, layers = min(model.compressed_layers, default=(1, model.n_layers))
     return 2.0 * model.index_heads * model.index_head_dim * layers / ratio / model.n_layers
 
@@ -93,8 +93,7 @@ def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> Fl
 
 
 def activation_share(model: ModelDims, batch: ArrayLike) -> Floats:
-    """Bytes of a MoE layer's hidden states over those of its experts' weights. Every token's
-    bfloat16 hidden state is read once and written once."""
+    """Bytes of a MoE layer's bfloat16 hidden states, read and written once, over its experts'."""
     tokens = np.asarray(batch, dtype=np.float64)
     return 2 * 2 * model.hidden_size * tokens / expert_bytes(model, tokens)
 

@@ -75,8 +75,8 @@ def list_front_ends() -> list[str]:
 
 
 def load_front_end(name: str) -> FrontEndLatency:
-    """Load a shipped front end by its CPU's name, or the table in a file. Raises InputError: no
-    such CPU and no such table."""
+    """Load a shipped front end by its CPU's name, or the table in a file; raises InputError if
+    none."""
     for table in shipped_tables():
         if table.kind == "front_end" and table.gpu.lower() == name.lower():
             return FrontEndLatency.from_table(table.load())

@@ -76,8 +76,7 @@ class GemmLatency:
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> "GemmLatency":
-        """Arrange a GEMM table's rows as a grid. Raises InputError: not a GEMM table, or (n, k)
-        pairs that lack some m."""
+        """Arrange a GEMM table's rows; InputError: no such table, or (n, k) pairs lack an m."""
         if table.metadata.kind != "gemm":
             raise InputError("table", f"kind {table.metadata.kind!r}", "gemm")
         axes = {name: np.unique(table.columns[name]) for name in "mnk"}
@@ -122,11 +121,8 @@ class DecodeAttention:
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> "DecodeAttention":
-        """Arrange a table's rows as a grid and fill the corner that was not measured.
-
-        Memory limits what can be measured to ``batch * context``. Where a batch's contexts end,
-        time goes on with the slope per token read of the most tokens measured: the kernel is
-        bound by bandwidth there."""
+        """Arrange a table's rows as a grid. Where memory ended a batch's contexts, time goes on
+        with the slope per token of the most tokens measured, bound by bandwidth."""
         if table.metadata.kind != "attention_decode":
             raise InputError("table", f"kind {table.metadata.kind!r}", "attention_decode")
         batch, context = (
@@ -254,8 +250,7 @@ class CollectiveLatency:
         return cls(curves, warnings)
 
     def time_s(self, operation: str, n_gpus: int, message_bytes: ArrayLike) -> Floats:
-        """Seconds of one collective over ``message_bytes`` bytes. Raises InputError: the operation
-        was not measured between so many GPUs."""
+        """Seconds of one collective; raises InputError if it was not measured on so many GPUs."""
         if (operation, n_gpus) not in self.curves:
             known = ", ".join(f"{name} on {count}" for name, count in self.curves)
             raise InputError("collective", f"{operation!r} on {n_gpus} GPUs", known)

@@ -163,8 +163,7 @@ class TritonRates(NamedTuple):
         return self.bandwidth * flying / (workgroups(self.reference, self.local_bytes) * size)
 
     def tuned_bandwidth(self, tile: Tile, tokens: int) -> float:
-        """Return the bytes/s under a tile that was found best for so many tokens. No lower than the
-        default's there, which tuners try too."""
+        """Return the bytes/s under the best tile for so many tokens, the default's at least."""
         found = max(self.tile_bandwidth(tile), self.tile_bandwidth(default_tile(tokens)))
         return min(found, self.most_bandwidth)
 
@@ -223,8 +222,7 @@ def tiled_moe(
 def triton_moe(
     model: ModelDims, rates: TritonRates, pair_s: float, tuned: Mapping[int, Tile] | None = None
 ) -> TiledMoE | None:
-    """Return a model's layer under vLLM's tiles; None where its experts' type has none. ``tuned``:
-    of its tuned file (`tuned_tiles`); without any the default ones."""
+    """Return a layer under vLLM's tiles, ``tuned`` or default; None where its type has none."""
     size = model.bytes_per_expert
     if model.expert_dtype == "mxfp4":
         tiles = {1: (rates.mxfp4_block_m, 1, size / rates.mxfp4_bandwidth)}

@@ -100,8 +100,8 @@ def sliding_prefill(query: Any, key: Any, value: Any, window: int) -> Any:
 def chunk_rounds(
     shape: Mapping[str, int], tokens: int, context: int, device: Device
 ) -> Sequence[Sequence[Call]]:
-    """Calls of one layer's attention of ``tokens`` new tokens; context counts them and the cache.
-    Full layers only."""
+    """Calls of one full layer's attention of ``tokens`` new tokens; ``context`` counts the cache,
+    too."""
     require_torch()
     from torch.nn.attention.bias import causal_lower_right
 

@@ -161,8 +161,7 @@ def forced_routing(
 def forced_logits(
     ids: NDArray[np.int32], n_experts: int, rng: np.random.Generator
 ) -> NDArray[np.float32]:
-    """Gate logits whose ``top_k`` largest are the given ids. Returns ndarray: float32 [batch,
-    n_experts]: 4 to 8 at the ids, -8 to 0 elsewhere."""
+    """Gate logits, float32 [batch, n_experts], 4 to 8 at the given ids, -8 to 0 elsewhere."""
     logits = rng.uniform(-8.0, 0.0, (len(ids), n_experts)).astype(np.float32)
     chosen = rng.uniform(4.0, 8.0, ids.shape).astype(np.float32)
     np.put_along_axis(logits, ids.astype(np.int64), chosen, axis=1)

@@ -113,8 +113,8 @@ class Task:
 
 
 class Workbench:
-    """The device, and the weights of the MoE layer that is being measured. ``tuned``: block sizes
-    found earlier, by group."""
+    """The device, the weights of the MoE layer being measured, and block sizes found
+    (``tuned``)."""
 
     def __init__(self, device: Device, tuned: dict[str, Any] | None = None) -> None:
         self.device = device

@@ -1,5 +1,4 @@
-"""A profile from start to end: measure within a budget, journal, resume, write tables
-(``docs/profiling.md``: what its folder holds)."""
+"""A profile: measure within a budget, journal, resume, write tables (``docs/profiling.md``)."""
 
 import json
 import time
@@ -60,8 +59,7 @@ class Journal:
 
     @classmethod
     def read(cls, path: Path) -> "Journal":
-        """Read a journal; a last line that was cut off is dropped. Raises InputError: the file is
-        missing or is no journal."""
+        """Read a journal without a cut last line; raises InputError if there is none."""
         lines = read_text(path, "resume").split("\n")
         cut = lines.pop()  # empty after a whole line
         try:

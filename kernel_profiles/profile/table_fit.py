@@ -178,8 +178,7 @@ def bandwidth_report(tables: Sequence[LatencyTable], copy_bandwidth: float) -> d
 
 
 def chunk_report(tables: Sequence[LatencyTable]) -> list[dict[str, float]]:
-    """How well a whole prompt's time less that of its cached part tells a chunk's. That is the rule
-    of a prefill step in :mod:`eldr_sim.kernel_profiles.steps.step_time`."""
+    """How well a prompt's time less its cached part's, `step_time`'s rule, tells a chunk's."""
     rows = []
     for chunk in tables:
         if chunk.metadata.kind != "attention_chunk":

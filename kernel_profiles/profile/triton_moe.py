@@ -57,8 +57,7 @@ def interpreted() -> bool:
 
 
 class TritonMoE:
-    """Buffers and launches of one (shape, batch) on one device. ``up_tile``, ``down_tile``: of the
-    two GEMMs; their ``block_m`` must agree."""
+    """Buffers and launches of one (shape, batch) on a device; both tiles have one ``block_m``."""
 
     def __init__(
         self, shape: MoEShape, batch: int, device: str, up_tile: Tile, down_tile: Tile

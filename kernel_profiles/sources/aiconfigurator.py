@@ -129,8 +129,7 @@ def expected_distinct(
 
 
 def data_folder(gpu: str) -> Path:
-    """Return the package's folder of a GPU's tables. Raises InputError: the GPU is not in
-    :data:`SYSTEMS`, or the package is not installed."""
+    """Return the package's folder of a GPU's tables; raises InputError without package or GPU."""
     if gpu not in SYSTEMS:
         raise InputError("gpu", f"no tables to import for {gpu!r}", ", ".join(SYSTEMS))
     try:

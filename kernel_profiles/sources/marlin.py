@@ -137,8 +137,7 @@ def _carried_over(
 
 
 def _intercept(distinct: Floats, seconds: Floats) -> float:
-    """Return the time at no expert of the line through the smallest counts, up to 1/3 of the most.
-    There reading weights rules, which is linear in the experts read."""
+    """Return the time at no expert by the line through counts up to 1/3, where reading rules."""
     few = distinct <= distinct.max() / 3
     slope, intercept = np.polyfit(distinct[few], seconds[few], 1)
     return float(max(intercept, 0.0)) if slope > 0 else float(seconds.min())

@@ -53,11 +53,9 @@ def grown(activated: Floats, n_experts: int, growth: float) -> Floats:
 
 
 def pad(cost: StepCost, padding: Padding, sizes: Ints) -> StepCost:
-    """Return a worker's step times as its graphs run.
-
-    ``cost``: step times without padding; ``padding``: ``dense``: the padding rows choose no
-    experts; ``experts``: they choose as those of the batch do; ``sizes``: from
-    :func:`padded_sizes`. Raises InputError if there is no such padding."""
+    """Return a worker's step times as its graphs (:func:`padded_sizes`) run. ``dense``: padding
+    rows choose no experts; ``experts``: as those of the batch. Raises InputError: no such
+    padding."""
     if padding not in get_args(Padding):
         raise InputError("cudagraph_padding", repr(padding), ", ".join(get_args(Padding)))
     if padding == "none":

@@ -59,15 +59,9 @@ def build_draft(
     model: str | None = None,
     host_s: float | None = None,
 ) -> Draft:
-    """Return what drafts for a worker.
-
-    Raises InputError if the served model has no layer to draft with, or the draft cannot be spread
-    so.
-
-    ``method``, ``model``: vLLM's ``method`` and ``model`` of ``--speculative-config``; ``target``,
-    ``parallelism``: the served model, and the GPUs of an engine, over which the draft is spread
-    too; ``build``: makes the step times of a pass: of ``(dims, parallelism, host_gap_s, linears)``;
-    ``host_s``: of each pass; :data:`DRAFT_HOST_S` when not given."""
+    """Return what drafts for a worker. Raises InputError if the served model has no layer to draft
+    with, or the draft cannot be spread over an engine's GPUs. ``build``: makes a pass's step times
+    of ``(dims, parallelism, host_gap_s, linears)``; ``host_s``: by default :data:`DRAFT_HOST_S`."""
     host = DRAFT_HOST_S if host_s is None else host_s
     origin = (
         "given" if host_s is not None else "gpt-oss-120b, EAGLE-3, one H100 (step less kernels)"

@@ -56,8 +56,8 @@ _ATTENTION: tuple[format.Kind, format.Kind] = ("attention_decode", "attention_pr
 
 
 def elementwise_bytes(model: ModelDims) -> int:
-    """Bytes that norms, rotary embedding and KV writes of a layer move for a token. Those of
-    multi-head latent attention are part of its measured module."""
+    """Bytes that a layer's norms, rotary embedding and KV writes move a token (MLA: in its
+    module)."""
     heads = 0 if model.attention == "mla" else model.n_heads + 2 * model.n_kv_heads
     return 4 * (4 * model.hidden_size + heads * model.head_dim)
 
@@ -213,11 +213,9 @@ class Parts:
         return bound
 
     def launches_s(self, rotates_inside: bool = False) -> float:
-        """Host time in which a step without graphs launches its kernels.
-
-        ``rotates_inside``: attention applies rotary embeddings and writes the KV cache itself, as
-        in SGLang and TensorRT-LLM. Raises InputError: nobody has said how long that takes on hosts
-        of this GPU."""
+        """Host time in which a step without graphs launches its kernels; InputError: not known of
+        hosts of this GPU. ``rotates_inside``: attention rotates and caches, as SGLang's and
+        TensorRT-LLM's."""
         model, gpu = self.whole, self.gpu
         if gpu.launch_s is None:
             problem = f"what launching kernels costs the host of {gpu.name} is not known"
@@ -281,8 +279,7 @@ class Parts:
         return table
 
     def host_gap(self, given: float | None) -> tuple[float, dict[str, dict[str, Any]]]:
-        """Engine time per step, s: given, else the median of a profile's table, else the default.
-        And its provenance. Whole engine steps contain it."""
+        """Engine time per step, s (given, a profile's median, the default), and its provenance."""
         if self.engine_step is not None:
             if given is not None:
                 problem = "an engine_step table contains the host gap"
@@ -471,10 +468,9 @@ class Parts:
     def _elementwise_s(self, rows: Floats) -> Floats:
         """Norms, rotary embedding, KV cache writes of all layers, and the embedding lookup.
 
-        Small batches take :data:`NORMS_S` a layer. Large ones move 2-byte elements: two fused
-        residual norms read and write hidden state and residual (8 hidden), rotary embedding with
-        its norms reads and writes queries and keys, the cache takes keys and values. A profile's
-        table replaces both."""
+        Small batches take :data:`NORMS_S` a layer; large ones move 2-byte elements: two fused
+        residual norms 8 hidden, rotary embedding queries and keys, the cache keys and values. A
+        profile's table replaces both."""
         model = self.model
         bandwidth = roofline.efficiency_of(self.gpu).bandwidth * self.gpu.memory_bandwidth
         if self.elementwise is not None:
@@ -493,8 +489,7 @@ class Parts:
         return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
 
     def sequence_part_s(self, rows: Floats) -> Floats:
-        """What ``rows`` sequences add to a step that samples their next tokens: lm_head. Several
-        GPUs gather its bfloat16 logits."""
+        """What ``rows`` sequences that sample add: lm_head, and GPUs' gather of its logits."""
         if self.engine_step is not None:
             return self.engine_step.sequence_part_s(rows)
         seconds = self._plain_s(self.model.vocab_size, self.model.hidden_size, rows)

@@ -55,12 +55,9 @@ def moe_layers_s(layer_s: Any, activated: Any) -> float:
 
 @njit()
 def rank_moe_s(layer: RankMoE, pairs: float, activated: float, prompts: bool) -> float:
-    """Return the time of one MoE layer on one rank, s.
-
-    ``layer``: from :meth:`~eldr_sim.kernel_profiles.steps.step_time.StepTimeModel.rank_moe`;
-    ``pairs``: token-expert pairs that the rank computes; beyond the table its last slope goes on;
-    ``activated``: experts of the rank that have any; fractions are interpolated, more than its
-    slots count as all of them; ``prompts``: whether the step holds prompts."""
+    """Return the time of one MoE layer on one rank, s. ``pairs``: token-expert pairs it computes;
+    beyond the table its last slope; ``activated``: its experts that have any, interpolated, its
+    slots at most; ``prompts``: whether the step holds prompts."""
     row = pairs / layer.top_k
     rows = layer.rows
     low, high = 0, rows.shape[0] - 1
@@ -95,11 +92,8 @@ def decode_attention_s(cost: StepCost, sequences: int, context: float) -> float:
 
 @njit()
 def chunk_attention_s(cost: StepCost, first: Any, count: Any) -> float:
-    """Return the attention time, s, of chunks of contexts: their cached and new tokens.
-
-    Attention pays for the pairs under the causal mask, which for a chunk is the cost of the whole
-    context less the cost of its cached part; but no less than reading the cached KV, and no less
-    than the slowest chunk alone."""
+    """Return the attention time, s, of chunks: by pairs under the causal mask the whole context's
+    less its cached part's, no less than reading the cached KV, nor than the slowest chunk alone."""
     longest = together = cost.prompt_floor_s
     for i in range(count.shape[0]):
         cached, end = first[i], first[i] + count[i]
@@ -136,13 +130,11 @@ def step_parts(
 ) -> StepParts:
     """Return the time of one step by component.
 
-    ``cost``: the worker's tables; ``sequences``, ``tokens``, ``context``: sequences that decode,
-    their tokens in this step, and the tokens that these attend to, themselves included; ``first``,
-    ``count``: int64 ``[chunks]``: cached and new tokens of each chunk; ``rows``: tokens that
-    lm_head is computed for; ``activated``: activated experts of each MoE layer on its busiest rank,
-    fractions where they are expectations; fewer layers than the model's stand for all of them in
-    equal parts; ``uniform``: the experts of the chunks are not known: expect uniform routing of all
-    tokens instead."""
+    ``sequences``, ``tokens``, ``context``: that decode, their tokens in this step, and those that
+    these attend to, themselves included; ``first``, ``count``: int64 ``[chunks]``, cached and new;
+    ``rows``: of lm_head; ``activated``: experts of each MoE layer on its busiest rank; fewer layers
+    stand for all in equal parts; ``uniform``: chunks' experts are not known: expect uniform routing
+    of all tokens."""
     n_chunks, chunk_tokens = count.shape[0], 0
     for i in range(n_chunks):
         chunk_tokens += count[i]

@@ -83,17 +83,13 @@ class StepTimeModel:
         activated: Sequence[float] | None = None,
         rows: int | None = None,
     ) -> StepParts:
-        """Return the time of one step by component, see :mod:`.step_cost`.
+        """Return the time of one step by component, see :mod:`.step_cost`; InputError: not in the
+        tables.
 
-        Raises InputError if the step does not fit into the tables.
-
-        ``batch``, ``context``: sequences that get their next token, and the tokens that these
-        attend to together, themselves included; ``chunks``: (first, tokens) of each chunk of a
-        context that the step computes: ``tokens`` new ones after ``first`` that are cached;
-        ``activated``: activated experts of each MoE layer, on its busiest rank; fractions are
-        interpolated. None expects uniform routing, for steps that compute chunks; ``rows``:
-        sequences that lm_head is computed for; one for each in the batch and each chunk when not
-        given."""
+        ``batch``, ``context``: sequences that decode, and the tokens that they attend to,
+        themselves included; ``chunks``: (cached tokens, new ones) of contexts computed;
+        ``activated``: experts of each MoE layer on its busiest rank; None, for steps with chunks:
+        uniform routing; ``rows``: of lm_head, one for each sequence and chunk when not given."""
         from eldr_sim.kernel_profiles.steps.step_cost import step_parts  # the compiler loads slowly
 
         sizes = np.array(chunks, np.int64).reshape(-1, 2)
@@ -123,14 +119,10 @@ class StepTimeModel:
         return parts
 
     def rank_moe(self, slots: int, max_pairs: int) -> RankMoE:
-        """Return the time of one MoE layer on a rank by its own token-expert pairs.
-
-        For the ranks of a group whose tokens are dispatched to their experts: such a rank is one
-        GPU that computes ``pairs / top_k`` tokens on the experts that it activates.
-
-        ``slots``: expert instances of the fullest rank; ``max_pairs``: most token-expert pairs of a
-        rank in a step; more go on with the last slope. Raises InputError if the sizes are out of
-        range."""
+        """Return the time of one MoE layer on a rank that tokens are dispatched to: one GPU that
+        computes ``pairs / top_k`` tokens on the experts that it activates. ``slots``: of the
+        fullest rank; ``max_pairs``: more go on with the last slope. Raises InputError if sizes are
+        out of range."""
         if not 1 <= slots <= self.n_experts:
             raise InputError("slots", f"{slots} a rank", f"1 to the {self.n_experts} experts")
         if max_pairs < 1:

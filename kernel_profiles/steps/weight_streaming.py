@@ -70,14 +70,11 @@ def plan_stream(
 ) -> StreamPlan:
     """Time the transfers of a model's experts to one of ``n_gpus`` GPUs of a node.
 
-    Raises InputError: GPUs that do not divide the experts or exceed a node, a window or
-    interference out of range, or a GPU whose host bandwidth is not known.
-
-    ``n_gpus``: GPUs that hold the experts together; ``offload_window``: layers, at least 1, whose
-    shards a GPU holds; the others wait in host memory. None, or as many as there are to stream:
-    nothing is offloaded; ``interference``: time that a layer loses for each second of a gather
-    beside it, 0 to 1: gathers take memory bandwidth and, as NCCL's kernels do, multiprocessors;
-    ``tables``: the user's own, which take precedence over the shipped ones."""
+    Raises InputError: GPUs that do not divide the experts or exceed a node, sizes out of range, a
+    host bandwidth not known. ``offload_window``: layers whose shards a GPU holds, others wait in
+    host memory; None: all; ``interference``: what a layer loses a second of a gather beside it, 0
+    to 1, as NCCL's kernels take multiprocessors; ``tables``: the user's own, before the shipped
+    ones."""
     if not 1 <= n_gpus <= NODE_GPUS or model.n_experts % n_gpus:
         problem = f"{n_gpus} GPUs for the {model.n_experts} experts of {model.name}"
         raise InputError("n_gpus", problem, f"a divisor of the experts, at most {NODE_GPUS}")
@@ -131,15 +128,11 @@ def streamed_ends(
 ) -> None:  # fmt: skip
     """Write when the ranks ``first .. first + n_ranks - 1``, which gather together, end a step.
 
-    GPUs that gather on their own are groups of one rank, a call each.
-
-    ``start``: float64 ``[ranks]``: when each starts its step, s; ``layers_s``: float64 ``[ranks,
-    n_layers]``, or ``[ranks, 1]`` where all layers take as long: what each layer computes, s;
-    ``n_layers``: MoE layers; the first has its experts; ``stream``: transfers of one layer;
-    ``loaded``: float64 ``[ranks, W]``, in and out, the row ``first`` for all of them: when the
-    shards of the next W layers to be gathered have come from the host, the next one first. Zeros
-    before the first step; W = 0 without offloading, else below ``n_layers - 1``; ``end``: float64
-    ``[ranks]``, out: when each has computed its last layer, s."""
+    ``start``: float64 ``[ranks]``, s; ``layers_s``: float64 ``[ranks, n_layers]``, or ``[ranks,
+    1]`` where layers are alike; ``stream``: transfers of one layer; ``loaded``: float64 ``[ranks,
+    W]``, in and out, row ``first`` for all: when the shards of the next W layers to gather have
+    come from the host; zeros at first, W = 0 without offloading, else below ``n_layers - 1``;
+    ``end``: out. GPUs that gather on their own are groups of one rank, a call each."""
     window = loaded.shape[1]
     varies = layers_s.shape[1] > 1
     gather_s = stream.gather_s
@@ -198,14 +191,10 @@ def with_saturation(
 ) -> PrefillWork:
     """Return the work with the FLOPs at which a step hides its transfers, margins left out.
 
-    Eq. 1 takes the transfers of all layers at the GPU's peak: ``L T_EP P_peak``. Eq. 3 scales a
-    reference batch by the slowest layer over the first one, which waits for nothing:
-    ``max_l T_l / T_0 FLOPs(b_max)``. They differ by the share of the peak that the GPU reaches, and
-    where transfers hide behind the reference batch Eq. 3 is that batch.
-
-    ``work``, ``stream``: what prompts cost, and one layer's transfers; ``n_layers``: L;
-    ``peak_flops``: of one GPU, FLOP/s; ``layer_s``, ``batch_flops``: what one layer of the
-    reference batch, the largest step, computes, s, and that batch's FLOPs."""
+    Eq. 1: the transfers of all layers at the GPU's peak, ``L T_EP P_peak``. Eq. 3: a reference
+    batch times the slowest layer over the first, which waits for nothing, ``max_l T_l / T_0
+    FLOPs(b_max)``; hidden behind it, it is that batch. They differ by the share of the peak that is
+    reached. ``layer_s``, ``batch_flops``: of the reference batch, the largest step."""
     transfer_s = max(stream.gather_s, stream.host_s)
     return work._replace(
         saturation_eq1=n_layers * transfer_s * peak_flops,

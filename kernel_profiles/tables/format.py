@@ -207,8 +207,7 @@ def table_of(
 
 
 def load_table(path: AnyPath) -> LatencyTable:
-    """Read and validate a latency table. Raises InputError: the file is missing, is no latency
-    table, or breaks a rule of the format."""
+    """Read and validate a latency table; raises InputError if it is missing or breaks a rule."""
     path = regular_file(path, "table")
     metadata = _read_metadata(path)
     try:
@@ -228,8 +227,8 @@ def load_table(path: AnyPath) -> LatencyTable:
 
 
 def load_tables(folder: AnyPath | None) -> tuple[LatencyTable, ...]:
-    """Load the latency tables of a user's folder; none where no folder is given. Raises InputError:
-    the folder holds no latency table, or as `load_table`."""
+    """Load the latency tables of a user's folder, if given; InputError as `load_table`, or if
+    none."""
     if folder is None:
         return ()
     paths = sorted(Path(folder).glob("*.parquet"))
@@ -292,11 +291,9 @@ def _validate(table: LatencyTable) -> None:
 def moe_shape(
     hidden: int, intermediate: int, n_experts: int, top_k: int, expert_parallel_size: int = 1
 ) -> dict[str, int]:
-    """Shape of a MoE layer on one GPU as it identifies a table.
-
-    ``intermediate`` is that of the GPU's shard where tensor parallelism cuts the experts. Under
-    expert parallelism (size above 1) routing is over ``n_experts``, while ``distinct_experts``
-    counts those of the measured rank, which holds ``n_experts / expert_parallel_size``."""
+    """Shape of a MoE layer on one GPU as it identifies a table; ``intermediate``: of the GPU's
+    shard. Under expert parallelism routing is over ``n_experts``, while ``distinct_experts`` counts
+    those of the measured rank, ``n_experts / expert_parallel_size`` of them."""
     shape = {
         "hidden_size": hidden,
         "expert_intermediate_size": intermediate,

@@ -123,15 +123,10 @@ def find_table(
     kernel: str = "",
     extra: Sequence[format.LatencyTable] = (),
 ) -> format.LatencyTable | None:
-    """The best table for a kernel, or None.
-
-    Tables in ``extra`` come first, in their order; then the strongest provenance, then the newest
-    framework.
-
-    ``kind``, ``gpu``, ``dtype``: as in :class:`TableMetadata`; a ``dtype`` of None accepts any;
-    ``shape``: must equal the table's shape; ``library``: name of the framework without its version;
-    None accepts any; ``kernel``: what the name of the kernel that ran must hold, whatever the case,
-    such as ``triton``; ``extra``: tables of the user's own, such as a ``profile`` run wrote."""
+    """The best table for a kernel, or None: the user's own (``extra``) in their order, then the
+    strongest provenance, the newest framework. ``dtype``, ``library`` (a framework's name): None
+    accepts any; ``shape``: equal; ``kernel``: part of the name of the kernel that ran, such as
+    ``triton``."""
     wanted = dict(shape or {})
 
     def fits(metadata: format.TableMetadata) -> bool:

@@ -215,8 +215,7 @@ def explore(
     read_only: bool = False,
     announce: Callable[[str], None] = print,
 ) -> None:
-    """Serve the page until the process is told to stop. Raises InputError if aiohttp is not
-    installed, the address is taken, or the base is wrong."""
+    """Serve the page until told to stop; InputError without aiohttp, address or a right base."""
     web = needed("aiohttp.web", "explore")
     jobs = max(1, min(4, os.cpu_count() or 1))
 

@@ -46,12 +46,8 @@ def parse_metrics(text: str) -> EngineSignals:
 async def watch_engines(
     session: Any, urls: Sequence[str], router: Router, interval_s: float
 ) -> None:
-    """Tell a router what its engines publish, every ``interval_s`` seconds, until cancelled.
-
-    Of an engine that does not answer within the interval (a second at least) what it said before
-    stands; whether it is healthy is told by others.
-
-    ``session``: an ``aiohttp.ClientSession``; ``urls``: the engines, in the router's order."""
+    """Tell a router what its engines publish, every ``interval_s`` seconds, until cancelled. Of one
+    that does not answer within it (a second at least) what it said before stands."""
     while True:
         found = await asyncio.gather(*(_ask(session, url, max(1.0, interval_s)) for url in urls))
         router.publish(found)
@@ -218,8 +214,7 @@ def _prefixes(
 
 
 class Fleet:
-    """All engines behind the router. ``decode``: engines that answer; ``prefill``: engines that
-    compute prompts only; None where the others do."""
+    """All engines behind the router; ``prefill``: None where the decode engines compute prompts."""
 
     def __init__(
         self,
@@ -281,13 +276,9 @@ class Fleet:
     ) -> None:
         """Free the KV cache that a prefill engine holds for a request that ends elsewhere.
 
-        vLLM has no call for it; a prefill engine frees a cache when a decode engine has fetched it.
-        So one of them is asked for one token, which nobody reads, in the background. Where the
-        cache was freed already, or no decode engine is up, nothing is lost: vLLM takes it back
-        when its lease (``kv_lease_duration``, 30 s) ends.
-
-        ``body``: the request with the ``kv_transfer_params`` of the cache; ``without``: decode
-        engines that are not asked."""
+        vLLM has no call for it: a decode engine is asked for one token, in the background, which
+        fetches it. Else vLLM takes it back when its lease (``kv_lease_duration``, 30 s) ends.
+        ``body``: with the cache's ``kv_transfer_params``; ``without``: decode engines not asked."""
         engine = self.decode.least_loaded(without)
         if engine is None:
             self.counters.releases.labels("left").inc()

@@ -116,8 +116,8 @@ class Passage:
         self._answer: Any = None
 
     async def run(self, request: Any) -> tuple[Any, str]:
-        """Serve the request; return the answer, an ``aiohttp.web`` response, and its outcome.
-        Raises asyncio.CancelledError if the client leaves."""
+        """Serve the request; return the ``aiohttp.web`` response and its outcome, unless
+        cancelled."""
         try:
             return await self._run(request)
         finally:

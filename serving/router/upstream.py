@@ -44,8 +44,8 @@ class Reply:
         self._engine, self._response = engine, response
 
     async def rest(self, token_timeout_s: float) -> AsyncIterator[bytes]:
-        """Yield what comes behind the first token. Raises EngineFailure if it does not go on for
-        ``token_timeout_s``, or ends before its end."""
+        """Yield what follows the first token; EngineFailure if it stops for ``token_timeout_s`` or
+        breaks."""
         aiohttp = import_aiohttp()
         content, engine = self._response.content, self._engine
         while True:

@@ -194,8 +194,8 @@ class Core:
 
 
 def replay(path: str | Path) -> Result:
-    """Run what a server has logged again, without waiting: the same times, and a whole result.
-    Raises InputError if the file is no such log."""
+    """Run what a server has logged again, without waiting; raises InputError if it is no such
+    log."""
     lines = read_text(path, "replay", limit=1 << 32).splitlines()
     entries = [parse_json(line, "replay", f"{path}, line {n}") for n, line in enumerate(lines, 1)]
     if not entries or not isinstance(entries[0], dict) or "config" not in entries[0]:

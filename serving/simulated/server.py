@@ -357,8 +357,7 @@ def _text_of(message: Any) -> str:
 def serve(
     services: Sequence[Service], host: str, ports: Sequence[int], announce: Callable[[str], None]
 ) -> None:
-    """Serve until the process is told to stop; requests in flight may end then. Raises InputError
-    if an address is taken."""
+    """Serve until told to stop, requests in flight or not; InputError if an address is taken."""
     http.allow_files()
     asyncio.run(_serve(services, [http.listen(host, port) for port in ports], announce))
 

@@ -135,14 +135,10 @@ def record_campaign(
     prefill: Sequence[tuple[str, Path]] = (),
     decode: Sequence[tuple[str, Path]] = (),
 ) -> list[Path]:
-    """Record set-ups in turn; runs already in the campaign's folder are kept.
-
-    Returns the folders of the recorded runs. Raises InputError if the folder holds another
-    campaign, or an engine, the proxy or a request fails.
-
-    ``setups``: names in `setups.SETUPS` to start; ``progress``: called with the current
-    task and the share of it that is done; ``prefill``, ``decode``: URL and log folder of running
-    engines; they are then the only set-up."""
+    """Record set-ups in turn and return the runs' folders; runs already there are kept. Raises
+    InputError if the folder holds another campaign, or an engine, the proxy or a request fails.
+    ``prefill``, ``decode``: URL and log folder of running engines, which are then the only
+    set-up."""
     import_aiohttp()
     known = DOMAINS if campaign.texts is None else domains_of(campaign.texts)
     unknown = sorted(set(campaign.domain_mix) - set(known))
@@ -174,8 +170,7 @@ def record_campaign(
 
 
 def begin_campaign(campaign: Campaign, progress: Callable[[str, float], None]) -> None:
-    """Make a campaign's folder and its random model, unless they are there. Raises InputError if
-    the folder holds another campaign."""
+    """Make a campaign's folder and random model; raises InputError if it holds another's."""
     model = Path(campaign.options.model)
     campaign.out.mkdir(parents=True, exist_ok=True)
     if model == campaign.out / "model" and not model.exists():
@@ -199,11 +194,8 @@ def _check_same(campaign: Campaign) -> None:
 def record_setup(
     campaign: Campaign, setup: Setup, progress: Callable[[str, float], None]
 ) -> list[Path]:
-    """Calibrate a running set-up, then record every load, policy and repeat.
-
-    ``progress``: called with the current task and the share of it that is done. Returns the folders
-    of the recorded runs; existing ones are left unchanged. Raises InputError if an engine, the
-    proxy or a request fails."""
+    """Calibrate a running set-up, then record every load, policy and repeat that is not there;
+    return the runs' folders. Raises InputError if an engine, the proxy or a request fails."""
     with on_core(setup.client_core):
         calibrated = calibrated_setup(campaign, setup, progress)
         engine = engine_calibration.model_of(campaign.config), calibrated

@@ -58,8 +58,8 @@ class EngineLog:
     pulled_s: dict[str, tuple[float, float]]
 
     def cycles_s(self) -> Floats:
-        """Return the time from each step's start to the next one's, s. NaN if no request is in both
-        steps, as the engine may have been idle in between."""
+        """Return the time from each step's start to the next one's, s; NaN if no request is in
+        both."""
         cycles = np.full(len(self.steps), np.nan)
         names = [{name for name, _, _ in step.rows} for step in self.steps]
         for i, (step, following) in enumerate(pairwise(self.steps)):
@@ -69,8 +69,7 @@ class EngineLog:
 
 
 def read_engine_log(folder: AnyPath) -> EngineLog:
-    """Read the folder that ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` named for an engine. Raises
-    InputError if a file is missing or damaged, or the logs differ in their steps."""
+    """Read an engine's log folder; raises InputError if files are missing, damaged or disagree."""
     base = Path(folder)
     engine = _lines(base, "engine-*.jsonl")
     worker = _lines(base, "worker-*.jsonl")
@@ -107,13 +106,9 @@ def read_engine_log(folder: AnyPath) -> EngineLog:
 def read_complete_log(
     folder: AnyPath, computed: Mapping[str, int], limit_s: float = _LIMIT_S
 ) -> EngineLog:
-    """Read an engine's log once it holds the end of every request.
-
-    A client has its last token before the engine's processes have logged the step that sampled it.
-
-    ``computed``: tokens that the engine has computed of each request, by the client's name, when it
-    is done with it: all but the last one, which is never fed; ``limit_s``: how long to wait, s.
-    Raises InputError if the log does not hold them within the time, or cannot be read."""
+    """Read an engine's log once it holds the end of every request: clients have their last token
+    first. Raises InputError if it does not within ``limit_s``. ``computed``: tokens that the engine
+    has computed in the end, by the client's name: all but the last one, which is never fed."""
     deadline = time.monotonic() + limit_s
     while True:
         over = time.monotonic() > deadline

@@ -1,5 +1,4 @@
-"""Format of a recorded run of a live vLLM, a folder of its requests, steps and routing: see
-``docs/formats.md`` (live campaign)."""
+"""Format of a recorded run of a live vLLM; see ``docs/formats.md`` (live campaign)."""
 
 from dataclasses import dataclass
 from pathlib import Path

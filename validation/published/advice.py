@@ -58,11 +58,9 @@ def _choices(table: pa.Table) -> Any:
 
 
 def advise(table: pa.Table, who: str, margin: float = 0.0) -> Advice:
-    """Choose for every question, and judge the choices by what was measured.
-
-    ``table``: of `record.table_of`, with another estimator's errors; ``who``: ``ours`` or
-    ``other``; ``margin``: the share by which a predicted TPOT must stay below the bound. A question
-    has six choices or more, some of which keep the bound and some of which do not."""
+    """Choose for every question of six choices or more, of which some keep the bound, and judge by
+    what was measured. ``table``: of `record.table_of`; ``who``: ``ours`` or ``other``; ``margin``:
+    share by which a predicted TPOT must stay below the bound."""
     return _advise(_choices(table), who, margin)
 
 

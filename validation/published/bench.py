@@ -167,8 +167,7 @@ def _guidellm(path: Path, found: Mapping[str, Any]) -> Bench:
 
 
 def predict_bench(bench: Bench, config: RunConfig, folder: Path) -> dict[str, Any]:
-    """Return the summary of a run of the same load. ``config``: what the user says of the cluster;
-    ``folder``: for a log of the lengths."""
+    """Return the summary of a run of the same load; ``folder``: for a log of the lengths."""
     load = dict(bench.load)
     if bench.lengths:
         log = folder / "lengths.csv"
@@ -224,8 +223,7 @@ def explanations(bench: Bench, summary: Mapping[str, Any], config: RunConfig) ->
 
 
 def calibrate(benches: Sequence[Bench], config: RunConfig, folder: Path) -> float:
-    """Return the ``host_gap_ms`` at which mean TPOT is right in the mean of the benchmarks. Found
-    by halving; it is what kernels do not explain, at least 0 and at most 50 ms."""
+    """Return the ``host_gap_ms``, 0 to 50, at which mean TPOT is right in the mean, by halving."""
 
     for bench in benches:
         if not bench.figures.get("mean_tpot_ms", 0.0) > 0.0:

@@ -72,8 +72,7 @@ def mixtral_rows() -> list[PublishedRow[Stage]]:
 
 
 def read_requests(folder: Path, load: str) -> Requests:
-    """Return when the requests of a load came, s, and their prompt and output tokens. Raises
-    InputError if the folder holds no such requests."""
+    """Return a load's arrivals, s, prompt and output tokens; InputError if there are none."""
     files = [p for p in sorted(folder.glob(f"*mixtral*-{load}.json")) if "truth" not in p.name]
     if not files:
         raise InputError(
@@ -117,11 +116,9 @@ def predict_mixtral(
     form: Form | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> pa.Table:
-    """Predict published stages; see `predictions.predict`.
-
-    ``folder``: the published requests; ``rows``: the stages; ``form``: what to take into account;
-    everything when not given, graphs padded as vLLM 0.15 did; ``progress``: called with the share
-    of stages done. Raises InputError if the folder lacks requests."""
+    """Predict published stages (`predictions.predict`) of the requests in ``folder``, or
+    InputError. ``form``: what to take into account; by default all, graphs padded as vLLM 0.15
+    did."""
     form = form or Form(graphs="experts")
 
     def begin(work: Path) -> Callable[[Stage], dict[str, float]]:

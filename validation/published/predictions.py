@@ -41,21 +41,11 @@ def predict(
     begin: Callable[[Path], Callable[[C], Figures]],
     progress: Callable[[float], None] = lambda _share: None,
 ) -> pa.Table:
-    """Predict published runs.
+    """Predict published runs; those of one configuration are simulated once.
 
-    Returns table: a row a run and figure: the labels, ``metric``, ``measured_ms``,
-    ``predicted_ms``, ``error`` in %, the error of each other estimator, and the predicted parts,
-    ms.
-
-    Parameters
-    ----------
-    rows
-        The runs; those of one configuration are simulated once.
-    begin
-        Given a folder to work in, returns what predicts the figures of a configuration. Of these,
-        parts of another figure begin with ``part_``.
-    progress
-        Called with the share of configurations done."""
+    Returns a row a run and figure: labels, ``metric``, ``measured_ms``, ``predicted_ms``, errors in
+    %, other estimators' too, and predicted parts, ms. ``begin``: given a folder to work in, returns
+    what predicts a configuration's figures, of which parts begin with ``part_``."""
     cases, found = list(dict.fromkeys(row.case for row in rows)), {}
     with TemporaryDirectory() as folder:
         figures_of = begin(Path(folder))
@@ -87,8 +77,7 @@ def predict(
 
 
 def shipped_rows(name: str) -> Iterator[list[dict[str, str]]]:
-    """Yield the lines of each run of a table of the package, one a figure. They are next to each
-    other and agree in what stands before ``metric``."""
+    """Yield the lines, one a figure, of each run of a table of the package."""
     text = (files(__package__) / "rows" / f"{name}.csv").read_text(encoding="utf-8")
     lines = list(csv.DictReader(text.splitlines()))
     keys = list(lines[0])[: list(lines[0]).index("metric")]
@@ -127,11 +116,8 @@ class Errors:
 def errors_of(
     table: pa.Table, groups: Sequence[Sequence[str]] = ((),), column: str = "error"
 ) -> list[Errors]:
-    """Return the errors of groups of rows.
-
-    ``table``: from :func:`predict`; rows that its column ``excluded``, if any, names a reason for
-    are marked; ``groups``: sets of columns; each combination of their values is a group;
-    ``column``: the errors: ``error``, or another estimator's."""
+    """Return the errors of groups of rows, each combination of values of ``groups``' columns; rows
+    with a reason in ``excluded`` are marked. ``column``: ``error``, or another estimator's."""
     frame = table.to_pandas()
     kept = frame["excluded"] == "" if "excluded" in frame else frame["metric"] != ""
     found = []

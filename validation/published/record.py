@@ -307,8 +307,8 @@ def write_page(table: pa.Table, path: Path, command: str, date: str) -> None:
 
 
 def why(row: Any) -> str:
-    """Return what is known to make a row's error large, by its labels alone; empty if nothing is.
-    ``row``: a line of `table_of`, by its columns' names."""
+    """Return what, by its labels alone, makes the error of a line of `table_of` large, or
+    nothing."""
     target = MEASURED_MODELS[row.target]
     if row.launch != "known":
         return f"its launch is {row.launch}"

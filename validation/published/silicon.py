@@ -306,10 +306,8 @@ def front_end(form: Form, mode: Mode) -> dict[str, Any]:
 
 def tokenizer_mode(version: str, backend: str = "vllm") -> Mode:
     """Return how a version of an engine tokenises; rows without one are of 2025, vLLM 0.10 or 0.11.
-
-    vLLM passes a maximum length since 0.15 (`vllm/renderers/params.py`), which keeps the tokeniser
-    from taking prompts as a batch, and has had no batches since June 2026. SGLang tokenises one
-    prompt after the other, and so does Dynamo."""
+    vLLM passes a maximum length since 0.15 (`vllm/renderers/params.py`), which forbids batches, and
+    has had none since June 2026. SGLang and Dynamo tokenise one prompt after the other."""
     if backend != "vllm":
         return "thread_pool"
     found = re.match(r"(\d+)\.(\d+)", version)
@@ -353,8 +351,7 @@ def case_tables(
     target: MeasuredModel = _GPT_OSS,
     form: Form | None = None,
 ) -> Path | None:
-    """Write the tables that cases need beyond the shipped ones; return None if there are none.
-    Raises InputError if the package lacks a MoE, attention or GEMM table of a case."""
+    """Write tables beyond the shipped ones, if any; InputError where the package lacks one."""
     model, form = target.dims(), form or Form()
     found: list[LatencyTable] = []
 
@@ -396,11 +393,9 @@ def case_tables(
 def _moe_table(
     gpu: str, model: ModelDims, spread: Parallelism, engine: str, runner: str, moe_kernel: str
 ) -> LatencyTable | None:
-    """Return the MoE table of a pool: of its runner if it is known, else of its own layout first.
-
-    The engine's own rows come before vLLM's, and those of the layout before those of a GPU that
-    holds all experts, which is how a rank that tokens are dispatched to is read, and any rank whose
-    own rows are missing, at the count of its experts."""
+    """Return the MoE table of a pool: of its runner if it is known, else the engine's own rows
+    before vLLM's, of the layout before those of a GPU with all experts, read at the rank's
+    count."""
     shared = spread.data_parallel_size > 1
     layouts = [] if shared else [spread]
     if spread.expert_parallel:

@@ -206,8 +206,7 @@ _FITTED: dict[str, dict[Case, str]] = {
 
 
 def package_folder() -> Path:
-    """Return the folder of the installed package ``aiconfigurator-core``. Raises InputError if the
-    package is not installed."""
+    """Return the folder of ``aiconfigurator-core``; raises InputError if it is not installed."""
     try:
         return Path(str(resources.files("aiconfigurator_core")))
     except ModuleNotFoundError:

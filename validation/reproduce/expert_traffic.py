@@ -92,8 +92,7 @@ class LayerTimes(NamedTuple):
 def measure(
     batches: list[Batch], placement: Placement, choice: ReplicaChoice, node_of_rank: Ints
 ) -> Traffic:
-    """Count what a placement and a choice of instances make of steps. ``node_of_rank``: shape
-    [ranks]: the node of each rank; nodes are equal runs of neighbours."""
+    """Count what placement and choice make of steps; ``node_of_rank``: [ranks], equal runs."""
     n_ranks, node = placement.n_ranks, np.asarray(node_of_rank)
     n_nodes, gpus = int(node[-1]) + 1, n_ranks // (int(node[-1]) + 1)
     shape = len(batches), len(placement.expert)

@@ -79,8 +79,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """One figure or table of a paper, reproduced. ``draw`` draws on a matplotlib figure; ``rows``
-    hold its numbers."""
+    """One figure or table of a paper: ``rows`` hold its numbers, ``draw`` draws on a figure."""
 
     name: str
     title: str
@@ -96,11 +95,9 @@ class Reproduction:
 
 
 class Runner:
-    """Runner of configurations: each runs once, several in parallel; summaries are kept.
-
-    ``base``: fields common to all runs; ``jobs``: processes, see
-    :func:`~eldr_sim.planning.runs.runner.run_points`; ``progress``: called with the share of the
-    requested runs that have ended."""
+    """Runner of configurations: each runs once, ``jobs`` in parallel (`runner.run_points`);
+    summaries are kept. ``base``: fields common to all; ``progress``: told the share of requested
+    runs ended."""
 
     def __init__(
         self, base: dict[str, Any], jobs: int | None = None, progress: Progress = silent
@@ -178,8 +175,7 @@ def spread(name: str, found: Interval) -> dict[str, float]:
 
 
 def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]]) -> list[str]:
-    """Return the names of the chosen figures, or all; ``11`` means ``figure_11``. Raises
-    InputError: the paper has no such figure here."""
+    """Return the chosen figures (``11`` is ``figure_11``), or all; raises InputError if unknown."""
     chosen = []
     for name in names:
         full = f"figure_{name}" if name.isdigit() else name.lower().replace("-", "_")
@@ -196,8 +192,7 @@ def _ends(claim: Claim) -> tuple[float | None, ...]:
 
 
 def claims_table(reproductions: list[Reproduction]) -> pa.Table:
-    """Return a row per claim: the paper's value, ours, and the verdicts on direction and size.
-    Columns are those of ``docs/claims.csv``, which ``docs/render.py take`` reads them into."""
+    """Return a row per claim, with verdicts, as in ``docs/claims.csv`` (`docs/render.py take`)."""
     return pa.Table.from_pylist(
         [
             {

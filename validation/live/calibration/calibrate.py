@@ -115,11 +115,9 @@ def _round(number: int, max_num_seqs: int, budget: int, max_model_len: int) -> l
 def engine_tables(
     log: EngineLog, dims: ModelDims, device: str, framework: str, versions: Mapping[str, str]
 ) -> tuple[list[format.LatencyTable], engine_calibration.DriftModel | None]:
-    """Make the latency tables of a model from the steps of one engine's calibration.
-
-    ``log``: the engine's steps under :func:`calibration_bursts`. Returns the tables at the
-    reference speed, and how the engine's steps follow its probe; None if it has none. Raises
-    InputError if the log has too few steps."""
+    """Make a model's latency tables, at the reference speed, of an engine's steps under
+    :func:`calibration_bursts`; and how steps follow its probe, None without one. InputError: too
+    few steps."""
     layers, moe_layers = dims.n_layers, dims.n_moe_layers
     starts = np.array([step.start_s for step in log.steps])
     speed = engine_calibration.Drift(starts, np.array([step.probe_s for step in log.steps]), None)
@@ -211,8 +209,7 @@ class _Samples:
 def _add_whole_prompts(
     prefill: _Samples, chunked: Mapping[str, Sequence[tuple[int, float, float]]], power: float
 ) -> None:
-    """Add prompts that were computed alone, in chunks, as whole ones. As
-    `step_cost.chunk_attention_s` has it, each chunk pays the time of the smallest call."""
+    """Add prompts computed alone, in chunks, as whole ones: each chunk pays the smallest call."""
     floor_s = min((float(np.median(v)) for v in prefill.seconds.values()), default=0.0)
     for steps in chunked.values():
         if len(steps) > 1:
@@ -275,16 +272,14 @@ def outside_times(
     dims: ModelDims,
     measure_link: Callable[[], tuple[Mapping[tuple[int, int], float], str]],
 ) -> engine_calibration.CalibrationInfo:
-    """Measure the delays outside the engines' steps, from requests sent one at a time.
+    """Measure the delays outside the engines' steps, from requests sent one at a time; the caller
+    fills in ``seconds``. Raises InputError if a request is not in the logs.
 
-    Returns CalibrationInfo: the caller fills in ``seconds``. NIXL is timed by descriptors and
-    bytes; the set-up time of a transfer is the remaining wait of a lone request between the decode
-    engine's queue and its first step there. Raises InputError if a request is not in the logs.
-
-    ``requests``: ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``; ``prefill``: names of the
-    prefill engines; ``prefilled``: whether these computed the prompts before the requests were
-    sent; ``measure_link``: returns transfer times by (bytes, descriptors), s, and their source;
-    called only if there are prefill engines."""
+    NIXL is timed by descriptors and bytes; a transfer's set-up is the remaining wait of a lone
+    request between the decode engine's queue and its first step. ``requests``:
+    ``live_run.REQUESTS``, times of ``CLOCK_MONOTONIC``; ``prefilled``: whether prefill engines had
+    computed the prompts before; ``measure_link``: times by (bytes, descriptors), s, and their
+    source, asked for with prefill engines."""
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
     lengths = requests["prompt_len"].to_numpy().astype(float)
     sent, tokens = requests["sent_s"].to_numpy(), requests["token_s"].to_pylist()

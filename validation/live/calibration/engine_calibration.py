@@ -104,8 +104,7 @@ class Clock:
 
 
 def exponent(groups: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float:
-    """Return the exponent with which times follow the probe, by least squares, 0 to 2. ``groups``:
-    times and factors of equal steps. 0 where the probe did not change."""
+    """Return with which exponent, 0 to 2, equal steps' times follow the probe, by least squares."""
     xy = xx = 0.0
     for seconds, factors in groups:
         if len(seconds) >= _ALIKE:
@@ -191,8 +190,7 @@ class EngineCalibration:
 
 
 def device_of(name: str, engine: EngineInfo | None = None, memory_bytes: int = _MUCH) -> GPU:
-    """Return a known GPU by its name; else a device of which only its tables are known. ``engine``:
-    gives the defaults of ``--max-num-seqs`` and ``--max-num-batched-tokens``."""
+    """Return a known GPU, or one of which only tables and ``engine``'s defaults are known."""
     if name in list_gpus():
         return load_gpu(name)
     return GPU(

@@ -57,11 +57,9 @@ def calibrate(
     fitted: Load | None,
     seed: int,
 ) -> None:
-    """Measure the tables and delays of a set-up and write its calibration folder.
-
-    ``config``: the model's ``config.json``; ``progress``: called with the share that is done;
-    ``fitted``: requests of ELDR's offline fit (`load_of_fit`); None makes no fit; ``seed``: of
-    prompts and of the order of the bursts."""
+    """Measure the tables and delays of a set-up and write its calibration folder. ``fitted``:
+    requests of ELDR's offline fit (`load_of_fit`), if any; ``seed``: of prompts and of the bursts'
+    order."""
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     dims, measured = engine_calibration.model_of(config), setup.decode[-1]

@@ -42,24 +42,16 @@ def send_turns(
 ) -> tuple[pa.Table, list[list[int]]]:
     """Send every request at its own time (open loop), and wait for all tokens.
 
-    Returns `live_run.REQUESTS`, a row per request in the order of the load, and the tokens of each
-    prompt and its answer (empty where no request goes on with another). Times are those of
-    `time.monotonic`, a clock that all processes of the machine share. Columns known only to the
-    proxy are null, and ``engine`` is 0, until `join_proxy_log` fills them. Raises
-    InputError if aiohttp is not installed or a request fails; the others are then cancelled.
+    Returns `live_run.REQUESTS` in the order of the load, times of `time.monotonic`; what only the
+    proxy knows comes by `join_proxy_log`; and the tokens of each prompt and its answer, where
+    others go on with it. Raises InputError if aiohttp is not installed or a request fails; the
+    others are cancelled.
 
-    ``url``: of an engine or of the proxy, such as ``http://127.0.0.1:8000``, which must stream
-    completions with ``continuous_usage_stats``, as vLLM does; ``max_concurrency``: requests in
-    flight at most; those that are due wait for one to end, as in ``vllm bench serve``;
-    ``timeout_s``: longest time of one request, s; ``start_s``: time by `time.monotonic` from which
-    the load's times count; 0.2 s from now if None; ``tolerant``: whether requests that fail or
-    break off have the tokens that came, and end nothing; ``progress``: called with the share of
-    requests that have ended.
-
-    A request is sent 0 to 1 ms after its time, as Linux's ``epoll`` rounds sleeps up to 1 ms;
-    ``sent_s`` is the actual time. A server may send several tokens in one chunk, and a token may
-    have no text: the number of tokens is the one reported by the server, and all tokens of a chunk
-    get the same time."""
+    ``url``: of an engine or the proxy, which streams completions with ``continuous_usage_stats``;
+    ``max_concurrency``: as of ``vllm bench serve``; ``start_s``: from which the load's times count,
+    0.2 s from now if None; ``tolerant``: requests that fail or break off have the tokens that came.
+    Requests are sent 0 to 1 ms late (``epoll``). The server says how many tokens a chunk has; they
+    get one time."""
     told, turns = (model, temperature), any(request.parent >= 0 for request in load.requests)
     # Built before the first request is sent, as the client shares its core with the engines.
     bodies = [_body(request, *told, return_ids=turns) for request in load.requests]
@@ -117,11 +109,9 @@ def send_turns(
 
 
 def prefill_ahead(load: Load, url: str, *, model: str) -> Load:
-    """Compute all prompts of a load on a prefill engine before the load is sent.
-
-    ``url``: of the prefill engine, which keeps the KV cache until a decode engine fetches it.
-    Returns the same requests with the location of their KV cache. Raises InputError if aiohttp is
-    not installed, a request fails, or the engine has no KV connector."""
+    """Compute a load's prompts on a prefill engine, and return its requests with where their KV
+    cache waits. Raises InputError if aiohttp is missing, a request fails, or there is no KV
+    connector."""
     aiohttp = import_aiohttp()
     address = url.rstrip("/") + "/v1/completions"
 
@@ -210,11 +200,8 @@ def _failed(request: LoadRequest, address: str, problem: str) -> InputError:
 
 
 def join_proxy_log(requests: pa.Table, path: AnyPath) -> pa.Table:
-    """Put what the proxy has logged into the client's table.
-
-    ``path``: ``ProxyConfig.log``: ``request_id``, ``prefilled_s`` and ``routed_s`` (s of
-    `time.monotonic`; no ``prefilled_s`` without prefill engines) and ``engine`` of each request.
-    Raises InputError if the file is no such log, or a request is not in it exactly once."""
+    """Put ``prefilled_s``, ``routed_s`` (`time.monotonic`) and ``engine`` of the proxy's log
+    (``ProxyConfig.log``) into the table; InputError unless each request is in it once."""
     found: dict[str, list[dict[str, Any]]] = {}
     try:
         for line in Path(path).read_text(encoding="utf-8").splitlines():

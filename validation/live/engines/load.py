@@ -87,8 +87,7 @@ def write_model(folder: str | os.PathLike[str], seed: int = 0, **shape: int) -> 
 
 
 def write_draft(folder: str | os.PathLike[str], vocab_size: int, seed: int = 0) -> None:
-    """Write a dense random model of one layer, to draft for a model of this vocabulary. ``folder``
-    must not exist. Raises InputError as `write_model` does."""
+    """Write a dense random model of one layer into a new folder, to draft for this vocabulary."""
     torch, transformers = _libraries()
     config = transformers.Qwen3Config(
         vocab_size=vocab_size,
@@ -172,20 +171,15 @@ def make_load(
     domain_mix: Mapping[str, float] | None = None,
     prefix: str = "request",
 ) -> Load:
-    """Make a load; the same arguments give the same load on every machine.
+    """Make a load, the same on every machine; raises InputError if an argument is not valid.
 
-    Each decision draws from its own random stream: a longer load starts with the requests of a
-    shorter one, and the rate does not change lengths or prompts. Raises InputError if an argument
-    is not valid.
-
-    Arrivals are drawn as the simulator draws them (`traces.requests.arrivals`). ``prompt_len``,
-    ``output_len``: tokens of every request if ``info.lengths`` is ``fixed``; if ``recorded``, the
-    means that recorded lengths are scaled to before they are clipped to the ranges; ``workload``:
-    path of a request log (`requests.request_logs`) whose pairs of lengths are drawn. None draws
-    prompt and output lengths independently from percentiles of Azure's conversation trace, which
-    reproduces its means to 2%; ``domain_mix``: weights of domains; those without one are left out.
-    None or empty: all alike; ``prefix``: request ``i`` is named ``<prefix>-<i>``. Runs that share a
-    capture log need different prefixes."""
+    Each decision draws from its own random stream: a longer load starts with a shorter one's
+    requests, and the rate changes no length or prompt. ``prompt_len``, ``output_len``: of all
+    requests if ``info.lengths`` is ``fixed``; else means to which recorded lengths are scaled
+    before they are clipped to the ranges; ``workload``: request log of pairs of lengths, else both
+    are drawn from percentiles of Azure's conversations (means to 2%); ``domain_mix``: weights,
+    empty: all alike; ``prefix``: request ``i`` is ``<prefix>-<i>``, another for each run of a
+    capture log."""
     _check(info, domains, workload, domain_mix or {})
     for name, length, (low, high) in (
         ("prompt", prompt_len, prompt_range),

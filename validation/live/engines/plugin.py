@@ -329,8 +329,7 @@ def _level(names: Iterable[str]) -> int | None:
 
 
 def _spread(ids: Any, level: int, n_experts: int) -> Any:
-    """Return random choices among a set of experts that grows with the level. Random choices vary
-    the tokens per expert, as gates do."""
+    """Return random choices, as gates vary, among a set of experts that grows with the level."""
     import torch
 
     tokens, top_k = ids.shape
@@ -407,11 +406,9 @@ def prescribe_acceptance() -> None:
 
 
 def accepting(ends: Any, drafts: Any, uniform: Any, rates: Any, vocab_size: int) -> tuple[Any, Any]:
-    """Return probabilities of tokens and draws with which a draft is accepted at its rate.
-
-    ``ends``: drafts up to each request's last, int ``[requests]``; ``drafts``, ``uniform``: tokens
-    and draws, ``[drafts]``; ``rates``: conditional, by place. A draft is accepted if its
-    probability is not below the draw."""
+    """Return probabilities of tokens and draws with which a draft is accepted at its rate: if its
+    probability is not below the draw. ``ends``: drafts up to each request's last, int
+    ``[requests]``; ``drafts``, ``uniform``: ``[drafts]``; ``rates``: conditional, by place."""
     import torch
 
     counts = torch.diff(ends.to(torch.int64), prepend=torch.zeros(1, dtype=torch.int64))

@@ -34,11 +34,9 @@ def assemble_run(
     endpoints: Sequence[Endpoint],
     model: str,
 ) -> None:
-    """Write a recorded run into a new folder, with times relative to the first request.
-
-    ``requests``: ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``; ``endpoints``: the
-    engines, whose capture logs hold the routing. Raises InputError if the logs lack tokens of a
-    request."""
+    """Write a recorded run into a new folder, times relative to the first request; InputError if
+    the engines' logs lack tokens of one. ``requests``: ``live_run.REQUESTS``,
+    ``CLOCK_MONOTONIC``."""
     start = float(np.min(requests["sent_s"].to_numpy()))
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
     with whole_folder(out) as folder:

@@ -44,8 +44,7 @@ class EngineOptions:
 
 @dataclass
 class EngineProcess:
-    """``vllm serve`` with the plug-ins, as a context manager. Raises InputError if vLLM is not
-    installed or does not start."""
+    """``vllm serve`` with the plug-ins, a context manager; InputError if it does not start."""
 
     options: EngineOptions  #: the model and the engine's size
     #: ``name``, ``role``: name in logs; role in the set-up.
@@ -66,8 +65,7 @@ class EngineProcess:
         return self
 
     def start(self) -> None:
-        """Start the process without waiting, so that several engines load at the same time. An
-        engine that was there before comes back at its old address."""
+        """Start without waiting, as others load, too; at the old address if it had one."""
         require_vllm()
         port = int(self.url.rpartition(":")[2]) if self.url else free_port()
         side = free_port()

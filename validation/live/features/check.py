@@ -248,11 +248,9 @@ def _calibrated_drafts(
     simulated: Callable[[features.Sent, Path, Mapping[str, Any]], tuple[Row, Row]],
     trace: Path,
 ) -> Row:
-    """Return a ``speculative_config`` with what drafts cost, and are worth, on loads of their own.
-
-    The host's time is what steps take beyond their verification: of each pass and of each request,
-    from requests alone and eight at once. Acceptance, and how often there are drafts, are those of
-    these loads unless they are synthetic."""
+    """Return a ``speculative_config`` with what drafts cost and are worth on loads of their own:
+    host time beyond verification, from requests alone and eight at once; acceptance and frequency
+    of drafts unless they are synthetic."""
     k = int(drafts["num_speculative_tokens"])
     told = {name: value for name, value in drafts.items() if not name.startswith("prompt_lookup")}
     loads = [_send_alike(campaign, setup.endpoints[0], base, n, _DRAFT_LEN) for n in _AT_ONCE]

@@ -85,10 +85,8 @@ def feature_load(
     prefix: str,
 ) -> tuple[Load, int | None]:
     """Make a load; return it and how many requests may be in flight, None for any number.
-
-    ``slices``: of the vocabulary, by domain; ``rate``: requests/s; ``repeat``: repeats are alike
-    but for the first token of each prompt, so that none finds another's blocks; ``prefix``: of the
-    requests' names."""
+    ``slices``: of the vocabulary, by domain; ``repeat``: repeats differ in each prompt's first
+    token, so that none finds another's blocks; ``prefix``: of names."""
     slots, per_slot = CLOSED.get(name, (0, 0))
     stretches = STEADY if name == "steady prompts" else 1
     n = slots * per_slot or max(8, round(rate * duration_s * stretches))
@@ -228,8 +226,7 @@ def serve(
 
 
 def read_metrics(url: str) -> dict[str, float]:
-    """Return the counters and gauges of an engine or the router, each summed over its labels. Those
-    with a position are named after it."""
+    """Return an engine's or the router's counters and gauges, summed over labels but positions."""
     parser = needed("prometheus_client.parser", "live run")
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         text = response.read().decode()
@@ -275,8 +272,7 @@ class Replay(NamedTuple):
 
 
 def simulate_sent(sent: Sent, fields: Mapping[str, Any], **about: Any) -> tuple[Row, Row]:
-    """Simulate as `replay` does; return `figures`, and what a result counts. Raises InputError if a
-    request does not complete."""
+    """Return `figures` and counts of `replay`; raises InputError if a request does not complete."""
     again = replay(sent, fields, **about)
     if not again.record.completed.all():
         raise InputError("features", "the simulation does not complete all requests")
@@ -398,6 +394,5 @@ def live_times(requests: pa.Table) -> dict[str, Floats]:
 
 
 def figures(times: Mapping[str, Floats]) -> Row:
-    """Return TPOT's and TTFT's median and 99th percentile, and E2E's median, ms. ``times``:
-    ``ttft``, ``tpot`` and ``e2el`` of each request, s."""
+    """Return TPOT's and TTFT's median and p99, and E2E's median, ms, of ``times`` by request, s."""
     return {f"{name} p{q}": 1e3 * float(np.nanpercentile(times[name], q)) for name, q in FIGURES}

@@ -69,11 +69,9 @@ def serve_routed(
     trace: Path,
     about: Mapping[str, Any],
 ) -> tuple[Outcome, Outcome]:
-    """Send a load through the router to two engines; return what became of it, and the simulation.
-
-    ``fields``: of the run, ``policy`` among them; ``kind``: what happens to the first engine;
-    ``trace``, ``about``: as `features.replay` takes them. Raises InputError if the router does not
-    notice."""
+    """Send a load through the router to two engines; return what became of it, live and simulated.
+    ``fields``: of the run, with ``policy``; ``kind``: what befalls the first engine; ``trace``,
+    ``about``: as of `features.replay`. Raises InputError if the router does not notice."""
     log = setup.folder / f"router-{time.time_ns():x}.jsonl"
     told = _ROUTER | {"kv_events": [engine.events for engine in setup.engines if engine.events]}
     caches = bool(fields.get("enable_prefix_caching"))

@@ -49,8 +49,7 @@ class LiveComparison:
 def compare_runs(
     pairs: Iterable[tuple[LiveRun, SimulatedRun]], calibrated: EngineCalibration
 ) -> LiveComparison:
-    """Compare recorded runs with their simulations, which used this calibration. Runs of the same
-    set-up, policy and load are repeats."""
+    """Compare runs with simulations that used this calibration; runs of one load are repeats."""
     parts: dict[str, list[pd.DataFrame]] = defaultdict(list)
     rows: dict[str, list[Row]] = defaultdict(list)
     for run, replayed in pairs:

@@ -229,8 +229,8 @@ def _largest(summary: Row, names: Row, metric: str) -> Row:
 
 
 def _policies(paired: Sequence[Row]) -> list[Row]:
-    """Return the differences of policies from round-robin, a row per load and figure. The noise
-    floor of a difference is the larger of the two policies'."""
+    """Return policies' differences from round-robin by load and figure, noise the larger of
+    both."""
     at = {(r["setup"], r["load"], r["metric"], r["statistic"], r["policy"]): r for r in paired}
     rows: list[Row] = []
     for (setup, load, metric, statistic, policy), row in at.items():
@@ -279,12 +279,10 @@ def _not_run(runs: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def queue_orders(runs: Sequence[LiveRun], compared: LiveComparison) -> list[Row]:
-    """Return shortest first against first come, first served, a row a load and figure.
-
-    ``repeats`` of both orders; ``live_fcfs_ms`` to ``simulated_sjf_ms``: means over them;
-    ``live_percent``, ``simulated_percent``: mean change, of repeats of the same number, which ran
-    one after the other; ``noise_percent``: mean difference between the live changes of two repeats,
-    in points; ``error_points``: simulated less live change."""
+    """Return shortest first against first come, first served, a row a load and figure: means over
+    ``repeats`` of both, ms; ``live_percent``, ``simulated_percent``: mean change of paired repeats;
+    ``noise_percent``: mean difference of live changes, points; ``error_points``: simulated less
+    live."""
     orders = {(run.info.setup, run.info.load.name): run.info.load.queue_order for run in runs}
     values: dict[tuple[str, str, str], dict[tuple[str, int], tuple[float, float]]]
     values = defaultdict(dict)
@@ -335,15 +333,11 @@ def _ttft(requests: pd.DataFrame) -> list[tuple[float, float]]:
 def foretold_unions(run: LiveRun, calibration: RoutingTrace) -> Row:
     """Return the mean distinct experts of a layer in steps that decode two requests or more.
 
-    A router knows a request's prompt, not the experts of its answer: what it can say of a step is
-    the expected union of the activations that it predicts (`policies.routing.activation`), fitted
-    here on the calibration requests of ELDR's offline fit, which no load contains.
-
-    ``live``: as the engine counted them; ``by_prompts``, ``by_mean``: as the prompts foretell them,
-    and as the mean of the calibration requests does, each with its mean absolute error, %;
-    ``explained_percent``: how much of the variance between live steps of a batch size the prompts
-    explain (below 0: less than the mean of these steps does). Figures are None without such steps.
-    """
+    A router knows a prompt, not its answer's experts: it can tell the expected union of activations
+    (`policies.routing.activation`), fitted here on ELDR's calibration requests, which no load has.
+    ``live``: as counted; ``by_prompts``, ``by_mean``: as prompts, or these requests' mean,
+    foretell, with mean absolute errors, %; ``explained_percent``: of the variance between steps of
+    one batch. None without such steps."""
     model = cached_activation(calibrated_requests(calibration))
     counts = run.trace.prompt_counts(np.arange(run.trace.n_requests))
     log = np.array([log_idle(on_grid(model.predict(each))) for each in counts])

@@ -1,5 +1,4 @@
-"""Report of a campaign: live runs, their simulations and the errors; ``docs/formats.md`` says what
-its folder holds, which is written whole or not at all."""
+"""Report of a campaign: live runs, simulations and errors, as ``docs/formats.md`` says."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,12 +32,10 @@ from eldr_sim.validation.live.simulated.simulated_run import SimulatedRun, simul
 def write_report(
     campaign: Path, out: Path, *, force: bool = False, progress: Progress = silent
 ) -> Row:
-    """Simulate the runs of a campaign again, compare, and write the report.
-
-    ``campaign``: folder of ``runs/*/`` (`live.live_run`) and, for each of their set-ups,
-    ``calibration/SETUP/`` (`engine_calibration`), with ELDR's offline fit ``artifact.npz``
-    if its policy ran. Returns the content of ``comparison.json``. Raises InputError if the campaign
-    is incomplete, its runs differ in model, build or machine, or ``out`` cannot be written."""
+    """Simulate the runs of a campaign again, compare, and write the report; returns
+    ``comparison.json``. Raises InputError if the campaign is incomplete, its runs differ in model,
+    build or machine, or ``out`` cannot be written. ``campaign``: folder of ``runs/*/`` and
+    ``calibration/SETUP/``."""
     with result_folder(out, force, "comparison.json") as folder:
         runs, calibrated = read_campaign(campaign)
         compared = _compared(campaign, runs, calibrated, progress)

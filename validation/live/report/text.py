@@ -1,5 +1,4 @@
-"""Report of a campaign as Markdown, made from ``comparison.json`` alone. The text is
-``templates/report.md``; this module has its filters."""
+"""Report of a campaign as Markdown: the filters of ``templates/report.md``."""
 
 import json
 import re

@@ -178,8 +178,7 @@ def _cluster_spec(
 
 
 def check_run(run: LiveRun) -> ModelDims:
-    """Check that the trace of a run belongs to its requests, and return its model. Raises
-    InputError if lengths or layers differ, or rows are missing."""
+    """Return the model of a run; raises InputError if its trace is not of its requests."""
     model, trace, requests = model_of(run.info.model), run.trace, run.requests
     fit_trace(trace, model)
     if trace.n_layers != model.n_moe_layers:
@@ -298,8 +297,7 @@ def _members(
 
 
 def _assigned(prompts: list[tuple[int, int]], tokens: list[int]) -> list[_Members]:
-    """Assign prompt tokens, first come first served, to steps of the given numbers of tokens.
-    Returns (first token, tokens) of each request in each step."""
+    """Assign prompt tokens, first come first served, to steps: (first, tokens) of each request."""
     queue, done = iter([p for p in prompts if p[1] > 0]), 0
     request, length = next(queue, (-1, 0))
     assigned: list[_Members] = []

@@ -79,8 +79,7 @@ def compositions_of(run: LiveRun, steps: pa.Table) -> list[Composition]:
 
 
 class StepUnions:
-    """Counter of distinct experts of steps, from trace rows, by the simulator's own code.
-    ``trace``: the run's own routing trace, with prompts."""
+    """Counter of steps' distinct experts from the rows of the run's own trace, as simulated."""
 
     def __init__(self, trace: RoutingTrace) -> None:
         everyone = np.arange(trace.n_requests)
@@ -133,8 +132,7 @@ class Prediction:
 def predict(
     step_time: StepTimeModel, step: Composition, distinct: NDArray[np.integer]
 ) -> Prediction:
-    """Predict the time of a step from its composition. ``step_time``: of the engine, with tables of
-    mixed steps; ``distinct``: experts per MoE layer."""
+    """Predict a step's time from its composition and ``distinct``, experts per MoE layer."""
     chunks = [(start, stop - start) for _, start, stop in step.chunks]
     batch, sampled = len(step.running), {request for request, _ in step.running}
     rows = batch + sum(request not in sampled for request, _, _ in step.chunks)
@@ -146,13 +144,9 @@ def predict(
 def durations(run: LiveRun, steps: Sequence[Composition], queued_s: Floats) -> Floats:
     """Return the duration of each step of a recording, s.
 
-    A step lasts until the engine's next step begins if the engine continued at once, else until its
-    own end. An engine continues if a request of the step has more tokens to compute there, or if a
-    new request of the next step was in its queue before the end. The arrival of a KV cache at a
-    decode engine is not observed and does not count.
-
-    ``steps``: their compositions; ``queued_s``: arrival of each request in the queue of the engine
-    that computes its prompt, s."""
+    Until the engine's next step if it continued at once (a request of the step has tokens left
+    there, or a new one of the next step was in its queue, ``queued_s``, before the end), else until
+    its own end. The arrival of a KV cache at a decode engine is not observed and does not count."""
     prompt_len = run.requests["prompt_len"].to_numpy()
     total = prompt_len + run.requests["output_len"].to_numpy() - 1
     start, end = run.steps["start_s"].to_numpy(), run.steps["end_s"].to_numpy()

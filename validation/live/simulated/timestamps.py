@@ -77,11 +77,9 @@ class RequestTimestamps:
 
 
 def live_timestamps(run: LiveRun, calibration: CalibrationInfo) -> RequestTimestamps:
-    """Read the timestamps of a run's requests from its recording.
-
-    Arrival in an engine's queue is not observed: it is the post, by client or proxy, plus the
-    calibrated ingress. If prompts were computed before the run, this is the decode engine's queue.
-    A request that did not get all its tokens has NaN."""
+    """Read the timestamps of a run's requests; NaN without all tokens. Arrival in an engine's
+    queue, not observed, is the post plus calibrated ingress: the decode engine's where prompts came
+    first."""
     requests, roles = run.requests, {engine.name: engine.role for engine in run.info.engines}
     n = requests.num_rows
     prompt, output = (requests[f"{k}_len"].to_numpy() for k in ("prompt", "output"))

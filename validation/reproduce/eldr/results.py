@@ -138,11 +138,9 @@ def variants(
     models: Sequence[str],
     trace_of: Callable[[str, str], str] | None = None,
 ) -> tuple[list[dict[str, Any]], Cells]:
-    """Run variants of eldr against round_robin in the cells of a figure: models times workloads.
-
-    ``cases``: the policy of each variant; ``trace_of``: trace of a model and workload, where it is
-    not the default one. Returns rows for a table, and by (variant, metric) the mean differences of
-    the cells, %."""
+    """Run variants of eldr against round_robin in a figure's cells, models times workloads: rows,
+    and by (variant, metric) the cells' mean differences, %. ``trace_of``: where traces are not
+    default."""
     rows: list[dict[str, Any]] = []
     cells: Cells = {}
     for model in models:
@@ -177,8 +175,8 @@ def _of_variants(
 def figure_14(
     runner: Runner, rates: Sequence[float], models: Sequence[str], scored: Callable[[str, str], str]
 ) -> Reproduction:
-    """Gain of count-idf over the other signature transforms (section 6.3). ``scored`` gives the
-    trace of a model and workload, with gate scores."""
+    """Gain of count-idf over other transforms (section 6.3); ``scored``: traces with gate
+    scores."""
     names = ("count-idf", "count", "binary", "gate-prob")
     cases = {name: f"eldr:signature={name}" for name in names}
     rows, cells = variants(runner, rates[len(rates) // 2 :][:1], cases, models, scored)

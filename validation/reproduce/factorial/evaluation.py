@@ -151,11 +151,9 @@ def factorial(runner: Runner, settings: Sequence[Setting], seeds: Sequence[int])
 
 
 def contrasts() -> dict[str, dict[Cell, float]]:
-    """Return the weights of cells in each main effect and each interaction of two factors.
-
-    A main effect is the mean over all other factors' levels of the method less its baseline; an
-    interaction is the effect of both less the sum of the two alone, over the others' levels. In
-    logarithms a method that saves its share whatever the others do has none."""
+    """Return the weights of cells in each main effect (method less baseline, mean over the others'
+    levels) and interaction (both less the sum of the two alone). In logarithms a method that saves
+    its share whatever the others do has none."""
     methods = [("router", "ELDR"), ("replicas", "METRO"), ("replicas", "METRO free"),
                ("placement", "EPLB"), ("placement", "GRACE"), ("queue", "Gimbal")]  # fmt: skip
     found = {level: _weights({factor: level}) for factor, level in methods}

@@ -42,11 +42,9 @@ _BOUNDS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def sjf_sign(experiment: Experiment) -> Reproduction:
-    """Waits by queue order on one engine at a load of 0.9, by what binds and by correlation.
-
-    Prompts and outputs are lognormal with normal scores of the given correlation. The load is
-    against the throughput of requests that come at once. Ratios are to first come, first served;
-    the longest prompts are the top 5%."""
+    """Waits by queue order on one engine at 0.9 of the throughput of requests at once, by what
+    binds and by correlation of lognormal lengths; ratios to FCFS; the longest prompts are the top
+    5%."""
     n, seeds = 4 * experiment.scale.requests, experiment.scale.seeds
     rows: list[dict[str, Any]] = []
     for bound, (fields, divisor) in _BOUNDS.items():
@@ -249,6 +247,5 @@ def figures(
 
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
-    """Return the runner of the evaluation; ``quick`` is a matter of `Scale`. Its routing is the one
-    of docs/gimbal.md, not the default, which has been another since."""
+    """Return the runner, with docs/gimbal.md's routing; ``quick`` is a matter of `Scale`."""
     return Runner({"trace": REFERENCE_TRACE}, progress=progress)

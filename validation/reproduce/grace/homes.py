@@ -71,8 +71,7 @@ class Served(NamedTuple):
 
 
 def homes(seeds: Sequence[int], quick: bool = False) -> Reproduction:
-    """Requests and experts placed together, on 2 nodes x 2 H100, paired by seed. ``quick`` has one
-    workload and all-to-all in place of two."""
+    """Requests and experts placed together, 2 nodes x 2 H100, paired; ``quick``: half of it."""
     rows = []
     for workload in ("task",) if quick else ("task", "language"):
         for backend in BACKENDS[-1:] if quick else BACKENDS:

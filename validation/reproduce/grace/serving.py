@@ -1,5 +1,4 @@
-"""What placements cost beside a layer's time: KV blocks, a NIC that KV shares, bytes that move.
-None of it is in the paper."""
+"""What placements cost besides, not in the paper: KV blocks, a NIC shared with KV, moved bytes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -87,10 +86,9 @@ def replicas(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Repro
 def shared_nic(seeds: Sequence[int]) -> Reproduction:
     """KV transfers and expert traffic on one NIC, by mean utilisation, on the paper's RTX 4090.
 
-    The simulator's KV transfers and all-to-all have links of their own. Here a run tells the mean
-    bytes/s that each puts on a GPU's NIC, and a second one gives each what the other leaves; and so
-    again until no rate changes by 1%. This is an estimate: bursts that meet take turns, and a mean
-    does not know of them."""
+    The simulator gives both links of their own. A run tells the mean bytes/s of each, a second one
+    gives each what the other leaves, and so on to 1%: an estimate, as bursts that meet take turns.
+    """
     rows = []
     with TemporaryDirectory() as folder:
         for gbits in NODE_GBITS:

@@ -44,7 +44,7 @@ _NONE = "no copies"
 
 
 def choices(routings: Sequence[Routing], sizes: Sequence[tuple[int, bool]]) -> Reproduction:
-    """Return every choice against no copies. ``sizes``: tokens of a step, and whether it computes
+    """Return every choice against no copies; ``sizes``: tokens of a step, and whether of
     prompts."""
     rows = [
         row for routing in routings for size, prompts in sizes

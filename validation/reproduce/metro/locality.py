@@ -73,12 +73,8 @@ class Setting(NamedTuple):
 
 
 def locality(runner: Runner, quick: bool = False) -> Reproduction:
-    """ELDR's routing between groups times METRO's choice inside them, paired by seed.
-
-    Four decode groups of 8 H100, Qwen3-30B-A3B, the embedded trace. All differences are from jsq
-    without redundant experts on the same requests. ``interaction`` is the difference of a pair of
-    policy and redundancy less the sum of the two alone, in points: below 0 each helps the other.
-    """
+    """ELDR's routing between groups times METRO's choice inside, paired, four groups of 8 H100,
+    from jsq without redundant experts. ``interaction``: of a pair less the sum of both, points."""
     seeds = range(2 if quick else 5)
     made = runner.paired({cell: _case(*cell) for cell in _cells(quick)}, seeds)
     runs = {cell: [_figures(run) for run in own] for cell, own in made.items()}

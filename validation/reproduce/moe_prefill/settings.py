@@ -63,8 +63,7 @@ CELLS = (
 
 @dataclass(frozen=True)
 class System:
-    """What is compared: a parallel strategy, a router and a queue order. ``budgets`` are the token
-    budgets that it may choose from."""
+    """What is compared: strategy, router, queue order, and the token ``budgets`` to choose from."""
 
     label: str
     fields: dict[str, Any] = field(hash=False)

@@ -45,8 +45,8 @@ def _times(model: str, gpu: GPU, parallelism: Parallelism) -> StepTimeModel:
 
 
 def chunks_of(budget: int, context: int) -> list[list[tuple[int, int]]]:
-    """Return the steps that compute whole prompts of one length in a row, (first, tokens) each.
-    Short prompts fill a step as often as they fit; a long one takes several."""
+    """Return the steps, (first, tokens) each, of prompts of one length: many in one, or one in
+    many."""
     if context <= budget:
         return [[(0, context)] * min(budget // context, _MOST_SEQS)]
     return [[(first, min(budget, context - first))] for first in range(0, context, budget)]
@@ -59,11 +59,9 @@ def _resident(parts: StepParts, links: float) -> float:
 def step_s(
     strategy: Strategy, model: str, gpu: str | GPU, n_gpus: int, chunks: list[tuple[int, int]]
 ) -> float:
-    """Return how long a step keeps the GPUs, s: of these chunks on every engine.
-
-    ``async_ep`` and ``dp_ep`` have an engine on each GPU, the others one in all. In a pipeline the
-    slowest stage counts, the others being busy with other steps. Raises InputError if the GPUs
-    cannot share the model so."""
+    """Return how long a step of these chunks on every engine keeps the GPUs, s (the slowest stage
+    of a pipeline). ``async_ep`` and ``dp_ep`` have an engine on each GPU, others one. Raises
+    InputError."""
     dims, part = load_model(model), gpu if isinstance(gpu, GPU) else load_gpu(gpu)
     parallelism = SINGLE_GPU
     if strategy.kind in ("tp_ep", "tp"):
@@ -123,8 +121,7 @@ class Rate:
 def rate(
     strategy: Strategy, model: str, gpu: str | GPU, n_gpus: int, budget: int, context: int
 ) -> Rate:
-    """Return how fast prompts of one length are computed with a token budget. Raises InputError as
-    :func:`step_s`."""
+    """Return how fast prompts of one length are computed with a token budget, or as `step_s`."""
     dims, part = load_model(model), gpu if isinstance(gpu, GPU) else load_gpu(gpu)
     steps = chunks_of(budget, context)
     engines = n_gpus if strategy.kind in ("async_ep", "dp_ep") else 1
@@ -136,8 +133,7 @@ def rate(
 
 
 def best(strategy: Strategy, model: str, gpu: str | GPU, n_gpus: int, context: int) -> Rate:
-    """Return the rate at the budget of :data:`BUDGETS` that is fastest. Raises InputError as
-    :func:`step_s`."""
+    """Return the rate at the fastest budget of :data:`BUDGETS`; raises as :func:`step_s`."""
     rates = [rate(strategy, model, gpu, n_gpus, budget, context) for budget in BUDGETS]
     return max(rates, key=lambda one: one.tokens_per_s)
 
@@ -150,11 +146,8 @@ def best_backend(model: str, gpu: str | GPU, n_gpus: int, context: int) -> tuple
 
 
 def each_rate(model: str, gpu: str, n_gpus: int, tokens: int, links: float) -> dict[str, float]:
-    """Return the tokens a second of each strategy with ``tokens`` a GPU and step, prompts of 512.
-
-    Where one engine has several GPUs its step holds ``tokens`` for each of them, but for a
-    pipeline, whose stages have steps of ``tokens`` each. A strategy that cannot share the model is
-    left out."""
+    """Return the tokens a second of each strategy that can share the model, ``tokens`` a GPU and
+    step (a pipeline's stage), prompts of 512."""
     found: dict[str, float] = {}
     for kind in KINDS:
         for backend in BACKENDS if kind == "dp_ep" else BACKENDS[:1]:

@@ -78,11 +78,9 @@ _AGES_MS = (0.0, 100.0, 1000.0, 10_000.0)
 
 
 def routers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
-    """Routers by the unit of load, by what prompts share, and by the age of what they know.
-
-    Signals, cached blocks, computed tokens and completions are as old; 8 H100 in FP8, all requests
-    at once, 65,536 tokens a step. Ratios are to fresh signals, paired over seeds. Routers that hold
-    nothing have placed all before anything is published."""
+    """Routers by unit of load, shared prefixes and age of signals (cached blocks, completions), on
+    8 H100 in FP8, all requests at once; ratios to fresh signals. Who holds nothing places all
+    first."""
     keys = [
         (sharing, label, age) for sharing in (0.0, 0.5, 1.0) for label in _ROUTERS
         for age in _AGES_MS if age == 0 or label.startswith("saturation")

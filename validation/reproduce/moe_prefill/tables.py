@@ -59,13 +59,10 @@ _TO_RANKS: Backend = "nccl_alltoall"  # a copy for each rank
 def layer_bytes(
     strategy: Layout, model: ModelDims, n_gpus: int, tokens: float, *, copy_per_rank: bool = False
 ) -> float:
-    """Return the bytes that a GPU sends for one layer, the mean over GPUs and layers.
-
-    Raises InputError if there is no such strategy, or the GPUs do not divide the experts.
-
-    ``strategy``: one of :data:`STRATEGIES`; ``n_gpus``: of one node; ``tokens``: of a step, of all
-    GPUs together; ``copy_per_rank``: whether a token goes once to each rank that holds any of its
-    experts, and not once for each of these. Layers with experts are meant."""
+    """Return the bytes that a GPU sends for one layer with experts, the mean over GPUs and layers.
+    Raises InputError if the GPUs do not divide the experts. ``tokens``: of a step, of all GPUs of a
+    node; ``copy_per_rank``: once to each rank with experts of a token, not once for each of
+    these."""
     if strategy not in STRATEGIES:
         raise InputError("strategy", f"{strategy!r}", ", ".join(STRATEGIES))
     if n_gpus < 1 or model.n_experts % n_gpus:

@@ -131,8 +131,7 @@ def regime(name: str, tokens: int = REGIME_TOKENS) -> list[Prompt]:
 
 
 def shareable_tokens(prompts: Sequence[Prompt]) -> int:
-    """Return the tokens that one cache without limit would not compute again. As in vLLM whole
-    blocks are found, and the last token of a prompt is always computed."""
+    """Return the tokens, in whole blocks but the last, that a cache without limit would spare."""
     held: set[int] = set()
     found = 0
     for prompt in prompts:
