@@ -1,25 +1,19 @@
 """FLOPs of prefill and their share of a GPU's peak (MFU); FLOPs a byte of a decode step.
 
-A prompt's tokens pay for the matrices that they pass, two FLOPs a weight, and for the pairs of a
-query and a key under the causal mask. With A active parameters, L layers of H heads of width d,
-``s`` new and ``p`` cached tokens (MoE-Prefill, arXiv 2605.02960, Sec. 7.3)::
+Two FLOPs a weight that a token passes, and pairs under the causal mask: with A active parameters, L
+layers of H heads of width d, ``s`` new and ``p`` cached tokens (MoE-Prefill, arXiv 2605.02960, Sec.
+7.3)::
 
     F_lin(s) = 2 A s        F_self(s) = 2 L H d s^2        F_cross(s, p) = 4 L H d s p
 
-The paper's ``s^2 / 2`` pairs are ``s (s + 1) / 2`` here, the pairs that the mask leaves: chunks of
-a prompt then add up to the whole prompt. Layers with a sliding window stop at it, and MLA counts
-its expanded heads (`pair_flops`). These are the model's FLOPs: what a kernel computes twice, such
-as the keys and values that MLA expands again for each chunk, is not work.
+``s^2 / 2`` pairs are ``s (s + 1) / 2`` here, so that chunks add up to the whole prompt. Sliding
+windows stop it, MLA counts its expanded heads (`pair_flops`). What a kernel computes twice is not
+work. The embedding and lm_head are left out: Qwen3-235B-A22B's A is 20.9e9, the paper's constant.
 
-Of the parameters the embedding, which is looked up, and lm_head, which sees the last token of a
-prompt alone, are left out. Qwen3-235B-A22B has A = 20.9e9 then, the paper's constant.
-
-Operational intensity of a decode step, in closed form: a GPU is bound by memory while a step's
-intensity lies below the GPU's own FLOPs a byte (Williams et al. 2009, Roofline). Weights are read
-once a step, however many tokens share them; of the experts those that uniform routing is expected
-to activate (`kernel_profiles.kernels.moe_latency.uniform_distinct`): skewed routing reads fewer.
-Each token reads its own KV cache. Nothing but weights, caches and, where it says so, the hidden
-states around a MoE layer is counted: what kernels really move is more."""
+Operational intensity of a decode step: bound by memory below the GPU's own FLOPs a byte (Williams
+et al. 2009, Roofline). Weights are read once a step, of the experts those that uniform routing is
+expected to activate; each token reads its own KV cache. Nothing but weights, caches and, where
+said, hidden states around a MoE layer is counted: what kernels really move is more."""
 
 from typing import NamedTuple
 

@@ -4,25 +4,21 @@ The larger of reading weights and computing::
 
     t(batch, distinct) = max(G(distinct) * (1 + C(batch) / G(E)), G(0) + batch * token_s)
 
-G is the cost of reading the weights of ``distinct`` experts, plus the fixed cost G(0) of the
-layer's kernels. C is what more tokens add when all E experts are read: they slow the reading in
-proportion, since kernels switch to other tiles. ``token_s`` is the compute time per token, the
-slope between the table's largest batches; it matters only where many tokens share few experts.
+G is the cost of reading the weights of ``distinct`` experts, plus the layer's fixed cost G(0). C is
+what more tokens add when all E experts are read: they slow the reading in proportion, since kernels
+switch to other tiles. ``token_s``, compute time per token, is the slope between the table's largest
+batches; it matters where many tokens share few experts.
 
-Most tables lie on the diagonal ``distinct = min(E, k * batch)``. What holds off it, the public
-grid of an RTX PRO 6000 shows. Fitted on its diagonal, the form errs there (16 experts or more) by
-2% up to 128 tokens, 7% at most; a plain sum G + C by 5%, 22% at most. At 512 tokens on few
-experts it reads up to 24% low: that grid ends before compute dominates.
+Most tables lie on the diagonal ``distinct = min(E, k * batch)``. Off it, on the public grid of an
+RTX PRO 6000 (16 experts or more), the form errs by 2% up to 128 tokens, 7% at most (a plain sum G +
+C by 5%, 22%); at 512 tokens on few experts it reads up to 24% low, as that grid ends before compute
+dominates.
 
-Under expert parallelism a rank holds E / R of the experts. All tokens of the batch reach its
-kernels, which sort them and choose their tiles by them, but only its own experts' weights are read
-and only about 1 / R of the token-expert pairs are computed. Tables measured so (their shape has an
-``expert_parallel_size``) are fitted over the rank's own experts. Where there is none,
-:meth:`MoELatency.on_rank` reads the whole layer's function at the rank's count.
-
-A profile's table holds a full grid of forced routing (``routing`` is ``forced``) and needs no form:
-:class:`MoEGrid` interpolates it. Its rows with skewed loads (``forced_zipf_*``) measure how much
-the form leaves out, and are not fitted."""
+Under expert parallelism all tokens reach a rank's kernels, which sort them and choose tiles by
+them, but only its E / R experts are read and about 1 / R of the pairs computed. Tables measured so
+(``expert_parallel_size``) are fitted over the rank's own experts; else :meth:`MoELatency.on_rank`
+reads the whole layer's function at the rank's count. A profile's full grid of forced routing needs
+no form: :class:`MoEGrid` interpolates it; its skewed rows (``forced_zipf_*``) are not fitted."""
 
 import math
 from dataclasses import dataclass, field, replace

@@ -1,19 +1,15 @@
-"""Tables of a GPU that was not measured, from those of its sibling: the same chip, other memory.
+"""Tables of a GPU that was not measured, from its sibling's: the same chip, other memory.
 
-A100-40GB and A100 (80 GB) are one chip and one NVLink with memory of 1.555 and 2.039 TB/s. Each row
-of the sibling's takes longer by what its kernel's roofline
-(:mod:`~eldr_sim.kernel_profiles.kernels.roofline`) does, at most by the ratio of bandwidths::
+A100-40GB and A100 (80 GB) are one chip and one NVLink with 1.555 and 2.039 TB/s. Each row takes
+longer by what its kernel's roofline (`kernels.roofline`) does, at most by the ratio of bandwidths::
 
     t = t_sibling + max(bytes / bandwidth, FLOPs / peak)
                   - max(bytes / bandwidth_sibling, FLOPs / peak)
 
 Prefill attention (bound by compute), collectives, dispatch and combine (the same links) and host
-gaps stay as they are. What a roofline does not split is not derived: MLA modules, norms, whole
-engine steps.
-
-H100 and H200 are such siblings too, and both were measured. :data:`FIT_ERROR` is how far H100's
-rows lie from those derived of H200's. Multiplying rows by the ratio of their rooflines errs more
-(bfloat16 MoE layers: 7.5%), by the ratio of bandwidths much more (13%)."""
+gaps stay. MLA modules, norms and whole engine steps are not derived. H100 and H200 are siblings
+too, both measured: :data:`FIT_ERROR` is how far H100's rows lie from those derived of H200's; by
+the ratio of rooflines 7.5% (bfloat16 MoE layers), of bandwidths 13%."""
 
 from typing import Any
 

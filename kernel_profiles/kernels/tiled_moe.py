@@ -1,22 +1,17 @@
 """Time of one MoE layer from the tiles of its kernel: vLLM's Triton ``fused_moe``.
 
-The kernel multiplies blocks of ``block_m`` rows of one expert by ``block_n`` columns of its
-weights. A block reads its columns whole, whatever part of its rows is real, so a layer costs::
+It multiplies blocks of ``block_m`` rows of one expert by ``block_n`` columns of its weights, read
+whole whatever part of the rows is real::
 
     t(tokens, distinct) = floor + max(reads * read, blocks * compute)
     read    = bytes of an expert / bandwidth(tile)
     compute = block_m * FLOPs of a token on one expert / FLOP/s
 
-``blocks`` is little more than the distinct experts of a decode batch. Blocks run in groups of
-``group_m``, one after the other on the same columns, so those of one expert in one group read its
-weights once (:func:`weight_reads`).
-
-Which tile runs depends on the number of tokens (those of a CUDA graph's padding included). vLLM
-looks for a tuned file of the layer on the GPU (:func:`tuned_tiles`); without one its default
-changes at 33, 65, 97 and 513 tokens (:func:`default_tile`). So does ``bandwidth``: a compute unit
-keeps as many workgroups in flight as its local memory has room for tiles, and weights come in no
-faster than loads are in flight. A step may get **faster** with more tokens; no form that is fitted
-to rise with the batch can say so."""
+Blocks run in groups of ``group_m`` on the same columns: those of one expert in a group read its
+weights once (:func:`weight_reads`). Which tile runs depends on the tokens, CUDA graphs' padding
+included: a tuned file of the layer (:func:`tuned_tiles`), or the default's changes at 33, 65, 97
+and 513 tokens (:func:`default_tile`). So does ``bandwidth``: weights come in no faster than the
+loads of as many workgroups as local memory holds. A step may get **faster** with more tokens."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -1,21 +1,15 @@
-"""Import measured kernel tables from the optional package ``aiconfigurator-core`` (Apache-2.0).
+"""Import measured kernel tables from the optional package ``aiconfigurator-core`` (Apache-2.0),
+Parquet under ``systems/data/<gpu>/<kind>/<backend>/<version>``. What it takes to read them:
 
-The package ships Parquet tables under ``systems/data/<gpu>/<kind>/<backend>/<version>``. What
-this importer has to know about them:
-
-- MoE rows give tokens but no count of distinct experts. ``balanced`` routing activates exactly
-  ``min(E, k * tokens)``; ``power_law_*`` rows are unseeded draws, so that only the expectation is
-  known, computed here from the generator that the package's collector documents.
-- ``inter_size`` is the whole expert's: with ``moe_tp_size`` the kernel ran on its shard. With
-  ``moe_ep_size`` the rows time one rank that gets all tokens: rank 0 of balanced routing, and the
-  rank with the most token-expert pairs of skewed routing. Versions that lack balanced rows are
-  left out there: how many experts a draw activates on one rank is too uncertain.
-- ``balanced`` rows of gates that limit a token to a few groups of experts (DeepSeek-V3) keep to
-  half of the experts: rows that would read faster than memory are left out, power laws remain.
-- Attention ``step`` counts cached tokens, so a decode step attends to ``step + 1``.
-- Latencies are milliseconds, taken under CUDA graphs without flushing the L2 cache: points whose
-  data fit into it read low. Balanced MoE rows that would read faster than the memory are left out.
-"""
+- MoE rows give tokens, not distinct experts. ``balanced`` routing activates ``min(E, k * tokens)``;
+  ``power_law_*`` rows are unseeded draws: their expectation follows the package's generator.
+- ``inter_size`` is the whole expert's: with ``moe_tp_size`` the kernel ran on its shard;
+  ``moe_ep_size`` rows time one rank that gets all tokens: rank 0 of balanced routing, the rank with
+  most pairs of skewed routing. Versions without balanced rows are left out there.
+- ``balanced`` rows of gates that limit a token to a few groups (DeepSeek-V3) keep to half of the
+  experts: those that would read faster than memory are left out.
+- Attention ``step`` counts cached tokens: a decode step attends to ``step + 1``.
+- Latencies are ms under CUDA graphs, L2 not flushed: points that fit into it read low."""
 
 import datetime
 from collections.abc import Iterator

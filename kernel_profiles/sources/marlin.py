@@ -1,26 +1,18 @@
 """MoE tables of vLLM's Marlin kernel for MXFP4 experts, derived from those of another shape.
 
-Up to vLLM 0.18 GPT-OSS ran on Hopper with Marlin (MXFP4 weights, bfloat16 activations). The package
-``aiconfigurator-core`` has GPT-OSS tables of a later default kernel only, which computes large
-batches more than twice as fast; of Marlin it has MXFP4 tables of an 896-expert layer (hidden 3584,
-expert width 3072, top-16). This module carries those over.
-
-Both layers' work is that of their experts: each that is hit reads its weights and computes its
-rows. At equal *rows per expert*, ``k tokens / E``, an expert of the one shape costs as much per
-weight as one of the other, whether bound by reading or by computing::
+Up to vLLM 0.18 GPT-OSS ran on Hopper with Marlin. ``aiconfigurator-core`` has GPT-OSS tables of a
+later kernel only, over twice as fast in large batches; of Marlin it has an 896-expert layer (hidden
+3584, expert width 3072, top-16). At equal *rows per expert*, ``k tokens / E``, an expert of one
+shape costs as much per weight as one of the other, whether bound by reading or by computing::
 
     t(tokens) = a + (t'(tokens') - a') * (E h i) / (E' h' i')
     tokens'   = tokens * (k / E) / (k' / E')
 
-``h`` and ``i`` are those that the kernel sees: vLLM pads MXFP4 weights with zeros to a hidden size
-that 256 divides and an intermediate size, of each GPU, that 128 divides
-(``vllm/model_executor/layers/quantization/mxfp4.py``, ``create_weights``). GPT-OSS has 2880, cut
-over 1, 2, 4 or 8 GPUs: 9.0% more weights and FLOPs on one, 13.8% on more. The source's 3584 x 3072
-needs no padding on 1 to 8 GPUs.
-
-The fixed cost ``a'`` (sorting, launches) is the intercept of the source's rows over distinct
-experts. Sorting for 896 experts is not sorting for 128, so ``a`` is the intercept of the target's
-own table of the later kernel. Nothing here has seen an end-to-end run."""
+``h`` and ``i`` are padded as vLLM does, to a hidden size that 256 and an intermediate size, of each
+GPU, that 128 divides (``vllm/model_executor/layers/quantization/mxfp4.py``, ``create_weights``):
+GPT-OSS's 2880 by 9.0% on one GPU, 13.8% on 2, 4 or 8; the source needs none on 1 to 8. The fixed
+cost ``a'`` (sorting, launches) is the intercept of the source's rows over distinct experts, ``a``
+that of the target's own table of the later kernel. Nothing here has seen an end-to-end run."""
 
 import datetime
 from pathlib import Path

@@ -1,15 +1,11 @@
 """What CUDA graphs add to a step: they were captured for some numbers of tokens, others are padded.
 
-vLLM captures graphs of 1, 2, 4 tokens, of every eighth up to 256 and of every 16th beyond, up to
-``min(2 * max_num_seqs, 512)`` (``vllm/config/vllm.py``, ``_set_cudagraph_sizes``). A step of up to
-so many tokens, with prompts or without, replays the next larger graph: GEMMs, gates, norms and
-collectives compute the padding rows too. Attention does not (their sequences are empty), and
-neither does lm_head, which is outside of the graphs.
-
-Which experts the padding rows choose depends on the version. They hold what an earlier step has
-left in the buffers (``vllm/v1/worker/gpu_model_runner.py``), so their gates choose like those of
-other tokens; since vllm-project/vllm pull request 46428 and its successors
-(``VLLM_MOE_SKIP_PADDING``, by default in 0.32) they choose none."""
+vLLM captures 1, 2, 4 tokens, every eighth up to 256 and every 16th beyond, up to ``min(2 *
+max_num_seqs, 512)`` (``vllm/config/vllm.py``, ``_set_cudagraph_sizes``). A step replays the next
+larger graph: GEMMs, gates, norms and collectives compute the padding rows too; attention (empty
+sequences) and lm_head (outside) do not. Padding rows hold what an earlier step left
+(``vllm/v1/worker/gpu_model_runner.py``): their gates choose like other tokens'; since pull request
+46428 (``VLLM_MOE_SKIP_PADDING``, by default in 0.32) they choose none."""
 
 from __future__ import annotations
 

@@ -1,14 +1,9 @@
 """Step times of one worker that serves one model: the tables that its steps are priced with.
 
-The formula is in :mod:`~eldr_sim.kernel_profiles.steps.step_cost`. A worker of several GPUs
-(:mod:`~eldr_sim.kernel_profiles.parallel`) takes the time of one of them, which computes its part
-of every layer, plus collectives: two all-reduces a layer (after attention and after the MLP or
-experts), one after the sharded embedding, and an all-gather of the logits. Under expert parallelism
-a MoE layer takes the activated experts of its busiest GPU: the others wait for it in the
-all-reduce.
-
-Everything that does not depend on what a step's tokens are is tabulated once, so that a simulator's
-inner loop only looks up and adds."""
+The formula is in `steps.step_cost`. A worker of several GPUs takes the time of one of them, which
+computes its part of every layer, plus collectives: two all-reduces a layer, one after the sharded
+embedding, an all-gather of the logits. Under expert parallelism a MoE layer takes the activated
+experts of its busiest GPU. All that does not depend on a step's tokens is tabulated once."""
 
 from __future__ import annotations
 

@@ -1,25 +1,21 @@
-"""AsyncEP: expert weights that arrive while other layers compute.
+"""AsyncEP: expert weights that arrive while other layers compute (MoE-Prefill, arXiv 2605.02960).
 
-Each of N GPUs keeps attention, dense layers and all experts of the first MoE layer, and 1 / N of
-the experts of every other one. While layer l computes, the GPUs gather the experts of layer l + 1
-(MoE-Prefill, arXiv 2605.02960, Sec. 6.2); no token leaves its GPU. With an offload window of W
-layers a GPU holds its shards of the next W layers only, and copies the others from host memory in
-the order of the layers, on into the next step (Sec. 6.3). With c the time a layer computes, g the
-time to gather one, h the time to copy a GPU's shard from the host::
+Each of N GPUs keeps attention, dense layers, all experts of the first MoE layer and 1 / N of the
+others'. While layer l computes, GPUs gather the experts of layer l + 1 (Sec. 6.2); no token leaves
+its GPU. With an offload window a GPU holds its shards of the next W layers and copies the others
+from host memory in order, on into the next step (Sec. 6.3). With c the time a layer computes, g to
+gather one, h to copy a GPU's shard from the host::
 
     start[0]   = when the step starts
     gathered[l] = max(start[l-1], gathered[l-1], loaded[l]) + g
     start[l]   = max(start[l-1] + c[l-1], gathered[l])
     loaded[j]  = max(loaded[j-1], when the slot of load j - W is free) + h
 
-A gather waits for the layer before to start, which frees the buffer it writes to: two buffers do.
-A slot is free when its shard has been gathered or, on a GPU alone, when its layer has computed.
-Layers without experts compute before the first MoE layer, or count to the layer that they follow.
-
-A gather by collectives waits for all GPUs: they leave the gather of a layer together, and may slip
-by one layer at most. One-sided gathers (each GPU reads the shards of the others) go each at its own
-pace and take no longer for that: a GPU that reads at its full bandwidth takes 1 / (N - 1) of it
-from each other one, so that N readers load each source no more than it can send."""
+A gather waits for the layer before to start, which frees its buffer: two do. A slot is free when
+its shard has been gathered or, on a GPU alone, its layer has computed. Layers without experts count
+to the one they follow. Gathers by collectives leave together, so GPUs slip by one layer at most;
+one-sided ones go at their own pace and take no longer, as N readers load each source no more than
+it can send."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

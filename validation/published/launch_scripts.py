@@ -1,22 +1,20 @@
 """What InferenceX's launch scripts said of a run, where its labels do not.
 
 TensorRT-LLM's scripts are ``benchmarks/dsr1_fp[48]_{b200,h200}_trt*.sh`` and
-``gptoss_fp4_*_trt*.sh`` of github.com/SemiAnalysisAI/InferenceX on the day of the run. What
-changed, and when:
+``gptoss_fp4_*_trt*.sh`` of github.com/SemiAnalysisAI/InferenceX on the day of the run:
 
-- Until 17d5e204f (3 November 2025) they chose expert parallelism and data-parallel attention
-  themselves, by lengths and streams; the labels are the configuration's, which knew neither.
+- Until 17d5e204f (3 November 2025) they chose expert parallelism and data-parallel attention by
+  lengths and streams; the labels are the configuration's, which knew neither.
 - Until 64af5a771 (21 January 2026) ``max_num_tokens`` of DeepSeek-R1 held one prompt beside a token
   a stream; since then it is 8,192 at least.
-- Since ec7bafaae (29 January 2026, FP8), 6eecc0e66 (3 February, NVFP4), 5d517074c and 0aae52d4c
-  (5 and 6 February, with drafts) the scripts of B200 capture prompts as CUDA graphs in pieces, take
-  another ``MOE_BACKEND`` and, in FP8, let prompts wait for each other, each at some loads.
+- Since ec7bafaae (29 January 2026, FP8), 6eecc0e66 (3 February, NVFP4), 5d517074c and 0aae52d4c (5
+  and 6 February, drafts) B200's capture prompts as CUDA graphs in pieces, take another
+  ``MOE_BACKEND`` and, in FP8, let prompts wait for each other, each at some loads.
 
 SGLang's of Qwen3.5 are ``benchmarks/qwen3.5_{bf16,fp8,fp4}_{b200,b300,h200}.sh`` of 9dc87a68c (20
-February 2026) to 1b4c27d16 (18 April). Of FP8 on 4 Blackwell GPUs that cut the experts the
-configurations know runs with three drafts alone until then (``*-mtp``, 35d4bb367); later ones are
-the dump's, which has none with drafts. Prompts of a model that can see run without graphs in any
-version (``_handle_piecewise_cuda_graph`` of ``server_args.py``)."""
+February 2026) to 1b4c27d16 (18 April). FP8 on 4 Blackwell GPUs that cut the experts has three
+drafts until then (``*-mtp``, 35d4bb367); later runs are the dump's, without. Prompts of a model
+that can see run without graphs (``_handle_piecewise_cuda_graph`` of ``server_args.py``)."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

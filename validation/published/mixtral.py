@@ -2,16 +2,13 @@
 
 inference-sim/training and inference-sim/sim-to-real-accuracy-validation publish means of
 inference-perf's stages, ``rows/mixtral.csv``: vLLM 0.15.1, H100, bfloat16, 128 seats, 2,048 tokens
-a step, prefix cache on, 100 different prompts in turn. Figures alone, their files have no licence.
-Time per output token is mean E2E less mean TTFT over the mean of the files' output tokens, less
-one. The requests of four runs of Mixtral-8x7B on 2 GPUs (when they came, their lengths) lie in the
-former's history, ``replay_data`` of commit c4f0340; one of these, ``reasoning``, is of no use:
-3,294 of its 4,800 requests failed. Runs whose requests are not published take those of the run
-with the same load on 2 GPUs (``recorded``: no): the same generator at the same rate.
+a step, prefix cache on, 100 different prompts in turn (figures alone: no licence). TPOT is mean E2E
+less mean TTFT over mean output tokens less one. The requests of four runs of Mixtral-8x7B on 2 GPUs
+lie in ``replay_data`` of commit c4f0340; ``reasoning`` is of no use: 3,294 of 4,800 failed. Other
+runs (``recorded``: no) take those of the same load on 2 GPUs.
 
-vLLM 0.15.1 tokenised in sequential micro-batches; its kernels are those of the shipped tables (a
-later version's), routing is drawn for the model. The runs kept KV blocks that fell out of the cache
-in host memory, too, which is not simulated; none falls out here."""
+Tokenised in sequential micro-batches, kernels of a later version, drawn routing. KV blocks kept in
+host memory are not simulated; none falls out here."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -1,20 +1,17 @@
 """Prediction of measured serving runs, the rows of `validation.published.silicon_rows`.
 
-The load of a row: closed loop at the row's concurrency, ten times as many prompts (5,120 at most,
-which only rows beyond concurrency 512 notice), input and output lengths uniform on [0.8 L, L],
-end-of-sequence ignored, no prefix cache, 8,192 tokens a step, GPU memory 0.9. Prompts are text that
-one API server a worker tokenises, as its version of vLLM did. The routing of its random prompts is
-unknown; it is drawn from the fit to real tokens that is nearest to the model. :class:`Form` says
-what else may be taken into account or left out.
+Load: a closed loop at the row's concurrency, ten times as many prompts (5,120 at most), lengths
+uniform on [0.8 L, L], end-of-sequence ignored, no prefix cache, 8,192 tokens a step, GPU memory
+0.9; prompts are text that one API server a worker tokenises as its version did. Their unknown
+routing is drawn from the fit to real tokens nearest to the model. :class:`Form` says what else
+counts.
 
-Of all models but GPT-OSS and dense ones the tables are imported for the run. Left out: quantising
-activations before a dense FP8 or FP4 GEMM, FP8 KV caches of MoE models, FP4 dense and shared MLPs
-(NVFP4 checkpoints of these), and what MiniMax's norm of queries and keys over all heads adds under
-tensor parallelism, an all-reduce of 8 bytes a token in every layer (vllm-project/vllm#31493).
-Drafts of multi-token prediction are a configuration's, how many are accepted :data:`ACCEPTANCE`.
-
-Engines that share experts take vLLM's defaults for what the file does not say:
-``allgather_reducescatter``, and a node of 8 GPUs; on GB200 the NVLink domain, 72."""
+Tables of all models but GPT-OSS and dense ones are imported for the run. Left out: quantising
+activations before dense FP8 or FP4 GEMMs, FP8 KV caches of MoE models, FP4 dense and shared MLPs
+(NVFP4 checkpoints), and MiniMax's norm of queries and keys over all heads, an all-reduce of 8 bytes
+a token in every layer (vllm-project/vllm#31493). Drafts are a configuration's, accepted by
+:data:`ACCEPTANCE`. Engines that share experts take vLLM's defaults: ``allgather_reducescatter``, a
+node of 8 GPUs; on GB200 72."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence

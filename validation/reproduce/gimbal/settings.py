@@ -1,17 +1,15 @@
 """Gimbal's evaluation: what it ran on, and what stands for it here.
 
-2 x A100-80GB, Qwen3-30B-A3B, vLLM 0.9.1 with two engines that share the experts over pplx, whose
-MoE layers exchange 256 tokens of an engine at once, chunked prompts, no prefix cache, 1,000
-requests a run (Sec. V-A). BurstGPT cannot be had here; lengths are a log's, if one is given, or
-drawn, lognormal and independent. Of prompts 97.6% are within 3,000 tokens, as the paper
-says of BurstGPT; their mean of 750 is assumed. Outputs have the median of the Azure conversation
-trace of 2023 (Patel et al., Splitwise, ISCA 2024) and its mean. The five shapes of prompt lengths
-are `traces.requests.length_shapes`; arrivals are Poisson.
+2 x A100-80GB, Qwen3-30B-A3B, vLLM 0.9.1, two engines that share experts over pplx (256 tokens of an
+engine at once), chunked prompts, no prefix cache, 1,000 requests a run (Sec. V-A). BurstGPT cannot
+be had: lengths are a log's, or drawn, lognormal and independent: 97.6% of prompts within 3,000
+tokens as the paper says, mean 750 (assumed); outputs with median and mean of Azure's conversation
+trace of 2023 (Patel et al., Splitwise, ISCA 2024). Shapes: `traces.requests.length_shapes`;
+arrivals are Poisson.
 
-Rates are relative. The paper sends 1.0, 1.2 and 1.4 requests/s, and its engines' p99 TTFT is 4.9 s
-at 1.4 (Sec. V-A.2); the kernels of our tables carry about seven times as much. So the knee of a
-shape is the rate at which `round_robin`'s p99 TTFT is 4.9 s in the mean of the first seeds: prompts
-wait as long as the paper's. Thresholds in tokens, seconds and steps are the paper's."""
+Rates are relative: the paper sends 1.0, 1.2 and 1.4 requests/s, with a p99 TTFT of 4.9 s at 1.4
+(Sec. V-A.2), and our tables' kernels carry seven times as much. The knee of a shape is where
+`round_robin`'s p99 TTFT is 4.9 s. Thresholds in tokens, seconds and steps are the paper's."""
 
 import json
 from pathlib import Path

@@ -1,19 +1,16 @@
 """MoE-Prefill's workloads as request logs: Table 2's mix, and four lengths without shared prefixes.
 
-Synthetic. From the paper (arXiv 2605.02960, Table 2) come the datasets, their requests, their
-tokens in all and their shortest and longest prompts. Assumed are
+From the paper (arXiv 2605.02960, Table 2) come the datasets, their requests, tokens in all and
+shortest and longest prompts. Assumed are
 
-- lengths: of greatest entropy between shortest and longest at that mean, an exponential cut off at
-  both ends, at evenly spaced quantiles, so that totals hold at any scale;
-- prefixes: a header that all prompts of a dataset share, and a document that siblings share
-  (:data:`DATASETS`); the paper says high, medium or low, and that documents come with questions;
+- lengths: of greatest entropy at that mean, an exponential cut off at both ends, at evenly spaced
+  quantiles, so that totals hold at any scale;
+- prefixes: a header of a dataset's prompts, and a document that siblings share (:data:`DATASETS`);
+  the paper says high, medium or low, and that documents come with questions;
 - order: datasets mixed at random, the siblings of a document together.
 
-``sharing`` scales headers and the shared part of documents alike, from 0, where no two prompts
-begin alike, to 1. What an unlimited cache would save is counted by :func:`shareable_tokens`.
-
-The lengths of the four regimes are lost in the text but for the last, 128K tokens, and the 10
-million tokens of each; 1K, 8K and 32K are assumed."""
+``sharing``, 0 to 1, scales both. Of the regimes' lengths, lost in the text but 128K tokens (10
+million tokens each), 1K, 8K and 32K are assumed."""
 
 import json
 import math
