@@ -29,8 +29,7 @@ class GPU(BaseModel):
     nic_bandwidth: float = Field(gt=0)
     #: Bandwidth to the other GPUs of the node, one direction, bytes per second.
     intra_node_bandwidth: float = Field(gt=0)
-    #: Point-to-point links to the peers of the node that share this bandwidth; 0 where a switch
-    #: gives all of it to any peer.
+    #: Links to the node's peers that share this bandwidth; 0: a switch gives all of it to any peer.
     intra_node_links: int = Field(default=0, ge=0)
     #: Bandwidth that copies from pinned host memory reach, bytes per second; 0 where unknown.
     host_bandwidth: float = Field(default=0, ge=0)
@@ -45,8 +44,7 @@ class GPU(BaseModel):
     #: A GPU with the same chip and links but other memory, whose latency tables stand in for this
     #: one's (:mod:`~eldr_sim.kernel_profiles.kernels.sibling_tables`); empty where there is none.
     sibling: str = ""
-    #: Published rents of a GPU-hour on demand, lowest and highest, USD; None where none is known.
-    #: They are shown, not used: a plan takes ``--price``.
+    #: Published rents of a GPU-hour, lowest and highest, USD: shown, not used (``--price`` is).
     rent_usd: tuple[float, float] | None = None
     rent_source: str = ""  #: where and when the rents were published
     power_w: float = Field(default=0, ge=0)  #: most power that it draws, W; 0 where unknown

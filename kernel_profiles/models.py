@@ -34,8 +34,7 @@ class ModelDims(BaseModel):
     name: str  #: short name, as accepted by :func:`load_model`
     hf_id: str = ""  #: Hugging Face repository id, empty for a model read from a file
     n_layers: int = Field(ge=1, le=1024)  #: transformer layers
-    #: Layers with a dense MLP in place of experts: the first ones, every other of Llama 4, all of a
-    #: dense model.
+    #: Layers with a dense MLP in place of experts: first ones, every other (Llama 4) or all.
     n_dense_layers: int = Field(default=0, ge=0)
     hidden_size: int = Field(ge=1)  #: width of the residual stream
     #: Routed experts per MoE layer; 0 where the model is dense.
@@ -66,12 +65,10 @@ class ModelDims(BaseModel):
     global_head_dim: int = 0  #: head width of full-attention layers where it differs; 0 otherwise
     #: Whether full-attention layers project K and V by one matrix (both are still cached).
     global_shared_kv_projection: bool = False
-    #: Window of the sliding layers in tokens (Llama 4: its chunks, at most); 0 when every layer
-    #: attends to everything.
+    #: Window of the sliding layers, tokens (Llama 4: its chunks, at most); 0: none.
     sliding_window: int = 0
     n_sliding_layers: int = 0  #: layers that attend only to the window
-    #: Layers of linear attention (Gated DeltaNet, arXiv 2412.06464), which keep a state of each
-    #: sequence in place of keys and values.
+    #: Layers of linear attention (Gated DeltaNet, arXiv 2412.06464): a state in place of KV.
     n_linear_layers: int = 0
     linear_key_heads: int = 0  #: of these layers: query and key heads,
     linear_value_heads: int = 0  #: value heads, each with a state of its own,

@@ -57,8 +57,7 @@ class RecordedRouting:
     #: token, then one for the forward pass of each generated token.
     experts: NDArray[Any]
     token_ids: NDArray[np.uint16]  #: uint16 ``[tokens]``
-    #: ``gate_prob``, ``gate_logit``: float32 ``[n, layers, experts]``: the gate's softmax and raw
-    #: logits, summed over prompts.
+    #: float32 ``[n, layers, experts]``: the gate's softmax and raw logits, summed over prompts.
     gate_prob: NDArray[np.float32]
     gate_logit: NDArray[np.float32]
 

@@ -38,8 +38,7 @@ class Explanation:
     """A table, and what stands above it."""
 
     lines: Sequence[str]  #: what is to be said, a line each
-    #: ``columns``, ``rows``: the table; cells are text or numbers, in ms where a column does not
-    #: say otherwise.
+    #: The table; cells are text or numbers, in ms where a column does not say otherwise.
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
 

@@ -51,8 +51,7 @@ class GroupingGain:
     batch: int
     random: float  #: distinct experts a layer of a random group
     random_busiest: float  #: distinct experts of the largest random group over the mean
-    #: ``oracle``, ``signature``, ``label``: what these groupings do; None without prompts, or with
-    #: one domain.
+    #: What these groupings do; None without prompts, or with one domain.
     oracle: Saving
     signature: Saving | None
     label: Saving | None

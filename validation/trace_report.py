@@ -41,15 +41,12 @@ class TraceReport:
     #: Spearman's rho of ``count-idf`` signatures on all layers (ELDR Eq. 1) over the calibration
     #: requests of each group of domains; absent for a group with fewer than 3, or without prompts.
     rho: dict[str, float]
-    #: By layer, for groups of ``neighbours`` and by ``affinity``: see the module. Empty where the
-    #: experts do not divide, or a split has no requests.
+    #: By layer, for ``neighbours`` and ``affinity``; empty without equal groups or a split.
     coactivation: dict[str, list[float]]
-    #: ``spectrum``, ``grouping``: what requests differ by, and what grouping them could gain; None
-    #: for too few requests.
+    #: What requests differ by, and what grouping could gain; None for too few requests.
     spectrum: RequestSpectrum | None
     grouping: GroupingGain | None
-    #: Requests of 128 tokens or more, and rho of signatures of their first 16, 32 and 64 tokens
-    #: (none for fewer than 3), see `grouping_gain`.
+    #: Requests of 128 tokens or more, and rho of their first 16, 32, 64 (`grouping_gain`).
     rho_by_prompt: tuple[int, dict[int, float]]
 
     def as_dict(self) -> dict[str, Any]:

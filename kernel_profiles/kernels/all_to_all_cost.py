@@ -66,8 +66,7 @@ def busiest_all(tokens: Any, gpus_per_node: int) -> tuple[float, float]:
     return inside, between
 
 
-#: Rows of traffic ``[4, ranks, layers]``: copies that a rank sends and receives in its node and
-#: beyond.
+#: Rows of traffic ``[4, ranks, layers]``: a rank's copies sent and received, near and far.
 SENT, RECEIVED, SENT_FAR, RECEIVED_FAR = range(4)
 
 

@@ -102,9 +102,7 @@ class PrefillWork(NamedTuple):
     pair_flops: float
     sliding_pair_flops: float = 0.0
     window: int = 0  #: tokens of that window; 0 where no layer has one
-    #: ``saturation_eq1``, ``saturation_eq3``: FLOPs at which a worker is saturated, by the paper's
-    #: Eq. 1 and Eq. 3, margins left out (:mod:`~eldr_sim.kernel_profiles.steps.weight_streaming`);
-    #: 0 where no weights are streamed.
+    #: FLOPs at which a worker is saturated, by Eq. 1 and 3, margins left out; 0: nothing streams.
     saturation_eq1: float = 0.0
     saturation_eq3: float = 0.0
 

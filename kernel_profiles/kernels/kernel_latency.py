@@ -168,8 +168,7 @@ class PrefillAttention:
 
     floor_s: float  #: time of the smallest call
     alone_s: Floats  #: float64 [max_tokens + 1]: one prompt of that length alone
-    #: float64 [max_tokens + 1]: what a prompt of that length adds to a call that is already large;
-    #: non-decreasing, 0 at 0.
+    #: float64 [max_tokens + 1]: what a prompt adds to a large call; non-decreasing, 0 at 0.
     share_s: Floats
     token_s: float  #: least time to read the KV of one cached token
 
@@ -265,8 +264,7 @@ class EngineStepLatency:
     linear. Rows of decode steps have as many tokens as sequences and do not tell f from g: f bends
     at the tokens of rows that hold prompts, g at the sequences of all rows."""
 
-    #: ``tokens``, ``tokens_s``: f: knots, ascending from 0, and seconds; what a step costs at all
-    #: is f(0).
+    #: f: knots, ascending from 0, and seconds; what a step costs at all is f(0).
     tokens: Floats
     tokens_s: Floats
     #: ``sequences``, ``sequences_s``: g: knots, ascending from 0, and seconds; g(0) = 0.

@@ -98,8 +98,7 @@ def interpolate(x: ArrayLike, knots: Floats, values: Floats) -> Floats:
 class MoELatency:
     """Seconds of one MoE layer, gate excluded."""
 
-    #: ``n_experts``, ``top_k``: experts that the GPU holds, and how many of them a token picks in
-    #: the mean.
+    #: Experts that the GPU holds, and how many of them a token picks in the mean.
     n_experts: int
     top_k: float
     expert_s: Floats  #: G: float64 [n_experts + 1], seconds by distinct experts; non-decreasing
@@ -107,8 +106,7 @@ class MoELatency:
     batch_knots: Floats
     batch_s: Floats
     token_s: float  #: compute seconds per token
-    #: ``unbalanced_knots``, ``unbalanced_s``: time by tokens under skewed routing, where tokens per
-    #: expert do not fill the kernel's tiles evenly; empty where the table has no such rows.
+    #: Time by tokens under skewed routing, which fills tiles unevenly; empty without such rows.
     unbalanced_knots: Floats = field(default_factory=lambda: np.empty(0))
     unbalanced_s: Floats = field(default_factory=lambda: np.empty(0))
     fit_error: dict[str, float] = field(default_factory=dict)  #: relative errors by name of check
@@ -212,8 +210,7 @@ class MoEGrid(MoELatency):
 
     #: Batches of the grid, ascending.
     knots: Floats = field(default_factory=lambda: np.empty(0))
-    #: float64 [knots, n_experts + 1]: seconds by distinct experts, non-decreasing. Where a batch
-    #: cannot reach a count, its row goes on with its last slope.
+    #: float64 [knots, n_experts + 1]: seconds by distinct experts; beyond reach the last slope.
     grid_knots_s: Floats = field(default_factory=lambda: np.empty((0, 0)))
 
     def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> Floats:

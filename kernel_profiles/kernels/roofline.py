@@ -33,8 +33,7 @@ class Efficiency:
     attention_flops: float
     moe_flops: float
     link_bandwidth: float  #: of the peak bandwidth between GPUs of a node: collectives
-    #: ``gemm_floor_s``, ``attention_floor_s``, ``moe_floor_s``, ``collective_floor_s``: fixed time
-    #: of one GEMM, one attention call, one layer's MoE kernels and one collective.
+    #: Fixed time of one GEMM, attention call, layer's MoE kernels, collective.
     gemm_floor_s: float
     attention_floor_s: float
     moe_floor_s: float
@@ -42,8 +41,7 @@ class Efficiency:
     #: ``provenance``, ``source``: label and evidence.
     provenance: Provenance
     source: str
-    #: Time of a norm, a rotary embedding, a cache write and the like of few tokens in a graph; None
-    #: where all of a layer's together are known (``parts.NORMS_S``).
+    #: Time of a small kernel in a graph; None where a layer's are known (``parts.NORMS_S``).
     small_kernel_s: float | None = None
     #: Host time of an engine without graphs that a layer of MXFP4 experts adds.
     mxfp4_launch_s: float = 0.0

@@ -28,8 +28,7 @@ _LEAST_S = 1e-9  # a table's times are positive: where the parts are slower than
 class Gap:
     """The gap of a model's decode step."""
 
-    #: ``per_step_s``, ``per_layer_s``: intercept and slope over the depth of the stack; may be
-    #: negative.
+    #: Intercept and slope over the depth of the stack; may be negative.
     per_step_s: float
     per_layer_s: float
     n_layers: int  #: depth of the model

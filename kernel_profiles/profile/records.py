@@ -28,8 +28,7 @@ class Record:
     """One row of one table."""
 
     folder: str  #: :data:`MAIN`, :data:`EAGER`, :data:`HOT` or :data:`OTHER`
-    #: ``kind``, ``shape``, ``dtype``, ``kernel_source``, ``framework``: as in
-    #: :class:`~eldr_sim.kernel_profiles.tables.format.TableMetadata`.
+    #: As in `format.TableMetadata`.
     kind: Kind
     shape: Mapping[str, int]
     dtype: str

@@ -222,8 +222,7 @@ class Difference:
     #: ``measured_us``, ``other_us``: here, and in the other table.
     measured_us: float
     other_us: float
-    #: The other table's origin. It states neither driver, clocks nor power cap, so that the cards
-    #: may be set differently.
+    #: The other table's origin, which states no driver, clocks or power cap.
     other: str
     likely: str  #: what is known to make the two differ there; empty where nothing is
 

@@ -23,8 +23,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class MoEShape:
     """One GPU's part of a MoE layer."""
 
-    #: ``hidden``, ``intermediate``: widths; the intermediate one is the shard's where tensor
-    #: parallelism cuts the experts.
+    #: Widths; the intermediate one is the shard's under tensor parallelism.
     hidden: int
     intermediate: int
     #: ``n_experts``, ``top_k``: of the whole layer.

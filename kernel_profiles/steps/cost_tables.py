@@ -24,8 +24,7 @@ class StepCost(NamedTuple):
     prompt_share_s: Floats  #: ``[context + 1]`` likewise, beside others
     prompt_floor_s: float
     prompt_token_s: float  #: of reading one cached token
-    #: ``launch_s``, ``prompt_launch_s``: in which the host launches the kernels of a step one by
-    #: one, of a step without prompts and with; 0 with graphs.
+    #: In which the host launches the kernels of a step without prompts and with; 0 with graphs.
     launch_s: float = 0.0
     prompt_launch_s: float = 0.0
 

@@ -40,8 +40,7 @@ class Draft:
     #: Step times of a pass, host included; None where drafts are looked up.
     step_time: StepTimeModel | None
     host_s: float  #: of each pass, or of the look-up
-    #: ``weight_bytes``, ``kv_bytes_per_token``, ``n_kv_tensors``: on one GPU of the worker, beside
-    #: the served model's.
+    #: On one GPU of the worker, beside the served model's.
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     n_kv_tensors: int = 0

@@ -43,15 +43,13 @@ class StepTimeModel:
     model: ModelDims
     gpu: GPU
     parallelism: Parallelism
-    #: ``max_num_seqs``, ``max_model_len``: extent of the tables: sequences in a decode step, tokens
-    #: of one sequence.
+    #: Extent of the tables: sequences in a decode step, tokens of one sequence.
     max_num_seqs: int
     max_model_len: int
     #: ``n_moe_layers``, ``n_experts``: of the model, 0 where it is dense.
     n_moe_layers: int
     n_experts: int
-    #: ``moe_batch_max``, ``attention_batch_max``, ``context_max``: largest measured points; beyond
-    #: them the tables extrapolate.
+    #: Largest measured points; beyond them the tables extrapolate.
     moe_batch_max: int
     attention_batch_max: int
     context_max: int

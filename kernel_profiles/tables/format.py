@@ -139,12 +139,9 @@ class TableMetadata(BaseModel):
     kind: Kind  #: kind of kernel
     #: Name of the GPU, as in :mod:`eldr_sim.kernel_profiles.gpus`; of the CPU for ``front_end``.
     gpu: str
-    #: What identifies the kernel besides the rows: see :func:`moe_shape`, :func:`attention_shape`;
-    #: empty for GEMMs, collectives and transfers, ``n_nodes`` for dispatch and combine between
-    #: nodes.
+    #: What identifies the kernel besides the rows (:func:`moe_shape`, ...); may be empty.
     shape: dict[str, int]
-    #: Data type of weights (MoE, GEMM, projections of MLA), KV cache (attention) or message
-    #: (collective, dispatch).
+    #: Type of weights (MoE, GEMM, MLA's projections), KV cache (attention) or message.
     dtype: str
     kernel_source: str  #: which kernel ran
     framework: str  #: engine or library, with its version, such as ``vllm 0.24.0``

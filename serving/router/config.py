@@ -51,11 +51,9 @@ class ProxyConfig(BaseModel):
     #: Where the engines that compute prompts publish what their KV caches hold (vLLM's
     #: ``--kv-events-config``), each in the order of its URL; for policies that read caches.
     kv_events: list[str] = []
-    #: Whether clients have their prompts computed themselves, by prefill engines that are not named
-    #: here, and send ``kv_transfer_params``.
+    #: Whether clients have prompts computed by engines not named here (``kv_transfer_params``).
     prefilled: bool = False
-    #: How often the engines' metrics are read, ms, for policies that may look at more than the
-    #: requests in flight.
+    #: How often the engines' metrics are read, ms, for policies that look at them.
     signal_interval_ms: float = Field(default=100.0, gt=0)
     #: File that gets a line of JSON for each request when it is routed to a decode engine.
     log: str | None = None

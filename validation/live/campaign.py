@@ -65,8 +65,7 @@ class LoadShape:
         return f"{size}, {self.lengths} lengths, {arrivals}{order}"
 
 
-#: From light load to overload. Set-ups with several decode engines, which compare policies, get the
-#: second load only.
+#: From light load to overload; set-ups with several decode engines get the second load only.
 LOADS = (
     LoadShape(0.4, "fixed", 1.0),
     LoadShape(0.6, "recorded", 1.0),

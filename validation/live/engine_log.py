@@ -30,8 +30,7 @@ class EngineStep:
     #: ``forward_start_s``, ``forward_end_s``: start and end of the forward pass.
     forward_start_s: float
     forward_end_s: float
-    #: ``moe_s``, ``attention_s``: time of all MoE layers (gates included), and of attention in all
-    #: layers.
+    #: Time of all MoE layers (gates included), and of attention in all layers.
     moe_s: float
     attention_s: float
     #: (request, position of its first token, tokens) of every request in the step.
@@ -49,8 +48,7 @@ class EngineStep:
 class EngineLog:
     """The log of one engine."""
 
-    #: ``max_num_seqs``, ``max_num_batched_tokens``, ``block_size``, ``n_blocks`` and
-    #: ``max_model_len`` as the engine runs with them.
+    #: Sizes, blocks and ``max_model_len`` as the engine runs with them.
     engine: dict[str, int]
     received_s: dict[str, float]  #: arrival of each request at the engine process
     steps: list[EngineStep]  #: steps in order

@@ -73,8 +73,7 @@ class LoadInfo(BaseModel):
     lengths: Literal["fixed", "recorded"]
     num_requests: int  #: requests sent
     seed: int  #: seed of arrivals, lengths and prompts
-    #: Order of the engines' queues; with ``sjf`` each request's priority is its prompt's length,
-    #: and the engines schedule by priority.
+    #: Order of the engines' queues; with ``sjf`` a request's priority is its prompt's length.
     queue_order: Literal["fcfs", "sjf"] = "fcfs"
 
 
@@ -88,8 +87,7 @@ class RunInfo(BaseModel):
     repeat: int  #: number of the repetition of this load
     load: LoadInfo  #: offered load
     engines: list[EngineInfo]  #: prefill engines first
-    #: Whether all prompts were computed before the run, because engines share a core. Requests then
-    #: begin with the transfer of their KV cache.
+    #: Whether prompts were computed before the run; requests begin with their KV transfer.
     prefilled: bool = False
     model: dict[str, Any]  #: the model's ``config.json``
     max_model_len: int  #: most tokens of a request

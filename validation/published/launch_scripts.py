@@ -24,8 +24,7 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 
 HOPPER = ("H100", "H200")
 
-#: Names of kernels in the package's tables, by TensorRT-LLM's name of the backend. FlashInfer has
-#: TRTLLM's, too.
+#: Kernels in the package's tables by TensorRT-LLM's backend; FlashInfer has TRTLLM's, too.
 MOE_RUNNERS = {
     "CUTLASS": ("cutlass",),
     "DEEPGEMM": ("deepgemm",),
@@ -41,8 +40,7 @@ class Script(NamedTuple):
     piecewise_graphs: bool = False  #: prompts run as CUDA graphs in pieces
     waits: bool = False  #: prompts wait for each other, 40 steps at most
     least_tokens: int = 8192  #: that ``max_num_tokens`` is at least
-    #: SGLang's: ``chunked-prefill-size``, ``scheduler-recv-interval``, ``mem-fraction-static``; 0
-    #: where another rule says them.
+    #: SGLang's ``chunked-prefill-size`` and so on; 0 where another rule says them.
     chunk: int = 0
     recv_interval: int = 0
     memory_share: float = 0.0

@@ -36,8 +36,7 @@ PROMPTS = 100  # different ones, sent in turn
 BLOCK = 16
 #: Requests of stage 0 came within so many seconds.
 _STAGE_S = {"general": 600.0, "codegen": 600.0, "roleplay": 1200.0}
-#: Tokens that each request generated, with end-of-sequence ignored. The files count those of its
-#: text, tokenised again.
+#: Tokens that each request generated; the files count those of its text, tokenised again.
 _OUTPUT = {"general": 248, "codegen": 247, "roleplay": 251}
 Requests = tuple[NDArray[np.float64], NDArray[np.int32], NDArray[np.int32]]
 

@@ -100,8 +100,7 @@ class Errors:
     #: ``group``, ``metric``: name of the group, and of the figure.
     group: str
     metric: str
-    #: ``rows``, ``median``, ``p90``, ``bias``, ``middle``: number of unmarked rows, and their
-    #: errors; ``bias`` is the signed mean, ``middle`` the signed median.
+    #: Of unmarked rows; ``bias`` is the signed mean, ``middle`` the signed median.
     rows: int
     median: float
     p90: float

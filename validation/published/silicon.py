@@ -93,11 +93,9 @@ class Form:
     frontend: str | None = "xeon-emerald-rapids"
     cpu_slowdown: float = 1.0  #: its times are so much longer than the table's
     padding: bool = True  #: whether Marlin computes the zeros that vLLM pads MXFP4 weights with
-    #: Whether norms and the like take `parts.NORMS_S` a layer, which was chosen with five of the
-    #: rows in view; else what their bytes take.
+    #: Whether norms take `parts.NORMS_S` (chosen with five rows in view), or by bytes.
     norms: bool = True
-    #: What the padding rows of CUDA graphs compute, see
-    #: :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`.
+    #: What the padding rows of CUDA graphs compute (`steps.cuda_graphs`).
     graphs: Padding = "none"
 
 

@@ -55,18 +55,15 @@ class MeasuredModel:
     """A model whose measured runs can be predicted."""
 
     model_path: str  #: name in the file
-    #: Name among the shipped models, or of a file of ``rows``; None takes the dimensions from the
-    #: package's copy of the Hugging Face configuration.
+    #: A shipped model, or a file of ``rows``; None: the package's copy of the configuration.
     shipped: str | None
-    #: Choices of the MoE kernel, the closest to that of the runs first, see
-    #: :func:`~eldr_sim.validation.published.silicon.predict_rows`.
+    #: Choices of the MoE kernel, closest to the runs' first (`silicon.predict_rows`).
     moe_kernels: tuple[str, ...]
     precision: str = "fp8"  #: the file's word for the weights of the runs
     checkpoint: str = ""  #: Hugging Face name of what was served, if it is not ``model_path``
     backend: str = "vllm"  #: engine of the runs
     kv_cache_dtype: KVDtype = "bfloat16"  #: of the runs
-    #: Whether the runs are InferenceX's; those that NVIDIA made for the package say of their load
-    #: no more than two lengths, which are taken to be exact, beside vLLM's defaults.
+    #: Whether InferenceX's runs; NVIDIA's for the package say two lengths, taken to be exact.
     inferencex: bool = True
 
     @property
@@ -178,13 +175,11 @@ class MeasuredRun:
     #: ``ttft_ms``, ``tpot_ms``: means over its requests.
     ttft_ms: float
     tpot_ms: float
-    #: ``version``, ``date``: version of the engine and date of the measurement, empty where the
-    #: file has none.
+    #: Version of the engine and date of the measurement; empty where not said.
     version: str
     date: str
     assumed: str = ""  #: the rule that its launch is assumed by; empty where it is known
-    #: Why the row is left out of the filtered errors, or empty. The reasons use measurements only,
-    #: never a prediction.
+    #: Why the row is left out of the filtered errors, by measurements alone; or empty.
     excluded: str = ""
 
 

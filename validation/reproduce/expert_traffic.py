@@ -40,19 +40,16 @@ class Traffic:
     """What happens in each layer of each step; arrays [steps, layers] unless said otherwise."""
 
     tokens: Ints  #: shape [steps]: tokens of all ranks
-    #: ``between``, ``inside``: copies sent between nodes, and between GPUs of a node: once a node,
-    #: then once a GPU.
+    #: Copies between nodes and between GPUs of a node: once a node, then once a GPU.
     between: Ints
     inside: Ints
     #: ``between_pairs``, ``inside_pairs``: copies if one were sent for each expert.
     between_pairs: Ints
     inside_pairs: Ints
-    #: ``busiest_between``, ``busiest_inside``: those of the GPU that sends or receives the most,
-    #: once a node.
+    #: Those of the GPU that sends or receives the most, once a node.
     busiest_between: Floats
     busiest_inside: Floats
-    #: ``pairs``, ``activated``: shape [steps, layers, ranks]: token-expert pairs and activated
-    #: experts of each GPU.
+    #: [steps, layers, ranks]: token-expert pairs and activated experts of each GPU.
     pairs: Ints
     activated: Ints
 

@@ -43,8 +43,7 @@ FeatureLoad = Literal[
 PREFIX = 400
 #: Turns of a conversation, and the median of the time to think between them, s.
 TURNS, THINK_S = 3, 1.0
-#: Of closed loops: requests in flight, and of each slot in all. Long prompts are so few that open
-#: arrivals would meet by chance, or not.
+#: Requests in flight, and of each slot in all: of few long prompts open arrivals seldom meet.
 CLOSED: dict[FeatureLoad, tuple[int, int]] = {
     "closed loop": (8, 6), "long prompts": (3, 6), "crowded loop": (14, 3),
 }  # fmt: skip
@@ -152,15 +151,13 @@ class Feature:
     """A feature of an engine."""
 
     load: FeatureLoad  #: what exercises it
-    #: Further arguments of ``vllm serve``, and the fields of a run that say the same. Without them
-    #: the load itself is the feature, and the calibrated engine shows it.
+    #: Arguments of ``vllm serve``, and fields that say the same; without, the load is the feature.
     engine: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     #: vLLM's counters, less ``vllm:`` and ``_total``, and the figures of a result that they are.
     counters: Mapping[str, str] = field(default_factory=dict)
     drafts: Mapping[str, Any] | None = None  #: ``--speculative-config``, in place of `engine`
-    #: Policy of the router, behind which there are two engines (`routed_check`), and what befalls
-    #: the first of these. Without the feature they are routed in turn, and nothing befalls them.
+    #: The router's policy before two engines (`routed`), and what befalls the first of them.
     router: str | None = None
     fault: Literal["death", "freeze"] | None = None
 

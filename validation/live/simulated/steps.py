@@ -25,8 +25,7 @@ from eldr_sim.validation.live.live_run import LiveRun
 class Composition:
     """Tokens that a step computed."""
 
-    #: (request, context) of each sequence that samples a token; context counts the tokens that this
-    #: token attends to, itself included.
+    #: (request, context) of sequences that sample; tokens attended to, the sampled included.
     running: tuple[tuple[int, int], ...]
     chunks: tuple[tuple[int, int, int], ...]  #: (request, start, stop) of all other tokens
     #: {(request, first token, tokens)}; equal for equal steps.

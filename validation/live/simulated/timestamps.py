@@ -19,8 +19,7 @@ class RequestTimestamps:
 
     sent_s: Floats  #: post by the client
     queued_s: Floats  #: arrival in the queue of the engine that computes the prompt
-    #: ``prefill_start_s``, ``prefill_end_s``: start of the prompt's first step; end of its last
-    #: step.
+    #: Start of the prompt's first step; end of its last step.
     prefill_start_s: Floats
     prefill_end_s: Floats
     #: Arrival in the decode engine's queue; ``prefill_end_s`` on a co-located engine.

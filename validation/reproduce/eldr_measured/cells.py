@@ -73,8 +73,7 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []  # of this process
 class Cell:
     """One measured run."""
 
-    #: ``figure``, ``dataset``, ``model``, ``policy``, ``variant``, ``rate``: which; ``figure`` as
-    #: the authors number it.
+    #: Which; ``figure`` as the authors number it.
     figure: str
     dataset: str
     model: str

@@ -16,8 +16,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.validation.reproduce.eldr_measured.cells import Cell, Kernels, Pair, ours, run_main
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, grouped, percent
 
-#: Last numbers of rows of the tiles of vLLM's default Triton configuration (vLLM 0.21,
-#: ``get_default_config``); experts of gpt-oss run in another kernel.
+#: Last rows of the tiles of vLLM 0.21's default Triton configuration (not gpt-oss's kernel).
 _TILES = (32, 64, 96, 512)
 _LOCAL = ("domain", "eldr")
 _FOUR_BITS = "mxfp4"

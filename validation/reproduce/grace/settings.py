@@ -91,8 +91,7 @@ AFFINITY = Scheme("affinity", "affinity")
 SCHEMES = (VANILLA, HG, FR_WRR, DR_WRR, DR_TAR, AFFINITY)
 
 
-#: Tokens of a step, over all GPUs, and steps to count: a batch of 128 requests, with prompts of 64
-#: tokens (GRACE-MoE Sec. 5.1).
+#: Tokens of a step over all GPUs, and steps: 128 requests, prompts of 64 tokens (Sec. 5.1).
 STEP_TOKENS: dict[Phase, tuple[int, int]] = {"prefill": (8192, 1), "decode": (128, 8)}
 
 
