@@ -1,13 +1,9 @@
-"""numba's compiler, its results kept in the user's cache folder.
+"""numba's compiler, its results kept in the user's cache folder: by itself numba keeps them beside
+the source, and refuses to compile where it cannot.
 
-By itself numba keeps them beside the source, which is among the installed files, and refuses to
-compile where it cannot keep them.
-
-It makes every function ready to run by itself: it optimises its code, with that of all functions
-that it calls, and translates it for the processor. A caller needs none of that: it takes in the
-intermediate code and does the same again. So a function deep in the simulator was optimised once
-for each level above it. Here (`inlined`) it stays intermediate code, and is kept in the cache as
-such."""
+numba makes every function ready to run by itself, with those that it calls; a caller takes in the
+intermediate code and does the same again, once for each level above. Here (`inlined`) a function
+stays intermediate code, and is kept as such."""
 
 import gc
 import hashlib

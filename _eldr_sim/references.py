@@ -1,9 +1,7 @@
 """Named tuples of arrays that compiled functions pass on by reference: an address, and no more.
-
-numba hands a tuple over as all that it consists of, several numbers for each array, and takes it
-apart and together again at every call: much of the time of compiling went there. A `Reference` lays
-them out in memory once. A member is read where it is named, and a tuple in a tuple is a reference.
-"""
+numba hands a tuple over as several numbers for each array, apart and together again at every call:
+much of the time of compiling. A `Reference` lies in memory once, and a member is read where it is
+named."""
 
 # mypy: disable-error-code="no-untyped-call, untyped-decorator, override"
 

@@ -1,9 +1,7 @@
-"""How many descriptors NIXL posts for KV transfers after it has merged neighbours.
-
-``python docs/nixl_descriptors.py`` prints the table of docs/parallelism.md. One prefill and one
-decode worker take their KV blocks as vLLM does: from the front of a queue, a request's blocks back
-to its end in reverse order (``vllm/v1/core/block_pool.py``). A pair of descriptors becomes one
-where both sides' blocks follow each other upwards (NIXL, ``nixlAgent::makeXferReq``)."""
+"""How many descriptors NIXL posts for KV transfers after it has merged neighbours: prints the table
+of docs/parallelism.md. A prefill and a decode worker take KV blocks as vLLM does
+(``vllm/v1/core/block_pool.py``); descriptors become one where both sides' blocks follow each other
+upwards (NIXL, ``nixlAgent::makeXferReq``)."""
 
 import heapq
 from collections import deque

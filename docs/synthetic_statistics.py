@@ -1,8 +1,6 @@
 """Write docs/data/synthetic_*.csv: statistics of recordings, of what is fitted to them, of presets.
-
-``python docs/synthetic_statistics.py [TABLE ...] && python docs/render.py`` from the root of a
-checkout; TABLE is ``statistics`` or ``held_out``, whose fits to halves take minutes. Numbers of
-twins are means over four seeds."""
+``python docs/synthetic_statistics.py [statistics | held_out] && python docs/render.py`` from the
+root; fits to halves take minutes. Numbers of twins are means over four seeds."""
 
 import sys
 import tempfile

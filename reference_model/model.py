@@ -1,9 +1,6 @@
-"""The reference model: a small mixture-of-experts language model of Qwen3-MoE architecture.
-
-It computes what ``transformers.Qwen3MoeForCausalLM`` computes (every layer sparse, tied
-embeddings, top-k gate weights normalised), with experts evaluated over tokens sorted by
-expert, so that training is quick on a CPU too. Dimensions are small on purpose: only the gate
-has to be a trained one."""
+"""The reference model: a small mixture-of-experts language model of Qwen3-MoE architecture. It
+computes what ``transformers.Qwen3MoeForCausalLM`` does (every layer sparse, tied embeddings,
+normalised top-k weights), experts over tokens sorted by expert, quick on a CPU, too."""
 
 import math
 from dataclasses import dataclass
@@ -78,11 +75,9 @@ class RMSNorm(nn.Module):
 
 
 class _ExpertsFunction(torch.autograd.Function):
-    """Experts over tokens sorted by expert, one matrix product an expert.
-
-    On a CPU this is much faster than ``torch.bmm`` over equal groups and ``grouped_mm``. Each
-    expert's rows are padded with zeros to a multiple of `_ROWS`: oneDNN compiles and keeps a kernel
-    for every number of rows that it meets."""
+    """Experts over tokens sorted by expert, one matrix product an expert: on a CPU much faster than
+    ``torch.bmm`` over equal groups and ``grouped_mm``. Rows are padded with zeros to a multiple of
+    `_ROWS`: oneDNN compiles a kernel for every number of rows that it meets."""
 
     @staticmethod
     def forward(
@@ -329,13 +324,9 @@ class Qwen3Moe(nn.Module):
                 nn.init.normal_(weight, std=0.02 / scale)
 
     def forward(self, ids: Tensor, cache: KVCache | None = None) -> tuple[Tensor, list[Routing]]:
-        """Run the model over token ids.
-
-        ``ids``: int64 ``[batch, tokens]``: several tokens from the first on, or one after the
-        cached; ``cache``: keys and values so far; the new tokens' are appended.
-
-        Returns ``hidden``, ``routing``: final hidden states, float32 ``[batch, tokens, d]``, and
-        each layer's routing of ``batch * tokens`` tokens."""
+        """Return final hidden states, float32 ``[batch, tokens, d]``, and each layer's routing of
+        ``batch * tokens`` tokens. ``ids``: int64 ``[batch, tokens]``, from the first on, or one
+        after the cached; ``cache``: keys and values so far, to which the new are appended."""
         start = 0 if cache is None else cache.filled
         cos, sin = (table[start : start + ids.shape[1]] for table in (self.cos, self.sin))
         x = self.embed_tokens(ids).float()

@@ -68,12 +68,9 @@ class RecordedRouting:
 
 
 def choose_prompts(documents: Documents, tokenizer: Tokenizer, config: RecordConfig) -> Prompts:
-    """Cut prompts from the held-out documents: one from each, then a second, and so on.
-
-    ``documents``: text; calibration and serving prompts come from their own documents;
-    ``tokenizer``: the model's; ``config``: how many, and how long.
-
-    Raises InputError if a setting makes no sense, or the documents of a domain are too few."""
+    """Cut prompts from the calibration's and serving's own held-out documents: one from each, then
+    a second, and so on. Raises InputError if a setting makes no sense, or a domain's documents are
+    too few."""
     for name in ("calibration", "serving", "output_len", "batch", "temperature"):
         if getattr(config, name) <= 0:
             raise InputError(name, f"got {getattr(config, name)}", "more than 0")
@@ -139,12 +136,9 @@ def record(
     processes: int = 1,
     progress: Callable[[float], None] = lambda share: None,
 ) -> RecordedRouting:
-    """Generate a continuation of each prompt and record the routing of every token.
-
-    ``prompts``: from `choose_prompts`; ``config``: as there; ``processes``: processes to share the
-    work; their number does not change the result; ``progress``: called with the share that is done.
-    Raises InputError if the checkpoint cannot be used, or the sequences are too long for its model.
-    """
+    """Generate a continuation of each prompt and record the routing of every token; the number of
+    ``processes`` does not change the result. Raises InputError if the checkpoint cannot be used, or
+    the sequences are too long for its model."""
     if processes < 1:
         raise InputError("processes", f"got {processes}", "at least 1")
     model, _ = load_checkpoint(checkpoint)
@@ -232,13 +226,12 @@ def _record_chunk(
 def record_batch(
     model: Qwen3Moe, prompts: NDArray[Any], draws: NDArray[np.float64], config: RecordConfig
 ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.float32], NDArray[np.float32]]:
-    """Record a batch of requests with equally long prompts.
+    """Record requests with equally long prompts, token ids ``[batch, prompt_len]``.
 
-    ``prompts``: token ids ``[batch, prompt_len]``; ``draws``: uniform numbers in [0, 1), ``[batch,
-    output_len]``: generated token j is where draw j falls in the cumulated distribution;
-    ``config``: temperature, precision and device. Returns ``experts``, ``token_ids``, ``prob``,
-    ``logit``: ``[batch, prompt_len + output_len, layers, top_k]``, the token ids of the same rows,
-    and the gate scores summed over prompts, ``[batch, layers, n_experts]``."""
+    ``draws``: uniform numbers in [0, 1), ``[batch, output_len]``: generated token j is where draw j
+    falls in the cumulated distribution. Returns ``experts`` ``[batch, prompt_len + output_len,
+    layers, top_k]``, the rows' token ids, and gate scores summed over prompts, ``[batch, layers,
+    n_experts]``."""
     batch, prompt_len = prompts.shape
     output_len = draws.shape[1]
     device = torch.device(config.device)
@@ -315,15 +308,9 @@ def write_npz(routing: RecordedRouting, path: Path, domains: list[str]) -> None:
 def write_routing_trace(
     routing: RecordedRouting, out: Path, *, domains: list[str], gate_scores: int, **about: Any
 ) -> RoutingTrace:
-    """Write recorded routing as a routing trace, compressed.
-
-    Of the gate's order the trace keeps which half of a token's experts came first: a model of half
-    the top-k can be served, and the file stays small (see `eldr_sim.traces.routing.manifest`).
-
-    ``routing``: from `record`; ``out``: trace folder to make; ``domains``: names of the domains;
-    ``gate_scores``: requests of each split, its first ones, whose gate scores the trace carries;
-    ``about``: ``model``, ``captured_by``, ``source_data``, ``tool_versions``, ``notes`` and
-    ``force`` of `write_trace`."""
+    """Write recorded routing as a routing trace, compressed. Of the gate's order it keeps which
+    half of a token's experts came first: half the top-k can be served (`traces.routing.manifest`).
+    ``gate_scores``: requests of each split that carry them; ``about``: as of `write_trace`."""
     prompts = routing.prompts
     n = len(prompts.tokens)
     splits = (np.flatnonzero(prompts.is_calibration), np.flatnonzero(~prompts.is_calibration))

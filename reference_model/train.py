@@ -1,9 +1,7 @@
-"""Training of the reference model from text, on a CPU or a GPU.
-
-Every batch holds all domains equally. The load-balance loss is taken over the whole batch: per
-sequence, it would forbid what the model is for, experts that a domain prefers.
-
-It is judged by the held-out loss, and by whether domains prefer experts of their own."""
+"""Training of the reference model from text, on a CPU or a GPU. Every batch holds all domains
+equally; the load-balance loss is taken over the whole batch: per sequence it would forbid experts
+that a domain prefers. It is judged by the held-out loss, and by whether domains prefer experts of
+their own."""
 
 import json
 import math
@@ -44,15 +42,12 @@ def evaluation_text(documents: Documents, tokenizer: Tokenizer, context: int) ->
 
 @torch.no_grad()
 def evaluate(model: Qwen3Moe, text: dict[str, Tensor], device: str) -> dict[str, Any]:
-    """Return the held-out loss and how the routing of domains differs.
+    """Return the held-out loss and how the routing of domains differs; empty without held-out text.
 
-    ``text``: int64 ``[sequences, tokens + 1]`` by domain, equally long.
-
-    Returns figures: ``held_out_loss`` by domain (nats a token) and its mean ``mean_loss``; ``dead``
-    experts over all layers (chosen less than a tenth of the mean); ``max_load`` over mean load,
-    mean over layers; ``distinct`` experts of a layer in a batch that mixes the domains, one token
-    of each sequence at one position; and ``reduction`` by domain: by how many percent a batch of
-    that domain alone has fewer. Empty where no text is held out."""
+    ``text``: int64 ``[sequences, tokens + 1]`` by domain, equally long. Figures: ``held_out_loss``
+    by domain (nats a token), ``mean_loss``; ``dead`` experts over all layers (under a tenth of the
+    mean); ``max_load`` over mean; ``distinct`` experts of a layer in a batch that mixes domains, at
+    one position; ``reduction`` by domain: percent fewer in a batch of its own."""
     if not text:
         return {}
     loss: dict[str, float] = {}
@@ -166,15 +161,9 @@ def train(
     resume: bool = False,
     log: Callable[[dict[str, Any]], None] = lambda entry: None,
 ) -> Qwen3Moe:
-    """Train a model and leave its checkpoint, its state and a log in a folder.
-
-    An interrupted training leaves what it saved last; ``resume`` continues from there. Raises
-    InputError if a setting or the text does not allow training.
-
-    ``documents``: training text, and held-out text to evaluate on; ``out``: checkpoint folder; see
-    `export` for what lies in it; ``model_config``, ``config``: dimensions, and how to train;
-    ``resume``: continue from the state in ``out``, with its dimensions instead of ``model_config``;
-    ``log``: called with each entry of the log."""
+    """Train a model and leave its checkpoint, its state and a log in ``out`` (see `export`). An
+    interrupted training leaves what it saved last; ``resume`` continues, with its own dimensions.
+    Raises InputError if a setting or the text does not allow training."""
     _check(documents, out, model_config, config, resume)
     torch.manual_seed(config.seed)
     run = _resume(out, config) if resume else _start(documents, model_config, config)

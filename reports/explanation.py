@@ -159,10 +159,9 @@ def explain_request(run: Folder, number: int) -> Explanation:
 def explain_difference(first: Folder, second: Folder) -> tuple[Explanation, Explanation]:
     """Split the differences of mean TTFT and TPOT of two runs into parts that sum to them.
 
-    TTFT is the sum of the phases before the first token. TPOT is the time of steps weighted by the
-    tokens that they make, and what a mean over requests differs from it by (preemption, requests of
-    unequal length). Of a step, the MoE layers' time follows from batch and activated experts: half
-    the change of experts at either batch is theirs, the rest the batch's."""
+    TTFT is the sum of the phases before the first token; TPOT the time of steps by token, and what
+    a mean over requests differs from it by. Of the MoE layers' change half of that of experts at
+    either batch is theirs, the rest the batch's."""
     a, b = _parts_of(first), _parts_of(second)
     rows = [[n, a[n], b[n], b[n] - a[n]] for n in TTFT_PHASES if a[n] or b[n]]
     whole = math.fsum(a.values()), math.fsum(b.values())

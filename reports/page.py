@@ -28,11 +28,8 @@ _SECTIONS = {"comparison": comparison_section, "sweep": sweep_section, "plan": p
 
 
 def report(folders: Sequence[AnyPath]) -> str:
-    """Return the HTML of a report.
-
-    ``folders``: folders that ``eldr-sim run``, ``compare``, ``sweep`` or ``plan`` wrote, in any
-    mixture; runs share a section, side by side; each other folder has its own. Raises InputError if
-    one is not a result or cannot be read, or Plotly is not installed."""
+    """Return the HTML of a report of result folders, runs side by side, each other with a section.
+    Raises InputError if one is not a result or cannot be read, or Plotly is not installed."""
     from markupsafe import Markup
 
     get_plotlyjs = needed("plotly.offline", "report", PLOT).get_plotlyjs

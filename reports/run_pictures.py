@@ -228,12 +228,9 @@ def _requests_in_phases(runs: Sequence[_Run]) -> list[Picture]:
 
 
 def mean_in_phase(start_s: Floats, end_s: Floats, edges_s: Floats) -> Floats:
-    """Return the mean number of requests in a phase, for each interval of time.
-
-    ``start_s``, ``end_s``: times at which requests enter and leave the phase, s, shape [n]; a NaN
-    start means never, a NaN end after the last edge; ``edges_s``: shape [m + 1] for m intervals.
-    The integral of the number in the phase up to a time is the sum of ``min(end, t) - min(start,
-    t)`` over requests."""
+    """Return the mean number of requests in a phase, for each of m intervals of time, by the sum of
+    ``min(end, t) - min(start, t)``. ``start_s``, ``end_s``: s, [n]; a NaN start means never, a NaN
+    end after the last edge; ``edges_s``: [m + 1]."""
     entered = np.isfinite(start_s)
     start = np.sort(start_s[entered])
     end = np.sort(np.nan_to_num(end_s[entered], nan=np.inf))

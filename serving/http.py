@@ -40,12 +40,10 @@ class Registry:
 
 
 def application(run: Callable[[Any], Any], complete: Any, **asked: Any) -> Any:
-    """Return an ``aiohttp.web.Application`` behind OpenAI's paths.
-
-    Its runner needs ``handler_cancellation=True``: a client that leaves cancels its request.
-
-    ``run``: an async generator that lasts as long as the application; ``complete``: answers
-    completions; ``asked``: what answers ``/health``, ``/metrics`` and ``/v1/models``."""
+    """Return an ``aiohttp.web.Application`` behind OpenAI's paths; ``handler_cancellation=True``
+    lets a client that leaves cancel its request. ``run``: an async generator as long as it;
+    ``complete``, ``asked``: answer completions, and ``/health``, ``/metrics`` and
+    ``/v1/models``."""
     from aiohttp import web
 
     logging.getLogger("aiohttp.server").addFilter(is_our_error)
@@ -59,12 +57,9 @@ def application(run: Callable[[Any], Any], complete: Any, **asked: Any) -> Any:
 
 
 def open_session(timeout_s: float | None = None) -> Any:
-    """Return an ``aiohttp.ClientSession`` for an engine's completions.
-
-    The number of connections is not limited. Idle ones are closed before uvicorn closes them (after
-    5 s, in vLLM too), so that no request is posted on a closing connection.
-
-    ``timeout_s``: longest time of one request, s; None for no limit."""
+    """Return an ``aiohttp.ClientSession`` for an engine's completions, connections not limited.
+    Idle ones are closed before uvicorn closes them (5 s, in vLLM too). ``timeout_s``: of one
+    request."""
     aiohttp = import_aiohttp()
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),

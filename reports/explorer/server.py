@@ -1,8 +1,6 @@
-"""The explorer's page, and the stream of points that it asks for.
-
-A state is answered line by line (JSON): its point, the pictures of its run, the curve over the
-rate, the plane of P and D. Two processes compute them, warm from the start. A page that asks anew
-closes its last stream, and what that has not begun is dropped: at most what runs goes on."""
+"""The explorer's page, and the stream of points that it asks for, line by line (JSON): the state's
+point, its run's pictures, the curve over the rate, the plane of P and D, by two warm processes.
+Asked anew, a page closes its last stream; what that has not begun is dropped."""
 
 import asyncio
 import json

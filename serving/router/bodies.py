@@ -33,13 +33,12 @@ class Ask(NamedTuple):
 
 
 def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
-    """Read a request's body, JSON.
+    """Read a request's body, JSON. Raises ValueError (InputError is one) if it is no object, or
+    cannot be handed over.
 
-    Raises ValueError if it is no object, or cannot be handed over; also InputError, which is one.
-    ``handed_over``: whether a prefill engine is to compute the prompt. It sees neither the limits
-    of the output nor whether that is streamed: what a decode engine would refuse of them is refused
-    here, before the prompt is computed. Without, a body needs to make sense of what policies read:
-    prompt, limits and whether the answer is streamed; engines judge the rest."""
+    ``handed_over``: a prefill engine computes the prompt and sees no limits of the output: what a
+    decode engine would refuse of them is refused here, before. Else a body needs to make sense of
+    what policies read: prompt, limits, streaming; engines judge the rest."""
     body = parse_json(raw, "body")
     if not isinstance(body, dict):
         raise ValueError("body: no JSON object")

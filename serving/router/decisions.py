@@ -31,12 +31,9 @@ class NoEngine(Exception):
 class Router:
     """Sends requests to engines and counts those in flight, as `cluster.Cluster` does.
 
-    ``policy``: chooses the engine; ``n_engines``: engines to choose from; ``prefixes``: what their
-    caches hold, for a policy that reads it.
-
-    ``workers``: what the policy sees: ``loads`` are requests in flight, from `dispatch` to
-    `complete`; ``healthy`` is what was told to `set_health`, the rest what was told to `publish`.
-    """
+    ``prefixes``: what the engines' caches hold, for a policy that reads it. ``workers``: what the
+    policy sees: ``loads`` from `dispatch` to `complete`, ``healthy`` as of `set_health`, the rest
+    as of `publish`."""
 
     def __init__(
         self, policy: RouterPolicy, n_engines: int, prefixes: CachedPrefixes | None = None
@@ -58,11 +55,9 @@ class Router:
         return [engine for engine in self.workers.usable() if engine not in without]
 
     def dispatch(self, request: RequestInfo, without: Collection[int] = ()) -> int | None:
-        """Return the index of the engine that gets a request; None if the policy holds it.
-
-        ``without``: engines that it must not go to. The policy sees them as unhealthy; where it
-        names one of them nevertheless, or one that is unhealthy, the least loaded of the others
-        stands in. Raises NoEngine if none is left."""
+        """Return the index of the engine that gets a request; None if the policy holds it. Raises
+        NoEngine if none is left but ``without``, which the policy sees as unhealthy; where it names
+        one of these, the least loaded of the others stands in."""
         usable = self.usable(without)
         if not usable:
             raise NoEngine
@@ -153,12 +148,9 @@ class Router:
 def build_decode_policy(
     policy: object, n_engines: int, *, seed: int = 0, computes_prompts: bool = False
 ) -> RouterPolicy:
-    """Build a decode policy for live engines, with the random stream that a simulation gives it.
-
-    ``policy``: with its parameters, see `policies.choice`, such as ``eldr:artifact=fit.npz``;
-    ``computes_prompts``: whether the engines compute prompts, too. Raises InputError if there is no
-    such policy, or if it needs what a live router does not have: calibration requests, step times,
-    the future, or an artifact that was not given."""
+    """Build a decode policy for live engines, with the random stream of a simulation. Raises
+    InputError if there is none such, or it needs what a live router has not: calibration requests,
+    step times, the future, an artifact not given. ``computes_prompts``: whether the engines do."""
     rng = stream(seed, "decode policy")
     context = PolicyContext(n_engines, rng, computes_prompts=computes_prompts)
     return decode_policy(policy, context)

@@ -19,18 +19,13 @@ _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class Engine:
-    """An engine, which is up while it answers.
+    """An engine, ``up`` while it answers; ``problem``: why not.
 
-    It is ejected when it refuses a connection or answers ``/health`` with a status of 500 or more,
-    or when two such questions in a row get no answer, and returns when it answers them again. It is
-    ejected, too, when three requests in a row fail, or one gets no answer while nobody else gets
-    any, although it answers ``/health``; then for 10 s, for 20 s the next time, for 300 s at most.
-
-    ``name``: in messages, such as ``decode engine 1``; ``changed``: called with the engine when it
-    is ejected and when it returns; ``is_last``: whether no other engine is up: then failed requests
-    do not eject it, lest bad requests of one client take all engines from all others.
-
-    ``up``: whether it gets requests; ``problem``: why not."""
+    It is ejected when it refuses a connection, answers ``/health`` with 500 or more, or not twice
+    in a row, until it answers again; and when three requests in a row fail, or one gets no answer
+    while nobody else does, although it answers ``/health``: for 10 s, then 20, at most 300.
+    ``changed``: called when it is ejected and returns; ``is_last``: no other is up: then failed
+    requests do not eject it, lest one client's bad requests take all engines."""
 
     def __init__(
         self,
@@ -60,11 +55,9 @@ class Engine:
         self._is_down(problem, silent_since_s=_now_s())
 
     def failed(self, problem: str, *, lately_heard_s: float | None = None) -> None:
-        """Take note that a request has failed, and ask for the engine's health at once.
-
-        ``problem``: what happened; ``lately_heard_s``: for a request that got no answer in this
-        time, s: it is held against the engine only if nobody else got any either. An engine with a
-        long queue is slow and no more."""
+        """Note that a request has failed, and ask for health at once. ``lately_heard_s``: of one
+        without an answer in so many s: it counts only if nobody else got any: a long queue is slow,
+        no more."""
         if lately_heard_s is not None and _now_s() - self._heard_s < lately_heard_s:
             return
         self._look.set()

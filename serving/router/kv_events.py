@@ -1,9 +1,8 @@
-"""Which prefixes live engines have cached, by the events that vLLM publishes.
+"""Which prefixes live engines have cached, by the events that vLLM publishes over ZeroMQ.
 
-vLLM with ``--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq"}'`` tells over
-ZeroMQ which KV blocks come and go (``vllm/distributed/kv_events.py``): a message holds a topic, a
-number that counts up, and a batch in MessagePack. A block's event has its tokens and the block
-before it, so prompts are compared by their tokens: nothing of vLLM's own hashing is needed."""
+With ``--kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq"}'``: a topic, a
+number that counts up, a batch in MessagePack (``vllm/distributed/kv_events.py``). A block's event
+has its tokens and the block before it, so prompts are compared by tokens, not vLLM's hashes."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -102,12 +101,9 @@ def require_zmq() -> None:
 
 
 async def watch_events(prefixes: CachedPrefixes, endpoints: Sequence[str]) -> None:
-    """Tell which prefixes are cached by what engines publish, until cancelled.
-
-    An engine whose messages do not follow each other has begun anew, or some were lost: what was
-    known of it is forgotten.
-
-    ``endpoints``: of ZeroMQ, such as ``tcp://127.0.0.1:5557``, in the order of the engines."""
+    """Tell which prefixes are cached by what engines publish at ``endpoints`` (``tcp://...``, in
+    their order), until cancelled. Where messages do not follow each other, what was known is
+    forgotten."""
     with needed("zmq.asyncio", "kv_events").Context() as context:
         await asyncio.gather(
             *(_listen(context, prefixes, i, endpoint) for i, endpoint in enumerate(endpoints))

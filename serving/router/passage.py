@@ -25,13 +25,9 @@ from eldr_sim.traces.routing.capture.step_log import Gathered, LogReader, extern
 
 
 class SignatureReader:
-    """Reader of the prefill counts of requests that prefill engines have just computed.
-
-    An engine logs a step before it answers (`capture.step_log`), so the rows of a prompt are
-    on disk when the answer arrives.
-
-    ``folders``: folders that ``ELDR_SIM_CAPTURE`` names in the prefill engines. Decode engines must
-    use other folders, or their logs would be kept in memory."""
+    """Reader of the prefill counts of requests that prefill engines have just computed, on disk
+    before they answer (`capture.step_log`). ``folders``: ``ELDR_SIM_CAPTURE`` of the prefill
+    engines, none of decode engines, whose logs would be kept in memory."""
 
     def __init__(self, folders: Sequence[AnyPath]) -> None:
         self._folders = [Path(folder) for folder in folders]
@@ -84,14 +80,12 @@ class Route(NamedTuple):
 class Passage:
     """A request's way through the router.
 
-    It goes to a prefill engine, where there are any, and with what that says of the KV cache to a
-    decode engine, whose answer is passed on as it comes. An engine that fails before the first
-    token is replaced by another one, ``ProxyConfig.retries`` times. A cache that a decode engine
-    may have fetched is not offered to the next, since its blocks may hold other tokens by then:
-    the prompt is computed again, unless the client had that done itself.
-
-    ``signatures``: where expert signatures come from; None if the policy reads none; ``write``:
-    writes a line of the log; ``asked``: what its body holds."""
+    To a prefill engine, where there are any, and with what that says of the KV cache to a decode
+    engine, whose answer is passed on as it comes. An engine that fails before the first token is
+    replaced, ``ProxyConfig.retries`` times. A cache that a decode engine may have fetched is not
+    offered to the next, as its blocks may hold other tokens: the prompt is computed again, unless
+    the client had that done itself. ``signatures``: None if the policy reads none; ``write``: a
+    line of the log."""
 
     def __init__(
         self,

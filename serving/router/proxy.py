@@ -1,13 +1,9 @@
-"""The HTTP server in front of real engines: OpenAI's completions, health and metrics.
+"""The HTTP server in front of real engines (URLs): OpenAI's completions, health and metrics.
 
-``python -m eldr_sim.serving.router.proxy CONFIG.json`` is what ``validate vllm`` starts,
-``eldr-sim router`` the same with options; `ProxyConfig` says what both may hold. An engine is a
-URL: it may run anywhere.
-
-With prefill engines a request goes to one of them first, with ``max_tokens`` 1 and the
-``kv_transfer_params`` of vLLM's ``NixlConnector``; its token is thrown away. What it says of the KV
-cache goes to a decode engine with the request. That engine fetches the cache and its answer is
-passed on as it comes."""
+``python -m eldr_sim.serving.router.proxy CONFIG.json`` is what ``validate vllm`` starts, ``eldr-sim
+router`` the same with options (`ProxyConfig`). With prefill engines a request goes to one of them
+first, with ``max_tokens`` 1 and ``kv_transfer_params`` of vLLM's ``NixlConnector``; what it says of
+the KV cache goes on to a decode engine, which fetches it and answers."""
 
 import asyncio
 import json
@@ -41,11 +37,9 @@ def make_app(
     policy: RouterPolicy | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> Any:
-    """Return the router, an ``aiohttp.web.Application``; see `application`.
-
-    ``policy``: takes the place of the decode policy that ``config`` names; ``notify``: called with
-    a line when an engine is ejected and when it returns. Raises InputError if aiohttp or
-    prometheus-client is not installed, or a policy cannot be built or used here."""
+    """Return the router, an ``aiohttp.web.Application``; ``policy``: in place of ``config``'s;
+    ``notify``: called with a line when an engine is ejected and returns. Raises InputError if
+    aiohttp or prometheus-client is missing, or a policy cannot be used here."""
     http.import_aiohttp()
     proxy = _Proxy(config, policy, notify)
     asked = {"models": proxy.models, "health": proxy.health, "metrics": proxy.counters.answer}

@@ -18,11 +18,9 @@ _TOKENIZED_S = 1.0  #: longest time to wait for the tokens of a prompt
 
 
 class EngineFailure(Exception):
-    """An engine has not answered a request as a living one does.
-
-    ``problem``: what happened, with the name of the engine; ``status``: what to tell the client, if
-    nobody else answers; ``reached``: whether the engine may have seen the request; ``body``: the
-    engine's own words, JSON; None where it said nothing."""
+    """An engine has not answered as a living one does. ``status``: what to tell the client, if
+    nobody else answers; ``reached``: whether it may have seen the request; ``body``: its own words,
+    JSON."""
 
     def __init__(
         self, problem: str, status: int = 502, *, reached: bool = True, body: bytes | None = None
@@ -99,11 +97,8 @@ async def tokenized(
 async def ask(
     session: Any, engine: Engine, post: Post, limits: ProxyConfig, limit_s: float | None = None
 ) -> Reply:
-    """Post a request; return the answer when its first token is there.
-
-    ``session``: an ``aiohttp.ClientSession``; ``limit_s``: longest time until then; None takes that
-    of ``limits``. Raises EngineFailure if the engine gives none in time, breaks off or answers with
-    a status of 500 or more."""
+    """Post a request; return the answer when its first token is there. Raises EngineFailure without
+    one within ``limit_s`` (or ``limits``), or at a status of 500 or more."""
     aiohttp = import_aiohttp()
     if limit_s is None:
         limit_s = limits.first_token_timeout_s if post.streamed else limits.answer_timeout_s

@@ -1,9 +1,6 @@
-"""A simulated cluster in the wall clock's time.
-
-Simulated time is ``(wall - start) * speed``. When a request comes the cluster advances to now, and
-the request arrives there; between requests it advances when its next event is due. A step's end is
-known when it begins, so tokens are handed out at their own time, and what they are late is the
-event loop's doing alone: `Core.lag` hears of it."""
+"""A simulated cluster in the wall clock's time, ``(wall - start) * speed``. It advances to now when
+a request comes, else when its next event is due. A step's end is known when it begins: tokens are
+handed out at their own time; what they are late is the event loop's doing (`Core.lag`)."""
 
 import asyncio
 import json
@@ -28,12 +25,9 @@ _WARM = 100, 3
 
 
 class Stream:
-    """A request in flight: how many tokens it has got and when, and how it has ended.
-
-    ``number``, ``prompt_len``, ``output_len``: of the request; ``reason``: why its answer ends,
-    as OpenAI says: at the client's limit or by itself; ``tokens``: numbers of tokens as
-    they are due, and at last a text: one of `state.OUTCOMES`; ``times_s``: the simulated time of
-    each number."""
+    """A request in flight. ``reason``: why its answer ends, as OpenAI says; ``tokens``: numbers of
+    tokens as they are due, at last a text of `state.OUTCOMES`; ``times_s``: simulated time of
+    each."""
 
     def __init__(self, number: int, prompt_len: int, output_len: int, most: int | None) -> None:
         self.number, self.prompt_len, self.output_len = number, prompt_len, output_len
@@ -52,10 +46,8 @@ class Stream:
 
 class Core:
     """A cluster that serves; raises InputError if it cannot serve requests of any length.
-
-    ``config``: the cluster, and the workload that lengths of answers and routing are taken from;
-    ``speed``: simulated seconds a second; ``log``: a file for what arrives and when, see `replay`;
-    ``lag``: called with what tokens are late, s of the wall clock."""
+    ``config``: also of answers' lengths and routing; ``speed``: simulated seconds a second;
+    ``log``: see `replay`; ``lag``: called with what tokens are late, s of the wall clock."""
 
     def __init__(
         self,

@@ -138,12 +138,10 @@ _DRAIN_S = 30.0
 
 
 class Service:
-    """One port: a cluster behind OpenAI's paths.
-
-    ``speed``: simulated seconds a second; ``max_queue``: requests that may wait for an engine;
-    beyond them the answer is 429. None: any number; ``start_up_s``: how long it is not healthy, s
-    of the wall clock; ``tokenizer``: a ``tokenizer.json``; without one four characters of a prompt
-    are a token; ``log``: a file for what arrives, see `core.replay`."""
+    """One port: a cluster behind OpenAI's paths. ``speed``: simulated seconds a second;
+    ``max_queue``: beyond so many that wait the answer is 429; ``start_up_s``: not healthy so long;
+    ``tokenizer``: a ``tokenizer.json``, else four characters are a token; ``log``: see
+    `core.replay`."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
-"""Calibration of a live engine: latency tables of its steps, and delays outside its steps.
-
-A folder holds ``calibration.json`` (:class:`CalibrationInfo`), ``tables/*.parquet``, latency tables
-of the kinds ``moe``, ``attention_decode``, ``attention_prefill`` and ``engine_step``, and
-``gpu.json``, the device as ``eldr-sim run --gpu`` takes it."""
+"""Calibration of a live engine, as a folder: ``calibration.json`` (:class:`CalibrationInfo`),
+``tables/*.parquet`` (``moe``, ``attention_decode``, ``attention_prefill``, ``engine_step``) and
+``gpu.json``, as ``eldr-sim run --gpu`` takes it."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -41,17 +39,13 @@ class DriftModel(BaseModel):
 
 
 class Drift:
-    """Speed of a core over time, by a probe: the same small piece of work before every step.
+    """Speed of a core over time, by a probe: one token in one MoE layer before every step.
 
-    What others do on a virtual machine's host slows a core by up to a factor of two, for seconds or
-    for minutes, so the plug-in times one token in one MoE layer before each step. How the parts of
-    a step follow it, ``part ~ probe ** exponent`` at equal composition, is fitted on the steps of
-    the calibration; tables hold times at the reference speed, and a run is predicted with its own
-    probes. Nothing that is judged is used.
-
-    ``at_s``, ``probe_s``: times of probes, ascending, and what they
-    took; NaN are left out; ``reference_s``: what a probe takes at the reference speed; None takes
-    the median."""
+    Others on a virtual machine's host slow a core by up to a factor of two, for seconds or minutes.
+    How parts of a step follow, ``part ~ probe ** exponent``, is fitted on the calibration's steps;
+    tables hold times at the reference speed, and a run is predicted with its own probes. ``at_s``,
+    ``probe_s``: ascending times of probes, and what they took (NaN left out); ``reference_s``: None
+    takes the median."""
 
     def __init__(self, at_s: Floats, probe_s: Floats, reference_s: float | None) -> None:
         known = np.isfinite(probe_s)
