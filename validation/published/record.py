@@ -19,7 +19,7 @@ import pyarrow as pa
 from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress, silent
-from eldr_sim.validation.markdown import markdown_table
+from eldr_sim.outputs import markdown_table
 from eldr_sim.validation.published import advice, silicon_rows
 from eldr_sim.validation.published.silicon import (
     Form,

@@ -65,10 +65,11 @@ def setup(tmp_path):
 @pytest.mark.parametrize("kind", ["death", "freeze"])
 def test_requests_of_an_engine_that_is_struck(setup, live_calibration, monkeypatch, kind):
     """Streams break off with an engine that dies, and go on with one that was only frozen."""
-    monkeypatch.setattr(routed_check, "_FREEZE_S", 1.0)
+    monkeypatch.setattr(routed_check, "_FREEZE_S", 1.5)
+    monkeypatch.setattr(routed_check, "_LIMIT_S", 60.0)
     monkeypatch.setattr(routed_check, "_simulated", lambda _sent, _fields, moments, *_: moments)
     monkeypatch.setitem(routed_check._ROUTER, "health_interval_s", 0.1)
-    monkeypatch.setitem(routed_check._ROUTER, "health_timeout_s", 0.2)
+    monkeypatch.setitem(routed_check._ROUTER, "health_timeout_s", 0.5)  # a busy machine answers late
     load = Load(info(), tuple(LoadRequest(f"r{i}", "a", [1], 20, i / 20) for i in range(50)))
     outcome, moments = serve_routed(
         load, setup, live_calibration, {"policy": "round_robin"}, kind, Path(), {}
@@ -79,9 +80,9 @@ def test_requests_of_an_engine_that_is_struck(setup, live_calibration, monkeypat
         assert 1 <= outcome.counted["requests lost"] <= 8  # some 4 were on their way there
         assert outcome.figures["e2el p50"] < 1000
     else:
-        assert moments.back_s - moments.struck_s >= 1.0
+        assert moments.back_s - moments.struck_s >= 1.5
         assert outcome.counted["requests lost"] == 0
-        assert 0.2 < outcome.counted["slowest TTFT, s"] < 3
+        assert 0.2 < outcome.counted["slowest TTFT, s"] < 4
 
 
 def test_a_stream_is_lost_and_a_request_without_a_token_goes_on(

@@ -15,7 +15,7 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Row
-from eldr_sim.outputs import whole_file
+from eldr_sim.outputs import markdown_table, whole_file
 from eldr_sim.validation.live.calibration.engine_calibration import (
     EngineCalibration,
     model_of,
@@ -30,7 +30,6 @@ from eldr_sim.validation.live.features import features
 from eldr_sim.validation.live.features.routed import serve_routed
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
 from eldr_sim.validation.live.report.comparison import noise_floor
-from eldr_sim.validation.markdown import markdown_table
 
 Told = Callable[[str, float], None]
 
