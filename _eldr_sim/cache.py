@@ -1,6 +1,5 @@
-"""The user's cache folder, ``ELDR_SIM_CACHE`` or the platform's: what takes long to make and can be
-made again, see ``docs/formats.md``. Where it cannot be written the work goes on without it, after
-one warning."""
+"""The user's cache folder (``docs/formats.md``): what can be made again. Where it cannot be written
+the work goes on, after one warning."""
 
 import contextlib
 import functools
@@ -133,9 +132,8 @@ def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | No
 
 
 def keep_folder(part: str, name: str, write: Callable[[Path], object]) -> Path | None:
-    """Make a folder of the cache, whole or not at all, and make room for it. A folder that another
-    process has made meanwhile is left as it is. Returns its path; None, after a warning, if it
-    could not be written. ``write``: makes it, at a path where nothing is."""
+    """Make a folder of the cache by ``write``, whole or not at all, and make room for it; one made
+    meanwhile stays. Returns its path, or None, after a warning."""
     limit = size_limit()
     place = writable_folder(part)
     if place is None:
@@ -216,9 +214,8 @@ def _warn(problem: str) -> None:
 
 
 def clear() -> list[CacheFile]:
-    """Remove everything that eldr-sim put into the cache; return what is gone. Processes that have
-    mapped a file keep it until they end. Raises InputError: names a file that could not be removed;
-    all others are gone."""
+    """Remove what eldr-sim put into the cache; return what is gone. Raises InputError, which names
+    a file that could not be removed; others are gone. Mapped files last as long as processes."""
     removed = []
     failure = None
     home = folder() or Path()

@@ -14,9 +14,9 @@ from eldr_sim.errors import InputError
 
 @contextmanager
 def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
-    """Yield a temporary file that takes the place of ``out`` when the block ends well. Folders
-    above it are made. It is readable by all, unlike temporary files. Raises InputError: names
-    ``field`` if the folder cannot be written, or the disk is full."""
+    """Yield a temporary file, readable by all, that replaces ``out`` when the block ends well;
+    folders are made. Raises InputError, naming ``field``, if it cannot be written, or the disk is
+    full."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.parent)
@@ -35,9 +35,8 @@ def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(out: Path, field: str = "out") -> Iterator[Path]:
-    """Yield a temporary folder that takes the place of ``out`` when the block ends well. What was
-    there before is removed then. Folders above it are made. Raises InputError: names ``field`` if
-    the folder above cannot be written, or the disk is full."""
+    """Yield a temporary folder that replaces ``out`` when the block ends well; folders above are
+    made. Raises InputError, naming ``field``, if it cannot be written, or the disk is full."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))

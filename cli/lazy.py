@@ -22,9 +22,8 @@ class _StandIn(click.Command):
 
 
 class LazyGroup(click.Group):
-    """A group some of whose commands lie in modules of their own, imported when called. ``lazy``:
-    by name of a command: where it is, as ``module:attribute`` of ``eldr_sim.cli``, and its line in
-    the group's help."""
+    """A group with commands imported when called. ``lazy``: by name: ``module:attribute`` of
+    ``eldr_sim.cli``, and the line in the group's help."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **attributes: Any) -> None:
         super().__init__(*args, **attributes)

@@ -19,9 +19,8 @@ def complete(
     *,
     listed: bool = False,
 ) -> Completer:
-    """Return a completer of names, in any case of letters. ``names``: called for the names;
-    ``paths``: which paths may be given instead; None for none; ``listed``: whether the option takes
-    a list with commas, of which the last part is completed."""
+    """Return a completer of names, in any case. ``paths``: which may be given instead; ``listed``:
+    a list with commas, whose last part is completed."""
 
     def found(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
         before, comma, word = incomplete.rpartition(",") if listed else ("", "", incomplete)
@@ -92,9 +91,8 @@ TENSOR_PARALLEL_SIZE = " ".join(("--tensor-parallel-size", *ALIASES["tensor_para
 
 
 def option(names: str, kind: Any = None, help: str | None = None, **more: Any) -> Decorator:
-    """Return ``click.option``. ``names``: its spellings, and the parameter's name where that is
-    another, with spaces between; ``kind``: bool for a flag, Path, a list of choices, or a type of
-    click's."""
+    """Return ``click.option``. ``names``: spellings, and the parameter's name where that is
+    another; ``kind``: bool for a flag, Path, choices, or a type of click's."""
     if kind is bool:
         more["is_flag"] = True
     elif kind is Path:

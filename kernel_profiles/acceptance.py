@@ -34,9 +34,8 @@ class Acceptance(NamedTuple):
 
 
 def rates_of_length(length: float, n: int) -> tuple[float, ...]:
-    """Return the rates of ``n`` drafts that make an acceptance length, 1 to ``n + 1``. Each draft
-    is accepted with one probability ``a``, given the one before, so the length is ``(1 - a ** (n +
-    1)) / (1 - a)``."""
+    """Return the rates of ``n`` drafts that make an acceptance length, 1 to ``n + 1``: each
+    accepted with ``a``, given the one before, ``(1 - a ** (n + 1)) / (1 - a)``."""
     low, high = 0.0, 1.0
     for _ in range(60):
         a = (low + high) / 2
@@ -45,9 +44,8 @@ def rates_of_length(length: float, n: int) -> tuple[float, ...]:
 
 
 def spent(length: float, n: int) -> tuple[float, ...]:
-    """Return the rates of ``n`` drafts as engines make them of a synthetic length. The first drafts
-    are always accepted, one with the share that is left, and none after it: the least variance
-    (vLLM, SGLang)."""
+    """Return the rates of ``n`` drafts as engines make them of a synthetic length: first ones
+    always, one with the share left, none after it: the least variance (vLLM, SGLang)."""
     return tuple(min(1.0, max(0.0, length - 1.0 - i)) for i in range(n))
 
 

@@ -67,9 +67,8 @@ class GPU(BaseModel):
         return self.intra_node_bandwidth / self.intra_node_links * (n_gpus - 1)
 
     def kv_cache_bytes(self, weight_bytes: int, memory_utilization: float = 0.9) -> int:
-        """Memory left for KV blocks, as vLLM sizes its cache. ``weight_bytes``: bytes of the
-        weights on this GPU; ``memory_utilization``: ``--gpu-memory-utilization``, in (0, 1]. Raises
-        InputError: the weights leave no memory, or the utilization is out of range."""
+        """Memory left for KV blocks by ``--gpu-memory-utilization``, as vLLM sizes its cache;
+        InputError: none is left beside the weights, or it is not in (0, 1]."""
         if not 0 < memory_utilization <= 1:
             raise InputError("gpu_memory_utilization", f"{memory_utilization!r}", "0 < x <= 1")
         budget = int(self.memory_bytes * memory_utilization)
@@ -97,9 +96,8 @@ def list_gpus() -> list[str]:
 
 
 def load_gpu(name: str | os.PathLike[str]) -> GPU:
-    """Find a GPU by name or alias (case, spaces, hyphens and underscores do not matter). A device
-    that is not listed is the path of a ``gpu.json``, or of the folder that holds one, as ``eldr-sim
-    profile`` writes it. Raises InputError: no such GPU, or no readable description of one."""
+    """Find a GPU by name or alias (case, spaces, hyphens do not matter), or by the path of a
+    ``gpu.json`` or its folder. Raises InputError: no such GPU, or no readable description."""
 
     def key(text: str) -> str:
         return "".join(character for character in text.lower() if character.isalnum())

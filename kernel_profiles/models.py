@@ -1,6 +1,5 @@
-"""Dimensions of models, MoE or dense, and the counts that follow from them. Facts live in
-``data/models.json`` with their sources; parameters and bytes are computed here, so that a model
-described only by its Hugging Face ``config.json`` gets the same treatment."""
+"""Dimensions of models, MoE or dense (``data/models.json`` with sources), and the counts that
+follow from them, so that a ``config.json`` alone gets the same treatment."""
 
 import json
 import math

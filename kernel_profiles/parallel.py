@@ -167,9 +167,8 @@ class Parallelism:
         return ModelDims(**fields)
 
     def weight_bytes(self, model: ModelDims, instances: int | None = None) -> int:
-        """Bytes of the weights on one GPU of an engine; of several stages, on the fullest.
-        ``instances``: expert instances of all MoE layers on this GPU; an equal share of the experts
-        of each when not given. Redundant experts and unequal placements make it more."""
+        """Bytes of the weights on one GPU, of several stages on the fullest. ``instances``: experts
+        of all MoE layers on it, if not an equal share of each layer's."""
         shard = self.shard(model)
         share = model.n_moe_layers * (model.n_experts // self.n_expert_ranks)
         if self.ffn_ranks:

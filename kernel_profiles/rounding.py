@@ -9,9 +9,8 @@ _BITS = 36
 
 
 def each(function: Callable[[float], float], values: ArrayLike) -> NDArray[np.float64]:
-    """Apply a function of the C library, as `math.exp`, to values of any shape, and round. NumPy's
-    own ``exp``, ``log`` and ``power`` differ in the last bits between processors, as they choose
-    their code by what a processor can do, and a result must not. C libraries seldom differ."""
+    """Apply a function of the C library, as `math.exp`, to values of any shape, and round: NumPy's
+    own differ in the last bits between processors, a result must not."""
     array = np.asarray(values, dtype=np.float64)
     found = np.fromiter(map(function, array.ravel().tolist()), np.float64, array.size)
     return rounded(found).reshape(array.shape)

@@ -49,9 +49,8 @@ class Documents:
 
 
 def read_documents(folder: Path, domains: list[str] | None = None) -> dict[str, list[str]]:
-    """Read ``<domain>.txt`` files whose documents are separated by lines `SEPARATOR`. ``domains``:
-    files to read, in this order; all of the folder by name if None. Raises InputError if there is
-    no such folder or file, or a file holds no document."""
+    """Read ``<domain>.txt`` files, documents between lines `SEPARATOR`, of ``domains`` in order, or
+    all. Raises InputError: no such folder or file, or a file without a document."""
     if not folder.is_dir():
         raise InputError("text", f"{str(folder)!r} is not a folder", "a folder of <domain>.txt")
     names = domains or sorted(p.stem for p in folder.glob("*.txt"))

@@ -41,9 +41,8 @@ class Routing(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of a batch of sequences of equal length. ``config``: the model's dimensions;
-    ``batch``: sequences; ``length``: most tokens of a sequence; ``dtype``, ``device``: type and
-    device of the cached tensors."""
+    """Keys and values of ``batch`` sequences of equal ``length``, at most, of a type and on a
+    device."""
 
     def __init__(
         self, config: ModelConfig, batch: int, length: int, dtype: torch.dtype, device: torch.device

@@ -27,9 +27,8 @@ _SKIP = 24  # early tokens of a document, whose experts say little about its dom
 
 
 def evaluation_text(documents: Documents, tokenizer: Tokenizer, context: int) -> dict[str, Tensor]:
-    """Return the beginnings of up to 64 held-out documents of each domain. Returns text: int64
-    ``[sequences, tokens + 1]`` by domain, for 64 tokens or the model's context if that is shorter;
-    domains without a document so long are left out."""
+    """Return int64 ``[sequences, tokens + 1]`` by domain: the beginnings, 64 tokens or the context,
+    of up to 64 held-out documents that are as long."""
     length, out = min(_TOKENS, context) + 1, {}
     for domain in documents.domains:
         held_out = documents.calibration[domain] + documents.serving[domain]

@@ -107,9 +107,8 @@ def explain_run(run: Folder) -> Explanation:
 
 
 def explain_request(run: Folder, number: int) -> Explanation:
-    """Say where one request's time went, beside the median of its like. Its like are the measured
-    requests of its domain whose prompts and outputs are as long within a quarter, or all requests
-    where those are fewer than five. Raises InputError: there is no such request."""
+    """Say where one request's time went beside the median of its like: of its domain and as long
+    within a quarter, or all where those are under five. InputError: no such request."""
     requests = _requests(run)
     ids = requests["request_id"].astype(np.int64)  # of sessions: not in the order of arrival
     if number not in ids:

@@ -1,6 +1,5 @@
-"""A report's pictures outside its page: as Plotly figures for notebooks, as PNG files. A `Picture`
-is drawn once, as a specification whose colours are variables of the style sheet; here they are
-those of its light theme."""
+"""A report's pictures outside its page, as Plotly figures and PNG: specifications whose colours are
+variables of the style sheet, here of its light theme."""
 
 import re
 from collections.abc import Callable

@@ -1,6 +1,5 @@
-"""Pictures of a page as Plotly figures, which are plain dictionaries. Colours are variables of the
-style sheet, so that they follow its theme; the page's script resolves them and adds the shared
-layout. All text is escaped, as Plotly interprets some HTML."""
+"""Pictures of a page as Plotly figures, plain dictionaries whose colours are variables of the style
+sheet; the page's script adds the layout. Text is escaped: Plotly reads HTML."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -160,9 +159,8 @@ def stacked_bars(
 def pareto_picture(
     clouds: Sequence[tuple[str, int, int, Sequence[tuple[float, float, str]]]],
 ) -> Picture:
-    """Draw tokens/s per user against tokens/s per GPU, with the Pareto front of all points.
-    ``clouds``: (name, colour, marker, points); a point is (output tokens per second per user, the
-    same per GPU, name)."""
+    """Draw tokens/s per user against tokens/s per GPU, with the Pareto front. ``clouds``: (name,
+    colour, marker, points), a point (tokens/s per user, per GPU, name)."""
     points = sorted({point for *_, own in clouds for point in own}, key=lambda point: point[2])
     front = [points[i] for i in pareto([(x, y) for x, y, _ in points])]
     # The front is drawn first, under the points, in a neutral colour.

@@ -109,9 +109,8 @@ _BINS = 60
 
 
 def run_pictures(folders: Sequence[Folder], colours: Colours) -> list[Picture]:
-    """Return the pictures of one run, or of several side by side. A run has the colour of its
-    policy, and runs of one policy differ in their dashes; if all runs have the same policy, each
-    has its own colour."""
+    """Return the pictures of runs, in their policy's colour, of one policy by dashes; where all
+    have the same, each has its own."""
     policies = [str(folder.documents["summary"]["policy"]) for folder in folders]
     by_policy = len(set(policies)) > 1 or len(folders) == 1
     runs = []

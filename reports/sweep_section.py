@@ -93,9 +93,8 @@ def _metrics(points: Sequence[Row]) -> dict[str, str]:
 
 
 class _Axes:
-    """Assignment of a sweep's parameters to x, colour, and style of the curves of a colour. ``x``
-    is the numeric parameter with the most values; the colour is the first non-numeric parameter of
-    the others, or else the first of them."""
+    """Which parameters are x (numeric, most values), colour (the first not numeric, or first of the
+    others) and style of curves."""
 
     def __init__(self, parameters: Sequence[str], points: Sequence[Row], colours: Colours) -> None:
         self.points = points

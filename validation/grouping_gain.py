@@ -58,9 +58,8 @@ class GroupingGain:
 
 
 def grouping_gain(trace: RoutingTrace, size: tuple[int, int] | None = None) -> GroupingGain | None:
-    """Measure what grouping could gain, of requests of both splits; None where these are too few.
-    ``size``: workers and requests of each; by default the greatest square of `SIZES` that there are
-    requests for."""
+    """Measure what grouping could gain, of both splits; None: too few. ``size``: workers and
+    requests of each, by default the greatest square of `SIZES`."""
     fits = [(w, w) for w in SIZES if w * w <= trace.n_requests]
     workers, batch = size or (fits[0] if fits else (0, 0))
     if not 0 < workers * batch <= trace.n_requests:
@@ -106,9 +105,8 @@ def _activation(trace: RoutingTrace, requests: Ints) -> Floats:
 
 
 def group_unions(idle: Floats, group: Ints, n_groups: int) -> Floats:
-    """Return the expected distinct experts of each group, summed over layers, ``[n_groups]``.
-    ``idle``: ``[n, layers * experts]``: probability that a request's token leaves an expert out;
-    ``group``: ``[n]``, the group of each."""
+    """Return the expected distinct experts of each ``group``, over layers. ``idle``: ``[n, layers *
+    experts]``: probability that a request's token leaves one out."""
     return np.array([(1 - idle[group == g].prod(axis=0)).sum() for g in range(n_groups)])
 
 

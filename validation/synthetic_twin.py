@@ -1,6 +1,5 @@
-"""Comparison of a routing trace with its synthetic twin. The twin has the same requests (domains,
-lengths, splits), with routing drawn from the fitted model under its own seed. Statistics that
-entered the fit only show that it converged; the others validate the model."""
+"""Comparison of a routing trace with its synthetic twin: the same requests, routing of the fitted
+model. Statistics of the fit show that it converged; the others validate."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

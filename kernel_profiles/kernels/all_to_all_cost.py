@@ -130,9 +130,8 @@ def busiest_direct(copies: Any, gpus_per_node: int) -> tuple[float, float]:
 
 @njit()
 def busiest_forwarded(copies: Any, node_copies: Any, gpus_per_node: int) -> tuple[float, float]:
-    """Return the busiest rank's copies (inside, between): once a node, then once a rank there. A
-    copy for another node goes to the GPU of the same place there, which forwards it
-    (``deepep_ht``); a node's own tokens go straight to their ranks."""
+    """Return the busiest rank's copies (inside, between), ``deepep_ht``'s: once a node, to the GPU
+    of the same place, which forwards them; a node's own tokens go straight."""
     n_ranks = copies.shape[0]
     traffic = np.zeros((4, n_ranks, 1))
     for home in range(n_ranks):

@@ -66,9 +66,8 @@ def expert_bytes(model: ModelDims, batch: ArrayLike) -> Floats:
 
 
 def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> Floats:
-    """FLOPs a byte of a whole decode step. ``model``: what is served; ``batch``: tokens of the
-    step, 1 or more: one of each sequence; ``context``: cached tokens of each sequence. At 0
-    attention is its projections alone."""
+    """FLOPs a byte of a decode step of ``batch`` tokens, one a sequence; ``context``: cached ones
+    of each; at 0 attention is its projections alone."""
     tokens = np.asarray(batch, dtype=np.float64)
     # The embedding is looked up, not multiplied, but where it serves as lm_head too.
     looked_up = 0 if model.tie_word_embeddings else model.embedding_params

@@ -134,9 +134,8 @@ class MoELatency:
         return grid
 
     def mixed_grid_s(self, max_tokens: int) -> Floats:
-        """Table [max_tokens + 1, n_experts + 1] of seconds for steps that hold prompts too. As
-        :meth:`prefill_s`, but with the distinct experts given: the experts that are touched must be
-        read, and skewed routing must be computed."""
+        """Table [max_tokens + 1, n_experts + 1] of seconds for steps with prompts: as
+        :meth:`prefill_s`, with the distinct experts given."""
         grid = self.grid_s(max_tokens)
         if len(self.unbalanced_knots):
             tokens = np.arange(max_tokens + 1.0)
@@ -181,9 +180,8 @@ class MoELatency:
         return np.ascontiguousarray(np.maximum.accumulate(grid, 1))
 
     def prefill_s(self, tokens: ArrayLike) -> Floats:
-        """Seconds of one layer over a prefill of ``tokens`` tokens. The experts that uniform
-        routing is expected to touch must be read, and skewed routing must be computed: the larger
-        of the two."""
+        """Seconds of one layer over a prefill of ``tokens``: the larger of reading the experts
+        expected of uniform routing, and computing skewed routing."""
         counts = np.asarray(tokens, dtype=np.float64)
         distinct = uniform_distinct(counts, self.n_experts, self.top_k)
         balanced = self.time_s(counts, distinct)
@@ -234,9 +232,8 @@ class MoEGrid(MoELatency):
         return np.asarray(np.where(share > 1, beyond, inside), dtype=np.float64)
 
     def on_rank(self, n_ranks: int) -> MoELatency:
-        """Return one of ``n_ranks`` GPUs' layer: as many pairs on as many experts take as long. A
-        rank gets 1 / n_ranks of the token-expert pairs, so a batch costs what one that many times
-        smaller costs on a GPU with all experts."""
+        """Return one of ``n_ranks`` GPUs' layer: with 1 / n_ranks of the pairs a batch costs what
+        one so many times smaller costs with all experts."""
         if n_ranks == 1:
             return self
         form = super().on_rank(n_ranks)

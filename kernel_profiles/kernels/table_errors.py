@@ -36,9 +36,8 @@ _START, _END = "<!-- errors: begin -->", "<!-- errors: end -->"
 
 
 def left_out_errors(table: LatencyTable) -> dict[str, float]:
-    """Relative errors of a table's reader on rows that it was not given. Returns dict:
-    ``leave_one_out_mean`` and ``leave_one_out_max``, and what else the fit of a MoE table reports;
-    empty where nothing can be left out."""
+    """Relative errors of a table's reader on rows not given to it (``leave_one_out_mean``,
+    ``leave_one_out_max``, what else a MoE fit reports); empty where none can be left out."""
     if table.metadata.kind == "moe":
         return {name: round(value, 6) for name, value in fit_moe_latency(table).fit_error.items()}
     errors = [_along(table, axis) for axis in _AXES.get(table.metadata.kind, ())]

@@ -64,9 +64,8 @@ def default_tile(tokens: int) -> Tile:
 
 
 def tuned_tiles(gpu: str, experts: int, intermediate: int) -> dict[int, Tile]:
-    """Return the tiles of vLLM's tuned file for a bfloat16 layer, by the tokens of each entry.
-    ``experts``, ``intermediate``: experts on a GPU and columns of one there. Empty without a
-    file."""
+    """Return the tiles of vLLM's tuned file for a bfloat16 layer by tokens, or none. ``experts``,
+    ``intermediate``: on a GPU, and columns of one there."""
     found = shipped_json("moe_tiles")["bfloat16"].get(gpu, {}).get(f"{experts},{intermediate}", {})
     return {int(tokens): Tile(*tile) for tokens, tile in found.items()}
 
@@ -77,9 +76,8 @@ def first_tokens(entries: Iterable[int]) -> list[int]:
 
 
 def workgroups(tile: Tile, local_bytes: int) -> int:
-    """Return the workgroups that fit into a compute unit's local memory, one stage each. AMD's
-    compiler keeps one stage there with ``num_stages`` 2, vLLM's default on ROCm: the next one waits
-    in registers."""
+    """Return the workgroups that fit into a compute unit's local memory, one stage each: with
+    ``num_stages`` 2, vLLM's on ROCm, the next waits in registers."""
     return max(1, local_bytes // tile.local_bytes)
 
 
@@ -94,9 +92,8 @@ def expert_blocks(rows: ArrayLike, distinct: ArrayLike, block_m: ArrayLike) -> F
 
 
 def weight_reads(blocks: Floats, distinct: ArrayLike, group_m: ArrayLike) -> Floats:
-    """Expected reads of an expert's weights by so many blocks in groups of ``group_m``. A group
-    ends after each of an expert's blocks but the last with the chance ``1 / group_m``, and what
-    then follows reads its weights again."""
+    """Expected reads of an expert's weights in groups of ``group_m``: a group ends after each block
+    but the last with the chance ``1 / group_m``, and the next reads again."""
     again = 1.0 - 1.0 / np.asarray(group_m, dtype=np.float64)
     return np.asarray(blocks - (blocks - np.asarray(distinct, dtype=np.float64)) * again)
 
@@ -128,9 +125,8 @@ class TiledMoE(MoELatency):
         return np.asarray(self.expert_s[0] + np.maximum(read_s, compute_s), dtype=np.float64)
 
     def on_rank(self, n_ranks: int) -> MoELatency:
-        """Return this layer as one of ``n_ranks`` expert-parallel GPUs computes it. The kernel gets
-        the tokens of all ranks, and chooses its tile by them; the rank has its share of the experts
-        and of the pairs."""
+        """Return this layer as one of ``n_ranks`` GPUs computes it: tiles by the tokens of all
+        ranks, its share of the experts and of the pairs."""
         if n_ranks == 1:
             return self
         own = self.n_experts // n_ranks

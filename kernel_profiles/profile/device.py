@@ -1,6 +1,5 @@
-"""The device that is measured: what it is, how it is set, and its entry as a GPU. Two profiles of
-cards with the same name may differ by a power cap, clocks or a driver. So all of these facts are
-recorded, and profiles are merged only where every fact agrees."""
+"""The device that is measured: what it is, how it is set, its entry as a GPU. Cards of one name may
+differ by power cap, clocks, driver: profiles merge where every fact agrees."""
 
 import os
 import platform
@@ -203,9 +202,8 @@ def gemm_flops(device: Device) -> float:
 
 
 def gpu_entry(device: Device, bandwidth: float, flops: float) -> GPU:
-    """Describe the device as a GPU of a simulated cluster. Memory is what the system reports,
-    bandwidth and throughput are measured. The links between devices were not measured: they take
-    the memory's copy bandwidth."""
+    """Describe the device as a GPU of a cluster: memory as the system says, bandwidth and
+    throughput measured, links, not measured, as its copy bandwidth."""
     cpu = device.is_cpu
     return GPU(
         name=device.name,

@@ -69,9 +69,8 @@ def prompts_of(tokenizer: Any, tokens: int, n: int, text: str | None = None) -> 
 def tokenize_times(
     tokenizer: Any, text: str | None = None, tokens: Sequence[int] = TOKENS
 ) -> dict[int, Timing]:
-    """Time one prompt after the other on one core, by the tokens that its text really has. CPU time
-    of the thread, which other processes do not lengthen by taking turns on the core; the first
-    prompts of a length warm the caches."""
+    """Time prompts one by one by the tokens that their texts have: CPU time of the thread; the
+    first of a length warm the caches."""
     found: dict[int, Timing] = {}
     for wanted in tokens:
         seconds, lengths = [], []

@@ -83,9 +83,8 @@ def moe_levels(
 
 
 def held_out(points: Sequence[MoEPoint]) -> set[MoEPoint]:
-    """A fifth of the evenly loaded points, for checking fits: none is the end of its row. The ends
-    are kept for fitting, so that held-out errors are those of interpolation. The choice depends on
-    the points alone."""
+    """A fifth of the evenly loaded points, none the end of its row, so that errors are of
+    interpolation; chosen by the points alone."""
     even = sorted({point for point in points if point.skew == 0})
     ends = set()
     for batch in {point.batch for point in even}:

@@ -1,6 +1,5 @@
-"""What to measure, in which order: coarse over all kernels first, then finer. A plan is a list of
-tasks by level. Wherever the budget ends, every kernel has been measured as far as the level before,
-so that its tables are usable."""
+"""What to measure: tasks by level, coarse over all kernels first, then finer, so that tables are
+usable wherever the budget ends."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,6 +1,5 @@
-"""MoE layers to time: our Triton kernel, torch on the CPU, and vLLM's ``fused_experts``. What is
-timed is the layer behind its gate, as the latency tables have it: top-k of given logits, sort, both
-GEMMs, weighted sum. The gate itself is a GEMM and is measured as one."""
+"""MoE layers to time behind the gate (top-k, sort, both GEMMs, weighted sum): our Triton kernel,
+torch on the CPU, vLLM's ``fused_experts``. The gate is measured as a GEMM."""
 
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -133,9 +132,8 @@ class TritonKernel(MoEKernel):
             self.tiles[name] = (self._module.Tile(*up), self._module.Tile(*down))
 
     def tune(self, bench: "MoEBench") -> dict[str, Any]:
-        """Time every tile at one point a class: half of the experts at 64 tokens, all at 4096. The
-        tiles of the two GEMMs are chosen one after the other, by the time of the whole layer. Tiles
-        that the device refuses (shared memory) are left out."""
+        """Time every tile at one point a class (half of the experts at 64 tokens, all at 4096),
+        GEMM by GEMM, by the whole layer's time; refused ones are left out."""
         for name, tiles, batch, share in (
             ("decode", self._module.DECODE_TILES, 64, 2),
             ("prefill", self._module.PREFILL_TILES, 4096, 1),
@@ -206,9 +204,8 @@ class MoEBench:
     def rounds(
         self, point: MoEPoint, seeds: int = SEEDS, rotate: bool = True
     ) -> Sequence[Sequence[Call]]:
-        """Calls at a point: a round a seed. The calls of a round walk through copies and experts in
-        turn, so that the next use of an expert comes as late as it can. Without ``rotate`` all
-        calls use the same experts."""
+        """Calls at a point, a round a seed, which walks through copies and experts so that each
+        comes back late; without ``rotate`` the same experts."""
         torch = require_torch()
         shape, device = self.shape, self.device.torch_device
         touched = point.distinct * shape.expert_bytes

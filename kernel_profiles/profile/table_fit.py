@@ -95,9 +95,8 @@ def _by_point(table: LatencyTable) -> dict[tuple[int, int, str], float]:
 
 
 def effects(tables: Mapping[str, Sequence[LatencyTable]]) -> dict[str, Any]:
-    """Ratios of times that differ in one thing only, by MoE table. ``skew`` is the time of a skewed
-    load over that of the even load at the same batch and count; ``warm_cache`` and ``eager`` are
-    over the table that a run uses."""
+    """Ratios of times that differ in one thing, by MoE table: ``skew`` over the even load at the
+    same batch and count; ``warm_cache`` and ``eager`` over the table used."""
     found: dict[str, Any] = {}
     for table in tables.get("", []):
         if table.metadata.kind != "moe":
@@ -143,9 +142,8 @@ def expert_bytes(table: LatencyTable) -> float:
 
 
 def bandwidth_report(tables: Sequence[LatencyTable], copy_bandwidth: float) -> dict[str, Any]:
-    """Weight bytes read per second at batches 16 to 64 with half to all of the experts. The share
-    is of the copy bandwidth measured on the same device. Below 85% a note names what the linear
-    form says takes the rest: the fixed part of the layer, or the reading itself."""
+    """Weight bytes a second at batches 16 to 64, half to all experts, and the share of copy
+    bandwidth; below 85% a note names the linear form's rest: fixed part, or reading."""
     found: dict[str, Any] = {}
     for table in tables:
         if table.metadata.kind != "moe" or table.metadata.dtype not in _BYTES_PER_WEIGHT:

@@ -189,9 +189,8 @@ def package_table(
     latency_dtype: type = np.float64,
     **about: str,
 ) -> LatencyTable:
-    """Table of some points; what else it says of its source comes from the package's rows.
-    ``points``: columns as the kind has them, and ``latency``, ms, or ``latency_s``; ``about``:
-    fields of its metadata that do not."""
+    """Table of some points; the rest of its source is of the package's rows. ``points``: the kind's
+    columns, and ``latency``, ms, or ``latency_s``; ``about``: metadata."""
     _, part, engine, version, file = source
     path = "/".join(filter(None, (SYSTEMS[source.gpu], part, engine, version, file)))
     said: dict[str, Any] = {

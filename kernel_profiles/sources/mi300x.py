@@ -152,9 +152,8 @@ def published_layer(name: str) -> TiledMoE:
 
 
 def triton_table(name: str, published: bool) -> format.LatencyTable:
-    """The table of a model's layer under Triton's default tiles, as a grid of forced routing.
-    ``name``: a model of :data:`PUBLISHED`; ``published``: as ELDR's cluster ran it; else from
-    public kernel figures alone."""
+    """The table of a layer of :data:`PUBLISHED` under Triton's default tiles, a grid of forced
+    routing: ``published`` by ELDR's cluster, or from kernel figures alone."""
     model, rates = load_model(name), TRITON["MI300X"]
     layer = published_layer(name) if published else derived_layer(name)
     fitted = PUBLISHED[name]

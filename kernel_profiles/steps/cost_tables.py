@@ -30,9 +30,8 @@ class StepCost(NamedTuple):
 
 
 class RankMoE(NamedTuple):
-    """One MoE layer of one rank of an expert-parallel group, as compiled code takes it. See
-    `kernel_profiles.steps.step_cost.rank_moe_s`. Every (knot, count) up to the slots has a time:
-    there is nothing to read beyond."""
+    """One MoE layer of one rank, as compiled code takes it (`step_cost.rank_moe_s`): every (knot,
+    count) up to the slots has a time."""
 
     top_k: int
     rows: Floats  #: ``[knots]`` token-expert pairs / top_k, ascending from 0

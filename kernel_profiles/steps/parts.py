@@ -420,9 +420,8 @@ class Parts:
         return found
 
     def _without_linears(self, table: format.LatencyTable) -> format.LatencyTable:
-        """Rows of a whole MLA module less its projections, which all tokens of a step share. A step
-        of decodes alone, or of prompts alone, takes what the module was measured to take; a tenth
-        of it at least is attention."""
+        """Rows of a whole MLA module less its projections, shared by a step's tokens: alone,
+        decodes or prompts take what was measured, a tenth of it at least attention."""
         columns = table.columns
         tokens = columns["batch"].astype(np.float64)
         if table.metadata.kind == "attention_prefill":

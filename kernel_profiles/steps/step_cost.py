@@ -38,9 +38,8 @@ def total_s(parts: StepParts) -> float:
 
 @njit()
 def moe_layers_s(layer_s: Any, activated: Any) -> float:
-    """Return the time of MoE layers with so many activated experts on the busiest rank each, s.
-    ``layer_s``: float64 ``[experts + 1]``: one layer's time by activated experts, at the step's
-    tokens; ``activated``: ``[layers]``; fractions are interpolated."""
+    """Return the time of MoE layers, s. ``layer_s``: float64 ``[experts + 1]``, by activated
+    experts at the step's tokens; ``activated``: ``[layers]``, of the busiest rank, interpolated."""
     total = 0.0
     last = layer_s.shape[0] - 1
     for layer in range(activated.shape[0]):
@@ -154,8 +153,7 @@ def step_parts(
 
 @njit()
 def launch_wait_s(cost: StepCost, kernels_s: float, prompts: bool) -> float:
-    """Return how long a step's kernels wait for the host that launches them, s. Without graphs the
-    host launches the next kernel while the last one runs, but no faster. ``kernels_s``: of all
-    kernels; ``prompts``: whether the step computes any."""
+    """Return how long a step's ``kernels_s`` wait for the host, which without graphs launches the
+    next kernel while the last runs, s."""
     launch_s = cost.prompt_launch_s if prompts else cost.launch_s
     return float(max(launch_s - kernels_s, 0.0))

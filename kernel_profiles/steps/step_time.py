@@ -279,9 +279,8 @@ def _tabulate(
 def _with_states(
     cost: StepCost, layers: int, decode: DecodeAttention, prefill: PrefillAttention, tokens: int
 ) -> StepCost:
-    """Return a worker's tables with its layers of linear attention, part of attention. A sequence's
-    state is read once and written for each of its ``tokens`` in a step, so that what drafts leave
-    can be taken back."""
+    """Return tables with the layers of linear attention: a state is read once and written for each
+    of a sequence's ``tokens``, so that drafts can be taken back."""
     rows = np.arange(len(cost.attention_s)) * (1 + tokens) / 2
     seconds = layers * decode.time_s(rows, decode.context[:1])
     return cost._replace(

@@ -118,9 +118,8 @@ def provenance_of(label: str, origin: str, kernel_source: str = "", **more: Any)
 
 
 def parts_by_provenance(provenance: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the parts of a step's time by label, the strongest first. ``provenance``: of a
-    summary: what each part rests on, named ``pool.part`` where pools differ. How KV caches are
-    handed over is no part of a step."""
+    """Return the parts of a step's time by label, strongest first, by a summary's ``provenance``
+    (``pool.part`` where pools differ), hand-over not among them."""
     found: dict[str, list[str]] = {}
     for name, source in provenance.items():
         part = name.rpartition(".")[2].replace("_", " ")

@@ -135,9 +135,8 @@ def _option(flag: str, value: Any) -> list[str]:
 
 
 def run_point(values: str, pictures: bool) -> dict[str, Any]:
-    """Run a configuration, as JSON; return its figures, in a process of the explorer. With
-    ``pictures`` also what limits it, warnings, and pictures, the parts of a step among them. What
-    goes wrong is ``error``, one line."""
+    """Run a configuration, as JSON, in a process of the explorer; return figures, with ``pictures``
+    what limits it, warnings and pictures, or ``error``, one line."""
     from eldr_sim.simulator.outcome.metrics import warnings_of
     from eldr_sim.simulator.run import simulate
 

@@ -113,9 +113,8 @@ class Router:
         self._ask_again()
 
     def publish(self, signals: Sequence[EngineSignals | None]) -> None:
-        """Take note of what the engines publish; None of one that does not answer. vLLM publishes
-        no tokens of its waiting queue: they are the prompts of the requests that were sent last, as
-        many as wait."""
+        """Note what the engines publish, or None. vLLM says no tokens of its waiting queue: they
+        are the prompts sent last, as many as wait."""
         workers = self.workers
         for engine, signal in enumerate(signals):
             if signal is None:

@@ -22,9 +22,8 @@ from eldr_sim.serving.router.upstream import EngineFailure, Post, ask
 
 
 def parse_metrics(text: str) -> EngineSignals:
-    """Return what an engine says in Prometheus' text format. The engines of one server (data
-    parallel) are added up; their KV usage is the mean. Raises InputError if a metric is missing, or
-    prometheus-client is not installed."""
+    """Return what an engine says in Prometheus' format, data-parallel ones added up (KV usage:
+    mean). Raises InputError if a metric or prometheus-client is missing."""
     parser = needed("prometheus_client.parser", "live run")
     values: dict[str, list[float]] = {}
     n_tokens = 0
@@ -124,9 +123,8 @@ class Counters(Registry):
 
 
 class Pool:
-    """Engines of one kind, ``prefill`` or ``decode``, and the policy that chooses among them.
-    ``notify``: called with a line when an engine is ejected and when it returns; ``kv_events``:
-    where the engines publish what their caches hold."""
+    """Engines ``prefill`` or ``decode``, and the policy that chooses. ``notify``: called when one
+    is ejected or returns; ``kv_events``: where they publish their caches."""
 
     def __init__(
         self,
@@ -159,9 +157,8 @@ class Pool:
     async def place(
         self, info: RequestInfo, without: Collection[int]
     ) -> AsyncIterator[tuple[int, float]]:
-        """Give the index of the engine that the policy names, and count the request there. And for
-        how long the policy has held the request, s. Raises NoEngine if none is up but for
-        ``without``."""
+        """Give the index of the policy's engine, counting the request there, and the seconds it was
+        held. Raises NoEngine if none is up but for ``without``."""
         index, held_s = self.router.dispatch(info, without), 0.0
         if index is None:
             begun_s = time.monotonic()

@@ -47,9 +47,8 @@ def make_app(
 
 
 def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> None:
-    """Serve until the process is told to stop. ``announce``: called with the router's URL, and with
-    a line when an engine is ejected or returns. Raises InputError if a policy cannot be used here,
-    or the address is taken."""
+    """Serve until told to stop. ``announce``: called with the URL, and when an engine is ejected or
+    returns. Raises InputError: a policy of no use here, an address taken."""
     app = make_app(config, notify=announce)
     from aiohttp import web
 

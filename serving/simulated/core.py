@@ -96,9 +96,8 @@ class Core:
         most: int | None = None,
         prefix: Callable[[int], Sequence[Hashable]] = lambda _output_len: (),
     ) -> Stream:
-        """Let a request arrive now. Its answer is as long as the workload's next request says,
-        within ``least`` and ``most``; ``prefix``: gives what prompt and an answer of so many tokens
-        are, see `Control.request`."""
+        """Let a request arrive now; its answer is as long as the workload's next, within ``least``
+        and ``most``; ``prefix``: see `Control.request`."""
         self._advance()
         output_len = max(least, min(self.cluster.coming()[1], most or 1 << 30))
         names = prefix(output_len)

@@ -36,9 +36,8 @@ _LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
 
 class Metrics(http.Registry):
-    """Counters and histograms of what a core has served, and gauges of its engines as they are.
-    Times are simulated; ``eldr_sim_lag_seconds`` is what tokens left late, of the wall clock.
-    Raises InputError if prometheus-client is not installed."""
+    """Counters, histograms and gauges of a core, in simulated time; ``eldr_sim_lag_seconds``:
+    tokens' delay on the wall clock. Raises InputError without prometheus-client."""
 
     def __init__(self, model: str) -> None:
         super().__init__("serve")

@@ -83,9 +83,8 @@ def _advise(choices: Any, who: str, margin: float) -> Advice:
 
 
 def rows_of(table: pa.Table, names: Sequence[str] = ("eldr-sim", "other")) -> list[dict[str, str]]:
-    """Return a row for each margin and estimator: what its choices keep, and what they serve.
-    Intervals are 95%, over resampled cards, models and lengths: bounds of one depend on each
-    other."""
+    """Return a row for each margin and estimator: what its choices keep and serve, with 95%
+    intervals over resampled cards, models and lengths."""
     rows, choices = list[dict[str, str]](), _choices(table)
     for margin in MARGINS:
         for who, name in zip(("ours", "other"), names, strict=True):

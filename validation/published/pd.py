@@ -49,9 +49,8 @@ _PARTS = (
 
 
 class Workers(NamedTuple):
-    """A published configuration, under a hand-over preset. ``version`` of vLLM is empty where it is
-    not given; ``moe_kernel`` is ``marlin``, or ``newest`` for the shipped table of a later
-    kernel."""
+    """A published configuration under a hand-over preset; ``version`` may be empty; ``moe_kernel``:
+    ``marlin``, or ``newest``, the shipped table's."""
 
     topology: str
     prefill_size: int

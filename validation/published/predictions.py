@@ -1,6 +1,5 @@
-"""Published runs beside their predictions: rows, one way to predict them, one table of errors. A
-row says what was run and what was measured. A source says how its configurations are simulated; it
-is given the configuration alone, so nothing can be fitted on what was measured."""
+"""Published runs beside predictions. A source says how its configurations are simulated, given
+these alone: nothing can be fitted on what was measured."""
 
 import csv
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

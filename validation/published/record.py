@@ -122,9 +122,8 @@ def sample(rows: Sequence[Row], every: int) -> list[Row]:
 def predict_record(
     rows: Sequence[Row], folder: Path, jobs: int | None = None, progress: Progress = silent
 ) -> dict[str, dict[str, float] | str]:
-    """Predict all rows that can be; return figures, ms, or why not, by `Row.key`. ``folder``: of
-    the journal, which is gone on with, and of tables and traces. Configurations of few tokens come
-    first."""
+    """Predict all rows that can be, those of few tokens first; return figures, ms, or why not, by
+    `Row.key`. ``folder``: of journal, gone on with, tables and traces."""
     folder.mkdir(parents=True, exist_ok=True)
     journal = folder / JOURNAL
     found: dict[str, dict[str, float] | str] = {}

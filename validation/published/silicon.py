@@ -474,9 +474,8 @@ def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
 
 
 def growth_error(table: pa.Table, metric: str) -> float:
-    """Return the mean error of a metric's growth with concurrency, %. Growth is relative to the
-    lowest concurrency of each setting (GPU, parallelism, lengths) of the unmarked rows; NaN if no
-    setting has two concurrencies."""
+    """Return the mean error, %, of a metric's growth from each setting's lowest concurrency, of
+    unmarked rows; NaN without two concurrencies."""
     frame = _unmarked(table, metric)
     sizes: list[float] = []
     worker = ["gpu", "tensor_parallel_size", "expert_parallel", "data_parallel_size"]

@@ -232,9 +232,8 @@ def is_plain(record: Mapping[str, str]) -> bool:
 def read_rows(
     path: Path | None = None, target: MeasuredModel = MEASURED_MODELS["gpt-oss-120b"]
 ) -> list[MeasuredRun]:
-    """Read the measured runs without duplicates, and mark the doubtful ones. ``path``: the CSV;
-    None takes that of the installed package ``aiconfigurator-core``. Raises InputError if the
-    package is not installed, or the file has no such rows."""
+    """Read the measured runs without duplicates, doubtful ones marked, from ``path`` or the
+    package's CSV. Raises InputError if there are none, or no package."""
     found = {row for _, row in _records(path, target) if isinstance(row, MeasuredRun)}
     dated = {(row.case, row.ttft_ms, row.tpot_ms) for row in found if row.date}
     found = {r for r in found if r.date or (r.case, r.ttft_ms, r.tpot_ms) not in dated}

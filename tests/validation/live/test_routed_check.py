@@ -69,7 +69,9 @@ def test_requests_of_an_engine_that_is_struck(setup, live_calibration, monkeypat
     monkeypatch.setattr(routed_check, "_LIMIT_S", 60.0)
     monkeypatch.setattr(routed_check, "_simulated", lambda _sent, _fields, moments, *_: moments)
     monkeypatch.setitem(routed_check._ROUTER, "health_interval_s", 0.1)
-    monkeypatch.setitem(routed_check._ROUTER, "health_timeout_s", 0.5)  # a busy machine answers late
+    monkeypatch.setitem(
+        routed_check._ROUTER, "health_timeout_s", 0.5
+    )  # a busy machine answers late
     load = Load(info(), tuple(LoadRequest(f"r{i}", "a", [1], 20, i / 20) for i in range(50)))
     outcome, moments = serve_routed(
         load, setup, live_calibration, {"policy": "round_robin"}, kind, Path(), {}

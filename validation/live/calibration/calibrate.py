@@ -396,9 +396,8 @@ _DECISIVE = ("moe", "engine_step")
 
 
 def quality(tables: Iterable[format.LatencyTable]) -> dict[str, Any]:
-    """Return figures of the tables' quality, by kind. ``rows``; ``spread_median`` and
-    ``spread_p90``, of IQR / median of a row's samples; ``out_of_order``, the share of the rows that
-    take longer than a row with more work."""
+    """Return ``rows``, ``spread_median``, ``spread_p90`` (IQR / median) and ``out_of_order``, the
+    share of rows that take longer than one with more work, by kind."""
     found: dict[str, Any] = {}
     for table in tables:
         columns = table.columns

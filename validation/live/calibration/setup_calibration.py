@@ -200,9 +200,8 @@ def capacity(
     prompt_len: int,
     output_len: int,
 ) -> float:
-    """Return the requests per second that a set-up carries at full batches. By its tables: a
-    request takes its share of full decode batches with uniform routing, and the time of its prompt.
-    Prefill and decode engines work in parallel."""
+    """Return the requests/s that a set-up carries at full batches, by its tables: its share of full
+    decode batches under uniform routing, and its prompt; pools work in parallel."""
     batch = options.max_num_seqs
     engine = engine_infos(setup, read_logs(setup))[-1]
     step = calibrated.step_time(dims, engine, options.max_model_len)

@@ -49,9 +49,8 @@ def domain_slices(vocab_size: int) -> dict[str, tuple[int, int]]:
 
 
 def write_model(folder: str | os.PathLike[str], seed: int = 0, **shape: int) -> dict[str, Any]:
-    """Write the model in Hugging Face format, bfloat16, and return its configuration. ``folder``
-    must not exist; ``shape`` overrides :data:`SHAPE`. Raises InputError if torch or transformers is
-    not installed."""
+    """Write the model in Hugging Face format, bfloat16, into a new folder; return its
+    configuration, :data:`SHAPE` or ``shape``. InputError without torch and transformers."""
     torch, transformers = _libraries()
     sizes = SHAPE | shape
     config = transformers.Qwen3MoeConfig(
@@ -296,9 +295,8 @@ def domains_of(folder: Path) -> list[str]:
 
 @lru_cache(maxsize=1)
 def read_texts(folder: Path, model: str) -> dict[str, NDArray[np.int32]]:
-    """Return the tokens of the beginning of each text, by domain. ``model``: folder of the model,
-    with a ``tokenizer.json``. Raises InputError if a file cannot be read, or tokenizers is not
-    installed."""
+    """Return the first tokens of each text by domain, by the ``tokenizer.json`` of ``model``.
+    Raises InputError if a file cannot be read, or tokenizers is missing."""
     tokenizers = needed("tokenizers", "texts", "pip install tokenizers")
     path = Path(model) / "tokenizer.json"
     if not path.exists():

@@ -89,9 +89,8 @@ class Setup:
 
 @contextmanager
 def started_setup(name: str, options: EngineOptions, folder: Path, *, gpu: bool) -> Iterator[Setup]:
-    """Start the engines of a set-up, and stop them at the end of the block. ``folder``: for the
-    engines' logs; ``gpu``: whether engines run on GPUs, in the order of CUDA_VISIBLE_DEVICES; else
-    on CPU cores. Raises InputError if an engine does not start."""
+    """Start the engines of a set-up, and stop them in the end. ``gpu``: on GPUs, as
+    CUDA_VISIBLE_DEVICES has them, else on cores. Raises InputError if one does not start."""
     engines, size = [], options.tensor_parallel_size
     for i, (label, role) in enumerate(_ENGINES[name]):
         cores: tuple[int | None, int | None] = (None, None) if gpu else _CORES[name][label]
@@ -110,9 +109,8 @@ def started_setup(name: str, options: EngineOptions, folder: Path, *, gpu: bool)
 def existing_setup(
     folder: Path, prefill: Sequence[tuple[str, Path]], decode: Sequence[tuple[str, Path]]
 ) -> Setup:
-    """Return a set-up of engines that already run on this machine. ``folder``: for the logs of
-    proxies; ``prefill``, ``decode``: URL and log folder of each engine; without prefill engines the
-    others are co-located."""
+    """Return a set-up of engines that run here: URL and log folder of each; without ``prefill``
+    co-located. ``folder``: for proxies' logs."""
     named: tuple[str, Role] = ("decode", "decode") if prefill else ("engine", "colocated")
     points = [Endpoint(f"prefill{i}", "prefill", *place) for i, place in enumerate(prefill)]
     points += [Endpoint(f"{named[0]}{i}", named[1], *place) for i, place in enumerate(decode)]
@@ -129,9 +127,8 @@ def start_proxy(
     seed: int = 0,
     **changes: Any,
 ) -> Iterator[str]:
-    """Run the proxy in front of a set-up and yield its URL; for a lone engine, yield the engine's.
-    ``changes``: of a `ProxyConfig` under which a run ends where an engine fails. Raises InputError
-    if the proxy does not start."""
+    """Run the proxy before a set-up and yield its URL; a lone engine's own. ``changes``: of a
+    `ProxyConfig` that ends where an engine fails. InputError if it does not start."""
     if len(setup.endpoints) == 1:
         yield setup.endpoints[0].url
         return

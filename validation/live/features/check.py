@@ -1,6 +1,5 @@
-"""Check of an engine's features: serve, simulate, compare, one page. ``OUT/features/NAME.json``
-holds a feature's figures, ``OUT/features.md`` all of them. Engines are those of the set-up
-``colocated``, whose calibration in ``OUT/calibration`` is used or made."""
+"""Check of an engine's features: serve, simulate, compare. ``OUT/features/NAME.json``,
+``OUT/features.md``; set-up ``colocated``, calibrated in ``OUT/calibration``."""
 
 import itertools
 import json
@@ -55,9 +54,8 @@ class _Base:
 
 
 def check_features(campaign: Campaign, names: Sequence[str], progress: Told) -> list[Row]:
-    """Check features of an engine, and return the figures of each; those in OUT are kept.
-    ``progress``: called with the current task and the share of it that is done. Raises InputError
-    if an engine does not start or a request fails."""
+    """Check features, and return the figures of each; those in OUT are kept. Raises InputError if
+    an engine does not start or a request fails."""
     begin_campaign(campaign, progress)
     folder = campaign.out / "features"
     folder.mkdir(exist_ok=True)

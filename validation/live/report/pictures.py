@@ -31,9 +31,8 @@ def draw_pictures(
     calibrated: Mapping[str, EngineCalibration],
     compared: LiveComparison,
 ) -> list[Row]:
-    """Draw all pictures of a campaign into a folder. Returns ``file``, ``kind`` (``cdf``,
-    ``components``, ``steps`` or ``distinct``), ``setup``, and ``of`` (the set-up, with the policy
-    if there are several) of each picture."""
+    """Draw a campaign's pictures into a folder; returns ``file``, ``kind`` (``cdf``,
+    ``components``, ``steps``, ``distinct``), ``setup`` and ``of`` (with the policy) of each."""
     drawn: list[Row] = []
 
     def picture(
@@ -135,9 +134,8 @@ def _steps(figure: Any, kinds: Sequence[tuple[str, pd.DataFrame, str, str]]) -> 
 
 
 def _components(figure: Any, rows: Sequence[Row]) -> None:
-    """Draw the error of each component: a panel per component, a bar per load. Whiskers are the
-    noise floor, the mean distance of two live repeats: a bar whose whisker reaches zero is within
-    it."""
+    """Draw the error of each component, a bar per load; a bar whose whisker, the mean distance of
+    live repeats, reaches zero is within noise."""
     loads = list(dict.fromkeys(row["load"] for row in rows))
     rows = [row for row in rows if row["difference_ms"] is not None]
     means = [r for r in rows if r["repeat"] is None and (r["live_ms"] or r["simulated_ms"])]

@@ -88,9 +88,8 @@ def _clock(run: LiveRun, calibrated: EngineCalibration, engines: set[str]) -> Cl
 def simulate_run(
     run: LiveRun, calibrated: EngineCalibration, artifact: Path | None = None
 ) -> SimulatedRun:
-    """Simulate a recorded run. ``artifact``: ELDR's offline fit; other policies read none. Raises
-    InputError if the recording and its trace do not match, the tables do not cover the model, or
-    the simulation fails."""
+    """Simulate a recorded run; ``artifact``: ELDR's fit. Raises InputError if recording and trace
+    do not match, tables do not cover the model, or the simulation fails."""
     model = check_run(run)
     info, requests, trace = run.info, run.requests, run.trace
     clock = run_clock(run, calibrated)

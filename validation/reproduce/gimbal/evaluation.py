@@ -111,9 +111,8 @@ _PD_RATE = 40.0
 
 
 def old_signals(experiment: Experiment) -> Reproduction:
-    """TPOT and lock-step tax by balancer and age of what it knows: 4 decode engines of a group.
-    Four prefill workers feed them, so that `marginal_cost` has signatures to read. The tax is the
-    engines' mean wait for the slowest one's own layers in a step."""
+    """TPOT and lock-step tax (mean wait for the slowest) by balancer and age of signals: 4 engines
+    of a group, four prefill workers, whose signatures `marginal_cost` reads."""
     seeds = experiment.scale.few
     groups = {
         (policy, age): [

@@ -83,9 +83,8 @@ def figure_4(evaluation: Evaluation, runner: Runner) -> Reproduction:
 
 
 def pools(evaluation: Evaluation, runner: Runner) -> Reproduction:
-    """Prefill and decode workers placed differently, on the paper's GPUs (no claim of its own). All
-    pairs on the embedded trace, some on Qwen3-30B-A3B's own routing; differences are from Vanilla
-    in both, paired by seed."""
+    """Pools placed differently, on the paper's GPUs (no claim), all pairs on the embedded trace,
+    some on Qwen3-30B-A3B's; from Vanilla in both, paired by seed."""
     words = {scheme.label: scheme.placement for scheme in (VANILLA, HG, DR_TAR, AFFINITY)}
     some = [(VANILLA, VANILLA), (DR_TAR, DR_TAR), (DR_TAR, AFFINITY), (AFFINITY, AFFINITY)]
     cells = [("reference-moe", a, b) for a in words for b in words]

@@ -178,9 +178,8 @@ def figure_3() -> Reproduction:
 
 
 def figure_6(routings: list[Routing], n_batches: int) -> Reproduction:
-    """What an optimal choice takes, against the layer that it serves. The paper's times are of
-    maximum flow. Ours is the exact choice on one core of this machine, of moving experts along
-    paths of ranks, beside the same for METRO's greedy one."""
+    """What an optimal choice takes against its layer: the paper's by maximum flow, ours exact on
+    one core, along paths of ranks, beside METRO's greedy one."""
     rows: list[dict[str, Any]] = []
     for own in routings:
         moe = routing.rank_times(own.model, "A100-40GB", own.n_ranks, 24, 1024)

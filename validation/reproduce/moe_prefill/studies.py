@@ -168,9 +168,8 @@ def strategy_map() -> Reproduction:
 
 
 def needed() -> Reproduction:
-    """Experts that a step of few tokens needs, and what resident ones would save: an analysis.
-    Bytes are shares of gathering all experts of a layer. `expert_gather="needed"` gathers a
-    part."""
+    """Experts that a step of few tokens needs (``expert_gather="needed"``), as shares of gathering
+    a layer, and what resident ones would save."""
     rows: list[dict[str, Any]] = []
     rng = np.random.default_rng(0)
     dims = load_model(H100_FP8.model)

@@ -67,9 +67,8 @@ class Prompt(NamedTuple):
 
 
 def lengths(dataset: Dataset, n: int) -> Ints:
-    """Return ``n`` prompt lengths of a dataset, ascending: quantiles of the greatest entropy. The
-    density falls (or grows) exponentially from the shortest to the longest, at the rate that gives
-    the mean."""
+    """Return ``n`` prompt lengths, ascending: quantiles of the greatest entropy, an exponential
+    density between the ends at the rate that gives the mean."""
     width = float(dataset.longest - dataset.shortest)
     mean = (dataset.tokens / dataset.requests - dataset.shortest) / width
 
@@ -84,9 +83,8 @@ def lengths(dataset: Dataset, n: int) -> Ints:
 
 
 def real_world(sharing: float = 1.0, scale: float = 1.0, seed: int = 0) -> list[Prompt]:
-    """Return the aggregated workload of Table 2, in the order in which it is queued. ``sharing``:
-    of the assumed prefixes, 0 to 1; ``scale``: of each dataset's requests, above 0; whole
-    documents, one at least. Raises InputError if ``sharing`` or ``scale`` is out of range."""
+    """Return Table 2's workload in queue order; ``sharing``, 0 to 1, of prefixes; ``scale`` of each
+    dataset's requests. Raises InputError if out of range."""
     if not 0 <= sharing <= 1:
         raise InputError("sharing", f"{sharing!r}", "0 to 1")
     if not 0 < scale <= 1:
@@ -143,9 +141,8 @@ def shareable_tokens(prompts: Sequence[Prompt]) -> int:
 def write_log(
     prompts: Sequence[Prompt], path: AnyPath, rate: float = math.inf, arrivals: int = 0
 ) -> None:
-    """Write prompts as a request log in Mooncake's format, one output token each. ``--workload
-    FILE`` reads it; equal arrivals keep their order. Requests come all at once, or ``rate`` a
-    second (Poisson, of the seed ``arrivals``; to the millisecond)."""
+    """Write prompts as a Mooncake log, one output token each, all at once or ``rate`` a second
+    (Poisson, seed ``arrivals``, to the millisecond)."""
     gaps = np.random.default_rng(arrivals).exponential(1e3 / rate, len(prompts))
     times = np.rint(np.cumsum(gaps)).astype(np.int64).tolist()
     with whole_file(Path(path)) as partial, partial.open("w", encoding="utf-8") as file:
