@@ -8,6 +8,7 @@ stays intermediate code, and is kept as such."""
 import gc
 import hashlib
 import importlib
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ import llvmlite.binding as llvm
 import numba
 from numba import types
 from numba.core import event
-from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, CompileResult
 from numba.extending import intrinsic
@@ -82,7 +83,47 @@ class RestrictedCompiler(InlinedCompiler):
         return super().define_pipelines()
 
 
+class _Locator(UserProvidedCacheLocator):
+    """Where a function is kept: by what its module is called and says, not by where it lies.
+
+    All environments of a machine that hold the same sources compile once.
+    """
+
+    def __init__(self, py_func: Any, py_file: str) -> None:
+        self._py_file, self._lineno = py_file, py_func.__code__.co_firstlineno
+        name = f"{py_func.__module__}-{_digest(py_file).hex()[:8]}"
+        self._cache_path = str(Path(_config.CACHE_DIR or _place(), name))
+
+    def get_source_stamp(self) -> bytes:
+        """Return what tells a module from others of its name."""
+        return _digest(self._py_file)
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> Any:
+        """Return the place of a function; None where nothing can be written."""
+        return cls(py_func, py_file) if _can_write(_config.CACHE_DIR or _place()) else None
+
+
+@cache
+def _can_write(folder: str) -> bool:
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def _digest(path: str) -> bytes:
+    return hashlib.sha256(Path(path).read_bytes()).digest()
+
+
 class _Results(CompileResultCacheImpl):
+    _locator_classes = [_Locator, *CompileResultCacheImpl._locator_classes]  # noqa: RUF012
+
+
+class _Inlined(_Results):
     def rebuild(self, target_context: Any, payload: Any) -> Any:
         """Return a function from what the cache has of it."""
         (name, _, bitcode), fndesc, environment, signature, _, lifted, annotation, *rest = payload
@@ -108,10 +149,16 @@ class _Results(CompileResultCacheImpl):
         )
 
 
-class InlinedCache(FunctionCache):
-    """Keeps such functions in the cache folder."""
+class _Cache(FunctionCache):
+    """Keeps functions in the cache folder,"""
 
     _impl_class = _Results
+
+
+class InlinedCache(FunctionCache):
+    """and those that are inlined."""
+
+    _impl_class = _Inlined
 
 
 def _skip_blas() -> None:
@@ -141,17 +188,8 @@ def njit(
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)
-        place = _config.CACHE_DIR or _place()
-        if place:
-            # numba reads this while it decorates: other packages' functions keep their places.
-            before, _config.CACHE_DIR = _config.CACHE_DIR, place
-            try:
-                if inlined:
-                    dispatcher._cache = InlinedCache(function)
-                else:
-                    dispatcher.enable_caching()
-            finally:
-                _config.CACHE_DIR = before
+        if _config.CACHE_DIR or _place():
+            dispatcher._cache = (InlinedCache if inlined else _Cache)(function)
         return dispatcher
 
     return decorate

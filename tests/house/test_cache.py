@@ -260,6 +260,7 @@ def test_compiled_code_is_kept_in_the_cache_and_not_beside_the_source(home, tmp_
     assert compiled(folder, 1) == (1, False, "")
     assert compiled(folder, 1) == (1, True, "")
     assert compiled(folder, 2) == (2, False, "")  # as long as before: an upgrade
+    assert compiled(tmp_path / "another", 2) == (2, True, "")  # the same in another environment
     kept = [file.path for file in cache.files()]
     assert {path.suffix for path in kept} == {".nbi", ".nbc"}
     (place,) = {path.parents[1] for path in kept}

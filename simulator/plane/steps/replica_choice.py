@@ -106,7 +106,9 @@ def _metro(c: Counting, layer: int, at: int) -> None:
         if union[expert // 64] >> np.uint64(expert % 64) & _ONE:
             chosen[expert, 0] = _give(ranks[expert], n_of[expert], work.n_active)
             n_chosen[expert] = 1
-        expert = (expert + stride) % n
+        expert += stride
+        if expert >= n:  # a division takes ten times as long
+            expert -= n
 
 
 @compiled()

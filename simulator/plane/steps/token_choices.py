@@ -148,7 +148,7 @@ def take_tokens(
             row, at = bits[rows[start + i]], place + start + i
             hashed = (at * HASH_MULTIPLIER) & 0xFFFFFFFF
             if c.choice >= EVEN:
-                _take_turns(row, this.instances, work.n_held, work.next, work.chosen_of, i)
+                _take_turns(row, this.instances, work, i)
             elif c.choice == HASH:
                 _take_hashed(row, this.instances, work.n_held, hashed, work.chosen_of, i)
             elif c.choice == ASKED:
@@ -172,20 +172,23 @@ def take_tokens(
                    work.reached, np.uint64(weight))  # fmt: skip
 
 
+@compiled(restrict=True)
+def _add_held(row: Any, held: Any, into: Any) -> None:
+    for k in range(row.shape[0]):
+        into[k] |= row[k] & held[k]
+
+
 @compiled()
 def _take_hashed(
     row: Any, instances: int, n_held: Any, hashed: int, chosen_of: Any, s: int
 ) -> None:
     """Give a token's experts to the instances that vLLM's hash of its place says."""
-    for j in range(1, instances):
-        chosen_of[j, s] = _NONE
-    only, held, into = row, n_held[0], chosen_of[0, s]
-    for k in range(row.shape[0]):
-        into[k] = only[k] & held[k]
-    for n in range(2, instances + 1):
-        held, into = n_held[n - 1], chosen_of[hashed % n, s]
+    for j in range(instances):
+        into = chosen_of[j, s]
         for k in range(row.shape[0]):
-            into[k] |= only[k] & held[k]
+            into[k] = _NONE
+    for n in range(1, instances + 1):
+        _add_held(row, n_held[n - 1], chosen_of[hashed % n, s])
 
 
 @compiled()
@@ -202,25 +205,30 @@ def _take_asked(row: Any, asked: Any, home: int, place: int, chosen_of: Any, s: 
 
 
 @compiled()
-def _take_turns(row: Any, instances: int, n_held: Any, turn: Any, chosen_of: Any, s: int) -> None:
+def _take_turns(row: Any, instances: int, work: GroupScratch, s: int) -> None:
     """Give a token's experts to the instances whose turn it is; the next ones come after them."""
+    on, back, first = work.carry, work.mask, work.next[0]
+    for k in range(row.shape[0]):
+        on[k] = back[k] = _NONE
     for j in range(instances):
-        mine, into = turn[j], chosen_of[j, s]
-        for k in range(row.shape[0]):
-            into[k] = row[k] & mine[k]
-    first = turn[0]
-    for j in range(instances):
-        taken, last, mine = chosen_of[j, s], n_held[j], turn[j]
-        if j + 1 < instances:
-            other = turn[j + 1]
-            for k in range(row.shape[0]):
-                mine[k] &= ~taken[k]
-                other[k] |= taken[k] & ~last[k]
-        else:
-            for k in range(row.shape[0]):
-                mine[k] &= ~taken[k]
-        for k in range(row.shape[0]):
-            first[k] |= taken[k] & last[k]
+        _take_turn(row, work.next[j], work.n_held[j], work.chosen_of[j, s], on, back)
+    for k in range(row.shape[0]):
+        first[k] |= back[k]
+
+
+@compiled(restrict=True)
+def _take_turn(row: Any, turn: Any, last: Any, taken: Any, on: Any, back: Any) -> None:
+    """Take what it is an instance's turn to; its turn is then at what the one before hands ``on``.
+
+    ``last``: experts that have no further instance: their turn goes ``back`` to the first.
+    """
+    for k in range(row.shape[0]):
+        mine, end = turn[k], last[k]
+        own = row[k] & mine
+        taken[k] = own
+        turn[k] = (mine & ~own) | on[k]
+        on[k] = own & ~end
+        back[k] |= own & end
 
 
 @compiled()
