@@ -61,7 +61,7 @@ def unit_rows(rows: NDArray[Any]) -> Floats:
 
     ``rows``: shape [n, d] with d < 2^19, finite.
     """
-    from eldr_sim.policies.eldr.clustering import scale  # compiled: takes long to import
+    from eldr_sim.policies.eldr.unit import scale  # compiled: takes long to import
 
     found = np.empty(rows.shape)
     scale(np.ascontiguousarray(rows, np.float64), _WORK_GRID, _GRID, found)
