@@ -130,7 +130,10 @@ def plan(
         if any(_integers("ffn_ranks", options["ffn_ranks"])):
             problem = "decode workers with FFN GPUs of their own are not launched"
             raise InputError("emit", problem, "none beside --ffn-ranks")
-        check_out(emit, force, LAUNCHES)
+        try:
+            check_out(emit, force, LAUNCHES)
+        except InputError as error:
+            raise InputError("emit", error.problem, error.allowed) from None
     extras = plot_extras(plot, out)
     if resume and out is None:
         raise InputError("resume", "no plan is kept without --out", "--out DIR beside it")
@@ -212,6 +215,7 @@ def planned(
     from eldr_sim.planning.search.prefill import plan_fastest
     from eldr_sim.planning.search.rates import plan_rate
     from eldr_sim.planning.search.split import plan_split
+    from eldr_sim.planning.search.why_not import named
     from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
 
     asked = _Asked(**{name: options.pop(name) for name in _Asked._fields})
@@ -240,6 +244,8 @@ def planned(
     for field, about in (("why_not", asked.why_not), ("sensitivity", asked.sensitivity)):
         if about and (not is_search or asked.prefill_only):
             raise InputError(field, "no cheapest cluster is searched", "--slo, --request-rate")
+    for cluster in asked.why_not:  # before anything is prepared
+        named(cluster)
     names = _list(asked.strategies)
     decoders = served(config, [name for text in asked.policies for name in split(text)])
     if objective is None and decoders:
@@ -307,6 +313,8 @@ def _worker_sizes(asked: _Asked) -> list[list[int]]:
         numbers = _integers(field, text)
         if len(set(numbers)) < len(numbers):
             raise InputError(field, f"{text} names one twice")
+        if min(numbers, default=1) < 1:
+            raise InputError(field, str(text), "1 or more")
         if asked.topology is not None and len(numbers) > 1:
             raise InputError(field, f"{text} for one cluster", "one number")
         found.append(numbers)

@@ -300,7 +300,7 @@ def _best_of(rule: str, fleets: _Fleets, fixed: Workers, objective: Objective) -
 
 
 def _settings(rule: str, objective: Objective, span_s: float, together: bool) -> list[list[str]]:
-    """Return words of a rule, the leanest first, in a list for each way of switching roles.
+    """Return words of a rule, the leanest first, in a list for each of its `ways`.
 
     Its TTFT and ITL are the objective's, its timetable has at least `_LINES` lines, and it becomes
     leaner by its `aims`, where the rule does not say them.
@@ -320,22 +320,23 @@ def _settings(rule: str, objective: Objective, span_s: float, together: bool) ->
     known = registry.parameters("scaling", rule).model_copy(update=own)
     aims = [name for name in kind.aims if name not in choice.given]
     lists = []
-    ways = (
-        [None] if together or "switch" not in fields or "switch" in choice.given else [False, True]
-    )
-    for way in ways:
+    open_ones = [name for name in kind.ways if name not in choice.given]
+    open_ones = [name for name in open_ones if not (together and name == "switch")]
+    for way in product([False, True], repeat=len(open_ones)):
         words = [
-            _spelled(kind.name, known, way, dict.fromkeys(aims, factor))
+            _spelled(
+                kind.name,
+                known.model_copy(update=dict(zip(open_ones, way, strict=True))),
+                dict.fromkeys(aims, factor),
+            )
             for factor in (kind.factors if aims else (1.0,))
         ]
         lists.append(list(dict.fromkeys(words)))
     return lists
 
 
-def _spelled(name: str, known: Parameters, way: bool | None, factors: Mapping[str, float]) -> str:
+def _spelled(name: str, known: Parameters, factors: Mapping[str, float]) -> str:
     changed = {key: float(f"{getattr(known, key) * by:.3g}") for key, by in factors.items()}
-    if way is not None:
-        changed["switch"] = way
     return spell(name, known.model_copy(update=changed))
 
 

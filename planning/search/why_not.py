@@ -28,7 +28,10 @@ def named(text: str) -> dict[str, Any]:
     Raises InputError if the text is no such cluster.
     """
     topology, _, workers = text.partition(":")
-    decodes = [pool.then is None for pool in pools_of(topology).root.values()]
+    try:
+        decodes = [pool.then is None for pool in pools_of(topology).root.values()]
+    except InputError as error:
+        raise InputError("why_not", error.problem, error.allowed) from None
     n_prefill, n_decode = decodes.count(False), decodes.count(True)
     pools = [_sizes(text, part) for part in workers.split("+")]
     if len(pools) > (2 if n_prefill else 1) or not n_decode:

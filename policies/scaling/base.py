@@ -191,6 +191,8 @@ class Autoscaler(Policy):
     #: told them multiplies by ``factors``, the leanest first.
     aims: ClassVar[tuple[str, ...]] = ()
     factors: ClassVar[tuple[float, ...]] = (1.0,)
+    #: Parameters that are true or false, of which such a plan tries both.
+    ways: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, context: PolicyContext, parameters: ScalingParameters | None = None) -> None:
         self.told = parameters if parameters is not None else type(self).Parameters()

@@ -174,7 +174,7 @@ class Trend:
 
     def __init__(self) -> None:
         self._seen = 0
-        self.level = 0.0  #: the rate that there is, events a second
+        self.level = self.change = 0.0  #: the rate that there is, events a second, and its change
         #: Of each filter: ``[filter]``, ``[filter, 2]`` and ``[filter, 2, 2]``.
         self._memory_s: NDArray[np.float64] = np.zeros(0)
         self._weight: NDArray[np.float64] = np.zeros(0)
@@ -208,7 +208,7 @@ class Trend:
         likely = np.exp(fit - fit.max())
         self._weight = (1.0 - 1.0 / self._seen) * likely / likely.sum() + 1.0 / self._seen / n
         level, change = (self._weight @ self._state).tolist()
-        self.level = level = max(0.0, level)
+        self.level, self.change = level, change = max(0.0, level), change
         return float(min(max(level + change * ahead_s, level / 2.0), 2.0 * level))
 
 
@@ -236,7 +236,7 @@ class Timetable(Autoscaler):
     name = "timetable"
     Parameters = TimetableParameters
     told: TimetableParameters
-    aims = ("utilisation",)
+    aims, ways = ("utilisation",), ("switch",)
     factors: ClassVar[tuple[float, ...]] = (1.2, 1.1, 1.0, 0.85, 0.7, 0.55)
 
     def begin(self) -> Mapping[str, int]:
@@ -314,6 +314,9 @@ class SecondsParameters(ScalingParameters):
     """TTFT aimed at, ms."""
     missed: float = Field(default=0.05, gt=0, lt=1)
     """Share of the requests that may wait longer than it allows."""
+    spend: bool = False
+    """Whether a start waits as long as what comes late by it is less than ``missed`` leaves of all
+    requests so far; else each moment keeps the target."""
     catch_up: float = Field(default=60.0, gt=0)
     """Seconds in which what waits, once new workers serve, is worked off."""
     itl: float = Field(default=50.0, gt=0)
@@ -339,13 +342,14 @@ class Seconds(Autoscaler):
     name = "seconds"
     Parameters = SecondsParameters
     told: SecondsParameters
-    aims, factors = ("ttft",), OF_TIMES
+    aims, factors, ways = ("ttft",), OF_TIMES, ("switch", "spend")
 
     def __init__(self, context: PolicyContext, parameters: SecondsParameters | None = None) -> None:
         super().__init__(context, parameters)
         self._trends: dict[str, Trend] = defaultdict(Trend)
         self._mean: dict[str, tuple[float, float, float]] = {}
         self._wishes = Wishes()
+        self._may_miss: dict[str, float] = defaultdict(float)  # requests, so far
 
     def decide(self, fleet: Fleet) -> Decision:
         """Return the workers of each pool, and changes of roles that spare a start."""
@@ -368,14 +372,25 @@ class Seconds(Autoscaler):
             return None
         waits = float(pool.waiting.sum())
 
-        def keep(facts: PoolFacts, n: int) -> bool:
-            each = facts.work_s(*mean, itl_s=own.itl / 1e3)
+        def asked(facts: PoolFacts) -> tuple[float, float]:
+            """Return the work of a request, and how long it may wait, s."""
             own_s = facts.prompt_s(max(1, round(mean[0] - mean[2]))) if facts.computes else 0.0
-            rest_s = max(0.0, own.ttft / 1e3 - own_s)
+            return facts.work_s(*mean, itl_s=own.itl / 1e3), max(0.0, own.ttft / 1e3 - own_s)
+
+        def keep(facts: PoolFacts, n: int) -> bool:
+            each, rest_s = asked(facts)
             load = (rate + waits / own.catch_up) * each
             return load < n and queues(n, load, rest_s / each) <= own.missed
 
         wish = facts.fewest(keep)
+        each, rest_s = asked(facts.widths.get(pool.workers, facts))
+        late = pool.arrived if waits * each > rest_s * max(1, pool.ready) else 0
+        self._may_miss[pool.name] += own.missed * pool.arrived - late
+        if own.spend and wish > pool.workers:
+            path = trend.level * each, trend.change * each, waits * each
+            serves_s = facts.start_up_s + fleet.interval_s  # one that is started at the next look
+            missed = late_work(path, (pool.workers, wish), rest_s, serves_s) / each
+            wish = pool.workers if missed <= self._may_miss[pool.name] else wish
         if wish > pool.workers:  # requests that come while the group stands still wait, too
             waits += rate * facts.pause_s(pool.workers, wish)
             wish = facts.fewest(keep)
@@ -429,6 +444,24 @@ class Seconds(Autoscaler):
             seen = prompt, output, cached
         self._mean[pool.name] = seen
         return seen
+
+
+def late_work(
+    path: tuple[float, float, float], workers: tuple[int, int], rest_s: float, serves_s: float
+) -> float:
+    """Return the work that comes while who comes waits longer than ``rest_s``: a fluid's queue.
+
+    ``path``: work a second, its change a second until more workers serve, and what waits;
+    ``workers``: those that serve, and from ``serves_s`` on.
+    """
+    load, change, waits = path
+    step_s, late = serves_s / 32.0, 0.0
+    for n in range(128):
+        now = workers[n >= 32]
+        waits = max(0.0, waits + (load - now) * step_s)
+        late += load * step_s * (waits > now * rest_s)
+        load = max(0.0, load + change * step_s * (n < 32))
+    return late
 
 
 def queues(servers: int, load: float, services: float) -> float:

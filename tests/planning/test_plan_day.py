@@ -1,6 +1,7 @@
 """The cheapest rule and fleet for a load that changes, against trying them all."""
 
 import json
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_rule_is_the_cheapest_of_all_its_fleets_and_settings(answer):
     row = next(row for row in answer.rows if row.policy.startswith("seconds"))
     runs, found, (first,) = Runs(1), [], row.trial.config.initial_workers
     for least, most in ((1, 2), (1, 3), (2, 3)):
-        for word in _settings(RULE, OBJECTIVE, 30.0, True)[0]:
+        for word in chain(*_settings(RULE, OBJECTIVE, 30.0, True)):
             config = CONFIG.replace(
                 autoscale=word, topology=f"{most}C", min_workers=(least,),
                 initial_workers=(max(least, first),),
@@ -110,7 +111,9 @@ def test_bounds_of_the_objective_become_those_of_rules():
     # What is told is not tuned; the leanest comes first.
     targets = 2800, 1400, 700, 490, 350, 245, 140
     assert first == [[f"dynamo_load:ttft={target}.0,itl=80.0" for target in targets]]
-    assert len(_settings("seconds", objective, 1e6, False)) == 2  # with switches and without
+    # With switches and without, of late starts, too.
+    assert len(_settings("seconds", objective, 1e6, False)) == 4
+    assert len(_settings("seconds:spend=true", objective, 1e6, True)) == 1
     lines = _settings("timetable:utilisation=0.5", objective, 120.0, True)
     assert lines == [["timetable:interval=10.0,period=10.0,utilisation=0.5,itl=30.0"]]
 

@@ -18,7 +18,7 @@ from eldr_sim.policies.scaling.base import (
     Target,
 )
 from eldr_sim.policies.scaling.llmd import queue_latency
-from eldr_sim.policies.scaling.work import Forecast, Trend, queues
+from eldr_sim.policies.scaling.work import Forecast, Trend, late_work, queues
 
 NAN = math.nan
 
@@ -274,6 +274,40 @@ def test_who_waits_in_a_queue_of_several_servers():
     assert queues(2, 1.0, 0.0) == pytest.approx(1 / 3)
     assert queues(10, 8.0, 0.0) == pytest.approx(0.4092, abs=5e-5)
     assert queues(1, 0.6, 5.0) == pytest.approx(0.6 * math.exp(-2.0))  # M/M/1
+
+
+@pytest.mark.parametrize(("load", "n", "more"), [(1.5, 1, 2), (3.2, 2, 5), (7.0, 6, 8)])
+def test_the_work_that_comes_late_is_that_of_a_fluid(load, n, more):
+    """What waits grows by load - n until the others serve, then shrinks."""
+    serves_s, rest_s = 64.0, 2.0
+    begins = n * rest_s / (load - n)
+    ends = serves_s + ((load - n) * serves_s - more * rest_s) / (more - load)
+    late = late_work((load, 0.0, 0.0), (n, more), rest_s, serves_s)
+    assert late == pytest.approx(load * (ends - begins), rel=0.1)
+    assert late_work((0.9 * n, 0.0, 0.0), (n, more), rest_s, serves_s) == 0.0
+    slope = (load - n) / serves_s  # from n to the load
+    rising = late_work((n, slope, 0.0), (n, more), rest_s, serves_s)
+    assert 0.0 < rising < late
+
+
+def test_a_start_waits_while_it_leaves_few_enough_late():
+    """A worker serves a request a second; the second one starts in 60 s."""
+    known = {"prompt_tokens": 1000.0, "output_tokens": 0.0, "cached_tokens": 0.0}
+
+    def asks(rule, minutes):
+        """When it asks for a second worker, s, of a rate that rises by .01/s a minute."""
+        for n in range(6 * minutes):
+            rate = 0.5 + 0.01 * n / 6.0
+            waiting = max(0, round(60 * (rate - 1.0)))
+            pool = view(1, arrived=round(10 * rate), waiting=waiting, **known)
+            if wish(rule, 10.0 * n, pool, interval=10.0) > 1:
+                return 10 * n
+        return math.inf
+
+    prompts = facts(decodes=False)
+    soon, late = (make(f"seconds:ttft=3000{more}", prompts) for more in ("", ",spend=true"))
+    at = asks(soon, 120), asks(late, 120)
+    assert at[0] < at[1] < math.inf
 
 
 def test_a_timetable_that_switches_waits_for_those_that_the_night_sets_free():
