@@ -298,7 +298,8 @@ def test_run_takes_the_same_fit_from_options_and_from_an_artifact(run_cli, tmp_p
 def test_compare_takes_the_options(run_cli, tmp_path):
     short = [x for x in SHORT if x not in ("--policy", "eldr")]
     policy = "eldr:signature=binary,layer_mask=all,clustering=vanilla"
-    arguments = ("--policy", f"eldr,{policy}", "--seeds", 1, *short, "--out", tmp_path / "c")
+    jobs = ("--seeds", 1, "--jobs", 1)  # in this process: others import and compile anew
+    arguments = ("--policy", f"eldr,{policy}", *jobs, *short, "--out", tmp_path / "c")
     assert run_cli("compare", *arguments)[0] == 0
     runs = pq.read_table(tmp_path / "c" / "runs.parquet").to_pylist()
     assert [run["policy"] for run in runs] == ["round_robin", "eldr", policy]
