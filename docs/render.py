@@ -72,6 +72,8 @@ def judged(row: Row) -> tuple[str, str]:
 def verdict(row: Row) -> str:
     """Return both verdicts in a word or two."""
     direction, size = row["direction"], row["size"]
+    if not row["ours"]:
+        return "not tested"
     if direction in ("contradicts", "no effect", "input"):
         return direction
     if direction == "agrees":
@@ -111,7 +113,7 @@ def theirs(row: Row) -> str:
 def ours(row: Row) -> str:
     """Return our value, with its interval, or the noise of what an error is of."""
     if not row["ours"]:
-        return "not measured"
+        return ""
     value = with_unit(figure(row["ours"]), row["unit"])
     if row["ours_low"]:
         return f"{value} [{figure(row['ours_low'])}, {figure(row['ours_high'])}]"
@@ -134,21 +136,24 @@ def markdown(lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+#: Verdicts on claims, each claim one, and what summaries say of so many.
+VERDICTS = {"agrees": "agree in size", "direction agrees": "in direction",
+            "no effect": "show no effect", "contradicts": "contradict",
+            "size differs": "differ", "not tested": "not tested"}  # fmt: skip
+
+
 def summary(rows: list[Row]) -> str:
     """Return how many claims agree."""
-    said = Counter(r["direction"] for r in rows if r["role"] == "claim")
-    size = Counter(r["size"] for r in rows)
+    said = Counter(verdict(r) for r in rows if r["role"] == "claim")
     parts = []
-    for of, verdicts, words in (
-        (said, ("agrees", "no effect", "contradicts"),
-         "Of {} claims with a direction {} agree, {} show no effect and {} contradict."),
-        (size, ("agrees", "differs"), "Of {} sizes {} agree."),
-        (size, ("met", "within the noise", "missed"),
-         "Of {} goals {} are met, {} missed by less than the noise, {} missed."),
-    ):  # fmt: skip
-        counts = [of[name] for name in verdicts]
-        if any(counts):
-            parts.append(words.format(sum(counts), *counts))
+    each = [f"{said[name]} {words}" for name, words in VERDICTS.items() if said[name]]
+    if each:
+        parts.append(f"Of {sum(said[name] for name in VERDICTS)} claims {', '.join(each)}.")
+    goals = Counter(r["size"] for r in rows)
+    met = [goals[name] for name in ("met", "within the noise", "missed")]
+    if any(met):
+        words = "Of {} goals {} are met, {} missed by less than the noise, {} missed."
+        parts.append(words.format(sum(met), *met))
     inputs = sum(row["role"] == "input" for row in rows)
     return " ".join(parts + [f"{inputs} figures are inputs."] * bool(inputs))
 
@@ -227,7 +232,8 @@ SHORT = CHECKED[:2] + CHECKED[4:5]
 
 def checked(which: str, rows: list[Row]) -> str:
     """Return the errors against what others measured, median and 90th percentile."""
-    known = {(r["page"], r["where"], r["claim"].lower()): f"{float(r['ours']):.1f}%" for r in rows}
+    known = {(r["page"], r["where"], r["claim"].lower()): f"{float(r['ours']):.1f}%"
+             for r in rows if r["ours"]}  # fmt: skip
     lines = [["held against", "TPOT errs by", "TTFT errs by"], ["---"] * 3]
     for words, page, where, claim in CHECKED if which == "all" else SHORT:
         asked = [[claim.format(m=m, q=q).lower() for q in ("median", "90th percentile")]
@@ -287,14 +293,26 @@ def picture(page: str, rows: list[Row]) -> None:
 
 
 def take(rows: list[Row], page: str, folders: list[Path]) -> None:
-    """Take over the claims of folders of ``eldr-sim reproduce``: known ones by figure and words."""
+    """Take over the claims of folders of ``eldr-sim reproduce``: known ones by figure and words.
+
+    Of a figure that a folder has, what the command says no more goes; what is not tested stays.
+    """
     known = {(row["where"], row["claim"]): row for row in rows if row["page"] == page}
     assert known, f"no rows of {page}"
     version = {"date": f"{date.today()}", "version": eldr_sim.__version__}
     for folder in folders:
         with (folder / "claims.csv").open(encoding="utf-8", newline="") as file:
-            for new in csv.DictReader(file):
-                where = new.pop("figure").replace("_", " ").capitalize()
+            found = list(csv.DictReader(file))
+            for new in found:
+                new["figure"] = new["figure"].replace("_", " ").capitalize()
+            said = {(new["figure"], new["claim"]) for new in found}
+            figures = {new["figure"] for new in found}
+            for key, row in known.items():
+                if key not in said and key[0] in figures and row["ours"]:
+                    print(f"gone: {key[0]}: {key[1]}")
+                    rows.remove(row)
+            for new in found:
+                where = new.pop("figure")
                 row = known.get((where, new["claim"]))
                 if row is None:
                     print(f"new: {where}: {new['claim']}")

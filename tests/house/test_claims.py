@@ -38,7 +38,8 @@ def test_verdicts_follow_from_the_rule():
 def test_every_row_is_whole_and_stands_once():
     for row in ROWS:
         assert row["role"] in ("claim", "input", "error", "other"), row
-        assert all(row[key] for key in ("page", "where", "claim", "ours", "command", "date")), row
+        assert all(row[key] for key in ("page", "where", "claim", "command", "date")), row
+        assert row["ours"] or (row["reason"] and row["role"] == "claim"), row
         assert (DOCS / f"{row['page']}.md").exists()
         assert not row["low"] or not row["high"] or float(row["low"]) <= float(row["high"]), row
         if row["ours_low"]:
@@ -67,6 +68,7 @@ def test_every_row_is_whole_and_stands_once():
         ({"role": "error", "low": "0", "high": "5", "ours": "6", "noise": "7"}, "within the noise"),
         ({"role": "error", "low": "0", "high": "5", "ours": "6", "noise": "3"}, "missed"),
         ({"role": "error", "low": "0", "high": "", "ours": "6"}, "-"),
+        ({"ours": ""}, "not tested"),
     ],
 )
 def test_a_verdict_can_fail(change, said):
@@ -98,8 +100,10 @@ def test_what_a_reproduction_wrote_is_taken_over_with_its_verdicts(tmp_path):
     ]
     made = Reproduction("figure_1", "", pa.table({}), claims, lambda _figure: None)
     write_csv(claims_table([made]), tmp_path / "claims.csv")
-    rows = [dict(CLAIM), CLAIM | {"page": "other"}]
+    stale = CLAIM | {"claim": "said no more"}
+    rows = [dict(CLAIM), CLAIM | {"page": "other"}, stale]
     render.take(rows, "paper", [tmp_path])
+    assert stale not in rows
     assert [row["ours"] for row in rows[:3]] == ["4.5", "-7", "1"]
     assert [row["claim"] for row in [rows[0], *rows[2:]]] == [c.statement for c in claims]
     for row, claim in zip([rows[0], *rows[2:]], claims, strict=True):

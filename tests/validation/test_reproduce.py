@@ -8,8 +8,10 @@ import pytest
 
 from eldr_sim.cli.main import main
 from eldr_sim.errors import InputError
+from eldr_sim.planning.intervals import Interval
 from eldr_sim.traces.routing.synthetic import drawn
 from eldr_sim.validation.reproduce.eldr import evaluation as eldr_evaluation
+from eldr_sim.validation.reproduce.eldr.map import placed
 from eldr_sim.validation.reproduce.eldr.results import mean_difference, run_grid
 from eldr_sim.validation.reproduce.eldr_measured import cells
 from eldr_sim.validation.reproduce.reproduction import Claim, Runner, choose, write_reproduction
@@ -48,6 +50,21 @@ def test_verdicts_of_a_claim(low, high, ours, unit, direction, size):
     claim = Claim("statement", low, high, ours, unit)
     assert claim.direction == direction
     assert claim.size == size
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate", "said"),
+    [
+        ((-4.0, -1.0, 1.0), 20.0, "pays below"),
+        ((4.0, -4.0, -5.0), 7.07, "pays above"),
+        ((-1.0, -2.0, -3.0), None, "pays at all rates"),
+        ((1.0, 2.0, 3.0), None, "costs at all rates"),
+    ],
+)
+def test_where_a_gain_ends(changes, rate, said):
+    """Half-way between two rates, in logarithms, where the means are equally far from nothing."""
+    found = placed((5.0, 10.0, 40.0), [Interval(c, c - 1.0, c + 1.0) for c in changes])
+    assert found == (rate and pytest.approx(rate, rel=1e-3), said)
 
 
 def test_a_neutral_value_of_its_own_and_an_input():
@@ -104,6 +121,7 @@ NAMES = (
     "table_1",
     "table_2",
     "beyond",
+    "map",
 )
 
 

@@ -103,7 +103,9 @@ def test_set_ups_are_the_papers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["figure_5", "figure_8", "figure_11", "figure_13", "forms"])
+@pytest.mark.parametrize(
+    "name", ["figure_5", "figure_8", "figure_11", "figure_13", "forms", "migration"]
+)
 def test_figures_in_quick_mode(name):
     reproduction = figures(make_runner(True, lambda share: None), True)[name]()
     assert len(reproduction.table)

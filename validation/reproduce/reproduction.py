@@ -178,7 +178,7 @@ def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]])
     """Return the chosen figures (``11`` is ``figure_11``), or all; raises InputError if unknown."""
     chosen = []
     for name in names:
-        full = f"figure_{name}" if name.isdigit() else name.lower().replace("-", "_")
+        full = f"figure_{name}" if name[:1].isdigit() else name.lower().replace("-", "_")
         if full not in known:
             raise InputError("figure", repr(name), ", ".join(known))
         chosen.append(full)

@@ -9,6 +9,7 @@ from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import routing_of
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
+from eldr_sim.validation.reproduce.eldr import map as eldr_map
 from eldr_sim.validation.reproduce.eldr import results, scaling, signature
 from eldr_sim.validation.reproduce.eldr_measured.cells import scored_routing
 from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
@@ -58,6 +59,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "beyond": lambda: scaling.beyond(
             runner, QUICK_RATES[:1] if quick else QUICK_RATES, range(2 if quick else 5)
         ),
+        "map": lambda: eldr_map.eldr_map(runner, quick),
     }
 
 

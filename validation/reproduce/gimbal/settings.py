@@ -145,11 +145,6 @@ class Experiment:
         return self._knees[key]
 
 
-def spelled(interval: Interval) -> str:
-    """Return an interval in words."""
-    return f"95% interval {interval.low:+.1f} to {interval.high:+.1f}"
-
-
 def paired_claim(
     statement: str, low: float, high: float, found: Interval, reason: str = "", **more: Any
 ) -> Claim:

@@ -22,6 +22,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "figure_3": lambda: grace_figures.figure_3(evaluation),
         "figure_4": lambda: grace_latency.figure_4(evaluation, runner),
         "figure_5": lambda: grace_figures.figure_5(evaluation),
+        "copies": lambda: grace_figures.copies_and_locality(evaluation),
         "figure_6": lambda: grace_figures.figure_6(evaluation),
         "pools": lambda: grace_latency.pools(evaluation, runner),
         "map": lambda: grace_map.placement_map(evaluation),

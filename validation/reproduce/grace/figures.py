@@ -269,6 +269,46 @@ def figure_5(evaluation: Evaluation) -> Reproduction:
     return Reproduction("figure_5", "Components at 2 nodes x 2 GPUs", rows, claims, draw)
 
 
+#: Most active experts of each layer that every GPU has; the paper's text copies fewer, on one more.
+COPIED = (8, 16, 32)
+
+
+def copies_and_locality(evaluation: Evaluation) -> Reproduction:
+    """What preferring near copies saves, by how many experts have copies (Qwen3, 2x2 GPUs)."""
+    rows: list[dict[str, Any]] = []
+    claims = []
+    node = TWO_BY_TWO.node_of_rank
+    for (label, sources), n in product((("", QWEN), (", the requests it was fitted on", SAME)),
+                                       COPIED):  # fmt: skip
+        found: dict[str, list[float]] = {"between": [], "inside": []}
+        for source in sources:
+            pairs = evaluation.calibration(source).coactivation()
+            load = np.diagonal(pairs, axis1=1, axis2=2).astype(np.float64)
+            batches = evaluation.batches(source, TWO_BY_TWO, "prefill")
+            for groups in evaluation.placements(source, HG.placement, TWO_BY_TWO):
+                placed = copied_everywhere(groups, load, load, n)
+                near, any_ = (
+                    measure(batches, placed, replica_choice(scheme.choice), node)
+                    for scheme in (DR_TAR, DR_WRR)
+                )
+                found["between"].append(percent(between(near), between(any_)))
+                found["inside"].append(percent(inside(near), inside(any_)))
+        spans = {name: t_interval(own) for name, own in found.items()}
+        rows.append(
+            {"requests": label or "others of the file", "experts_copied": n}
+            | {f"{name}_%{end}": value for name, span in spans.items()
+               for end, value in zip(("", "_low", "_high"), span, strict=True)}
+        )  # fmt: skip
+        claims.append(
+            Claim(f"copies between nodes, TAR against WRR, the {n} most active experts on every "
+                  f"GPU{label}", -35.2, -35.2, spans["between"].mean, tolerance=11.7,
+                  interval=spans["between"][1:],
+                  reason=f"inside nodes {spans['inside'].mean:+.1f}%")
+        )  # fmt: skip
+    draw = bars(rows, "requests", ("between_%", "inside_%"), "experts_copied")
+    return Reproduction("copies", "TAR against WRR by experts that have copies", rows, claims, draw)
+
+
 #: What is counted of a scheme.
 _COUNTED: dict[str, Callable[[Traffic], float]] = {
     "between": between,

@@ -16,6 +16,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
+from eldr_sim.simulator.control.relocation import expert_links, expert_moves, transfer_of
 from eldr_sim.traces.routing.format import REFERENCE_TRACE
 from eldr_sim.validation.reproduce.expert_traffic import Batch, layer_times, measure
 from eldr_sim.validation.reproduce.metro.results import BUSIEST, CHARGED, REAL, TPOT
@@ -153,3 +154,72 @@ def drift(runner: Runner, seeds: Sequence[int], waves: int) -> Reproduction:
     ]
     draw = bars(rows, "variant", ends[0], ends=ends[1:])
     return Reproduction("drift", "a placement gone stale (not in the paper)", rows, [], draw)
+
+
+#: vLLM's step_interval, and the choices whose placement moves.
+INTERVAL = 3000
+_MOVING = ("even", "metro", "lplb")
+
+
+def migration(routings: Sequence[Routing], sizes: Sequence[int]) -> Reproduction:
+    """Return what moving experts costs the steps beside it, and what it gives, by choice.
+
+    A placement fitted on calibration requests becomes that of the tokens which are served. While
+    experts move, dispatch and combine have half of the links, so they take twice as long; nodes
+    have 8 GPUs. ``repaid_after``: steps of the new placement that make good the time lost.
+    """
+    rows = [row for own in routings for size in sizes for row in _moved(own, size)]
+    by_size = grouped(rows, lambda row: (row["tokens"], row["choice"]))
+    claims = []
+    for (size, choice), own in by_size.items():
+        own.sort(key=lambda row: row["net_%"])
+        row = own[len(own) // 2]
+        ends = f"{own[0]['net_%']:+.2f} to {own[-1]['net_%']:+.2f}% over {len(own)} routings"
+        claims.append(
+            Claim(f"{choice}, {size:,} sequences: experts moved every {INTERVAL:,} steps, a layer "
+                  "takes less than with the stale placement, median routing", -100.0, -0.1,
+                  row["net_%"], tolerance=0.0, stated=False, reason=ends)
+        )  # fmt: skip
+    draw = bars(rows, ("routing", "tokens"), ("moving_%", "moved_%", "net_%"), "choice")
+    title = "what steps pay while experts move, and gain when they have (not in the paper)"
+    return Reproduction("migration", title, rows, claims, draw)
+
+
+def _moved(routing: Routing, size: int) -> list[dict[str, Any]]:
+    """Return a row for each choice: a layer while experts move and after, against before."""
+    model, gpu, n = load_model(routing.model), load_gpu("H100"), routing.n_ranks
+    before, after = routing.placement(RATIO), routing.placement(RATIO, routing.served)
+    moves = expert_moves(before, after, model.n_experts, 8)
+    links = expert_links(gpu, model.bytes_per_expert, n, 8)
+    transfer = transfer_of(moves, links, model.n_moe_layers)
+    network = build_all_to_all(model, gpu, "deepep_ht", n, gpus_per_node=min(n, 8))
+    home, node = np.arange(size) * n // size, np.arange(n) // 8
+    moe = rank_times(routing.model, "H100", n, before.expert.shape[1] // n, size)
+    context = PolicyContext(1, np.random.default_rng(0), rank_moe=moe)
+    rows = []
+    for name in _MOVING:
+        choice = registry.replica_choice(name, context)
+        found: dict[str, list[float]] = {"stale": [], "moving": [], "moved": []}
+        for seed in SEEDS:
+            (drawn,) = routing.batches(size, 1, seed)
+            step = Batch(np.asarray(routing.trace.experts[drawn]), home)
+            for placement, keys in ((before, ("stale", "moving")), (after, ("moved",))):
+                traffic = measure([step], placement, choice, node)
+                times = layer_times(traffic, moe, network, prompts=False)
+                for key in keys:
+                    more = times.all_to_all_s if key == "moving" else 0.0
+                    found[key].append(times.total_s + more)
+        stale, moving, moved = (float(np.mean(own)) for own in found.values())
+        steps = transfer.seconds / (moving * model.n_moe_layers)
+        lost, won = steps * (moving - stale), stale - moved
+        net = (lost + (INTERVAL - steps) * moved + steps * stale) / (INTERVAL * stale)
+        rows.append(
+            {"routing": routing.name, "gpus": n, "tokens": size, "choice": CHOICES[name]}
+            | {"layer_us": 1e6 * stale, "moved_gb": transfer.inside_bytes / 1e9}
+            | {"between_nodes_gb": transfer.between_bytes / 1e9}
+            | {"transfer_ms": 1e3 * transfer.seconds, "steps_moving": steps}
+            | spread("moving_%", paired_percent(found["moving"], found["stale"]))
+            | spread("moved_%", paired_percent(found["moved"], found["stale"]))
+            | {"net_%": 100 * (net - 1), "repaid_after": lost / won if won > 0 else None}
+        )
+    return rows

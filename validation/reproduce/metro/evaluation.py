@@ -17,7 +17,7 @@ from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_t
 from eldr_sim.traces.routing.synthetic.presets import preset_model
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 from eldr_sim.validation.reproduce.metro import pareto, results, routing
-from eldr_sim.validation.reproduce.metro.choices import choices, drift
+from eldr_sim.validation.reproduce.metro.choices import choices, drift, migration
 from eldr_sim.validation.reproduce.metro.locality import locality
 from eldr_sim.validation.reproduce.metro.results import Case, Dataset, Setup
 from eldr_sim.validation.reproduce.metro.routing import Routing
@@ -107,6 +107,12 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         return [(s, traces.of(s, d)[0]) for s in results.SIMULATED for d in s.datasets]
 
     deepseek = results.SIMULATED[1]
+
+    def five() -> list[Routing]:
+        skewed = Routing("experts' shares squared", real.model, 8, traces.skewed(2.0), "code")
+        return [*traces.of(real, real.datasets[0])[1:], traces.of(real, real.datasets[1])[1],
+                traces.of(deepseek, deepseek.datasets[0])[0], skewed]  # fmt: skip
+
     return {
         "figure_1": lambda: results.figure_1([figure_9(), figure_10()]),
         "figure_3": figure_3,
@@ -123,11 +129,9 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         ),
         "forms": lambda: pareto.forms(simulated(), recorded(), n_batches),
         "choices": lambda: choices(
-            [*traces.of(real, real.datasets[0])[1:], traces.of(real, real.datasets[1])[1],
-             traces.of(deepseek, deepseek.datasets[0])[0],
-             Routing("experts' shares squared", real.model, 8, traces.skewed(2.0), "code")],
-            ((32, False), (256, False), (1024, False), (4096, True)),
+            five(), ((32, False), (256, False), (1024, False), (4096, True))
         ),
+        "migration": lambda: migration(five(), (32, 256)),
         "drift": lambda: drift(runner, range(2 if quick else 5), 1 if quick else 4),
         "locality": lambda: locality(runner, quick),
     }  # fmt: skip

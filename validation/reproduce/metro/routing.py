@@ -42,9 +42,12 @@ class Routing:
     @cached_property
     def rows(self) -> Ints:
         """Rows of the trace that decode steps of serving requests feed."""
-        trace = self.trace
-        mine = trace.domain == trace.domains.index(self.domain)
-        return ranges(*trace.decode_window(np.flatnonzero(mine & ~trace.is_calibration)))
+        return ranges(*self.trace.decode_window(self._serving))
+
+    @property
+    def _serving(self) -> Ints:
+        mine = self.trace.domain == self.trace.domains.index(self.domain)
+        return np.flatnonzero(mine & ~self.trace.is_calibration)
 
     @cached_property
     def load(self) -> Floats:
@@ -53,12 +56,18 @@ class Routing:
         calibration = calibration_set(self.trace, workload="trace", domain_mix=mix)
         return np.asarray(calibration.decode_activation.mean(axis=0, dtype=np.float64))
 
-    def placement(self, ratio: float) -> Placement:
-        """EPLB's placement with so many instances an expert."""
+    @cached_property
+    def served(self) -> Floats:
+        """Load of every expert in what is served, ``[layers, experts]``."""
+        chosen = self.trace.decode_activation(self._serving)
+        return np.asarray(chosen.mean(axis=0, dtype=np.float64))
+
+    def placement(self, ratio: float, load: Floats | None = None) -> Placement:
+        """EPLB's placement with so many instances an expert, by calibration's load or another."""
         n_layers, n_experts = self.load.shape
         redundant = round((ratio - 1) * n_experts)
         group = ExpertGroup((), n_layers, n_experts, self.n_ranks, redundant)
-        return balance(self.load, group)
+        return balance(self.load if load is None else load, group)
 
     def batches(self, batch: int, n: int, seed: int = 0) -> Ints:
         """Draw ``n`` batches of tokens of any requests, shape [n, batch]."""

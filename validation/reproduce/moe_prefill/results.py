@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.charts import bars, lines
+from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.planning.search.prefill import BUDGETS
 from eldr_sim.validation.reproduce.moe_prefill.settings import (
@@ -59,13 +60,8 @@ def _row(cell: Cell, label: str, summary: Summary, **more: Any) -> dict[str, Any
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and half the 95% interval of Student's t; 0 for one value."""
-    n = len(values)
-    if n == 1:
-        return float(values[0]), 0.0
-    from scipy.stats import t
-
-    half = float(t.ppf(0.975, n - 1) * np.std(values, ddof=1) / np.sqrt(n))
-    return float(np.mean(values)), half
+    found = t_interval(values)
+    return found.mean, found.high - found.mean if len(values) > 1 else 0.0
 
 
 def _by_seed(
@@ -92,9 +88,9 @@ def _rates(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[str, list[floa
     return {system: [row["tokens_per_s"] for row in each] for system, each in own.items()}
 
 
-def _ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of paired ratios and half its interval."""
-    return mean_and_interval([x / y for x, y in zip(a, b, strict=True)])
+def _ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """Return the mean of paired ratios, with its interval."""
+    return t_interval([x / y for x, y in zip(a, b, strict=True)])
 
 
 def systems_of(cell: Cell, n_gpus: int = 8) -> list[System]:
@@ -165,19 +161,19 @@ def _scaling(rows: Sequence[dict[str, Any]]) -> list[Claim]:
     bf16 = _rates(rows, cell="H100 BF16", gpus=8)
     ours = f"{OURS}, margin 3"
     up = {
-        name: _ratio(fp8[8][name], fp8[4][name])[0]
+        name: _ratio(fp8[8][name], fp8[4][name]).mean
         for name in fp8[4]
         if name.endswith(AT_2048) and name in fp8[8]
     }
     said = ", ".join(f"{name.removesuffix(AT_2048)} {ratio:.2f}" for name, ratio in up.items())
     each = ", ".join(f"{n} GPUs {np.mean(rates[ours]):,.0f}" for n, rates in fp8.items())
-    gains = {n: 100 * (_ratio(r[ours], r[BALANCER])[0] - 1) for n, r in fp8.items()}
+    gains = {n: paired_percent(r[ours], r[BALANCER]).mean for n, r in fp8.items()}
+    precision, linear = _ratio(fp8[8][ours], bf16[ours]), _ratio(fp8[8][ours], fp8[4][ours])
     return [
-        Claim("H100: tokens/s in FP8 over BF16, 8 GPUs", 2.0, 2.0,
-              _ratio(fp8[8][ours], bf16[ours])[0], "x", 0.2,
-              "our BF16 reaches 51% MFU, above the paper's 30 to 36%"),
-        Claim("H100 FP8: 8 over 4 GPUs (near linear)", 1.8, 2.0,
-              _ratio(fp8[8][ours], fp8[4][ours])[0], "x", 0.1, f"tokens/s: {each}", stated=False),
+        Claim("H100: tokens/s in FP8 over BF16, 8 GPUs", 2.0, 2.0, precision.mean, "x", 0.2,
+              "our BF16 reaches 51% MFU, above the paper's 30 to 36%", interval=precision[1:]),
+        Claim("H100 FP8: 8 over 4 GPUs (near linear)", 1.8, 2.0, linear.mean, "x", 0.1,
+              f"tokens/s: {each}", stated=False, interval=linear[1:]),
         Claim("H100 FP8: the least of the baselines, 8 over 4 GPUs (plateau or regress)", 0.8, 1.2,
               min(up.values()), "x", 0.1, said, stated=False, neutral=None),
         Claim("H100 FP8: the router's gain at 8 less at 2 GPUs (grows)", 1.0, 18.0,
@@ -224,18 +220,18 @@ def _over_best(
         if _is_baseline(r) and r.endswith(AT_2048) == at_2048 and "of the requests" not in r
     }  # fmt: skip
     ranked = sorted(base, key=lambda r: -float(np.mean(base[r])))
-    ratio, half = _ratio(rates[ours], base[ranked[0]])
+    gain = paired_percent(rates[ours], base[ranked[0]])
     budgets = {row["system"]: row["budget"] for row in rows if row["cell"] == cell}
     said = [f"{ours} at {budgets[ours]} over {ranked[0].removesuffix(AT_2048)} at "
-            f"{budgets[ranked[0]]} tokens a step, +-{half:.2f}"]  # fmt: skip
-    said += [f"{_ratio(rates[ours], base[r])[0]:.2f} over {r.removesuffix(AT_2048)}"
+            f"{budgets[ranked[0]]} tokens a step"]  # fmt: skip
+    said += [f"{_ratio(rates[ours], base[r]).mean:.2f} over {r.removesuffix(AT_2048)}"
              for r in ranked[1:]]  # fmt: skip
     if LONGEST in rates:
         best = _ratio(rates[LONGEST], base[ranked[0]])
-        said += [f"longest prompts first, ours: {best[0]:.2f} +-{best[1]:.2f}"]
+        said += [f"longest prompts first, ours: {best.mean:.2f} [{best.low:.2f}, {best.high:.2f}]"]
     budget = "2,048 tokens a step" if at_2048 else "its best budget"
     return Claim(f"{cell}: over the best baseline at {budget}, {gpus} GPUs", low, high,
-                 100 * (ratio - 1), "%", 5.0, "; ".join(said))  # fmt: skip
+                 gain.mean, "%", 5.0, "; ".join(said), interval=gain[1:])  # fmt: skip
 
 
 def figure_10(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
@@ -250,25 +246,25 @@ def figure_10(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
             requests = logs.real(sizes.tuning_scale, sharing)
             chosen = tuned(runner, cell, systems, requests, sizes.budgets[-3::2])
             rows += _by_seed(runner, cell, chosen, logs, sizes, sharing, sizes.tuning_scale)
-    claims, own = [], {}
+    claims, own = [], dict[str, Interval]()
     for cell, paper in zip(CELLS, (18, 17, 18, 16), strict=True):
         gains = {}
         for sharing in shares[cell]:
             rates = _rates(rows, cell=cell.name, sharing=sharing)
-            gains[sharing] = {r: _ratio(rates[r], rates[BALANCER]) for r in rates}
-        own[cell.name] = max(100 * (m - 1) for r, (m, _) in gains[SHARING].items()
-                             if r.startswith(OURS))  # fmt: skip
+            gains[sharing] = {r: paired_percent(rates[r], rates[BALANCER]) for r in rates}
+        own[cell.name] = max(g for r, g in gains[SHARING].items() if r.startswith(OURS))
         each = "; ".join(
             f"sharing {s:g}: " + ", ".join(
-                f"{r} {100 * (m - 1):+.0f}+-{100 * h:.0f}%" for r, (m, h) in g.items()
-                if r != BALANCER)
+                f"{r} {found.mean:+.0f} [{found.low:.0f}, {found.high:.0f}]%"
+                for r, found in g.items() if r != BALANCER)
             for s, g in gains.items()
         )  # fmt: skip
         claims.append(
-            Claim(f"{cell.name}: the router over vLLM's balancer", paper, paper, own[cell.name],
-                  "%", 3.0, f"assumed prefixes; {each}", given=cell == H100_FP8)
+            Claim(f"{cell.name}: the router over vLLM's balancer", paper, paper,
+                  own[cell.name].mean, "%", 3.0, f"assumed prefixes; {each}",
+                  given=cell == H100_FP8, interval=own[cell.name][1:])
         )  # fmt: skip
-    more = own[H100_FP8.name] - own["H100 BF16"]
+    more = own[H100_FP8.name].mean - own["H100 BF16"].mean
     statement = "H100: the router's gain in FP8 less in BF16"
     claims.append(Claim(statement, 1.0, 1.0, more, "points", 1.0))
 
