@@ -203,14 +203,18 @@ def is_cold() -> bool:
 
 #: Folders and modules whose compiled functions call each other, or whose constants they contain.
 #: numba looks whether a function's own file has changed, not at those of the functions it calls.
-_FOLDERS = ("simulator.plane", "simulator.plane.steps")
+_FOLDERS = tuple(f"simulator.plane{inner}" for inner in ("", ".kv", ".scheduler", ".steps"))
 _MODULES = (
     *("kernel_profiles.kernels.all_to_all", "kernel_profiles.kernels.all_to_all_cost"),
     *("kernel_profiles.steps.cost_tables", "kernel_profiles.steps.step_cost"),
     *("kernel_profiles.steps.weight_streaming", "simulator.setup.replay"),
     *("policies.replicas.base", "policies.replicas.metro", "policies.replicas.weighted"),
     *("policies.routing.marginal_cost", "policies.routing.unions"),
-    *("traces.requests.arc", "traces.requests.linked", "traces.requests.session_lists"),
+    *(
+        "traces.requests.caches.arc",
+        "traces.requests.caches.linked",
+        "traces.requests.caches.session_lists",
+    ),
 )
 
 

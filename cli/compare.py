@@ -80,7 +80,7 @@ def compare(
     With --drafts, run numbers of drafts instead, at several requests in flight; with --autoscale,
     autoscalers."""
     # The simulator takes long to import: --help and completion do without.
-    from eldr_sim.planning.compare.policies import MARKER
+    from eldr_sim.simulator.results import MARKER
 
     check_out(out, force, MARKER)
     extras = plot_extras(plot, out)
@@ -166,7 +166,7 @@ def _autoscalers(
 
 
 def _print(comparison: Comparison) -> None:
-    from eldr_sim.planning.intervals import mean_known
+    from eldr_sim.planning.slo import mean_known
 
     paired, n_seeds = comparison.paired.summaries, comparison.n_seeds
     columns = ["policy", *map(label, HEADLINE)]

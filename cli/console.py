@@ -320,7 +320,7 @@ def _print_run(summary: dict[str, Any], alone: bool) -> None:
     if "arrivals" in trace:
         _line("Arrivals", trace["arrivals"])
     if part := trace.get("log_window"):
-        from eldr_sim.traces.requests.log_window import part_in_words
+        from eldr_sim.traces.requests.logs.log_window import part_in_words
 
         _text(f"Measured: {part_in_words(part)}")
     if summary["max_concurrency"] is not None:
@@ -469,7 +469,7 @@ def _print_basis(summary: dict[str, Any]) -> None:
 
 def print_log_part(summary: Mapping[str, Any]) -> None:
     """Print what of a log is measured, if anything is."""
-    from eldr_sim.traces.requests.log_window import part_in_words
+    from eldr_sim.traces.requests.logs.log_window import part_in_words
 
     if part := summary["trace"].get("log_window"):
         click.echo(f"Measured: {part_in_words(part)}")

@@ -35,25 +35,38 @@ from eldr_sim.simulator.setup.config.run_config import (
     set_field,
 )
 
-#: Of a long group: fields that the help prints behind it, in a section of their own.
-_APART: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Cluster": ("Parallelism", (
+#: Sections of the help behind that of a long group, and their fields of it.
+_APART: dict[str, dict[str, tuple[str, ...]]] = {
+    "Cluster": {"Parallelism": (
         "tensor_parallel_size", "enable_expert_parallel", "data_parallel_size",
         "enable_elastic_ep", "micro_batches", "pipeline_parallel_size", "num_redundant_experts",
         "gpus_per_node", "all2all_backend",
-    )),
-    "Workload": ("Measured part", (
-        "log_from", "log_to", "busiest", "duration", "warmup", "num_requests", "seed",
-    )),
+    )},
+    "Workload": {
+        "Measured part": (
+            "log_from", "log_to", "busiest", "duration", "warmup", "num_requests", "seed",
+        ),
+        "Sessions": (
+            "sessions", "max_active_sessions", "turns", "calls_per_turn", "think_time", "tool_time",
+            "new_tokens", "history", "sessions_file", "recorded_ttft_ms", "recorded_tpot_ms",
+        ),
+    },
+    "Routing": {"Lengths": (
+        "input_len", "prompt_lengths", "output_len", "random_range_ratio", "prefix_len",
+        "num_prefixes", "length_shape",
+    )},
+    "Engine": {"Cache tiers": (
+        "kv_tier", "kv_load", "kv_overlap", "kv_in_flight", "answer_kv", "kv_signal",
+    )},
 }  # fmt: skip
 #: The fields of a run's configuration by group, in the order of the help.
 GROUPS: dict[str, tuple[str, ...]] = {}
 for _name, _group in CONFIG_GROUPS.items():
     _title = _name.replace("_", " ").capitalize()
-    _behind, _apart = _APART.get(_title, ("", ()))
+    _sections = _APART.get(_title, {})
+    _apart = {field for fields in _sections.values() for field in fields}
     GROUPS[_title] = tuple(field for field in _group.model_fields if field not in _apart)
-    if _apart:
-        GROUPS[_behind] = _apart
+    GROUPS |= _sections
 GROUPS[POOLS := "Prefill and decode workers, where they differ"] = ()
 #: Options of every command that makes a result.
 _OUTPUT = (

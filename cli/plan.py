@@ -371,7 +371,7 @@ def _long_output(config: RunConfig) -> float:
     """Return the output tokens that nine in ten requests of a log do not exceed."""
     import numpy as np
 
-    from eldr_sim.traces.requests.request_logs import known_log
+    from eldr_sim.traces.requests.logs.request_logs import known_log
 
     return float(np.quantile(known_log(config.workload, config.columns).output_len, 0.9))
 

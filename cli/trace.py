@@ -298,10 +298,10 @@ def hits(log: Path, sessions_file: str | None, model: str) -> None:
     used (LRU), or as ARC does, or the worst session; nobody finds more than Belady's bound.
     Requests come one after the other."""
     from eldr_sim.kernel_profiles.models import load_model
-    from eldr_sim.traces.requests.eviction import hit_rates
+    from eldr_sim.traces.requests.caches.eviction import hit_rates
+    from eldr_sim.traces.requests.caches.reuse import reuse_of
     from eldr_sim.traces.requests.load import Load
     from eldr_sim.traces.requests.requests import make_requests
-    from eldr_sim.traces.requests.reuse import reuse_of
     from eldr_sim.traces.requests.texts import draw_texts
 
     load = Load(str(log), sessions_file=sessions_file)

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from eldr_sim.arrays import Ints
 
 BLOCK = 16
 PREFILL_TOKENS_S, TRANSFER_S = 40e3, 0.02
-Lengths = Callable[[np.random.Generator, int], NDArray[np.int64]]
+Lengths = Callable[[np.random.Generator, int], Ints]
 
 
 @dataclass(frozen=True)

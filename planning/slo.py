@@ -4,12 +4,58 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.simulator.setup.config.run_config import ServiceLevel, make_config
+
+
+class Interval(NamedTuple):
+    """A mean over seeds with its confidence interval; the ends are NaN for one seed."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def t_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Return the mean of independent values with Student's t interval, n - 1 degrees of freedom."""
+    from scipy.special import stdtrit  # takes long to import
+
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return Interval(mean, math.nan, math.nan)
+    standard_error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    error = standard_error * float(stdtrit(len(values) - 1, (1 + confidence) / 2))
+    return Interval(mean, mean - error, mean + error)
+
+
+def paired_percent(
+    values: Sequence[float | None], reference: Sequence[float | None], confidence: float = 0.95
+) -> Interval:
+    """Return the mean paired difference of two configurations in percent of the reference.
+
+    One value per seed, in the same order; seeds in which either side has none are left out. NaN: no
+    seed."""
+    pairs = [(v, r) for v, r in zip(values, reference, strict=True) if v is not None and r]
+    if not pairs:
+        return Interval(math.nan, math.nan, math.nan)
+    ours, theirs = np.array(pairs, dtype=np.float64).T
+    return t_interval((100.0 * (ours / theirs - 1.0)).tolist(), confidence)
+
+
+def is_below(values: Sequence[float | None], reference: Sequence[float | None]) -> bool:
+    """Whether values are below a reference, by the 95% interval of paired differences."""
+    n = min(len(values), len(reference))
+    return paired_percent(values[:n], reference[:n]).high < 0.0
+
+
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean over the seeds that have a value; None if none has."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
 
 
 class Verdict(StrEnum):
@@ -24,11 +70,10 @@ class Verdict(StrEnum):
 class Objective:
     """A service level, the share of requests that must keep it, and the confidence required.
 
-    ``level``: bounds of TTFT, TPOT and E2EL, ms; at least one; ``attainment``: share of the
-    measured requests that must keep all, 0 to 1; ``looks``: numbers of seeds after which the
-    interval is computed: the first that lies on one side of the target decides; ``confidence``:
-    over all looks (Bonferroni): each uses an interval of ``1 - (1 - confidence) / len(looks)``.
-    """
+    ``level``: bounds, ms; ``attainment``: share of the measured requests that must keep all;
+    ``looks``: seeds after which the interval is computed: the first that lies on one side of the
+    target decides; ``confidence``: over all looks (Bonferroni): each has ``1 - (1 - confidence) /
+    len(looks)``."""
 
     level: ServiceLevel
     attainment: float = 0.99
@@ -49,12 +94,8 @@ class Objective:
     def is_out_of_reach(self, shares: Sequence[float]) -> bool:
         """Whether no luck of further seeds could show that the target is met.
 
-        A look shows it by the low end of Student's interval: the mean less t standard errors. That
-        is highest where all further seeds have one share, as their spread lowers it, and concave in
-        that share: here it is taken where the derivative is zero, or at 1. So one seed below the
-        target is enough where three are the most, and one with twice the misses that are allowed
-        where eight are.
-        """
+        A look shows it by the mean less t standard errors. That is highest where all further seeds
+        have one share, and concave in that share: taken where the derivative is zero, or at 1."""
         from scipy.special import stdtrit  # takes long to import
 
         k, mean = len(shares), math.fsum(shares) / len(shares)
@@ -87,10 +128,7 @@ class Objective:
 
 
 def looks_up_to(seeds: int) -> tuple[int, ...]:
-    """Return the looks for at most ``seeds`` seeds: 3, 5, 8, 13, ..., ``seeds``.
-
-    Raises InputError if ``seeds`` is below 2: an interval needs two.
-    """
+    """Return the looks 3, 5, 8, 13, ..., ``seeds``; raises InputError below 2."""
     if seeds < 2:
         raise InputError("seeds", str(seeds), "2 or more: an interval needs them")
     looks, following = [3], 5
@@ -101,11 +139,7 @@ def looks_up_to(seeds: int) -> tuple[int, ...]:
 
 
 def parse_slo(texts: Iterable[str], field: str = "slo") -> ServiceLevel:
-    """Parse bounds such as ``ttft:500,tpot:30``, in milliseconds, from one or more texts.
-
-    Raises InputError if a bound is not ``METRIC:MS``, unknown, given twice, or not positive; names
-    ``field``.
-    """
+    """Parse bounds such as ``ttft:500,tpot:30``, ms; raises InputError, naming ``field``."""
     bounds: dict[str, str] = {}
     for text in (part.strip() for given in texts for part in given.split(",")):
         name, colon, bound = text.partition(":")
@@ -124,28 +158,17 @@ def parse_slo(texts: Iterable[str], field: str = "slo") -> ServiceLevel:
 def attainment_interval(
     shares: Sequence[float], requests: int, confidence: float = 0.95
 ) -> Interval:
-    """Return the mean attainment over seeds with an interval.
-
-    Requests of one run depend on each other, so the sample is the seeds: Student's t over their
-    shares. If these hardly differ, that interval is too narrow for the number of requests, so the
-    result also covers Wilson's interval, which treats the requests of all seeds as independent
-    (Wilson, JASA 22, 1927). ``shares``: of good requests under each seed; ``requests``: of all
-    seeds.
-    """
+    """Return the mean attainment over seeds with Student's t interval, which also covers Wilson's
+    of all ``requests`` (JASA 22, 1927), as shares that hardly differ make it too narrow."""
     return _widened(t_interval(shares, confidence), requests, confidence)
 
 
 def block_interval(runs: Iterable[Sequence[tuple[int, int]]], confidence: float = 0.95) -> Interval:
-    """Return the attainment of a log with an interval over its blocks.
+    """Return the attainment of a log with an interval over its blocks, of which ``runs`` has each
+    seed's (good, all), taken as independent and alike.
 
-    Seeds of a run share a log's arrivals, so their interval is that of the log itself. How much
-    another stretch of such load may differ is in the log's blocks: the attainment is the ratio of
-    their sums, and the interval Student's t with the variance of a ratio estimator (Cochran,
-    Sampling Techniques, 3rd ed. 1977, eq. 6.13), widened as `attainment_interval`. It takes the
-    blocks as independent and alike: a load that grows from one end to the other has no such blocks.
-
-    ``runs``: of each seed, (good, all) requests of the blocks.
-    """
+    The attainment is the ratio of their sums, the interval Student's t with the variance of a ratio
+    estimator (Cochran, Sampling Techniques, 1977, eq. 6.13), widened as `attainment_interval`."""
     from scipy.special import stdtrit  # takes long to import
 
     counts = np.array(list(runs), np.float64).sum(axis=0)

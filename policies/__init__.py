@@ -1,10 +1,5 @@
 """Who serves it? Pure decisions over what a real router could see, usable before a real engine.
 
 ``base`` says what policies are, what they see and what they need; ``choice`` has the one list of
-their names, ``registry`` finds them, those of other packages too (``docs/example_policy``);
-``routing``, ``eldr``, ``placement``, ``replicas``, ``queue`` and ``scaling`` have those of each
-decision.
-
-Symbols follow ELDR (Sec. 4): L layers, E experts a layer, K decode workers, N calibration requests,
-tau the width of the locality band.
-"""
+their names, ``registry`` finds them, those of other packages too (``docs/example_policy``). Symbols
+follow ELDR (Sec. 4): L layers, E experts a layer, K decode workers, N calibration requests, tau."""

@@ -31,32 +31,26 @@ _COSTS = ("step_times", "rank_moe", "prefill_work", "all_to_all", "placements")
 class Workers(NamedTuple):
     """The workers of a pool as their router sees them: a column each, shape [n_workers].
 
-    The router counts ``loads`` itself. The other columns are what the engines publish, as of
-    ``signals_s``: vLLM's metrics ``num_requests_waiting``, ``num_requests_running`` and
-    ``kv_cache_usage_perc``, and tokens, which vLLM's data-parallel balancer counts in requests.
-    """
+    The router counts ``loads`` itself; the others are what the engines publish, as of
+    ``signals_s``: vLLM's ``num_requests_waiting``, ``num_requests_running``,
+    ``kv_cache_usage_perc``, and tokens."""
 
     #: int64: requests in flight, from the router's decision until it hears of their end.
     loads: NDArray[np.int64]
-    #: ``waiting``, ``running``: int64: requests in the waiting queue, those whose KV cache is on
-    #: its way among them, and requests that compute or decode.
+    #: int64: requests that wait, their KV cache on its way or not, and that compute or decode.
     waiting: NDArray[np.int64]
     running: NDArray[np.int64]
-    #: ``waiting_tokens``, ``running_tokens``: int64: tokens of the prompts (after preemption:
-    #: contexts) that wait, and of the contexts of running requests.
+    #: int64: tokens of prompts (after preemption: contexts) that wait, and of running contexts.
     waiting_tokens: NDArray[np.int64]
     running_tokens: NDArray[np.int64]
     kv_usage: NDArray[np.float64]  #: float64: share of the KV blocks that requests hold, 0 to 1
     healthy: NDArray[np.bool_]  #: bool: whether the worker answers
-    #: ``now_s``, ``signals_s``: the router's clock, and when the engines published what the columns
-    #: say, s.
+    #: The router's clock, and when the engines published what the columns say, s.
     now_s: float = 0.0
     signals_s: float = 0.0
-    #: int64: tokens of the request's prompt that each worker's prefix cache holds, as the router
-    #: knows; of policies that declare ``needs.matched``.
+    #: int64: cached tokens of the request's prompt, as the router knows; under ``needs.matched``.
     matched: NDArray[np.int64] = np.zeros(0, np.int64)
-    #: int64: the same, and behind them those that it could load from KV tiers; float64: and what
-    #: that would take now, s.
+    #: int64: these and those that KV tiers could load; float64: what that would take now, s.
     reachable: NDArray[np.int64] = np.zeros(0, np.int64)
     load_s: NDArray[np.float64] = np.zeros(0)
 
@@ -84,18 +78,14 @@ class RequestInfo(NamedTuple):
 
     request_id: int  #: number of the request within the run
     prompt_len: int  #: prompt length in tokens
-    #: Oracle domain label, an index into ``CalibrationSet.domains``. No real router has it: only
-    #: ``DomainPolicy`` reads it.
+    #: Oracle label, an index into ``CalibrationSet.domains``, which only ``DomainPolicy`` reads.
     domain: int
-    #: Hashes of the prompt's blocks in order, each over its own tokens and all before them (as vLLM
-    #: chains its block hashes); the last block may be partial. Empty where none is known.
+    #: Hashes of the prompt's blocks in order, chained as vLLM's; the last may be partial.
     prefix_hash: Sequence[int] = ()
-    #: Prefill counts, shape [L, E]: prompt tokens that chose expert ``e`` at layer ``l``; or the
-    #: summed gate scores, as the policy's ``needs.signature`` says. ``None`` before prefill has
-    #: ended, and where the routing trace is decode-only.
+    #: Prefill counts, [L, E], of the prompt tokens that chose each expert, or summed gate scores
+    #: (``needs.signature``); None before prefill has ended, and of decode-only traces.
     signature: NDArray[Any] | None = None
-    #: Names the content of ``signature``: two requests with the same id have equal counts, so that
-    #: a policy may reuse what it computed. ``None``: nothing is promised.
+    #: Two requests with the same id have equal counts; None: nothing is promised.
     signature_id: int | None = None
     #: Names the conversation or the user that the request belongs to; ``None`` where unknown.
     session: int | str | None = None
@@ -106,9 +96,7 @@ class RequestInfo(NamedTuple):
 class Needs(NamedTuple):
     """What a policy needs, beside what is asked: declared on its class, checked by the registry.
 
-    It gets nothing of the run that it does not declare. Where parameters decide, the constructor
-    replaces it: ``self.needs = self.needs._replace(...)``.
-    """
+    It gets nothing else of the run. Where parameters decide, its constructor replaces it."""
 
     experts: bool = False
     """Calibration requests or a fit to them: what the experts of the model do."""
@@ -158,8 +146,7 @@ class Policy:
     decision: ClassVar[str]  #: which decision it makes, one of ``choice.FIELDS``,
     also: ClassVar[str] = ""  #: and another that it can make as well
     needs: Needs = Needs()  #: what it needs
-    #: What it may be told; the constructor gets one, after the context, where this is a class of
-    #: the policy's own.
+    #: What it may be told: the constructor's second argument, where it is a class of its own.
     Parameters: ClassVar[type[choice.Parameters]] = choice.Parameters
 
     def __init__(self, context: PolicyContext, parameters: choice.Parameters | None = None) -> None:
@@ -169,8 +156,7 @@ class Policy:
 class RouterPolicy(Policy):
     """Chooses the worker of a request: the prefill worker at its arrival, or the decode worker.
 
-    The decode worker is chosen when the prefill has ended.
-    """
+    That one is chosen when the prefill has ended."""
 
     artifact: RoutingArtifact | None = None
     """The fit that the policy uses; a placement of the same run may rest on it."""
@@ -181,38 +167,30 @@ class RouterPolicy(Policy):
     """Blocks of a prompt's start that make its key, where ``rule_by`` is ``prefix``."""
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the index of the worker; None to hold the request.
-
-        A held request is asked for again, in the order of arrival among those held, when the router
-        hears of an end or of new signals.
-        """
+        """Return the index of the worker; None to hold the request, which is asked for again, in
+        the order of arrival among those held, when the router hears of an end or of new signals."""
         return self.rules([request])[0].pick(workers)
 
     def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule | Kept]:
         """Return the rule of each request; the same object for equal requests.
 
         Unless ``rule_by`` is None, the simulator asks once for all requests that the policy treats
-        alike, of many kinds in one call where it can, and applies the rules itself, compiled.
-        """
+        alike and applies the rules itself, compiled."""
         raise NotImplementedError
 
     def on_complete(self, request_id: int, worker: int) -> None:
-        """Take note that a request has left the worker that ``select`` chose for it.
-
-        As SGLang's router calls ``on_request_complete`` of its policies: when the router hears of
-        it, together with the fall of the worker's load; once for every request that the policy has
-        placed, unless the run ends before.
-        """
+        """Take note, as SGLang's ``on_request_complete``, that a request has left the worker that
+        ``select`` chose for it: when the router hears of it; once for every request placed, unless
+        the run ends before."""
         raise NotImplementedError
 
     def on_blocks(self, worker: int, stored: Sequence[int], evicted: Sequence[int]) -> None:
-        """Take note of the prompt blocks that a worker's prefix cache has got and lost.
+        """Take note of the prompt blocks that a worker's prefix cache has got and lost, as vLLM's
+        KV cache events.
 
-        As vLLM's KV cache events: hashes as in ``RequestInfo.prefix_hash``, full blocks only; one
-        in both has come and gone. This and ``on_tokens`` are told before the policy decides next,
-        for each worker in the order in which they happened; where engines publish their signals now
-        and then, before the first decision after each publication.
-        """
+        Hashes as in ``RequestInfo.prefix_hash``, full blocks only; one in both has come and gone.
+        This and ``on_tokens`` are told before the policy decides next, in the order in which they
+        happened; where engines publish signals now and then, after each publication."""
         raise NotImplementedError
 
     def on_tokens(self, worker: int, tokens: int) -> None:
@@ -235,16 +213,14 @@ def gives_rules(policy: RouterPolicy | None) -> bool:
 class PolicyContext:
     """All that a policy may be built from; a policy takes what it needs.
 
-    Raises InputError if ``n_workers``, ``group_size`` or ``prefix_block_tokens`` is out of range.
-    """
+    Raises InputError if ``n_workers``, ``group_size`` or ``prefix_block_tokens`` is out of
+    range."""
 
     n_workers: int  #: workers to choose from, at least 1
     rng: np.random.Generator  #: random stream of the policy; a deterministic policy leaves it alone
-    #: The calibration requests or a function that returns them, called only by policies that need
-    #: them.
+    #: The calibration requests, or a function, called only by policies that need them.
     calibration: CalibrationSet | Callable[[], CalibrationSet] | None = None
-    #: ELDR's offline fit, or a function that makes it with these options and so many clusters;
-    #: called only by policies that need it.
+    #: ELDR's offline fit, or a function of options and clusters, called where it is needed.
     artifact: RoutingArtifact | Callable[[FitOptions, int], RoutingArtifact] | None = None
     token_budget: int = 8192  #: tokens that a step of a worker computes at most
     kv_token_s: float = 0.0  #: seconds that a token's KV cache takes to a worker, alone on its link
@@ -253,19 +229,15 @@ class PolicyContext:
     step_times: StepCost | None = None  #: step times of the model on a decode worker
     #: Times of a MoE layer on a GPU that shares experts with others.
     rank_moe: RankMoE | None = None
-    #: Function that returns what prompts cost a prefill worker and the work that it needs at once,
-    #: called only by policies that need it.
+    #: Function: what prompts cost a prefill worker and the work it needs at once; where needed.
     prefill_work: Callable[[], PrefillWork] | None = None
     all_to_all: AllToAll | None = None  #: times of dispatch and combine between such GPUs
-    #: Function that returns where the experts of each group of decode workers lie, called only by
-    #: policies that need it; None where every GPU holds all.
+    #: Function: where the experts of decode groups lie; None where every GPU holds all.
     placements: Callable[[], Sequence[Placement]] | None = None
-    #: The future, which no real router has, for oracles only: a function of ``request_id`` that
-    #: returns the share of the request's decode steps to come in which it will select each expert,
-    #: float64 [MoE layers of the model, E].
+    #: Function of ``request_id``, for oracles only: the share of decode steps to come that select
+    #: each expert, float64 [MoE layers, E].
     future: Callable[[int], NDArray[np.float64]] | None = None
-    #: Neighbouring workers that share experts, and so one union of them: a divisor of
-    #: ``n_workers``. Locality is between such groups.
+    #: Neighbouring workers that share experts, and so one union: a divisor of ``n_workers``.
     group_size: int = 1
     #: Whether the workers compute prompts beside their decode batches (co-located ones).
     computes_prompts: bool = False

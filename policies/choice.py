@@ -1,9 +1,7 @@
-"""A policy and its parameters as one word: ``eldr:tau=0.2,layer_mask=all``.
+"""A policy and its parameters as one word, ``eldr:tau=0.2,layer_mask=all``, or in files a mapping.
 
-Files may spell it as a mapping: ``{name: eldr, tau: 0.2}``. Of both there is one canonical form:
-the name as the registry has it, then the parameters that differ from their defaults, in the order
-of the policy's own list. Equal choices are equal words, in results and comparisons too.
-"""
+The canonical form has the registry's name, then the parameters that differ from their defaults, in
+the order of the policy's own list: equal choices are equal words, in results too."""
 
 import re
 from collections.abc import Mapping
@@ -26,7 +24,9 @@ FIELDS: dict[str, str] = {
 #: The same the other way round.
 DECISION_OF = {field: decision for decision, field in FIELDS.items()}
 #: A class and the one above it, or what it says of itself.
-_SAID = re.compile(r'^class (\w+)\((\w+)|^    (name|decision|also) = "(\w+)"', re.MULTILINE)
+_SAID = re.compile(
+    r'^class (\w+)\((?:\w+\.)?(\w+)|^    (name|decision|also) = "(\w+)"', re.MULTILINE
+)
 
 
 def _built_in() -> dict[str, dict[str, str]]:
@@ -89,13 +89,10 @@ class Choice(NamedTuple):
 
 
 def parse(value: object, field: str) -> Choice:
-    """Read a choice from a word or a mapping.
+    """Read a choice from a word or a mapping; raises InputError, naming ``field``.
 
-    A class in a file is named ``./mine.py:Class``, or with parameters ``./mine.py:Class:n=3``.
-    In a word a part without ``=`` goes on with the value before it: ``eldr:layer_mask=0,3,5``.
-
-    Raises InputError: naming ``field``, if the value is neither, or has no name.
-    """
+    A class in a file is named ``./mine.py:Class``, or with parameters ``./mine.py:Class:n=3``. In a
+    word a part without ``=`` goes on with the value before it: ``eldr:layer_mask=0,3,5``."""
     if isinstance(value, Mapping):
         given = dict(value)
         name = given.pop("name", None)
@@ -123,10 +120,8 @@ def parse(value: object, field: str) -> Choice:
 
 
 def split(text: str) -> list[str]:
-    """Return the choices of a list such as ``jsq,eldr:tau=0.2,layer_mask=0,3``.
-
-    A part that gives a parameter or begins with a digit belongs to the policy before it.
-    """
+    """Return the choices of a list such as ``jsq,eldr:tau=0.2,layer_mask=0,3``: a part that gives a
+    parameter or begins with a digit belongs to the policy before it."""
     choices: list[str] = []
     for part in filter(None, map(str.strip, text.split(","))):
         head = part.partition(":")[0]
@@ -140,11 +135,7 @@ def split(text: str) -> list[str]:
 def parameters_of(
     name: str, kind: type[Parameters], given: Mapping[str, Any], field: str
 ) -> Parameters:
-    """Validate the parameters of a policy of this name against its own list.
-
-    Raises InputError: naming ``field`` and the first parameter that the policy does not have or
-    take.
-    """
+    """Validate a policy's parameters by its own list; raises InputError."""
     try:
         return kind.model_validate(dict(given))
     except ValidationError as error:

@@ -19,12 +19,9 @@ _OURS = "eldr_sim"
 
 
 def guarded(policy: type[Policy], origin: str, field: str) -> type[Policy]:
-    """Return a subclass whose errors, and answers that are none, raise InputError.
-
-    What the class inherits from ours stays as it is: which of ``select`` and ``rules`` it defines
-    itself decides how it is asked (`base.gives_rules`). ``origin``: its package or file; ``field``:
-    the field of a run's configuration that chooses it.
-    """
+    """Return a subclass whose errors, and answers that are none, raise InputError, naming
+    ``origin``, its package or file, and ``field`` of the configuration. What it inherits from ours
+    stays (`base.gives_rules`)."""
     whose = f"{policy.name!r} of {origin}"
     asked = next(
         (set(vars(c)) for c in policy.__mro__ if {"select", "rules"} & set(vars(c))), set()

@@ -1,18 +1,12 @@
 """Policies by name: the built-in ones and those of other packages.
 
-A package adds a policy by an entry point of the group ``eldr_sim.policies`` that resolves to a
-class with a ``name``, a ``decision`` and its ``needs``, which are checked here: a subclass of
-:class:`~eldr_sim.policies.base.RouterPolicy`, ``QueueOrder``, ``PlacementPolicy``,
-``ReplicaChoice`` or ``Autoscaler``, or made one. Its constructor takes a
-:class:`~eldr_sim.policies.base.PolicyContext`, and after it the parameters if the class has a list
-of its own: a subclass of :class:`~eldr_sim.policies.choice.Parameters` as its attribute
-``Parameters``. What each is asked stands in ``docs/policies.md``.
-
-``./mine.py:Class`` is such a class in a file; it needs neither entry point, name nor decision.
-The entry point's own key is free. Built-in names (`choice.BUILT_IN`) cannot be taken over. Other
-packages are loaded only when a name is not built in, or when all names are listed. What goes wrong
-in them is an InputError that names the package, the call and the request (`plugins`).
-"""
+A package adds a policy by an entry point of the group ``eldr_sim.policies``: a class with a
+``name``, a ``decision`` and its ``needs``, which are checked here, a subclass of `RouterPolicy`,
+`QueueOrder`, `PlacementPolicy`, `ReplicaChoice` or `Autoscaler`, or made one. Its constructor takes
+a `PolicyContext`, and its parameters if it has a list of its own as ``Parameters``
+(``docs/policies.md``). ``./mine.py:Class`` is such a class in a file, without entry point, name or
+decision. Built-in names (`choice.BUILT_IN`) cannot be taken over. What goes wrong in other packages
+is an InputError that names the package, the call and the request (`plugins`)."""
 
 from collections.abc import Iterable
 from functools import cache, lru_cache
@@ -60,22 +54,14 @@ _BESIDES = {"on_complete": "ends", "on_blocks": "blocks", "on_tokens": "blocks",
 
 
 def names(decision: str) -> list[str]:
-    """Return the names of the policies for a decision, the built-in ones first.
-
-    ``decision``: one of `DECISIONS`. Raises InputError: for another decision, or if an installed
-    package offers a broken policy.
-    """
+    """Return the policies' names for a decision, ours first; raises InputError."""
     if decision not in DECISIONS:
         raise InputError("decision", f"unknown decision {decision!r}", ", ".join(DECISIONS))
     return [*BUILT_IN[decision], *sorted(_external(decision))]
 
 
 def decode_policy(choice: object, context: PolicyContext) -> RouterPolicy:
-    """Build a decode policy from a `choice`, such as ``jsq`` or ``eldr:tau=0.2``.
-
-    Raises InputError if there is no such policy or parameter, or if the policy needs what the
-    context lacks.
-    """
+    """Build a decode policy from a `choice` such as ``eldr:tau=0.2``; raises InputError."""
     return cast("RouterPolicy", _build("decode", choice, context))
 
 
@@ -129,18 +115,13 @@ def _build(decision: str, choice: object, context: PolicyContext) -> Policy:
 
 
 def needs(field: str, choice: object) -> Needs:
-    """Return what the policy needs that a field of a run's configuration chooses.
-
-    Raises InputError if there is no such policy.
-    """
+    """Return what the policy of a field of a configuration needs; raises InputError."""
     return find(DECISION_OF[field], parse(choice, field).name).needs
 
 
 def find(decision: str, name: str) -> type[Policy]:
-    """Return a policy's class; names are known in any case of letters, or ``./mine.py:Class``.
-
-    Raises InputError if there is none, with the names that there are.
-    """
+    """Return a policy's class, in any case of letters, or ``./mine.py:Class``; raises
+    InputError."""
     if ".py:" in name:
         path, _, attribute = name.rpartition(":")
         file = regular_file(path, FIELDS[decision])

@@ -11,27 +11,21 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from eldr_sim.policies.base import Workers
 
-#: What a rule may weigh: columns of `base.Workers`, and the requests ``sent`` to a worker since its
-#: engine published, which ``waiting`` and ``running`` do not count yet.
+#: What a rule may weigh: columns of `base.Workers`, and requests ``sent`` since engines published.
 COLUMNS = (
     "loads", "sent", "waiting", "running", "waiting_tokens", "running_tokens", "kv_usage",
 )  # fmt: skip
-#: What of a request decides on its rule. With ``prefix`` that is the key that its first
-#: ``prefix_blocks`` blocks make.
+#: What of a request decides on its rule; ``prefix``: the key of its first ``prefix_blocks`` blocks.
 RuleBy = Literal["nothing", "domain", "prefix", "signature"]
 
 
 class Rule:
     """Picks the one of ``workers`` with the smallest sum of weighted columns.
 
-    Ties go to the first tied worker behind the one picked last, as nginx's ``least_conn`` tries
-    equal servers in turn. Taking the lowest index instead would pile an idle cluster's requests on
-    worker 0.
-
-    ``weights``: of `COLUMNS`; without any, all workers are equal; ``in_turn``: begin behind the
-    worker picked last; else with the first of ``workers``, in order of preference among equals;
-    ``rng``: draws among equals, if given; the policy's ``rule_by`` must then be None.
-    """
+    Ties go to the first tied worker behind the one picked last, as nginx's ``least_conn``: the
+    lowest index would pile an idle cluster's requests on worker 0. ``weights``: of `COLUMNS`;
+    ``in_turn`` false: to the first of ``workers``; ``rng``: draws among equals; ``rule_by`` must
+    then be None."""
 
     __slots__ = ("_known", "_seen_s", "_sent", "in_turn", "rng", "turn", "weights", "workers")
 
@@ -62,13 +56,8 @@ class Rule:
         return any(self.weights[1:])
 
     def pick(self, workers: Workers) -> int | None:
-        """Return the chosen worker's index; None where no worker of the pool is healthy.
-
-        Where none of the rule's is, the least loaded healthy worker of the pool stands in.
-
-        ``workers``: `base.Workers`, whose signals are read when they are others than at the last
-        call.
-        """
+        """Return the chosen worker's index, the least loaded healthy one of the pool where none of
+        the rule's is, else None. ``workers``: their signals are read when they have changed."""
         usable = set(workers.usable())
         order: list[int] = [*range(self.turn, len(self.workers)), *range(self.turn)]
         order = [place for place in order if self.workers[place] in usable]

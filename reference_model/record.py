@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from eldr_sim.arrays import Array, Bools, Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import GateScores
@@ -42,8 +43,8 @@ class Prompts:
     """Prompts cut from held-out documents, the calibration requests before the serving ones."""
 
     tokens: list[NDArray[np.uint16]]  #: token ids of each prompt
-    domain: NDArray[np.int64]  #: index of the domain, ``[n]``
-    is_calibration: NDArray[np.bool_]  #: ``[n]``
+    domain: Ints  #: index of the domain, ``[n]``
+    is_calibration: Bools  #: ``[n]``
     per_document: int  #: most prompts that were cut from one document; they do not overlap
 
 
@@ -55,14 +56,14 @@ class RecordedRouting:
     output_len: int  #: tokens that each request generated
     #: uint8 or uint16 ``[tokens, layers, top_k]``, highest gate weight first: a row for each prompt
     #: token, then one for the forward pass of each generated token.
-    experts: NDArray[Any]
+    experts: Array
     token_ids: NDArray[np.uint16]  #: uint16 ``[tokens]``
     #: float32 ``[n, layers, experts]``: the gate's softmax and raw logits, summed over prompts.
     gate_prob: NDArray[np.float32]
     gate_logit: NDArray[np.float32]
 
     @property
-    def prompt_len(self) -> NDArray[np.int64]:
+    def prompt_len(self) -> Ints:
         """Prompt tokens of each request, ``[n]``."""
         return np.array([len(ids) for ids in self.prompts.tokens], dtype=np.int64)
 
@@ -149,7 +150,7 @@ def record(
             f"prompts and outputs span {longest} tokens",
             f"{model.config.context}, the context that the model was trained on",
         )
-    chunks: list[NDArray[np.int64]] = []
+    chunks: list[Ints] = []
     lengths = np.array([len(ids) for ids in prompts.tokens])
     for length in np.unique(lengths):
         same = np.flatnonzero(lengths == length)
@@ -199,7 +200,7 @@ def _start_worker(checkpoint: Path, config: RecordConfig, threads: int) -> None:
     _worker = model, config
 
 
-def _work(item: tuple[NDArray[np.int64], NDArray[np.uint16]]) -> Any:
+def _work(item: tuple[Ints, NDArray[np.uint16]]) -> Any:
     assert _worker is not None  # set when the process started
     return _record_chunk(*_worker, *item)
 
@@ -215,7 +216,7 @@ def _prepare(model: Qwen3Moe, config: RecordConfig) -> None:
 
 
 def _record_chunk(
-    model: Qwen3Moe, config: RecordConfig, chunk: NDArray[np.int64], ids: NDArray[np.uint16]
+    model: Qwen3Moe, config: RecordConfig, chunk: Ints, ids: NDArray[np.uint16]
 ) -> Any:
     # Each request draws from a stream of its own: its output does not depend on its batch.
     draws = [np.random.default_rng([config.seed, 1, q]).random(config.output_len) for q in chunk]
@@ -224,8 +225,8 @@ def _record_chunk(
 
 @torch.no_grad()
 def record_batch(
-    model: Qwen3Moe, prompts: NDArray[Any], draws: NDArray[np.float64], config: RecordConfig
-) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.float32], NDArray[np.float32]]:
+    model: Qwen3Moe, prompts: Array, draws: Floats, config: RecordConfig
+) -> tuple[Array, NDArray[np.uint16], NDArray[np.float32], NDArray[np.float32]]:
     """Record requests with equally long prompts, token ids ``[batch, prompt_len]``.
 
     ``draws``: uniform numbers in [0, 1), ``[batch, output_len]``: generated token j is where draw j

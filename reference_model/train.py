@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from eldr_sim.arrays import Ints
 from eldr_sim.errors import InputError
 from reference_model.data import Documents, encode, train_tokenizer
 from reference_model.export import DESCRIPTION_FILE, load_checkpoint, save_checkpoint
@@ -50,7 +51,7 @@ def evaluate(model: Qwen3Moe, text: dict[str, Tensor], device: str) -> dict[str,
     if not text:
         return {}
     loss: dict[str, float] = {}
-    chosen: dict[str, NDArray[np.int64]] = {}
+    chosen: dict[str, Ints] = {}
     for domain, ids in text.items():
         batch = ids.to(device)
         with torch.autocast(device, torch.bfloat16):
@@ -82,14 +83,14 @@ def evaluate(model: Qwen3Moe, text: dict[str, Tensor], device: str) -> dict[str,
     }
 
 
-def _counts(experts: NDArray[np.int64], n_experts: int) -> NDArray[np.int64]:
+def _counts(experts: Ints, n_experts: int) -> Ints:
     """Count choices: ``[tokens, layers, top_k]`` to ``[layers, n_experts]``."""
     layers = experts.shape[1]
     cells = experts + (np.arange(layers) * n_experts)[:, None]
     return np.bincount(cells.ravel(), minlength=layers * n_experts).reshape(layers, n_experts)
 
 
-def _distinct(experts: NDArray[np.int64]) -> float:
+def _distinct(experts: Ints) -> float:
     """Return the mean over layers of the distinct experts of tokens ``[n, layers, top_k]``."""
     return float(np.mean([len(np.unique(experts[:, i])) for i in range(experts.shape[1])]))
 

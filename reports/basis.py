@@ -7,7 +7,7 @@ from typing import Any
 from eldr_sim.kernel_profiles.tables.format import PROVENANCES, weakest
 from eldr_sim.reports.cells import Table, number, table
 from eldr_sim.simulator.outcome.metrics import warnings_of
-from eldr_sim.traces.requests.log_window import part_in_words
+from eldr_sim.traces.requests.logs.log_window import part_in_words
 
 #: Most runs named in a line.
 _MOST_NAMES = 4

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eldr_sim.kinds import Row
-from eldr_sim.planning.intervals import mean_known
+from eldr_sim.planning.slo import mean_known
 from eldr_sim.reports.basis import basis
 from eldr_sim.reports.cells import (
     LATENCIES,

@@ -2,17 +2,19 @@
 
 import json
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_folder
+from eldr_sim.simulator.outcome.catalogue import Shown
 from eldr_sim.simulator.run import Result
 from eldr_sim.simulator.setup.config.paths import portable
 
@@ -23,11 +25,8 @@ Extra = Callable[[Path], None]
 
 
 def check_output(out: Path, force: bool, marker: str = MARKER) -> None:
-    """Raise InputError unless a result may be written to ``out``.
-
-    With ``force`` it may replace an empty folder, or one that ``marker`` shows to be a result of
-    its kind.
-    """
+    """Raise InputError unless a result may be written to ``out``: with ``force`` also in place of
+    an empty folder, or one that ``marker`` shows to be a result of its kind."""
     if out.is_symlink() and not out.exists():
         problem = f"{out} is a link to {os.readlink(out)}, which does not exist"
         raise InputError("out", problem, "a new folder")
@@ -47,15 +46,35 @@ def check_output(out: Path, force: bool, marker: str = MARKER) -> None:
 def result_folder(
     out: Path, force: bool, marker: str = MARKER, extras: Sequence[Extra] = ()
 ) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``out`` when the block ends well; `check_output`.
-
-    ``extras`` write more files into it, when those of the block are there.
-    """
+    """Yield a temporary folder that becomes ``out`` (`check_output`), ``extras`` written."""
     check_output(out, force, marker)
     with whole_folder(out) as folder:
         yield folder
         for write in extras:
             write(folder)
+
+
+class Written(Shown):
+    """A result that is written into a folder, which its file ``marker`` tells from others."""
+
+    marker: ClassVar[str] = MARKER
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """Return what stands in the marker."""
+
+    def tables(self) -> dict[str, pa.Table]:
+        """Return the tables beside it, by the names of their files."""
+        return {}
+
+    def write(
+        self, out: str | os.PathLike[str], *, force: bool = False, extras: Sequence[Extra] = ()
+    ) -> None:
+        """Write record and tables into a folder, whole or not at all (`check_output`)."""
+        with result_folder(Path(out), force, self.marker, extras) as folder:
+            for name, table in self.tables().items():
+                write_table(folder / f"{name}.parquet", table)
+            write_json(folder / self.marker, portable(self.record(), out))
 
 
 def write_result(
@@ -65,24 +84,7 @@ def write_result(
     force: bool = False,
     extras: Sequence[Extra] = (),
 ) -> None:
-    """Write ``summary.json``, ``requests.parquet``, ``steps.parquet`` and ``config.json``.
-
-    Parameters
-    ----------
-    result
-        What to write.
-    out
-        Folder to make.
-    force
-        Replace an earlier result.
-    extras
-        Write more files into the folder.
-
-    Raises
-    ------
-    InputError
-        If ``out`` exists and may not be replaced, or cannot be written.
-    """
+    """Write a run's four files into a folder, whole or not at all (`check_output`)."""
     with result_folder(Path(out), force, extras=extras) as folder:
         write_json(folder / MARKER, result.summary)
         write_json(folder / "config.json", portable(result.config, out))

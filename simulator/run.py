@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.jit import is_cold
 from eldr_sim.news import heard, tell
 from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.choice import SignatureParameters
-from eldr_sim.policies.eldr.artifact import RoutingArtifact
-from eldr_sim.policies.eldr.fit_cache import cached_fit
+from eldr_sim.policies.eldr.artifact import RoutingArtifact, cached_fit
 from eldr_sim.policies.eldr.signature import FitOptions, score_of
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.queue.orders import QueueOrder, Waiting
@@ -31,16 +30,11 @@ from eldr_sim.policies.registry import (
     replica_choice,
 )
 from eldr_sim.policies.scaling.metrics import per_pool
+from eldr_sim.simulator.control import placing
 from eldr_sim.simulator.control.autoscaling import Autoscaling, ScalingRule
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.control import Control
 from eldr_sim.simulator.control.inputs import Inputs, Signatures
-from eldr_sim.simulator.control.placing import (
-    elastic_groups,
-    place_pool,
-    placements_of,
-    relocations_of,
-)
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import Relocations
 from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
@@ -62,14 +56,14 @@ from eldr_sim.simulator.setup.replay import (
     no_replay,
     prompt_rows,
     rank_masks,
+    replay_of,
 )
 from eldr_sim.simulator.setup.run_routing import texts_of
 from eldr_sim.simulator.setup.shared_experts import hold_instances
-from eldr_sim.simulator.setup.shared_replay import replay_of
 from eldr_sim.simulator.setup.streaming import work_of
 from eldr_sim.traces.prompts import PromptSignatures, no_signatures
 from eldr_sim.traces.requests.load import Load
-from eldr_sim.traces.requests.log_window import describe_part
+from eldr_sim.traces.requests.logs.log_window import describe_part
 from eldr_sim.traces.requests.requests import make_requests
 from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
 from eldr_sim.traces.requests.session_shape import session_shape
@@ -88,17 +82,8 @@ _TIME_LIMIT_FACTOR = 20.0
 
 @dataclass(frozen=True, repr=False)
 class Result(Shown):
-    """What a run leaves behind: ``summary.json``, two tables and ``config.json``.
-
-    Attributes
-    ----------
-    summary, config
-        What the files of these names hold.
-    record
-        What happened.
-    domains, n_moe_layers
-        Names of the workload's domains; MoE layers of the model.
-    """
+    """What a run leaves behind: ``summary.json``, two tables and ``config.json``; ``record``: what
+    happened; ``domains``: of the workload."""
 
     summary: dict[str, Any]
     config: dict[str, Any]
@@ -131,20 +116,8 @@ class Result(Shown):
 
 
 def simulate(config: RunConfig, progress: Callable[[float], None] | None = None) -> Result:
-    """Run one configuration.
-
-    Parameters
-    ----------
-    config
-        The run.
-    progress
-        Called now and then with the share of measured requests that have ended, 0 to 1.
-
-    Raises
-    ------
-    InputError
-        If anything in the configuration does not exist or does not fit together.
-    """
+    """Run one configuration; raises InputError if something in it does not exist or fit.
+    ``progress``: called with the share of measured requests that have ended, 0 to 1."""
     return result_of(config, *_run(config, progress))
 
 
@@ -162,10 +135,7 @@ def result_of(
 
 
 def simulate_summary(config: RunConfig) -> dict[str, Any]:
-    """Run one configuration for the figures of its ``summary.json`` alone; see `simulate`.
-
-    Where a log is measured, ``slo_blocks`` counts the good requests of its blocks beside them.
-    """
+    """Run one configuration for its ``summary.json``, with ``slo_blocks`` of a log."""
     prepared, workload, record = _run(config, None)
     summary = summary_of(config, prepared, workload, record)
     if "log_window" in workload.description and config.goodput != ServiceLevel():
@@ -324,15 +294,15 @@ def build_cluster(
         aging_s=order.aging_s,
     )
     artifact = None if decode is None else decode.artifact
-    placements, movable = placements_of(config, prepared, artifact, calibration)
+    placements, movable = placing.placements_of(config, prepared, artifact, calibration)
     if placements is not None:
         pools = []
         for pool in spec.pools:
             own = [placements[w] for w in spec.workers_of(pool.name)]
             pools.append(pool._replace(engine=hold_instances(config, model, pool.engine, own)))
         spec = replace(spec, pools=tuple(pools))
-    relocations = relocations_of(config, prepared, movable)
-    elastic = elastic_groups(config, prepared, artifact, calibration)
+    relocations = placing.relocations_of(config, prepared, movable)
+    elastic = placing.elastic_groups(config, prepared, artifact, calibration)
     most = [each.most_instances() for each in elastic]
     last_arrival = float(workload.arrival_s[-1])
     inputs = Inputs(
@@ -426,7 +396,7 @@ def _decode_policy(
     def artifact(options: FitOptions, n_clusters: int) -> RoutingArtifact:
         return _fit(_routed(prepared), config.workload, mix, n_clusters, config.seed, options)
 
-    def future(request: int) -> NDArray[np.float64]:
+    def future(request: int) -> Floats:
         window, offset, steps = (
             int(column[request])
             for column in (workload.decode_request, workload.replay_offset, workload.output_len)
@@ -434,7 +404,9 @@ def _decode_policy(
         return replay.activation(window, offset, steps, step_time.n_experts)
 
     def placements() -> list[Placement]:
-        placed = [place_pool(config, prepared, pool.name, None, calibration) for pool in pools]
+        placed = [
+            placing.place_pool(config, prepared, pool.name, None, calibration) for pool in pools
+        ]
         return [one.placement for pool in placed for one in pool]
 
     return decode_policy(
@@ -481,7 +453,7 @@ def _with_signatures(spec: ClusterSpec, policy: str) -> ClusterSpec:
     )
 
 
-def _queue_keys(order: QueueOrder, workload: Workload) -> NDArray[np.float64]:
+def _queue_keys(order: QueueOrder, workload: Workload) -> Floats:
     priority = workload.priority
     waiting = Waiting(
         workload.prompt_len.astype(np.int64),
@@ -538,23 +510,17 @@ def _check_colocated(config: RunConfig, policy: RouterPolicy | None) -> None:
 
 
 def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placement:
-    """Return where the experts of a pool's first group lie, before any move.
-
-    Raises InputError for a placement that asks for ELDR's fit.
-    """
+    """Return a pool's first placement, before any move; raises InputError for ELDR's."""
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
     def calibration() -> CalibrationSet:
         return _calibration(_routed(prepared), config.workload, mix, "count")
 
-    return place_pool(config, prepared, name, None, calibration)[0].placement
+    return placing.place_pool(config, prepared, name, None, calibration)[0].placement
 
 
 def mean_work(config: RunConfig, prepared: PreparedRun, pool: int) -> MeanWork:
-    """Return the mean work of the groups of a pool; of linear ones where ELDR's fit is asked for.
-
-    Co-located workers count as decoding.
-    """
+    """Return the mean work of a pool's groups, linear ones where ELDR's fit is asked for."""
     spec, trace = prepared.spec.pools[pool], prepared.trace
     assert trace is not None, "dense models share no experts"
     try:

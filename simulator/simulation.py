@@ -14,8 +14,7 @@
     result = sim.run(until=60)
 
 ``sim.env`` is a plain `simpy.Environment`; its time is that of the cluster, whose engines, routers
-and transfers run compiled between two of its events. At one instant processes come first.
-"""
+and transfers run compiled between two of its events. At one instant processes come first."""
 
 import math
 from collections.abc import Generator, Sequence
@@ -47,27 +46,13 @@ __all__ = ["Control", "Ended", "Pool", "Simulation", "Worker"]
 
 
 class Simulation:
-    """One run of a configuration, whose time SimPy processes share.
+    """One run of a configuration, whose time SimPy processes share; raises InputError as
+    `simulate`.
 
-    Parameters
-    ----------
-    config
-        The cluster, and the workload that requests are taken from.
-    arrivals
-        Whether the configuration's load arrives, as in `simulate`. Without it all requests come
-        from processes, and each that arrives after the warm-up is measured.
-    prefixes
-        Whether requests bring the blocks of their prompts (`Control.request`), which prefix caches
-        then find again; those of the workload are forgotten. Only without ``arrivals``.
-    absent
-        Workers that the topology counts and that are not there before `Control.start`:
-        ``("decode:4",)``.
-
-    Raises
-    ------
-    InputError
-        As `simulate`.
-    """
+    ``arrivals``: whether the configuration's load arrives; else all requests come from processes,
+    measured after the warm-up. ``prefixes``: whether requests bring the blocks of their prompts
+    (`Control.request`), those of the workload forgotten; only without ``arrivals``. ``absent``:
+    workers of the topology that are not there before `Control.start`: ``("decode:4",)``."""
 
     def __init__(
         self,
@@ -119,19 +104,9 @@ class Simulation:
     def run(self, until: float | None = None) -> Result:
         """Let things happen; returns the result so far, with what is open as unserved.
 
-        Parameters
-        ----------
-        until
-            Simulated time, s. None runs to the end of the measured requests of the
-            configuration's load, as `simulate` does, or, without arrivals, until nothing is left.
-
-        Raises
-        ------
-        ProcessError
-            If a process fails: names it.
-        InputError
-            If ``until`` is not ahead.
-        """
+        ``until``: simulated time, s; None: to the end of the measured requests, or, without
+        arrivals, until nothing is left. Raises ProcessError, which names a process that failed, and
+        InputError if ``until`` is not ahead."""
         self.advance(until)
         prepared = replace(self._prepared, spec=self._cluster.spec)
         result = result_of(self._config, prepared, self._cluster.workload, self._record())

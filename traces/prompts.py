@@ -1,19 +1,14 @@
-"""Experts of prompts: which rows of the trace their tokens replay, and their sums.
-
-Token ``p`` of a prompt (0 is the first) replays prompt row ``p % prompt_len`` of a trace request:
-a prompt as long as the recorded one replays it row by row, a longer one wraps around. A prompt may
-consist of several texts, one after the other (`requests.prefixes`); a token's row follows from its
-position in the prompt.
-"""
+"""Experts of prompts: token ``p`` replays prompt row ``p % prompt_len`` of a trace request; a
+prompt may consist of several texts (`requests.prefixes`)."""
 
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_sim.arrays import Array
 from eldr_sim.traces.requests.prefixes import Ranges
 from eldr_sim.traces.routing.bitsets import add_counts
 from eldr_sim.traces.routing.format import RoutingTrace
@@ -23,10 +18,7 @@ _REMEMBERED = 4096
 
 
 def count_experts(trace: RoutingTrace, ranges: Ranges) -> NDArray[np.uint32]:
-    """Count how often each expert is chosen by the tokens of some ranges of a prompt.
-
-    Returns counts: uint32 ``[n_layers, n_experts]``.
-    """
+    """Count the experts that ranges of a prompt chose: uint32 ``[n_layers, n_experts]``."""
     trace.require_prompts("expert signatures")
     bits = trace.bits
     total = np.zeros((trace.n_layers, 64 * bits.shape[2]), np.uint32)
@@ -47,11 +39,9 @@ def count_experts(trace: RoutingTrace, ranges: Ranges) -> NDArray[np.uint32]:
 
 
 def sum_gate_scores(trace: RoutingTrace, ranges: Ranges, kind: PromptScore) -> NDArray[np.float32]:
-    """Sum gate scores over some ranges of a prompt, float32 ``[n_layers, n_experts]``.
+    """Sum gate scores over ranges of a prompt, float32 ``[n_layers, n_experts]``.
 
-    A trace has the sums over whole prompts only; part of a prompt counts by its share of the
-    tokens, which is exact for whole prompts alone.
-    """
+    Known of whole prompts only: part of a prompt counts by its share of the tokens."""
     total = np.zeros((trace.n_layers, trace.n_experts), np.float32)
     for request, start, stop in ranges:
         share = (stop - start) / int(trace.prompt_len[request])
@@ -60,16 +50,12 @@ def sum_gate_scores(trace: RoutingTrace, ranges: Ranges, kind: PromptScore) -> N
 
 
 class PromptSignatures:
-    """Expert counts of prompts as routers see them, cached because prompts repeat.
+    """Expert counts of prompts as routers see them, some thousands kept, for the next run of this
+    process, too.
 
     A call with a prompt's ranges returns ``(id, counts)``: `count_experts`, or `sum_gate_scores`
-    for the other ``kind``; counts of a decode-only trace are None. Equal ids mean equal counts; the
-    cache holds some thousands of prompts, the least recently used go first, and stays for the next
-    run of this process.
-
-    Raises InputError if the trace does not carry the gate's scores of all of ``requests``, the
-    trace requests that will occur in ranges.
-    """
+    for another ``kind``; None of a decode-only trace. Equal ids mean equal counts. Raises
+    InputError if the trace lacks gate scores of some of ``requests``, which will occur."""
 
     def __init__(
         self, trace: RoutingTrace, kind: PromptScore = "count", requests: ArrayLike = ()
@@ -78,7 +64,7 @@ class PromptSignatures:
             trace.prompt_scores(requests, kind)
         self._summed = _remembered(trace, kind)
 
-    def __call__(self, ranges: Ranges) -> tuple[int, NDArray[Any] | None]:
+    def __call__(self, ranges: Ranges) -> tuple[int, Array | None]:
         """Return an id and the counts, ``[n_layers, n_experts]``, of ``ranges``."""
         return self._summed(ranges)
 
@@ -91,12 +77,12 @@ def no_signatures(ranges: Ranges) -> tuple[int, None]:
 @lru_cache(maxsize=1)
 def _remembered(
     trace: RoutingTrace, kind: PromptScore
-) -> Callable[[Ranges], tuple[int, NDArray[Any] | None]]:
+) -> Callable[[Ranges], tuple[int, Array | None]]:
     """Return what sums the experts of a trace's prompts: runs of one trace have the same."""
     numbers = count()
 
     @lru_cache(maxsize=_REMEMBERED)
-    def summed(ranges: Ranges) -> tuple[int, NDArray[Any] | None]:
+    def summed(ranges: Ranges) -> tuple[int, Array | None]:
         if kind != "count":
             return next(numbers), sum_gate_scores(trace, ranges, kind)
         return next(numbers), count_experts(trace, ranges) if trace.has_prompts else None

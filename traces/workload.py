@@ -1,16 +1,13 @@
-"""Workloads: requests joined with the routing that their tokens replay.
-
-A request's prompt replays the rows of its text's prompt in the trace (`prompts`), its decode those
-of the same text or of another of its domain.
-"""
+"""Workloads: requests joined with the routing that their tokens replay: rows of their text's prompt
+in the trace (`prompts`), and of the decode of the same text or another of its domain."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Int32s, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.requests import Requests
 from eldr_sim.traces.routing.format import RoutingTrace
@@ -21,21 +18,18 @@ from eldr_sim.traces.streams import stream
 class Workload(Requests):
     """Requests whose tokens replay a routing trace; their texts are the trace's requests."""
 
-    #: int32 ``[n]``: trace request whose decode rows are replayed; `text` unless joined with
-    #: ``trace_replay="same_domain"``.
-    decode_request: NDArray[np.int32]
-    #: int32 ``[n]``: row of `decode_request`'s decode window (`RoutingTrace.decode_window`) that
-    #: the first decode step replays; each later step takes the next row, around the end to row 0. 0
-    #: wherever the window is as long as the output.
-    replay_offset: NDArray[np.int32]
+    #: int32 ``[n]``: trace request whose decode rows are replayed; `text`, or another of its
+    #: domain.
+    decode_request: Int32s
+    #: int32 ``[n]``: row of its decode window (`RoutingTrace.decode_window`) that the first decode
+    #: step replays, the next ones go on from there, round; 0 where the window is as long as the
+    #: output.
+    replay_offset: Int32s
 
     @classmethod
     def plain(cls, arrival_s: Any, lengths: Iterable[Any], text: Any, **more: Any) -> Self:
         """Return requests of one domain that share no prefix and replay their own texts from row 0.
-
-        ``lengths``: of prompts and outputs; each: ``[n]``, as in `Requests`; ``more``: fields that
-        differ from that.
-        """
+        ``lengths``: of prompts and outputs; ``more``: fields that differ from that."""
         n, (prompt_len, output_len) = len(arrival_s), lengths
         fields = {"domain": np.zeros(n, np.int16), "session": np.arange(n, dtype=np.int32),
                   "prefix_hash": np.empty(0, np.uint64), "prefix_indptr": np.zeros(n + 1, np.int64),
@@ -52,13 +46,11 @@ def join_routing(
     trace_replay: Literal["own", "same_domain"] = "own",
     seed: int = 0,
 ) -> Workload:
-    """Say which rows of a trace the tokens of requests replay.
+    """Say which rows of a trace, None for a dense model, the tokens of requests replay.
 
-    ``trace``: only its serving split is replayed; none for a dense model; ``trace_replay``: ``own``
-    replays the decode of the request that gave the signature; ``same_domain`` that of another
-    request of its domain, so that a router gains nothing from copies of one request meeting in one
-    batch. Requests stay as they are, whatever is replayed.
-    """
+    ``trace_replay``: ``own`` replays the decode of the request that gave the signature;
+    ``same_domain`` of another request of its domain, so that no router gains from copies in one
+    batch."""
     if trace_replay not in ("own", "same_domain"):
         raise InputError("trace_replay", f"got {trace_replay!r}", "own, same_domain")
     if trace is None:
@@ -88,9 +80,7 @@ def join_routing(
     )
 
 
-def _others_of_domain(
-    trace: RoutingTrace, request: NDArray[np.int64], seed: int
-) -> NDArray[np.int64]:
+def _others_of_domain(trace: RoutingTrace, request: Ints, seed: int) -> Ints:
     """Draw for each request another one of its domain; itself where it is the only one."""
     other = request.copy()
     for domain in np.unique(trace.domain[request]).tolist():
@@ -106,9 +96,7 @@ def _others_of_domain(
     return other
 
 
-def _replay_offsets(
-    output: NDArray[np.int32], window: NDArray[np.int64], seed: int
-) -> NDArray[np.int32]:
+def _replay_offsets(output: Int32s, window: Ints, seed: int) -> Int32s:
     """Draw where in their decode windows those requests start that are longer than them."""
     # One draw a request, used or not: offsets do not shift when lengths change.
     random = stream(seed, "replay-offset").random(len(output))

@@ -12,10 +12,9 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.policies.eldr.clustering import kmeans
 from eldr_sim.policies.eldr.signature import (
-    Floats,
-    Ints,
     decode_overlap,
     idf_weights,
     select_layers,

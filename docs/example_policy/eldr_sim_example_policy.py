@@ -2,8 +2,7 @@
 
     pip install ./docs/example_policy
 
-The entry points in ``pyproject.toml`` are all that ties them to the simulator.
-"""
+The entry points in ``pyproject.toml`` are all that ties them to the simulator."""
 
 import numpy as np
 from pydantic import Field

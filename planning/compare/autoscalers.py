@@ -1,21 +1,17 @@
 """Autoscalers side by side on the same load, beside the best fixed fleet and a timetable."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.paired import run_paired
-from eldr_sim.planning.compare.policies import MARKER
-from eldr_sim.planning.intervals import mean_known, paired_percent
 from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.slo import mean_known, paired_percent
 from eldr_sim.policies import registry
-from eldr_sim.simulator.outcome.catalogue import Headline, Shown, number
-from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.simulator.setup.config.paths import portable
+from eldr_sim.simulator.outcome.catalogue import Headline, number
+from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _WELL = 0.95  #: the best fixed fleet is the cheapest one that serves so many requests well
@@ -29,12 +25,10 @@ _FIGURES = {
 
 
 @dataclass(frozen=True, repr=False)
-class ScalingComparison(Shown):
-    """Figures of each rule, means over seeds; ``fixed``: which of them is the best fixed fleet.
-
-    ``percent``, ``low``, ``high`` of a rule: its GPU-hours from those of the best fixed fleet, and
-    the 95% interval (None for one seed).
-    """
+class ScalingComparison(Written):
+    """Figures of each rule, means over seeds; ``fixed``: the best fixed fleet. ``percent``,
+    ``low``, ``high``: a rule's GPU-hours from that fleet's, with the 95% interval (None for one
+    seed)."""
 
     config: RunConfig
     n_seeds: int
@@ -56,16 +50,14 @@ class ScalingComparison(Shown):
         columns = ("autoscaler", "GPU-hours from *, %", *_FIGURES.values())
         return Headline(f"{title}, mean over seeds ({self.n_seeds})", columns, rows)
 
-    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write ``summary.json`` into a folder, whole or not at all."""
-        record: dict[str, Any] = {
+    def record(self) -> dict[str, Any]:
+        """Return the figures of all rules as plain values, ready for JSON."""
+        return {
             "config": self.config.model_dump(mode="json"),
             "seeds": self.n_seeds,
             "best_fixed": self.fixed,
             "autoscalers": self.rules,
         }
-        with result_folder(Path(out), force, MARKER) as folder:
-            write_json(folder / MARKER, portable(record, out))
 
 
 def compare_autoscalers(
@@ -78,10 +70,8 @@ def compare_autoscalers(
 ) -> ScalingComparison:
     """Run rules, every fixed fleet and a timetable; raises InputError as `simulate` does.
 
-    Fixed fleets have so many workers of the only pool, or of each in proportion to the topology's;
-    the best one takes the fewest GPU-hours of those that serve 95% of the requests well, or serves
-    most so.
-    """
+    Pools of fixed fleets are in proportion to the topology's; the best one takes the fewest
+    GPU-hours of those that serve 95% of the requests well, or serves most so."""
     names = [registry.canonical("scaling", rule) for rule in rules]
     if len(set(names)) != len(names) or "none" in names:
         problem = f"{', '.join(names)} names one twice, or none"

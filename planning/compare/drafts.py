@@ -1,27 +1,21 @@
 """Does speculative decoding pay, by concurrency and number of drafts?
 
-Each number of drafts runs the same closed loops as a plain engine, paired over seeds. It pays where
-its TPOT is below the plain one, so from the acceptance length on at which a verify step with its
-drafts takes no longer than as many plain steps: the acceptance length over the speed-up.
-"""
+Each number of drafts runs the same closed loops as a plain engine, paired over seeds; it pays from
+the acceptance length on at which a verify step takes no longer than as many plain steps."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.paired import run_paired
-from eldr_sim.planning.compare.policies import MARKER
-from eldr_sim.planning.intervals import mean_known, paired_percent
 from eldr_sim.planning.runs.shared_runs import Summary
-from eldr_sim.simulator.outcome.catalogue import Headline, Shown, number
-from eldr_sim.simulator.results import result_folder, write_json, write_table
-from eldr_sim.simulator.setup.config.paths import portable
+from eldr_sim.planning.slo import mean_known, paired_percent
+from eldr_sim.simulator.outcome.catalogue import Headline, number
+from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _REQUESTS = 6  #: requests of a closed loop for each that is in flight
@@ -29,11 +23,9 @@ _REQUESTS = 6  #: requests of a closed loop for each that is in flight
 
 @dataclass(frozen=True)
 class DraftRow:
-    """A number of drafts at a concurrency, means over seeds.
-
-    ``speed_up`` is the plain TPOT over this one, ``low`` to ``high`` its 95% interval (NaN for one
-    seed); below ``break_even_length`` tokens a step drafts would not pay.
-    """
+    """A number of drafts at a concurrency, means over seeds. ``speed_up``: the plain TPOT over this
+    one, ``low`` to ``high`` its 95% interval (NaN for one seed); below ``break_even_length`` tokens
+    a step drafts would not pay."""
 
     concurrency: int
     drafts: int
@@ -50,7 +42,7 @@ class DraftRow:
 
 
 @dataclass(frozen=True, repr=False)
-class DraftComparison(Shown):
+class DraftComparison(Written):
     """Speed-ups by concurrency and drafts, concurrency first."""
 
     config: RunConfig
@@ -69,11 +61,9 @@ class DraftComparison(Shown):
 
     @property
     def by_batch(self) -> list[tuple[int, int, int]]:
-        """Return the drafts that are fastest by the sequences of a step.
-
-        As vLLM's ``num_speculative_tokens_per_batch_size``: between the batches of two
-        concurrencies the rule changes at their geometric mean.
-        """
+        """Return the fastest drafts by sequences of a step, as vLLM's
+        ``num_speculative_tokens_per_batch_size``: between two concurrencies the rule changes at the
+        geometric mean of their batches."""
         ranges: list[tuple[int, int, int]] = []
         best = self.best
         for row, following in zip(best, [*best[1:], None], strict=True):
@@ -109,21 +99,21 @@ class DraftComparison(Shown):
         title = f"{self.config.model} on {self.config.gpu}, {self.config.topology}"
         return Headline(f"{title}, mean over seeds ({self.n_seeds})", columns, rows)
 
-    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write ``summary.json`` and ``drafts.parquet`` into a folder, as `Comparison.write`."""
-        rows = [asdict(row) for row in self.rows]
-        record: dict[str, Any] = {
+    def record(self) -> dict[str, Any]:
+        """Return the rows as plain values, ready for JSON."""
+        return {
             "config": self.config.model_dump(mode="json"),
             "seeds": self.n_seeds,
             "acceptance_source": self.acceptance_source,
             "num_speculative_tokens_per_batch_size": self.by_batch,
             "drafts": [
-                {k: None if v != v else v for k, v in row.items()} for row in rows
+                {k: None if v != v else v for k, v in asdict(row).items()} for row in self.rows
             ],
-        }  # fmt: skip
-        with result_folder(Path(out), force, MARKER) as folder:
-            write_table(folder / "drafts.parquet", pa.Table.from_pylist(rows))
-            write_json(folder / MARKER, portable(record, out))
+        }
+
+    def tables(self) -> dict[str, pa.Table]:
+        """Return the rows."""
+        return {"drafts": pa.Table.from_pylist([asdict(row) for row in self.rows])}
 
 
 def compare_drafts(
@@ -135,10 +125,7 @@ def compare_drafts(
     jobs: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> DraftComparison:
-    """Run numbers of drafts, and none, at concurrencies; raises InputError as `simulate` does.
-
-    What drafts is ``config.speculative_config``, fewer drafts as of `SpeculativeConfig.cut`.
-    """
+    """Run numbers of drafts, and none, at concurrencies; raises InputError as `simulate`."""
     given = config.speculative_config
     if given is None:
         raise InputError("drafts", "nobody says what drafts", "--speculative-config beside it")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
-from eldr_sim.planning.intervals import mean_known, paired_percent
-from eldr_sim.planning.runs.points import with_seed
+from eldr_sim.planning.runs.runner import with_seed
 from eldr_sim.planning.runs.shared_runs import Runs, Summary
+from eldr_sim.planning.slo import mean_known, paired_percent
 from eldr_sim.simulator.outcome.catalogue import Headline, headline_tags, label, number
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
@@ -26,8 +26,8 @@ class PairedDifference:
     #: ``by_seed``, ``reference_by_seed``: the metric under each seed; None if a run has none.
     by_seed: tuple[float | None, ...]
     reference_by_seed: tuple[float | None, ...]
-    #: ``percent``, ``low``, ``high``: mean of the paired differences in percent of the reference,
-    #: and its 95% interval (Student's t over seeds); the ends are NaN for one seed.
+    #: Mean of the paired differences in percent of the reference, with its 95% interval (NaN: one
+    #: seed).
     percent: float
     low: float
     high: float
@@ -77,10 +77,8 @@ def run_paired(
 ) -> PairedRuns:
     """Run configurations, by name, under the same seeds; the seed of each is its first.
 
-    Raises InputError if a run fails or ``n_seeds``, of which intervals need two, is below 1.
-    ``jobs``: see `runner.run_points`; ``progress``: called with the share of the runs that are
-    done.
-    """
+    Raises InputError if a run fails or ``n_seeds`` is below 1. ``jobs``: see `runner.run_points`;
+    ``progress``: called with the share of the runs that are done."""
     if n_seeds < 1:
         raise InputError("seeds", str(n_seeds), "1 or more")
     within("seeds", n_seeds, MOST_SEEDS)

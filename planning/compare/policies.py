@@ -1,11 +1,9 @@
 """Comparison of policies on the same requests, paired over seeds."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,20 +12,17 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.paired import PairedDifference, PairedRuns, headline_of, run_paired
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.policies import registry
-from eldr_sim.simulator.outcome.catalogue import HEADLINE, Headline, Shown
-from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table
-from eldr_sim.simulator.setup.config.paths import portable
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, Headline
+from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import servable
 
 #: Policies that balance load and ignore experts (ELDR section 6, baselines).
 LOAD_BALANCERS = ("random", "round_robin", "jsq", "p2c")
-#: A folder with this file may hold a comparison, which ``force`` replaces.
-MARKER = "summary.json"
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison(Shown):
+class Comparison(Written):
     """Policies under the same seeds, and their paired differences."""
 
     config: RunConfig  #: apart from its policy
@@ -53,14 +48,13 @@ class Comparison(Shown):
     def runs(self) -> pa.Table:
         """Headline metrics of every run, a row per policy and seed."""
         keys = (*HEADLINE, "num_prompts", "completed", "failed")
-        return pa.Table.from_pylist(
-            [
-                {"policy": name, "seed": self.config.seed + index}
-                | {key: summaries[index][key] for key in keys}
-                for index in range(self.n_seeds)
-                for name, summaries in self.paired.summaries.items()
-            ]
-        )
+        rows = [
+            {"policy": name, "seed": self.config.seed + index}
+            | {key: own[index][key] for key in keys}
+            for index in range(self.n_seeds)
+            for name, own in self.paired.summaries.items()
+        ]
+        return pa.Table.from_pylist(rows)
 
     @cached_property
     def best_load_balancer(self) -> str:
@@ -83,18 +77,12 @@ class Comparison(Shown):
             for difference in self.paired.differences(name, reference, HEADLINE)
         ]
 
-    def write(
-        self, out: str | os.PathLike[str], *, force: bool = False, extras: Sequence[Extra] = ()
-    ) -> None:
-        """Write ``summary.json`` and ``runs.parquet`` into a folder, whole or not at all.
+    def tables(self) -> dict[str, pa.Table]:
+        """Return the metrics of every run."""
+        return {"runs": self.runs}
 
-        Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
-        """
-        with result_folder(Path(out), force, MARKER, extras) as folder:
-            write_table(folder / "runs.parquet", self.runs)
-            write_json(folder / MARKER, portable(self._record(), out))
-
-    def _record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
+        """Return the comparison as plain values, ready for JSON."""
         summaries = self.summaries
         return {
             "config": self.config.model_dump(mode="json", exclude={"policy"}),
@@ -117,15 +105,10 @@ def compare(
     jobs: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Comparison:
-    """Run policies over the same requests and compare them.
+    """Run policies over the same requests and compare them; see `run_paired`.
 
-    Raises InputError if a policy is unknown or listed twice, no worker decodes, ``n_seeds`` is
-    below 1, or a run fails.
-
-    ``config``: the run; its ``policy`` is ignored; ``policies``: decode policies. ``round_robin``,
-    a reference, is added if missing; those that need experts are left out of a dense model's;
-    ``n_seeds``, ``jobs``, ``progress``: see `run_paired`.
-    """
+    ``round_robin``, a reference, is added; a dense model's leave out policies that need experts.
+    Raises InputError if a policy is unknown or listed twice, no worker decodes, or a run fails."""
     if not config.generates:
         problem = f"{config.topology} has no workers that policies could choose for decoding"
         allowed = "xPyD or xC; prefill policies: what-if --set prefill_policy=..."

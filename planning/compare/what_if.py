@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
@@ -13,16 +13,9 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml
 from eldr_sim.planning.compare.paired import PairedDifference, headline_of, run_paired
 from eldr_sim.planning.runs.shared_runs import Summary
-from eldr_sim.simulator.outcome.catalogue import HEADLINE, PREFILL_HEADLINE, Headline, Shown
-from eldr_sim.simulator.results import result_folder, write_json, write_table
-from eldr_sim.simulator.setup.config.groups import SessionConfig
-from eldr_sim.simulator.setup.config.paths import portable
-from eldr_sim.simulator.setup.config.run_config import (
-    RunConfig,
-    make_config,
-    read_config,
-    set_field,
-)
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, PREFILL_HEADLINE, Headline
+from eldr_sim.simulator.results import Written
+from eldr_sim.simulator.setup.config import run_config
 
 #: Metrics of a what-if.
 FIGURES = (
@@ -32,14 +25,14 @@ FIGURES = (
 #: The same where requests end with their prompts.
 PREFILL_FIGURES = (*PREFILL_HEADLINE, "slo_attainment", "request_goodput", "kv_blocks_per_worker")
 MARKER = "what_if.json"  #: a folder with this file holds a what-if, which ``force`` replaces
-#: Fields that decide which requests a run serves. Others change neither arrivals nor prompts nor
-#: experts.
+#: Fields that decide which requests a run serves; others change no arrivals, prompts or experts.
 REQUEST_FIELDS = (
     "workload", "columns", "log_from", "log_to", "busiest", "arrivals", "length_shape",
     "input_len", "prompt_lengths", "random_range_ratio", "prefix_len", "num_prefixes",
     "domain_mix", "domain_mix_end", "trace", "routing_band", "routing", "trace_replay", "prompts",
     "request_rate", "burstiness", "load", "duration", "warmup", "num_requests", "output_len",
-    "seed", *SessionConfig.model_fields,
+    "seed", "sessions", "max_active_sessions", "turns", "calls_per_turn", "think_time", "tool_time",
+    "new_tokens", "history", "sessions_file", "recorded_ttft_ms", "recorded_tpot_ms",
 )  # fmt: skip
 #: The attributes that hold what is in force of them, where that is not the field.
 _IN_FORCE = {
@@ -48,7 +41,7 @@ _IN_FORCE = {
 }  # fmt: skip
 
 
-def _figures(config: RunConfig) -> tuple[str, ...]:
+def _figures(config: run_config.RunConfig) -> tuple[str, ...]:
     return FIGURES if config.generates else PREFILL_FIGURES
 
 
@@ -57,10 +50,10 @@ class Change:
     """A change and its effects."""
 
     name: str  #: the change as given, such as ``decode.gpu=h200``
-    config: RunConfig  #: the changed run, under the first seed
+    config: run_config.RunConfig  #: the changed run, under the first seed
     effects: list[PairedDifference]  #: differences from the base run, one per metric
-    #: Changed fields that give the run other requests than the base run's: pairs then share their
-    #: seed only.
+    #: Changed fields that give other requests than the base run's: pairs then share their seed
+    #: only.
     other_requests: tuple[str, ...]
     summaries: tuple[Summary, ...]  #: summary of the changed run under each seed
 
@@ -79,10 +72,11 @@ class Change:
 
 
 @dataclass(frozen=True, repr=False)
-class WhatIf(Shown):
+class WhatIf(Written):
     """Effects of changes to a base run; ``base`` holds its summary under each seed."""
 
-    config: RunConfig
+    marker: ClassVar[str] = MARKER
+    config: run_config.RunConfig
     base: tuple[Summary, ...]
     changes: list[Change]
 
@@ -95,13 +89,12 @@ class WhatIf(Shown):
     def runs(self) -> pa.Table:
         """Metrics of every run, a row per change (``base`` for none) and seed."""
         keys = ("seed", "num_prompts", "completed", "failed", *_figures(self.config))
-        return pa.Table.from_pylist(
-            [
-                {"change": name} | {key: summary[key] for key in keys}
-                for name, summaries in self._named()
-                for summary in summaries
-            ]
-        )
+        rows = [
+            {"change": name} | {key: summary[key] for key in keys}
+            for name, summaries in self._named()
+            for summary in summaries
+        ]
+        return pa.Table.from_pylist(rows)
 
     def _named(self) -> list[tuple[str, tuple[Summary, ...]]]:
         return [("base", self.base), *((c.name, c.summaries) for c in self.changes)]
@@ -115,39 +108,22 @@ class WhatIf(Shown):
             "provenance": self.base[0]["provenance"],
         }
 
-    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write ``what_if.json`` and ``runs.parquet`` into a folder, whole or not at all.
-
-        Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
-        """
-        with result_folder(Path(out), force, MARKER) as folder:
-            write_json(folder / MARKER, portable(self.record(), out))
-            write_table(folder / "runs.parquet", self.runs)
+    def tables(self) -> dict[str, pa.Table]:
+        """Return the metrics of every run."""
+        return {"runs": self.runs}
 
 
 def read_base(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the field values of a base run: a result folder, its ``config.json``, or YAML.
-
-    Raises InputError if nothing can be read.
-    """
+    """Read a base run: a result folder, its ``config.json``, or YAML; raises InputError."""
     path = Path(path)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.exists():
-            raise InputError("base", f"{path.parent} holds no config.json", "a result of run")
-    return read_config(path)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise InputError("base", f"{path} holds no config.json", "a result of run")
+    return run_config.read_config(path / "config.json" if path.is_dir() else path)
 
 
 def change_fields(values: dict[str, Any], change: str) -> dict[str, Any]:
-    """Return field values with a change applied.
-
-    A change is one or more assignments, such as ``policy=eldr`` or
-    ``topology=8P12D policy.tau=0.2``.
-
-    Fields are dot paths such as ``decode.gpu``; values are YAML.
-
-    Raises InputError if the change is not ``FIELD=VALUE``.
-    """
+    """Return field values with a change: assignments of YAML to dot paths such as ``topology=8P12D
+    policy.tau=0.2``. Raises InputError if the change is not ``FIELD=VALUE``."""
     changed = dict(values)
     try:
         parts = shlex.split(change)
@@ -163,12 +139,12 @@ def change_fields(values: dict[str, Any], change: str) -> dict[str, Any]:
             value = parse_yaml(text, "set", repr(part))
         except InputError:
             value = text
-        set_field(changed, path, value)
+        run_config.set_field(changed, path, value)
     return changed
 
 
 def what_if(
-    base: RunConfig,
+    base: run_config.RunConfig,
     changes: Sequence[str],
     *,
     n_seeds: int = 5,
@@ -176,12 +152,11 @@ def what_if(
     jobs: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> WhatIf:
-    """Compare changes of a base run with it, one by one and, if asked, ``together``.
-
-    Raises InputError if a change (see `change_fields`) names an unknown field, gives a value that
-    is not allowed, or has no effect; if a run fails. ``n_seeds``, ``jobs``, ``progress``: see
+    """Compare changes of a base run with it, one by one and, if asked, ``together``; see
     `run_paired`.
-    """
+
+    Raises InputError if a change (see `change_fields`) is not valid, has no effect, or if a run
+    fails."""
     if not changes:
         raise InputError("set", "no change", "--set FIELD=VALUE, once or more")
     if len(set(changes)) < len(changes):
@@ -190,7 +165,7 @@ def what_if(
     if together and len(changes) > 1:
         wanted.append(" ".join(changes))
     values = base.said("json")
-    configs = {name: make_config(change_fields(values, name)) for name in wanted}
+    configs = {name: run_config.make_config(change_fields(values, name)) for name in wanted}
     for name, config in configs.items():
         if config == base:
             raise InputError("set", f"{name} has no effect on the base run", "another value")

@@ -2,8 +2,7 @@
 
 Options are those of the versions named: they change between minor versions. Sources: vLLM 0.32
 ``engine/arg_utils.py``, ``config/{parallel,kv_transfer,speculative}.py``; SGLang 0.5.23
-``arg_groups/fields``; TensorRT-LLM 1.3 ``llmapi/llm_args.py`` and ``examples/disaggregated``.
-"""
+``arg_groups/fields``; TensorRT-LLM 1.3 ``llmapi/llm_args.py`` and ``examples/disaggregated``."""
 
 import json
 import shlex
@@ -40,11 +39,8 @@ def _refuse(target: str, what: str, value: object, known: Sequence[str]) -> Inpu
 
 
 def vllm_arguments(role: Role, apart: bool, *, spread: bool = True) -> list[str]:
-    """Return vLLM's options for a role.
-
-    ``apart``: whether prefill and decode are; ``spread``: whether to say which of the engines a
-    node runs: Dynamo's operator says it itself.
-    """
+    """Return vLLM's options for a role; ``spread``: say which engines a node runs, which Dynamo's
+    operator adds."""
     found = ["--tensor-parallel-size", str(role.layout.tensor_parallel_size)]
     if role.is_group:
         if role.backend not in _VLLM_BACKENDS:
@@ -127,8 +123,7 @@ def sglang_arguments(role: Role, apart: bool) -> list[str]:
 
 
 def trtllm_config(role: Role, longest: int) -> dict[str, Any]:
-    """Return the YAML of TensorRT-LLM's worker of a role; ``longest``: tokens that a request may
-    have."""
+    """Return the YAML of TensorRT-LLM's worker; ``longest``: tokens of a request at most."""
     if role.is_group and role.layout.tensor_parallel_size > 1:
         problem = (
             f"{role.layout.data_parallel_size} engines of {role.layout.tensor_parallel_size} GPUs"

@@ -1,10 +1,7 @@
 """All files that launch a cluster, and the benchmark that holds it to its objective.
 
-Among them are Helm values of llm-d and a DynamoGraphDeployment. Sources: llm-d-modelservice
-``values.schema.json``; Dynamo 1.6 operator ``api/v1beta1`` and
-``examples/backends/vllm/deploy/v1beta1``. Under ``multinode`` Dynamo's operator adds which node
-runs which engine.
-"""
+Sources: llm-d-modelservice ``values.schema.json``; Dynamo 1.6 operator ``api/v1beta1`` and
+``examples/backends/vllm/deploy/v1beta1``, whose operator adds which node runs which engine."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +14,7 @@ import yaml
 from eldr_sim.errors import InputError
 from eldr_sim.planning.launch.deployment import REPLACE, Deployment, Role, deployment_of
 from eldr_sim.planning.launch.engines import SGLANG, VLLM, script, trtllm_files, vllm_arguments
-from eldr_sim.planning.runs.points import config_key
+from eldr_sim.planning.runs.runner import config_key
 from eldr_sim.planning.search.answer import Answer
 from eldr_sim.simulator.results import result_folder
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -137,11 +134,8 @@ def launch_files(
 ) -> dict[str, str]:
     """Return the text of every file by its name; of an engine that cannot do it, why.
 
-    Raises InputError for a cluster that is none of xPyD and xC.
-
-    ``config``: the cluster; ``made_by``: version of eldr-sim; ``requests``: mean prompt and output
-    tokens of the requests, and how many come in a second.
-    """
+    Raises InputError for a cluster that is none of xPyD and xC. ``made_by``: version of eldr-sim;
+    ``requests``: mean tokens of prompts and of outputs, and how many come in a second."""
     rate, prompt, output = requests[2], round(requests[0]), round(requests[1])
     head = (
         f"Made by eldr-sim {made_by}, run {config_key(config)[:12]}:",

@@ -1,9 +1,7 @@
 """Journal of a sweep or a plan: one line per ended run, on disk before progress is reported.
 
-The first line of ``runs.jsonl`` identifies it. A killed process may leave an incomplete last
-line; resuming cuts it off and repeats that run. The file is locked while a sweep runs, so that only
-one writes to a folder; the lock ends with its process.
-"""
+The first line of ``runs.jsonl`` identifies it; an incomplete last line is cut off when it is
+resumed, and that run repeated. The file is locked until the process that writes it ends."""
 
 import json
 import os
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs.points import Outcome
+from eldr_sim.planning.runs.runner import Outcome
 from eldr_sim.planning.runs.sweep_spec import first_change
 
 FILE_NAME = "runs.jsonl"
@@ -42,16 +40,12 @@ class Journal:
 def open_journal(
     folder: Path, header: dict[str, Any], resume: bool, what: str = "sweep"
 ) -> Iterator[Journal]:
-    """Open the journal of a folder, and make the folder if it does not exist.
+    """Open the journal of a folder, and make the folder; remove it again if no run has ended with
+    the block.
 
-    If no run has ended when the block ends, or all are forgotten, the folder is removed again.
-
-    ``header``: identity of the sweep; compared as JSON; ``resume``: continue an existing journal;
-    ``what``: it is a journal of.
-
-    Raises InputError if another process writes to the folder; if it is not empty and ``resume`` is
-    false; if it belongs to another sweep, or is damaged before its last line.
-    """
+    ``header``: identity, compared as JSON; ``resume``: continue an existing journal; ``what`` it is
+    of. Raises InputError if another process writes to the folder; if it is not empty and ``resume``
+    is false; if it belongs to another sweep, or is damaged before its last line."""
     try:
         strangers = folder.exists() and not (folder / FILE_NAME).exists() and any(folder.iterdir())
         if strangers:

@@ -1,33 +1,85 @@
 """Many runs at once: points on processes of this machine, or on a Ray cluster.
 
-A point is a configuration with a key. All processes of a machine map the same bit sets to replay,
-read-only, and share nothing else: the outcome of a point depends on its configuration alone, not on
-the number of processes or their order.
-"""
+Processes map the same bit sets to replay, read-only, and share nothing else: the outcome of a
+point, a configuration with a key, depends neither on their number nor on their order."""
+
+from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import signal
+import socket
 import threading
 import time
 import warnings
+from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import resource_tracker
 from typing import Any, Literal, get_args
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
-from eldr_sim.planning.runs.points import Outcome, Point, run_point
+from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config.groups import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
-from eldr_sim.simulator.setup.shared_replay import SharedReplay, share, use
+from eldr_sim.simulator.setup.replay import SharedReplay, share, use
+
+
+@dataclass(frozen=True)
+class Point:
+    """A configuration to run; ``key`` is the caller's name for it."""
+
+    key: str
+    config: RunConfig
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a point: its summary, or why it failed."""
+
+    key: str  #: the point's
+    summary: dict[str, Any] | None  #: ``summary.json`` of the run; None where it failed
+    reason: str  #: why it failed, in one line; empty where it did not
+    seconds: float  #: wall time of the run, which differs from run to run
+    #: Whether it failed because its processes were killed, which says little about the point.
+    killed: bool = False
+
+
+def run_point(point: Point) -> Outcome:
+    """Run one point in this process."""
+    start = time.perf_counter()
+    summary, reason = None, ""
+    try:
+        summary = simulate_summary(point.config)
+    except InputError as error:
+        reason = str(error)
+    except Exception as error:  # of any kind: the other points go on
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return Outcome(point.key, summary, reason, time.perf_counter() - start)
+
+
+def with_seed(config: RunConfig, index: int) -> RunConfig:
+    """Return the run of seed number ``index``, counted from the configuration's own."""
+    return config.model_copy(update={"seed": config.seed + index})
+
+
+def config_key(config: RunConfig) -> str:
+    """Return a key that two configurations share only if they are equal."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
 
 Backend = Literal["joblib", "ray"]
 
 _GUESS_S = 120.0  # of a log
+#: How often Ray begins a point at most: a node may die under any, but not always the same one.
+_ATTEMPTS = 3
 _KILLED = "its process was killed twice, the second time alone: out of memory?"
 
 
@@ -41,27 +93,19 @@ def run_points(
 ) -> Generator[Outcome, None, None]:
     """Run points and yield their outcomes in the order in which they end.
 
-    A point that fails does not stop the others. Where a process is killed, for instance by the
-    kernel when memory runs out, the points that were running are run once more, each of them alone;
-    a point whose process is killed again has failed. Closing the generator, as an exception in its
-    consumer or Ctrl-C does, stops the processes.
+    A point that fails does not stop the others. Where a process is killed, as for lack of memory,
+    the points that were running run once more, each alone. Closing the generator stops the
+    processes.
 
-    Raises InputError if there are no jobs, or no such cluster.
-
-    ``points``: points to run, begun in this order; long ones first keep the last processes busy;
-    ``jobs``: processes, by default the CPUs that this process may use; 1 runs in this process,
-    which does not survive a kill; on Ray: points in flight, by default the cluster's CPUs;
-    ``backend``: ``joblib`` for processes of this machine, ``ray`` for a cluster; ``address``:
-    address of the Ray cluster: ``auto`` (the one that runs here; the default), ``local`` (a cluster
-    of this machine alone, for the time of the sweep) or ``HOST:PORT``; ``started``: whether
-    `start_processes` has started the processes: they are good for a single point, too.
-    """
+    Raises InputError if there are no jobs, or no such cluster. ``points``: begun in this order;
+    long ones first keep the last processes busy; ``jobs``: processes, by default the CPUs that this
+    process may use; 1 runs in this one; on Ray: points in flight, by default the cluster's CPUs;
+    ``address``: of Ray: ``auto``, ``local`` or ``HOST:PORT``; ``started``: whether
+    `start_processes` has started them."""
     check_backend(jobs, backend, address)
     todo = list(points)
     if backend == "ray":
-        from eldr_sim.planning.runs.ray_backend import run_on_ray
-
-        yield from run_on_ray(todo, jobs, address or "auto")
+        yield from _run_on_ray(todo, jobs, address or "auto")
         return
     jobs = _processes(jobs)
     if not started:
@@ -83,10 +127,8 @@ def _processes(jobs: int | None) -> int:
 def start_processes(config: RunConfig, jobs: int | None = None) -> Generator[None, None, None]:
     """Start the processes of runs like this one while the caller does something else.
 
-    They import and load what runs need, by a run of one request on workers that hold any model.
-    The generator yields once, when they begin, and ends when they have; closing it stops them.
-    `run_points` with ``started`` then finds them.
-    """
+    They load what runs need, by a run of one request. The generator yields once, when they begin,
+    and ends when they have; closing it stops them."""
     n = _processes(jobs)
     if n <= 1:
         yield
@@ -182,10 +224,7 @@ def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Generator[Outc
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back while processes start: they inherit that, and leave Ctrl-C to this one.
-
-    Until they ignore it (`_follow`) they import, and each would print a traceback.
-    """
+    """Hold Ctrl-C back while processes start, which inherit that: each would print a traceback."""
     resource_tracker.ensure_running()  # loky would start it, which lets Ctrl-C through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -247,12 +286,75 @@ def _routing_key(config: RunConfig) -> tuple[str | None, ...]:
 
 
 def expected_tokens(config: RunConfig) -> float:
-    """Estimate the output tokens that a run simulates, which determine most of its time.
-
-    Recorded loads and lengths are not looked up: there, the estimate is a guess that is the same
-    for every point of the same file.
-    """
+    """Estimate the output tokens of a run, most of its time; of recorded loads a guess."""
     rate, length = config.effective_rate, config.effective_output_len
     rate = 60.0 if rate is None or math.isinf(rate) else rate
     requests = config.num_requests or rate * (config.warmup_s + (config.duration_s or _GUESS_S))
     return requests * (512 if length == "recorded" else length)
+
+
+def _run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Iterator[Outcome]:
+    """Run points on a cluster, whose nodes have eldr-sim and the files that configurations name.
+
+    A point whose worker or node dies is submitted again. Not by joblib's Ray backend, which has no
+    unordered outcomes, and loses all of them with one worker (Ray 2.60, joblib 1.6)."""
+    try:
+        ray: Any = import_module("ray")
+    except ImportError:
+        raise InputError("backend", "Ray is not installed", "pip install 'eldr-sim[ray]'") from None
+    ours = not ray.is_initialized()
+    if ours:
+        _connect(ray, address)
+    # Ray's own retries are off: they would hide a point that kills every worker.
+    remote = ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(run_point)
+    queue = deque(points)
+    begun: dict[Any, tuple[Point, float]] = {}
+    attempts: Counter[str] = Counter()
+    try:
+        while queue or begun:
+            room = (jobs or int(ray.cluster_resources().get("CPU", 1))) - len(begun)
+            for _ in range(min(room, len(queue))):
+                point = queue.popleft()
+                begun[remote.remote(point)] = point, time.perf_counter()
+            done, _ = ray.wait(list(begun), timeout=1.0)
+            for reference in done:
+                point, start = begun.pop(reference)
+                try:
+                    yield ray.get(reference)
+                except ray.exceptions.RayTaskError as error:  # the worker could not begin
+                    reason = f"{type(error.cause).__name__}: {' '.join(str(error.cause).split())}"
+                    yield Outcome(point.key, None, reason, time.perf_counter() - start)
+                except ray.exceptions.RayError as error:  # its worker or its node is gone
+                    attempts[point.key] += 1
+                    if attempts[point.key] < _ATTEMPTS:
+                        queue.append(point)
+                        continue
+                    seconds = time.perf_counter() - start
+                    yield Outcome(point.key, None, _gone(error), seconds, killed=True)
+    finally:
+        for reference in begun:
+            ray.cancel(reference, force=True)
+        if ours:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str) -> None:
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if colon:  # without a listener, Ray itself retries for minutes
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level="error",
+            **({"include_dashboard": False} if address == "local" else {}),
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise InputError(
+            "address", f"no Ray cluster at {address!r}: {line}", "auto, local or HOST:PORT"
+        ) from None
+
+
+def _gone(error: Exception) -> str:
+    return f"its worker died {_ATTEMPTS} times, lastly of {type(error).__name__}: out of memory?"

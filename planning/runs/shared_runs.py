@@ -1,8 +1,7 @@
 """Runs shared by searches: each configuration is simulated once, many in parallel.
 
-A search is a generator that yields the configurations it needs next and is sent their summaries.
-:meth:`Runs.together` advances many searches in rounds, so that their runs fill the processes.
-"""
+A search yields the configurations it needs next and is sent their summaries; :meth:`Runs.together`
+advances many in rounds, so that their runs fill the processes."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -11,8 +10,13 @@ from typing import Any, TypeAlias, TypeVar
 from eldr_sim.errors import InputError
 from eldr_sim.news import tell
 from eldr_sim.planning.runs.journal import Journal
-from eldr_sim.planning.runs.points import Point, config_key
-from eldr_sim.planning.runs.runner import check_backend, run_points, start_processes
+from eldr_sim.planning.runs.runner import (
+    Point,
+    check_backend,
+    config_key,
+    run_points,
+    start_processes,
+)
 from eldr_sim.simulator.run import tell_of_compiling
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
@@ -24,10 +28,9 @@ Search: TypeAlias = Generator[Sequence[RunConfig], Sequence[Summary], T]
 class Runs:
     """Summaries by configuration; no configuration is run twice.
 
-    ``jobs``: processes, see :func:`~eldr_sim.planning.runs.runner.run_points`; ``progress``: called
-    after every run with the numbers of runs done and asked for, or expected, so far; ``journal``:
-    keeps the runs that have ended, and knows those of an earlier search.
-    """
+    ``jobs``: see `run_points`; ``progress``: called after every run with the runs done and asked
+    for, or expected; ``journal``: keeps the runs that have ended, and knows those of an earlier
+    search."""
 
     def __init__(
         self,
@@ -47,11 +50,8 @@ class Runs:
 
     @contextmanager
     def starting(self, config: RunConfig) -> Iterator[None]:
-        """Start the processes of runs like this one; they load while the caller prepares.
-
-        Where no run was made at the end they have begun nevertheless: stopped earlier, joblib's
-        thread would print a traceback.
-        """
+        """Start the processes of runs like this one; they load while the caller prepares. They have
+        begun when this ends: stopped earlier, joblib's thread would print a traceback."""
         kept = "nothing is written" if self.journal is None else "--resume goes on with its runs"
         tell(f"preparing; no limit of time is set, Ctrl-C ends it and {kept}")
         tell_of_compiling()
@@ -78,10 +78,7 @@ class Runs:
         return list(self._made.values())
 
     def summaries(self, configs: Sequence[RunConfig]) -> list[Summary]:
-        """Return the summaries of configurations, in order; run those that are new.
-
-        Raises InputError if a run fails; the others are cancelled.
-        """
+        """Return the summaries of configurations, in order; raises InputError if one fails."""
         keys = [config_key(config) for config in configs]
         new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._made}
         found: dict[str, Summary] = {}

@@ -1,18 +1,6 @@
-"""Sweeps: every point is run once, across interruptions, and all runs become one data set.
-
-The folder of a sweep holds
-
-- ``runs.jsonl``: the runs that have ended, in order of completion
-  (:mod:`~eldr_sim.planning.runs.journal`).
-
-When all runs have ended it also holds the files below, written whole or not at all. Their bytes
-depend neither on interruptions nor on the number of processes.
-
-
-- ``points.parquet``: a row per point and seed (`points_table`).
-- ``aggregate.parquet`` and ``aggregate.csv``: a row per point (`aggregate_table`).
-- ``sweep.json``: the sweep, its parameters, the number of failed runs, versions.
-"""
+"""Sweeps: every point is run once, across interruptions. The folder holds ``runs.jsonl``
+(`journal`) and, when all have ended, ``points.parquet``, ``aggregate.parquet``, ``.csv`` and
+``sweep.json``, whose bytes depend neither on interruptions nor on processes."""
 
 import json
 import math
@@ -29,11 +17,10 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import csv
 
-from eldr_sim.planning.intervals import t_interval
+from eldr_sim.planning.runs import runner
 from eldr_sim.planning.runs.journal import Journal, open_journal
-from eldr_sim.planning.runs.points import Outcome, Point, config_key
-from eldr_sim.planning.runs.runner import Backend, check_backend, expected_tokens, run_points
 from eldr_sim.planning.runs.sweep_spec import SweepSpec, make_spec, read_spec
+from eldr_sim.planning.slo import t_interval
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, MOST_ROWS, Headline, Shown, label, number
 from eldr_sim.simulator.results import write_json, write_table
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -46,13 +33,13 @@ COMPLETED, FAILED = "completed", "failed"
 class SweepResult(Shown):
     """Data set of a sweep."""
 
-    #: A row per point and seed: ``point`` (its number), ``name``, ``run``, ``seed``, a column per
-    #: parameter, ``status`` (``completed`` or ``failed``), ``reason``, and the metrics of
-    #: ``summary.json``, nested ones as JSON text.
+    #: A row per point and seed: ``point``, ``name``, ``run``, ``seed``, a column per parameter,
+    #: ``status`` (``completed`` or ``failed``), ``reason``, and the metrics, nested ones as JSON
+    #: text.
     points: pa.Table
-    #: A row per point: ``point``, ``name``, a column per parameter, ``runs_completed`` and
-    #: ``runs_failed``, and for each numeric metric the mean over the completed runs with the ends
-    #: of its confidence interval as ``_low`` and ``_high`` (null for one run).
+    #: A row per point: ``point``, ``name``, parameters, ``runs_completed``, ``runs_failed``, and
+    #: means of numeric metrics with the ends of their intervals as ``_low`` and ``_high`` (null for
+    #: one run).
     aggregate: pa.Table
     parameters: list[str]  #: dot paths of the parameters, which name columns of both tables
 
@@ -86,25 +73,23 @@ def sweep(
     *,
     resume: bool = False,
     jobs: int | None = None,
-    backend: Backend = "joblib",
+    backend: runner.Backend = "joblib",
     address: str | None = None,
     progress: Callable[[SweepProgress], None] | None = None,
 ) -> SweepResult:
     """Run all points of a sweep; a failed run is a row with its reason.
 
-    Raises InputError if the sweep, one of its points or the folder is not valid.
-
-    ``spec``: a YAML file, its content as a mapping, or a parsed specification; ``out``: folder of
-    the sweep; if None, nothing is written; ``resume``: continue the sweep in ``out``: only runs
-    whose process was killed are repeated; ``jobs``, ``backend``, ``address``: see
-    `runner.run_points`; ``progress``: called at the start and after each run.
-    """
+    Raises InputError if the sweep, one of its points or the folder is not valid. ``spec``: a YAML
+    file or its content; ``out``: its folder, None: nothing is written; ``resume``: continue it;
+    ``progress``: called at the start and after each run."""
     if isinstance(spec, str | os.PathLike):
         spec = read_spec(spec)
     elif not isinstance(spec, SweepSpec):
         spec = make_spec(spec)
-    check_backend(jobs, backend, address)
-    configs = {config_key(config): config for point in spec.points for config in point.configs}
+    runner.check_backend(jobs, backend, address)
+    configs = {
+        runner.config_key(config): config for point in spec.points for config in point.configs
+    }
     header = {"eldr_sim": version("eldr-sim"), "spec": spec.document}
     folder = None if out is None else Path(out)
     with nullcontext() if folder is None else open_journal(folder, header, resume) as journal:
@@ -123,16 +108,16 @@ def _run_all(
     configs: dict[str, RunConfig],
     journal: Journal | None,
     jobs: int | None,
-    backend: Backend,
+    backend: runner.Backend,
     address: str | None,
     progress: Callable[[SweepProgress], None] | None,
-) -> dict[str, Outcome]:
+) -> dict[str, runner.Outcome]:
     """Run the configurations that have no outcome yet, the longest first."""
     outcomes = {} if journal is None else journal.outcomes
     done = {key for key in configs if key in outcomes and not outcomes[key].killed}
-    todo = [Point(key, config) for key, config in configs.items() if key not in done]
-    todo.sort(key=lambda point: -expected_tokens(point.config))
-    tokens = {key: expected_tokens(config) for key, config in configs.items()}
+    todo = [runner.Point(key, config) for key, config in configs.items() if key not in done]
+    todo.sort(key=lambda point: -runner.expected_tokens(point.config))
+    tokens = {key: runner.expected_tokens(config) for key, config in configs.items()}
 
     def report() -> None:
         if progress is not None:
@@ -141,7 +126,7 @@ def _run_all(
             progress(SweepProgress(len(done), len(configs), failed, share))
 
     report()
-    with closing(run_points(todo, jobs, backend=backend, address=address)) as runs:
+    with closing(runner.run_points(todo, jobs, backend=backend, address=address)) as runs:
         for outcome in runs:
             if journal is None:
                 outcomes[outcome.key] = outcome
@@ -152,15 +137,12 @@ def _run_all(
     return outcomes
 
 
-def points_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Table:
-    """Return a row per point and seed, in the order of the sweep; see `SweepResult`.
-
-    A parameter replaces a metric of the same name: ``topology`` is ``8P16D``.
-    """
+def points_table(spec: SweepSpec, outcomes: Mapping[str, runner.Outcome]) -> pa.Table:
+    """Return a row per point and seed; a parameter replaces a metric of its name."""
     rows: list[dict[str, Any]] = []
     for index, point in enumerate(spec.points):
         for run, config in enumerate(point.configs):
-            outcome = outcomes[config_key(config)]
+            outcome = outcomes[runner.config_key(config)]
             rows.append(
                 {
                     **(outcome.summary or {}),
@@ -177,11 +159,11 @@ def points_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Table:
     return _table(rows, first)
 
 
-def aggregate_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Table:
+def aggregate_table(spec: SweepSpec, outcomes: Mapping[str, runner.Outcome]) -> pa.Table:
     """Return a row per point: means over its runs with confidence intervals; see `SweepResult`."""
     rows: list[dict[str, Any]] = []
     for index, point in enumerate(spec.points):
-        runs = [outcomes[config_key(config)].summary for config in point.configs]
+        runs = [outcomes[runner.config_key(config)].summary for config in point.configs]
         summaries = [summary for summary in runs if summary is not None]
         row: dict[str, Any] = {}
         for name in dict.fromkeys(name for summary in summaries for name in summary):

@@ -15,8 +15,7 @@
     randomSeed: 0
 
 Run ``i`` of every point has seed ``randomSeed + i``, so points are paired: they see the same
-requests unless a parameter changes the workload.
-"""
+requests unless a parameter changes the workload."""
 
 import itertools
 import json
@@ -30,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text, within
-from eldr_sim.planning.runs.points import with_seed
+from eldr_sim.planning.runs.runner import with_seed
 from eldr_sim.simulator.setup.config.run_config import RunConfig, get_field, make_config, set_field
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -161,11 +160,7 @@ def read_spec(path: str | os.PathLike[str]) -> SweepSpec:
 
 
 def make_spec(document: Any) -> SweepSpec:
-    """Expand a sweep.
-
-    Raises InputError if it is not a sweep, or a point is not a valid configuration. A valid
-    configuration may still fail when it is run.
-    """
+    """Expand a sweep; raises InputError if it is none, or a point is not a valid configuration."""
     if not isinstance(document, Mapping) or "sweep" not in document:
         raise InputError("sweep", "no sweep in it", "sweep: {type: ..., parameters: ...}")
     try:

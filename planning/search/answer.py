@@ -3,29 +3,25 @@
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import pyarrow as pa
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.planning.intervals import Interval, is_below
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.candidates import cluster_label, cost, gpu_label
 from eldr_sim.planning.search.prefill_strategy import chunk_label
 from eldr_sim.planning.search.sensitivity import Effect
 from eldr_sim.planning.search.trial import Trial
-from eldr_sim.planning.slo import Objective, Verdict
-from eldr_sim.simulator.outcome.catalogue import Headline, Shown, label, number
+from eldr_sim.planning.slo import Interval, Objective, Verdict, is_below
+from eldr_sim.simulator.outcome.catalogue import Headline, label, number
 from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.outcome.without_effect import NO_TOKEN
-from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table
-from eldr_sim.simulator.setup.config.paths import portable
+from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.kv_tiers import total_bytes
 from eldr_sim.traces.requests.session_shape import rate_unit
@@ -33,37 +29,20 @@ from eldr_sim.traces.requests.session_shape import rate_unit
 MARKER = "plan.json"  #: a folder with this file holds a plan, which ``force`` replaces
 #: Metrics of a run in ``points.parquet`` and, as means over seeds, of a cluster in ``plan.json``.
 FIGURES = (
-    "median_ttft_ms",
-    "p99_ttft_ms",
-    "median_tpot_ms",
-    "p99_tpot_ms",
-    "output_throughput",
-    "mean_decode_batch",
-    "mean_active_experts_per_step",
-    "mean_active_experts_per_token",
-    "kv_blocks_per_worker",
-    "cost_per_million_output_tokens",
-)
+    "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "output_throughput",
+    "mean_decode_batch", "mean_active_experts_per_step", "mean_active_experts_per_token",
+    "kv_blocks_per_worker", "cost_per_million_output_tokens",
+)  # fmt: skip
 #: More of them where prompts are all that is computed.
 PROMPT_FIGURES = ("prefill_throughput", "computed_prompt_throughput", "prefill_mfu")
 #: What a plan of prefill workers alone chooses beside their GPUs.
 _PROMPT_FIELDS = (
-    "pipeline_parallel_size",
-    "all2all_backend",
-    "expert_gather",
-    "offload_window",
-    "kv_cache_free",
-)
+    "pipeline_parallel_size", "all2all_backend", "expert_gather", "offload_window", "kv_cache_free",
+)  # fmt: skip
 _ASSUMED = (
-    "weakest_provenance",
-    "provenance",
-    "lookups_outside_tables",
-    "decode_steps",
-    "latency_warnings",
-    "latency_notes",
-    "kv_transfer",
-    "trace",
-)
+    "weakest_provenance", "provenance", "lookups_outside_tables", "decode_steps",
+    "latency_warnings", "latency_notes", "kv_transfer", "trace",
+)  # fmt: skip
 
 Kind = Literal["cluster", "rate", "split", "fastest", "day"]
 
@@ -72,9 +51,9 @@ Kind = Literal["cluster", "rate", "split", "fastest", "day"]
 class Question:
     """What a plan asks."""
 
-    #: ``cluster``: the cheapest cluster for a load; ``rate``: the highest rate of a cluster;
-    #: ``split``: of any cluster of so many GPUs; ``fastest``: the cheapest way to compute prompts
-    #: that come at once; ``day``: the cheapest rule and fleet for a load that changes.
+    #: ``cluster``: the cheapest for a load; ``rate``: the highest of a cluster; ``split``: of any
+    #: cluster of so many GPUs; ``fastest``: the cheapest prompts at once; ``day``: rule and fleet
+    #: for a load.
     kind: Kind
     config: RunConfig  #: the configuration as given
     objective: Objective | None = None  #: service level and attainment; None for ``fastest``
@@ -89,12 +68,10 @@ class ShapeResult:
     """What became of a shape of a candidate's clusters."""
 
     shape: str  #: sizes of its workers, and whether prefill is apart
-    #: ``least_cost``, ``estimated_cost``: by arithmetic and by the estimate: price per hour, or
-    #: GPUs.
+    #: Price per hour, or GPUs: by arithmetic and by the estimate,
     least_cost: float
     estimated_cost: float
-    #: Of its cheapest cluster that meets the objective and is cheaper than those of the shapes
-    #: before it, or None.
+    #: and of its cheapest cluster that meets the objective and beats those before it, or None.
     cost: float | None
     topology: str  #: that cluster; empty where there is none
     reason: str  #: why there is none; where the shape was not simulated, why not
@@ -110,20 +87,19 @@ class Row:
     policy: str
     #: Its cluster with the runs that show it best; None if there is none.
     trial: Trial | None = None
-    #: What ``rate`` and ``split`` (requests per second) and ``fastest`` (prompt tokens per second,
-    #: cached ones counted) ask for, or what a fleet of ``day`` takes (GPU-hours, or $): mean over
-    #: seeds with its 95% interval; None unless every seed has one.
+    #: Requests per second (``rate``, ``split``), prompt tokens per second with cached ones
+    #: (``fastest``) or GPU-hours or $ (``day``): mean over seeds with 95% interval; None unless all
+    #: have one.
     figure: Interval | None = None
     by_seed: tuple[float | None, ...] = ()  #: the same under each seed; None where a seed has none
-    #: ``none``, ``refused`` for lack of memory, or ``beaten`` by clusters that carry more; empty
-    #: where there is a cluster.
+    #: ``none``, ``refused`` (memory) or ``beaten`` by clusters that carry more; empty: there is
+    #: one.
     without: str = ""
     #: Why there is no cluster, or none of some size.
     reasons: list[str] = dataclasses.field(default_factory=list)
     #: The cluster, where the question names one that carries nothing.
     given: RunConfig | None = None
-    #: ``trials``, ``shapes``: every cluster tried, of all sizes of workers, and what became of
-    #: every shape.
+    #: Every cluster tried, of all sizes of workers, and what became of every shape.
     trials: list[Trial] = dataclasses.field(default_factory=list)
     shapes: list[ShapeResult] = dataclasses.field(default_factory=list)
     #: Verdicts that contradict monotonicity, and cheaper clusters that stayed undecided.
@@ -159,10 +135,8 @@ class Row:
 class Gain:
     """What a policy gains on the first one on the same GPU, paired over seeds.
 
-    ``by_seed`` and ``reference_by_seed`` hold the GPUs of the cheapest cluster (``cluster``), or
-    the highest rate, requests per second, or what a fleet of ``day`` takes, under each seed.
-    ``gain`` has a 95% interval: GPUs saved, or the figure in percent of the reference's, less 100.
-    """
+    By seed: GPUs of the cheapest cluster (``cluster``), the highest rate (requests per second), or
+    what a fleet of ``day`` takes. ``gain``: GPUs saved, or percent of the reference's, less 100."""
 
     gpu: str
     policy: str
@@ -176,22 +150,21 @@ class Gain:
 class Margin:
     """Extra load and lost workers that the best cluster tolerates."""
 
-    #: Highest rate within the objective, requests per second, mean over seeds with its 95%
-    #: interval.
+    #: Highest rate within the objective, requests per second, mean over seeds with 95% interval.
     rate: Interval
     percent: Interval  #: the same rate relative to the planned load, less 1, in percent
     #: Whether a seed met the objective at the highest rate tried: the true rate is then higher.
     is_bounded: bool
-    #: ``lost_decode``, ``lost_prefill``: the cluster with one worker less; None if the pool has a
-    #: single worker.
+    #: The cluster with one worker less; None if the pool has a single worker.
     lost_decode: Trial | None
     lost_prefill: Trial | None
 
 
 @dataclass(frozen=True, repr=False)
-class Answer(Shown):
+class Answer(Written):
     """What a plan found."""
 
+    marker: ClassVar[str] = MARKER
     question: Question  #: what was asked
     #: The best cluster of each candidate, the best first; of ``split``, every split simulated.
     rows: tuple[Row, ...]
@@ -199,8 +172,7 @@ class Answer(Shown):
     #: Margin of the cheapest cluster; None without one, and of other questions.
     margin: Margin | None = None
     gains: tuple[Gain, ...] = ()  #: what policies gain on the first one
-    #: Pareto front over tokens/s per user and tokens/s per GPU of the clusters that meet the
-    #: objective, fastest first.
+    #: Pareto front over tokens/s per user and per GPU of clusters that meet it, fastest first.
     front: tuple[Trial, ...] = ()
     #: Clusters that were asked for, and why they are not the answer.
     why_not: tuple[tuple[str, str], ...] = ()
@@ -348,16 +320,9 @@ class Answer(Shown):
             "versions": {name: version(name) for name in ("eldr-sim", "numpy", "scipy", "pyarrow")},
         }
 
-    def write(
-        self, out: str | os.PathLike[str], *, force: bool = False, extras: Sequence[Extra] = ()
-    ) -> None:
-        """Write ``plan.json`` and ``points.parquet`` into a folder, whole or not at all.
-
-        Raises InputError if ``out`` exists and may not be replaced, or cannot be written.
-        """
-        with result_folder(Path(out), force, MARKER, extras) as folder:
-            write_json(folder / MARKER, portable(self.record(), out))
-            write_table(folder / "points.parquet", points_table(self.runs, self.question.axes))
+    def tables(self) -> dict[str, pa.Table]:
+        """Return every run of the plan."""
+        return {"points": points_table(self.runs, self.question.axes)}
 
 
 #: What `Row.figure` is, by the kind of question.
@@ -386,11 +351,8 @@ def policy_pairs(rows: Sequence[R]) -> Iterator[tuple[R, R]]:
 
 
 def points_table(runs: Runs, axes: Axes) -> pa.Table:
-    """Return every run of a plan, a row each, in an order independent of the processes.
-
-    Columns: the fields of a cluster in ``plan.json``, duration, num_requests, seed, num_prompts,
-    slo_attainment, attainment of each bound, and the metrics.
-    """
+    """Return every run of a plan, a row each, in an order independent of the processes: its
+    cluster's fields as in ``plan.json``, its window and seed, attainment, and the metrics."""
     rows = [
         {
             **_cluster_of(config, axes),

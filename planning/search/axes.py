@@ -1,9 +1,7 @@
-"""Axes of a plan: fields of a run and the values to choose from, in every combination.
+"""Axes of a plan: fields of a run, by dot paths, and their values, in every combination.
 
-Any field is one, by its dot path: ``policy``, ``gpu``, ``decode.gpu``, ``all2all_backend``,
-``prefill.max_num_batched_tokens``, ``kv_tier``. Those that make the shapes of clusters are searched
-by themselves (`shapes`), and those that say which requests there are would change the question.
-"""
+Those that make the shapes of clusters are searched by themselves (`shapes`); those that say which
+requests there are would change the question."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +14,7 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.planning.search.prefill_strategy import prefill_label
 from eldr_sim.policies.choice import parse, split
 from eldr_sim.policies.registry import canonical
-from eldr_sim.simulator.setup.config.groups import (
-    LengthConfig,
-    RoutingConfig,
-    SessionConfig,
-    WorkloadConfig,
-)
+from eldr_sim.simulator.setup.config.groups import RoutingConfig, WorkloadConfig
 from eldr_sim.simulator.setup.config.run_config import RunConfig, get_field, make_config, set_field
 from eldr_sim.simulator.setup.kv_tiers import parse_sizes
 from eldr_sim.simulator.setup.run_routing import servable
@@ -33,11 +26,7 @@ _CHOSEN = {"topology", "enable_expert_parallel", "goodput"}
 _SIZES = {
     "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "price_per_gpu_hour",
 }  # fmt: skip
-_REQUESTS = {
-    name
-    for group in (WorkloadConfig, SessionConfig, RoutingConfig, LengthConfig)
-    for name in group.model_fields
-}
+_REQUESTS = {name for group in (WorkloadConfig, RoutingConfig) for name in group.model_fields}
 
 
 class Choices(TypedDict, total=False):
@@ -97,8 +86,7 @@ class Axes:
     def label(self, config: RunConfig) -> str:
         """Return what tells a configuration from the others on its GPU, the policy first.
 
-        Of prefill workers alone, how they share the model; of a fleet, its autoscaler before it.
-        """
+        Of prefill workers alone, how they share the model; of a fleet, its autoscaler before it."""
         first = config.policy if config.generates else prefill_label(config)
         found = [
             f"{name}={_shown(value_of(config, name))}"
@@ -115,10 +103,7 @@ def parse_axes(texts: Iterable[str]) -> dict[str, list[Any]]:
     """Parse axes such as ``all2all_backend=deepep_ll,pplx``; a field that comes again has more.
 
     Commas separate numbers and words, which may have parameters; a YAML list holds any values.
-    ``default`` is what the field has when it is not given; a KV tier may have a range of bytes.
-
-    Raises InputError if a text is not ``FIELD=VALUE,...``, or there is no such field.
-    """
+    ``default``: the field's own; a KV tier may have a range of bytes. Raises InputError."""
     axes: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, listed = (part.strip() for part in text.partition("="))

@@ -1,8 +1,5 @@
-"""Lower bounds on the size of a cluster, by arithmetic instead of runs.
-
-The bounds are optimistic: every step is full and activates as few experts as it can, and no request
-waits for another.
-"""
+"""Lower bounds on the size of a cluster, by arithmetic: every step is full and activates as few
+experts as it can, and no request waits for another."""
 
 import math
 from dataclasses import dataclass
@@ -10,8 +7,8 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import offered_load
@@ -27,11 +24,8 @@ _SLACK = 0.9  #: a finite run may serve a little more than the cluster's steady 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Fewest workers that could serve a load; co-located ones are ``n_decode``.
-
-    ``rate`` is the offered load, requests per second; ``impossible`` says why no number of workers
-    can serve it, and is empty otherwise.
-    """
+    """Fewest workers that could serve a load (co-located ones: ``n_decode``) of ``rate`` requests
+    per second, or why no number of them can (``impossible``)."""
 
     n_prefill: int
     n_decode: int
@@ -40,25 +34,16 @@ class Bounds:
 
 
 def bounds(config: RunConfig, objective: Objective, load: Load | None = None) -> Bounds:
-    """Bound the workers that a load needs on the pools of a configuration.
+    """Bound the workers that a load needs on the pools of a configuration; raises InputError as
+    `prepare`.
 
-    - A prefill worker computes prompts of mean length, at best in steps filled up to the token
-      budget. With prefix caching of prompts that share blocks there is no bound, nor where decode
-      workers compute prompts, too (`conditional_disagg`).
-    - A decode worker generates at best ``batch / step`` tokens per second, over the batches whose
-      step is within the TPOT bound. A step activates at least the model's top-k experts (under
-      expert parallelism, at least their share per rank).
-    - A co-located worker does both, one after the other.
-    - Workers of engines that share experts have no bound: a step's time is that of all of them.
-    - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster, and
-      any cluster rejects a request longer than ``max_model_len``.
-
-    ``load``: what `offered_load` returns, where the caller has it: all shapes of a cluster have the
-    same.
-
-    Raises InputError as :func:`~eldr_sim.simulator.run.prepare`, for example if the model does not
-    fit.
-    """
+    A prefill worker computes mean prompts, at best in full steps (no bound with prefix caching of
+    shared blocks or `conditional_disagg`); a decode worker generates at best ``batch / step``
+    tokens per second over batches within the TPOT bound, whose steps activate at least top-k
+    experts (or their share per rank); a co-located worker does both; engines that share experts
+    have no bound. A prompt whose prefill alone exceeds the TTFT bound misses on any cluster, and
+    any rejects a request longer than ``max_model_len``. ``load``: of `offered_load`, the same for
+    all shapes."""
     prepared = prepare(config)
     workload, window = load or offered_load(config, prepared.trace)
     prefill, decode = prepared.spec.prefill, prepared.spec.decode
@@ -137,7 +122,7 @@ def _prompt_s(engine: EngineSpec, tokens: int) -> float:
     return engine.prompt_s(tokens) / (pool.data_parallel_size * pool.pipeline_parallel_size)
 
 
-def _late(engine: EngineSpec, lengths: NDArray[np.int64], bound_ms: float | None) -> float:
+def _late(engine: EngineSpec, lengths: Ints, bound_ms: float | None) -> float:
     """Return the share of prompts whose prefill alone takes longer than a bound."""
     if bound_ms is None or engine.parallelism.pipeline_parallel_size > 1:  # stages overlap chunks
         return 0.0
@@ -147,15 +132,13 @@ def _late(engine: EngineSpec, lengths: NDArray[np.int64], bound_ms: float | None
 
 
 @lru_cache(maxsize=16)
-def _prompts_s(step_time: StepTimeModel, lengths: tuple[int, ...]) -> NDArray[np.float64]:
+def _prompts_s(step_time: StepTimeModel, lengths: tuple[int, ...]) -> Floats:
     """Return the time of a prompt alone of each length, s."""
     return np.array([step_time.prompt_s(n) for n in lengths])
 
 
 @lru_cache(maxsize=16)
-def _fastest_steps(
-    step_time: StepTimeModel, n_ranks: int, top_k: int, context: float
-) -> NDArray[np.float64]:
+def _fastest_steps(step_time: StepTimeModel, n_ranks: int, top_k: int, context: float) -> Floats:
     """Return a lower bound on the time of a decode step at batch 1, 2, ..., s."""
     activated = [-(-top_k // n_ranks)] * step_time.n_moe_layers
     batches = range(1, step_time.max_num_seqs + 1)

@@ -63,10 +63,7 @@ class ClusterTemplate:
         return self.max_gpus // self.unit
 
     def at(self, x: int, y: int) -> RunConfig:
-        """Return the cluster of x prefill and y decode workers; y co-located ones if x is 0.
-
-        Without decode workers those of prefill stand alone.
-        """
+        """Return the cluster of x prefill and y decode workers; y co-located ones if x is 0."""
         if not self.config.generates:
             return self.config.model_copy(update={"topology": f"{x}P"})
         own = self.config.pools[-1].own
@@ -108,10 +105,7 @@ class ClusterTemplate:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy on a GPU (or a pair of GPUs), with every shape that can hold the model.
-
-    The shape that likely costs least comes first. ``reasons`` says why others cannot.
-    """
+    """A policy on a GPU or a pair, its shapes that hold the model, and why others cannot."""
 
     gpu: str
     policy: str
@@ -125,11 +119,9 @@ def cost(config: RunConfig) -> float:
 
 
 def cluster_label(config: RunConfig) -> str:
-    """Return the workers of a cluster: numbers, GPUs, and tokens a step of co-located ones.
-
-    The GPUs of prefill workers alone are in their `prefill_label`; of a fleet that changes, its
-    fewest workers come first.
-    """
+    """Return the workers of a cluster: numbers (of a fleet that changes the fewest first), GPUs,
+    and tokens a step of co-located ones. The GPUs of prefill workers alone are in their
+    `prefill_label`."""
     pools = [pool.own.parallelism for pool in config.pools]
     sizes = list(dict.fromkeys(own.n_gpus for own in pools))
     groups = list(dict.fromkeys(own.data_parallel_size for own in pools))
@@ -146,10 +138,8 @@ def cluster_label(config: RunConfig) -> str:
 
 
 def shape_label(config: RunConfig) -> str:
-    """Return how many GPUs the workers of a cluster have, and whether prefill is apart.
-
-    Of prefill workers alone, how those share the model, and the tokens of a step.
-    """
+    """Return how many GPUs the workers of a cluster have, and whether prefill is apart; of prefill
+    workers alone, how those share the model, and the tokens of a step."""
     if not config.generates:
         return f"{prefill_label(config)}, {chunk_label(config)} tokens a step"
     if config.n_prefill == 0:
@@ -177,15 +167,10 @@ def gpu_label(config: RunConfig) -> str:
 def clusters_to_plan(
     config: RunConfig, axes: Axes, prices: Mapping[str, float] | None, *, given: bool = False
 ) -> list[RunConfig]:
-    """Return a configuration for each combination of axes, with prices.
+    """Return a configuration for each combination of axes, with prices of a GPU-hour by GPU.
 
-    Raises InputError if `Axes.configs` does, if only some of the GPUs have a price, or if the
-    configuration does not suit a plan.
-
-    ``config``: fields that all share; a pool with a GPU of its own keeps it; ``prices``: of a
-    GPU-hour by GPU, before the configuration's; ``given``: whether the topology is what is asked
-    about, and not searched.
-    """
+    Raises InputError as `Axes.configs`, if only some of the GPUs have a price, or the configuration
+    does not suit a plan. ``given``: whether the topology is asked about, and not searched."""
     if not isinstance(config.topology, str):
         problem = "a file of pools, and plans choose the workers themselves"
         raise InputError("topology", problem, "xPyD, xC or xP")
@@ -260,10 +245,8 @@ def make_candidate(
 ) -> Candidate:
     """Return the shapes that can serve a configuration's model, the likely cheapest first.
 
-    ``axes``: of the plan; ``max_gpus``: of a cluster; ``sizes``: GPUs per engine to try; if empty,
-    powers of two up to a node; ``engines``: engines per worker to try; if empty, the
-    configuration's; ``ffn_ranks``: as of `shapes`.
-    """
+    ``sizes``: GPUs per engine to try, powers of two up to a node if empty; ``engines``: per worker,
+    the configuration's if empty; ``ffn_ranks``: as of `shapes`."""
     templates: list[ClusterTemplate] = []
     reasons: list[str] = []
     load = offered_load(config, trace_of(config, load_model(config.model)))

@@ -1,10 +1,6 @@
-"""The cheapest autoscaling rule and fleet for a load that changes: ``plan --load``.
-
-A fleet is a rule, the fewest and the most workers that it may have, and how generous the rule is
-(`Autoscaler.aims`). What it costs are the GPU-hours of all workers that start, serve or drain, or
-their price. The best fixed fleet is searched first; it says between which numbers of workers rules
-are tried.
-"""
+"""The cheapest autoscaling rule and fleet for a load that changes: ``plan --load``. A fleet is a
+rule, its fewest and most workers and its `Autoscaler.aims`; it costs the GPU-hours, or their price,
+of workers that start, serve or drain."""
 
 import dataclasses
 import math
@@ -16,28 +12,21 @@ from itertools import product
 from typing import Any, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.intervals import paired_percent, t_interval
 from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary, side_by_side
+from eldr_sim.planning.search import candidates
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row
 from eldr_sim.planning.search.axes import MAX_GPUS, Axes, Choices
 from eldr_sim.planning.search.bounds import bounds
-from eldr_sim.planning.search.candidates import (
-    MOST_GPUS,
-    ClusterTemplate,
-    clusters_to_plan,
-    gpu_label,
-    make_candidate,
-)
 from eldr_sim.planning.search.rates import check_requests
 from eldr_sim.planning.search.search import cheapest, fewest, smallest
 from eldr_sim.planning.search.shapes import capacity, estimate
 from eldr_sim.planning.search.trial import Trial, try_cluster
-from eldr_sim.planning.slo import Objective, Verdict
+from eldr_sim.planning.slo import Objective, Verdict, paired_percent, t_interval
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import Parameters, parse, spell
 from eldr_sim.policies.scaling.base import Autoscaler
@@ -60,7 +49,7 @@ _Place = tuple[int, int]  #: of a list of settings, and of a setting in it
 class _Fleets:
     """Fleets of one shape of workers, of at most ``box`` workers of either kind."""
 
-    template: ClusterTemplate
+    template: candidates.ClusterTemplate
     box: Workers
     peak: Workers  #: workers that the busiest minute likely takes
     first: Workers  #: and the first one, with which every rule begins
@@ -94,24 +83,14 @@ def plan_day(
 ) -> Answer:
     """Find the cheapest rule and fleet that meet an objective on a load that changes.
 
-    The cheapest fixed fleet of the likely cheapest shape comes first. Every rule is then tried with
-    at most so many workers or half as many again, at least one or half of them, and the leanest
-    setting that keeps the objective under one seed is found by bisection; the cheapest of these is
-    judged over seeds as every cluster of a plan. With prefill and decode apart, rules that can
-    switch workers between pools are tried with and without.
-
-    Rows: a rule each, the cheapest first; ``figure``: GPU-hours, or their price. ``gains``: of
-    every rule on the best fixed fleet, in percent, paired over seeds.
-
-    ``rules``: with parameters, `RULES` if empty; a timetable and the best fixed fleet stand beside
-    them. ``bounded``: whether the topology of ``config`` says how many workers there may be of each
-    kind, and its other fields how large they are; else shapes of up to ``max_gpus`` are estimated.
-    ``runs``: as of `plan`; ``chosen``: what to choose from.
-
-    Raises InputError if an argument is not valid, or no shape fits.
-    """
+    The cheapest fixed fleet bounds the workers: every rule is tried with at most so many or half as
+    many again, at least one or half of them, with and without switches between pools; the leanest
+    setting under one seed is found by bisection, the cheapest judged over seeds. Rows: a rule each,
+    the cheapest first; ``gains`` on the fixed fleet, percent, paired over seeds. ``rules``: `RULES`
+    if empty; ``bounded``: whether the topology says how many workers there may be. Raises
+    InputError if an argument is not valid, or no shape fits."""
     max_gpus = chosen.get("max_gpus", MAX_GPUS)
-    within("max_gpus", max_gpus, MOST_GPUS)
+    within("max_gpus", max_gpus, candidates.MOST_GPUS)
     if not config.generates:
         raise InputError("topology", f"{config.topology}", "xPyD or xC, for the load of a day")
     if any(pool.is_elastic for pool in config.pools):
@@ -126,10 +105,10 @@ def plan_day(
             raise InputError(field, "a plan chooses the workers of its fleets", "none")
     asked, level = config, {"goodput": objective.level, "autoscale": "none"}
     config = config.model_copy(update=level)
-    most = min(config.n_gpus if bounded else max_gpus, config.gpu_budget or MOST_GPUS)
+    most = min(config.n_gpus if bounded else max_gpus, config.gpu_budget or candidates.MOST_GPUS)
     wanted = Axes.of(chosen)
     sizes = chosen.get("tensor_parallel_sizes", ()), chosen.get("data_parallel_sizes", ())
-    configs = clusters_to_plan(config, wanted, chosen.get("prices"), given=bounded)
+    configs = candidates.clusters_to_plan(config, wanted, chosen.get("prices"), given=bounded)
     runs = Runs() if runs is None else runs
     every = list(dict.fromkeys([*names, registry.canonical("scaling", _BESIDE)]))
     with runs.starting(configs[0]):
@@ -153,7 +132,7 @@ def plan_day(
     return Answer(question, tuple(rows), runs, gains=gains)
 
 
-def _fleets(template: ClusterTemplate, box: Workers, arrival_s: NDArray[np.float64]) -> _Fleets:
+def _fleets(template: candidates.ClusterTemplate, box: Workers, arrival_s: Floats) -> _Fleets:
     """Return the fleets of a shape; of short loads a fifteenth is the minute."""
     span = float(arrival_s[-1]) if len(arrival_s) else 0.0
     minute = max(1e-9, min(_MINUTE_S, span / 15.0))
@@ -172,7 +151,7 @@ def _bounded(config: RunConfig, objective: Objective, max_gpus: int) -> _Fleets 
     if least.impossible:
         return least.impossible
     served = capacity(config, objective, load[0])
-    template = ClusterTemplate(config, least, max_gpus, capacity=served)
+    template = candidates.ClusterTemplate(config, least, max_gpus, capacity=served)
     return _fleets(template, (config.n_prefill, config.n_decode), load[0].arrival_s)
 
 
@@ -184,7 +163,7 @@ def _likely(
     sizes: tuple[Sequence[int], Sequence[int]],
 ) -> _Fleets | str:
     """Return the fleets of the shape that likely serves the busiest minute at the least cost."""
-    candidate = make_candidate(config, axes, objective, max_gpus, *sizes)
+    candidate = candidates.make_candidate(config, axes, objective, max_gpus, *sizes)
     arrival_s = offered_load(config, trace_of(config, load_model(config.model)))[0].arrival_s
     able = [
         _fleets(template, (max_gpus, max_gpus), arrival_s)
@@ -201,7 +180,7 @@ def _search(
     config: RunConfig, fleets: _Fleets | str, rules: Sequence[str], axes: Axes, objective: Objective
 ) -> Search[list[Row]]:
     """Return the row of the best fixed fleet, and one of each rule."""
-    gpu, label = gpu_label(config), axes.label(config)
+    gpu, label = candidates.gpu_label(config), axes.label(config)
     if isinstance(fleets, str):
         return [Row(gpu, label, without="refused", reasons=[fleets])]
     fixed = Row(gpu, label, without="none")
@@ -302,9 +281,8 @@ def _best_of(rule: str, fleets: _Fleets, fixed: Workers, objective: Objective) -
 def _settings(rule: str, objective: Objective, span_s: float, together: bool) -> list[list[str]]:
     """Return words of a rule, the leanest first, in a list for each of its `ways`.
 
-    Its TTFT and ITL are the objective's, its timetable has at least `_LINES` lines, and it becomes
-    leaner by its `aims`, where the rule does not say them.
-    """
+    TTFT and ITL are the objective's, a timetable has at least `_LINES` lines, and `aims` make it
+    leaner, where the rule does not say them."""
     choice = parse(rule, "autoscale")
     kind = registry.find("scaling", choice.name)
     assert issubclass(kind, Autoscaler)

@@ -1,24 +1,19 @@
-"""What each choice adds to the best use of a number of GPUs: alone, and beside the others.
-
-The base is where a guide begins: co-located workers of the fewest GPUs that hold the model, and the
-first value of every axis. Each choice is searched alone, the others as the base has them, then all
-of them together. What one adds to that answer is what it loses without it: the choice is set back,
-and workers are split between pools anew.
-"""
+"""What each choice adds to the best use of a number of GPUs: alone, beside a base of co-located
+workers of the fewest GPUs that hold the model and the first value of every axis, and beside all
+others: what their best loses when it is set back and workers are split anew."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.planning.runs.shared_runs import Runs, Search
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row
 from eldr_sim.planning.search.axes import Axes, Choices, value_of
 from eldr_sim.planning.search.candidates import ClusterTemplate
 from eldr_sim.planning.search.rates import carried_by_seed, carried_row, fastest_first
 from eldr_sim.planning.search.split import Choosing, best_splits, choosing
-from eldr_sim.planning.slo import Objective
+from eldr_sim.planning.slo import Objective, paired_percent
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 #: Choices of shape, beside the axes.
@@ -36,13 +31,11 @@ def plan_knobs(
     runs: Runs | None = None,
     **chosen: Unpack[Choices],
 ) -> Answer:
-    """Find the best use of up to so many GPUs, and what each choice adds to it.
+    """Find the best use of up to so many GPUs, and what each choice adds to it. Arguments and
+    errors as of `split.plan_split`.
 
     Rows: the base, the best of each choice alone, of all together, and of all but each, with the
-    rate under three seeds; a search decides by one. ``gains``: on the base, paired by seed.
-
-    Arguments and errors as of `split.plan_split`.
-    """
+    rate under three seeds; a search decides by one. ``gains``: on the base, paired by seed."""
     own = choosing(config, objective, n_gpus, chosen)
     runs = Runs() if runs is None else runs
     with runs.starting(own.config):

@@ -9,7 +9,6 @@ from typing import Any, Unpack
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
 from eldr_sim.planning.search.answer import (
     Answer,
@@ -39,12 +38,11 @@ from eldr_sim.planning.search.search import SearchState, cheapest, fewest
 from eldr_sim.planning.search.sensitivity import RIVALS, Effect, effects, search_size
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial, attains, try_cluster
 from eldr_sim.planning.search.why_not import named, why
-from eldr_sim.planning.slo import Objective, Verdict
+from eldr_sim.planning.slo import Objective, Verdict, t_interval
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
-#: Shapes that are estimated to cost more than the best cluster costs, or was estimated to, by this
-#: factor are not simulated; under a further router, of those that had nothing cheaper under the
-#: first one, by any.
+#: Shapes estimated to cost more than the best cluster (costs, or was estimated to) by this factor
+#: are not simulated; under a further router those without a gain under the first one, by any.
 ESTIMATE_FACTOR = 1.3
 #: Token budgets of co-located workers that are tried beside the GPU's own, where they are cheapest.
 COLOCATED_BUDGETS = (2048, 16384)
@@ -86,34 +84,16 @@ def plan(
 ) -> Answer:
     """Find the cheapest xPyD or xC cluster that meets an objective, for every policy and GPU.
 
-    The shapes of clusters (see `shapes`) are searched in the order of an estimate. Those whose
-    arithmetic bound is above the best cluster, or whose estimate is by more than
-    ``ESTIMATE_FACTOR``, are not simulated: `Row.shapes` says which.
+    Shapes (see `shapes`) are searched in the order of an estimate. Those whose arithmetic bound is
+    above the best cluster, or whose estimate is by more than ``ESTIMATE_FACTOR``, are not
+    simulated: `Row.shapes` says which. With prefill workers alone (as 1P), the cheapest xP for
+    every way in which the GPUs of a worker may share the model, over its token budgets.
 
-    With prefill workers alone (a topology such as 1P), the cheapest xP for every way in which the
-    GPUs of a worker may share the model, over its token budgets.
-
-    Parameters
-    ----------
-    config
-        The load and the engines; topology, policy and GPU are searched. ``prefill.gpu`` and
-        ``decode.gpu`` fix the GPU of a pool.
-    objective
-        Service level and attainment.
-    why_not
-        Clusters of which is said why they are not the answer, see `why_not.named`.
-    sensitivity
-        Whether to ask what other inputs, 10% off, would have answered, see `sensitivity.effects`.
-    runs
-        Simulates: processes, progress, and the journal of an interrupted plan.
-    chosen
-        What to choose from.
-
-    Raises
-    ------
-    InputError
-        If an argument is not valid, or the arguments contradict each other.
-    """
+    Raises InputError if an argument is not valid, or contradicts another. ``config``: topology,
+    policy and GPU are searched, but ``prefill.gpu`` and ``decode.gpu`` kept; ``why_not``: clusters
+    of which is said why they are not the answer (`why_not.named`); ``sensitivity``: ask what other
+    inputs would have answered (`sensitivity.effects`); ``runs``: processes, progress, and the
+    journal of an interrupted plan."""
     max_gpus = chosen.get("max_gpus", MAX_GPUS)
     if strategies and config.generates:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only beside")
@@ -171,10 +151,7 @@ def _around(
     objective: Objective,
     rate: float,
 ) -> Search[tuple[Margin | None, tuple[Gain, ...], list[Trial]]]:
-    """Return the answer's margin, what policies save, and larger clusters for the Pareto front.
-
-    Clusters of one worker more than the answer join its trials.
-    """
+    """Return the answer's margin, what policies save, and larger clusters for the Pareto front."""
     further: list[Search[Any]] = [
         _margin(ranked[0], objective, rate),
         _savings(results if _generates(ranked[0]) else [], objective),
@@ -206,10 +183,7 @@ def _one_more(result: CandidateRow, objective: Objective) -> Search[None]:
 def _race(
     candidates: Sequence[Candidate], objective: Objective, rate: float
 ) -> Search[tuple[list[Candidate], list[CandidateRow]]]:
-    """Return the candidates whose likely cheapest shape carries most for its cost, and the others.
-
-    See `race.raced`.
-    """
+    """Return the candidates whose likely cheapest shape carries most, and the others (`raced`)."""
     able = [(t for t in each.templates if not t.bounds.impossible) for each in candidates]
     likely = [template for each in able if (template := next(each, None)) is not None]
     runners = [Contender(template, *template.estimate, likely=rate) for template in likely]
@@ -276,10 +250,7 @@ def _search_all(
 def _search_sizes(
     candidate: Candidate, objective: Objective, lead: CandidateRow | None = None
 ) -> Search[CandidateRow]:
-    """Search the shapes, the likely cheapest first; each must beat those before it.
-
-    ``lead``: what was found of another candidate, whose shape is then the likely cheapest.
-    """
+    """Search the shapes, the likely cheapest (of ``lead``) first; each must beat those before."""
     without = "none" if candidate.templates else "refused"
     result = CandidateRow(candidate.gpu, candidate.policy, without=without)
     templates = list(candidate.templates)
@@ -318,9 +289,8 @@ def _search_shape(
 ) -> Search[None]:
     """Search one shape, unless arithmetic or its estimate says that it is not the cheapest.
 
-    ``start``: the likely cheapest cluster, in place of the estimate; ``factor``: by which the
-    estimate may be above the best.
-    """
+    ``start``: where to begin, in place of the estimate, which may be above the best by
+    ``factor``."""
     reason, searched, found = template.bounds.impossible, True, None
     best, near = result.template, result.cost
     if best is not None:

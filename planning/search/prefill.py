@@ -1,10 +1,5 @@
-"""Plans of workers that compute prompts and nothing else: strategy, token budget, chunks.
-
-Such a plan chooses how the GPUs of a worker share the model, how many tokens a step computes, and
-whether prompts are computed in chunks or, where a KV cache has no room, whole. The cheapest cluster
-for an objective is `plan.plan`'s, with the candidates made here; :func:`plan_fastest` asks for no
-objective.
-"""
+"""Plans of workers that compute prompts and nothing else: how GPUs share the model, the tokens of a
+step, and whether prompts are computed in chunks or, without room in a KV cache, whole."""
 
 import dataclasses
 import math
@@ -16,8 +11,7 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Backend
-from eldr_sim.planning.intervals import t_interval
-from eldr_sim.planning.runs.points import with_seed
+from eldr_sim.planning.runs.runner import with_seed
 from eldr_sim.planning.runs.shared_runs import Runs, Search
 from eldr_sim.planning.search.answer import Answer, Question, Row
 from eldr_sim.planning.search.axes import Axes
@@ -39,7 +33,7 @@ from eldr_sim.planning.search.prefill_strategy import (
 )
 from eldr_sim.planning.search.shapes import BUSY
 from eldr_sim.planning.search.trial import found_by_seed
-from eldr_sim.planning.slo import Objective
+from eldr_sim.planning.slo import Objective, t_interval
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config.groups import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -60,10 +54,7 @@ _CHOSEN = (
 
 
 def _fastest_backend(config: RunConfig, n_gpus: int, tokens: int) -> Backend:
-    """Return the backend that dispatches and combines a step's tokens fastest, routed evenly.
-
-    Where the configuration asks for another one than the default, that.
-    """
+    """Return the backend asked for, or the fastest for a step's tokens, routed evenly."""
     if config.all2all_backend != RunConfig.model_fields["all2all_backend"].default:
         return config.all2all_backend
     model, gpu = load_model(config.model), load_gpu(config.pool("prefill").gpu or "")
@@ -116,17 +107,12 @@ def prefill_candidates(
     *,
     apart: bool = True,
 ) -> list[Candidate]:
-    """Return a candidate for each strategy and worker size, with a template for each token budget.
+    """Return a candidate for each strategy and worker size, with a template for each token budget
+    that has memory; without one, ``reasons``.
 
-    One without templates has no budget with memory; ``reasons`` says why. Raises InputError if the
-    configuration does not suit a plan.
-
-    ``config``: load and GPU; its token budget, window, gather and backend are kept where it has
-    them; ``objective``: None asks for no bounds; ``max_gpus``: of a cluster; ``sizes``: GPUs of a
-    worker; if empty, powers of two up to a node; ``strategies``: some of :data:`KINDS`; all if
-    empty; ``apart``: whether worker sizes are candidates of their own; else a strategy has one for
-    all of them.
-    """
+    ``config``: its token budget, window, gather and backend are kept; ``objective``: None asks for
+    no bounds; ``sizes``: GPUs of a worker, powers of two up to a node if empty; ``apart``: sizes
+    are candidates of their own. Raises InputError if the configuration does not suit a plan."""
     check_prefill_only(config, objective)
     for name in strategies:
         if name not in KINDS or list(strategies).count(name) > 1:
@@ -164,9 +150,8 @@ def _of_all_sizes(kind: Kind, sized: Sequence[Candidate]) -> Candidate:
 def by_speed(templates: Sequence[ClusterTemplate]) -> Search[list[ClusterTemplate]]:
     """Estimate how many workers templates take, by runs; return the likely cheapest first.
 
-    One worker of each computes some steps of prompts that come at once. A cluster is taken to keep
-    up as long as its workers are busy for 85% of the time.
-    """
+    One worker of each computes some steps of prompts that come at once; workers keep up if busy for
+    85% of the time."""
     possible = [each for each in templates if not each.bounds.impossible]
     config = templates[0].config
     workload, _ = offered_load(config, routing_of(config, load_model(config.model)))
@@ -261,19 +246,13 @@ def plan_fastest(
     seeds: int = 3,
     runs: Runs | None = None,
 ) -> Answer:
-    """Find how prefill workers alone compute prompts that come at once at the least cost.
+    """Find how prefill workers alone compute ``num_requests`` prompts at once at the least cost.
 
-    Every strategy on every GPU and worker size is run with each token budget that has memory, on
-    as many workers as there are GPUs for, then its fastest budget under further seeds.
-
-    Raises InputError if an argument is not valid, or the arguments contradict each other.
-
-    ``config``: the prompts (``num_requests`` of them) and the engines; ``strategies``, ``gpus``,
-    ``worker_gpus``: candidates: some of :data:`KINDS` (all if empty), GPUs (that of ``config``),
-    GPUs of a worker (powers of two up to a node); ``max_gpus``: GPUs there are; ``prices``: of a
-    GPU-hour by GPU; without, tokens a second and GPU decide; ``seeds``: runs of the fastest budget;
-    ``runs``: as of `plan`.
-    """
+    Every strategy on every GPU and worker size is run with each token budget, on as many workers as
+    there are GPUs for, the fastest budget under further ``seeds``. Raises InputError if an argument
+    is not valid, or contradicts another. ``strategies``, ``gpus``, ``worker_gpus``: if empty
+    :data:`KINDS`, the GPU of ``config``, powers of two up to a node; ``prices``: of a GPU-hour by
+    GPU; without, tokens a second and GPU decide."""
     if config.num_requests is None:
         raise InputError("num_requests", "none", "how many prompts come at once")
     asked, config = config, config.model_copy(update={"topology": "1P", "request_rate": math.inf})

@@ -18,13 +18,12 @@ class PrefillStrategy:
     """How so many GPUs of a node share a model's prompts."""
 
     #: Tensor parallelism (``tp``, with whole experts ``tp_ep``), attention of each GPU's own with
-    #: tokens dispatched to the experts (``dp_ep``) or experts gathered (``async_ep``), or stages of
-    #: layers (``pp``).
+    #: tokens dispatched (``dp_ep``) or experts gathered (``async_ep``), or stages of layers
+    #: (``pp``).
     kind: Kind
     backend: Backend = "nccl_alltoall"  #: of ``dp_ep``: how tokens reach their experts
-    #: ``window``, ``interference``, ``gather``: of ``async_ep``: layers on the GPU beside the first
-    #: (0: all), the time that a layer loses for each second of a gather beside it, and how experts
-    #: are gathered.
+    #: Of ``async_ep``: layers on the GPU beside the first (0: all), the time that a layer loses for
+    #: each second of a gather beside it, and how experts are gathered.
     window: int = 0
     interference: float = 0.0
     gather: Literal["collective", "one_sided", "needed"] = "one_sided"

@@ -1,23 +1,21 @@
 """Successive halving: short runs of many clusters, longer ones of those that may be the best.
 
-All clusters see the same requests in a round (common random numbers). A round finds the highest
-rate of each roughly; the better half goes on, and whoever may be as good as the last of them. Short
-windows favour clusters in which requests wait little, so what is within ``SLACK`` goes on, too. One
-seed may favour a cluster, so the last round, `decided`, has several.
-"""
+All see the same requests in a round, which finds the highest rate of each roughly; the better half
+goes on, and whoever may be as good as its last. Short windows favour clusters in which requests
+wait little, so what is within ``SLACK`` goes on, too. The last round, `decided`, has several
+seeds."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from eldr_sim.planning.intervals import is_below, t_interval
 from eldr_sim.planning.runs.shared_runs import Search, side_by_side
 from eldr_sim.planning.search.candidates import Candidate, ClusterTemplate
 from eldr_sim.planning.search.rates import FROM_ESTIMATE, NEAR, TOLERANCE, at_rate, carried
 from eldr_sim.planning.search.search import RateRange, highest_rate
 from eldr_sim.planning.search.trial import SHORTEST, attains, shortened
-from eldr_sim.planning.slo import Objective
+from eldr_sim.planning.slo import Objective, is_below, t_interval
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 #: Candidates that are searched whole; of more the best by short runs, `raced`.
@@ -60,11 +58,9 @@ class Contender:
 def halved(
     contenders: Sequence[Contender], objective: Objective, low: float, keep: int
 ) -> Search[list[Contender]]:
-    """Return the contenders with the most requests a second and cost, by rounds of short runs.
-
-    There are at least ``keep`` of them, the best first, if there were as many; ``likely`` is what
-    all of them carried in their last round. ``low``: lowest rate that matters.
-    """
+    """Return at least ``keep`` contenders with the most requests a second and cost, by rounds of
+    short runs, the best first; ``likely`` is what they carried last. ``low``: lowest rate that
+    matters."""
     left, share = list(contenders), SHORTEST
     while len(left) > keep and share < 1.0:
         yield from side_by_side([_rough(each, share, objective, low) for each in left])
@@ -80,11 +76,9 @@ def halved(
 def raced(
     candidates: Sequence[Candidate], runners: Sequence[Contender], objective: Objective, low: float
 ) -> Search[tuple[list[Candidate], list[tuple[Candidate, Contender | None]]]]:
-    """Return the candidates whose likely best cluster is among the best, and the others with it.
-
-    The first of a plan stays, as all others are compared with it. Those without a cluster are among
-    the others. ``runners``: the likely best cluster of each; ``low``: lowest rate that matters.
-    """
+    """Return the candidates whose likely best cluster (``runners``) is among the best, the first of
+    a plan too, as all are compared with it, and the others with it. ``low``: lowest rate that
+    matters."""
     ahead = {each.key for each in (yield from halved(runners, objective, low, MOST_CANDIDATES))}
     kept: list[Candidate] = []
     beaten: list[tuple[Candidate, Contender | None]] = []
@@ -101,14 +95,11 @@ def raced(
 def decided(
     tried: Sequence[Contender], objective: Objective, low: float
 ) -> Search[dict[tuple[int, int, int], Rates]]:
-    """Find the highest rates of the best contenders under more seeds, until one is the best.
+    """Find the highest rates of the best contenders under more seeds, by `Contender.key`: the first
+    two by the first seed and those not below the interval of the best, then whoever is not below
+    it, paired.
 
-    Those are the first two by the first seed, and all that this seed does not show to be below the
-    interval of the best. Whoever is then not below the best, paired over seeds, gets more of them.
-
-    Returns rates by `Contender.key`. ``tried``: with ``good`` and ``bad`` of the first seed, the
-    highest rate first; ``low``: lowest rate that matters.
-    """
+    ``tried``: with ``good`` and ``bad`` of the first seed, the highest first."""
     rates: dict[tuple[int, int, int], Rates] = {}
     left = [each for each in tried[:2] if each.good]
 

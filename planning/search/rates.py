@@ -6,7 +6,6 @@ from typing import Unpack
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.intervals import paired_percent, t_interval
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
 from eldr_sim.planning.search.answer import Answer, Gain, Question, Row, policy_pairs
 from eldr_sim.planning.search.axes import Axes, Choices
@@ -15,7 +14,7 @@ from eldr_sim.planning.search.candidates import clusters_to_plan, gpu_label
 from eldr_sim.planning.search.search import RateRange, highest_rate
 from eldr_sim.planning.search.shapes import capacity
 from eldr_sim.planning.search.trial import LEAST_REQUESTS, attains, found_by_seed
-from eldr_sim.planning.slo import Objective
+from eldr_sim.planning.slo import Objective, paired_percent, t_interval
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config.groups import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -29,17 +28,10 @@ FROM_ESTIMATE = 1.25  #: step by which it is looked for from an estimate
 def plan_rate(
     config: RunConfig, objective: Objective, *, runs: Runs | None = None, **chosen: Unpack[Choices]
 ) -> Answer:
-    """Find the highest rate that a cluster carries within its objective, seed by seed.
-
-    The highest rate of each seed is found by bisection to 1%, those of further seeds from that of
-    the first. Under one seed all policies and rates see the same requests; the rate scales the gaps
-    between them. The mean over ``objective.seeds`` seeds has Student's t interval.
-
-    Raises InputError if an argument is not valid, or the arguments contradict each other.
-
-    ``config``: the cluster and the workload; its rate is ignored; ``runs``: as of `plan`;
-    ``chosen``: what to choose from on the same topology, so no sizes.
-    """
+    """Find the highest rate that a cluster carries within its objective, by bisection to 1%,
+    further seeds from the rate of the first; the mean over ``objective.seeds`` has Student's t
+    interval. Raises InputError if an argument is not valid, or contradicts another. ``config``: its
+    rate is ignored."""
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     wanted = Axes.of(chosen)
     configs = clusters_to_plan(config, wanted, chosen.get("prices"), given=True)
@@ -72,10 +64,7 @@ def plan_rate(
 
 
 def _likely(config: RunConfig, objective: Objective, low: float) -> float:
-    """Return the rate that a cluster carries by the estimate of `shapes.capacity`.
-
-    One a worker where it says nothing.
-    """
+    """Return the rate that a cluster carries by `shapes.capacity`, or one a worker."""
     some = max(low, float(config.n_decode or config.n_prefill))
     if not config.generates:
         return some
@@ -137,10 +126,7 @@ def carried(
     at_once: int = 1,
     beaten: Callable[[float], bool] = lambda rate: False,
 ) -> Search[RateRange | None]:
-    """Find the highest rate of a cluster under one seed, starting at the configuration's rate.
-
-    For ``low`` and what follows see :func:`~eldr_sim.planning.search.search.highest_rate`.
-    """
+    """Find the highest rate of a cluster under one seed, from its own; see `highest_rate`."""
     assert config.request_rate is not None
 
     def meets(rate: float) -> Search[bool]:
@@ -161,11 +147,7 @@ def carried_by_seed(
     high: float = math.inf,
     at_once: int = 1,
 ) -> Search[list[float | None]]:
-    """Find the highest rate of a cluster under each seed; of further seeds near that of the first.
-
-    Starts at the configuration's rate. For ``low``, ``high`` and ``at_once`` (of the first seed)
-    see :func:`~eldr_sim.planning.search.search.highest_rate`.
-    """
+    """Find the highest rate of a cluster under each seed, further ones near the first's."""
     first = yield from carried(config, 0, objective, low=low, high=high, at_once=at_once)
     start, factor = (
         (config, FROM_ESTIMATE) if first is None else (at_rate(config, first.good), NEAR)

@@ -1,8 +1,7 @@
 """Searches: the cheapest xPyD, or the highest rate, that meets an objective, with few trials.
 
-Both assume that more workers or a lower rate never turn a pass into a miss. The cluster search
-reports the verdicts that contradict this.
-"""
+Both assume that more workers or a lower rate never turn a pass into a miss; the cluster search
+reports verdicts that contradict this."""
 
 import math
 from bisect import bisect_left
@@ -55,18 +54,14 @@ class SearchState:
 
     #: Prefill and decode workers of the cheapest cluster that meets the objective, or None.
     best: tuple[int, int] | None = None
-    #: ``x_least``, ``y_least``: fewest prefill workers that meet the objective with the most decode
-    #: workers, and vice versa; None if even the most do not, or the search did not ask.
+    #: Fewest prefill workers that do with the most decode workers, and vice versa, or None.
     x_least: int | None = None
     y_least: int | None = None
     #: Verdict of every cluster judged, by (x, y).
     verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
 
     def implied(self, x: int, y: int) -> bool | None:
-        """Return whether a cluster meets the objective, if the verdicts on others say so.
-
-        More workers never hurt; None where no verdict says, or two disagree.
-        """
+        """Return whether a cluster meets the objective by verdicts on others; None: unknown."""
         good = any(
             a <= x and b <= y and verdict is Verdict.MEETS
             for (a, b), verdict in self.verdicts.items()
@@ -78,10 +73,7 @@ class SearchState:
         return None if good == bad else good
 
     def contradictions(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Return pairs of a cluster that meets the objective and a larger one that does not.
-
-        Each smaller cluster is paired with the nearest larger one only.
-        """
+        """Return clusters that meet the objective, each with a larger one that does not."""
         good = sorted(p for p, verdict in self.verdicts.items() if verdict is Verdict.MEETS)
         bad = [p for p, verdict in self.verdicts.items() if verdict is Verdict.MISSES]
         pairs = []
@@ -95,11 +87,8 @@ class SearchState:
 def smallest(
     low: int, high: int, meets: Callable[[int], Search[bool]], start: int | None = None
 ) -> Search[int | None]:
-    """Return the smallest n in [low, high] for which ``meets`` is true, or None.
-
-    ``meets`` must be monotone. The search goes up or down from ``start`` in doubling steps, then
-    bisects.
-    """
+    """Return the smallest n in [low, high] for which ``meets``, monotone, is true, or None: up or
+    down from ``start`` in doubling steps, then by bisection."""
     if low > high:
         return None
     n = min(max(low if start is None else start, low), high)
@@ -134,22 +123,12 @@ def smallest(
 def cheapest(
     space: SearchSpace, judge: Judge, start: tuple[int, int] | None = None, *, around: bool = True
 ) -> Search[SearchState]:
-    """Find the cheapest cluster that meets the objective.
+    """Find the cheapest cluster that meets the objective by ``judge``.
 
-    1. A first cluster: from ``start``, if that meets the objective, with fewer workers of one kind
-       and then of the other. If it does not, the fewest decode workers with the most prefill
-       workers, and vice versa: no cluster with fewer meets the objective. From that corner along
-       the border to the first that does.
-    2. Clusters that are cheaper than the best so far, many by one trial: if that of as many prefill
-       workers as any of them has, and as many decode workers, misses, all of them do.
-    3. The best cluster with one worker less. If it still meets the objective, verdicts are not
-       monotone, and the search continues from there.
-
-    Until then, what a verdict on fewer or more workers implies is not judged again.
-
-    ``judge``: judges a cluster of x prefill and y decode workers; deterministic; ``start``: prefill
-    and decode workers where the search begins; ``around``: whether to look there.
-    """
+    From ``start`` with fewer workers of one kind, then of the other; if that misses, from the
+    fewest decode workers with the most prefill workers, and vice versa, along the border; then
+    cheaper ones, many by one trial: if one with as many of both as any of them has misses, all do.
+    Last, if ``around``, one worker less. What verdicts imply is not judged again."""
     state = SearchState()
 
     def judged(x: int, y: int) -> Search[bool]:
@@ -240,10 +219,8 @@ def _cheaper(
 def fewest(
     space: SearchSpace, judge: Judge, start: int | None = None, *, prefill: bool = False
 ) -> Search[SearchState]:
-    """Find the fewest workers of one kind that meet the objective; as `cheapest`.
-
-    They are co-located (x = 0), or compute prompts alone (``prefill``, y = 0).
-    """
+    """Find the fewest workers of one kind that meet the objective, as `cheapest`: co-located ones
+    (x = 0), or such as compute prompts alone (``prefill``, y = 0)."""
     state = SearchState(x_least=0)
     least, most = (space.x_min, space.most_prefill) if prefill else (space.y_min, space.most_decode)
 
@@ -280,18 +257,12 @@ def highest_rate(
     at_once: int = 1,
     beaten: Callable[[float], bool] = lambda rate: False,
 ) -> Search[RateRange | None]:
-    """Find the highest rate that meets the objective, to within ``tolerance``.
+    """Find the highest rate, requests per second, that meets the objective, to within a relative
+    ``tolerance``, and the next that does not (infinite at ``high``); None where ``low`` misses.
 
-    Returns that rate and the next that does not (infinite at ``high``), or None.
-
-    ``start``, ``low``, ``high``: first rate and range, requests per second; None if ``low`` misses
-    the objective, and ``high`` if that meets it; ``meets``: whether a rate does; must be monotone;
-    ``factor``: step until one rate meets the objective and the next misses it, the next ones
-    longer; then the rates between are narrowed down on a logarithmic scale; ``tolerance``: largest
-    relative distance between the rate returned and one that misses; ``at_once``: rates that are
-    asked about side by side; ``beaten``: whether the search may stop with a wider range, as one
-    that lies below a rate.
-    """
+    ``meets``: monotone; ``factor``: step until one rate meets and the next misses, then the range
+    is narrowed on a logarithmic scale; ``at_once``: rates asked about side by side; ``beaten``:
+    whether the search may stop early."""
 
     good, bad = 0.0, math.inf
 

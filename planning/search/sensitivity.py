@@ -1,9 +1,7 @@
 """Sensitivity of a plan: which input, 10% off, would have had another answer.
 
-An input is changed up and down, and the cheapest cluster is searched again, of the shape of the
-answer and of those of the best other candidates. All clusters see the same requests but where the
-input changes these.
-"""
+The cheapest cluster is searched again, of the shapes of the answer and of the best other
+candidates, under the same requests but where the input changes these."""
 
 import dataclasses
 import math
@@ -35,16 +33,12 @@ class Effect:
 def effects(
     rivals: Sequence[tuple[ClusterTemplate, Trial]], objective: Objective, rate: float
 ) -> Search[list[Effect]]:
-    """Return what each input, 10% lower and higher, makes of the answer.
+    """Return what each input, 10% lower and higher, makes of the answer: the rate, lengths that are
+    given, each bound, the time of everything (a rate higher and bounds lower by it), and the price
+    of each GPU.
 
-    The inputs are the rate, lengths that are given, each bound of the service level, the time that
-    everything takes, and the price of each GPU where there are several. The last needs no runs: it
-    compares the clusters that were found. Times that are longer by a factor are a rate higher by it
-    and bounds lower by it, in another unit of time.
-
-    ``rivals``: the cheapest cluster of each candidate with its template, the answer first;
-    ``rate``: the load, requests per second.
-    """
+    ``rivals``: the cheapest cluster of each candidate, the answer first; ``rate``: requests per
+    second."""
     answer = rivals[0][1] if rivals else None
     if answer is None:
         return []
@@ -139,8 +133,7 @@ def search_size(
     """Find the cheapest cluster of a shape, first near its estimate or ``start``, then among all.
 
     Clusters on the way that meet the objective are known by one seed, and are no trials; what is
-    found is judged by as many as it takes, and the search goes on if it then does not meet it.
-    """
+    found is judged by as many as it takes, and if it then misses the search goes on."""
     trials: dict[tuple[int, int], Trial] = {}
     likely: set[tuple[int, int]] = set()
 

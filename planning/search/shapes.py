@@ -1,10 +1,6 @@
-"""Shapes of clusters that a plan chooses from, and an estimate of what each takes.
-
-A shape says how many engines and GPUs a worker of each pool has, whether experts are whole (expert
-parallelism), and whether prefill and decode are apart (xPyD) or together (xC); the numbers of
-workers are open. The estimate orders the shapes, so that the first one searched is likely the
-cheapest, and says where a search begins; it decides no verdict.
-"""
+"""Shapes of clusters that a plan chooses from: engines and GPUs of a worker, whole or shared
+experts, prefill and decode apart (xPyD) or together (xC); and an estimate of what each takes, which
+orders them and decides no verdict."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,8 +9,8 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
@@ -38,12 +34,9 @@ def shapes(
     engines: Sequence[int] = (),
     ffn_ranks: Sequence[int] = (),
 ) -> Iterator[RunConfig]:
-    """Return a configuration for each shape, of one worker of each kind.
-
-    ``sizes``: GPUs of an engine to choose from; ``engines``: engines of a worker to choose from,
-    more than one of which share experts; the configuration's if empty; ``ffn_ranks``: GPUs beside
-    those of a decode worker's engines, if several, that hold its experts; 0, or none, if not.
-    """
+    """Return a configuration for each shape, of one worker of each kind. ``sizes``: GPUs of an
+    engine; ``engines``: of a worker, the configuration's if empty; ``ffn_ranks``: GPUs that hold
+    the experts beside several engines of a decode worker; 0, or none, if not."""
     together = may_be_colocated(config)
     dense = load_model(config.model).is_dense
     workers = list(product(engines or [config.data_parallel_size], sizes))
@@ -71,10 +64,7 @@ def shapes(
 
 
 def _beside(config: RunConfig, workers: Sequence[tuple[int, int]]) -> Iterator[RunConfig]:
-    """Return a shape with prefill workers like those of decode, and with each of ``workers``.
-
-    Those are the engines of a worker, and the GPUs of an engine.
-    """
+    """Return a shape with prefill workers like those of decode, and with each of ``workers``."""
     yield config
     n, size = config.data_parallel_size, config.tensor_parallel_size
     for of_prefill in workers:
@@ -99,10 +89,8 @@ def may_be_colocated(config: RunConfig) -> bool:
 
 
 def estimate(each: tuple[float, float], rate: float, *, colocated: bool) -> tuple[int, int]:
-    """Estimate the workers that a rate takes, (prefill, decode) or (0, co-located).
-
-    ``each`` is what a worker of either kind serves, see `capacity`.
-    """
+    """Estimate the workers that a rate takes by `capacity`: (prefill, decode) or (0,
+    co-located)."""
     prefill, decode = each
     x = 0 if colocated else max(1, math.ceil(rate / prefill))
     return x, max(1, math.ceil(rate / decode))
@@ -111,16 +99,11 @@ def estimate(each: tuple[float, float], rate: float, *, colocated: bool) -> tupl
 def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tuple[float, float]:
     """Estimate the requests per second of a prefill and of a decode (or co-located) worker.
 
-    - A prefill worker computes steps full of mean prompts for 85% of its time.
-    - A decode worker runs the batch with the most tokens per second that keeps the TPOT bound and
-      has KV blocks for mean contexts. A step activates as many experts as so many random tokens
-      of the trace; where engines share experts, see `estimate`.
-    - A co-located worker spends what prompts take, and its decode steps are longer by that share:
-      with prompts of e seconds, n output tokens and steps of s(b) seconds, it serves a rate r where
-      r n s(b) <= b (1 - r e) and s(b) <= (1 - r e) TPOT for some batch b.
-
-    Less than a request in an hour counts as one. ``workload`` is the load.
-    """
+    A prefill worker computes full steps for 85% of its time; a decode worker the batch with the
+    most tokens per second that keeps the TPOT bound and has KV blocks, with the experts of random
+    tokens of the trace. A co-located one, with prompts of e seconds, n output tokens and steps of
+    s(b) seconds, serves a rate r where r n s(b) <= b (1 - r e) and s(b) <= (1 - r e) TPOT for some
+    batch b. A request an hour is the least."""
     prepared = prepare(config)
     prompt, output = float(workload.prompt_len.mean()), float(workload.output_len.mean())
     prefill, decode = prepared.spec.prefill, prepared.spec.decode
@@ -154,14 +137,14 @@ def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tup
     return BUSY / prompt_s, max(float(best), 1.0 / 3600.0)
 
 
-def _batches(largest: int) -> NDArray[np.int64]:
+def _batches(largest: int) -> Ints:
     return np.unique(np.geomspace(1, largest, 48).astype(np.int64))
 
 
 @lru_cache(maxsize=16)
 def _decode_steps(
     step_time: StepTimeModel, ranks: int, trace: RoutingTrace | None, largest: int, context: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[Floats, Floats]:
     """Return batches up to the largest and the time of a decode step of each, s."""
     batch = _batches(largest)
     experts = np.zeros(len(batch))

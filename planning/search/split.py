@@ -8,6 +8,7 @@ from typing import Unpack
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
+from eldr_sim.planning.search import race
 from eldr_sim.planning.search.answer import Answer, Question, Row
 from eldr_sim.planning.search.axes import Axes, Choices
 from eldr_sim.planning.search.candidates import (
@@ -18,15 +19,6 @@ from eldr_sim.planning.search.candidates import (
     clusters_to_plan,
     make_candidate,
 )
-from eldr_sim.planning.search.race import (
-    MOST_CANDIDATES,
-    Contender,
-    Rates,
-    decided,
-    halved,
-    is_narrow,
-    raced,
-)
 from eldr_sim.planning.search.rates import TOLERANCE, carried_row, fastest_first, lowest_rate
 from eldr_sim.planning.search.search import highest_rate
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, attains
@@ -34,8 +26,7 @@ from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _TRIED = 8  #: splits that are simulated first, of each candidate
-#: More of them race, in short runs, that are estimated at the best rate divided by this; so many
-#: at most.
+#: More race, in short runs, estimated at the best rate divided by this; so many at most.
 ESTIMATED, _MOST = 1.3, 32
 _RUNS_OF_RATE = 8
 
@@ -48,13 +39,9 @@ def plan_split(
     runs: Runs | None = None,
     **chosen: Unpack[Choices],
 ) -> Answer:
-    """Find the clusters of up to so many GPUs that carry the highest rates within an objective.
-
-    Raises InputError if an argument is not valid, or no shape fits.
-
-    ``config``: its rate and topology are ignored; ``n_gpus``: most GPUs of the cluster; ``runs``:
-    as of `plan`; ``chosen``: what to choose from.
-    """
+    """Find the clusters of up to ``n_gpus`` GPUs that carry the highest rates within an objective.
+    Raises InputError if an argument is not valid, or no shape fits. ``config``: its rate and
+    topology are ignored."""
     own = choosing(config, objective, n_gpus, chosen)
     runs = Runs() if runs is None else runs
     with runs.starting(own.config):
@@ -107,19 +94,14 @@ def best_splits(
     n_gpus: int,
     low: float,
 ) -> Search[tuple[Row, ...]]:
-    """Find the splits of up to so many GPUs that carry the highest rates, the best first.
-
-    Each candidate has its own (`_fastest`). Of more than `race.MOST_CANDIDATES` those whose likely
-    best split is among the best in short runs are one, with all their splits.
-
-    ``label``: names the candidate that a cluster is of; ``low``: lowest rate that matters, a
-    second.
-    """
+    """Find the splits of up to so many GPUs that carry the highest rates, the best first; of more
+    candidates than `race.MOST_CANDIDATES` those that are among the best in short runs. ``label``:
+    names the candidate of a cluster; ``low``: lowest rate that matters."""
     groups, beaten = [_likely(each.templates, n_gpus) for each in candidates], list[Row]()
-    if len(candidates) > MOST_CANDIDATES:
+    if len(candidates) > race.MOST_CANDIDATES:
         runners = [each[0] for each in groups if each]
         guessed = {id(each): each.likely for each in runners}
-        _, others = yield from raced(candidates, runners, objective, low)
+        _, others = yield from race.raced(candidates, runners, objective, low)
         out = {id(each) for _, each in others}
         left = [each for each in groups if each and id(each[0]) not in out]
         for each in left:  # what the first carried says how far the estimate of the others is off
@@ -134,11 +116,8 @@ def best_splits(
     return fastest_first([row for each in found for row in each] + beaten)
 
 
-def _likely(templates: Sequence[ClusterTemplate], n_gpus: int) -> list[Contender]:
-    """Return the splits of shapes that are simulated, the likely best first.
-
-    The estimate of `shapes.capacity` ranks all of them: the first, and those within a factor.
-    """
+def _likely(templates: Sequence[ClusterTemplate], n_gpus: int) -> list[race.Contender]:
+    """Return the splits of shapes that are simulated, the likely best first by `capacity`."""
     splits = [
         _split(template, x, y)
         for template in templates
@@ -151,7 +130,7 @@ def _likely(templates: Sequence[ClusterTemplate], n_gpus: int) -> list[Contender
 
 
 def _fastest(
-    runners: Sequence[Contender],
+    runners: Sequence[race.Contender],
     label: Callable[[RunConfig], str],
     objective: Objective,
     n_gpus: int,
@@ -160,11 +139,9 @@ def _fastest(
     """Find the best of splits, and of those beside it.
 
     They race in short runs (`race.halved`); the first are simulated under one seed, those that two
-    others beat only until that is known; the best two, and whoever one seed does not show to be
-    worse, under up to five (`race.decided`).
-    """
-    tried: list[Contender] = []
-    new, best = (yield from halved(runners, objective, low, _TRIED // 2)), None
+    others beat only until that is known; the best under more (`race.decided`)."""
+    tried: list[race.Contender] = []
+    new, best = (yield from race.halved(runners, objective, low, _TRIED // 2)), None
     while new:
         tried += new
         yield from side_by_side([_race(split, tried, objective, low) for split in new])
@@ -176,7 +153,7 @@ def _fastest(
             if abs(x - best.x) == 1
         ]
         new = [split for split in beside if split.key not in known]
-    rates = yield from decided(tried, objective, low)
+    rates = yield from race.decided(tried, objective, low)
     result = []
     for split in tried:
         result.append((yield from _row(split, label, rates.get(split.key), low)))
@@ -186,21 +163,23 @@ def _fastest(
     return result
 
 
-def _beaten(split: Contender, label: Callable[[RunConfig], str]) -> Search[Row]:
+def _beaten(split: race.Contender, label: Callable[[RunConfig], str]) -> Search[Row]:
     """Return what is known of a split from short runs."""
     config, why = split.template.at(split.x, split.y), f"about {split.likely:.4g} in short runs"
     return carried_row(config, label(config), (), why, beaten=True)
 
 
-def _split(template: ClusterTemplate, x: int, y: int, likely: float | None = None) -> Contender:
+def _split(
+    template: ClusterTemplate, x: int, y: int, likely: float | None = None
+) -> race.Contender:
     """Return a split with the rate that the estimate says, or the one that is given."""
     prefill, decode = template.capacity
     estimate = min(x * prefill, y * decode) if x else y * decode
-    return Contender(template, x, y, estimate if likely is None else likely)
+    return race.Contender(template, x, y, estimate if likely is None else likely)
 
 
 def _race(
-    split: Contender, against: Sequence[Contender], objective: Objective, low: float
+    split: race.Contender, against: Sequence[race.Contender], objective: Objective, low: float
 ) -> Search[None]:
     """Find the highest rate of a split, or that it is below those of the best others."""
 
@@ -220,12 +199,12 @@ def _race(
 
 
 def _row(
-    split: Contender, label: Callable[[RunConfig], str], rates: Rates | None, low: float
+    split: race.Contender, label: Callable[[RunConfig], str], rates: race.Rates | None, low: float
 ) -> Search[Row]:
     """Return what is known of a split: its rates by seed, or that it is beaten under the first."""
     config = split.template.at(split.x, split.y)
     name = label(config)
-    if rates is None and is_narrow(split, low):
+    if rates is None and race.is_narrow(split, low):
         rates = [split.good or None]
     if rates is not None:
         why = f"{low:.3g} req/s is too much"

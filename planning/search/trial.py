@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eldr_sim.planning.intervals import Interval, mean_known
-from eldr_sim.planning.runs.points import with_seed
+from eldr_sim.planning.runs.runner import with_seed
 from eldr_sim.planning.runs.shared_runs import Search, Summary
-from eldr_sim.planning.slo import Objective, Verdict, block_interval
+from eldr_sim.planning.slo import Interval, Objective, Verdict, block_interval, mean_known
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 LEAST_REQUESTS = 100  #: fewest expected requests of a run that estimates a share such as 99%
@@ -62,16 +61,13 @@ def found_by_seed(config: RunConfig, summaries: Sequence[Summary]) -> Trial:
 
 
 def try_cluster(config: RunConfig, objective: Objective, *, surely: bool = True) -> Search[Trial]:
-    """Judge a cluster.
-
-    First one seed, then more, the same for every cluster, until the confidence interval lies on one
-    side of the target or no further seeds could bring it above: such a cluster stays undecided,
-    after a single seed unless the interval of its requests lies below the target.
+    """Judge a cluster by seeds, the same for every cluster, until the interval lies on one side of
+    the target or no further seeds could bring it above: it stays undecided then, after a single
+    seed unless the interval of its requests lies below.
 
     ``config``: its ``goodput`` must be the objective's level; ``surely``: else a first seed that
     attains the target is taken for all, and so is a run of a quarter of the window that misses it
-    by more than luck: short windows favour clusters, in which requests have waited little.
-    """
+    by more than luck: short windows favour clusters."""
     if not surely and (short := shortened(config, SHORTEST)) is not config:
         quick = (yield [short])[0]
         share = float(quick["slo_attainment"])

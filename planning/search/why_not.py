@@ -20,13 +20,9 @@ _PART = re.compile(r"(tp|dp)([1-9]\d{0,3})|ep")
 
 
 def named(text: str) -> dict[str, Any]:
-    """Return the fields of a cluster: ``1P2D:tp8``, ``4C:tp2,dp4``, ``1P2D:tp2+tp1,dp8``.
-
-    ``tp``: GPUs of an engine, ``dp``: engines of a worker, which share experts, ``ep``: experts
-    spread over an engine's GPUs; after a ``+`` those of decode workers where they differ.
-
-    Raises InputError if the text is no such cluster.
-    """
+    """Return the fields of a cluster (``1P2D:tp8``, ``4C:tp2,dp4``, ``1P2D:tp2+tp1,dp8``): ``tp``
+    GPUs of an engine, ``dp`` engines of a worker, ``ep`` experts spread over its GPUs; after a
+    ``+`` of decode workers where they differ. Raises InputError."""
     topology, _, workers = text.partition(":")
     try:
         decodes = [pool.then is None for pool in pools_of(topology).root.values()]
@@ -63,9 +59,8 @@ def why(
 ) -> Search[str]:
     """Say why a cluster is not the answer, simulating it where arithmetic does not tell.
 
-    ``fields``: see `named`; ``config``: of the plan; ``rows``: its answer, the best first. What
-    the fields do not say is the best one's.
-    """
+    ``fields``: see `named`, the best one's where they do not say; ``rows``: the answer, the best
+    first."""
     best = rows[0]
     values = (config if best.trial is None else best.trial.config).said("python")
     price = values["decode"]["price_per_gpu_hour"]

@@ -1,8 +1,9 @@
 """ELDR's offline fit: the routing artifact that a router loads at start (Sec. 4.1 and 5)."""
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any, BinaryIO, Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim import cache
+from eldr_sim.arrays import Array, Bools, Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import check_arrays
 from eldr_sim.outputs import whole_file
@@ -20,8 +23,6 @@ from eldr_sim.policies.eldr.signature import (
     TRANSFORMS,
     DecodeOverlap,
     FitOptions,
-    Floats,
-    Ints,
     LayerMask,
     LayerSelection,
     Method,
@@ -35,6 +36,7 @@ from eldr_sim.policies.eldr.signature import (
     transformed,
 )
 from eldr_sim.traces.routing.calibration import CalibrationSet
+from eldr_sim.traces.routing.format import RoutingTrace
 
 FORMAT_VERSION = 2
 """Version of the file format, raised whenever an older reader would misread a newer file."""
@@ -64,22 +66,18 @@ class RoutingArtifact:
 
     #: Shape [L, E]: inverse document frequency of every expert; only ``count-idf`` reads it.
     idf: Floats
-    #: Shape [L]: layers in the order of the greedy selection; under the other mask rules they
-    #: ascend, the kept ones first.
+    #: Shape [L]: layers as selected greedily; under other masks ascending, the kept ones first.
     layer_order: Ints
-    #: Shape [L]: ``rho[i]`` is the signature quality (Eq. 1) with the first ``i + 1`` layers of
-    #: ``layer_order``.
+    #: Shape [L]: quality (Eq. 1) with the first ``i + 1`` layers of ``layer_order``.
     rho: Floats
     n_kept: int  #: number of layers kept; N* under the greedy rule
-    #: Shape [K, n_kept * E]: unit centroids over the kept layers in ascending order. Centroid ``k``
-    #: belongs to decode worker ``k``.
+    #: Shape [K, n_kept * E]: unit centroids of decode workers, over the kept layers, ascending.
     centroids: Floats
-    #: Shape [K, n_domains]: calibration requests of each domain in each cluster (for reading only:
-    #: no decision uses it).
+    #: Shape [K, n_domains]: calibration requests by cluster and domain, for reading only.
     cluster_domains: Ints
-    #: Shape [K, L, E]: expected decode activation of a request of each cluster, the mean over its
-    #: calibration requests (all of them for an empty cluster) of the fraction of decode steps that
-    #: chose the expert. Expert placement balances it (Sec. 5).
+    #: Shape [K, L, E]: expected decode activation, the mean over a cluster's calibration requests
+    #: (all, if it is empty) of the share of steps that chose an expert; what placement balances
+    #: (Sec. 5).
     cluster_activation: NDArray[np.float32]
     domains: tuple[str, ...]  #: names of the domains
     n_pairs: int  #: pairs of calibration requests that rho was measured on
@@ -90,8 +88,7 @@ class RoutingArtifact:
     transform: Transform = "count-idf"
     mask_rule: MaskRule = "greedy"  #: how the kept layers were chosen
     clustering: Method = "balanced"  #: how the calibration signatures were clustered
-    #: ``seedings``, ``rounds``, ``mask_pairs``: see
-    #: :class:`~eldr_sim.policies.eldr.signature.FitOptions`.
+    #: See :class:`~eldr_sim.policies.eldr.signature.FitOptions`.
     seedings: int = FitOptions().seedings
     rounds: int = FitOptions().rounds
     mask_pairs: int = FitOptions().mask_pairs
@@ -107,7 +104,7 @@ class RoutingArtifact:
         return np.sort(self.layer_order[: self.n_kept])
 
     @property
-    def layer_mask(self) -> NDArray[np.bool_]:
+    def layer_mask(self) -> Bools:
         """Shape [L]: whether a layer is kept."""
         mask = np.zeros(len(self.layer_order), dtype=bool)
         mask[self.layers] = True
@@ -130,11 +127,8 @@ class RoutingArtifact:
         """Calibration requests that the fit used."""
         return int(self.cluster_domains.sum())
 
-    def signatures(self, scores: NDArray[Any]) -> Floats:
-        """Return the signatures (Eq. 2) of prompt scores of shape [n, L, E].
-
-        The scores are prefill counts, or summed gate scores where the transform is one of those.
-        """
+    def signatures(self, scores: Array) -> Floats:
+        """Return the signatures (Eq. 2) of prefill counts, or gate scores, [n, L, E]."""
         if scores.shape[1:] != self.idf.shape:
             seen = "x".join(map(str, scores.shape[1:]))
             layers, experts = self.idf.shape
@@ -161,10 +155,7 @@ class RoutingArtifact:
         clustering: Method | None = None,
         **numbers: int | None,
     ) -> None:
-        """Raise InputError if the artifact was made with other options than those given.
-
-        None stands for an option that was not given; ``numbers`` are the other `FitOptions`.
-        """
+        """Raise InputError if the artifact was made with other options than those given."""
         if transform not in (None, self.transform):
             raise InputError("signature", f"{transform}, but the artifact holds {self.transform}")
         if layer_mask not in (None, self.mask_option):
@@ -198,10 +189,8 @@ class RoutingArtifact:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the artifact to one ``.npz`` file, whole or not at all.
-
-        Centroids are stored as float32, which holds them exactly (multiples of 2^-24, at most 1).
-        """
+        """Write the artifact to one ``.npz`` file, centroids as float32, which holds them
+        exactly."""
         with whole_file(Path(path), "artifact") as temporary, temporary.open("wb") as file:
             self.write(file)
 
@@ -214,11 +203,7 @@ class RoutingArtifact:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "RoutingArtifact":
-        """Read and validate an artifact.
-
-        Raises InputError if the file is missing, is no artifact, is of another format version, or
-        if its arrays contradict each other.
-        """
+        """Read and validate an artifact; raises InputError if it is none or contradicts itself."""
         source = check_arrays(path, "artifact")
         try:
             loaded = np.load(source, allow_pickle=False)
@@ -269,15 +254,12 @@ def fit(
     seed: int,
     options: FitOptions = FitOptions(),  # noqa: B008 it cannot change
 ) -> RoutingArtifact:
-    """Fit the routing artifact: IDF table, layer mask, one centroid a decode worker.
-
-    IDF table, layer order and rho do not depend on ``n_decoders``. ``seed``: of the sampled pairs
-    and of the clustering's starts, 0 or more.
+    """Fit the routing artifact: IDF table, layer mask, one centroid a decode worker; all but these
+    depend on ``n_decoders``. ``seed``: of the sampled pairs and of the clustering's starts.
 
     Raises InputError with fewer calibration requests than decode workers or than 3, without any
-    expert that distinguishes the requests, for an unknown option or a layer that is not there, or
-    where the transform needs gate scores that the trace does not carry.
-    """
+    expert that distinguishes them, for an unknown option or layer, or for gate scores that the
+    trace lacks."""
     counts = calibration.scores("count")
     n = len(counts)
     if n_decoders < 1:
@@ -337,7 +319,7 @@ def fit_like(artifact: RoutingArtifact, calibration: CalibrationSet) -> RoutingA
     return fit(calibration, artifact.n_decoders, artifact.seed, artifact.options)
 
 
-def _checked(arrays: Mapping[str, NDArray[Any]]) -> RoutingArtifact:
+def _checked(arrays: Mapping[str, Array]) -> RoutingArtifact:
     """Build an artifact from the arrays of a file, or say what is wrong with them."""
     facts = json.loads(str(arrays["facts"]))
     version = facts["format_version"]
@@ -404,3 +386,45 @@ def _one_of(name: str, allowed: tuple[str, ...], facts: Mapping[str, Any]) -> st
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise InputError("artifact", otherwise)
+
+
+#: Modules of which a fit is made: when they change, it is made anew.
+_SOURCES = (
+    "policies.eldr.artifact", "policies.eldr.clustering", "policies.eldr.signature",
+    "policies.eldr.unit", "traces.routing.calibration", "traces.routing.gate_scores",
+)  # fmt: skip
+
+
+def cached_fit(
+    trace: RoutingTrace,
+    workload: str,
+    domain_mix: dict[str, float] | None,
+    calibration: Callable[[], CalibrationSet],
+    n_decoders: int,
+    seed: int,
+    options: FitOptions,
+) -> RoutingArtifact:
+    """Return `fit` of the calibration requests of a trace, from the cache if it is there; else
+    ``calibration`` is called, which picks them by ``trace``, ``workload`` and ``domain_mix``."""
+    manifest = trace.for_calibration.manifest
+    files = [manifest.checksum, manifest.requests_checksum, manifest.gate_scores_checksum]
+    mix = None if domain_mix is None else list(domain_mix.items())
+    how: list[Any] = [n_decoders, seed, *options]
+    key = [files, trace.top_k, workload, mix, how, cache.stamp(_SOURCES)]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode())
+    name = f"{digest.hexdigest()[:32]}.npz"
+    path = cache.find(cache.FITS, name)
+    if path is not None and path.exists():
+        try:
+            found = RoutingArtifact.load(path)
+        except InputError:  # it is made anew and replaced
+            found = None
+        if found is not None and (found.trace_checksum, found.n_decoders, found.seed) == (
+            manifest.checksum,
+            n_decoders,
+            seed,
+        ):
+            return found
+    made = fit(calibration(), n_decoders, seed, options)
+    cache.keep(cache.FITS, name, made.write)
+    return made

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
-from eldr_sim.policies.eldr.signature import METHODS, Floats, Ints, Method, unit_rows
+from eldr_sim.policies.eldr.signature import METHODS, Method, unit_rows
 
 RESTARTS = 8  #: independent seedings; the clustering of the smallest total distance is kept
 
@@ -22,7 +23,7 @@ ROUNDS = 100
 _GRID = float(1 << 32)
 _POINTS = float(1 << 21)  #: more than there are; a cost below 2^32 times as much is exact
 
-Members = NDArray[np.bool_]
+Members = Bools
 Points = NDArray[np.floating[Any]]
 
 
@@ -55,19 +56,15 @@ def kmeans(
 ) -> Clustering:
     """Cluster unit vectors, minimising their total cosine distance from their centroids.
 
-    Rounds of assignment (:func:`assign`) and centroid update (the members' sum scaled to unit
-    length) go on until the total distance no longer falls. Seeding is k-means++: a point is drawn
-    with a probability in proportion to its cosine distance from the nearest seed, on the unit
-    sphere half the squared Euclidean distance. Both methods draw the same seeds from the same
-    ``rng``.
+    Rounds of :func:`assign` and centroid update (the members' sum at unit length) go on until that
+    no longer falls. Seeding is k-means++ by cosine distance, half the squared Euclidean one on the
+    unit sphere; both methods draw the same seeds. Raises InputError if K is not in 1..n, all points
+    are zero, or there is no such method.
 
-    Raises InputError if K is not in 1..n, if all points are zero, or if there is no such method.
-
-    ``points``: shape [n, d]: rows of `unit_rows`; one of zeros may fall to any cluster and moves no
-    centroid; ``method``: ``balanced``: no cluster holds more than ceil(n / K) points; ``vanilla``:
-    every point is with its nearest centroid; a cluster that loses all its points keeps its
-    centroid; ``restarts``: independent seedings; ``rounds``: most of each.
-    """
+    ``points``: [n, d], rows of `unit_rows`; zero rows move no centroid; ``method``: ``balanced``:
+    at most ceil(n / K) points a cluster; ``vanilla``: every point is with its nearest centroid; a
+    cluster without points keeps its own; ``restarts``: independent seedings; ``rounds``: most of
+    each."""
     n = len(points)
     if method not in METHODS:
         raise InputError("clustering", f"unknown method {method!r}", ", ".join(METHODS))
@@ -101,15 +98,11 @@ def refit(
 ) -> tuple[Floats, Floats]:
     """Move centroids to other points: rounds as in `kmeans`, from where they are.
 
-    A new centroid takes the place of the one before that it is like: all of them at the least total
-    cosine distance. Returns the centroids moved, and the dot products of the same points with them
-    but for rounding.
-
-    ``points``: shape [N, d]: unit rows; ``between``: shape [N, N]: dot products of all, `rounded`;
-    ``sums``: shape [K, N]: those of the points of each cluster, added up as ``recent`` says, and
-    then as it says on return; ``fit``: the centroids, shape [K, d], of which one without points
-    stays; the method; most rounds.
-    """
+    A new centroid takes the place of the one before that it is like, at the least total cosine
+    distance. Returns the centroids, and the points' dot products with them but for rounding.
+    ``points`` [N, d]: unit rows; ``between`` [N, N]: their dot products, `rounded`; ``sums`` [K,
+    N]: those of each cluster's points, added up as ``recent`` says, then and on return; ``fit``:
+    centroids [K, d], of which one without points stays; the method; most rounds."""
     centroids, method, rounds = fit
     rows, similar, summed = recent
     member = np.zeros(similar.shape, np.bool_)
@@ -151,8 +144,7 @@ def rounded(products: Floats) -> Floats:
 def multiply(points: Points, begin: int, end: int, between: Floats) -> None:
     """Write the `rounded` dot products of the unit rows ``begin`` to ``end`` with all before it.
 
-    Four are multiplied with two at once. ``points``: shape [N, d]; ``between``: shape [N, N].
-    """
+    Four are multiplied with two at once. ``points``: shape [N, d]; ``between``: shape [N, N]."""
     four, eight = np.zeros((4, points.shape[1])), np.empty((2, 4))
     for first in range(begin, end, 4):
         last = min(first + 4, end)
@@ -173,13 +165,11 @@ def multiply(points: Points, begin: int, end: int, between: Floats) -> None:
 
 
 def assign(points: Floats, centroids: Floats, balanced: bool) -> tuple[Ints, float]:
-    """Assign points to centroids: the centroid of each, shape [n], and the total cosine distance.
+    """Return the centroid of each point, shape [n], and the total cosine distance.
 
-    Each to its nearest, the first of them on a tie: no assignment costs less. ``balanced``: at most
-    ceil(n / K) to each, the optimum that the Hungarian method finds with so many places a centroid,
-    as a flow of least cost between the clusters: every point starts at its nearest centroid, and
-    one point too many after the other leaves along the shortest path to a cluster with room.
-    """
+    Each to its nearest, the first of them on a tie. ``balanced``: at most ceil(n / K) to each, the
+    optimum of the Hungarian method, as a flow of least cost between the clusters: one point too
+    many after the other leaves along the shortest path to a cluster with room."""
     labels, cost = _assigned(np.ascontiguousarray(points @ centroids.T), balanced)
     return labels, cost
 
@@ -188,8 +178,7 @@ def assign(points: Floats, centroids: Floats, balanced: bool) -> tuple[Ints, flo
 def _assigned(similar: Floats, balanced: bool) -> tuple[Ints, float]:
     """Return the centroid of each point, and their total distance.
 
-    Cosine distances are in whole numbers of 1e-9: their sums and comparisons are exact.
-    """
+    Cosine distances are in whole numbers of 1e-9: their sums and comparisons are exact."""
     n, k = similar.shape
     distance = np.empty((n, k))
     labels, size = np.empty(n, np.int64), np.zeros(k, np.int64)
@@ -242,8 +231,7 @@ def _relieve(distance: Floats, labels: Ints, size: Ints, capacity: int, too_many
     assignment the best one for its cluster sizes: no circle of moves saves anything. ``move`` is
     what the cheapest move from a cluster to another costs, ``mover`` the point that makes it, the
     first of equals; ``changed`` which clusters have changed, ``before`` each cluster's predecessor
-    on its path. A cost and its point are found together, as one whole number.
-    """
+    on its path. A cost and its point are found together, as one whole number."""
     n, k = distance.shape
     move, mover, path = np.empty((k, k)), np.empty((k, k), np.int64), np.empty(k)
     changed, before, least = np.ones(k, np.bool_), np.empty(k), np.empty(k)
@@ -315,13 +303,12 @@ def _add(sums: Floats, row: Points, sign: float) -> None:
 def _lloyd(
     between: Floats, sums: Floats, recent: Recent, member: Members, balanced: bool, rounds: int
 ) -> tuple[Members, Floats, float]:
-    """Return whose sum each centroid is, ``[n, K]``.
+    """Return whose sum each centroid is, the points' dot products with them, both ``[n, K]``, and
+    the total distance.
 
-    And the points' dot products with them, ``[n, K]``, and the total distance from them. Begins
-    with the centroids that have the products ``similar``; ``member`` is returned for those that no
-    point ever joins. Sums of points are never made: their dot products are sums of ``between``,
-    exact in any order, so that a round counts only who has moved.
-    """
+    Begins with the products ``similar``; ``member`` is returned for centroids that no point ever
+    joins. Dot products of sums are sums of ``between``, exact in any order: a round counts only who
+    has moved."""
     rows, similar, summed = recent
     n, k = similar.shape
     labels, cost = _assigned(similar, balanced)

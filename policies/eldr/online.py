@@ -1,16 +1,15 @@
-"""Centroids that follow what is served: the online refit of ELDR's authors (casys-kaist/ELDR).
-
-Every so often the signatures routed in the last seconds are clustered, from where the centroids
-are, and each new centroid goes to the worker whose centroid it is most like.
-"""
+"""Centroids that follow what is served: the online refit of ELDR's authors (casys-kaist/ELDR):
+signatures of the last seconds are clustered, and each new centroid goes to the worker whose
+centroid it is like."""
 
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.policies.eldr.clustering import Recent, add_columns, multiply, refit, take_away
-from eldr_sim.policies.eldr.signature import Floats, Method
+from eldr_sim.policies.eldr.signature import Method
 
 #: Signatures that are remembered beyond the window, because they may come again.
 _REMEMBERED = 2048
@@ -19,10 +18,9 @@ _REMEMBERED = 2048
 class OnlineCentroids:
     """Centroids, refitted to the signatures of a window that ends at the refit.
 
-    The first refit comes one window after the first signature, the others at equal distances from
-    it; where several would be due at once, the last is made. A refit needs as many signatures as
-    centroids. ``every_s``, ``window_s``: time between refits, and what they look back on, s.
-    """
+    The first refit comes one window (``window_s``) after the first signature, the others
+    ``every_s``; of several due at once the last is made. A refit needs as many signatures as
+    centroids."""
 
     def __init__(
         self, centroids: Floats, every_s: float, window_s: float, method: Method, rounds: int
@@ -46,11 +44,8 @@ class OnlineCentroids:
     def signature(
         self, number: int | None, make: Callable[[], Floats]
     ) -> tuple[int, NDArray[np.float32]]:
-        """Return the row and the unit vector of a signature; ``make`` gives an unknown one.
-
-        ``number`` names its content (`RequestInfo.signature_id`), if anything does. The row is good
-        until the next call.
-        """
+        """Return the row, good until the next call, and the unit vector of a signature, which
+        ``make`` gives if ``number`` (`RequestInfo.signature_id`) is unknown."""
         row = None if number is None else self._row_of.get(number)
         if row is None:
             if self._n == len(self._points):
@@ -102,7 +97,7 @@ class OnlineCentroids:
 
     def _make_room(self) -> None:
         """Keep only the rows in the window if there are many others, and double the room if not."""
-        kept: NDArray[np.int64] = np.arange(self._n)
+        kept: Ints = np.arange(self._n)
         if self._n >= _REMEMBERED:
             kept = np.unique(self._rows[: self._n_recent])
         room = max(256, 2 * len(kept))

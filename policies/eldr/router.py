@@ -1,8 +1,7 @@
 """ELDR: expert-locality-aware decode routing by the locality band (Sec. 4.3.2).
 
 The defaults are what its authors measured (casys-kaist/ELDR, published cells of October 2026). The
-paper's text knows no online refit: ``eldr:refit_s=0``.
-"""
+paper's text knows no online refit: ``eldr:refit_s=0``."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from eldr_sim.arrays import Array, Floats
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
 from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
@@ -22,7 +21,6 @@ from eldr_sim.policies.eldr.artifact import RoutingArtifact
 from eldr_sim.policies.eldr.online import OnlineCentroids
 from eldr_sim.policies.eldr.signature import (
     FitOptions,
-    Floats,
     LayerMask,
     Method,
     Transform,
@@ -83,18 +81,15 @@ class EldrPolicy(RouterPolicy):
     """The least loaded worker among those whose centroid is nearly the most similar.
 
     With ``s_k`` the cosine similarity between the request's signature and the centroid of worker
-    ``k``, and ``s*`` the highest of them, the band holds the workers with ``s_k >= s* - tau``. The
-    one with the fewest in-flight requests is chosen, the first of them (``ties``). Under
-    ``gate-logit`` similarities may be negative, and a tau of 1 need not reach every worker. A
-    request without a signature, or whose signature is zero, joins the shortest queue of all
-    workers.
+    ``k``, and ``s*`` the highest, the band holds the workers with ``s_k >= s* - tau``; of these the
+    one with the fewest in-flight requests is chosen, the first of them (``ties``). A request
+    without a signature, or a zero one, joins the shortest queue of all. Under ``gate-logit``
+    similarities may be negative.
 
-    Workers that share experts (`PolicyContext.group_size`) share a centroid too, unless each
-    ``engine`` is to have its own: the band then holds groups, of which the least loaded worker is
-    chosen; engines of a group that has the band to itself take turns. Centroids follow the requests
-    that are served (``refit_s``, see `online`), so the policy is asked about each; without refits
-    it works from rules.
-    """
+    Workers that share experts (`PolicyContext.group_size`) share a centroid unless each ``engine``
+    is to have its own; engines of a group that has the band to itself take turns. Centroids follow
+    the requests that are served (``refit_s``, see `online`), so the policy is asked about each;
+    without refits it works from rules."""
 
     name = "eldr"
     decision = "decode"
@@ -127,20 +122,14 @@ class EldrPolicy(RouterPolicy):
         self._everyone = everyone if context.n_groups > 1 else self._groups[0]
         self._rules: dict[int | None, Rule] = {}
 
-    def similarities(self, signatures: NDArray[Any]) -> Floats:
-        """Return the cosine similarity, shape [n, K], of signatures to each centroid of the fit.
-
-        ``signatures``: shape [n, L, E]: prefill counts or summed gate scores, as
-        ``needs.signature`` says; the artifact's transform and layer mask are applied here.
-        """
+    def similarities(self, signatures: Array) -> Floats:
+        """Return the cosine similarity, [n, K], of signatures [n, L, E] (as ``needs.signature``
+        says) to each centroid of the fit."""
         return _similarities(self.artifact.signatures(signatures), self.artifact.centroids)
 
-    def bands(self, signatures: NDArray[Any]) -> list[list[int]]:
-        """Return the workers in the locality band of each signature, the most similar one first.
-
-        Empty where a signature says nothing of locality. Equal similarities keep the order of the
-        workers. ``signatures`` as for `similarities`. Of workers in groups, the groups.
-        """
+    def bands(self, signatures: Array) -> list[list[int]]:
+        """Return the workers, or groups, in the locality band of each signature, the most similar
+        first; none where it says nothing of locality. ``signatures`` as for `similarities`."""
         return [self._band(row) for row in self.similarities(signatures).tolist()]
 
     def _band(self, similar: list[float]) -> list[int]:
@@ -152,10 +141,7 @@ class EldrPolicy(RouterPolicy):
         return order[: max(size, self.parameters.min_band if self._tau > 0 else 1)]
 
     def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
-        """Return the workers of each request's locality band, or all where there is none.
-
-        Remembered for every ``signature_id`` while the policy lives.
-        """
+        """Return the workers of each request's locality band, all where there is none."""
         asked = [r for r in requests if self._rules.get(r.signature_id) is None]
         signatures = [r.signature for r in asked if r.signature is not None]
         bands = iter(self.bands(np.stack(signatures)) if signatures else [])
@@ -178,11 +164,9 @@ class EldrPolicy(RouterPolicy):
         return Rule(self._members(band), in_turn=False)
 
     def near(self, request: RequestInfo, now_s: float) -> Floats | None:
-        """Return the cosine similarity, shape [K], of a request to the centroids as they are now.
-
-        The request counts as served at ``now_s`` in the refits to come; times do not fall. None
-        where its signature, if it has one, says nothing of locality.
-        """
+        """Return the cosine similarity, [K], of a request to the centroids as they are now; None
+        where its signature says nothing of locality. It counts as served at ``now_s`` in the refits
+        to come; times do not fall."""
         counts, online = request.signature, self._online
         if online is not None:
             online.advance(now_s)
@@ -224,7 +208,7 @@ def _similarities(units: Floats, centroids: Floats) -> Floats:
 
 # Sums of products of unit vectors are exact (`signature`): reassociated, no bit changes.
 @njit(fastmath={"reassoc", "contract"})
-def _compare(unit: NDArray[Any], centroids: NDArray[Any], similar: Floats) -> bool:
+def _compare(unit: Array, centroids: Array, similar: Floats) -> bool:
     """Write the cosine similarity to each centroid; return whether any is not zero."""
     found = False
     for k in range(len(centroids)):

@@ -1,29 +1,22 @@
 """Expert signature: what a request's prefill says of the experts that its decode will use.
 
 Construction (ELDR Sec. 4.2.2): count, reweight by inverse document frequency, keep the informative
-layers, scale to unit length. Other transforms of the prefill (Sec. 4.2.3, Fig. 7) may take the
-place of the reweighted counts, and any set of layers that of the selected ones. Quality (Eq. 1):
-Spearman's rho between the cosine distances of signatures and those of decode-time activation
-patterns, over pairs of calibration requests.
-
-Unit vectors here are rounded to multiples of 2^-24. Products of two entries are then multiples of
-2^-48, and a dot product of two unit vectors is exact in float64 in whatever order it is summed, so
-that the fit and every routing decision are the same bits on any machine and any BLAS.
-"""
+layers, scale to unit length; other transforms (Sec. 4.2.3, Fig. 7) and layers may be chosen.
+Quality (Eq. 1): Spearman's rho between the cosine distances of signatures and of decode-time
+activation patterns, over pairs of calibration requests. Unit vectors are rounded to multiples of
+2^-24: dot products are exact in float64 in any order, so fits and decisions are the same bits on
+any machine and any BLAS."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Bools, Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.gate_scores import PromptScore
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 #: What a signature holds of an expert at a layer (ELDR Fig. 7). Of the prompt tokens that chose it:
 #: their number times its IDF (ELDR's own choice), their number, its square root, or whether there
@@ -56,7 +49,7 @@ _GRID = float(1 << 24)
 _WORK_GRID = float(1 << 22)  # squares of up to 2^19 entries still sum exactly in int64
 
 
-def unit_rows(rows: NDArray[Any]) -> Floats:
+def unit_rows(rows: Array) -> Floats:
     """Scale each row to Euclidean length 1, rounded to multiples of 2^-24; zeros stay zero.
 
     ``rows``: shape [n, d] with d < 2^19, finite.
@@ -68,33 +61,24 @@ def unit_rows(rows: NDArray[Any]) -> Floats:
     return found
 
 
-def idf_weights(counts: NDArray[Any]) -> Floats:
-    """Inverse document frequency of every expert over the calibration requests, shape [L, E].
+def idf_weights(counts: Array) -> Floats:
+    """Inverse document frequency of experts, [L, E], of ``counts`` [n, L, E]: ``log((|C| + 1) /
+    (df(l, e) + 1))`` with ``df`` the requests in which an expert fires (ELDR Sec. 4.2.2, step 2).
 
-    ``w(l, e) = log((|C| + 1) / (df(l, e) + 1))`` where ``df`` counts the requests in which expert
-    ``e`` fires at least once at layer ``l`` (ELDR Sec. 4.2.2, step 2). Rounded to 1e-9, for
-    logarithms differ in the last bit between machines. ``counts``: shape [n, L, E].
-    """
+    Rounded to 1e-9, for logarithms differ in the last bit between machines."""
     df = np.count_nonzero(counts, axis=0)
     return np.asarray(np.round(np.log((counts.shape[0] + 1) / (df + 1)), 9))
 
 
 def score_of(transform: Transform) -> PromptScore:
-    """Return which prompt score a transform starts from: ``count``, ``prob`` or ``logit``.
-
-    Raises InputError: for an unknown transform.
-    """
+    """Return a transform's prompt score: ``count``, ``prob`` or ``logit``; raises InputError."""
     if transform not in TRANSFORMS:
         raise InputError("signature", f"unknown transform {transform!r}", ", ".join(TRANSFORMS))
     return cast("PromptScore", transform[5:] if transform.startswith("gate-") else "count")
 
 
-def transformed(scores: NDArray[Any], transform: Transform, idf: Floats) -> Floats:
-    """Apply a transform to the prompt scores of requests, cell by cell.
-
-    ``scores``: shape [n, L, E]: prefill counts, or the summed gate scores that :func:`score_of`
-    names; ``idf``: shape [L, E]; only ``count-idf`` reads it.
-    """
+def transformed(scores: Array, transform: Transform, idf: Floats) -> Floats:
+    """Transform prompt scores, [n, L, E] (:func:`score_of`); ``idf``, [L, E]."""
     if transform == "count-idf":
         return np.asarray(scores * idf)
     if transform == "sqrt":
@@ -105,22 +89,16 @@ def transformed(scores: NDArray[Any], transform: Transform, idf: Floats) -> Floa
 
 
 def signatures(
-    scores: NDArray[Any], idf: Floats, layers: Ints, transform: Transform = "count-idf"
+    scores: Array, idf: Floats, layers: Ints, transform: Transform = "count-idf"
 ) -> Floats:
-    """Turn prompt scores, shape [n, L, E], into signatures (ELDR Eq. 2), [n, len(layers) * E].
-
-    Unit rows over ``layers`` in that order; zero where a request fires no expert of positive
-    weight.
-    """
+    """Turn prompt scores, [n, L, E], into signatures (ELDR Eq. 2), [n, len(layers) * E]: unit rows,
+    zero where a request fires no expert of positive weight."""
     kept = transformed(scores[:, layers], transform, idf[layers])
     return unit_rows(kept.reshape(len(scores), -1))
 
 
 def parse_layer_mask(value: object) -> LayerMask:
-    """Read a layer mask: ``greedy``, ``all``, or layer numbers (a list, a number, or ``0,3,5``).
-
-    Raises InputError if it is none of these, or names a layer twice.
-    """
+    """Read a layer mask: ``greedy``, ``all``, or layers (``0,3,5``); raises InputError."""
     if value in ("greedy", "all"):
         return cast("LayerMask", value)
     items = value.split(",") if isinstance(value, str) else value
@@ -138,10 +116,7 @@ def parse_layer_mask(value: object) -> LayerMask:
 
 
 def sample_pairs(n: int, n_pairs: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    """Draw pairs ``i > j`` of ``n`` items with replacement; those of an item with itself go.
-
-    Returns all ``n (n - 1) / 2`` pairs, each once, where there are at most ``n_pairs``.
-    """
+    """Draw pairs ``i > j`` of ``n`` items with replacement; all, where there are fewer."""
     if n * (n - 1) // 2 <= n_pairs:
         i, j = np.tril_indices(n, -1)
         return i.astype(np.int64), j.astype(np.int64)
@@ -150,11 +125,8 @@ def sample_pairs(n: int, n_pairs: int, rng: np.random.Generator) -> tuple[Ints, 
     return drawn.max(axis=1), drawn.min(axis=1)
 
 
-def centred_ranks(values: NDArray[Any]) -> Floats:
-    """Twice the ranks of ``values`` about their mean; tied values share their average rank.
-
-    Whole numbers, so that sums of their products are exact.
-    """
+def centred_ranks(values: Array) -> Floats:
+    """Twice the ranks of ``values`` about their mean; tied values share their average rank."""
     order = np.argsort(values)
     ordered = values[order]
     ranks = np.empty(len(values))
@@ -163,17 +135,14 @@ def centred_ranks(values: NDArray[Any]) -> Floats:
 
 
 def _sorted_ranks(values: Ints) -> tuple[Ints, Floats]:
-    """Return the order that sorts whole numbers below 2^31, and their `centred_ranks` in it.
-
-    Numbers and their positions are sorted as one, which is faster than an argsort.
-    """
+    """Return the order that sorts whole numbers below 2^31, and their `centred_ranks` in it."""
     n, bits = len(values), len(values).bit_length()
     ordered = np.sort((values << bits) | np.arange(n))
     values = ordered >> bits
     return ordered & ((1 << bits) - 1), _shared_ranks(values[1:] != values[:-1])
 
 
-def _shared_ranks(rises: NDArray[np.bool_]) -> Floats:
+def _shared_ranks(rises: Bools) -> Floats:
     """Return the centred ranks of sorted values, from where they rise from one to the next."""
     n = len(rises) + 1
     first = np.flatnonzero(np.concatenate(([True], rises)))
@@ -204,15 +173,10 @@ class DecodeOverlap:
 
 
 def decode_overlap(
-    decode_activation: NDArray[Any],
-    rng: np.random.Generator,
-    n_pairs: int = FitOptions().mask_pairs,
+    decode_activation: Array, rng: np.random.Generator, n_pairs: int = FitOptions().mask_pairs
 ) -> DecodeOverlap:
-    """Rank pairs of requests by the distance of their decode patterns (ELDR Sec. 4.2.1).
-
-    ``decode_activation``: shape [n, L, E]; ``n_pairs``: see `sample_pairs`. Raises InputError with
-    fewer than 3 requests: no ranking of pairs exists.
-    """
+    """Rank pairs of requests by the distance of their decode patterns, [n, L, E] (ELDR Sec. 4.2.1).
+    Raises InputError with fewer than 3 requests."""
     n, n_layers, _ = decode_activation.shape
     if n < 3:
         raise InputError("calibration", f"{n} requests", "3 or more, to rank their pairs")
@@ -258,13 +222,9 @@ def select_layers(
     """Choose the layers of a signature and measure its quality rho (ELDR Eq. 1).
 
     The greedy rule appends, over and over, the layer whose inclusion most increases rho (Sec.
-    4.2.2, step 3). Dot products and squared lengths of features are sums over layers: they are
-    taken once for each pair and layer, and each of the L (L + 1) / 2 candidate masks costs one
-    ranking.
-
-    ``features``: shape [n, L, E], of :func:`transformed`. Raises InputError if the mask names a
-    layer that is not there.
-    """
+    4.2.2, step 3). Dot products and squared lengths are taken once for each pair and layer, and
+    each of the L (L + 1) / 2 candidate masks costs one ranking. ``features``: [n, L, E], of
+    :func:`transformed`. Raises InputError if the mask names a layer that is not there."""
     n, n_layers, n_experts = features.shape
     i, j = overlap.i, overlap.j
     unit = unit_rows(features.reshape(n, -1)).reshape(n, n_layers, n_experts)

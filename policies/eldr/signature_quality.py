@@ -1,28 +1,16 @@
-"""How good are the signatures of a fit? Figures 7, 8 and 9 of ELDR, as numbers.
-
-rho of every transform on all layers, rho by layers kept, and signatures and centroids on two
-principal components, of the calibration requests and pairs that the fit used. Only where the trace
-has the gate scores of a part of them, the transforms are compared on that part, so that all bars of
-Fig. 7 are of the same requests.
-"""
+"""How good are the signatures of a fit? Figures 7, 8 and 9 of ELDR, as numbers: rho of transforms
+on all layers, rho by layers kept, and signatures and centroids on two principal components, of the
+calibration requests and pairs of the fit. Where the trace has gate scores of a part of them, all
+transforms are compared on that part."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
+from eldr_sim.policies.eldr import signature
 from eldr_sim.policies.eldr.artifact import RoutingArtifact, calibration_pairs
-from eldr_sim.policies.eldr.signature import (
-    TRANSFORMS,
-    DecodeOverlap,
-    Floats,
-    LayerSelection,
-    Transform,
-    idf_weights,
-    score_of,
-    select_layers,
-    transformed,
-)
 from eldr_sim.traces.routing.calibration import CalibrationSet
 
 
@@ -42,36 +30,33 @@ class SignatureQuality:
     #: ``calibration``, ``artifact``: the fit and what it was made from.
     calibration: CalibrationSet
     artifact: RoutingArtifact
-    #: Rho on all layers of the requests ``compared``, for each transform that the trace has the
-    #: scores of.
-    rho_by_transform: dict[Transform, float]
-    #: ``compared``, ``compared_pairs``: the requests of ``rho_by_transform`` and the number of
-    #: their pairs.
+    #: Rho on all layers of the requests ``compared``, by transforms that the trace has scores of.
+    rho_by_transform: dict[signature.Transform, float]
+    #: The requests of ``rho_by_transform`` and the number of their pairs.
     compared: CalibrationSet
     compared_pairs: int
     #: Greedy selection of layers under the artifact's transform, whatever its mask rule.
-    greedy: LayerSelection
+    greedy: signature.LayerSelection
     projection: Projection  #: the artifact's signatures and centroids in a plane
 
 
 def signature_quality(
     calibration: CalibrationSet, artifact: RoutingArtifact, compared: CalibrationSet | None = None
 ) -> SignatureQuality:
-    """Measure the signatures of a fit.
-
-    ``calibration``: what the fit used; ``compared``: requests to compare the transforms on, with an
-    IDF table of their own; those of the fit where None.
-    """
+    """Measure the signatures of a fit of ``calibration``; ``compared``: other requests to compare
+    the transforms on, with an IDF table of their own."""
     compared = calibration if compared is None else compared
     pairs = calibration_pairs(calibration, artifact.seed)
     compared_pairs = calibration_pairs(compared, artifact.seed)
     if artifact.mask_rule == "greedy":
-        greedy = LayerSelection(
+        greedy = signature.LayerSelection(
             artifact.layer_order, artifact.rho, artifact.n_kept, artifact.n_pairs
         )
     else:
-        greedy = select_layers(_features(calibration, artifact.idf, artifact.transform), pairs)
-    scores = calibration.scores(score_of(artifact.transform))
+        greedy = signature.select_layers(
+            _features(calibration, artifact.idf, artifact.transform), pairs
+        )
+    scores = calibration.scores(signature.score_of(artifact.transform))
     return SignatureQuality(
         calibration=calibration,
         artifact=artifact,
@@ -83,30 +68,31 @@ def signature_quality(
     )
 
 
-def _features(calibration: CalibrationSet, idf: Floats, transform: Transform) -> Floats:
-    return transformed(calibration.scores(score_of(transform)), transform, idf)
+def _features(calibration: CalibrationSet, idf: Floats, transform: signature.Transform) -> Floats:
+    return signature.transformed(calibration.scores(signature.score_of(transform)), transform, idf)
 
 
-def _rho_by_transform(calibration: CalibrationSet, pairs: DecodeOverlap) -> dict[Transform, float]:
-    idf = idf_weights(calibration.scores("count"))
-    rho: dict[Transform, float] = {}
-    for transform in TRANSFORMS:
+def _rho_by_transform(
+    calibration: CalibrationSet, pairs: signature.DecodeOverlap
+) -> dict[signature.Transform, float]:
+    idf = signature.idf_weights(calibration.scores("count"))
+    rho: dict[signature.Transform, float] = {}
+    for transform in signature.TRANSFORMS:
         try:
             features = _features(calibration, idf, transform)
         except InputError:  # the trace carries no such gate score
             continue
-        rho[transform] = float(select_layers(features, pairs, "all").rho[-1])
+        rho[transform] = float(signature.select_layers(features, pairs, "all").rho[-1])
     return rho
 
 
 def project(points: Floats, centroids: Floats) -> Projection:
-    """Project unit vectors, [n, d], and centroids, [K, d], on two principal components.
+    """Project unit vectors, [n, d], and centroids, [K, d], on two principal components, zero
+    without variance.
 
-    The directions come from the n x n matrix of dot products, which is exact for rows of
-    `unit_rows`. A component's sign is such that its largest coordinate is positive; coordinates are
-    rounded to 1e-6, for eigenvectors differ in the last bits between machines. Without variance
-    they are zero.
-    """
+    Directions come from the n x n matrix of dot products, exact for `unit_rows`. A component's
+    largest coordinate is positive; rounded to 1e-6, for eigenvectors differ in the last bits
+    between machines."""
     products = points @ points.T
     from_mean = products.mean(axis=1)
     mean_square = from_mean.mean()

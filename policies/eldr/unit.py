@@ -1,20 +1,16 @@
-"""Rows of unit length, compiled; by itself, as many read signatures who compile nothing."""
+"""Unit vectors on a grid, compiled: see `signature.unit_rows`."""
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.jit import njit
-
-Floats = NDArray[np.float64]
 
 
 @njit(nogil=True)
 def scale(rows: Floats, work_grid: float, grid: float, found: Floats) -> None:
-    """Write rows scaled to unit length to ``found``, see `signature.unit_rows`.
-
-    ``rows``: shape [n, d]; ``work_grid``, ``grid``: the inverses of what they are rounded to
-    before, relative to the largest entry, and after.
-    """
+    """Write ``rows``, [n, d], at unit length to ``found`` (`signature.unit_rows`); ``work_grid``,
+    ``grid``: inverses of what they are rounded to before, relative to the largest entry, and
+    after."""
     for i in range(rows.shape[0]):
         row, unit, peak = rows[i], found[i], 0.0
         for d in range(row.shape[0]):

@@ -1,18 +1,17 @@
 """Where the experts of expert-parallel GPUs live: the rank (GPU) of every expert.
 
-A layer takes the time of the rank that reads the most activated experts.
-"""
+A layer takes the time of the rank that reads the most activated experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Bools, Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs, Policy, PolicyContext
-from eldr_sim.policies.eldr.signature import Floats, Ints
 
 EMPTY = -1  #: stands in `Placement.expert` for no expert
 
@@ -21,17 +20,14 @@ EMPTY = -1  #: stands in `Placement.expert` for no expert
 class Placement:
     """Instances of experts on ranks, layer by layer.
 
-    An expert has one instance or more. Several of them may lie on one rank: EPLB's published
-    algorithm does that, to no use. Ranks may hold unequally many.
-    """
+    An expert has one or more, perhaps several on one rank, as EPLB's published algorithm gives;
+    ranks may hold unequally many."""
 
-    #: Shape [layers, slots]: the expert of each instance, vLLM's ``physical_to_logical_map``; a
-    #: layer of fewer instances than others ends with ``EMPTY`` slots.
+    #: [layers, slots]: each instance's expert (``physical_to_logical_map``), ``EMPTY`` at the end.
     expert: Ints
     rank: Ints  #: shape [layers, slots]: the rank that holds it
     n_ranks: int  #: ranks of the group
-    #: Shape [layers, ranks]: the load of each rank that the placement was made for, in any unit;
-    #: None where it was made for none.
+    #: [layers, ranks]: load of ranks that it was made for, in any unit; None: for none.
     load: Floats | None = None
 
     @classmethod
@@ -39,7 +35,7 @@ class Placement:
         """Return the placement of one instance of every expert, from its rank, [layers, E]."""
         return cls(np.broadcast_to(np.arange(ranks.shape[-1]), ranks.shape), ranks, n_ranks)
 
-    def held(self, n_experts: int) -> NDArray[np.bool_]:
+    def held(self, n_experts: int) -> Bools:
         """Return which rank holds an instance of which expert, [layers, ranks, experts]."""
         held = np.zeros((len(self.expert), self.n_ranks, n_experts), np.bool_)
         layer, slot = np.nonzero(self.expert != EMPTY)
@@ -88,10 +84,7 @@ class ExpertGroup(NamedTuple):
 
     @property
     def slots_per_rank(self) -> int:
-        """Instances that each rank holds.
-
-        Raises InputError: the ranks cannot hold equally many.
-        """
+        """Instances that each rank holds; raises InputError if they cannot hold equally many."""
         if not self.n_redundant:
             return _room(self.n_experts, self.n_ranks)
         slots = self.n_experts + self.n_redundant
@@ -123,25 +116,21 @@ class PlacementPolicy(Policy):
         """Return the placement of a group."""
         raise NotImplementedError
 
-    def update(
-        self, group: ExpertGroup, load: NDArray[np.int64], current: Placement
-    ) -> Placement | None:
-        """Return another placement of a group, or None to leave it as it is.
+    def update(self, group: ExpertGroup, load: Ints, current: Placement) -> Placement | None:
+        """Return another placement of a group, with as many slots, ranks and instances, or None to
+        leave it.
 
         Asked while engines run (``--eplb-interval``) of a policy that needs ``counts``. ``load``:
-        shape [n_layers, n_experts]: the group's tokens that chose each expert of late. Slots, ranks
-        and instances of all experts stay as many as in ``current``.
-        """
+        [n_layers, n_experts]: the group's tokens that chose each expert of late."""
         raise NotImplementedError
 
 
 class LinearPlacement(PlacementPolicy):
     """Neighbours together, equally many on each rank: vLLM's default.
 
-    With redundant experts it is what vLLM starts from before EPLB rearranges it
+    With redundant experts what vLLM starts from before EPLB
     (``EplbState.build_initial_global_physical_to_logical_map``): all experts in order, then again
-    from the first on.
-    """
+    from the first on."""
 
     name = "linear"
 
@@ -160,8 +149,7 @@ class LinearPlacement(PlacementPolicy):
 class EldrPlacement(PlacementPolicy):
     """ELDR's placement (Sec. 5): the expected activation of a worker's cluster spread evenly.
 
-    Engines that share experts have one cluster.
-    """
+    Engines that share experts have one cluster."""
 
     name = "eldr"
     needs = Needs(experts=True)
@@ -170,10 +158,7 @@ class EldrPlacement(PlacementPolicy):
         self._activation = cluster_activation(context, "'eldr'")
 
     def place(self, group: ExpertGroup) -> Placement:
-        """Return the placement of a group.
-
-        Raises InputError as `greedy_placement`, and where there are redundant experts.
-        """
+        """Return the placement of a group; raises InputError, as for redundant experts."""
         if group.n_redundant:
             problem = "'eldr' places one instance of every expert"
             allowed = "0, or an expert placement with redundant experts, such as eplb"
@@ -183,12 +168,9 @@ class EldrPlacement(PlacementPolicy):
 
 
 def cluster_activation(context: PolicyContext, placement: str) -> NDArray[np.float32]:
-    """Return the expected decode activation of the groups' requests, [groups, layers, E].
-
-    It is that of a group's ELDR cluster, or the mean of its engines' clusters.
-
-    Raises InputError: the context holds no fit of them; ``placement`` is what asks for it.
-    """
+    """Return the expected decode activation of the groups' ELDR clusters, or the mean of their
+    engines', [groups, layers, E]. Raises InputError, naming ``placement``, without a fit of
+    them."""
     if context.artifact is None or callable(context.artifact):
         problem = (
             f"{placement} places the experts of each decode worker's cluster, and the decode "
@@ -203,18 +185,13 @@ def cluster_activation(context: PolicyContext, placement: str) -> NDArray[np.flo
     return np.asarray(activation.reshape(shape).mean(axis=1))
 
 
-def greedy_placement(activation: NDArray[Any], n_ranks: int, placed: Ints | None = None) -> Ints:
+def greedy_placement(activation: Array, n_ranks: int, placed: Ints | None = None) -> Ints:
     """Return the rank of every expert under ELDR's placement (Sec. 5), layer by layer, [..., E].
 
-    The next most active expert goes to the rank with the least activation so far among those that
-    still have room. Ties go to the lower expert and the lower rank; activations are compared to
-    1e-9, so that the last bit of a mean does not decide.
-
-    ``activation``: shape [..., E]: expected decode activation, finite and not negative; ``placed``:
-    shape [..., E]: the ranks of experts that are placed beforehand, which have room for them; -1
-    for the others. Raises InputError if ``n_ranks`` does not divide E, or an activation is not as
-    above.
-    """
+    The next most active expert goes to the rank with the least activation so far that has room;
+    ties to the lower expert and rank, compared to 1e-9. ``activation``: [..., E], finite and not
+    negative; ``placed``: [..., E]: ranks of experts placed beforehand, -1 for others. Raises
+    InputError if ``n_ranks`` does not divide E."""
     weights = np.round(np.asarray(activation, dtype=np.float64), 9)
     if not (np.isfinite(weights) & (weights >= 0)).all():
         raise InputError("activation", "a value is negative or not finite", "0 or more")

@@ -1,37 +1,23 @@
 """DeepSeek's expert-parallel load balancer (EPLB): copies of loaded experts, spread evenly.
 
-Written from the description in the README of ``github.com/deepseek-ai/EPLB`` (commit d52c72d):
-
-- Where the nodes divide the groups of experts that the gate chooses from, its *hierarchical* policy
-  spreads whole groups over the nodes, so that a token's experts lie on few nodes, and the other two
-  steps take place within each node. Elsewhere, as on one node, its *global* policy takes all ranks
-  as one node.
-- Each redundant expert copies the expert whose instances have the largest load, taken as an even
-  share of the expert's.
-- Spreading is longest processing time first with equal counts (`greedy_placement`): the most loaded
-  item goes to the least loaded node or rank that has room.
-
-The README leaves ties open. Here originals come before copies, then the lower expert, node or rank;
-this gives the README's example to the letter.
-"""
+From the README of ``github.com/deepseek-ai/EPLB`` (commit d52c72d): where nodes divide the groups
+of experts that the gate chooses from, its *hierarchical* policy spreads whole groups over nodes,
+and the rest takes place within each; elsewhere its *global* policy takes all ranks as one node.
+Each redundant expert copies the one whose instances have the largest load, an even share of the
+expert's. Spreading is longest processing time first with equal counts (`greedy_placement`). The
+README leaves ties open: here originals come before copies, then the lower expert, node or rank,
+which gives its example to the letter."""
 
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs, PolicyContext
 from eldr_sim.policies.choice import Parameters
-from eldr_sim.policies.eldr.signature import Floats, Ints
-from eldr_sim.policies.placement.base import (
-    ExpertGroup,
-    LinearPlacement,
-    Placement,
-    PlacementPolicy,
-    cluster_activation,
-    greedy_placement,
-)
+from eldr_sim.policies.placement import base
 from eldr_sim.traces.routing.calibration import CalibrationSet
 
 
@@ -44,7 +30,7 @@ class EplbParameters(Parameters):
     cluster; with ``none`` experts lie linearly until ``eplb_interval``, as vLLM starts."""
 
 
-class EplbPlacement(PlacementPolicy):
+class EplbPlacement(base.PlacementPolicy):
     """DeepSeek's load balancer: loaded experts on several GPUs, an even load on each."""
 
     name = "eplb"
@@ -53,15 +39,15 @@ class EplbPlacement(PlacementPolicy):
 
     def __init__(self, context: PolicyContext, parameters: EplbParameters) -> None:
         load = parameters.load
-        self._linear = LinearPlacement(context) if load == "none" else None
+        self._linear = base.LinearPlacement(context) if load == "none" else None
         self._by_cluster = load == "cluster"
         self._load: NDArray[np.floating[Any]]
         if load == "cluster":
-            self._load = cluster_activation(context, "'eplb:load=cluster'")
+            self._load = base.cluster_activation(context, "'eplb:load=cluster'")
         elif load != "none":
             self._load = calibration_load(context.require_calibration(self), load)
 
-    def place(self, group: ExpertGroup) -> Placement:
+    def place(self, group: base.ExpertGroup) -> base.Placement:
         """Return the placement of a group; raises InputError as `balance`."""
         if self._linear is not None:
             return self._linear.place(group)
@@ -70,19 +56,16 @@ class EplbPlacement(PlacementPolicy):
         return balance(load, group)
 
     def update(
-        self, group: ExpertGroup, load: NDArray[np.int64], current: Placement
-    ) -> Placement | None:
+        self, group: base.ExpertGroup, load: Ints, current: base.Placement
+    ) -> base.Placement | None:
         """Return the placement for what the group's tokens chose; see `PlacementPolicy`."""
         return balance(load, group)
 
 
-def balance(load: NDArray[Any], group: ExpertGroup) -> Placement:
-    """Return EPLB's placement for the load of every expert, shape [n_layers, n_experts].
-
-    Slots in the order of ranks, on each rank in the order of falling load per instance. Raises
-    InputError if the ranks cannot hold equally many instances, the nodes equally many ranks, the
-    groups equally many experts, or a load is negative or not finite.
-    """
+def balance(load: Array, group: base.ExpertGroup) -> base.Placement:
+    """Return EPLB's placement for a load, [n_layers, n_experts]: slots by rank, there by falling
+    load per instance. Raises InputError if ranks, nodes or groups cannot be equal, or a load is
+    negative or not finite."""
     load, per_rank = np.asarray(load, np.float64), group.slots_per_rank
     n_layers, n_experts = load.shape
     _check_shares("n_nodes", group.n_nodes, group.n_ranks, "ranks")
@@ -93,24 +76,22 @@ def balance(load: NDArray[Any], group: ExpertGroup) -> Placement:
     rows = np.take_along_axis(load, of_node, axis=1).reshape(n_layers * n_nodes, -1)
     instance, count = replicate(rows, group.n_redundant // n_nodes)
     each = np.take_along_axis(rows / count, instance, axis=1)
-    rank = greedy_placement(each, group.n_ranks // n_nodes)
+    rank = base.greedy_placement(each, group.n_ranks // n_nodes)
     slot = np.lexsort((-np.round(each, 9), rank))
     local = np.take_along_axis(instance, slot, axis=1).reshape(n_layers, n_nodes, -1)
     expert = np.take_along_axis(of_node.reshape(n_layers, n_nodes, -1), local, axis=2)
     expert = expert.reshape(n_layers, -1)
     ranks = np.arange(group.n_ranks).repeat(per_rank)
     of_rank = np.take_along_axis(each, slot, axis=1).reshape(n_layers, -1, per_rank).sum(axis=2)
-    return Placement(expert, np.broadcast_to(ranks, expert.shape), group.n_ranks, of_rank)
+    return base.Placement(expert, np.broadcast_to(ranks, expert.shape), group.n_ranks, of_rank)
 
 
 def replicate(load: Floats, n_redundant: int) -> tuple[Ints, Ints]:
-    """Make redundant experts: each copies the one of the largest load per instance.
+    """Make redundant experts of ``load`` [rows, E]: each copies the one of the largest load per
+    instance.
 
-    ``load``: shape [rows, E]; ``n_redundant``: copies to make in each row.
-
-    Returns the expert of every instance, shape [rows, E + n_redundant]: the experts in order, then
-    the copies as they were made; and the instances of every expert, shape [rows, E].
-    """
+    Returns the expert of every instance, [rows, E + n_redundant]: the experts in order, then copies
+    as they were made; and the instances of every expert, [rows, E]."""
     rows, n_experts = load.shape
     instance = np.empty((rows, n_experts + n_redundant), np.int64)
     instance[:, :n_experts] = np.arange(n_experts)
@@ -125,7 +106,7 @@ def replicate(load: Floats, n_redundant: int) -> tuple[Ints, Ints]:
 def _experts_of_nodes(load: Floats, n_groups: int, n_nodes: int) -> Ints:
     """Return the experts of the first node in order, then the second's, shape [n_layers, E]."""
     per_group = load.shape[1] // n_groups
-    node = greedy_placement(load.reshape(len(load), n_groups, per_group).sum(axis=2), n_nodes)
+    node = base.greedy_placement(load.reshape(len(load), n_groups, per_group).sum(axis=2), n_nodes)
     return np.argsort(node.repeat(per_group, axis=1), axis=1, kind="stable")
 
 
@@ -137,10 +118,7 @@ def _check_shares(field: str, parts: int, whole: int, of: str) -> None:
 
 
 def calibration_load(calibration: CalibrationSet, tokens: Literal["decode", "prompt"]) -> Floats:
-    """Return the load of every expert, shape [layers, experts].
-
-    Raises InputError: the prompts' is asked of a decode-only trace.
-    """
+    """Return the load of every expert, [layers, experts]; raises InputError."""
     if tokens == "decode":
         return np.asarray(calibration.decode_activation.mean(axis=0, dtype=np.float64))
     if calibration.counts is None:

@@ -1,36 +1,21 @@
 """Gimbal's placement: experts of strong inter-layer affinity on one GPU, the others by load.
 
-Sun et al., "Multi-Layer Scheduling for MoE-Based LLM Reasoning", Algorithm 3. The experts that
-appear in the affinity matrix M lie on an anchor GPU, always; the others go, in the order of falling
-load, to the least loaded GPU, when the model is loaded and again every tau steps
-(``--eplb-interval``) by the load of a window.
-
-The paper's M are the pairs of experts of neighbouring layers that more than 100,000 tokens chose
-one after the other, of 200 requests of vLLM's random data set: 1,024 and 128 tokens each unless it
-was told otherwise, so pairs that 43% of tokens choose. Open in the paper, and here: GPUs hold
-equally many experts, so where M has more than a GPU holds, those of the most frequent pairs are
-anchored (the paper: M "can be made more selective").
-
-Under data-parallel attention a token returns to its engine after every layer, so which experts of
-*different* layers share a GPU moves no byte: see `docs/gimbal.md`.
-"""
-
-from typing import Any
+Sun et al., "Multi-Layer Scheduling for MoE-Based LLM Reasoning", Algorithm 3. Experts in the
+affinity matrix M lie on an anchor GPU; the others go, by falling load, to the least loaded GPU,
+again every tau steps (``--eplb-interval``) by the load of a window. The paper's M are pairs of
+neighbouring layers that more than 100,000 tokens chose, of 200 requests of vLLM's random data set
+(1,024 and 128 tokens): 43% of tokens. Here GPUs hold equally many experts: where M has more, the
+most frequent pairs are anchored ("can be made more selective"). Under data-parallel attention which
+experts of *different* layers share a GPU moves no byte: see `docs/gimbal.md`."""
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_sim.arrays import Array, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs, PolicyContext
 from eldr_sim.policies.choice import Parameters
-from eldr_sim.policies.eldr.signature import Ints
-from eldr_sim.policies.placement.base import (
-    ExpertGroup,
-    Placement,
-    PlacementPolicy,
-    greedy_placement,
-)
+from eldr_sim.policies.placement import base
 from eldr_sim.policies.placement.eplb import calibration_load
 from eldr_sim.traces.routing.coactivation import Tokens
 
@@ -50,7 +35,7 @@ class GimbalPlacementParameters(Parameters):
     (``decode``) or ``prompt`` tokens."""
 
 
-class GimbalPlacement(PlacementPolicy):
+class GimbalPlacement(base.PlacementPolicy):
     """Experts that follow each other from layer to layer on one GPU, the others spread by load."""
 
     name = "gimbal"
@@ -65,12 +50,10 @@ class GimbalPlacement(PlacementPolicy):
         assert calibration.trace is not None  # its tokens have been counted
         self._top_k = calibration.trace.top_k
 
-    def place(self, group: ExpertGroup) -> Placement:
-        """Return the placement of a group by the load of the calibration requests.
-
-        Raises InputError: there are redundant experts, no such anchor, or calibration requests of
-        another shape.
-        """
+    def place(self, group: base.ExpertGroup) -> base.Placement:
+        """Return the placement of a group by the load of the calibration requests. Raises
+        InputError for redundant experts, no such anchor, or calibration requests of another
+        shape."""
         if group.n_redundant:
             problem = "'gimbal' places one instance of every expert"
             raise InputError("num_redundant_experts", problem, "0, or a placement such as eplb")
@@ -81,12 +64,12 @@ class GimbalPlacement(PlacementPolicy):
         return self._placed(group, self._load)
 
     def update(
-        self, group: ExpertGroup, load: NDArray[np.int64], current: Placement
-    ) -> Placement | None:
+        self, group: base.ExpertGroup, load: Ints, current: base.Placement
+    ) -> base.Placement | None:
         """Return the placement for what the group's tokens chose; see `PlacementPolicy`."""
         return self._placed(group, load)
 
-    def _placed(self, group: ExpertGroup, load: NDArray[Any]) -> Placement:
+    def _placed(self, group: base.ExpertGroup, load: Array) -> base.Placement:
         own, counts = self._own, self._transitions
         if own.pairs is not None:
             linked = linked_experts(counts, own.pairs)
@@ -98,14 +81,10 @@ class GimbalPlacement(PlacementPolicy):
         return anchored(load, linked, group.n_ranks, self._own.anchor)
 
 
-def linked_experts(transitions: NDArray[np.int64], pairs: int) -> NDArray[np.int64]:
-    """Return how strongly each expert is linked to a neighbouring layer's: M of Algorithm 3,
-    [layers, E].
-
-    Tokens of the most frequent pair kept that an expert is of, 0 where M has none. ``transitions``:
-    shape [layers - 1, E, E]; ``pairs``: of each two layers that are kept; ties go to the lower
-    experts.
-    """
+def linked_experts(transitions: Ints, pairs: int) -> Ints:
+    """Return how strongly each expert is linked to a neighbouring layer's (M of Algorithm 3),
+    [layers, E]: tokens of its most frequent pair of the ``pairs`` that two layers keep; ties to the
+    lower experts. ``transitions``: [layers - 1, E, E]."""
     between, n_experts, _ = transitions.shape
     found = np.zeros((between + 1, n_experts), np.int64)
     for layer, counts in enumerate(transitions):
@@ -117,15 +96,12 @@ def linked_experts(transitions: NDArray[np.int64], pairs: int) -> NDArray[np.int
     return found
 
 
-def anchored(load: NDArray[Any], linked: NDArray[np.int64], n_ranks: int, anchor: int) -> Placement:
-    """Return Algorithm 3's placement: linked experts on the anchor, the others greedily by load.
-
-    ``load``: shape [layers, E], in any unit; ``linked``: from `linked_experts`; ``anchor``: the GPU
-    that holds the most strongly linked ones that it has room for; all hold equally many experts.
-    """
+def anchored(load: Array, linked: Ints, n_ranks: int, anchor: int) -> base.Placement:
+    """Return Algorithm 3's placement: linked experts on GPU ``anchor``, the most strongly linked
+    first, the others greedily by ``load``, [layers, E]; all GPUs hold equally many."""
     room = load.shape[1] // n_ranks
     order = np.argsort(-linked, axis=1, kind="stable")[:, :room]
     placed: Ints = np.full(load.shape, -1)
     np.put_along_axis(placed, order, anchor, axis=1)
     placed[linked == 0] = -1
-    return Placement.of_ranks(greedy_placement(load, n_ranks, placed), n_ranks)
+    return base.Placement.of_ranks(base.greedy_placement(load, n_ranks, placed), n_ranks)

@@ -1,41 +1,29 @@
-"""GRACE-MoE's placement: experts grouped by affinity, hot ones copied to idle GPUs.
+"""GRACE-MoE's placement: experts grouped by affinity, hot ones copied to idle GPUs (Han et al.,
+"GRACE-MoE: Grouping and Replication with Locality-Aware Routing for Efficient Distributed MoE
+Inference", Sec. 4.1 and 4.2), layer by layer:
 
-Han et al., "GRACE-MoE: Grouping and Replication with Locality-Aware Routing for Efficient
-Distributed MoE Inference", Sec. 4.1 and 4.2, layer by layer:
-
-1. *Hierarchical grouping.* The experts are clustered over the nodes, in groups of any size, and
-   those of a node over its GPUs, in groups of ``E (1 - r)`` to ``E (1 + r)`` experts, where E is an
-   equal share of the node's. The ratio r is the knee of the curve (S(r), U(r)) over all layers
-   unless given.
-2. *Replication.* ``W_i`` is the load of group i and ``rho = max W / mean W``. The experts that
+1. *Hierarchical grouping*: experts are clustered over nodes, in groups of any size, and over a
+   node's GPUs, in groups of ``E (1 - r)`` to ``E (1 + r)``, where E is an equal share. The ratio r
+   is the knee of the curve (S(r), U(r)) over all layers unless given: the point farthest above the
+   chord (ours). A node has as many experts as GPUs at least.
+2. *Replication*: with ``W_i`` the load of group i and ``rho = max W / mean W``, the experts that
    carry most of the heaviest group, until their load exceeds ``max W n / (n + 1)``, are copied to
    the ``n = min(max(1, floor(rho)), ranks - 1)`` groups of least load; ``fixed`` copies once.
 3. *Predicted loads*, by which replica choices weigh instances. The paper prints (Eq. 3) a share of
-   ``max W / (n + 1)`` for each instance, beside ``max W - W_r`` that stays: more than there was. A
-   share of ``W_r / (n + 1)``, where W_r is the load of the copied experts, keeps the sum.
-
-Open in the paper, and here: a node has as many experts as GPUs at least; the knee is the point
-farthest above the chord; groups go to GPUs so that every GPU holds about equally many instances
-over all layers, and among equals about the same load (`balance_ranks`).
-"""
+   ``max W / (n + 1)`` an instance, beside ``max W - W_r``: more than there was. ``W_r / (n + 1)``,
+   with W_r the load of the copied experts, keeps the sum."""
 
 from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs, PolicyContext
 from eldr_sim.policies.choice import Parameters
-from eldr_sim.policies.eldr.signature import Floats, Ints
+from eldr_sim.policies.placement import grouping
 from eldr_sim.policies.placement.base import EMPTY, ExpertGroup, Placement, PlacementPolicy
-from eldr_sim.policies.placement.grouping import (
-    bounded_groups,
-    size_deviation,
-    spectral_groups,
-    swap_experts,
-    utilization,
-)
 from eldr_sim.traces.routing.coactivation import Tokens, affinity_of
 
 Replication = Literal["dynamic", "fixed", "none"]
@@ -83,8 +71,7 @@ class GroupedPlacement(PlacementPolicy):
         """Return the placement of a group.
 
         Raises InputError: there are redundant experts, fewer experts than ranks, ranks that do not
-        fill nodes, or calibration requests of another shape.
-        """
+        fill nodes, or calibration requests of another shape."""
         if group.n_redundant:
             problem = f"{self.name!r} decides itself how many instances there are"
             raise InputError("num_redundant_experts", problem, "0")
@@ -133,9 +120,8 @@ class GracePlacement(GroupedPlacement):
 class AffinityPlacement(GroupedPlacement):
     """Experts that tokens choose together on one GPU, equally many on each.
 
-    Clusters over nodes, then over a node's GPUs, as `GracePlacement`; both are brought to equal
-    sizes, and pairs of experts swap while that raises what is inside groups (`equal_groups`).
-    """
+    Clusters as of `GracePlacement`, brought to equal sizes, with swaps while these raise what is
+    inside (`equal_groups`)."""
 
     name = "affinity"
     Parameters = EqualGroupsParameters
@@ -167,27 +153,22 @@ class Hierarchy(NamedTuple):
 def cluster_hierarchy(
     affinity: Floats, n_ranks: int, n_nodes: int, rng: np.random.Generator
 ) -> Hierarchy:
-    """Cluster a layer's experts over nodes and those of each node over its GPUs.
-
-    ``affinity``: shape [E, E], as of `grouping.spectral_groups`; ``n_ranks``, ``n_nodes``: GPUs,
-    and the nodes that they fill; ``rng``: draws the seeds of the clustering.
-    """
+    """Cluster experts over nodes, then over their GPUs, by ``affinity`` [E, E]."""
     gpus, n_experts = n_ranks // n_nodes, len(affinity)
-    node = spectral_groups(affinity, n_nodes, rng)
-    node = bounded_groups(affinity, node, n_nodes, gpus, n_experts)
+    node = grouping.spectral_groups(affinity, n_nodes, rng)
+    node = grouping.bounded_groups(affinity, node, n_nodes, gpus, n_experts)
     local = np.zeros(n_experts, np.int64)
     for n in range(n_nodes):
         mine = np.flatnonzero(node == n)
-        local[mine] = spectral_groups(affinity[np.ix_(mine, mine)], gpus, rng)
+        local[mine] = grouping.spectral_groups(affinity[np.ix_(mine, mine)], gpus, rng)
     return Hierarchy(n_nodes, gpus, node, local)
 
 
 def group_layer(affinity: Floats, clusters: Hierarchy, ratio: float) -> Ints:
     """Return the rank of each expert: clusters of a node's GPUs bounded by the ratio r, [E].
 
-    Bounds as printed (Algorithm 2, lines 2 and 3): an equal share, rounded down, and a deviation
-    of 1 at least. Where a node's experts do not divide, the upper bound has room for them.
-    """
+    As printed (Algorithm 2, lines 2 and 3): an equal share, rounded down, and a deviation of 1 at
+    least. Where a node's experts do not divide, the upper bound has room for them."""
     ranks = np.empty(len(affinity), np.int64)
     for n in range(clusters.n_nodes):
         mine = np.flatnonzero(clusters.node == n)
@@ -195,7 +176,7 @@ def group_layer(affinity: Floats, clusters: Hierarchy, ratio: float) -> Ints:
         away = max(1, int(equal * ratio + 0.5))
         high = max(equal + away, -(-len(mine) // clusters.gpus))
         inner = affinity[np.ix_(mine, mine)]
-        local = bounded_groups(
+        local = grouping.bounded_groups(
             inner, clusters.local[mine], clusters.gpus, max(1, equal - away), high
         )
         ranks[mine] = n * clusters.gpus + local
@@ -205,15 +186,12 @@ def group_layer(affinity: Floats, clusters: Hierarchy, ratio: float) -> Ints:
 def equal_groups(
     affinity: Floats, n_ranks: int, n_nodes: int, rng: np.random.Generator, resolution: float = 1.0
 ) -> Ints:
-    """Return the rank of each expert in groups of equal size, [E].
+    """Return the rank of each expert in groups of equal size, [E]; parameters as of
+    `cluster_hierarchy`.
 
-    Pairs of experts swap while that raises the co-activation inside groups beyond chance,
-    ``A[i, j] - resolution * d_i d_j / sum(d)`` with ``d_i = sum_j A[i, j]``: modularity (Newman,
-    2006, with the resolution of Reichardt and Bornholdt). What chance gives is large between loaded
-    experts, and would put them all on one rank.
-
-    Parameters as of `cluster_hierarchy`.
-    """
+    Pairs swap while that raises the co-activation inside groups beyond chance, ``A[i, j] -
+    resolution * d_i d_j / sum(d)`` with ``d_i = sum_j A[i, j]``: modularity (Newman, 2006;
+    resolution of Reichardt and Bornholdt). Chance would put all loaded experts on one rank."""
     gpus, n_experts = n_ranks // n_nodes, len(affinity)
     degree = affinity.sum(axis=1)
     chance = np.outer(degree, degree) / max(degree.sum(), 1.0)
@@ -221,9 +199,11 @@ def equal_groups(
 
     def split(mine: Ints, parts: int) -> Ints:
         within, size = np.ix_(mine, mine), len(mine) // parts
-        start = spectral_groups(affinity[within], parts, rng)
-        return swap_experts(
-            beyond[within], bounded_groups(affinity[within], start, parts, size, size), parts
+        start = grouping.spectral_groups(affinity[within], parts, rng)
+        return grouping.swap_experts(
+            beyond[within],
+            grouping.bounded_groups(affinity[within], start, parts, size, size),
+            parts,
         )
 
     node, ranks = split(np.arange(n_experts), n_nodes), np.empty(n_experts, np.int64)
@@ -239,10 +219,10 @@ def ratio_curve(affinity: Floats, clusters: list[Hierarchy]) -> tuple[Floats, Fl
     for i, ratio in enumerate(RATIOS):
         for layer, found in zip(affinity, clusters, strict=True):
             ranks = group_layer(layer, found, ratio)
-            inside[i] += utilization(layer, ranks)
+            inside[i] += grouping.utilization(layer, ranks)
             for n in range(found.n_nodes):
                 mine = found.node == n
-                spread[i] += size_deviation(ranks[mine] - n * found.gpus, found.gpus)
+                spread[i] += grouping.size_deviation(ranks[mine] - n * found.gpus, found.gpus)
     return spread / (len(affinity) * clusters[0].n_nodes), inside / len(affinity)
 
 
@@ -263,11 +243,8 @@ class Copies(NamedTuple):
 
 
 def hot_copies(load: Floats, ranks: Ints, n_ranks: int, replication: Replication) -> Copies:
-    """Choose the copies of a layer (GRACE-MoE, Eq. 2 and 3).
-
-    ``load``: shape [E], in any unit; ``ranks``: shape [E]: the rank of each expert;
-    ``replication``: ``dynamic``, ``fixed`` or ``none``.
-    """
+    """Choose the copies of a layer (GRACE-MoE, Eq. 2 and 3) by ``load`` [E] in any unit and
+    ``ranks`` [E]; ``replication``: ``dynamic``, ``fixed`` or ``none``."""
     of_rank = np.bincount(ranks, weights=load, minlength=n_ranks).astype(np.float64)
     none = np.zeros(0, np.int64)
     if replication == "none" or n_ranks == 1 or not load.any():
@@ -294,12 +271,8 @@ def hot_copies(load: Floats, ranks: Ints, n_ranks: int, replication: Replication
 def replicated(
     groups: Ints, load: Floats, n_ranks: int, n_nodes: int, replication: Replication
 ) -> Placement:
-    """Return the placement of groups of experts, with copies of hot ones, on balanced ranks.
-
-    ``groups``: shape [layers, E]: the group of each expert; those of a node are neighbours;
-    ``load``: shape [layers, E]; ``n_ranks``, ``n_nodes``: groups, and nodes that they fill;
-    ``replication``: see `hot_copies`.
-    """
+    """Return the placement of ``groups`` of experts, [layers, E], with copies of hot ones
+    (`hot_copies`), on balanced ranks; groups of a node are neighbours. ``load``: [layers, E]."""
     copies = [hot_copies(*layer, n_ranks, replication) for layer in zip(load, groups, strict=True)]
     extra = [len(c.experts) * len(c.ranks) for c in copies]
     n_experts = groups.shape[1]
@@ -316,11 +289,9 @@ def replicated(
 def balance_ranks(placement: Placement, n_nodes: int) -> Placement:
     """Exchange nodes, and GPUs within nodes, so that all hold about equally many instances.
 
-    Layer by layer the group of the most instances goes to where the fewest are so far, which keeps
-    the sum of squares as small as one layer can; among equals the largest load goes to the least.
-    Traffic and the time of a layer do not depend on it, but the GPU with the most instances over
-    all layers has the least memory left.
-    """
+    Layer by layer the largest group goes to where the fewest are so far; among equals the largest
+    load to the least. Only memory depends on it: the GPU with the most instances over all layers
+    has the least left."""
     slots, gpus = placement.slots(), placement.n_ranks // n_nodes
     load = np.zeros(slots.shape) if placement.load is None else placement.load
     shape = len(slots), n_nodes, gpus

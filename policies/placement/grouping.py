@@ -1,30 +1,23 @@
-"""Groups of experts that tokens choose together.
+"""Groups of experts that tokens choose together: few copies of a token are sent then.
 
-The affinity of two experts is how many tokens choose both. Groups of high affinity keep a token's
-experts on few GPUs, so that fewer copies of it are sent.
-
-- `spectral_groups`: clusters of the normalised graph Laplacian (Ng, Jordan and Weiss, 2001), of any
-  size: the eigenvectors' rows on the unit sphere, clustered by `clustering.kmeans`.
-- `bounded_groups`: their sizes brought between bounds, Algorithm 2 of GRACE-MoE.
-- `swap_experts`: pairs of experts change places while that raises the affinity inside groups.
-- `utilization` and `size_deviation`: U and S of GRACE-MoE's Eq. 1.
-
-Affinities are whole numbers and eigenvectors are rounded, so that no last bit decides.
+The affinity of two experts is how many tokens choose both, a whole number; eigenvectors are
+rounded, so that no last bit decides. `spectral_groups`: clusters of the normalised graph Laplacian
+(Ng, Jordan and Weiss, 2001); `bounded_groups`: sizes between bounds (GRACE-MoE's Algorithm 2);
+`swap_experts`: pairs change places; `utilization`, `size_deviation`: U and S of GRACE-MoE's Eq. 1.
 """
 
 import numpy as np
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.policies.eldr.clustering import kmeans
-from eldr_sim.policies.eldr.signature import Floats, Ints, unit_rows
+from eldr_sim.policies.eldr.signature import unit_rows
 
 
 def spectral_groups(affinity: Floats, n_groups: int, rng: np.random.Generator) -> Ints:
-    """Cluster experts by affinity into groups of any size; return the group of each, shape [E].
-
-    ``affinity``: shape [E, E]: symmetric, whole numbers, 0 on the diagonal; ``n_groups``: 1 to E. A
-    group may be empty. Where no two experts are chosen together they are neighbours, equally many.
-    """
+    """Cluster experts by affinity, [E, E] symmetric whole numbers with 0 on the diagonal, into
+    ``n_groups`` of any size, also 0; return the group of each, [E]: neighbours where no two are
+    chosen together."""
     n_experts = len(affinity)
     if not 1 <= n_groups <= n_experts:
         raise InputError("n_groups", f"{n_groups} groups of {n_experts} experts", "1 or more each")
@@ -44,14 +37,10 @@ def bounded_groups(affinity: Floats, groups: Ints, n_groups: int, low: int, high
     """Bring the sizes of groups between two bounds (GRACE-MoE, Algorithm 2, lines 6 to 21).
 
     A group above ``high`` keeps the experts of most affinity to its own; the others join, the one
-    of most affinity first, the group below ``high`` whose score is largest with them. Then groups
-    below ``low`` get the experts of the least affinity to groups that can spare them. The printed
-    score is the affinity inside the whole united group, which prefers large groups whatever the
-    expert; here it is what the expert adds to it.
-
-    ``affinity``, ``groups``: as of `spectral_groups`. Raises InputError where no sizes within the
-    bounds add up to E.
-    """
+    of most affinity first, the group below ``high`` where that is largest. Then groups below
+    ``low`` get experts of the least affinity to groups that can spare them. The printed score is
+    the affinity inside the whole united group, which prefers large ones; here it is what the expert
+    adds. Raises InputError where no sizes within the bounds add up to E."""
     n_experts = len(affinity)
     if not (0 <= low <= high and low * n_groups <= n_experts <= high * n_groups):
         problem = f"{n_groups} groups of {low} to {high} for {n_experts} experts"
@@ -85,11 +74,9 @@ def bounded_groups(affinity: Floats, groups: Ints, n_groups: int, low: int, high
 
 
 def swap_experts(affinity: Floats, groups: Ints, n_groups: int) -> Ints:
-    """Let pairs of experts change places, the best first, while that raises what groups hold.
-
-    Sizes stay. ``affinity`` may be negative; its sum inside groups rises by a whole number each
-    time, so this ends. Other parameters as of `bounded_groups`.
-    """
+    """Let pairs of experts change places, the best first, while that raises what groups hold; sizes
+    stay. ``affinity`` may be negative; its sum inside groups rises by a whole number each time, so
+    this ends."""
     found = groups.copy()
     affinity = affinity - np.diag(affinity.diagonal())
     within = _within(affinity, found, n_groups)

@@ -1,25 +1,18 @@
 """Experts that change places while that shortens steps, compiled.
 
-A layer of a step takes dispatch, the experts of the slowest rank, and combine. Steps of sampled
-tokens are counted as a group's are (`steps.group_step`): pairs and activated experts of every
-rank, and the copies that the busiest rank sends or receives.
-"""
+A layer takes dispatch, the experts of the slowest rank, and combine; steps of sampled tokens are
+counted as a group's are (`steps.group_step`)."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.jit import njit
+from eldr_sim.kernel_profiles.kernels import all_to_all_cost
 from eldr_sim.kernel_profiles.kernels.all_to_all import COPY_PER, AllToAll, AllToAllCost
-from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
-    busiest_direct,
-    busiest_forwarded,
-    combine_s,
-    dispatch_s,
-)
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
-from eldr_sim.policies.eldr.signature import Floats, Ints
 
 _LEAST_GAIN = 1e-6  #: a swap must save this part of the time: what is less is rounding
 _WORTH = 1e-3  #: a round over all pairs that saves less of the time is the last
@@ -85,11 +78,8 @@ def layer_s(ranks: Ints, n_ranks: int, steps: Steps, priced: Prices) -> float:
 
 
 def swap_for_time(ranks: Ints, n_ranks: int, steps: Steps, priced: Prices) -> Ints:
-    """Let pairs of experts change places, the first that does, while that shortens the layer.
-
-    ``ranks``: shape [E]: the rank of each expert; ranks keep their numbers of experts; ``n_ranks``:
-    ranks; nodes are equal runs of them; ``steps``, ``priced``: the tokens, and what they cost.
-    """
+    """Let pairs of experts change ``ranks``, [E], the first that does, while that shortens the
+    layer; nodes are equal runs of ranks. ``steps``, ``priced``: the tokens, and what they cost."""
     found = np.asarray(ranks, np.int64).copy()
     tally = _tally(found, n_ranks, steps, priced)
     _swap_all(found, steps.home, steps.each, tally, priced)
@@ -138,10 +128,8 @@ def _count(ranks: Any, home: Any, each: float, tally: Any, priced: Any) -> None:
 
 @njit()
 def _move(tally: Any, priced: Any, home: Any, e: int, other: int, old: int, new: int) -> None:
-    """Count an expert on rank ``new`` and no longer on ``old``, if that is one.
-
-    Tokens that chose ``other`` too stay as they are: the two change places.
-    """
+    """Count an expert on rank ``new`` and no longer on ``old``, if that is one; tokens of
+    ``other``, which changes places, stay."""
     hits, copies, node_copies = tally.hits, tally.copies, tally.node_copies
     tokens_of, has, gpus = tally.tokens_of, tally.has, priced.gpus_per_node
     n_steps, n_ranks = tally.pairs.shape
@@ -196,14 +184,14 @@ def _step_s(tally: Any, step: int, p: int, q: int, each: float, priced: Any) -> 
     if not priced.combines:
         return float(slowest)
     if priced.per_node:
-        inside, between = busiest_forwarded(
+        inside, between = all_to_all_cost.busiest_forwarded(
             tally.copies[step], tally.node_copies[step], priced.gpus_per_node
         )
     else:
-        inside, between = busiest_direct(tally.copies[step], priced.gpus_per_node)
-    slowest += combine_s(priced.all_to_all, each * inside, each * between)
+        inside, between = all_to_all_cost.busiest_direct(tally.copies[step], priced.gpus_per_node)
+    slowest += all_to_all_cost.combine_s(priced.all_to_all, each * inside, each * between)
     if priced.dispatches:
-        slowest += dispatch_s(priced.all_to_all, each * inside, each * between)
+        slowest += all_to_all_cost.dispatch_s(priced.all_to_all, each * inside, each * between)
     return float(slowest)
 
 

@@ -1,27 +1,22 @@
 """Experts grouped for the bottleneck that a group has: the time of a layer, from the tables.
 
-Not a paper's. Co-activation says what a placement sends, load what its busiest rank computes; which
-of them a layer waits for depends on the tokens of a step, the GPU and the network. Here steps of
-calibration tokens are drawn and priced as the group's steps are: the slowest rank's time for its
-pairs and activated experts, dispatch and combine (`step_swaps`). In each layer the fastest of
-neighbours, an even load and groups by affinity is taken, and pairs of experts swap while that
-shortens it. Every rank holds equally many.
-
-`HomePlacement` puts experts on the GPUs where the requests are at home that use them. ELDR routes
-similar requests to one engine (``--policy eldr:unit=engine``), so the tokens of an engine of a
-group choose similar experts. An expert on the GPU of the cluster that uses it most is reached
-without a copy.
-"""
+Not a paper's. Steps of calibration tokens are drawn and priced as the group's are: the slowest
+rank's time for its pairs and activated experts, dispatch and combine (`step_swaps`). In each layer
+the fastest of neighbours, an even load and groups by affinity is taken, and pairs of experts swap
+while that shortens it; every rank holds equally many. `HomePlacement` puts experts where the
+requests are at home that use them: under ``--policy eldr:unit=engine`` an engine's tokens choose
+similar experts, which are reached without a copy on their GPU."""
 
 from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs, PolicyContext
 from eldr_sim.policies.eldr.artifact import RoutingArtifact
-from eldr_sim.policies.eldr.signature import Floats, Ints, score_of
+from eldr_sim.policies.eldr.signature import score_of
 from eldr_sim.policies.placement.base import (
     ExpertGroup,
     Placement,
@@ -36,9 +31,7 @@ from eldr_sim.traces.routing.coactivation import token_rows
 class HomePlacement(PlacementPolicy):
     """As many tokens as can be on the GPUs, and nodes, of their experts, equally many on each.
 
-    A token on the GPU of an expert counts twice what one on another GPU of its node does: it saves
-    a copy between nodes and one within. The best assignment of experts to slots is taken.
-    """
+    The best assignment; on an expert's GPU a token counts twice what one on its node does."""
 
     name = "home"
     needs = Needs(experts=True)
@@ -48,11 +41,8 @@ class HomePlacement(PlacementPolicy):
         _artifact(context)
 
     def place(self, group: ExpertGroup) -> Placement:
-        """Return the placement of a group.
-
-        Raises InputError: there are redundant experts, the ranks cannot hold the experts equally,
-        or engines have no clusters of their own.
-        """
+        """Return the placement of a group. Raises InputError for redundant experts, ranks that
+        cannot hold experts equally, or engines without clusters of their own."""
         if group.n_redundant:
             problem = f"{self.name!r} places one instance of every expert"
             raise InputError("num_redundant_experts", problem, "0")
@@ -76,10 +66,7 @@ def home_ranks(context: PolicyContext, group: ExpertGroup) -> Ints:
 
 
 def cluster_homes(context: PolicyContext, calibration: CalibrationSet, group: ExpertGroup) -> Ints:
-    """Return the rank of each calibration request, that of the most similar cluster, [n].
-
-    Raises InputError as `HomePlacement.place`.
-    """
+    """Return the rank of the cluster most like each calibration request, [n]."""
     artifact = _artifact(context)
     _clusters(context, group)
     units = artifact.signatures(calibration.scores(score_of(artifact.transform)))
@@ -140,11 +127,8 @@ class TimeAwarePlacement(GroupedPlacement):
         self._context, self._own = context, parameters
 
     def place(self, group: ExpertGroup) -> Placement:
-        """Return the placement of a group.
-
-        Raises InputError as `GroupedPlacement.place` and `ExpertGroup.slots_per_rank`; or the
-        context has no times of a rank and an all-to-all, or no clusters for its homes.
-        """
+        """Return the placement of a group; raises InputError as `HomePlacement.place`, or without
+        times of a rank."""
         _ = group.slots_per_rank
         if self._context.rank_moe is None or self._context.all_to_all is None:
             problem = f"{self.name!r} needs the times of GPUs that share experts"

@@ -1,21 +1,18 @@
 """Queue orders: which waiting request an engine serves next.
 
-An order gives every request a key. An engine admits the waiting request of the lowest key, and of
-equal keys the one that came first. As in vLLM a request whose prompt has begun comes before those
-that wait for the first time. When KV blocks run out, the sequence that joined last is preempted and
-comes before those, too; an order that ``preempts`` does so with the sequence of the highest key
-instead, which then waits by its key. An order with a finite ``aging_s`` lets a request that has
-waited so long at its engine go first, the oldest of several: nobody who came after it begins more
-than so long after it came.
-"""
+An engine admits the waiting request of the lowest key, of equal keys the one that came first; as in
+vLLM a request whose prompt has begun comes before those. When KV blocks run out, the sequence that
+joined last is preempted and comes before all; an order that ``preempts`` does so with the highest
+key, which then waits by its key. With a finite ``aging_s`` who has waited so long goes first, the
+oldest of several: nobody who came after it begins more than so long after it came."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_sim.arrays import Array, Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
@@ -26,10 +23,10 @@ from eldr_sim.policies.choice import Parameters
 class Waiting(NamedTuple):
     """What an engine knows of requests that wait, a column each."""
 
-    prompt_len: NDArray[np.int64]  #: prompt tokens
-    priority: NDArray[np.int64] | None = None
+    prompt_len: Ints  #: prompt tokens
+    priority: Ints | None = None
     """Priorities that clients give, the lowest first; None where they give none."""
-    output_len: NDArray[np.int64] | None = None
+    output_len: Ints | None = None
     """Output tokens that they will generate, which no engine knows. An oracle reads a request's
     own; a prediction reads what many have in common. None where nothing is told."""
 
@@ -43,7 +40,7 @@ class QueueOrder(Policy):
     aging_s: float = math.inf
     """How long a request waits at an engine before it goes first, s."""
 
-    def keys(self, requests: Waiting) -> NDArray[Any]:
+    def keys(self, requests: Waiting) -> Array:
         """Return the key of each request, shape [n]; no NaN."""
         raise NotImplementedError
 
@@ -53,7 +50,7 @@ class FirstComeFirstServed(QueueOrder):
 
     name = "fcfs"
 
-    def keys(self, requests: Waiting) -> NDArray[Any]:
+    def keys(self, requests: Waiting) -> Array:
         """Return equal keys."""
         return np.zeros(len(requests.prompt_len))
 
@@ -63,7 +60,7 @@ class ShortestJobFirst(QueueOrder):
 
     name = "sjf"
 
-    def keys(self, requests: Waiting) -> NDArray[Any]:
+    def keys(self, requests: Waiting) -> Array:
         """Return the prompts' lengths."""
         return requests.prompt_len.astype(np.float64)
 
@@ -78,9 +75,7 @@ class AgingParameters(Parameters):
 class AgingShortestJobFirst(ShortestJobFirst):
     """The request of the shortest prompt, but first the oldest that has waited ``age`` seconds.
 
-    Gimbal's Algorithm 2 (Sec. III-C), which sorts the waiting queue before each step: the aged
-    ones, by arrival, then the others by prompt tokens.
-    """
+    Gimbal's Algorithm 2 (Sec. III-C)."""
 
     name = "sjf_aging"
     Parameters = AgingParameters
@@ -100,11 +95,8 @@ class ResidenceParameters(Parameters):
 class ShortestResidenceFirst(QueueOrder):
     """The request that is expected to hold its place in the batch for the shortest time.
 
-    That is the time of its prompt's steps, computed alone, and a decode step, with all experts
-    activated, for each output token. The output tokens expected of a prompt are the mean of the
-    requests whose prompts are as long, within a factor of two: what a history of the workload
-    tells.
-    """
+    That is its prompt's steps, computed alone, and a decode step with all experts for each output
+    token: as many as the mean of requests whose prompts are as long, within a factor of two."""
 
     name = "sjf_residence"
     needs = Needs(costs=True)
@@ -114,7 +106,7 @@ class ShortestResidenceFirst(QueueOrder):
         self._batch = parameters.batch
         self._step_times = context.require_step_times(self)
 
-    def keys(self, requests: Waiting) -> NDArray[Any]:
+    def keys(self, requests: Waiting) -> Array:
         """Return the expected residences, s."""
         if requests.output_len is None:
             raise InputError("queue_order", f"{self.name!r} needs outputs and none were given")
@@ -122,7 +114,7 @@ class ShortestResidenceFirst(QueueOrder):
             self._step_times, requests.prompt_len, self._outputs(requests), self._batch
         )
 
-    def _outputs(self, requests: Waiting) -> NDArray[Any]:
+    def _outputs(self, requests: Waiting) -> Array:
         assert requests.output_len is not None
         kind = np.frexp(requests.prompt_len.astype(np.float64))[1]
         total = np.bincount(kind, weights=requests.output_len)
@@ -132,25 +124,20 @@ class ShortestResidenceFirst(QueueOrder):
 class OracleOrder(ShortestResidenceFirst):
     """The request of the shortest residence by the output tokens that it will generate.
 
-    No engine knows them: a bound for predictions.
-    """
+    A bound for predictions."""
 
     name = "oracle"
 
-    def _outputs(self, requests: Waiting) -> NDArray[Any]:
+    def _outputs(self, requests: Waiting) -> Array:
         return np.asarray(requests.output_len)
 
 
-def residence_s(
-    cost: StepCost, prompt_len: NDArray[np.int64], output_len: NDArray[Any], batch: int
-) -> NDArray[np.float64]:
+def residence_s(cost: StepCost, prompt_len: Ints, output_len: Array, batch: int) -> Floats:
     """Return how long requests hold their places in a batch, s.
 
-    ``cost``: step times of the worker; ``prompt_len``, ``output_len``: shape [n]: tokens, of
-    outputs also fractions; A prompt is computed in steps of its own, as long as the tables allow,
-    with uniform routing; ``batch``: sequences of a decode step, as many as the tables know at most;
-    their mean context is that of the requests halfway through their outputs.
-    """
+    ``prompt_len``, ``output_len``: [n], outputs also fractions; prompts take steps of their own, as
+    long as the tables allow, at uniform routing; ``batch``: sequences of a decode step, whose mean
+    context is that of requests halfway."""
     batch = min(batch, len(cost.moe_s) - 1)
     context = max(1.0, float(np.mean(prompt_len + output_len / 2)))
     all_experts, none = np.full(1, float(cost.n_experts)), np.zeros(0, np.int64)
@@ -175,7 +162,7 @@ class PriorityOrder(QueueOrder):
     name = "priority"
     preempts = True
 
-    def keys(self, requests: Waiting) -> NDArray[Any]:
+    def keys(self, requests: Waiting) -> Array:
         """Return the priorities; raises InputError where requests have none."""
         if requests.priority is None:
             problem = "'priority' needs priorities, and the workload has none"

@@ -1,15 +1,10 @@
 """Which instance of an expert computes a token, where a placement holds several.
 
-A choice decides for every pair of a token and one of its experts in a MoE layer, before tokens are
-sent. The classes here, in `weighted` and in `metro` are numpy references and can be used
-beside a real engine.
-
-EPLB places instances for an even split of an expert's tokens (``eplb``). vLLM has never split them
-evenly. It drew an instance at random (PR 18343), then took ``(token * top_k + column) % instances``
-(PR 24573, September 2025), which for two instances and an even top-k depends on the column alone.
-Since PR 40810 (April 2026), whose author had found replicas out of balance by more than 90%, it
-takes a multiplicative hash of the token's position.
-"""
+A choice decides for every pair of a token and one of its experts, before tokens are sent; the
+classes here, in `weighted` and in `metro` are numpy references, usable beside a real engine. EPLB
+places instances for an even split (``eplb``), which vLLM has never had: it drew at random (PR
+18343), took ``(token * top_k + column) % instances`` (PR 24573), the column alone for two instances
+and an even top-k, and takes a hash of the token's position since April 2026 (PR 40810)."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
@@ -17,9 +12,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from eldr_sim.arrays import Ints
 from eldr_sim.policies.base import Policy
 from eldr_sim.policies.choice import Parameters
-from eldr_sim.policies.eldr.signature import Ints
 from eldr_sim.policies.placement.base import EMPTY, Placement
 
 #: Multiplier of vLLM's hash: 2^32 divided by the golden ratio (Knuth, vol. 3, Sec. 6.4).
@@ -59,16 +54,14 @@ class ReplicaChoice(Policy):
 
         ``tokens_home``: shape [tokens]: the rank that holds each token, those of a rank in the
         order of its batch; ``experts``: shape [tokens, top_k]; ``layer``: of the placement;
-        ``node_of_rank``: shape [ranks]; ``prompts``: whether the step computes prompts.
-        """
+        ``node_of_rank``: shape [ranks]; ``prompts``: whether the step computes prompts."""
         raise NotImplementedError
 
 
 class ChoiceByCount(ReplicaChoice, ABC):
     """A choice that needs to know how many tokens each expert has, and nothing else of them.
 
-    An expert's tokens take turns over the instances that are chosen for it.
-    """
+    These take turns over the instances that are chosen for it."""
 
     @abstractmethod
     def instances(
@@ -78,8 +71,7 @@ class ChoiceByCount(ReplicaChoice, ABC):
 
         Shape [experts, most instances]; of experts without tokens it does not matter. ``tokens``:
         shape [experts]: how many tokens of all ranks have chosen each expert; ``layer``: of the
-        placement.
-        """
+        placement."""
 
     def choose(
         self,
@@ -102,9 +94,7 @@ class ChoiceByCount(ReplicaChoice, ABC):
 class EvenSplit(ChoiceByCount):
     """An expert's tokens to its instances in turn: the even split that EPLB expects.
 
-    A bound rather than a method where ranks do not gather each other's tokens: a rank would have to
-    know those of all others.
-    """
+    A bound where ranks do not know each other's tokens."""
 
     name = "even"
 
@@ -118,8 +108,7 @@ class EvenSplit(ChoiceByCount):
 class HashedPosition(ReplicaChoice):
     """By a hash of the token's position in its rank's batch, as vLLM since PR 40810.
 
-    The multiplier is odd: among 2, 4, 8, ... instances consecutive positions take turns.
-    """
+    The multiplier is odd: among 2, 4, 8, ... instances consecutive positions take turns."""
 
     name = "hash"
 
@@ -140,9 +129,8 @@ class HashedPosition(ReplicaChoice):
 class NearSource(ReplicaChoice):
     """An instance on the token's own GPU, else on its node, else any; among several by ``hash``.
 
-    GRACE-MoE's routing (Sec. 4.3) has the same order, and takes turns among several by their load;
-    so has SGLang's static dispatch, which settles the instance for each rank ahead of time.
-    """
+    GRACE-MoE's routing (Sec. 4.3) takes turns among several by load; SGLang's static dispatch
+    settles them ahead."""
 
     name = "source"
 
@@ -173,10 +161,7 @@ class NearSource(ReplicaChoice):
 
 
 def slots_of_experts(expert: Ints) -> Ints:
-    """Return the slots of each expert in order, then -1; shape [experts, most instances].
-
-    ``expert``: shape [slots]: a layer of ``Placement.expert``.
-    """
+    """Return the slots of each expert of a layer, then -1, [experts, most instances]."""
     slots, first, count = _instances(expert)
     turn = np.arange(count.max())
     found = slots[np.minimum(first[:, None] + turn, len(slots) - 1)]

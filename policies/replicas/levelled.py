@@ -1,10 +1,8 @@
 """Replica choices by tokens: what serving systems make of an expert's copies, beside METRO.
 
-Each knows the tokens of every expert in the step, and shares those of an expert out over its
-instances, unequally, so that the ranks have about as many tokens. In Python, as choices of one's
-own (`simulator.control.replica_policy`); what they take on a GPU is not known and not charged
-unless ``overhead_us`` says it.
-"""
+An expert's tokens are shared out over its instances so that ranks have about as many. In Python
+(`simulator.control.replica_policy`); their time on a GPU is not known, nor charged unless
+``overhead_us`` says it."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -13,38 +11,32 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
+from eldr_sim.arrays import Ints
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.eldr.signature import Ints
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.policies.replicas.base import (
-    ChoiceParameters,
-    ReplicaChoice,
-    place_among_equals,
-    slots_of_experts,
-)
+from eldr_sim.policies.replicas import base
 
 #: Passes of `Lplb` at most, and the change of a share, tokens, at which it ends.
 _PASSES, _SETTLED = 100, 0.01
 
 
-class CappedParameters(ChoiceParameters):
+class CappedParameters(base.ChoiceParameters):
     """Parameters of `Capped`."""
 
     capacity: float = Field(default=1.0, ge=1)
     """Tokens that a rank computes before some go elsewhere, as a multiple of the mean rank's."""
 
 
-class _Shares(ReplicaChoice):
+class _Shares(base.ReplicaChoice):
     """Shares the tokens of each expert out over its instances."""
 
-    Parameters: ClassVar[type[ChoiceParameters]] = ChoiceParameters
+    Parameters: ClassVar[type[base.ChoiceParameters]] = base.ChoiceParameters
 
     @abstractmethod
     def shares(self, tokens: list[int], ranks: list[list[int]], n_ranks: int) -> list[list[float]]:
         """Return how many tokens of each expert each of its instances computes, in their order.
 
-        ``tokens``: of each expert; ``ranks``: of its instances; ``n_ranks``: ranks of the group.
-        """
+        ``tokens``: of each expert; ``ranks``: of its instances; ``n_ranks``: ranks of the group."""
 
     def choose(
         self,
@@ -58,9 +50,8 @@ class _Shares(ReplicaChoice):
         """Return the slots; see `ReplicaChoice`.
 
         The instances of an expert take turns in proportion to their shares (Sainte-Lague), so that
-        each computes tokens of all ranks.
-        """
-        slots = slots_of_experts(placement.expert[layer])
+        each computes tokens of all ranks."""
+        slots = base.slots_of_experts(placement.expert[layer])
         tokens = np.bincount(experts.ravel(), minlength=len(slots))
         on = placement.rank[layer]
         ranks = [on[own[own >= 0]].tolist() for own in slots]
@@ -72,16 +63,15 @@ class _Shares(ReplicaChoice):
             at = (np.concatenate([np.arange(k) for k in n]) + 0.5) / np.repeat(n, n)
             first = start[expert]
             turns[first : first + len(number)] = number[np.argsort(at, kind="stable")]
-        turn = place_among_equals(experts.ravel()).reshape(experts.shape)
+        turn = base.place_among_equals(experts.ravel()).reshape(experts.shape)
         return np.asarray(slots[experts, turns[start[experts] + turn]])
 
 
 class Waterfill(_Shares):
     """Each expert's tokens to its instances as water fills vessels, experts of most tokens first.
 
-    Ranks of the least load are raised to one level. SGLang (PR 19290) fills ranks so with the
-    tokens of the shared expert; here it is the experts that have copies.
-    """
+    The least loaded ranks rise to one level; SGLang (PR 19290) fills them with the shared expert's
+    tokens."""
 
     name = "waterfill"
 
@@ -93,11 +83,9 @@ class Waterfill(_Shares):
 class Lplb(_Shares):
     """The linear programme of DeepSeek's LPLB: the fewest tokens on the fullest rank.
 
-    SGLang has it as ``--ep-dispatch-algorithm lp`` (PR 24515). Here the copies are those of any
-    placement, and the optimum is found by pouring experts again, one after the other, until
-    nothing moves: that makes the sum of the squared loads least, and with it the fullest rank's
-    (tokens are jobs of one size: Harvey, Ladner, Lovasz and Tamir, 2003).
-    """
+    SGLang's ``--ep-dispatch-algorithm lp`` (PR 24515). Pouring experts again until nothing moves
+    makes the sum of squared loads least, and the fullest rank's (jobs of one size: Harvey, Ladner,
+    Lovasz and Tamir, 2003)."""
 
     name = "lplb"
 
@@ -109,12 +97,11 @@ class Lplb(_Shares):
 class Capped(_Shares):
     """An expert's first instance, until its rank is full; what is more, where there is most room.
 
-    A capacity as in Least-Loaded Expert Parallelism (arXiv 2601.17111), which moves weights with
-    the tokens; here tokens go to copies that are there, and stay where no copy has room.
-    """
+    A capacity as in Least-Loaded Expert Parallelism (arXiv 2601.17111), which moves weights; here
+    only tokens move."""
 
     name = "capped"
-    Parameters: ClassVar[type[ChoiceParameters]] = CappedParameters
+    Parameters: ClassVar[type[base.ChoiceParameters]] = CappedParameters
 
     def __init__(self, context: PolicyContext, parameters: CappedParameters | None = None) -> None:
         self._capacity = (parameters or CappedParameters()).capacity
@@ -146,10 +133,7 @@ def _by_tokens(tokens: list[int], ranks: list[list[int]]) -> Iterable[int]:
 def _poured(
     tokens: list[int], ranks: list[list[int]], n_ranks: int, passes: int
 ) -> list[list[float]]:
-    """Pour each expert's tokens over its ranks, again until nothing moves or ``passes`` are over.
-
-    An expert leaves the ranks before it is poured again, so no pass raises the sum of squares.
-    """
+    """Pour experts' tokens over their ranks, again until nothing moves or ``passes`` are over."""
     load = [0.0] * n_ranks
     found = [[0.0] * len(on) for on in ranks]
     for expert, on in enumerate(ranks):

@@ -1,42 +1,32 @@
 """Replica choices by activated experts: METRO's, what would be optimal, and one by time.
 
-A step that is bound by memory bandwidth pays for each expert that a rank activates, not for its
-tokens. METRO (arXiv 2512.09277) therefore lets one instance compute all tokens of an expert, and
-chooses instances so that the rank with the most activated experts has few of them. One instance an
-expert loses nothing (its Lemma 1). What is left is to give jobs of one size to machines that may
-do them, with the least load on the fullest.
-
-All of them need the tokens that each expert has on all ranks, so ranks gather each other's tokens
-before the gate (Sec. IV-C): see ``allgather_alltoall`` in `kernel_profiles.kernels.all_to_all`.
-"""
+A step bound by memory bandwidth pays for each expert that a rank activates. METRO (arXiv
+2512.09277) lets one instance compute all tokens of an expert (no loss: its Lemma 1), chosen so that
+the rank with the most activated experts has few: jobs of one size on machines that may do them.
+Ranks gather each other's tokens before the gate for that (Sec. IV-C): ``allgather_alltoall`` in
+`kernel_profiles.kernels.all_to_all`."""
 
 from abc import abstractmethod
 from math import gcd
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_sim.arrays import Bools, Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs, PolicyContext
-from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.policies.replicas.base import (
-    ChoiceByCount,
-    ChoiceParameters,
-    Source,
-    slots_of_experts,
-)
+from eldr_sim.policies.replicas import base
 
 #: Multiplier of the hash of `walk`: 2^64 divided by the golden ratio.
 WALK_MULTIPLIER = 0x9E37_79B9_7F4A_7C15
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
 
 
-class MetroParameters(ChoiceParameters):
+class MetroParameters(base.ChoiceParameters):
     """Parameters of METRO's choice."""
 
-    source = Source("published", "METRO Fig. 11: A100, 1.5 instances")
+    source = base.Source("published", "METRO Fig. 11: A100, 1.5 instances")
     overhead_us: float = Field(default=26.0, ge=0)
     """What choosing takes in each MoE layer that has redundant experts, us. METRO's kernel takes up
     to 26 us (Fig. 11: Qwen3-30B on 8 A100, 1.5 instances an expert); it is not scaled to others."""
@@ -45,26 +35,26 @@ class MetroParameters(ChoiceParameters):
 class SortedParameters(MetroParameters):
     """Parameters of `MetroSorted`."""
 
-    source = Source("derived", "METRO's kernel, which does as much")
+    source = base.Source("derived", "METRO's kernel, which does as much")
 
 
 class TimeParameters(MetroParameters):
     """Parameters of `TimeAware`."""
 
-    source = Source("derived", "METRO's kernel, which does less")
+    source = base.Source("derived", "METRO's kernel, which does less")
 
 
-class OptimalParameters(ChoiceParameters):
+class OptimalParameters(base.ChoiceParameters):
     """Parameters of the optimal choice."""
 
-    source = Source("published", "METRO Fig. 6: Dinic on a CPU")
+    source = base.Source("published", "METRO Fig. 6: Dinic on a CPU")
     overhead_us: float = Field(default=116.3, ge=0)
     """What choosing takes in each MoE layer that has redundant experts, us. METRO measured 116.3 to
     128.8 us with maximum flow on a CPU, 290 us on a GPU (Fig. 6), and 26.5 us for a copy to the
     CPU."""
 
 
-class _Gathering(ChoiceByCount):
+class _Gathering(base.ChoiceByCount):
     """A choice that needs the tokens of all ranks: the backend has to gather them."""
 
     needs = Needs(gathers=True)
@@ -88,7 +78,7 @@ class _OneInstance(_Gathering):
         self, tokens: Ints, placement: Placement, layer: int, prompts: bool = False
     ) -> Ints:
         """Return one slot of each expert that has tokens, or all; see `ChoiceByCount`."""
-        slots = slots_of_experts(placement.expert[layer])
+        slots = base.slots_of_experts(placement.expert[layer])
         if prompts:
             return slots
         on = placement.rank[layer]
@@ -101,9 +91,8 @@ class _OneInstance(_Gathering):
 class Metro(_OneInstance):
     """METRO (Algorithm 1): each expert to its rank with the fewest activated experts so far.
 
-    The order of the experts is arbitrary, as the threads of METRO's kernel race for locks. Here it
-    is a walk round the experts whose start and stride are a hash of the activated ones.
-    """
+    In the order of a walk whose start and stride are a hash: threads of METRO's kernel race for
+    locks."""
 
     name = "metro"
     Parameters = MetroParameters
@@ -118,8 +107,7 @@ class Metro(_OneInstance):
 class MetroSorted(_OneInstance):
     """METRO with the experts of one instance first: the same work, fewer experts on the fullest.
 
-    Not the paper's: its kernel takes all experts as they come.
-    """
+    Not the paper's."""
 
     name = "metro_sorted"
     Parameters = SortedParameters
@@ -132,11 +120,9 @@ class MetroSorted(_OneInstance):
 class Optimal(_OneInstance):
     """The fewest activated experts on the fullest rank, exactly.
 
-    From `MetroSorted`, experts move along paths of ranks from a fullest one to one that has two
-    fewer, as long as there is such a path (Harvey, Ladner, Lovasz and Tamir, Semi-matchings for
-    bipartite graphs and load balancing, 2003). When there is none from a fullest rank, the ranks
-    that it reaches can give nothing away, so no choice does better.
-    """
+    From `MetroSorted`, experts move along paths of ranks from a fullest one to one with two fewer
+    while there are such (Harvey, Ladner, Lovasz and Tamir, Semi-matchings for bipartite graphs,
+    2003)."""
 
     name = "optimal"
     Parameters = OptimalParameters
@@ -176,12 +162,9 @@ class Optimal(_OneInstance):
 class TimeAware(_Gathering):
     """By the predicted time of the ranks, from their tokens and activated experts.
 
-    Not the paper's. Experts with several instances are placed in order of falling tokens. Each
-    takes the ranks that would be fastest with its share of tokens, and as many as let the sum of
-    the ranks' squared times grow least (see `marginal_cost`). Where reading experts decides that is
-    one, as METRO has it; where tokens decide it is all, as EPLB expects: so it needs no other
-    choice for prompts.
-    """
+    Not the paper's. Experts with several instances, by falling tokens, take the ranks that are
+    fastest with their share, as many as let the sum of squared times grow least (`marginal_cost`):
+    one where reading experts decides, all where tokens do, so prompts need no other choice."""
 
     name = "time_aware"
     needs = Needs(gathers=True, costs=True)
@@ -193,13 +176,10 @@ class TimeAware(_Gathering):
     def instances(
         self, tokens: Ints, placement: Placement, layer: int, prompts: bool = False
     ) -> Ints:
-        """Return the slots of each expert; see `ChoiceByCount`.
-
-        Raises InputError: the context has no times of a rank.
-        """
+        """Return the slots of each expert; raises InputError without times of a rank."""
         if self._moe is None:
             raise InputError(self.name, "it needs the times of a rank's MoE layer", "rank_moe")
-        slots = slots_of_experts(placement.expert[layer])
+        slots = base.slots_of_experts(placement.expert[layer])
         on, chosen = placement.rank[layer], np.full(slots.shape, -1)
         count, pairs = np.zeros(placement.n_ranks, np.int64), np.zeros(placement.n_ranks)
         several = []
@@ -246,11 +226,8 @@ class TimeAware(_Gathering):
         )
 
 
-def walk(active: NDArray[np.bool_], layer: int) -> tuple[int, int]:
-    """Return the start and the stride of a walk round the experts, from a hash of the active ones.
-
-    ``active``: shape [experts]: whether any token chose the expert.
-    """
+def walk(active: Bools, layer: int) -> tuple[int, int]:
+    """Return start and stride of a walk round the experts, a hash of the ``active`` ones."""
     n = len(active)
     mixed = layer + 1
     for first in range(0, n, 64):
@@ -264,10 +241,7 @@ def walk(active: NDArray[np.bool_], layer: int) -> tuple[int, int]:
 
 
 def _greedy(order: Ints, homes: list[Ints], count: Ints, n_experts: int) -> Ints:
-    """Give experts in ``order`` each to its home with the least ``count``, which grows.
-
-    Of equal homes the first in the order of the expert's slots is taken.
-    """
+    """Give experts in ``order`` each to its home with the least ``count``, which grows."""
     chosen = np.full(n_experts, -1)
     for expert in order.tolist():
         rank = homes[expert][np.argmin(count[homes[expert]])]

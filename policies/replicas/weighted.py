@@ -1,26 +1,21 @@
 """Instances drawn by the predicted load of their ranks: GRACE-MoE's routing (Sec. 4.3).
 
-``weighted`` is its weighted round-robin (WRR, Algorithm 3): a draw among all instances, in inverse
-proportion to the load that the placement predicts for their ranks (`Placement.load`).
-``local_first`` is its topology-aware routing (TAR, Algorithm 4): the instance on the token's own
-GPU, else one on its node, else any; among several the same draw.
-
-Draws come from a hash of the token's rank and position there, the layer and the expert: they need
-no state and no order. A step has no part in it: while a batch stays, a sequence keeps its copies
-(as with vLLM's hash), and each step's loads are distributed as if all were drawn anew. Both choices
-draw the same number, so that they differ by locality alone.
-"""
+``weighted`` (WRR, Algorithm 3) draws among all instances, in inverse proportion to the predicted
+load of their ranks (`Placement.load`); ``local_first`` (TAR, Algorithm 4) takes the instance on the
+token's own GPU, else one on its node, else any; among several the same draw. Draws are a hash of
+the token's rank and position there, the layer and the expert: while a batch stays a sequence keeps
+its copies, as with vLLM's hash."""
 
 import numpy as np
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import Needs
-from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.replicas.base import ReplicaChoice, place_among_equals, slots_of_experts
 
-#: Constants of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-#: OOPSLA 2014): the increment, and the multipliers of its finaliser (variant 13 of D. Stafford).
+#: Constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), finaliser variant 13 of D.
+#: Stafford.
 SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
@@ -65,12 +60,7 @@ class LocalFirst(WeightedInstances):
 
 
 def rank_weights(placement: Placement) -> Floats:
-    """Return the weight of each rank, the inverse of its predicted load, [layers, ranks].
-
-    A rank without load weighs as one with a millionth of the mean.
-
-    Raises InputError: the placement predicts no load.
-    """
+    """Return the inverse of each rank's predicted load, [layers, ranks]; raises InputError."""
     if placement.load is None:
         raise InputError(
             "replica_choice",
@@ -82,11 +72,7 @@ def rank_weights(placement: Placement) -> Floats:
 
 
 def draws(home: Ints, place: Ints, layer: int, experts: Ints) -> Floats:
-    """Return a number from 0 to 1 for each token and expert, [tokens, top_k].
-
-    ``home``, ``place``: shape [tokens]: the rank of each token, and its position there; ``layer``:
-    the layer of the placement; ``experts``: shape [tokens, top_k].
-    """
+    """Return a number from 0 to 1 for each token and expert, [tokens, top_k]."""
     counter = (place[:, None] << 40) | (home[:, None] << 28) | (layer << 16) | experts
     add, first, second = (np.uint64(constant) for constant in SPLITMIX)
     z = counter.astype(np.uint64) + add

@@ -1,19 +1,13 @@
 """From prefill counts to the experts that decode will use: a probability an expert and step.
 
-ELDR ranks requests by the distance of their signatures. Who predicts a step's *time* needs more:
-``p(l, e)``, the probability that a decode step of the request selects expert ``e`` at layer ``l``.
-That is the activation pattern of ELDR Sec. 4.2.1, which nobody knows before the request has ended.
-It is regressed here on what the prefill shows, ``q(l, e)``, the share of expert ``e`` in all that
-the prompt's tokens selected at layer ``l``::
+``p(l, e)``, the activation pattern of ELDR Sec. 4.2.1, is regressed on ``q(l, e)``, the share of an
+expert in all that the prompt's tokens selected at a layer, by ridge regression, a layer at a time,
+on the calibration requests::
 
     p(l) = mean_p(l) + (q(l) - mean_q(l)) weights(l)
 
-by ridge regression, a layer at a time, on the calibration requests, where both sides are known. An
-expert's probability thus rests on all experts of its layer: on its own share, which is noisy in a
-short prompt, and on those of the experts that come with it. The ridge pulls the prediction towards
-the calibration mean. Its strength, one for all layers, is the one of :data:`RIDGES` with the least
-squared error over calibration requests left out one at a time; no serving request is looked at.
-"""
+An expert's probability thus rests on all experts of its layer. The ridge, one for all layers, is
+the one of :data:`RIDGES` with the least squared error over requests left out one at a time."""
 
 import hashlib
 import zipfile
@@ -21,11 +15,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eldr_sim import cache
+from eldr_sim.arrays import Array, Floats
 from eldr_sim.errors import InputError
-from eldr_sim.policies.eldr.signature import Floats
 from eldr_sim.traces.routing.calibration import CalibrationSet
 
 _MEASURED = 64  #: calibration requests of which steps of several tokens are counted
@@ -39,25 +32,19 @@ one calibration request adds to the matrix that is regularised."""
 class ActivationModel:
     """Predicts a request's decode activation from its prefill counts."""
 
-    #: ``mean_share``, ``mean_activation``: shape [L, E]: means of ``q`` and ``p`` over the
-    #: calibration requests.
+    #: [L, E]: means of ``q`` and ``p`` over the calibration requests.
     mean_share: Floats
     mean_activation: Floats
-    #: Shape [L, E, E]: ``weights[l, i, j]`` is what the share of expert ``i`` adds to the
-    #: probability of expert ``j``.
+    #: [L, E, E]: what the share of expert ``i`` adds to the probability of expert ``j``.
     weights: Floats
     ridge: float  #: the strength chosen
     #: Explained share of the variance of ``p`` about its mean, on requests left out of the fit.
     r2: float
 
-    def predict(self, counts: NDArray[Any]) -> Floats:
-        """Return the predicted activation, shape [L, E], in [0, 1].
-
-        Raises InputError if the shape is not that of the calibration requests.
-
-        ``counts``: shape [L, E]: prompt tokens that selected each expert; A layer without any gets
-        the calibration mean.
-        """
+    def predict(self, counts: Array) -> Floats:
+        """Return the predicted activation, [L, E], in [0, 1], of ``counts`` [L, E] of prompt
+        tokens; a layer without any gets the calibration mean. Raises InputError for another
+        shape."""
         if counts.shape != self.mean_share.shape:
             seen = "x".join(map(str, counts.shape))
             layers, experts = self.mean_share.shape
@@ -92,13 +79,9 @@ def cached_activation(calibration: CalibrationSet) -> ActivationModel:
 
 
 def fit_activation(calibration: CalibrationSet) -> ActivationModel:
-    """Fit the regression on calibration requests.
-
-    With the eigenvectors of a layer's ``sum q q^T`` every strength of the ridge costs one product,
-    and the error of request ``i`` in a fit without it is ``residual_i / (1 - leverage_i)``.
-
-    Raises InputError: with fewer than 3 requests, or if one has no prompt token.
-    """
+    """Fit the regression on calibration requests; raises InputError with fewer than 3, or one
+    without prompt tokens. By the eigenvectors of a layer's ``sum q q^T`` a strength of the ridge
+    costs one product, and request ``i`` left out errs by ``residual_i / (1 - leverage_i)``."""
     counts = calibration.scores("count")
     n, n_layers, n_experts = counts.shape
     if n < 3:
@@ -131,11 +114,8 @@ def fit_activation(calibration: CalibrationSet) -> ActivationModel:
 
 
 def independent_tokens(calibration: CalibrationSet, tokens: int) -> float:
-    """Return how many independent tokens activate as many experts as ``tokens`` in a row.
-
-    Neighbours choose alike, so they are fewer: measured on calibration requests, to a 64th, by
-    `of_tokens`; all where no trace is known.
-    """
+    """Return how many independent tokens activate as many experts as ``tokens`` in a row: fewer, as
+    neighbours choose alike; measured on calibration requests, to a 64th; all without a trace."""
     trace = calibration.trace
     if tokens == 1 or trace is None:
         return float(tokens)
@@ -156,11 +136,8 @@ def independent_tokens(calibration: CalibrationSet, tokens: int) -> float:
     return low / 64
 
 
-def of_tokens(share: NDArray[Any], tokens: float) -> NDArray[Any]:
-    """Return the probability that one of ``tokens`` independent tokens chooses each expert.
-
-    A part of a token is one in that part of the steps.
-    """
+def of_tokens(share: Array, tokens: float) -> Array:
+    """Return the probability that one of ``tokens`` independent tokens chooses each expert."""
     if tokens == 1.0:
         return share
     idle = 1.0 - (tokens - int(tokens)) * share

@@ -4,18 +4,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Ints
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import (
-    LOADS,
-    NOTHING,
-    Needs,
-    PolicyContext,
-    RequestInfo,
-    RouterPolicy,
-    Workers,
-)
+from eldr_sim.policies import base
 from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.rule import Rule
 
@@ -28,53 +20,55 @@ class TieParameters(Parameters):
     ELDR's authors)."""
 
 
-class RandomPolicy(RouterPolicy):
+class RandomPolicy(base.RouterPolicy):
     """A worker uniformly at random."""
 
     name = "random"
     decision = "decode"
-    needs = Needs(columns=NOTHING)
+    needs = base.Needs(columns=base.NOTHING)
 
-    def __init__(self, context: PolicyContext) -> None:
+    def __init__(self, context: base.PolicyContext) -> None:
         self._rng = context.rng
 
-    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+    def select(self, request: base.RequestInfo, workers: base.Workers) -> int | None:
         """Return a uniformly drawn healthy worker."""
         usable = workers.usable()
         return usable[int(self._rng.integers(len(usable)))] if usable else None
 
 
-class RoundRobinPolicy(RouterPolicy):
+class RoundRobinPolicy(base.RouterPolicy):
     """The workers in turn, from worker 0."""
 
     name = "round_robin"
     decision = "decode"
     also = "prefill"
-    needs = Needs(columns=NOTHING)
+    needs = base.Needs(columns=base.NOTHING)
     rule_by = "nothing"
 
-    def __init__(self, context: PolicyContext) -> None:
+    def __init__(self, context: base.PolicyContext) -> None:
         self._everyone = Rule(range(context.n_workers), {})
 
-    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
+    def rules(self, requests: Sequence[base.RequestInfo]) -> Sequence[Rule]:
         """Return all workers, in turn."""
         return [self._everyone] * len(requests)
 
 
-class JoinShortestQueuePolicy(RouterPolicy):
+class JoinShortestQueuePolicy(base.RouterPolicy):
     """The worker with the fewest in-flight requests."""
 
     name = "jsq"
     decision = "decode"
-    needs = Needs(columns=LOADS)
+    needs = base.Needs(columns=base.LOADS)
     Parameters = TieParameters
 
-    def __init__(self, context: PolicyContext, parameters: TieParameters | None = None) -> None:
+    def __init__(
+        self, context: base.PolicyContext, parameters: TieParameters | None = None
+    ) -> None:
         drawn = parameters is not None and parameters.ties == "random"
         self.rule_by = None if drawn else "nothing"
         self._everyone = Rule(range(context.n_workers), rng=context.rng if drawn else None)
 
-    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
+    def rules(self, requests: Sequence[base.RequestInfo]) -> Sequence[Rule]:
         """Return all workers, the least loaded first."""
         return [self._everyone] * len(requests)
 
@@ -98,7 +92,7 @@ class WeightedParameters(Parameters):
     """Of the share of KV blocks in use."""
 
 
-class WeightedPolicy(RouterPolicy):
+class WeightedPolicy(base.RouterPolicy):
     """The worker of the smallest weighted sum of loads and published signals; ties in turn."""
 
     name = "weighted"
@@ -107,32 +101,31 @@ class WeightedPolicy(RouterPolicy):
     rule_by = "nothing"
     Parameters = WeightedParameters
 
-    def __init__(self, context: PolicyContext, parameters: WeightedParameters) -> None:
+    def __init__(self, context: base.PolicyContext, parameters: WeightedParameters) -> None:
         weights = {name: weight for name, weight in parameters if weight}
         # What is sent counts until the engines publish.
         columns = {"waiting" if name == "sent" else name for name in weights}
-        self.needs = Needs(columns=frozenset(columns))
+        self.needs = base.Needs(columns=frozenset(columns))
         self._everyone = Rule(range(context.n_workers), weights)
 
-    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
+    def rules(self, requests: Sequence[base.RequestInfo]) -> Sequence[Rule]:
         """Return all workers, weighed."""
         return [self._everyone] * len(requests)
 
 
-class PowerOfTwoChoicesPolicy(RouterPolicy):
+class PowerOfTwoChoicesPolicy(base.RouterPolicy):
     """The less loaded of two distinct workers drawn uniformly (Mitzenmacher 2001).
 
-    A tie goes to the worker drawn first, so that it is uniform too.
-    """
+    A tie goes to the worker drawn first, so that it is uniform too."""
 
     name = "p2c"
     decision = "decode"
-    needs = Needs(columns=LOADS)
+    needs = base.Needs(columns=base.LOADS)
 
-    def __init__(self, context: PolicyContext) -> None:
+    def __init__(self, context: base.PolicyContext) -> None:
         self._rng = context.rng
 
-    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+    def select(self, request: base.RequestInfo, workers: base.Workers) -> int | None:
         """Return the less loaded of two sampled healthy workers."""
         usable = workers.usable()
         if len(usable) < 2:
@@ -143,20 +136,21 @@ class PowerOfTwoChoicesPolicy(RouterPolicy):
         return second if workers.loads[second] < workers.loads[first] else first
 
 
-class DomainPolicy(RouterPolicy):
+class DomainPolicy(base.RouterPolicy):
     """Workers split among the domains by their calibration mix, JSQ inside the split.
 
-    The naive locality-aware baseline of ELDR (Sec. 6): it routes on an oracle domain label that no
-    real router has. Domains of less than one worker's share have workers in common. Workers that
-    share experts are one to the split.
-    """
+    ELDR's naive locality-aware baseline (Sec. 6): it routes on an oracle domain label. Domains of
+    less than one worker's share have workers in common; workers that share experts are one to the
+    split."""
 
     name = "domain"
     decision = "decode"
-    needs = Needs(experts=True, columns=LOADS)
+    needs = base.Needs(experts=True, columns=base.LOADS)
     Parameters = TieParameters
 
-    def __init__(self, context: PolicyContext, parameters: TieParameters | None = None) -> None:
+    def __init__(
+        self, context: base.PolicyContext, parameters: TieParameters | None = None
+    ) -> None:
         drawn = parameters is not None and parameters.ties == "random"
         self.rule_by = None if drawn else "domain"
         calibration = context.require_calibration(self)
@@ -168,7 +162,7 @@ class DomainPolicy(RouterPolicy):
         }
         self._pools = [lists[tuple(own)] for own in groups]
 
-    def rules(self, requests: Sequence[RequestInfo]) -> Sequence[Rule]:
+    def rules(self, requests: Sequence[base.RequestInfo]) -> Sequence[Rule]:
         """Return the workers of each request's domain."""
         for request in requests:
             if not 0 <= request.domain < len(self._pools):
@@ -177,17 +171,12 @@ class DomainPolicy(RouterPolicy):
         return [self._pools[request.domain] for request in requests]
 
 
-def split_workers(counts: NDArray[np.int64], n_workers: int) -> list[list[int]]:
-    """Split the workers among domains in proportion to ``counts``, as ELDR's authors do.
+def split_workers(counts: Ints, n_workers: int) -> list[list[int]]:
+    """Split the workers among domains in proportion to ``counts`` [n_domains], in blocks by largest
+    remainder (Hamilton's method), one at least (ours), as ELDR's authors do.
 
-    Domains of less than one worker's share, ``1 / n_workers``, are one to the split. Each part owns
-    a block of workers, by largest remainder of ``n_workers * share`` (Hamilton's method); one at
-    least, which the most over-served part gives where the remainders leave none (the authors' rule
-    is not known there). Ties go to the lower index, the small domains last.
-
-    ``counts``: shape [n_domains]: calibration requests of each; a domain without any has the
-    workers of the small ones, or all where there are none of these.
-    """
+    Domains of less than one worker's share are one, the last in ties; one without requests has
+    their workers, or all."""
     # Integers throughout: the quota of a part = n_workers * count / total.
     total = int(counts.sum())
     large = [d for d, count in enumerate(counts.tolist()) if count and n_workers * count >= total]

@@ -1,8 +1,6 @@
-"""Routers that balance the engines of a group by what these publish: Gimbal's and vLLM's.
-
-All read the engines' signals, which are as old as ``signal_interval_ms`` says. They choose a
-prefill worker, a decode worker or a co-located engine alike.
-"""
+"""Routers that balance the engines of a group by what these publish, as old as
+``signal_interval_ms`` says: Gimbal's and vLLM's; of prefill workers, decode workers or co-located
+engines alike."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -10,9 +8,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from eldr_sim.arrays import Ints
 from eldr_sim.policies.base import Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import Parameters
-from eldr_sim.policies.eldr.signature import Ints
 from eldr_sim.policies.rule import Rule
 
 
@@ -38,9 +36,7 @@ class GimbalParameters(Parameters):
 class GimbalPolicy(RouterPolicy):
     """Gimbal's Algorithm 1: least KV, least load, the user's engine, or the next in turn.
 
-    Sun et al., "Multi-Layer Scheduling for MoE-Based LLM Reasoning", Sec. III-B. A session stands
-    for a user. Ties go to the first engine.
-    """
+    Sun et al., Sec. III-B. A session stands for a user. Ties go to the first engine."""
 
     name = "gimbal"
     decision = "decode"
@@ -95,9 +91,8 @@ class VllmDpPolicy(RouterPolicy):
     """vLLM's internal balancer of data-parallel engines: the least ``4 x waiting + running``.
 
     ``DPLBAsyncMPClient.get_core_engine_for_request`` (``vllm/v1/engine/core_client.py``, v0.10.2),
-    one API server: between two reports of the coordinator, which come every 100 ms, it counts its
-    own requests as waiting. Ties go to the first engine.
-    """
+    one API server: between reports, every 100 ms, its own requests count as waiting. Ties go to the
+    first."""
 
     name = "vllm_dp"
     decision = "decode"
@@ -120,8 +115,7 @@ class VllmDpFirstPolicy(RouterPolicy):
 
     ``DPAsyncMPClient.get_core_engine_for_request`` (``vllm/v1/engine/core_client.py``, v0.9.1):
     what a request adds until the next report counts as waiting where any wait, else as running.
-    Ties go to the first engine.
-    """
+    Ties go to the first engine."""
 
     name = "vllm_dp_first"
     decision = "decode"
@@ -152,8 +146,7 @@ class VllmDpKvPolicy(RouterPolicy):
 
     As `VllmDpPolicy`, with the score of pull request 49204 of vLLM: the larger of the router's own
     requests in flight and the engine's waiting and running ones, and for each waiting one up to 3
-    more, from none at a KV usage of 0.5. Ties go to the engines in turn.
-    """
+    more, from none at a KV usage of 0.5. Ties go to the engines in turn."""
 
     name = "vllm_dp_kv"
     decision = "decode"

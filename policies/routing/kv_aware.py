@@ -1,22 +1,21 @@
 """Routers that know which worker has a prompt's KV blocks, as others publish them.
 
-``matched`` are the prompt tokens that a worker's prefix cache holds, as the router knows. Work is
-counted by the router itself: tokens that it has sent and whose prompts are not computed. Sources,
-read in 2026: ai-dynamo/dynamo ``lib/kv-router``, llm-d's inference scheduler, SGLang's
-``sgl-model-gateway``, vllm-project/production-stack, and Preble (arXiv 2407.00023).
-"""
+``matched``: prompt tokens in a worker's prefix cache, as the router knows; work is what it has sent
+and is not computed. Sources, read in 2026: ai-dynamo/dynamo ``lib/kv-router``, llm-d's inference
+scheduler, SGLang's ``sgl-model-gateway``, vllm-project/production-stack, Preble (arXiv
+2407.00023)."""
 
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.policies.base import Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import Parameters
 
 _READS = frozenset({"loads", "waiting", "waiting_tokens", "running_tokens", "kv_usage"})
-_Scores = NDArray[np.float64]
+_Scores = Floats
 
 
 class KVAwarePolicy(RouterPolicy):
@@ -37,11 +36,9 @@ class KVAwarePolicy(RouterPolicy):
         """Return the cost of each worker."""
         raise NotImplementedError
 
-    def todo(self, workers: Workers) -> NDArray[np.int64]:
-        """Return the prompt tokens that each worker has still to compute, as the router knows.
-
-        Of co-located workers it hears when answers end, too late: those that wait count instead.
-        """
+    def todo(self, workers: Workers) -> Ints:
+        """Return the prompt tokens that each worker has still to compute, as the router knows; of
+        co-located workers, whose ends it hears too late, those that wait."""
         return workers.waiting_tokens if self._decodes else self.queued
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:

@@ -1,27 +1,15 @@
 """Decode routing by the predicted step time: what would this request cost on each worker?
 
-ELDR groups requests offline and balances their number online; here both are in one unit, time. For
-every worker the time ``t`` of a decode step now and with the request in its batch is predicted,
-from the expected expert unions (`unions`) and the batch, through the GPU's latency tables. The cost
-of a worker with ``b`` requests is ``b t^2``, so the request goes where ::
+For every worker the time ``t`` of a decode step now and with the request (``t'``) is predicted from
+the expected expert unions (`unions`) and the batch, through the latency tables. The cost of a
+worker with ``b`` requests is ``b t^2``, so the request goes where ``(b + 1) t'^2 - b t^2`` is
+smallest: the classic online balancing in an L_p norm (Awerbuch et al., FOCS 1995). The growth
+``t' - t`` alone is smallest on the *fullest* worker, whose union has all experts; ``b t`` has a
+trace of that near saturation (``docs/marginal_cost.md``). On several GPUs: `marginal_ranks`.
 
-    (b + 1) t'^2 - b t^2
-
-is smallest: its own step time, squared, plus what it adds to the ``b`` requests that are there. A
-greedy rule on a sum of powers is the classic online balancing in an L_p norm (Awerbuch et al., FOCS
-1995).
-
-Why this cost. The growth ``t' - t`` alone is smallest on the *fullest* worker, whose union has all
-experts already, so everything piles up there. The sum of step times over requests, ``b t``, has a
-trace of the same weakness near saturation, where ``t`` is concave in ``b``. The square does not:
-see ``docs/marginal_cost.md``. Where experts lie on several GPUs, see `marginal_ranks`.
-
-Affinity. A prompt tells part of what its answer will choose; of the rest, requests with like
-prompts have something in common. So ELDR's centroids, one a worker, know of a group what the
-predictions of its requests do not, and the growth gets dearer by ``affinity (s* - s)`` of its size,
-with ``s`` the cosine similarity to the worker's centroid and ``s*`` that of the most similar one.
-Unlike a band, a centroid can be overruled by the time that it costs.
-"""
+Of what an answer will choose beyond its prompt, requests with like prompts have something in
+common, which ELDR's centroids know: the growth gets dearer by ``affinity (s* - s)`` of its size,
+with ``s`` the cosine similarity to the worker's centroid and ``s*`` the highest."""
 
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -29,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import SignatureParameters
-from eldr_sim.policies.eldr.signature import Floats
 from eldr_sim.policies.routing.activation import cached_activation, independent_tokens, of_tokens
 from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks
 from eldr_sim.policies.routing.unions import (
@@ -64,9 +52,9 @@ class _Books(NamedTuple):
     """What is on each of K workers, for the compiled decision."""
 
     unions: tuple[Floats, Floats, Floats]  #: log_idle, idle, activated of `ExpertUnions`
-    prompt_tokens: NDArray[np.int64]  #: ``[K]``
+    prompt_tokens: Ints  #: ``[K]``
     cost: Floats  #: ``[K]``: what its requests cost now, s^2,
-    cost_load: NDArray[np.int64]  #: ``[K]``: at this load; -1: not known
+    cost_load: Ints  #: ``[K]``: at this load; -1: not known
     growth: Floats  #: ``[K]``: what the request at hand would add, s^2
     activated: Floats  #: ``[L]``: working memory
     each: int  #: tokens of a request in a step
@@ -75,10 +63,9 @@ class _Books(NamedTuple):
 class Greedy:
     """Sends a request where the cost grows least; what it knows of requests is up to others.
 
-    ``step_times``: of a worker; ``n_layers``: of the activations that ``place`` gets; ``each``:
-    tokens of a request in a step. ``dearer``, shape [K], which others may write: by how much more,
-    as a part, a growth on each worker counts, because the request belongs less there.
-    """
+    ``step_times``: of a worker; ``n_layers``: of activations; ``each``: tokens of a request in a
+    step. ``dearer``, [K], which others may write: by how much more, as a part, a growth on each
+    worker counts."""
 
     def __init__(self, step_times: StepCost, n_workers: int, n_layers: int, each: int = 1) -> None:
         self._step_times = step_times
@@ -103,11 +90,9 @@ class Greedy:
         workers: Workers,
         seconds: tuple[float, Floats] | None = None,
     ) -> int | None:
-        """Return the worker whose cost a request lets grow least, and enter it in the books.
-
-        None, and the books as they were, where no worker is healthy. ``seconds``: the ``tokens``
-        and ``beside`` of :func:`place`; without, the cost is of second power.
-        """
+        """Return the healthy worker whose cost a request lets grow least, or None, and enter it in
+        the books. ``seconds``: ``tokens`` and ``beside`` of :func:`place`; else the cost is of
+        second power."""
         tokens, beside = seconds or (0.0, self._nothing)
         own = workers.loads, workers.healthy, self._next, self.dearer
         asked = Asked(*own, request.prompt_len, *usage)
@@ -137,21 +122,15 @@ class MarginalCostParameters(SignatureParameters):
 class MarginalCostPolicy(RouterPolicy):
     """The worker on which the request makes the predicted cost of all requests grow least.
 
-    It knows what ELDR's router knows: the prefill counts of the requests that it has dispatched
-    (through `activation.ActivationModel`, fitted on the calibration requests), their prompt
-    lengths, and the completions as they are reported. A request's context counts as long as its
-    prompt. On co-located engines that share experts, where no signature is known, every request
-    counts as the mean of the calibration requests, and the prompts that wait count in the group's
-    step.
-
-    Where steps verify drafts, a request activates what so many tokens in a row do
-    (`independent_tokens`), and all of them are computed; what drafting takes is left out, as are
-    the tokens of drafts where engines share experts.
+    It knows what ELDR's router knows: prefill counts (through `activation.ActivationModel`), prompt
+    lengths, and completions as reported. A context counts as long as its prompt; where no signature
+    is known, every request as the mean of the calibration requests, and waiting prompts in a
+    group's step. Where steps verify drafts, a request activates what so many tokens in a row do
+    (`independent_tokens`); drafting is left out, as are drafts' tokens where engines share experts.
 
     A decision and a completion take 20 us for 16 workers and 0.12 ms for 256 with 10 layers of 128
-    experts, 65 us and 0.47 ms with 48 layers, a signature not seen before 0.27 ms more (medians on
-    one core of an AMD EPYC, ``tests/benchmarks/test_marginal_cost_benchmark.py``).
-    """
+    experts, 65 us and 0.47 ms with 48, a signature not seen before 0.27 ms more
+    (``tests/benchmarks/test_marginal_cost_benchmark.py``)."""
 
     name = "marginal_cost"
     decision = "decode"
@@ -197,10 +176,7 @@ class MarginalCostPolicy(RouterPolicy):
             raise InputError("policy", f"{problem}; co-located workers have neither", allowed)
 
     def usage(self, request: RequestInfo) -> _Usage:
-        """Return the request's predicted activation; the calibration mean without a signature.
-
-        Remembered for the last signatures seen, by ``signature_id``.
-        """
+        """Return the request's predicted activation, or the calibration mean; remembered."""
         if request.signature is None:
             return _usage(of_tokens(self._model.mean_activation, self._tokens))
         known = request.signature_id
@@ -230,10 +206,9 @@ class MarginalCostPolicy(RouterPolicy):
 class OraclePolicy(RouterPolicy):
     """ORACLE, a reference and no router: ``marginal_cost`` that is told the future experts.
 
-    It gets each request's true activation, the mean over the decode steps that it is going to take
-    (``PolicyContext.future``), in every MoE layer. Greedy, it knows neither future arrivals nor
-    which experts meet in one step: a strong reference and no proven bound.
-    """
+    Each request's true activation, the mean over its decode steps (``PolicyContext.future``), in
+    every MoE layer. Greedy, it knows neither future arrivals nor which experts meet in one step: no
+    proven bound."""
 
     name = "oracle"
     decision = "decode"
@@ -274,16 +249,11 @@ def _usage(activation: Floats) -> _Usage:
 def expected_step_s(
     step_times: StepCost, load: int, context: int, activated: Any, each: int = 1
 ) -> float:
-    """Return the expected time of a worker's decode step, s.
+    """Return the expected time of a worker's decode step, s; on several GPUs each holds an equal
+    share of the union. Requests beyond the places of a batch take turns (``load / places``).
 
-    Where a worker spreads its experts over several GPUs, each is taken to hold an equal share of
-    the union. Requests beyond the places of a batch take turns: their step counts ``load / places``
-    times.
-
-    ``load``, ``context``: requests on the worker, and their tokens of context, summed;
-    ``activated``: shape [L]: expected activated experts; the layers stand for all MoE layers of the
-    model in equal parts; ``each``: tokens of a request in the step.
-    """
+    ``context``: tokens, summed; ``activated``: [L]: expected experts of evenly spread layers;
+    ``each``: tokens of a request."""
     if load <= 0:
         return 0.0
     places = (step_times.head_s.shape[0] - 1) // each
@@ -305,13 +275,9 @@ def expected_step_s(
 
 @njit()
 def place(step_times: StepCost, books: Any, asked: Asked, tokens: float, beside: Any) -> int:
-    """Return the worker whose cost a request lets grow least, and enter it in the books.
-
-    -1, and the books as they were, where no worker is healthy.
-
-    ``tokens``, ``beside``: 0: the cost is of second power, ``b t^2``; else it is ``tokens * b t``,
-    s, and what each worker's requests cost beside, s, shape [K].
-    """
+    """Return the worker whose cost a request lets grow least, and enter it in the books; -1 where
+    none is healthy. ``tokens``, ``beside``: 0: the cost is ``b t^2``; else it is ``tokens * b t``,
+    s, and what each worker's requests cost beside, s, shape [K]."""
     n_workers, (log_idle, idle, activated) = asked.loads.shape[0], books.unions
     best, least = -1, 0.0
     for i in range(n_workers):

@@ -1,21 +1,14 @@
 """`marginal_cost` where experts lie on several GPUs: a layer takes the time of the busiest one.
 
-The rule and the expected unions are those of `policies.routing.marginal_cost`. Two things
-differ:
+- The MoE time of a layer is that of the rank for which it is longest, at the expected activated
+  experts and (where engines share experts) pairs: the largest expectation, below that of the
+  largest.
+- Engines that share experts step together: one union, the slowest engine, and every request of the
+  group pays. Dispatch and combine are left out.
+- Engines that also compute prompts step through those that wait, too, published or sent since, as
+  if the next step held them all, cut by the token budget; begun prompts are left out.
 
-- The MoE time of a layer is that of the rank for which it is longest, at the activated experts and
-  (where engines share experts) the token-expert pairs that are expected there. This is the largest
-  of the expectations, somewhat less than the expectation of the largest.
-- Engines that share experts step together. Their union is that of all their requests, their step
-  lasts as long as that of the slowest engine, and every request of the group pays for it. Dispatch
-  and combine are left out.
-- Engines that also compute prompts step together through those that wait, too: as if the next step
-  held them all, cut by the token budget. What waits is what the engines publish and what has been
-  sent since; begun prompts are left out.
-
-An expert of several instances counts in equal parts on their ranks, as if one computed all of its
-tokens and each were as likely.
-"""
+An expert of several instances counts in equal parts on their ranks, each as likely."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Floats, Int32s, Ints
 from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import decode_attention_s, moe_layers_s, rank_moe_s
 from eldr_sim.policies.base import RequestInfo, Workers
-from eldr_sim.policies.eldr.signature import Floats
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.routing.unions import Asked, ExpertUnions, compared, shift
 
@@ -35,7 +28,7 @@ from eldr_sim.policies.routing.unions import Asked, ExpertUnions, compared, shif
 class Shares(NamedTuple):
     """Which part of an expert each rank computes, for G groups; see `shares`."""
 
-    expert: NDArray[np.int32]  #: ``[G, layers, ranks, slots]``
+    expert: Int32s  #: ``[G, layers, ranks, slots]``
     part: Floats  #: of the same shape; 0 where a rank has fewer slots
 
 
@@ -60,11 +53,11 @@ class RankBooks(NamedTuple):
 
     unions: tuple[Floats, Floats, Floats]  #: log_idle, idle, activated of `ExpertUnions`, of groups
     used: Floats  #: ``[G, L, E]``: expected tokens of each expert
-    prompt_tokens: NDArray[np.int64]  #: ``[K]``
+    prompt_tokens: Ints  #: ``[K]``
     step_s: Floats  #: ``[G]``: the group's decode step now,
-    step_load: NDArray[np.int64]  #: ``[G]``: at this load; -1: not known
+    step_load: Ints  #: ``[G]``: at this load; -1: not known
     growth: Floats  #: ``[K]``: what the request at hand would add, s^2
-    waiting: NDArray[np.int64]  #: ``[K]``: tokens of prompts that wait there
+    waiting: Ints  #: ``[K]``: tokens of prompts that wait there
     prompt_s: Floats  #: ``[tokens + 1]``: see `prompt_seconds`; nothing where none are computed
     busiest: Floats  #: ``[L]``: working memory
 
@@ -72,11 +65,9 @@ class RankBooks(NamedTuple):
 class GreedyOnRanks:
     """Sends a request where the cost grows least; what it knows of requests is up to others.
 
-    ``moe``: times of a rank's MoE layer where workers share experts; None where each has its own,
-    whose times ``step_times`` hold; ``placements``: of each group of workers, or of single ones;
-    ``n_layers``: of the activations that ``place`` gets, which take the placements' layers in turn;
-    ``computes_prompts``: whether workers that share experts compute prompts, too.
-    """
+    ``moe``: times of a rank's MoE layer where workers share experts, else None; ``placements``: of
+    groups, or of single workers, whose layers the ``n_layers`` of activations take in turn;
+    ``computes_prompts``: whether workers that share experts do, too."""
 
     def __init__(
         self,
@@ -105,7 +96,7 @@ class GreedyOnRanks:
         )
         self._reported_s = -np.inf
         self.dearer = np.zeros(n_workers)
-        self._resident: dict[tuple[int, int], tuple[int, NDArray[Any], NDArray[np.float32]]] = {}
+        self._resident: dict[tuple[int, int], tuple[int, Array, NDArray[np.float32]]] = {}
         self._next = 0
 
     def place(
@@ -113,8 +104,7 @@ class GreedyOnRanks:
     ) -> int | None:
         """Return the healthy worker whose group's cost grows least, and count the request there.
 
-        Equal growths, to 1e-12 s^2, are served in turn. None where no worker is healthy.
-        """
+        Equal growths, to 1e-12 s^2, are served in turn. None where no worker is healthy."""
         if workers.signals_s != self._reported_s and len(self._books.prompt_s):
             self._books.waiting[:] = workers.waiting_tokens
             self._reported_s = workers.signals_s
@@ -143,15 +133,9 @@ class GreedyOnRanks:
 def group_step_s(
     step_times: StepCost, loads: Any, prompt_tokens: Any, moe_s: float, worker: int, prompt_len: int
 ) -> float:
-    """Return the expected time of the step of engines that step together, s.
-
-    Its parts other than the MoE layers are those of the slowest engine. Requests beyond the places
-    of a batch take turns, as in `marginal_cost.expected_step_s`.
-
-    ``loads``, ``prompt_tokens``: shape [engines]: requests on each, and their tokens of context,
-    summed; ``moe_s``: time of the MoE layers; ``worker``, ``prompt_len``: one more request: its
-    engine, -1 for none, and tokens of its context.
-    """
+    """Return the expected time of the step of engines that step together, s, all but ``moe_s`` of
+    the slowest (`expected_step_s`). ``loads``, ``prompt_tokens``: [engines]; ``worker``,
+    ``prompt_len``: one more request: its engine, -1 for none, and context."""
     places = step_times.head_s.shape[0] - 1
     attention, most = 0.0, 0
     for w in range(loads.shape[0]):
@@ -174,8 +158,7 @@ def group_step_s(
 def prompt_seconds(step_times: StepCost) -> Floats:
     """Return what a chunk at the start of a prompt takes an engine besides experts, by its tokens.
 
-    Up to the token budget; s.
-    """
+    Up to the token budget; s."""
     tables = step_times.dense_s, step_times.collectives_s, step_times.prompt_share_s
     n = min(len(table) for table in (*tables, step_times.mixed_moe_s))
     seconds = np.sum([table[:n] for table in tables], axis=0)
@@ -187,16 +170,10 @@ def prompt_seconds(step_times: StepCost) -> Floats:
 def waiting_prompts_s(
     moe: Any, layers: int, prompt_s: Any, waiting: Any, ranks: int, worker: int, prompt_len: int
 ) -> float:
-    """Return how long engines that step together take for the prompts that wait, s.
-
-    Of engines that compute as many tokens a step as they may, one that has most tokens left is the
-    slowest in every step. Their experts are taken to be all active and evenly loaded.
-
-    ``moe``, ``layers``, ``ranks``: times of a rank's MoE layer, the model's MoE layers, and the
-    GPUs of the group; ``prompt_s``: from `prompt_seconds`; ``waiting``: shape [engines]: tokens of
-    prompts that wait; ``worker``, ``prompt_len``: one more prompt: its engine, -1 for none, and its
-    tokens.
-    """
+    """Return how long engines that step together take for the prompts that wait, s, by the one with
+    most tokens left, all experts active and evenly loaded. ``prompt_s``: from `prompt_seconds`;
+    ``waiting``: [engines], tokens; ``worker``, ``prompt_len``: one more prompt: its engine, -1 for
+    none, and tokens."""
     most, total, budget = 0, 0, prompt_s.shape[0] - 1
     for w in range(waiting.shape[0]):
         tokens = waiting[w] + (prompt_len if w == worker else 0)
@@ -221,11 +198,8 @@ def busiest_moe_s(
 ) -> float:
     """Return the expected time of a group's MoE layers, each as long as its busiest rank's, s.
 
-    ``step_times``, ``moe``, ``shares``, ``books``: as `place_on_ranks` has them; ``group``: whose
-    layers; ``activation``, ``more``: one more request's activation, [L, E], counted ``more`` times:
-    1 or 0; ``load``: requests of the group, that one included; those beyond its places do not
-    compute.
-    """
+    ``activation``, ``more``: one more request's, [L, E], counted 1 or 0 times; ``load``: requests
+    of the group, with it; those beyond its places do not compute. Others as of `place_on_ranks`."""
     idle, used = books.unions[1], books.used
     n_layers, ranks = used.shape[1], shares.expert.shape[2]
     size = books.prompt_tokens.shape[0] // used.shape[0]
@@ -257,13 +231,9 @@ def busiest_moe_s(
 def place_on_ranks(
     step_times: StepCost, moe: Any, shares: Shares, books: RankBooks, asked: Asked
 ) -> int:
-    """Return the worker whose group's cost a request lets grow least, and enter it in the books.
-
-    -1, and the books as they were, where no worker is healthy.
-
-    ``moe``: of a rank where workers share experts, else None; ``shares``: where the experts of the
-    groups lie; ``books``: what is on the workers.
-    """
+    """Return the worker whose group's cost a request lets grow least, and enter it in the
+    ``books``; -1 where no worker is healthy. ``moe``: of a rank where workers share experts;
+    ``shares``: where experts lie."""
     loads, prompt_len, activation = asked.loads, asked.prompt_len, asked.activation
     n_workers, n_groups = loads.shape[0], books.used.shape[0]
     size, ranks, layers = n_workers // n_groups, shares.expert.shape[2], step_times.n_moe_layers

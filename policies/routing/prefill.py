@@ -24,13 +24,10 @@ class LeastLoadedPolicy(JoinShortestQueuePolicy):
 class PrefixHashPolicy(RouterPolicy):
     """Equal prompt prefixes go to one worker, unless it is overloaded.
 
-    ELDR's prefill policy (Sec. 6: PrefixHash with a least-loaded fallback above 1.25x average
-    load). The details that the paper leaves open are those of ``prefix_hash`` in SGLang's router:
-    the first 256 tokens make the key, the incoming request counts in the average load, and the
-    prefix's worker is kept while its load is at most 1.25 times that average. The key picks its
-    worker by rendezvous hashing, which spreads keys evenly and moves few of them when the pool
-    changes, as the hash ring there does. A prompt without hashes goes to the least loaded worker.
-    """
+    ELDR's prefill policy (Sec. 6: a least-loaded fallback above 1.25x average load), the rest as
+    ``prefix_hash`` of SGLang's router: the first 256 tokens make the key, and the incoming request
+    counts in the average. Rendezvous hashing spreads keys evenly, as the hash ring there does. A
+    prompt without hashes goes to the least loaded worker."""
 
     name = "prefix_hash"
     decision = "prefill"
@@ -81,11 +78,9 @@ class HashRingParameters(Parameters):
 class HashRingPolicy(RouterPolicy):
     """The worker whose point on a ring follows the prompt's key, unless it is overloaded.
 
-    The prefill router of ELDR's authors (casys-kaist/ELDR), who leave a prompt with the worker of
-    its key while that has at most ``load_factor`` times the average load, this prompt counted, and
-    else give it to the least loaded one of the lowest index. A prompt without block hashes is like
-    no other, so that its own number stands for its text.
-    """
+    The prefill router of ELDR's authors (casys-kaist/ELDR): overloaded is above ``load_factor``
+    times the average load, this prompt counted; then the least loaded of the lowest index. A prompt
+    without block hashes is like no other."""
 
     name = "hash_ring"
     decision = "prefill"

@@ -1,21 +1,13 @@
 """MoE-Prefill's router: workers are filled until their work hides the transfers of weights.
 
-Algorithm 1 and App. B of arXiv 2605.02960, whose formulas are lost in its text and rebuilt from the
-prose. Of each worker g the router knows
-
-- the blocks that its prefix cache holds (committed), as the engine reports them, and those that
-  requests on their way there will compute (pending): siblings that arrive together meet;
-- W_g, the FLOPs that its requests have still to compute: what a request adds counts from the end
-  of the prefix that it will find cached (Eq. 2), and tokens that the engine reports take it away.
-
-Requests go in the order of arrival, or the longest of those held first, to workers with W_g below
-F_sat: to the one with the longest prefix, the least W_g among equals or where there is no prefix.
-When none is left the router holds, so that a loaded worker ends at W_g in [F_sat, F_sat + the work
-of one request). A worker without requests may always take one, whatever F_sat is.
-
-F_sat is the paper's Eq. 1 (all layers' transfers at peak FLOPs) or Eq. 3 (a reference batch scaled
-by its slowest layer over its first), or a number.
-"""
+Algorithm 1 and App. B of arXiv 2605.02960, whose formulas are rebuilt from the prose. Of each
+worker g the router knows the blocks that its prefix cache holds (committed), those that requests on
+their way will compute (pending), and W_g, the FLOPs still to compute: from the end of the prefix
+that a request will find cached (Eq. 2), less the tokens that the engine reports. Requests go in the
+order of arrival, or the longest held first, to workers with W_g below F_sat: to the one with the
+longest prefix, the least W_g among equals. When none is left the router holds; a worker without
+requests may always take one. F_sat is Eq. 1 (all layers' transfers at peak FLOPs), Eq. 3 (a
+reference batch scaled by its slowest layer over its first), or a number."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -45,10 +37,8 @@ class SaturationParameters(Parameters):
 class SaturationPolicy(RouterPolicy):
     """The longest cached prefix among workers that are not saturated; holds when all are.
 
-    The tokens that an engine reports are taken from its requests in the order in which they were
-    sent there. Predicted and computed tokens are the same unless blocks are evicted between the
-    decision and the computation; whatever is left of W_g when a worker has no requests is dropped.
-    """
+    Tokens that an engine reports are taken from its requests in the order of sending; what is left
+    of W_g where a worker has no requests, as after evictions, is dropped."""
 
     name = "saturation"
     decision = "prefill"

@@ -1,26 +1,20 @@
 """A cost in seconds: what a request waits and takes, and what it does to others. No weights.
 
-Of each worker, all in seconds:
-
-- where prompts are computed, ``wait + load + prefill(new tokens behind the cached ones)``: the
-  predicted work ahead, and its own, cached prefixes taken off, those in KV tiers loaded;
-- where workers decode beside it, that prefill once more for each running request, which waits for
-  it, and the expected tokens times what the request adds to the time of all sequences' steps,
-  ``(b + 1) t' - b t``: its own step time, and what it adds to the others' (`marginal_cost`). The
-  step times are those of the expected union of experts;
+- Where prompts are computed, ``wait + load + prefill(new tokens behind the cached ones)``: the
+  predicted work ahead, and its own, those in KV tiers loaded;
+- where workers decode beside it, that prefill once more for each running request, and the expected
+  tokens times ``(b + 1) t' - b t``: its own step time, and what it adds to the others'
+  (`marginal_cost`), by the expected union of experts;
 - where a KV cache is fetched, the seconds that its missing part takes alone.
 
-Cached prefixes and experts so come in one unit. A request of unknown experts, on co-located workers
-the first of a session, counts as the mean of the calibration requests, and so do all where the
-policy is told ``experts=false``. Where prompts are computed, who returns goes where its prefix
-is: the first turn of a session places all of them, and what it adds to steps counts once for each
-turn that is expected (``horizon``).
-"""
+A request of unknown experts counts as the mean of the calibration requests, as do all under
+``experts=false``. Who returns goes where its prefix is: the first turn of a session places all, and
+what it adds to steps counts once for each turn that is expected (``horizon``)."""
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
@@ -30,7 +24,6 @@ from eldr_sim.policies.choice import Parameters, SignatureParameters
 from eldr_sim.policies.routing.marginal_cost import MarginalCostPolicy
 from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks
 
-Floats = NDArray[np.float64]
 _EMPTY = np.zeros(1)
 
 
@@ -56,9 +49,7 @@ class PromptParameters(Parameters):
 class SecondsPrefillPolicy(RouterPolicy):
     """The prefill worker where the prompt is computed first: wait and own work, in seconds.
 
-    The wait is the router's own prediction: what it has sent there, one prompt after the other; a
-    worker without requests has none.
-    """
+    The router predicts the wait: what it has sent there, one prompt after the other."""
 
     name = "seconds"
     decision = "prefill"
@@ -124,8 +115,7 @@ class SecondsParameters(SignatureParameters):
 class SecondsPolicy(MarginalCostPolicy):
     """The worker where a request costs all requests the fewest seconds, its own among them.
 
-    It decodes there, and its prompt is computed or its KV cache fetched before.
-    """
+    Its prompt, or its KV transfer, included."""
 
     name = "seconds"
     decision = "decode"

@@ -1,9 +1,7 @@
 """What an autoscaler is, what it sees, and what a worker can do.
 
-An autoscaler looks at a `Fleet` every ``interval_s`` seconds and says how many workers each pool
-should have, or that workers change their pool. Who starts and drains them, within bounds, is not
-its business (`simulator.control.autoscaling`).
-"""
+Every ``interval_s`` seconds it looks at a `Fleet` and says how many workers each pool should have,
+or that workers change their pool; `simulator.control.autoscaling` starts and drains them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +10,12 @@ from itertools import count
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.policies.base import Policy, PolicyContext
 from eldr_sim.policies.choice import Parameters
 
-Ints: TypeAlias = NDArray[np.int64]
 #: `Autoscaler.factors` of targets that are times, alike for all rules.
 OF_TIMES = (4.0, 2.0, 1.0, 0.7, 0.5, 0.35, 0.2)
 
@@ -28,8 +24,7 @@ class PoolView(NamedTuple):
     """A pool as an autoscaler sees it. ``ready`` workers serve; what they report is of these."""
 
     name: str
-    #: ``ready``, ``starting``, ``draining``: workers that serve, that do not yet, that finish what
-    #: they have. ``minimum``, ``maximum``: what there may be of the first two together.
+    #: Workers that serve, do not yet, or finish; least and most of the first two together.
     ready: int
     starting: int
     draining: int
@@ -38,8 +33,7 @@ class PoolView(NamedTuple):
     #: Requests counted in the interval: that came (``--demand entry``) or were done (``exit``).
     arrived: int
     completed: int  #: requests that completed in the interval
-    #: ``prompt_tokens``: mean of the requests counted; ``output_tokens``, ``cached_tokens``: of
-    #: those completed, as are ``ttft_s`` and ``itl_s``, means too. NaN where there are none.
+    #: Means of the requests counted; from ``output_tokens`` on of those completed. NaN: none.
     prompt_tokens: float
     output_tokens: float
     cached_tokens: float
@@ -50,7 +44,7 @@ class PoolView(NamedTuple):
     running: Ints
     waiting_tokens: Ints
     running_tokens: Ints
-    kv_usage: NDArray[np.float64]  #: float64 ``[ready]``
+    kv_usage: Floats  #: float64 ``[ready]``
 
     @property
     def workers(self) -> int:
@@ -112,8 +106,8 @@ class PoolFacts(NamedTuple):
     switch_s: float
     #: Seconds that a prompt of so many tokens takes an engine, whose steps hold others like it.
     prompt_s: Callable[[int], float]
-    #: Seconds of an engine's step of so many sequences at a mean context, of uniform routing, or,
-    #: where engines share experts, of the trace's shares, the others having as many.
+    #: Seconds of a step of so many sequences at a mean context, of uniform routing, or of the
+    #: trace's shares where engines share experts.
     step_s: Callable[[int, float], float]
     token_budget: int = 8192  #: of a step
     #: Facts by the engines that are there, of a group whose engines come and go.
@@ -122,10 +116,8 @@ class PoolFacts(NamedTuple):
     pause_s: Callable[[int, int], float] = lambda before, after: 0.0
 
     def decode_batch(self, context: float, itl_s: float, prompts_s: float = 0.0) -> int:
-        """Return the most sequences whose steps take at most ``itl_s`` and whose KV fits; >= 1.
-
-        ``prompts_s``: what a step also takes for each sequence, of the prompts that come meanwhile.
-        """
+        """Return the most sequences whose steps take at most ``itl_s``, with ``prompts_s`` for each
+        sequence's share of prompts, and whose KV fits; >= 1."""
         low, high = 1, max(1, min(self.max_num_seqs, int(self.kv_tokens // max(context, 1.0))))
         while low < high:
             middle = (low + high + 1) // 2
@@ -141,12 +133,9 @@ class PoolFacts(NamedTuple):
         itl_s: float = 0.05,
         mixed: bool = True,
     ) -> float:
-        """Return the seconds of a worker that a request of so many tokens takes in this pool.
-
-        Its prompt, and its share of decode steps that are as full as ``itl_s`` allows. Where a
-        worker does both, a step of b sequences ends b / ``output`` of them, and has as many prompts
-        to compute, which count if ``mixed``.
-        """
+        """Return the seconds of a worker that a request of so many tokens takes in this pool: its
+        prompt, and its share of decode steps as full as ``itl_s`` allows. A ``mixed`` worker's step
+        of b sequences also computes the prompts of b / ``output`` others."""
         seconds = self.prompt_s(max(1, round(prompt - cached))) if self.computes else 0.0
         if self.decodes and output > 0.0:
             context = 64.0 * max(1, round((prompt + output / 2.0) / 64.0))
@@ -166,8 +155,7 @@ class ScalingContext(NamedTuple):
     """What an autoscaler is built from: `PolicyContext.scaling`."""
 
     pools: tuple[PoolFacts, ...]
-    #: The requests that come from one time, s, to another, which only a timetable and an oracle
-    #: know.
+    #: The requests from one time, s, to another, which only a timetable and an oracle know.
     known: Callable[[float, float], Offered]
 
     def of(self, pool: str) -> PoolFacts:
@@ -187,8 +175,7 @@ class Autoscaler(Policy):
 
     decision = "scaling"
     Parameters = ScalingParameters
-    #: ``aims``: parameters that make the rule leaner or more generous, which a plan that is not
-    #: told them multiplies by ``factors``, the leanest first.
+    #: Parameters that a plan multiplies by ``factors``, the leanest first, unless told them.
     aims: ClassVar[tuple[str, ...]] = ()
     factors: ClassVar[tuple[float, ...]] = (1.0,)
     #: Parameters that are true or false, of which such a plan tries both.
@@ -208,10 +195,7 @@ class Autoscaler(Policy):
         return {}
 
     def decide(self, fleet: Fleet) -> Decision:
-        """Return what should be, as of ``fleet``.
-
-        Targets may lie outside of the pools' bounds, which are kept in any case.
-        """
+        """Return what should be, as of ``fleet``; bounds of pools are kept in any case."""
         raise NotImplementedError
 
 
@@ -221,11 +205,9 @@ def with_switches(
     facts: ScalingContext,
     least: Mapping[str, int] | None = None,
 ) -> Decision:
-    """Return the targets of all pools, and changes of roles in place of starts.
-
-    Where one pool needs a worker and another has one to spare, that one changes its role if this is
-    faster than to start one. ``least``: workers that a pool keeps then, ``wishes`` when None.
-    """
+    """Return the targets of all pools, with changes of roles in place of starts where these are
+    faster and another pool has a worker to spare. ``least``: workers that a pool keeps, ``wishes``
+    when None."""
     said: list[Target | Switch] = []
     spare = {
         pool.name: min(pool.ready, pool.workers - max(pool.minimum, (least or wishes)[pool.name]))

@@ -1,34 +1,21 @@
-"""llm-d's workload variant autoscaler: by saturation, by tokens, and by latency from a queue.
-
-github.com/llm-d/llm-d-workload-variant-autoscaler: the first analyzer, ``saturation_v2`` and
-``queueingmodel``, read in November 2026.
-"""
+"""llm-d's workload variant autoscaler (github.com/llm-d/llm-d-workload-variant-autoscaler, November
+2026): by saturation, by tokens (``saturation_v2``), and by latency (``queueingmodel``)."""
 
 import math
 from collections import defaultdict, deque
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_sim.arrays import Floats
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.scaling.base import (
-    OF_TIMES,
-    Autoscaler,
-    Decision,
-    Fleet,
-    PoolFacts,
-    PoolView,
-    ScalingParameters,
-    Target,
-    up,
-)
+from eldr_sim.policies.scaling import base
 
 _AVERAGED = 10  #: observations of a capacity
 _QUEUE = 10  #: requests that may wait, in batches: ``maxQueueToBatchRatio``
 
 
-class VariantParameters(ScalingParameters):
+class VariantParameters(base.ScalingParameters):
     """Parameters of llm-d's rules; the defaults are llm-d's."""
 
     interval: float = Field(default=30.0, gt=0, le=86400)
@@ -37,7 +24,7 @@ class VariantParameters(ScalingParameters):
     """Seconds without a request after which a pool has no worker, if ``min_workers`` is 0."""
 
 
-class VariantAutoscaler(Autoscaler):
+class VariantAutoscaler(base.Autoscaler):
     """A rule for pools that have workers, and their way to none and back."""
 
     Parameters = VariantParameters
@@ -47,12 +34,12 @@ class VariantAutoscaler(Autoscaler):
         super().__init__(context, parameters)
         self._busy_s: dict[str, float] = defaultdict(float)
 
-    def decide(self, fleet: Fleet) -> Decision:
+    def decide(self, fleet: base.Fleet) -> base.Decision:
         """Return the workers of each pool of which something is known."""
         wishes = [(pool.name, self._wanted(pool, fleet)) for pool in fleet.pools]
-        return [Target(name, wish) for name, wish in wishes if wish is not None]
+        return [base.Target(name, wish) for name, wish in wishes if wish is not None]
 
-    def _wanted(self, pool: PoolView, fleet: Fleet) -> int | None:
+    def _wanted(self, pool: base.PoolView, fleet: base.Fleet) -> int | None:
         if pool.arrived or pool.in_flight:
             self._busy_s[pool.name] = fleet.now_s
             if not pool.workers:
@@ -61,7 +48,7 @@ class VariantAutoscaler(Autoscaler):
             return 0
         return self._wish(pool, fleet) if pool.ready else None
 
-    def _wish(self, pool: PoolView, fleet: Fleet) -> int | None:
+    def _wish(self, pool: base.PoolView, fleet: base.Fleet) -> int | None:
         raise NotImplementedError
 
 
@@ -86,10 +73,10 @@ class LlmdSaturation(VariantAutoscaler):
     told: SaturationParameters
     aims, factors = ("spare_kv",), (0.5, 1.0, 2.0, 4.0, 6.0)
 
-    def _wish(self, pool: PoolView, fleet: Fleet) -> int | None:
+    def _wish(self, pool: base.PoolView, fleet: base.Fleet) -> int | None:
         return None if pool.starting else pool.workers + self._step(pool)
 
-    def _step(self, pool: PoolView) -> int:
+    def _step(self, pool: base.PoolView) -> int:
         own, n = self.told, pool.ready
         free = (pool.kv_usage <= own.kv) & (pool.waiting <= own.queue)
         if not free.any():
@@ -122,10 +109,9 @@ class TokensParameters(VariantParameters):
 class LlmdTokens(VariantAutoscaler):
     """llm-d's analyzer of tokens: those in use and waiting over those that workers have room for.
 
-    A worker has room for ``kv`` of its cache, or less where steps bound it: for the tokens that it
-    had in use when requests waited, on average, or for ``n`` sequences of a prompt and half an
-    output, where ``n = min(budget * output / (prompt + output), max_num_seqs)``.
-    """
+    That is ``kv`` of the cache, or less where steps bound it: the mean in use when requests waited,
+    or ``n`` sequences of a prompt and half an output, ``n = min(budget * output / (prompt +
+    output), max_num_seqs)``."""
 
     name = "llmd_tokens"
     Parameters = TokensParameters
@@ -136,7 +122,7 @@ class LlmdTokens(VariantAutoscaler):
         super().__init__(context, parameters)
         self._seen: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_AVERAGED))
 
-    def _wish(self, pool: PoolView, fleet: Fleet) -> int | None:
+    def _wish(self, pool: base.PoolView, fleet: base.Fleet) -> int | None:
         own, facts, seen = self.told, self.facts.of(pool.name), self._seen[pool.name]
         demand = float(pool.running_tokens.sum() + pool.waiting_tokens.sum())
         most = own.kv * facts.kv_tokens * facts.engines
@@ -146,12 +132,12 @@ class LlmdTokens(VariantAutoscaler):
         each = np.minimum(np.where(full, pool.running_tokens, usual), most)
         capacity = float(np.median(each))
         if demand > own.more * capacity * pool.workers:
-            return up(demand / own.more / capacity)
+            return base.up(demand / own.more / capacity)
         spare = capacity * pool.ready - demand / own.less
         return max(1, pool.workers - math.floor(max(0.0, spare) / capacity))
 
 
-def _steady_tokens(pool: PoolView, facts: PoolFacts) -> float:
+def _steady_tokens(pool: base.PoolView, facts: base.PoolFacts) -> float:
     """Return the tokens of as many sequences as a worker's steps keep going; inf: none known."""
     prompt, output = pool.prompt_tokens, pool.output_tokens
     if math.isnan(prompt) or math.isnan(output):
@@ -173,34 +159,30 @@ class LlmdLatency(VariantAutoscaler):
     """llm-d's queueing model: the rate of requests over the highest at which a worker keeps both
     targets.
 
-    A worker is an M/M/1/k queue whose rate depends on its batch: ``n`` requests leave it at ``n /
-    (n * prompt + output * step(n))``, and ten batches may wait. Its speed is the cost model's,
-    where llm-d learns it.
-    """
+    An M/M/1/k queue: ``n`` requests leave at ``n / (n * prompt + output * step(n))``, and ten
+    batches may wait. Its speed is the cost model's, where llm-d learns it."""
 
     name = "llmd_latency"
     Parameters = LatencyParameters
     told: LatencyParameters
-    aims, factors = ("ttft", "itl"), OF_TIMES
+    aims, factors = ("ttft", "itl"), base.OF_TIMES
 
     def __init__(self, context: PolicyContext, parameters: LatencyParameters | None = None) -> None:
         super().__init__(context, parameters)
         #: What `highest_rate` has said: most intervals have the tokens of one before.
         self._highest: dict[tuple[str, float, float], float] = {}
 
-    def _wish(self, pool: PoolView, fleet: Fleet) -> int | None:
+    def _wish(self, pool: base.PoolView, fleet: base.Fleet) -> int | None:
         if math.isnan(pool.prompt_tokens) or math.isnan(pool.output_tokens):
             return None
         rate = pool.arrived / fleet.interval_s
         asked = pool.name, pool.prompt_tokens, pool.output_tokens
         if asked not in self._highest:
             self._highest[asked] = self.highest_rate(self.facts.of(pool.name), *asked[1:])
-        return max(1, up(rate / self._highest[asked]))
+        return max(1, base.up(rate / self._highest[asked]))
 
-    def highest_rate(self, facts: PoolFacts, prompt: float, output: float) -> float:
-        """Return the requests/s of a worker that keep both targets; a hundredth of the most if
-        none does.
-        """
+    def highest_rate(self, facts: base.PoolFacts, prompt: float, output: float) -> float:
+        """Return the requests/s of a worker that keep both targets, 1% of the most at least."""
         prompt_s = facts.prompt_s(max(1, round(prompt))) if facts.computes else 0.0
         output = output if facts.decodes else 0.0
         batches = np.arange(1.0, facts.max_num_seqs + 1)
@@ -217,17 +199,11 @@ class LlmdLatency(VariantAutoscaler):
 
 
 def queue_latency(
-    rate: float,
-    leaves: NDArray[np.float64],
-    prompts: NDArray[np.float64],
-    steps: NDArray[np.float64],
+    rate: float, leaves: Floats, prompts: Floats, steps: Floats
 ) -> tuple[float, float]:
-    """Return mean TTFT and time between tokens, s, of a queue to a server of batches.
-
-    ``leaves``: ``[batch]``: requests/s that leave a batch of one, two ...; ``prompts``, ``steps``:
-    seconds of its prompts and of a decode step.
-    Chances of so many requests are those of a birth-and-death process; Little's law is the rest.
-    """
+    """Return mean TTFT and time between tokens, s, of a server of batches, by a birth-and-death
+    process and Little's law. ``leaves``: requests/s that leave a batch; ``prompts``, ``steps``: its
+    seconds."""
     batch = np.minimum(np.arange(1, (1 + _QUEUE) * len(leaves) + 1), len(leaves))
     logs = np.concatenate([[0.0], np.cumsum(np.log(rate) - np.log(leaves[batch - 1]))])
     chance = np.exp(logs - logs.max())

@@ -9,18 +9,10 @@ from pydantic import Field, field_validator
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.scaling.base import (
-    Autoscaler,
-    Decision,
-    Fleet,
-    PoolView,
-    ScalingParameters,
-    Target,
-    up,
-)
+from eldr_sim.policies.scaling import base
 
 
-class FixedParameters(ScalingParameters):
+class FixedParameters(base.ScalingParameters):
     """Parameters of `Fixed`."""
 
     n: tuple[int, ...] = ()
@@ -33,7 +25,7 @@ class FixedParameters(ScalingParameters):
         return (words,) if isinstance(words, int) else words
 
 
-class Fixed(Autoscaler):
+class Fixed(base.Autoscaler):
     """A fleet that stays as it is: ``none``, or ``none:n=5``, ``none:n=2,4`` for two pools."""
 
     name = "none"
@@ -49,7 +41,7 @@ class Fixed(Autoscaler):
         """Return ``n`` for each pool."""
         return per_pool("autoscale.n", self.told.n, [pool.name for pool in self.facts.pools])
 
-    def decide(self, fleet: Fleet) -> Decision:
+    def decide(self, fleet: base.Fleet) -> base.Decision:
         """Change nothing."""
         return ()
 
@@ -65,7 +57,7 @@ def per_pool(field: str, values: tuple[int, ...], pools: list[str]) -> dict[str,
 Metric = Literal["in_flight", "running", "waiting", "kv"]
 
 
-def total(pool: PoolView, metric: Metric) -> float:
+def total(pool: base.PoolView, metric: Metric) -> float:
     """Return a metric's sum over the workers that serve."""
     if metric == "kv":
         return float(pool.kv_usage.sum())
@@ -75,27 +67,25 @@ def total(pool: PoolView, metric: Metric) -> float:
 class Wishes:
     """The largest wish of the last seconds, as Kubernetes' HPA stabilises what goes down.
 
-    The first one stands beside the workers that there are, as in Kubernetes
-    (``recordInitialRecommendation`` of ``pkg/controller/podautoscaler/horizontal.go``).
-    """
+    The first stands beside the workers that there are (``recordInitialRecommendation``)."""
 
     def __init__(self) -> None:
-        #: Of each pool, when it was wished for how many workers; without those that a later one
-        #: reaches, so that they fall.
+        #: Of each pool, when how many workers were wished for, without those that a later one
+        #: reaches.
         self._wishes: dict[str, list[tuple[float, int]]] = {}
 
-    def note(self, pool: PoolView, now_s: float, wish: int) -> None:
+    def note(self, pool: base.PoolView, now_s: float, wish: int) -> None:
         """Note a wish."""
         before = self._wishes.get(pool.name, [(0.0, pool.workers)])
         self._wishes[pool.name] = [each for each in before if each[1] > wish] + [(now_s, wish)]
 
-    def largest(self, pool: PoolView, since_s: float) -> int:
+    def largest(self, pool: base.PoolView, since_s: float) -> int:
         """Return the largest wish noted after a time, s, or the last one."""
         wishes = self._wishes[pool.name]
         return next((wish for at_s, wish in wishes if at_s > since_s), wishes[-1][1])
 
 
-class HpaParameters(ScalingParameters):
+class HpaParameters(base.ScalingParameters):
     """Parameters of `HorizontalPodAutoscaler`; the defaults are Kubernetes'."""
 
     metric: Metric = "in_flight"
@@ -108,13 +98,12 @@ class HpaParameters(ScalingParameters):
     """A wish for fewer workers acts when it has lasted so long."""
 
 
-class HorizontalPodAutoscaler(Autoscaler):
+class HorizontalPodAutoscaler(base.Autoscaler):
     """Kubernetes' HPA: ``ceil(n * metric / target)``.
 
     Up by the larger of doubling and 4 workers every 15 s, down to the largest wish of the last 300
     s; a worker that starts counts as one whose metric is 0 (kubernetes.io, Horizontal Pod
-    Autoscaling, algorithm details and default behaviour).
-    """
+    Autoscaling, algorithm details and default behaviour)."""
 
     name = "hpa"
     Parameters = HpaParameters
@@ -125,14 +114,14 @@ class HorizontalPodAutoscaler(Autoscaler):
         super().__init__(context, parameters)
         self._wishes = Wishes()
 
-    def decide(self, fleet: Fleet) -> Decision:
+    def decide(self, fleet: base.Fleet) -> base.Decision:
         """Return the wish of each pool, limited upwards and stabilised downwards."""
-        return [Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
+        return [base.Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
 
-    def _wish(self, pool: PoolView, now_s: float) -> int:
+    def _wish(self, pool: base.PoolView, now_s: float) -> int:
         own, n = self.told, pool.workers
         load = total(pool, own.metric) / own.target
-        wish = n if n and abs(load / n - 1.0) <= own.tolerance else max(1, up(load))
+        wish = n if n and abs(load / n - 1.0) <= own.tolerance else max(1, base.up(load))
         self._wishes.note(pool, now_s, wish)
         steady = self._wishes.largest(pool, now_s - own.down_s)
         if wish > n:
@@ -140,7 +129,7 @@ class HorizontalPodAutoscaler(Autoscaler):
         return min(n, steady)
 
 
-class KedaParameters(ScalingParameters):
+class KedaParameters(base.ScalingParameters):
     """Parameters of `Keda`; the defaults are those of llm-d's guide."""
 
     queue: float = Field(default=1.0, gt=0)
@@ -151,12 +140,10 @@ class KedaParameters(ScalingParameters):
     """A wish for fewer workers acts when it has lasted so long."""
 
 
-class Keda(Autoscaler):
+class Keda(base.Autoscaler):
     """llm-d with KEDA: the larger of what the queue and what the running requests ask for.
 
-    Workers that start are not asked for twice: beyond those that there are, demand counts less
-    them.
-    """
+    Beyond the workers there are, demand counts less those that start."""
 
     name = "keda"
     Parameters = KedaParameters
@@ -167,21 +154,21 @@ class Keda(Autoscaler):
         super().__init__(context, parameters)
         self._wishes = Wishes()
 
-    def decide(self, fleet: Fleet) -> Decision:
+    def decide(self, fleet: base.Fleet) -> base.Decision:
         """Return the demand of each pool, guarded against overshoot."""
         targets = []
         for pool in fleet.pools:
             queue, running = total(pool, "waiting"), total(pool, "running")
-            wish = max(1, up(queue / self.told.queue), up(running / self.told.running))
+            wish = max(1, base.up(queue / self.told.queue), base.up(running / self.told.running))
             if wish > pool.workers:
                 wish = max(wish - pool.starting, pool.workers)
             self._wishes.note(pool, fleet.now_s, wish)
             steady = self._wishes.largest(pool, fleet.now_s - self.told.down_s)
-            targets.append(Target(pool.name, max(wish, min(steady, pool.workers))))
+            targets.append(base.Target(pool.name, max(wish, min(steady, pool.workers))))
         return targets
 
 
-class KnativeParameters(ScalingParameters):
+class KnativeParameters(base.ScalingParameters):
     """Parameters of `Knative`; the defaults are Knative's."""
 
     interval: float = Field(default=2.0, gt=0, le=86400)
@@ -196,12 +183,11 @@ class KnativeParameters(ScalingParameters):
     """Panic where the short window asks for so many times the workers that serve."""
 
 
-class Knative(Autoscaler):
+class Knative(base.Autoscaler):
     """Knative's KPA: requests in flight over 60 s, and panic over 6 s.
 
-    In panic, which lasts until the short window has asked for less than twice the workers for 60 s,
-    the short window decides and nothing goes down (knative.dev, Autoscaling concepts).
-    """
+    In panic, until the short window has asked for less than twice the workers for 60 s, nothing
+    goes down (knative.dev)."""
 
     name = "knative"
     Parameters = KnativeParameters
@@ -218,18 +204,18 @@ class Knative(Autoscaler):
         """Whether a pool is in panic."""
         return now_s < self._panics_until.get(pool, -1.0)
 
-    def decide(self, fleet: Fleet) -> Decision:
+    def decide(self, fleet: base.Fleet) -> base.Decision:
         """Return what the window that counts asks for."""
-        return [Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
+        return [base.Target(pool.name, self._wish(pool, fleet.now_s)) for pool in fleet.pools]
 
-    def _wish(self, pool: PoolView, now_s: float) -> int:
+    def _wish(self, pool: base.PoolView, now_s: float) -> int:
         own, seen = self.told, self._seen[pool.name]
         seen.append((now_s, pool.in_flight))
         while seen[0][0] <= now_s - own.window:
             seen.popleft()
         each = own.target * own.utilisation
         slow, fast = (
-            max(1, up(float(np.mean([n for at, n in seen if at > now_s - length])) / each))
+            max(1, base.up(float(np.mean([n for at, n in seen if at > now_s - length])) / each))
             for length in (own.window, own.window / 10.0)
         )
         if fast >= own.panic * max(1, pool.ready):

@@ -1,8 +1,7 @@
 """Autoscalers that know what workers can do: Dynamo's, a timetable, an oracle, and ours, `Seconds`.
 
 A pool's *work* is the seconds of a worker that the requests of a second take
-(`PoolFacts.work_s`): so many workers are busy.
-"""
+(`PoolFacts.work_s`)."""
 
 import math
 from collections import defaultdict
@@ -10,29 +9,18 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_sim.arrays import Floats
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.scaling.base import (
-    OF_TIMES,
-    Autoscaler,
-    Decision,
-    Fleet,
-    PoolFacts,
-    PoolView,
-    ScalingParameters,
-    Target,
-    up,
-    with_switches,
-)
+from eldr_sim.policies.scaling import base
 from eldr_sim.policies.scaling.metrics import Wishes
 
 _FILTERS = 12  #: of `Trend`
 _DEARER = 1.1  #: work of a request from which a wider group counts as a dearer one
 
 
-class LoadParameters(ScalingParameters):
+class LoadParameters(base.ScalingParameters):
     """Parameters of `DynamoLoad`; the defaults are Dynamo's."""
 
     interval: float = Field(default=5.0, gt=0, le=86400)
@@ -45,29 +33,27 @@ class LoadParameters(ScalingParameters):
     """One worker less where the others would still be so far within the targets."""
 
 
-class DynamoLoad(Autoscaler):
+class DynamoLoad(base.Autoscaler):
     """Dynamo's load rule: one worker more where every worker misses its target, one less where
     those that stay would not.
 
-    A worker's TTFT is that of the prompts that wait there and of one more, its ITL that of the
-    sequences that run. Co-located workers: more if either is missed, less if both are kept. Nothing
-    changes while a worker starts.
-    """
+    TTFT is that of prompts that wait and one more, ITL that of the running sequences. Co-located:
+    more if either is missed, less if both are kept. Nothing changes while a worker starts."""
 
     name = "dynamo_load"
     Parameters = LoadParameters
     told: LoadParameters
-    aims, factors = ("ttft", "itl"), OF_TIMES
+    aims, factors = ("ttft", "itl"), base.OF_TIMES
 
-    def decide(self, fleet: Fleet) -> Decision:
+    def decide(self, fleet: base.Fleet) -> base.Decision:
         """Return one worker more, or less."""
         return [
-            Target(pool.name, pool.workers + self._step(pool, self.facts.of(pool.name)))
+            base.Target(pool.name, pool.workers + self._step(pool, self.facts.of(pool.name)))
             for pool in fleet.pools
             if not pool.starting
         ]
 
-    def _step(self, pool: PoolView, facts: PoolFacts) -> int:
+    def _step(self, pool: base.PoolView, facts: base.PoolFacts) -> int:
         own, n = self.told, pool.ready
         ttft, itl = own.ttft / 1e3, own.itl / 1e3
         prompt = pool.prompt_tokens
@@ -88,15 +74,15 @@ class DynamoLoad(Autoscaler):
         return 1 if more else -1 if less else 0
 
     @staticmethod
-    def _step_s(pool: PoolView, facts: PoolFacts, w: int, share: float) -> float:
+    def _step_s(pool: base.PoolView, facts: base.PoolFacts, w: int, share: float) -> float:
         running = int(pool.running[w])
         if not running:
             return 0.0
-        batch = min(facts.max_num_seqs, up(running * share / facts.engines))
+        batch = min(facts.max_num_seqs, base.up(running * share / facts.engines))
         return facts.step_s(batch, 64.0 * round(float(pool.running_tokens[w]) / running / 64.0))
 
 
-class ThroughputParameters(ScalingParameters):
+class ThroughputParameters(base.ScalingParameters):
     """Parameters of `DynamoThroughput`."""
 
     interval: float = Field(default=180.0, gt=0, le=86400)
@@ -108,7 +94,7 @@ class ThroughputParameters(ScalingParameters):
     (process noise 0.1 and 1, measurement noise 10, as Dynamo's)."""
 
 
-class DynamoThroughput(Autoscaler):
+class DynamoThroughput(base.Autoscaler):
     """Dynamo's throughput rule: the rate foreseen over what a worker serves within the target."""
 
     name = "dynamo_throughput"
@@ -120,7 +106,7 @@ class DynamoThroughput(Autoscaler):
         super().__init__(context, parameters)
         self._forecast: dict[str, Forecast] = defaultdict(lambda: Forecast(self.told.forecast))
 
-    def decide(self, fleet: Fleet) -> Decision:
+    def decide(self, fleet: base.Fleet) -> base.Decision:
         """Return the workers that the next interval needs, where something is known of it."""
         targets = []
         for pool in fleet.pools:
@@ -133,15 +119,14 @@ class DynamoThroughput(Autoscaler):
                     self.told.itl / 1e3,
                     False,
                 )
-                targets.append(Target(pool.name, max(1, up(rate * work))))
+                targets.append(base.Target(pool.name, max(1, base.up(rate * work))))
         return targets
 
 
 class Forecast:
     """Foretells the next value of a series, at least 0.
 
-    ``kalman``: a level and its change a step (local linear trend), Kalman 1960.
-    """
+    ``kalman``: a level and its change a step, Kalman 1960."""
 
     def __init__(self, kind: str) -> None:
         self._kind, self._last = kind, math.nan
@@ -167,19 +152,18 @@ class Forecast:
 class Trend:
     """Foretells a rate from counts of Poisson arrivals, whose noise is known.
 
-    A bank of Kalman filters follows the rate and its change a second, which wanders: that of a
-    memory T as if the rate changed by itself within T, from one interval on in octaves. They count
-    by how well each foretold, and are shared anew by 1 / t (Herbster & Warmuth 1998).
-    """
+    Kalman filters follow the rate and its change a second, as if that changed the rate by itself
+    within T, in octaves from one interval on. They count by how well each foretold, shared anew by
+    1 / t (Herbster & Warmuth 1998)."""
 
     def __init__(self) -> None:
         self._seen = 0
         self.level = self.change = 0.0  #: the rate that there is, events a second, and its change
         #: Of each filter: ``[filter]``, ``[filter, 2]`` and ``[filter, 2, 2]``.
-        self._memory_s: NDArray[np.float64] = np.zeros(0)
-        self._weight: NDArray[np.float64] = np.zeros(0)
-        self._state: NDArray[np.float64] = np.zeros((0, 2))
-        self._spread: NDArray[np.float64] = np.zeros((0, 2, 2))
+        self._memory_s: Floats = np.zeros(0)
+        self._weight: Floats = np.zeros(0)
+        self._state: Floats = np.zeros((0, 2))
+        self._spread: Floats = np.zeros((0, 2, 2))
 
     def next(self, count: int, interval_s: float, ahead_s: float) -> float:
         """Take a count; return the rate so many seconds later, from half of today's to twice."""
@@ -212,7 +196,7 @@ class Trend:
         return float(min(max(level + change * ahead_s, level / 2.0), 2.0 * level))
 
 
-class TimetableParameters(ScalingParameters):
+class TimetableParameters(base.ScalingParameters):
     """Parameters of `Timetable` and `Oracle`."""
 
     period: float = Field(default=1800.0, gt=0)
@@ -227,11 +211,10 @@ class TimetableParameters(ScalingParameters):
     to start new ones."""
 
 
-class Timetable(Autoscaler):
+class Timetable(base.Autoscaler):
     """The workers that each half hour needs: its requests' work over the utilisation.
 
-    It knows the day's load, as one knows yesterday's; a line begins one start-up early.
-    """
+    A start-up early: it knows the day's load, as one knows yesterday's."""
 
     name = "timetable"
     Parameters = TimetableParameters
@@ -245,13 +228,13 @@ class Timetable(Autoscaler):
             facts.name: self._needed(facts, 0.0, facts.start_up_s) for facts in self.facts.pools
         }
 
-    def decide(self, fleet: Fleet) -> Decision:
+    def decide(self, fleet: base.Fleet) -> base.Decision:
         """Return the line, or the next one where it is larger and has to be started now."""
         now = fleet.now_s
         due = {f.name: now + f.start_up_s + fleet.interval_s for f in self.facts.pools}
         wishes = {f.name: self._needed(f, now, due[f.name]) for f in self.facts.pools}
         if not self.told.switch:
-            return [Target(name, wish) for name, wish in wishes.items()]
+            return [base.Target(name, wish) for name, wish in wishes.items()]
         for pool in fleet.pools:  # it waits for those that others still need until the line begins
             at, facts = due[pool.name], self.facts.of(pool.name)
             others = [other for other in fleet.pools if other is not pool]
@@ -265,15 +248,15 @@ class Timetable(Autoscaler):
             short = wishes[pool.name] - pool.workers
             if facts.switch_s < facts.start_up_s and short > 0:
                 wishes[pool.name] -= min(short, coming)
-        return with_switches(fleet, wishes, self.facts)
+        return base.with_switches(fleet, wishes, self.facts)
 
-    def _needed(self, facts: PoolFacts, begin: float, end: float) -> int:
+    def _needed(self, facts: base.PoolFacts, begin: float, end: float) -> int:
         """Return the largest number of the periods from one time to another, s."""
         period = self.told.period
         lines = range(int(begin // period), int(end // period) + 1)
         return max(self._line(facts, line * period) for line in lines)
 
-    def _line(self, facts: PoolFacts, begin: float) -> int:
+    def _line(self, facts: base.PoolFacts, begin: float) -> int:
         own = self.told
         coming = self.facts.known(begin, begin + own.period)
         if not coming.requests:
@@ -297,15 +280,14 @@ class OracleParameters(TimetableParameters):
 class Oracle(Timetable):
     """The fewest workers that serve what will come until one that is started now would be ready.
 
-    It knows the future, which nobody does: what any rule could reach.
-    """
+    It knows the future, which nobody does: what any rule could reach."""
 
     name = "oracle"
     Parameters = OracleParameters
     factors = (1.1, 1.0, 0.85, 0.7, 0.55)
 
 
-class SecondsParameters(ScalingParameters):
+class SecondsParameters(base.ScalingParameters):
     """Parameters of `Seconds`."""
 
     interval: float = Field(default=10.0, gt=0, le=86400)
@@ -330,7 +312,7 @@ class SecondsParameters(ScalingParameters):
     """Whether workers change their pool where that is faster than to start one."""
 
 
-class Seconds(Autoscaler):
+class Seconds(base.Autoscaler):
     """The fewest workers whose queue keeps the TTFT, of the work that comes one start-up ahead.
 
     Offered work is the rate of arrivals, foreseen to when a worker started now serves (`Trend`),
@@ -342,7 +324,7 @@ class Seconds(Autoscaler):
     name = "seconds"
     Parameters = SecondsParameters
     told: SecondsParameters
-    aims, factors, ways = ("ttft",), OF_TIMES, ("switch", "spend")
+    aims, factors, ways = ("ttft",), base.OF_TIMES, ("switch", "spend")
 
     def __init__(self, context: PolicyContext, parameters: SecondsParameters | None = None) -> None:
         super().__init__(context, parameters)
@@ -351,7 +333,7 @@ class Seconds(Autoscaler):
         self._wishes = Wishes()
         self._may_miss: dict[str, float] = defaultdict(float)  # requests, so far
 
-    def decide(self, fleet: Fleet) -> Decision:
+    def decide(self, fleet: base.Fleet) -> base.Decision:
         """Return the workers of each pool, and changes of roles that spare a start."""
         wishes, least = {}, {}
         for pool in fleet.pools:
@@ -359,10 +341,10 @@ class Seconds(Autoscaler):
             least[pool.name] = self._fewer(pool, fleet.now_s, wish, 2.0 * facts.switch_s)
             wishes[pool.name] = self._fewer(pool, fleet.now_s, wish, facts.start_up_s)
         if self.told.switch:
-            return with_switches(fleet, wishes, self.facts, least)
-        return [Target(name, wish) for name, wish in wishes.items()]
+            return base.with_switches(fleet, wishes, self.facts, least)
+        return [base.Target(name, wish) for name, wish in wishes.items()]
 
-    def _wish(self, pool: PoolView, fleet: Fleet) -> int | None:
+    def _wish(self, pool: base.PoolView, fleet: base.Fleet) -> int | None:
         own, facts = self.told, self.facts.of(pool.name)
         horizon = facts.start_up_s + fleet.interval_s / 2.0
         trend = self._trends[pool.name]
@@ -372,12 +354,12 @@ class Seconds(Autoscaler):
             return None
         waits = float(pool.waiting.sum())
 
-        def asked(facts: PoolFacts) -> tuple[float, float]:
+        def asked(facts: base.PoolFacts) -> tuple[float, float]:
             """Return the work of a request, and how long it may wait, s."""
             own_s = facts.prompt_s(max(1, round(mean[0] - mean[2]))) if facts.computes else 0.0
             return facts.work_s(*mean, itl_s=own.itl / 1e3), max(0.0, own.ttft / 1e3 - own_s)
 
-        def keep(facts: PoolFacts, n: int) -> bool:
+        def keep(facts: base.PoolFacts, n: int) -> bool:
             each, rest_s = asked(facts)
             load = (rate + waits / own.catch_up) * each
             return load < n and queues(n, load, rest_s / each) <= own.missed
@@ -399,13 +381,11 @@ class Seconds(Autoscaler):
         return wish
 
     def _no_dearer(
-        self, facts: PoolFacts, wish: int, rate: float, mean: tuple[float, float, float]
+        self, facts: base.PoolFacts, wish: int, rate: float, mean: tuple[float, float, float]
     ) -> int:
-        """Return the wish, or the widest group at which a request takes clearly less work.
-
-        That is taken while it serves the rate that there is: what is foreseen is no reason to have
-        all requests take longer, as on a node more.
-        """
+        """Return the wish, or the widest group at which a request takes clearly less work, while
+        that serves the rate there is: what is foreseen is no reason to have all requests take
+        longer."""
         work = {
             n: own.work_s(*mean, itl_s=self.told.itl / 1e3)
             for n, own in facts.widths.items()
@@ -414,12 +394,10 @@ class Seconds(Autoscaler):
         cheaper = [n for n in work if work[n] * _DEARER <= work[wish] and rate * work[n] < n]
         return max(cheaper, default=wish)
 
-    def _fewer(self, pool: PoolView, now_s: float, wish: int | None, back_s: float) -> int:
-        """Return the wish, or the fewest workers that have done for so long that the others may go.
-
-        By then those others have cost what they take to come back: ``back_s``, and the group's
-        standing still, there and back (the break-even rule of the ski-rental problem).
-        """
+    def _fewer(self, pool: base.PoolView, now_s: float, wish: int | None, back_s: float) -> int:
+        """Return the wish, or the fewest workers that have done for so long that the others have
+        cost what they take to come back: ``back_s``, and the group's standing still (the break-even
+        rule of the ski-rental problem)."""
         facts, n = self.facts.of(pool.name), pool.workers
         if wish is None or wish >= n:
             return n if wish is None else wish
@@ -430,7 +408,7 @@ class Seconds(Autoscaler):
                 return fewer
         return n
 
-    def _means(self, pool: PoolView, interval_s: float) -> tuple[float, float, float] | None:
+    def _means(self, pool: base.PoolView, interval_s: float) -> tuple[float, float, float] | None:
         """Return the smoothed tokens of prompts, outputs and cached prompts; None: none known."""
         seen = pool.prompt_tokens, pool.output_tokens, pool.cached_tokens
         known = self._mean.get(pool.name)
@@ -465,11 +443,8 @@ def late_work(
 
 
 def queues(servers: int, load: float, services: float) -> float:
-    """Return the share of requests that wait longer than ``services`` mean services: M/M/c.
-
-    ``load``: servers that are busy on average, fewer than there are. Erlang's C, times the share of
-    those that wait who wait so long (Erlang 1917).
-    """
+    """Return the share of requests that wait longer than ``services`` mean services: M/M/c, Erlang
+    1917. ``load``: servers busy on average, fewer than there are."""
     blocked = 1.0
     for n in range(1, servers + 1):
         blocked = load * blocked / (n + load * blocked)

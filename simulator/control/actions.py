@@ -1,13 +1,8 @@
 """What can be done to the workers and requests of a run, between two events of the loop.
 
-At such a time no worker has planned a step that has not begun. A worker that died has no next step
-(``next_start`` is infinite): it takes what routers send that do not know yet, and does nothing. Its
-step in progress is cut: nobody gets its tokens.
-
-What is bound to a dead worker is detached from all that it waits in: requests that wait or run
-there, those on the way to it, and those whose KV cache it still has. The routers hear of them with
-the worker's death, ``health_delay_s`` later, and then send them again or give them up.
-"""
+A worker that died has an infinite ``next_start``, and takes what routers send that do not know yet.
+Its step is cut; its requests, and those on the way to or from it, are detached, and
+``health_delay_s`` later sent again or given up."""
 
 from __future__ import annotations
 
@@ -17,14 +12,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Int32s, Records
 from eldr_sim.jit import njit
 from eldr_sim.simulator.control.record import RunRecord, within
 from eldr_sim.simulator.plane import choose, events, loop, network, state
-from eldr_sim.simulator.plane.engine import make_workers
-from eldr_sim.simulator.plane.kv_cache import forget_blocks
+from eldr_sim.simulator.plane.kv.kv_cache import forget_blocks
 from eldr_sim.simulator.plane.router import with_more
+from eldr_sim.simulator.plane.scheduler.engine import make_workers
 from eldr_sim.simulator.plane.sessions import go_on
 from eldr_sim.simulator.plane.steps.executor import move_end
 from eldr_sim.simulator.plane.steps.group_step import move_group_end
@@ -68,15 +63,7 @@ def _scale(world: Any, w: int, share: float) -> None:
 
 
 class Actions:
-    """What processes do to a run; made when it begins.
-
-    Parameters
-    ----------
-    plan
-        What routers do about deaths; its faults are `fault_processes`.
-    cluster
-        The run. A worker is a range of its engines.
-    """
+    """What processes do to a run; made when it begins. ``plan``: what routers do about deaths."""
 
     def __init__(self, plan: FaultPlan, cluster: Cluster) -> None:
         self.plan, self.cluster, self.env = plan, cluster, cluster.env
@@ -98,7 +85,7 @@ class Actions:
         return range(first, first + size)
 
     @property
-    def requests(self) -> NDArray[np.void]:
+    def requests(self) -> Records:
         """The requests; more of them with time."""
         return self.cluster.requests
 
@@ -255,7 +242,7 @@ class Actions:
         bound &= sent["outcome"] == state.OPEN
         return [r for r in self.came("sent")[bound].tolist() if r not in self.lost]
 
-    def came(self, how_far: str) -> NDArray[np.int32]:
+    def came(self, how_far: str) -> Int32s:
         """Return the requests that have ``arrived``, or been ``sent``, in order."""
         order = self.cluster.arrays.engines.sessions.order
         return order[: int(self.clock[how_far][0])]
@@ -467,7 +454,7 @@ class Actions:
             self._end(request, state.NO_WORKER)
         return bool(waits)
 
-    def restore(self, requests: NDArray[np.void]) -> None:
+    def restore(self, requests: Records) -> None:
         """Give requests the workers and times of the try that gave their first token."""
         for request, progress in self.first_try.items():
             for name, value in zip(state.TRY, progress, strict=True):
@@ -476,7 +463,7 @@ class Actions:
     def recorded(self, record: RunRecord) -> RunRecord:
         """Return a run's record without the steps that were cut, and with how often it retried."""
 
-        def whole(log: NDArray[np.void], end: str) -> NDArray[np.void]:
+        def whole(log: Records, end: str) -> Records:
             return within(log, np.isfinite(log[end]))
 
         return replace(

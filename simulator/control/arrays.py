@@ -4,28 +4,22 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Int32s, Records
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.plane import loop, state
-from eldr_sim.simulator.plane.engine import make_workers
 from eldr_sim.simulator.plane.front_end import most_at_once
-from eldr_sim.simulator.plane.kv_cache import make_kv_cache
-from eldr_sim.simulator.plane.kv_manager import Engines
+from eldr_sim.simulator.plane.kv.kv_cache import make_kv_cache
+from eldr_sim.simulator.plane.kv.kv_manager import Engines
 from eldr_sim.simulator.plane.network import make_network
 from eldr_sim.simulator.plane.router import PolicyRouter
+from eldr_sim.simulator.plane.scheduler.engine import make_workers
 from eldr_sim.simulator.plane.sessions import Sessions, make_sessions
+from eldr_sim.simulator.plane.steps import group_state
 from eldr_sim.simulator.plane.steps.executor import make_scratch
 from eldr_sim.simulator.plane.steps.expert_loads import make_expert_loads
 from eldr_sim.simulator.plane.steps.expert_union import no_prompts
-from eldr_sim.simulator.plane.steps.group_state import (
-    Groups,
-    make_group_scratch,
-    make_micro_batches,
-    no_group,
-    no_replicas,
-)
 from eldr_sim.simulator.plane.steps.verify import Drafts, no_drafts
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.config.groups import LOOP, EngineConfig
@@ -46,11 +40,8 @@ POOL = np.dtype(
 )
 
 
-def with_joins(sessions: Sessions, joins: NDArray[np.int32] | None) -> Sessions:
-    """Return sessions in which requests also wait for others than their parents.
-
-    ``joins``: int32 ``[k, 2]``: who waits, and for whom; None: nobody does.
-    """
+def with_joins(sessions: Sessions, joins: Int32s | None) -> Sessions:
+    """Return sessions whose requests also wait for others; ``joins``: int32 ``[k, 2]``."""
     if joins is None:
         return sessions
     n = len(sessions.waits)
@@ -64,7 +55,7 @@ def with_joins(sessions: Sessions, joins: NDArray[np.int32] | None) -> Sessions:
     )
 
 
-def make_requests(inputs: Inputs, workload: Workload) -> NDArray[np.void]:
+def make_requests(inputs: Inputs, workload: Workload) -> Records:
     """Return the requests of a workload before they arrive: ``REQUEST [requests]``."""
     spec, replay, window = inputs.spec, inputs.replay, inputs.window
     requests = np.zeros(len(workload), state.REQUEST)
@@ -96,10 +87,7 @@ def make_requests(inputs: Inputs, workload: Workload) -> NDArray[np.void]:
 
 
 def check_tables(engine: EngineSpec, longest: int) -> None:
-    """Raise ValueError unless an engine's step times cover its steps.
-
-    Compiled code reads whatever lies beyond the end of an array.
-    """
+    """Raise ValueError unless step times cover an engine's steps: compiled code reads on."""
     cost, places = engine.step_time.cost, engine.most_decoded
     budget = engine.max_num_batched_tokens
     needed = dict.fromkeys(("moe_s", "head_s", "attention_s"), places)
@@ -114,7 +102,7 @@ def check_tables(engine: EngineSpec, longest: int) -> None:
 
 
 def make_run(
-    inputs: Inputs, requests: NDArray[np.void], routers: Sequence[PolicyRouter], decide: int
+    inputs: Inputs, requests: Records, routers: Sequence[PolicyRouter], decide: int
 ) -> loop.Run:
     """Return all that the loop works on; ``decide`` is the address of who is asked."""
     spec, workload, n_workers = inputs.spec, inputs.workload, inputs.spec.n_workers
@@ -195,8 +183,8 @@ def make_run(
 
 
 def _first_events(
-    requests: NDArray[np.void], n_workers: int, sessions: Sessions, end_s: float
-) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    requests: Records, n_workers: int, sessions: Sessions, end_s: float
+) -> tuple[Records, Records]:
     """Return the clock and the events of a run of which nothing has happened."""
     clock = np.zeros(1, state.CLOCK)
     clock["open_measured"] = int(requests["measured"].sum())
@@ -216,7 +204,7 @@ def _first_events(
 
 def make_pools(
     spec: ClusterSpec, shards: Sequence[ModelDims], workload: Workload, own_experts: bool
-) -> NDArray[np.void]:
+) -> Records:
     """Return the settings of the pools: ``POOL [pools]``."""
     pools, engines = np.zeros(len(spec.pools), POOL), [pool.engine for pool in spec.pools]
     pools["first_worker"] = [spec.workers_of(name).start for name in spec.names]
@@ -262,9 +250,7 @@ def make_pools(
     return pools
 
 
-def _make_settings(
-    inputs: Inputs, routers: Sequence[PolicyRouter], decide: int
-) -> NDArray[np.void]:
+def _make_settings(inputs: Inputs, routers: Sequence[PolicyRouter], decide: int) -> Records:
     """Return the constants of a run: ``SETTINGS [1]``."""
     spec, settings = inputs.spec, np.zeros(1, state.SETTINGS)
     _fill(settings, spec)
@@ -281,7 +267,7 @@ def _make_settings(
     return settings
 
 
-def _fill(records: NDArray[np.void], spec: Any) -> None:
+def _fill(records: Records, spec: Any) -> None:
     """Fill the fields that a specification has by the same name; what is None is negative."""
     for name in vars(spec).keys() & set(records.dtype.names or ()):
         value = vars(spec)[name]
@@ -296,7 +282,7 @@ def make_drafts(engine: EngineSpec) -> Drafts:
     return engine.speculation.drafts(engine.max_num_seqs, cost)
 
 
-def link_rates(spec: ClusterSpec) -> NDArray[np.float64]:
+def link_rates(spec: ClusterSpec) -> Floats:
     """Return the bytes/s of each link, see `plane.network`."""
     own = [(pool.transfer or spec.transfer, pool.n) for pool in spec.pools]
     rates = [transfer.ingress for transfer, _ in own], [transfer.bandwidth for transfer, _ in own]
@@ -308,14 +294,14 @@ def of_all(items: Sequence[_T]) -> tuple[_T, ...]:
     return (*items, *(items[0] for _ in range(state.MAX_POOLS - len(items))))
 
 
-def make_groups(inputs: Inputs, arrays: loop.Run) -> Groups | None:
+def make_groups(inputs: Inputs, arrays: loop.Run) -> group_state.Groups | None:
     """Return what engines share; None where none do."""
     engines = [pool.engine for pool in inputs.spec.pools]
     groups = [engine.group for engine in engines if engine.group is not None]
     if not groups:
         return None
     n_workers, ranks, width = arrays.masks.shape
-    shared, relocations = inputs.replicas or no_replicas(), inputs.relocations
+    shared, relocations = inputs.replicas or group_state.no_replicas(), inputs.relocations
     if inputs.replica_policy is not None:  # it chooses instances in Python
         most = max(
             -(-max(e.most_decoded, e.max_num_batched_tokens) // e.group.ranks_per_engine)
@@ -329,10 +315,10 @@ def make_groups(inputs: Inputs, arrays: loop.Run) -> Groups | None:
     n_layers, n_experts = step_time.n_moe_layers, step_time.cost.n_experts
     batches = max(group.micro_batches if group.ffn_ranks else 0 for group in groups)
     places = arrays.engines.sequences.shape[1]
-    return Groups(
-        of_all([e.group or no_group() for e in engines]),
+    return group_state.Groups(
+        of_all([e.group or group_state.no_group() for e in engines]),
         shared,
-        make_group_scratch(n_layers, width, ranks, n_experts, instances, nodes),
+        group_state.make_group_scratch(n_layers, width, ranks, n_experts, instances, nodes),
         make_expert_loads(n_workers, 0) if relocations is None else relocations.loads,
-        make_micro_batches(n_workers if batches else 0, places, batches, n_layers),
+        group_state.make_micro_batches(n_workers if batches else 0, places, batches, n_layers),
     )

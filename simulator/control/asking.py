@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eldr_sim.policies.base import RequestInfo
+from eldr_sim.arrays import Bools, Ints
+from eldr_sim.policies.base import RequestInfo, RouterPolicy
 from eldr_sim.simulator.control.arrays import of_all
 from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.control.known_blocks import PublishedBlocks, SentBlocks, matched_tokens
 from eldr_sim.simulator.plane import choose, loop
-from eldr_sim.simulator.plane.kv_cache import match
-from eldr_sim.simulator.plane.kv_loads import match_tiers
-from eldr_sim.simulator.plane.prefill_reports import PrefillReports
+from eldr_sim.simulator.plane.kv.kv_cache import match
+from eldr_sim.simulator.plane.kv.kv_loads import match_tiers
 from eldr_sim.simulator.plane.router import PolicyRouter
 from eldr_sim.simulator.setup.config.field_types import parse_kv_signal
 from eldr_sim.traces.requests.prefixes import Ranges, clip_ranges, join_ranges
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.control.cluster import Cluster
+
 
 _NONE, _NOTHING = np.zeros(0, np.int64), np.zeros(0)
 
@@ -142,11 +143,8 @@ class Asking:
 
 
 def _signature_rows(cluster: Cluster, request: int) -> Ranges:
-    """Return the trace rows that a prompt's signature is the sum of.
-
-    Blocks found in the prefix cache carry the signature of whichever prompt was computed into
-    them.
-    """
+    """Return the trace rows that a prompt's signature is the sum of; blocks found in the prefix
+    cache carry that of the prompt that was computed into them."""
     workload, engines = cluster.workload, cluster.arrays.engines
     size, n_tokens = cluster.spec.block_size, int(workload.prompt_len[request])
     found = int(engines.tables["found"][request, 0])
@@ -165,3 +163,55 @@ def _signature_rows(cluster: Cluster, request: int) -> Ranges:
         start = stop
     parts += clip_ranges(workload.prompt_ranges(request), start, n_tokens)
     return join_ranges(parts)
+
+
+class PrefillReports:
+    """Reports of engines that routers have yet to hear of, for a ``listener``, the policy of a
+    prefill router, and ``on_blocks``. ``arrays``: of the cluster; ``stale``: whether it hears only
+    with signals."""
+
+    def __init__(
+        self, listener: RouterPolicy, arrays: loop.Run, n_workers: int, stale: bool,
+        on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.listener, self._on_blocks = listener, on_blocks
+        self._listens = listener.needs.blocks
+        self.kv, self._stale = arrays.engines.kv, stale
+        self._computed = arrays.engines.workers["computed_tokens"][:n_workers]
+        self._published_s = arrays.clock["signals_s"]
+        self._told_s = -1.0
+        self._tokens_told = np.zeros(n_workers, np.int64)
+        self._blocks: list[Ints] = []
+
+    def tell(self, *, at_once: bool = False) -> None:
+        """Tell what has been published since the last time; all there is, if ``at_once``."""
+        kv, listener = self.kv, self.listener
+        if kv.n_events[0]:
+            self._blocks.append(kv.events[: int(kv.n_events[0])].copy())
+            kv.n_events[0] = 0
+        if self._stale and not at_once and self._published_s[0] == self._told_s:
+            return
+        self._told_s = float(self._published_s[0])
+        if self._blocks:
+            events = np.concatenate(self._blocks)
+            self._blocks.clear()
+            for worker in np.unique(events[:, 0]).tolist():
+                own = events[events[:, 0] == worker]
+                hashes = kv.prefix_hash[own[:, 1]].tolist()
+                self._tell_blocks(worker, hashes, own[:, 2] > 0)
+        if not self._listens:
+            return
+        for worker in np.flatnonzero(self._computed > self._tokens_told).tolist():
+            listener.on_tokens(worker, int(self._computed[worker] - self._tokens_told[worker]))
+        self._tokens_told[:] = self._computed
+
+    def _tell_blocks(self, worker: int, hashes: list[int], stored: Bools) -> None:
+        """Tell what came and what went, in the order in which it did."""
+        at = 0
+        for came, run in groupby(stored.tolist()):
+            part = hashes[at : (at := at + sum(1 for _ in run))]
+            told = worker, part if came else (), () if came else part
+            if self._listens and worker < len(self._computed):
+                self.listener.on_blocks(*told)
+            if self._on_blocks is not None:
+                self._on_blocks(*told)

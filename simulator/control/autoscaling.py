@@ -1,12 +1,6 @@
-"""An autoscaler at work: a process that looks at a cluster, asks, starts, stops and switches.
-
-The worker leaves whose sessions and experts others can take best, in seconds of a worker:
-
-- it serves on until its requests have ended: what waits is computed, the longest output decoded;
-- the blocks of its prefix cache that no other worker has are computed again;
-- experts that only its requests activate are activated elsewhere in as many steps as its longest
-  output still has.
-"""
+"""An autoscaler at work: it looks at a cluster, asks, starts, stops and switches. The worker leaves
+whose leaving takes the fewest seconds of a worker: for what waits, its longest output, KV blocks
+that no other cache has, and experts that only its requests activate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,17 +10,10 @@ from typing import Any
 
 import numpy as np
 import simpy
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Ints, Words
 from eldr_sim.errors import InputError
-from eldr_sim.policies.scaling.base import (
-    Autoscaler,
-    Fleet,
-    PoolFacts,
-    PoolView,
-    ScalingContext,
-    Switch,
-)
+from eldr_sim.policies.scaling import base
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.control import Control, Worker
@@ -38,12 +25,9 @@ _PROMPT = 4096  #: tokens of a prompt whose seconds a token count
 
 
 def leaving_s(
-    acts: Actions, facts: PoolFacts, engine: EngineSpec, workers: Sequence[int]
+    acts: Actions, facts: base.PoolFacts, engine: EngineSpec, workers: Sequence[int]
 ) -> list[float]:
-    """Return the seconds that the leaving of each of a pool's workers takes.
-
-    ``facts``, ``engine``: of the pool; ``workers``: those that serve.
-    """
+    """Return the seconds that the leaving of each of a pool's ``workers`` that serve takes."""
     engines = [acts.engines(facts.name, number) for number in workers]
     cached = [_cached(acts, own) for own in engines]
     unions = [_union(acts, own) for own in engines]
@@ -62,7 +46,7 @@ def leaving_s(
     return seconds
 
 
-def _cached(acts: Actions, engines: range) -> NDArray[np.int64]:
+def _cached(acts: Actions, engines: range) -> Ints:
     """Return the hashes of the blocks that can be found in a worker's prefix caches."""
     kv = acts.cluster.arrays.engines.kv
     found = [np.zeros(0, np.int64)]
@@ -73,13 +57,13 @@ def _cached(acts: Actions, engines: range) -> NDArray[np.int64]:
     return np.unique(np.concatenate(found))
 
 
-def _alone(cached: Sequence[NDArray[np.int64]], at: int) -> NDArray[np.int64]:
+def _alone(cached: Sequence[Ints], at: int) -> Ints:
     """Return what is cached by one of several workers alone."""
     others = [hashes for i, hashes in enumerate(cached) if i != at]
     return np.setdiff1d(cached[at], np.concatenate(others) if others else [], assume_unique=False)
 
 
-def _union(acts: Actions, engines: range) -> NDArray[np.uint64]:
+def _union(acts: Actions, engines: range) -> Words:
     """Return the experts that a worker's running sequences activate next, a bit each."""
     arrays = acts.cluster.arrays
     rows = [arrays.engines.sequences[w]["row"][: int(acts.workers["batch"][w])] for w in engines]
@@ -120,16 +104,16 @@ class ScalingRule:
 
 
 class Autoscaling:
-    """Lets a policy decide how many workers there are.
-
-    ``control``: of the cluster; ``policy``: who decides; ``facts``: of its pools; ``rule``: bounds.
-
-    A pool has at most the workers of its topology. One that is to go is the one that starts last,
-    or the one whose leaving takes the fewest seconds (`leaving`); of an elastic group the last.
-    """
+    """Lets a policy decide how many workers there are, within ``rule`` and the topology. The one
+    that starts last goes, or that of the fewest seconds (`leaving_s`); of an elastic group the
+    last."""
 
     def __init__(
-        self, control: Control, policy: Autoscaler, facts: ScalingContext, rule: ScalingRule
+        self,
+        control: Control,
+        policy: base.Autoscaler,
+        facts: base.ScalingContext,
+        rule: ScalingRule,
     ) -> None:
         self.control, self.policy, self.rule = control, policy, rule
         self._cluster: Cluster = control.cluster
@@ -167,9 +151,9 @@ class Autoscaling:
             self._do(fleet, event)
         self._env.at(self._env.now + self.policy.interval_s, self._look)
 
-    def _do(self, seen: Fleet, _event: simpy.Event) -> None:
+    def _do(self, seen: base.Fleet, _event: simpy.Event) -> None:
         for said in self.policy.decide(seen):
-            if isinstance(said, Switch):
+            if isinstance(said, base.Switch):
                 self._switch(said)
             else:
                 self._aim(said.pool, int(said.workers))
@@ -186,7 +170,7 @@ class Autoscaling:
             for pool, states in self._states.items()
         )
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> base.Fleet:
         """Return what an autoscaler may see now."""
         now, last = float(self._env.now), self._last_s
         order = self._cluster.arrays.engines.sessions.order
@@ -211,11 +195,11 @@ class Autoscaling:
             "itl_s": _mean(gaps),
         }
         pools = tuple(self._view(name, figures) for name in self._states)
-        return Fleet(now, now - last, pools)
+        return base.Fleet(now, now - last, pools)
 
-    def _view(self, pool: str, figures: dict[str, Any]) -> PoolView:
+    def _view(self, pool: str, figures: dict[str, Any]) -> base.PoolView:
         ready = self._of(pool, READY)
-        return PoolView(
+        return base.PoolView(
             name=pool,
             ready=len(ready),
             starting=len(self._of(pool, STARTING, RESERVED)),
@@ -235,7 +219,7 @@ class Autoscaling:
         told, n_blocks = engines.workers[at], engines.pools["n_blocks"][engines.pool_of[at]]
         kv = 1.0 - (told["n_blank"] + told["n_idle"]) / np.maximum(n_blocks, 1)
 
-        def each(values: NDArray[Any]) -> NDArray[Any]:
+        def each(values: Array) -> Array:
             return np.asarray(values.reshape(-1, size).sum(axis=1))
 
         return {
@@ -277,7 +261,7 @@ class Autoscaling:
         least = sorted(zip(costs, [-number for number in ready], strict=True))
         return [*starting[::-1], *(-number for _, number in least)]
 
-    def _switch(self, said: Switch) -> None:
+    def _switch(self, said: base.Switch) -> None:
         """Let workers change their pool, as many as may go and find a place."""
         source = said.source
         spare = len(self._of(source, READY)) - self.rule.minimum[source]
@@ -289,5 +273,5 @@ class Autoscaling:
             self.control.switch(Worker(source, number), said.target, seconds)
 
 
-def _mean(values: NDArray[Any]) -> float:
+def _mean(values: Array) -> float:
     return float(values.mean()) if len(values) else math.nan

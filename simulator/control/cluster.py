@@ -1,9 +1,6 @@
-"""One run of a cluster: its arrays, the compiled loop over them, and the routers' decisions.
-
-What a request lives through is told in :mod:`~eldr_sim.simulator.plane.loop`.
-
-The control plane's clock is a SimPy environment, a guest of that loop.
-"""
+"""One run of a cluster: its arrays, the compiled loop over them
+(:mod:`~eldr_sim.simulator.plane.loop` tells a request's life), and the routers' decisions. The
+control plane's clock is a SimPy environment, a guest of that loop."""
 
 import heapq
 import operator
@@ -15,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import simpy
-from numpy.typing import NDArray
 from simpy.events import NORMAL, Event
 
+from eldr_sim.arrays import Int32s, Ints, Records
 from eldr_sim.errors import EldrSimWarning, InputError, ProcessError
 from eldr_sim.references import Reference
 from eldr_sim.simulator.control.actions import Actions
@@ -38,18 +35,11 @@ from eldr_sim.simulator.setup.streaming import make_prompt_layers
 
 
 class Clock(simpy.Environment):
-    """A SimPy environment whose time is the loop's, with events at an exact time.
-
-    The loop calls `step` when the environment's next event is due; `run` is `Simulation.run`.
-    """
+    """A SimPy environment whose time is the loop's, which calls `step`."""
 
     def at(self, time_s: float, callback: Callable[[Event], None] | None = None) -> Event:
-        """Return an event at ``time_s`` seconds, which must not be in the past.
-
-        ``timeout(t - now)`` fires at ``now + (t - now)``, which may miss ``t`` by a rounding error;
-        a step that begins exactly at ``t`` would then be on the wrong side of it. ``callback`` is
-        called with the event.
-        """
+        """Return an event at exactly ``time_s``, not in the past, which calls ``callback``:
+        ``timeout(t - now)`` may miss ``t`` by a rounding error, on the wrong side of a step."""
         event = Event(self)
         event._ok = True
         event._value = None
@@ -128,11 +118,8 @@ class Cluster:
     def run(
         self, progress: Callable[[float], None] | None = None, acts: Actions | None = None
     ) -> RunRecord:
-        """Run until every measured request has ended, or the time limit.
-
-        ``progress`` is called now and then with the share of measured requests that have ended;
-        ``acts``: what processes that have begun do to it.
-        """
+        """Run until every measured request has ended, or the time limit. ``progress``: called with
+        the share of these; ``acts``: what processes that have begun do to it."""
         clock = self.arrays.clock
         total = max(1, int(clock["open_measured"][0]))
         if acts is None and self.faults is not None:
@@ -163,10 +150,7 @@ class Cluster:
         )
 
     def advance(self, until: float) -> int:
-        """Let happen what happens before ``until`` seconds; returns why the loop stopped.
-
-        One of `loop.ENDED`, `loop.UNTIL` and `loop.PAUSED`.
-        """
+        """Let happen what happens before ``until``, s; returns `loop.ENDED`, UNTIL or PAUSED."""
         self._failure = None
         if not self.arrays.engines.pools["executor"][0]:
             self._choose_executors()
@@ -224,7 +208,7 @@ class Cluster:
         self.group_log = with_room(self.group_log, int(clock["n_group_steps"]) + 1)
         self.gaps = with_room(self.gaps, int(clock["n_gaps"]) + size * places)
 
-    def _lanes_window(self, arrived: NDArray[np.void]) -> tuple[float, float]:
+    def _lanes_window(self, arrived: Records) -> tuple[float, float]:
         """Return the window that lanes opened; raises InputError if they could not."""
         own = self.arrays.engines.sessions.record[0]
         if own["short"]:
@@ -239,10 +223,8 @@ class Cluster:
         raise InputError("workload", problem, "sessions that the engines can serve")
 
     def record(self, end_s: float, acts: Actions | None = None) -> RunRecord:
-        """Return what has happened up to ``end_s`` seconds; what is open then remains unserved.
-
-        ``acts``, if anything was done to the run, know of requests that were sent again.
-        """
+        """Return what has happened up to ``end_s`` seconds; what is open remains unserved. ``acts``
+        know of requests that were sent again."""
         self.asking.tell_ends(self.arrays)
         clock = self.arrays.clock[0]
         # Copied as bytes, those between the fields included: equal runs have equal records.
@@ -286,7 +268,7 @@ class Cluster:
             tiers=self._of_tiers(numbers),
         )
 
-    def _of_tiers(self, numbers: NDArray[np.int32]) -> TierRecord | None:
+    def _of_tiers(self, numbers: Int32s) -> TierRecord | None:
         """Return what requests took from KV tiers; None where there are none."""
         tiers = self.arrays.engines.kv.tiers
         if not len(tiers.loads):
@@ -303,7 +285,7 @@ class Cluster:
             [int((tiers.stores["n_blank"] + tiers.stores["n_idle"])[of[:1]].sum()) for of in mine],
         )
 
-    def _drafted(self) -> NDArray[np.int64] | None:
+    def _drafted(self) -> Ints | None:
         """Return what became of drafts, of all pools; None where there are none."""
         pools = zip(self.spec.pools, self.arrays.drafts, strict=False)
         counts = [drafts.counts for pool, drafts in pools if pool.engine.speculation is not None]

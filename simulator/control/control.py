@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import simpy
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.cluster import Cluster
@@ -123,14 +123,11 @@ class Pool:
 
 
 class Control:
-    """What processes may do to a cluster; `Simulation.cluster`.
-
-    ``arrivals``: whether requests come when the workload says, and so when clients give up; else
-    clients wait as long from when their requests are sent.
-    """
+    """What processes may do to a cluster. ``arrivals``: whether requests come, and clients give up,
+    by the workload, or from when they are sent."""
 
     def __init__(self, cluster: Cluster, plan: FaultPlan, arrivals: bool = True) -> None:
-        self._patience_s: NDArray[np.float64] | None = None
+        self._patience_s: Floats | None = None
         if not arrivals and plan.cancel_s is not None:
             self._patience_s = plan.cancel_s - cluster.workload.arrival_s
             plan = replace(plan, cancel_s=None)
@@ -155,17 +152,13 @@ class Control:
         output_len: int | None = None,
         prefix: Sequence[Hashable] = (),
     ) -> simpy.Event:
-        """Send a request now; returns an event whose value is the request as it `Ended`.
+        """Send a request now, the next of the workload; returns an event with the request as it
+        `Ended`.
 
-        It is the next one of the configuration's workload, which begins again when it ends, with
-        prefixes of its own.
-
-        ``prompt_len``, ``output_len``: tokens, in place of the workload's; ``prefix``: what the
-        prompt begins with, and perhaps how the answer goes on, a name for each ``block_size``
-        tokens: prompts that begin with the same names share these tokens. Raises InputError if a
-        length is given where the workload's prefixes or the queue order hang on it, or a prefix
-        without ``Simulation(prefixes=True)``.
-        """
+        ``prompt_len``, ``output_len``: tokens, in place of the workload's; ``prefix``: a name for
+        each ``block_size`` tokens, shared by prompts that begin with the same names. Raises
+        InputError if the workload's prefixes or the queue order hang on a length that is given, or
+        for a prefix without ``Simulation(prefixes=True)``."""
         number = self.submit(prompt_len, output_len, prefix)
         self.cluster.requests["watched"][number] = True
         event = self._waited[number] = simpy.Event(self._env)
@@ -224,8 +217,7 @@ class Control:
 
     def generating(self) -> Iterator[tuple[float, Any, Any]]:
         """Yield of each engine with a batch when its last step ends or has ended, s, and the
-        batch: the numbers of its requests, and the tokens that they have got then.
-        """
+        batch: the numbers of its requests, and the tokens that they have got then."""
         engines = self.cluster.arrays.engines
         here = engines.pools["then"][engines.pool_of] == state.HERE
         for w in np.flatnonzero(here & (engines.workers["batch"] > 0)).tolist():
@@ -274,12 +266,10 @@ class Control:
         return replace(self.acts.recorded(record), states=np.array(self._log, STATE))
 
     def start(self, worker: Worker) -> simpy.Event:
-        """Let a worker serve that does not: a new, empty one, or one that drained.
+        """Let a worker serve that does not: a new, empty one, when its start-up is over
+        (``start_up``; routers know ``health_delay_ms`` later), or one that drained.
 
-        A new one serves when its start-up is over (``start_up``), and routers know of it
-        ``health_delay_ms`` later. Returns simpy.Event: it serves; its value is the worker, None if
-        it was stopped before.
-        """
+        Returns simpy.Event: it serves; its value is the worker, None if it was stopped before."""
         engines, done = self._engines(worker), simpy.Event(self._env)
         if worker in self._switching:
             raise InputError("start", f"{worker} is part of a switch", "a worker that is not")
@@ -319,11 +309,9 @@ class Control:
             done.succeed(worker)
 
     def stop(self, worker: Worker, timeout_s: float = math.inf) -> None:
-        """Let a worker drain, and leave when it has nothing left, which is looked at every 0.1 s.
-
-        After ``timeout_s`` it leaves all the same, and ``retry`` says what becomes of its requests.
-        One that starts is not started. `start` lets it stay.
-        """
+        """Let a worker drain, and leave when it has nothing left, which is looked at every 0.1 s,
+        or after ``timeout_s``: ``retry`` says what becomes of its requests. One that starts is not
+        started. `start` lets it stay."""
         engines = self._engines(worker)
         if worker in self._starting:
             self._starting.pop(worker).succeed()
@@ -404,16 +392,12 @@ class Control:
         self._note(worker, OFF)
 
     def switch(self, worker: Worker, pool: str, seconds: float = 0.0) -> simpy.Event:
-        """Let a worker drain, and serve in another pool ``seconds`` after it has nothing left.
+        """Let a worker drain (looked at every 10 ms), and serve in another pool ``seconds`` later.
 
-        It has nothing left when its requests have ended or, where it hands them over, when their
-        KV caches have been fetched, which is looked at every 10 ms. It takes the first place of
-        the other pool where nobody is, and leaves its own; its KV cache is empty then.
-
-        Returns simpy.Event: its value is the `Worker` that it is in the other pool, which serves;
-        None if it has died on the way. Raises InputError if it does not serve, the other pool has
-        no place or workers of other GPUs, or a worker that leaves is not simulated (as in `fail`).
-        """
+        It takes the first free place there, with an empty KV cache. Returns simpy.Event: its value
+        is the `Worker` there, None if it has died on the way. Raises InputError if it does not
+        serve, there is no place or other GPUs, or a worker that leaves is not simulated (as in
+        `fail`)."""
         engines, other = self._engines(worker), self.pool(pool)
         if not 0.0 <= seconds < math.inf:
             raise InputError("switch", f"{seconds:g} s", "0 s or more")

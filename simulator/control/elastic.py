@@ -1,14 +1,9 @@
-"""Groups of engines that share experts and change their width while they run (elastic EP).
+"""Groups of engines that share experts and change their width while they run (elastic EP), at their
+end.
 
-Engines come and go at the end of a group. When some have come, or are to go, the group stands
-still, its experts are placed anew on the GPUs that there are, and the next step finds them there:
-so does vLLM, which prepares everything else beside the steps (pull request 47288).
-
-The pause is what CUDA graphs take, captured again, and the experts that a GPU does not hold yet
-over the links (`relocation`), or ``width_pause``. Published: DeepSeek-V2-Lite from 4 to 8 engines
-and back took 31 and 7 s in all, 3 s where all engines are prepared and sleep (vLLM pull request
-44994); at first traffic was dropped for 55 and 40 s (20775).
-"""
+The group stands still for the capture of CUDA graphs and the move of experts (`relocation`), or
+``width_pause``, as in vLLM (pull request 47288). Published: DeepSeek-V2-Lite from 4 to 8 engines
+and back took 31 and 7 s, 3 s where all sleep, prepared (44994); at first 55 and 40 s (20775)."""
 
 from __future__ import annotations
 
@@ -17,17 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Records
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.simulator.control.relocation import (
-    RELOCATION,
-    ExpertLinks,
-    Transfer,
-    expert_moves,
-    place_experts,
-    transfer_of,
-)
+from eldr_sim.simulator.control import relocation
 from eldr_sim.simulator.plane.steps.group_state import GroupCost
 
 if TYPE_CHECKING:
@@ -43,18 +31,15 @@ class Shape(NamedTuple):
 
 @dataclass
 class ElasticGroup:
-    """A pool's group whose engines come and go.
-
-    ``first``: its first engine; ``shapes``: by width; ``experts``: of a layer, and MoE layers;
-    ``pause_s``: of a change, None where what it moves says so, and ``graphs_s``, which are captured
-    again.
-    """
+    """A pool's group whose engines come and go: from ``first`` on, with ``shapes`` by width;
+    ``experts`` of a layer, and MoE layers; ``pause_s``, None where moves and ``graphs_s`` say
+    so."""
 
     pool: int
     first: int
     shapes: Mapping[int, Shape]
     experts: tuple[int, int]
-    links: ExpertLinks
+    links: relocation.ExpertLinks
     graphs_s: float
     pause_s: float | None
     width: int = field(init=False)
@@ -68,13 +53,13 @@ class ElasticGroup:
         shapes = self.shapes.values()
         return max(int(shape.placement.instances(self.experts[0]).max()) for shape in shapes)
 
-    def moved(self, before: int, after: int) -> tuple[Transfer, float]:
+    def moved(self, before: int, after: int) -> tuple[relocation.Transfer, float]:
         """Return what moves from one width to another, and for how long the group stands still."""
         placements = [self.shapes[width].placement for width in (before, after)]
         ranks = max(placement.n_ranks for placement in placements)
         old, new = (replace(placement, n_ranks=ranks) for placement in placements)
-        moves = expert_moves(old, new, self.experts[0], self.links.gpus_per_node)
-        moved = transfer_of(moves, self.links, self.experts[1])
+        moves = relocation.expert_moves(old, new, self.experts[0], self.links.gpus_per_node)
+        moved = relocation.transfer_of(moves, self.links, self.experts[1])
         return moved, self.graphs_s + moved.seconds if self.pause_s is None else self.pause_s
 
     def change(self, acts: Actions) -> None:
@@ -88,7 +73,7 @@ class ElasticGroup:
         assert groups is not None
         engines = slice(self.first, self.first + max(self.shapes))
         masks, replicas = cluster.arrays.masks, groups.replicas
-        place_experts(masks, replicas, engines, after.placement, *self.experts)
+        relocation.place_experts(masks, replicas, engines, after.placement, *self.experts)
         costs = list(groups.costs)
         costs[self.pool] = after.cost
         cluster.groups = groups._replace(costs=tuple(costs))
@@ -105,6 +90,6 @@ class ElasticGroup:
         least, most = min(self.shapes), max(self.shapes)
         return self.moved(*(min(max(width, least), most) for width in (before, after)))[1]
 
-    def log(self) -> NDArray[np.void]:
+    def log(self) -> Records:
         """Return a record of each change but those with which the run begins: ``RELOCATION``."""
-        return np.array(self._log, RELOCATION)
+        return np.array(self._log, relocation.RELOCATION)

@@ -44,10 +44,7 @@ def _begin(acts: Actions, deeds: list[_Deed]) -> None:
 
 
 def _give_up(acts: Actions, request: int, after_s: float) -> None:
-    """Let a client give up ``after_s`` behind the arrival of its request, a turn of a session.
-
-    One that has not come is looked at again so much later, 10 ms at least.
-    """
+    """Let a client give up ``after_s`` behind its request's arrival, or 10 ms at least."""
     if acts.requests["outcome"][request] != state.OPEN:
         return
     at_s = acts.now + max(after_s, 0.01)

@@ -10,7 +10,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.arrays import make_requests, of_all
 from eldr_sim.simulator.control.sent_prefixes import kept
 from eldr_sim.simulator.plane.front_end import make_front_end
-from eldr_sim.simulator.plane.kv_cache import make_kv_cache
+from eldr_sim.simulator.plane.kv.kv_cache import make_kv_cache
 from eldr_sim.simulator.plane.router import with_more
 
 if TYPE_CHECKING:
@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def grow(cluster: Cluster) -> None:
-    """Have room for twice as many requests: the workload's again, with prefixes of their own.
-
-    Those that are sent with requests stay as they are.
-
-    They have not arrived.
-    """
+    """Have room for twice as many requests: the workload's again, prefixes of their own."""
     workload = cluster.workload.repeated(2)
     if cluster.sent is not None:
         workload = kept(cluster.workload, workload)
@@ -85,11 +80,8 @@ def grow(cluster: Cluster) -> None:
 def set_lengths(
     cluster: Cluster, request: int, prompt_len: int | None, output_len: int | None
 ) -> None:
-    """Give a request that has not arrived other lengths than the workload's.
-
-    Raises InputError if a length is below 1, or the workload's prefixes or the queue order hang
-    on it.
-    """
+    """Give a request that has not arrived other lengths. Raises InputError if one is below 1, or
+    the workload's prefixes or the queue order hang on it."""
     keys, lengths = cluster.inputs.queue_keys, {"prompt_len": prompt_len, "output_len": output_len}
     for name, tokens in lengths.items():
         if tokens is None:

@@ -1,9 +1,6 @@
-"""What routers know of prefix caches where they do not see them as they are.
-
-Engines publish now and then which blocks have come and gone (`PublishedBlocks`), or tell nothing,
-and a router goes by what it has sent where (`SentBlocks`), as the approximate modes of llm-d's and
-Dynamo's routers do.
-"""
+"""What routers know of prefix caches where they do not see them as they are: engines publish blocks
+now and then (`PublishedBlocks`), or routers go by what they have sent (`SentBlocks`), as llm-d's
+and Dynamo's approximate modes."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+
+from eldr_sim.arrays import Ints
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.setup.config.field_types import KVSignal
@@ -38,11 +36,9 @@ class PublishedBlocks:
 
 
 class SentBlocks:
-    """The prefix blocks of the prompts that a router has sent to each worker of late.
-
-    ``told``: for how long, and how many tokens of a worker at most, of which those sent last stay;
-    and how many routers there are, which take requests in turn.
-    """
+    """The prefix blocks of the prompts that a router has sent to each worker of late. ``told``: for
+    how long, and how many tokens of a worker at most, the last ones; and how many routers take
+    turns."""
 
     def __init__(self, n_workers: int, told: KVSignal, block_tokens: int) -> None:
         self._ttl_s, self._routers = told.ttl, int(told.routers)
@@ -76,12 +72,7 @@ def _run(blocks: Sequence[int], known: set[int] | OrderedDict[int, float]) -> in
     return next((n for n, block in enumerate(blocks) if block not in known), len(blocks))
 
 
-def matched_tokens(
-    blocks: Sequence[int], prompt: int, prefix_tokens: int, block_size: int
-) -> NDArray[np.int64]:
-    """Return the tokens of a prompt in its first ``blocks``, one number a worker.
-
-    Whole KV blocks of ``block_size`` tokens, and never the prompt's last token.
-    """
+def matched_tokens(blocks: Sequence[int], prompt: int, prefix_tokens: int, block_size: int) -> Ints:
+    """Return the tokens of a prompt in its first ``blocks``, one number a worker."""
     tokens = np.minimum(np.asarray(blocks, np.int64) * prefix_tokens, prompt - 1)
     return tokens // block_size * block_size

@@ -9,13 +9,8 @@ from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.eldr.artifact import RoutingArtifact
 from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
 from eldr_sim.policies.registry import placement_policy
+from eldr_sim.simulator.control import relocation
 from eldr_sim.simulator.control.elastic import ElasticGroup, Shape
-from eldr_sim.simulator.control.relocation import (
-    MovableGroup,
-    RelocationRule,
-    Relocations,
-    expert_links,
-)
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.engine_of import least_engines
 from eldr_sim.simulator.setup.prepare import PreparedRun
@@ -29,12 +24,10 @@ def placements_of(
     prepared: PreparedRun,
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
-) -> tuple[list[Placement] | None, list[MovableGroup]]:
-    """Return where the experts of each worker lie, and the groups whose experts can move.
-
-    None where every GPU holds all experts and no engines share them. ELDR's clusters are those of
-    decode workers.
-    """
+) -> tuple[list[Placement] | None, list[relocation.MovableGroup]]:
+    """Return where the experts of each worker lie, and the groups whose experts can move; None
+    where every GPU holds all experts and no engines share them. ELDR's clusters are those of decode
+    workers."""
     spec = prepared.spec
     engines = [pool.engine for pool in spec.pools]
     if all(engine.n_expert_ranks == 1 and engine.group is None for engine in engines):
@@ -50,7 +43,7 @@ def placements_of(
             if engine.group is not None and placed.policy.needs.counts:
                 gpu, n_bytes = engine.step_time.gpu, prepared.model.bytes_per_expert
                 movable.append(
-                    MovableGroup(
+                    relocation.MovableGroup(
                         len(placements),
                         size,
                         at,
@@ -58,7 +51,7 @@ def placements_of(
                         placed.group,
                         placed.policy,
                         placed.placement,
-                        expert_links(gpu, n_bytes, ranks, config.gpus_per_node),
+                        relocation.expert_links(gpu, n_bytes, ranks, config.gpus_per_node),
                         placed.group.slots_per_rank,
                     )
                 )
@@ -82,11 +75,8 @@ def place_pool(
     calibration: Callable[[], CalibrationSet],
     width: int | None = None,
 ) -> list[Placed]:
-    """Return where the experts of each group of a pool's engines lie.
-
-    ``width``: engines that are there of its only group, whose ranks hold as many instances; all
-    when None.
-    """
+    """Return where the experts of each group of a pool lie, of ``width`` engines of its only group,
+    whose ranks hold as many instances; all when None."""
     pool, own = next(
         (pool, made.own)
         for pool, made in zip(prepared.spec.pools, config.pools, strict=True)
@@ -132,10 +122,8 @@ def elastic_groups(
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
 ) -> list[ElasticGroup]:
-    """Return the groups whose engines come and go, with where experts lie at every width.
-
-    Raises InputError where a placement does not fill the ranks evenly: KV caches would change.
-    """
+    """Return the groups whose engines come and go, with where experts lie at every width. Raises
+    InputError where ranks are not filled evenly: KV caches would change."""
     found, model = [], prepared.model
     for number, (pool, made) in enumerate(zip(prepared.spec.pools, config.pools, strict=True)):
         engine, shapes = pool.engine, {}
@@ -156,7 +144,7 @@ def elastic_groups(
             assert shared is not None
             shapes[width] = Shape(placed.placement, shared)
         gpu, n_bytes = engine.step_time.gpu, model.bytes_per_expert
-        links = expert_links(gpu, n_bytes, engine.n_expert_ranks, config.gpus_per_node)
+        links = relocation.expert_links(gpu, n_bytes, engine.n_expert_ranks, config.gpus_per_node)
         first = prepared.spec.workers_of(pool.name).start
         experts = model.n_experts, model.n_moe_layers
         pauses = engine.graphs_s, config.width_pause
@@ -172,8 +160,8 @@ def _whole_nodes(width: int, engine_gpus: int, config: RunConfig) -> int:
 
 
 def relocations_of(
-    config: RunConfig, prepared: PreparedRun, movable: list[MovableGroup]
-) -> Relocations | None:
+    config: RunConfig, prepared: PreparedRun, movable: list[relocation.MovableGroup]
+) -> relocation.Relocations | None:
     """Return what moves the experts of groups while they run; None where nothing does."""
     if config.eplb_interval is None:
         for name in ("eplb_window", "eplb_async", "eplb_overhead_ms"):
@@ -186,8 +174,10 @@ def relocations_of(
             "no worker's engines share experts that a placement policy moves",
             "--data-parallel-size 2 or more with --expert-placement eplb",
         )
-    rule = RelocationRule(
+    rule = relocation.RelocationRule(
         config.eplb_interval, config.eplb_window, config.eplb_async, config.eplb_overhead_ms / 1e3
     )
     spec, model = prepared.spec, prepared.model
-    return Relocations(rule, movable, spec.n_workers, model.n_moe_layers, model.n_experts)
+    return relocation.Relocations(
+        rule, movable, spec.n_workers, model.n_moe_layers, model.n_experts
+    )

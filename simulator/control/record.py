@@ -1,11 +1,11 @@
 """What happened in a run."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Bools, Floats, Int32s, Ints, Records
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 from eldr_sim.simulator.setup.fault_plan import Fault
@@ -32,7 +32,7 @@ STATE = np.dtype([("at_s", np.float64), ("pool", np.int32), ("worker", np.int32)
                   ("state", np.int32)])  # fmt: skip
 
 
-def within(log: NDArray[Any], inside: NDArray[np.bool_]) -> NDArray[Any]:
+def within(log: Array, inside: Bools) -> Array:
     """Return ``log[inside]``: a view where these lie in a row, as a log in order of time has them.
 
     Its records are long, and a copy takes longer than what is read of it.
@@ -44,12 +44,12 @@ def within(log: NDArray[Any], inside: NDArray[np.bool_]) -> NDArray[Any]:
 class TierRecord(NamedTuple):
     """What KV tiers did; columns of requests are those of `RunRecord.requests`."""
 
-    hits: NDArray[np.int32]  #: ``[requests, tiers]``: tokens that prompts took from them
-    loads: NDArray[np.void]  #: ``kv_tiers.LOAD``
+    hits: Int32s  #: ``[requests, tiers]``: tokens that prompts took from them
+    loads: Records  #: ``kv_tiers.LOAD``
     #: ``[tiers]``: blocks ``loaded`` by workers and ``stored`` by them, and ``evicted``,
-    loaded: NDArray[np.int64]
-    stored: NDArray[np.int64]
-    evicted: NDArray[np.int64]
+    loaded: Ints
+    stored: Ints
+    evicted: Ints
     stores: list[int]  #: stores of each,
     capacity: list[int]  #: and blocks of one
 
@@ -58,19 +58,19 @@ class TierRecord(NamedTuple):
 class RunRecord:
     """What happened."""
 
-    requests: NDArray[np.void]  #: `REQUEST`, every request that arrived, in order of arrival,
-    numbers: NDArray[np.int32]  #: and its number in the workload
+    requests: Records  #: `REQUEST`, every request that arrived, in order of arrival,
+    numbers: Int32s  #: and its number in the workload
     #: ``prefill_steps``, ``decode_steps``: ``state.STEP``, in the order in which they began: the
     #: steps of prefill workers that ended, and those of decode (or co-located) workers.
-    prefill_steps: NDArray[np.void]
-    decode_steps: NDArray[np.void]
+    prefill_steps: Records
+    decode_steps: Records
     #: ``prefill_group_steps``, ``decode_group_steps``: ``state.GROUP_STEP``: the steps of engines
     #: that share experts. ``n_busy`` records of ``prefill_steps`` or ``decode_steps`` belong to
     #: each, in order.
-    prefill_group_steps: NDArray[np.void]
-    decode_group_steps: NDArray[np.void]
-    gaps: NDArray[np.void]  #: ``state.GAP``, where preemption came between two tokens
-    relocations: NDArray[np.void]  #: ``relocation.RELOCATION``: whenever experts moved
+    prefill_group_steps: Records
+    decode_group_steps: Records
+    gaps: Records  #: ``state.GAP``, where preemption came between two tokens
+    relocations: Records  #: ``relocation.RELOCATION``: whenever experts moved
     window: tuple[float, float]  #: the measured window, s
     end_s: float  #: when the run ended
     #: ``streamed_s``, ``stall_s``: seconds that steps took which streamed weights, and of which
@@ -79,22 +79,22 @@ class RunRecord:
     stall_s: float = 0.0
     #: ``[k + 2]``: verify steps of sequences by the drafts accepted, and all drafts verified; None
     #: where nothing was drafted.
-    drafted: NDArray[np.int64] | None = None
+    drafted: Ints | None = None
     tiers: TierRecord | None = None  #: None where there are none
     #: ``retries``, ``faults``: how often each request was sent again, None where nothing went
     #: wrong; what did.
-    retries: NDArray[np.int32] | None = None
+    retries: Int32s | None = None
     faults: tuple[Fault, ...] = ()
     #: `STATE`: what workers were and when, in order; None where nothing was done to them.
-    states: NDArray[np.void] | None = None
+    states: Records | None = None
 
     @property
-    def completed(self) -> NDArray[np.bool_]:
+    def completed(self) -> Bools:
         """Which requests generated all their tokens."""
         return np.asarray(self.requests["outcome"] == state.COMPLETED)
 
     @property
-    def load_start_s(self) -> NDArray[np.float64]:
+    def load_start_s(self) -> Floats:
         """When requests began to wait for KV tiers, s; who did not began its prompt then."""
         began = self.requests["prefill_start_s"]
         if self.tiers is None:
@@ -107,20 +107,15 @@ class RunRecord:
         return [state.OUTCOMES[code] for code in self.requests["outcome"].tolist()]
 
 
-def _places(spec: ClusterSpec) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
+def _places(spec: ClusterSpec) -> tuple[Bools, Ints, Ints]:
     """Return which workers decode; their numbers there, and those at their routers, else."""
     decodes = np.repeat([pool.decodes for pool in spec.pools], [pool.n for pool in spec.pools])
     at_router = np.concatenate([np.arange(len(workers)) for workers in spec.routers])
     return decodes, np.where(decodes, np.cumsum(decodes) - 1, -1), at_router
 
 
-def by_role(
-    spec: ClusterSpec, log: NDArray[np.void], field: str
-) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """Return the records of workers that only compute prompts, and of those that decode.
-
-    ``field`` numbers workers as `with_columns` does.
-    """
+def by_role(spec: ClusterSpec, log: Records, field: str) -> tuple[Records, Records]:
+    """Return the records of workers that only compute prompts, and of those that decode."""
     decodes, own, at_router = _places(spec)
     if decodes.all():
         return log[:0], log
@@ -131,13 +126,9 @@ def by_role(
     return prefill, decode
 
 
-def with_columns(requests: NDArray[np.void], spec: ClusterSpec) -> NDArray[np.void]:
-    """Return requests, changed in place, as results have them.
-
-    ``prefill_worker`` has computed the prompt, or was to, and counts its router's workers;
-    ``decode_worker`` has decoded it, or was to (so has who has reserved its KV blocks), and counts
-    the workers that decode; -1: none.
-    """
+def with_columns(requests: Records, spec: ClusterSpec) -> Records:
+    """Return requests, changed in place, with ``prefill_worker`` (computed the prompt, or was to,
+    by its router's numbers) and ``decode_worker`` (decoded it, or was to), -1: none."""
     decodes, own, at_router = (np.append(column, -1) for column in _places(spec))
     worker, source = requests["worker"].copy(), requests["source"].copy()
     here = (worker >= 0) & (decodes[worker] == 1)

@@ -1,29 +1,22 @@
 """Experts that move while a run lasts: EPLB at run time.
 
-Every group of engines that share experts counts the tokens of each expert over a window of steps,
-and after every ``interval`` steps of its own asks its placement policy for a new placement. The
-weights that a rank does not hold yet move over the links, layer by layer::
+A group of engines that share experts counts tokens by expert over a window of steps, and asks its
+placement policy after every ``interval`` steps. Weights that a rank lacks move, layer by layer::
 
     transfer = sum over MoE layers of max(inside / links of a node, between / NIC)
 
-``inside`` and ``between`` are the bytes that the busiest rank sends or receives. A rank takes an
-expert from a rank of its own node that holds it, if there is one; several receivers take turns
-among several holders.
+``inside`` and ``between``: bytes that the busiest rank sends or receives, from its own node where
+that holds the expert; receivers take turns among holders. The group waits at the end of the step
+after which it asked, or goes on and has the new placement from the first step that starts when all
+has arrived (asynchronous); until then it is not asked again.
 
-The group waits for the transfer at the end of the step after which it asked (synchronous), or its
-steps go on and the new placement is in force from the first one that starts when all has arrived
-(asynchronous); then it is not asked again before.
-
-vLLM does so in ``vllm/distributed/eplb/eplb_state.py`` (``EplbState.step``, ``rearrange``) and
-``rebalance_execute.py``, at the end of a step, and like there the counter starts at three quarters
-of the interval. What differs: its sender is the same rank for a run of receivers, whatever the
-node; asynchronously it puts layer by layer in force, and its transfers slow the steps beside them;
-its counts, kept by instance, are read with the instances of now.
-
-Planning, launches, synchronisation and the copy from the receive buffer are ``overhead_s``, and in
-vLLM most of it: a new placement of DeepSeek-R1 in NVFP4 on 32 GB200 with 32 redundant experts moves
-12 GB to each rank, 0.02 to 0.03 s by this formula, and took 0.65 to 1.70 s (vLLM PR 43219).
-"""
+So does vLLM (``vllm/distributed/eplb/eplb_state.py``, ``EplbState.step``, ``rearrange``;
+``rebalance_execute.py``); the counter starts at three quarters of the interval. What differs: its
+sender is one rank for a run of receivers, whatever the node; asynchronously it puts layer by layer
+in force, and slows the steps beside; its counts, by instance, are read with the instances of now.
+Planning, launches and copies are ``overhead_s``, in vLLM most of it: DeepSeek-R1 in NVFP4 on 32
+GB200 with 32 redundant experts moves 12 GB to each rank, 0.02 to 0.03 s by this formula, and took
+0.65 to 1.70 s (vLLM PR 43219)."""
 
 import math
 from collections import deque
@@ -32,21 +25,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Ints, Records, Words
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels.all_to_all import NETWORK_EFFICIENCY
 from eldr_sim.kernel_profiles.kernels.roofline import efficiency_of
 from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
 from eldr_sim.policies.replicas.base import place_among_equals
-from eldr_sim.simulator.plane.steps.expert_loads import (
-    ASK,
-    EARLY,
-    LATE,
-    ExpertLoads,
-    make_expert_loads,
-    take_counts,
-)
+from eldr_sim.simulator.plane.steps import expert_loads
 from eldr_sim.simulator.plane.steps.group_state import Replicas
 from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 
@@ -112,14 +98,9 @@ def expert_links(gpu: GPU, expert_bytes: int, n_ranks: int, gpus_per_node: int) 
     return ExpertLinks(expert_bytes, inside, between, gpus_per_node)
 
 
-def expert_moves(
-    before: Placement, after: Placement, n_experts: int, gpus_per_node: int
-) -> NDArray[np.int64]:
-    """Return how many experts each rank sends to each other, ``[layers, from, to]``.
-
-    An expert moves to a rank that has it afterwards and had no instance before: once, however many
-    instances it gets there.
-    """
+def expert_moves(before: Placement, after: Placement, n_experts: int, gpus_per_node: int) -> Ints:
+    """Return how many experts each rank sends to each other, ``[layers, from, to]``: to those that
+    have one afterwards and no instance before, once."""
     had, has = before.held(n_experts), after.held(n_experts)
     layer, to, expert = np.nonzero(has & ~had)
     node = np.arange(before.n_ranks) // gpus_per_node
@@ -137,7 +118,7 @@ def expert_moves(
 
 
 def place_experts(
-    masks: NDArray[np.uint64],
+    masks: Words,
     replicas: Replicas | None,
     engines: slice,
     placement: Placement,
@@ -165,7 +146,7 @@ class Transfer(NamedTuple):
     seconds: float
 
 
-def transfer_of(moves: NDArray[np.int64], links: ExpertLinks, n_layers: int) -> Transfer:
+def transfer_of(moves: Ints, links: ExpertLinks, n_layers: int) -> Transfer:
     """Return what moves in a model of ``n_layers`` MoE layers, which take the trace's in turn."""
     layers, ranks, _ = moves.shape
     node = np.arange(ranks) // links.gpus_per_node
@@ -193,16 +174,13 @@ class MovableGroup:
     placement: Placement
     links: ExpertLinks  #: what the weights move over
     slots: int  #: different experts that a rank has room for
-    parts: deque[NDArray[np.int64]] = field(default_factory=deque)  # of the intervals of a window
+    parts: deque[Ints] = field(default_factory=deque)  # of the intervals of a window
     under_way: tuple[Placement, int] | None = None  # and its place in the log
 
 
 class Relocations:
-    """The relocations of a run.
-
-    ``rule``: when; ``groups``: those that relocate; ``n_workers``, ``n_layers``, ``n_experts``:
-    engines of the run; MoE layers of the model, and experts of a layer.
-    """
+    """The relocations of a run: when (``rule``), which groups; ``n_layers``: MoE layers of the
+    model, ``n_experts``: of a layer."""
 
     def __init__(
         self,
@@ -214,7 +192,9 @@ class Relocations:
     ) -> None:
         self.rule, self.n_layers, self.n_experts = rule, n_layers, n_experts
         self.groups = {group.first: group for group in groups}
-        self.loads: ExpertLoads = make_expert_loads(n_workers, n_layers * -(-n_experts // 64))
+        self.loads: expert_loads.ExpertLoads = expert_loads.make_expert_loads(
+            n_workers, n_layers * -(-n_experts // 64)
+        )
         whole = rule.window // rule.interval
         for group in groups:
             group.parts = deque(maxlen=whole + 1)
@@ -226,18 +206,18 @@ class Relocations:
         """Instances of an expert that a placement may come to have."""
         return 1 + max(group.group.n_redundant for group in self.groups.values())
 
-    def bind(self, masks: NDArray[np.uint64], replicas: Replicas | None) -> None:
+    def bind(self, masks: Words, replicas: Replicas | None) -> None:
         """Take the arrays in which the compiled loop looks up where experts are."""
         self._masks, self._replicas = masks, replicas
 
     def answer(self, question: int, leader: int, now: float) -> None:
         """Do what the compiled loop asks for: `expert_loads.ASK` or ``PUT_IN_FORCE``."""
-        if question == ASK:
+        if question == expert_loads.ASK:
             self._relocate(self.groups[leader], float(self.loads.end_s[leader]))
         else:
             self._put_in_force(self.groups[leader], now)
 
-    def log(self) -> NDArray[np.void]:
+    def log(self) -> Records:
         """Return a record of each relocation, ``RELOCATION``."""
         return np.array(self._log, RELOCATION)
 
@@ -246,20 +226,20 @@ class Relocations:
         loads, rule = self.loads, self.rule
         due = after + steps
         loads.due[leader] = due
-        loads.from_step[leader, LATE] = due - rule.window % rule.interval
+        loads.from_step[leader, expert_loads.LATE] = due - rule.window % rule.interval
         if rule.window >= rule.interval:
-            loads.from_step[leader, EARLY] = after
+            loads.from_step[leader, expert_loads.EARLY] = after
 
-    def _window(self, group: MovableGroup) -> NDArray[np.int64]:
+    def _window(self, group: MovableGroup) -> Ints:
         """Return the tokens of each expert in the window, ``[trace layers, experts]``."""
         whole = self.rule.window // self.rule.interval
-        group.parts.append(take_counts(self.loads, group.first, self.n_experts))
+        group.parts.append(expert_loads.take_counts(self.loads, group.first, self.n_experts))
         parts = list(group.parts)
         counts = np.zeros((self.n_layers, self.n_experts), np.int64)
         for part in parts[len(parts) - min(whole, len(parts)) :]:
-            counts += part[EARLY] + part[LATE]
+            counts += part[expert_loads.EARLY] + part[expert_loads.LATE]
         if len(parts) > whole:
-            counts += parts[0][LATE]
+            counts += parts[0][expert_loads.LATE]
         load = np.zeros((group.group.n_layers, self.n_experts), np.int64)
         np.add.at(load, np.arange(self.n_layers) % group.group.n_layers, counts)
         return load

@@ -1,15 +1,12 @@
-"""A choice of replicas in Python: asked for each layer of a group's step, before it is counted.
-
-It is for choices of one's own. Those of ours are compiled (`replica_choice`), a hundred times as
-fast, and are equal to what the numpy classes choose here.
-"""
+"""A choice of replicas of one's own, in Python: asked for each layer of a group's step, before it
+is counted. Ours are compiled (`replica_choice`), a hundred times as fast, and equal to the numpy
+classes here."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Ints, Words
 from eldr_sim.policies.placement.base import EMPTY, Placement
 from eldr_sim.policies.replicas.base import ReplicaChoice, place_among_equals
 from eldr_sim.simulator.control.relocation import Relocations
@@ -18,11 +15,8 @@ from eldr_sim.simulator.plane.steps.group_state import Groups
 
 
 class ReplicaPolicy:
-    """Asks a choice of replicas, and writes down what it chooses for compiled code.
-
-    ``policy``: the choice; ``placements``: where the experts of each worker are; those of a group's
-    first engine count; ``relocations``: what moves them while engines run; None: nothing.
-    """
+    """Asks a choice of replicas, and writes down what it chooses for compiled code. ``placements``:
+    of each worker; a group's first counts; ``relocations``: what moves them; None: nothing."""
 
     def __init__(
         self,
@@ -31,13 +25,10 @@ class ReplicaPolicy:
         relocations: Relocations | None,
     ) -> None:
         self._policy, self._placements, self._relocations = policy, placements, relocations
-        self._instance: dict[int, tuple[Placement, NDArray[np.int64]]] = {}
+        self._instance: dict[int, tuple[Placement, Ints]] = {}
 
     def answer(self, leader: int, run: loop.Run, groups: Groups) -> None:
-        """Choose for the step of the group whose first engine is ``leader``.
-
-        Raises ValueError if the choice names slots that do not hold the experts.
-        """
+        """Choose for the step of the group of ``leader``; raises ValueError for other slots."""
         engines, asked = run.engines, groups.replicas.asked
         number = engines.pool_of[leader]
         cost, size = groups.costs[number], int(engines.pools["group_size"][number])
@@ -77,7 +68,7 @@ class ReplicaPolicy:
             return self._relocations.groups[leader].placement
         return self._placements[leader]
 
-    def _instances(self, placement: Placement) -> NDArray[np.int64]:
+    def _instances(self, placement: Placement) -> Ints:
         """Return which of its expert's instances each slot is, [layers, slots]."""
         known = self._instance.get(id(placement))
         if known is None or known[0] is not placement:
@@ -87,14 +78,12 @@ class ReplicaPolicy:
         return known[1]
 
 
-def rows_of(run: loop.Run, w: int) -> tuple[NDArray[np.uint64], bool]:
-    """Return the bit sets of the tokens of an engine's next step, and whether any is a prompt's.
-
-    In the order in which `group_counting` counts them, [tokens, layers * words].
-    """
+def rows_of(run: loop.Run, w: int) -> tuple[Words, bool]:
+    """Return the bit sets of the tokens of an engine's next step, in the order of `group_counting`,
+    [tokens, layers * words], and whether any is a prompt's."""
     engines, width = run.engines, run.bits.shape[1]
     worker, sequences = engines.workers[w], engines.sequences[w]
-    rows: list[NDArray[np.uint64]] = []
+    rows: list[Words] = []
     for sequence in sequences[: worker["batch"]]:
         first, span = int(sequence["row_end"] - sequence["row_span"]), int(sequence["row_span"])
         row = int(sequence["row"]) - first
@@ -109,7 +98,7 @@ def rows_of(run: loop.Run, w: int) -> tuple[NDArray[np.uint64], bool]:
     return found, len(rows) > decoded
 
 
-def _prompt_row(run: loop.Run, request: int, at: int, width: int) -> NDArray[Any]:
+def _prompt_row(run: loop.Run, request: int, at: int, width: int) -> Array:
     """Return the bit set of a token that a chunk computes: a prompt's, or one generated before."""
     record, prompts = run.engines.requests[request], run.prompts
     if at >= record["prompt_len"]:

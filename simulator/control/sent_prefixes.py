@@ -19,10 +19,7 @@ _ROOM = 1024
 
 
 def without_prefixes(workload: Workload, block_size: int) -> Workload:
-    """Return requests whose prompts share nothing until they are sent, by blocks of so many tokens.
-
-    There is room for blocks, which none of the requests has yet.
-    """
+    """Return requests whose prompts share nothing until they are sent, with room for blocks."""
     return replace(
         workload,
         prefix_hash=np.zeros(_ROOM, np.uint64),
@@ -34,20 +31,15 @@ def without_prefixes(workload: Workload, block_size: int) -> Workload:
 
 
 class SentPrefixes:
-    """Numbers the blocks of prompts as they come, as `request_logs.chain_blocks` those of a log.
-
-    Each distinct block takes a tenth of a kilobyte for as long as the cluster lives.
-    """
+    """Numbers the blocks of prompts as they come, as `chain_blocks`; a distinct one takes 0.1
+    kB."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, Hashable], int] = {}
         self._texts: list[int] = []  # whose rows of the trace a block's tokens replay
 
     def add(self, cluster: Cluster, request: int, prefix: Sequence[Hashable]) -> None:
-        """Note the blocks of the request that is sent next.
-
-        Only whole ones count: as many as its prompt and its answer fill, but for the last token.
-        """
+        """Note the whole blocks of the request that is sent next, of prompt and answer."""
         size = cluster.workload.prefix_block_tokens
         tokens = cluster.workload.prompt_len[request] + cluster.workload.output_len[request] - 1
         n = min(len(prefix), int(tokens) // size)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Floats, Records
 from eldr_sim.simulator.control.record import DRAINING, READY, RunRecord
 from eldr_sim.simulator.outcome.sums import exact_sum, exact_sums, in_parts
 from eldr_sim.simulator.outcome.worker_hours import worker_seconds
@@ -40,17 +40,13 @@ _SMALL = 0.1  # of a mean TTFT: no wait that is worth a name
 
 
 def phases_of(
-    times: Mapping[str, NDArray[np.float64]],
-    until_s: float,
-    in_line: NDArray[np.bool_] | None = None,
-) -> dict[str, NDArray[np.float64]]:
+    times: Mapping[str, Floats], until_s: float, in_line: Bools | None = None
+) -> dict[str, Floats]:
     """Return how long each request spent in each phase, s; they sum to its end less its arrival.
 
-    ``times``: ``arrival_s`` and the keys of `PHASES`, shape [N] each; negative or NaN where a
-    request never came so far, or passes no such place; ``until_s``: until when a request that has
-    not finished is in the phase that it is in; ``in_line``: which requests that is true of, shape
-    [N]: not of those whose outcome is none of `IN_LINE`; all when None.
-    """
+    ``times``: ``arrival_s`` and the keys of `PHASES`, [N]; negative or NaN where a request never
+    came so far; ``until_s``: end of unfinished ones; ``in_line``, [N]: of which that is so: all, or
+    outcomes `IN_LINE`."""
     finish = times["finish_s"]
     ended = np.nan_to_num(finish, nan=-1.0) >= 0.0
     if in_line is not None:
@@ -77,16 +73,11 @@ def phases_of(
 
 
 def load_growth(
-    arrival_s: NDArray[np.float64], finish_s: NDArray[np.float64], window: tuple[float, float]
+    arrival_s: Floats, finish_s: Floats, window: tuple[float, float]
 ) -> dict[str, float] | None:
-    """Count who came and who ended in the window, once the first requests have lived their life.
-
-    Until then a cluster fills, whatever it can serve. A life is the 90th percentile of those that
-    ended. None where nobody ended, or the window is over before.
-
-    ``arrival_s``, ``finish_s``: shape [N]; negative or NaN where a request has not ended;
-    ``window``: start and end, s.
-    """
+    """Count who came and who ended in the window, ``[N]`` times in s, behind the 90th percentile of
+    the lives that ended. None where nobody ended (negative or NaN), or the window is over
+    before."""
     ended = np.nan_to_num(finish_s, nan=-1.0) >= 0.0
     if not ended.any():
         return None
@@ -113,12 +104,10 @@ def is_overload(growth: Mapping[str, float] | None) -> bool:
 def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
     """Return the figures ``limits`` of a summary: phases, utilisation, and the bottleneck.
 
-    ``utilisation`` holds means over the measured window: the share of worker-time in steps, of
-    running requests (``max_num_seqs``), and of the KV blocks' tokens that the decode batch fills
-    (blocks that its requests share count for each, up to all there are);
-    ``kv_transfers`` is the mean number in progress on a decode worker. Phases are those of requests
-    that were not refused, did not give up and did not lose their worker.
-    """
+    ``utilisation``: means over the measured window: worker-time in steps, running requests (of
+    ``max_num_seqs``), KV blocks' tokens of the decode batch (shared ones count for each, up to all
+    there are); ``kv_transfers``: in progress on a decode worker. Phases are of requests that were
+    not refused, did not give up and did not lose their worker."""
     requests = record.requests
     start, end = record.window[0], min(record.window[1], record.end_s)
     mine = requests["measured"] & np.isin(requests["outcome"], _IN_LINE)
@@ -162,8 +151,8 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
 
 
 def _use(
-    spec: ClusterSpec, steps: NDArray[np.void], start: float, end: float, windows: float | None
-) -> tuple[NDArray[np.float64], ...]:
+    spec: ClusterSpec, steps: Records, start: float, end: float, windows: float | None
+) -> tuple[Floats, ...]:
     """Return the seconds of steps in the window; of decode steps also times their sequences, times
     the tokens in KV blocks, and all. ``windows``: those of sliding windows that a sequence has.
     """
@@ -176,7 +165,7 @@ def _use(
     return time, time * steps["sequences"], time * held, steps["end"] - steps["start"]
 
 
-def _there(record: RunRecord, spec: ClusterSpec, start: float, end: float) -> NDArray[np.float64]:
+def _there(record: RunRecord, spec: ClusterSpec, start: float, end: float) -> Floats:
     """Return the seconds that each pool's engines serve or drain in the window, ``[pools]``."""
     sizes = np.array([pool.engine.worker_size for pool in spec.pools])
     workers = [pool.n // size for pool, size in zip(spec.pools, sizes.tolist(), strict=True)]
@@ -184,7 +173,7 @@ def _there(record: RunRecord, spec: ClusterSpec, start: float, end: float) -> ND
     return np.asarray(spent[:, [READY, DRAINING]].sum(axis=1) * sizes)
 
 
-def _share(values: NDArray[np.float64], whole: float) -> float:
+def _share(values: Floats, whole: float) -> float:
     return exact_sum(values) / whole
 
 

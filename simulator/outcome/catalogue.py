@@ -6,8 +6,7 @@ comparisons, pages and the table of docs/metrics.md are made from them. To renew
 
     python -m eldr_sim.simulator.outcome.catalogue docs/metrics.md
 
-`Headline` is a few figures of a result: how Python and notebooks print it.
-"""
+`Headline` is a few figures of a result: how Python and notebooks print it."""
 
 import csv
 import sys

@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Floats
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import good_requests, request_times
 from eldr_sim.simulator.plane.state import CANCELLED, WORKER_LOST
@@ -22,11 +22,8 @@ _EXPECTED = 5
 def fault_figures(
     record: RunRecord, config: RunConfig, faults: tuple[Fault, ...]
 ) -> dict[str, Any]:
-    """Return ``faults`` of a summary: each event, and the requests that they hit.
-
-    Requests count where they end, whether they complete, are lost or give up: in the window before
-    the fault, while it lasts, and after it. Retries are those of the measured requests.
-    """
+    """Return ``faults`` of a summary: each event, and the measured requests that end in the window
+    before it, while it lasts, and after it: completed, lost or given up; and retries."""
     requests, measured = record.requests, record.requests["measured"]
     good = good_requests(request_times(record), config.goodput)
     ended = np.where(requests["finish_s"] >= 0.0, requests["finish_s"], np.inf)
@@ -41,9 +38,7 @@ def fault_figures(
     }
 
 
-def _event(
-    fault: Fault, ended: NDArray[np.float64], good: NDArray[np.bool_], start: float, end: float
-) -> dict[str, Any]:
+def _event(fault: Fault, ended: Floats, good: Bools, start: float, end: float) -> dict[str, Any]:
     begin = 0.0 if fault.kind == "join" else fault.at_s
     begin, over = (min(max(at, start), end) for at in (begin, fault.end_s))
     figures: dict[str, Any] = {
@@ -68,21 +63,12 @@ def _event(
 
 
 def time_to_recover(
-    ended: NDArray[np.float64],
-    good: NDArray[np.bool_],
-    start: float,
-    begin: float,
-    over: float,
-    end: float,
+    ended: Floats, good: Bools, start: float, begin: float, over: float, end: float
 ) -> float | None:
-    """Return the s from a fault's begin until as large a share of requests is good as before it.
-
-    Requests that end in 5 s from each whole second after the fault's begin on are as good as
-    before if their share of good ones is at least 95% of that from ``start`` to ``begin``; none at
-    all where 5 or more are expected are not. The
-    first such second behind the first that is not, if that is before the fault is over; 0 where
-    there is none, None where it does not recover before ``end`` or nothing came before the fault.
-    """
+    """Return the s from a fault's begin until as large a share of requests is good as before it:
+    95% of the share from ``start`` to ``begin``, of requests that end in 5 s from a whole second on
+    (fewer than 5 expected are good). 0 where it never falls, None where it does not recover before
+    ``over`` or ``end``, or nothing came before."""
     before = good[(ended >= start) & (ended < begin)]
     if len(before) == 0 or not before.any():
         return None

@@ -1,16 +1,10 @@
 """Statistics of a run, under the names of ``vllm bench serve``.
 
-Symbols: a request is sent at ``s``, its first token leaves at ``f``, its last at ``e``; it
-generates ``n`` tokens. TTFT, TPOT and E2EL are those of requests that arrive in the measured
-window and complete; ITL is that of the window's steps, whoever's tokens they are.
-
-- TTFT = ``f - s``. Under disaggregation the first token is the decode worker's.
-- TPOT = ``(e - f) / (n - 1)``; requests of one token have none.
-- ITL: every gap between two tokens of a request, pooled over requests. The requests of a batch
-  share a step's gap, so the pool is the steps of the window weighted by their batch. Tokens that
-  one step yields come at one instant: between them the gap is 0.
-- E2EL = ``e - s``.
-"""
+A request is sent at ``s``, its first token leaves at ``f``, its last at ``e``; it generates ``n``
+tokens. TTFT ``f - s`` (under disaggregation the decode worker's), TPOT ``(e - f) / (n - 1)`` (none
+of one token) and E2EL ``e - s`` are those of requests that arrive in the measured window and
+complete. ITL is every gap between two tokens, of the window's steps, weighted by their batch;
+tokens of one step come at one instant: between them the gap is 0."""
 
 import math
 from collections import Counter
@@ -18,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Bools, Floats, Ints
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.bottleneck import is_overload, load_growth
 from eldr_sim.simulator.outcome.sums import exact_sums, in_parts, weighted_percentile
@@ -27,7 +21,7 @@ from eldr_sim.simulator.outcome.window_steps import WindowSteps, share, window_s
 from eldr_sim.simulator.outcome.worker_hours import spent_hours
 from eldr_sim.simulator.plane.state import NO_KV_ROOM, OUTCOMES, OVER_BUDGET, TOO_LONG
 from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel
-from eldr_sim.traces.requests.log_window import part_warnings
+from eldr_sim.traces.requests.logs.log_window import part_warnings
 
 N_BLOCKS = 10  # of a measured log
 PERCENTILES = (50, 90, 99)
@@ -35,15 +29,13 @@ PERCENTILES = (50, 90, 99)
 
 def describe(
     name: str,
-    values_s: NDArray[np.float64],
-    weights: NDArray[np.integer[Any]] | None = None,
+    values_s: Floats,
+    weights: Array | None = None,
     percentiles: Sequence[int] = PERCENTILES,
 ) -> dict[str, float | None]:
-    """Return mean, median, standard deviation and percentiles of a metric, in ms.
-
-    The keys are those of ``vllm bench serve``: ``mean_{name}_ms`` and so on; all None where there
-    is no value. Sums are exact, so that they do not depend on the machine.
-    """
+    """Return mean, median, standard deviation and percentiles of a metric, ms, under the keys of
+    ``vllm bench serve`` (``mean_{name}_ms`` ...); None without values. Sums are exact, on any
+    machine."""
     keys = [f"{k}_{name}_ms" for k in ("mean", "median", "std", *(f"p{p}" for p in percentiles))]
     if weights is None:
         weights = np.ones(len(values_s), np.int8)
@@ -62,7 +54,7 @@ def describe(
     return {key: 1e3 * figure for key, figure in zip(keys, figures, strict=True)}
 
 
-def request_times(record: RunRecord) -> dict[str, NDArray[np.float64]]:
+def request_times(record: RunRecord) -> dict[str, Floats]:
     """Return ``ttft, tpot, e2el`` in seconds per request; NaN where a request has none."""
     requests = record.requests
     sent, first, finish = (requests[f"{at}_s"] for at in ("sent", "first_token", "finish"))
@@ -76,11 +68,8 @@ def request_times(record: RunRecord) -> dict[str, NDArray[np.float64]]:
 
 
 def streamed_by_prefill(record: RunRecord) -> dict[str, float | None]:
-    """Return TTFT and TPOT where the first token is the prefill's, not the decode worker's.
-
-    A proxy may write it to the client as soon as the prefill has answered, as that of ELDR's
-    authors does: then hand-over, transfer and wait lie in TPOT.
-    """
+    """Return TTFT and TPOT where the first token is the prefill's, which a proxy may write at once
+    (ELDR's does): hand-over, transfer and wait then lie in TPOT."""
     requests = record.requests[record.requests["measured"] & record.completed]
     answered, tokens = requests["prefill_end_s"], requests["output_len"]
     several = tokens > 1
@@ -91,7 +80,7 @@ def streamed_by_prefill(record: RunRecord) -> dict[str, float | None]:
     )
 
 
-def good_requests(times: dict[str, NDArray[np.float64]], level: ServiceLevel) -> NDArray[np.bool_]:
+def good_requests(times: dict[str, Floats], level: ServiceLevel) -> Bools:
     """Return which requests complete within a service level; a TPOT that is none counts as 0."""
     good = ~np.isnan(times["e2el"])
     for name, values in times.items():
@@ -195,7 +184,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     }
 
 
-def _per_token(e2el_s: NDArray[np.float64], tokens: NDArray[np.int64]) -> dict[str, float | None]:
+def _per_token(e2el_s: Floats, tokens: Ints) -> dict[str, float | None]:
     """Return mean and 90th percentile of the end-to-end latency per output token, ms."""
     found = describe("e2el_per_token", e2el_s / tokens, percentiles=(90,))
     return {
@@ -203,9 +192,7 @@ def _per_token(e2el_s: NDArray[np.float64], tokens: NDArray[np.int64]) -> dict[s
     }
 
 
-def _attained(
-    times: dict[str, NDArray[np.float64]], level: ServiceLevel, measured: NDArray[np.bool_]
-) -> dict[str, float]:
+def _attained(times: dict[str, Floats], level: ServiceLevel, measured: Bools) -> dict[str, float]:
     """Return the share of the measured requests within each bound alone."""
     n = max(1, int(measured.sum()))
     return {
@@ -326,7 +313,7 @@ def _in_flight(record: RunRecord, at: float) -> int:
     return int(((requests["arrival_s"] <= at) & ~ended & ~_refused(record)).sum())
 
 
-def _refused(record: RunRecord) -> NDArray[np.bool_]:
+def _refused(record: RunRecord) -> Bools:
     return np.isin(record.requests["outcome"], (TOO_LONG, NO_KV_ROOM, OVER_BUDGET))
 
 

@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools
 from eldr_sim.simulator.control.record import DRAINING, OFF, READY, RESERVED, STARTING, RunRecord
 from eldr_sim.simulator.outcome.metrics import good_requests, request_times
 from eldr_sim.simulator.outcome.worker_hours import PAID, spent_hours
@@ -55,7 +55,7 @@ def scaling_figures(record: RunRecord, config: RunConfig, spec: ClusterSpec) -> 
     }
 
 
-def _by_minute(record: RunRecord, good: NDArray[np.bool_]) -> list[dict[str, float]]:
+def _by_minute(record: RunRecord, good: Bools) -> list[dict[str, float]]:
     """Return SLO attainment by minute of arrival; who was never served has missed it."""
     measured = record.requests["measured"]
     arrival_s = record.requests["arrival_s"][measured]
@@ -68,11 +68,9 @@ def _by_minute(record: RunRecord, good: NDArray[np.bool_]) -> list[dict[str, flo
 
 
 def _events(record: RunRecord, spec: ClusterSpec) -> dict[str, int]:
-    """Return how often workers were started, stopped and switched, and how often for nothing.
-
-    A reversal is a stop of a pool's worker, or of one that starts, within twice the start-up, at
-    least a minute, of the start before it. A switch is neither a start nor a stop.
-    """
+    """Return how often workers were started, stopped and switched, and how often for nothing: a
+    stop within twice the start-up, at least a minute, of a start of the pool. A switch is
+    neither."""
     assert record.states is not None
     n = {"starts": 0, "stops": 0, "switches": 0, "reversals": 0}
     started: dict[int, float] = {}

@@ -1,31 +1,26 @@
-"""Figures of prefix reuse, of sessions and of KV tiers.
-
-What the workload allows, turn by turn; what was found where, what it took and was worth.
-"""
+"""Figures of prefix reuse, sessions and KV tiers: what the workload allows, and what was found
+where."""
 
 import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Int32s, Records
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import request_times
-from eldr_sim.simulator.plane.kv_tiers import LOAD
+from eldr_sim.simulator.plane.kv.kv_tiers import LOAD
 from eldr_sim.simulator.plane.state import AFTER_WINDOW, OVERLOADED
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
-from eldr_sim.traces.requests.reuse import reuse_of
+from eldr_sim.traces.requests.caches.reuse import reuse_of
 from eldr_sim.traces.requests.sessions import turn_numbers
 from eldr_sim.traces.workload import Workload
 
 
 def hits_by_tier(
-    record: RunRecord, spec: ClusterSpec, mine: NDArray[np.bool_]
+    record: RunRecord, spec: ClusterSpec, mine: Bools
 ) -> dict[str, float]:  # fmt: skip
-    """Return the share of some requests' prompt tokens found in caches and in each tier.
-
-    ``mine``: bool ``[requests]``; what a cache holds counts there, and in no tier.
-    """
+    """Return the share of prompt tokens found in caches and, of the rest, in each tier."""
     if record.tiers is None:
         return {}
     of = record.requests[mine & (record.requests["cached_tokens"] >= 0)]
@@ -37,16 +32,14 @@ def hits_by_tier(
 
 
 def tier_figures(record: RunRecord, spec: ClusterSpec, block_bytes: float) -> dict[str, Any]:
-    """Return what KV tiers did in a run; nothing where there are none.
-
-    ``block_bytes``: of a KV block on all GPUs of an engine. Hit rates and waits are those of
-    measured requests, blocks and bytes those of the whole run.
-    """
+    """Return what KV tiers did in a run, if there are any: hit rates and waits of measured
+    requests, blocks and bytes of the whole run. ``block_bytes``: of a KV block on all GPUs of an
+    engine."""
     tiers = record.tiers
     if tiers is None:
         return {}
     measured = record.requests["measured"]
-    loads: NDArray[np.void] = tiers.loads[measured].view(LOAD)
+    loads: Records = tiers.loads[measured].view(LOAD)
     waited = loads["waited_s"][loads["waited_s"] > 0.0]
     rates = hits_by_tier(record, spec, measured)
     held = [int(n) * blocks * block_bytes for n, blocks in
@@ -81,11 +74,9 @@ _MOST_TURNS = 10  #: rows of the table by turn; the last one has all later turns
 def reuse_figures(
     workload: Workload, record: RunRecord, block_size: int, caching: bool
 ) -> dict[str, float | None]:
-    """Return the prefix hit rate of a cache without bounds, and the part that all have in common.
-
-    Both of all requests that an engine has admitted, in the workload's order, but those that warm
-    caches up, which others find; None where there are none or prompts share nothing.
-    """
+    """Return the prefix hit rate of a cache without bounds, and the part that all have in common,
+    of all admitted requests in order, but those that warm caches; None where prompts share
+    nothing."""
     served = np.zeros(len(workload), bool)
     served[record.numbers[record.requests["cached_tokens"] >= 0]] = True
     if not (caching and workload.prefix_block_tokens and served.any()):
@@ -100,11 +91,8 @@ def reuse_figures(
 
 
 def session_figures(workload: Workload, record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
-    """Return figures of a run's sessions, and a row a turn; nothing where it has none.
-
-    A session counts as completed when all its requests have, as abandoned when one of them ended
-    otherwise; its duration is from its first arrival to its last end.
-    """
+    """Return figures of a run's sessions, if any, and a row a turn. One is completed when all its
+    requests are, else abandoned; it lasts from first arrival to last end."""
     if workload.parent is None:
         return {}
     own = record.numbers >= workload.n_warming
@@ -141,7 +129,7 @@ def session_figures(workload: Workload, record: RunRecord, spec: ClusterSpec) ->
 
 
 def _by_turn(
-    record: RunRecord, turn: NDArray[np.int32], spec: ClusterSpec
+    record: RunRecord, turn: Int32s, spec: ClusterSpec
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return what measured requests of each turn met."""
     times, measured = request_times(record), record.requests["measured"] & record.completed

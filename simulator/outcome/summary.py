@@ -1,7 +1,4 @@
-"""The summary of a run: ``summary.json``.
-
-It warns of copies of one trace request that met in a batch, among others.
-"""
+"""The summary of a run, ``summary.json``, with its warnings."""
 
 import math
 from operator import attrgetter
@@ -9,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Ints, Records
 from eldr_sim.kernel_profiles.kernels.flops import mfu, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables.format import weakest
@@ -35,13 +32,11 @@ from eldr_sim.traces.workload import Workload
 
 
 def copies_met(
-    trace: RoutingTrace, workload: Workload, record: RunRecord, sizes: NDArray[np.int64]
+    trace: RoutingTrace, workload: Workload, record: RunRecord, sizes: Ints
 ) -> dict[str, float]:
-    """Return how often copies of a trace request met in a batch, and how often to expect it.
-
-    Measured: the share of decode time in the window that requests spent beside a copy. Expected:
-    if the mean batch of a request were drawn at random, by the mix. ``sizes``: steps of each batch.
-    """
+    """Return how often copies of a trace request met in a batch, the share of decode time in the
+    window, and how often to expect it: of the mean batch drawn at random, by the mix. ``sizes``:
+    steps of each batch."""
     begin, end = record.window[0], min(record.window[1], record.end_s)
     joined = np.flatnonzero(record.requests["decode_start_s"] >= 0)
     decoded = record.requests[joined]
@@ -174,7 +169,7 @@ def _streaming(config: RunConfig, engine: EngineSpec, record: RunRecord) -> dict
     }
 
 
-def _group(engine: EngineSpec, steps: NDArray[np.void]) -> dict[str, Any]:
+def _group(engine: EngineSpec, steps: Records) -> dict[str, Any]:
     """Return what the engines of a pool that share experts take together, means over steps."""
     if engine.all_to_all is None:
         return {}
@@ -280,10 +275,7 @@ def _transfer_provenance(config: RunConfig, spec: ClusterSpec) -> dict[str, dict
 
 
 def _transfer_notes(prepared: PreparedRun, record: RunRecord) -> list[str]:
-    """Return how many transfers have more descriptors than were measured.
-
-    It is no warning: long prompts have so many, and nothing that a reader could change has fewer.
-    """
+    """Return how many transfers have more descriptors than measured: long prompts."""
     spec, requests = prepared.spec, record.requests
     if spec.transfer.descriptor_s == 0.0:
         return []
@@ -328,7 +320,7 @@ def _trace(
     }
 
 
-def _batches(record: RunRecord, spec: ClusterSpec) -> tuple[NDArray[np.int64], dict[str, int]]:
+def _batches(record: RunRecord, spec: ClusterSpec) -> tuple[Ints, dict[str, int]]:
     """Return the window's decode steps by their sequences, and those beyond what was measured."""
 
     names = "moe_batch_max", "attention_batch_max", "context_max", "attention_tokens_max"

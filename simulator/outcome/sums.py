@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from eldr_sim.arrays import Array, Floats, Ints
 
 _CHUNK = 1 << 16
 _HALF = float(1 << 27)
@@ -15,23 +15,20 @@ _DIGIT = 16  #: bits of a float64 by which values are told apart at once
 _SIGN = np.uint64(1 << 63)  #: of a float64; with it turned, and all bits of the others, bits ascend
 
 
-def exact_sum(values: NDArray[np.float64]) -> float:
+def exact_sum(values: Floats) -> float:
     """Return the correctly rounded sum of finite numbers, as ``math.fsum`` does."""
     return exact_sums((part,) for part in in_parts(values))[0]
 
 
-def exact_sums(parts: Iterable[tuple[NDArray[np.float64], ...]]) -> list[float]:
-    """Return `exact_sum` of several columns that come in parts, one at least.
-
-    Mantissas are whole numbers of 53 bits. Those of one exponent are added by halves, which float64
-    does exactly, and all exponents then as Python's whole numbers.
-    """
+def exact_sums(parts: Iterable[tuple[Floats, ...]]) -> list[float]:
+    """Return `exact_sum` of several columns that come in parts, one at least: 53-bit mantissas of
+    one exponent are added by halves, exact in float64, all exponents then as whole numbers."""
     found = [[_last_places(column) for column in part] for part in parts]
     totals = [sum(column) for column in zip(*found, strict=True)]
     return [total / (1 << _LAST) for total in totals]
 
 
-def _last_places(part: NDArray[np.float64]) -> int:
+def _last_places(part: Floats) -> int:
     """Return a sum in units of the last place that a float64 can have."""
     if not len(part):
         return 0
@@ -48,23 +45,15 @@ def _last_places(part: NDArray[np.float64]) -> int:
     return total
 
 
-def in_parts(log: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Yield a log's records in parts, one at least.
-
-    What is computed of a part stays in the cache. Of millions of records it would be memory that is
-    had from the system and given back, which takes longer than to compute it.
-    """
+def in_parts(log: Array) -> Iterator[Array]:
+    """Yield a log's records in parts, one at least, that stay in the cache."""
     for at in range(0, max(1, len(log)), _CHUNK):
         yield log[at : at + _CHUNK]
 
 
-def weighted_percentile(
-    values: NDArray[np.float64], weights: NDArray[np.integer[Any]], q: Sequence[float]
-) -> list[float]:
-    """Return percentiles of ``np.repeat(values, weights)`` (NumPy's linear method).
-
-    ``values``, ``weights``: shape [n]; weights are counts; ``q``: percentiles in [0, 100].
-    """
+def weighted_percentile(values: Floats, weights: Array, q: Sequence[float]) -> list[float]:
+    """Return percentiles ``q``, [0, 100], of ``np.repeat(values, weights)`` (NumPy's linear
+    method)."""
     ranks = [p / 100.0 * float(int(weights.sum()) - 1) for p in q]
     places = np.array([at(rank) for rank in ranks for at in (math.floor, math.ceil)])
     if len(values) > _CHUNK:
@@ -78,9 +67,7 @@ def weighted_percentile(
     ]
 
 
-def _at_places(
-    values: NDArray[np.float64], weights: NDArray[np.integer[Any]], places: NDArray[np.int64]
-) -> NDArray[np.float64]:
+def _at_places(values: Floats, weights: Array, places: Ints) -> Floats:
     """Return the values at places in the order of all, digit by digit: a sort would copy them."""
     size, n = 1 << _DIGIT, len(places)
     known, below = np.zeros(n, np.uint64), np.zeros(n, np.int64)  # first digits; what is less

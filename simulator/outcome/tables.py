@@ -1,12 +1,11 @@
 """The two tables of a result: one row a request, one row a step."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Floats, Records
 from eldr_sim.parquet import column, texts
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import request_times
@@ -16,14 +15,10 @@ ROWS = 1 << 20  #: steps of a table, as many as a row group of Parquet has
 
 
 def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
-    """Return every request that arrived, in order of arrival.
-
-    Times ending in ``_s`` are seconds of simulated time, and like ``cached_tokens`` null where the
-    request never came so far; ``measured`` marks the requests that make the statistics.
-    ``tokenized_s``, when a request left the front end, ``loaded_tokens`` (of the cached ones, those
-    that KV tiers had) and ``load_start_s`` (when it began to wait for them; ``prefill_start_s``
-    where it did not) are there where a run has one.
-    """
+    """Return every request that arrived, in order of arrival; ``_s``: seconds of simulated time,
+    null like ``cached_tokens`` where it never came so far; ``measured``: makes the statistics.
+    Where a run has them: ``tokenized_s`` (left the front end), ``loaded_tokens`` (from KV tiers)
+    and ``load_start_s``."""
     requests = record.requests
     front_end = (requests["tokenized_s"] >= 0.0).any()
     times = request_times(record)
@@ -58,23 +53,18 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
 
 
 def step_tables(record: RunRecord, n_moe_layers: int) -> Iterator[pa.Table]:
-    """Yield every step of every worker: prefill workers first, each kind in order of start.
+    """Yield every step of every worker, prefill workers first, each kind in order of start, up to
+    `ROWS` a table.
 
-    At least one table, of up to `ROWS` steps: a run of a day has more than memory has room for.
+    ``tokens``: computed; ``active_experts``: mean of the MoE layers, ``busiest_rank_experts`` of
+    their busiest GPU; null for dense models and where prompts are at uniform routing. Decode steps
+    also have ``context_tokens`` that attention read and requests new in the batch (``joined``).
 
-    ``tokens`` counts the tokens that a step computed, ``active_experts`` is the mean number of
-    activated experts of a MoE layer, ``busiest_rank_experts`` the mean of those on the layer's
-    busiest expert-parallel GPU (with one GPU the same); both are null for dense models and
-    where prompts are priced at uniform routing. Decode steps also have the KV tokens that attention
-    read (``context_tokens``) and the requests new in the batch (``joined``).
-
-    Where engines share experts, a step has the parts that its group takes together, and ``active``
-    and ``busiest_rank_experts`` are the group's: ``moe_ms`` of the slowest rank of each layer,
-    ``dispatch_ms``, ``combine_ms``, ``replica_choice_ms`` (of the instances of redundant experts),
-    ``idle_ms`` (the engines' mean wait for the slowest one's attention and dense layers), the bytes
-    that the busiest GPU sends or receives in its node and between nodes, and the token-expert pairs
-    of the busiest rank and of all ranks, summed over the MoE layers.
-    """
+    Where engines share experts these are the group's, and parts are beside them: ``moe_ms`` of the
+    slowest rank of each layer, ``dispatch_ms``, ``combine_ms``, ``replica_choice_ms``, ``idle_ms``
+    (mean wait for the slowest engine's attention and dense layers), the bytes that the busiest GPU
+    sends or receives in its node and between nodes, and token-expert pairs of the busiest rank and
+    of all, summed over MoE layers."""
     prefill = record.prefill_steps
     order = np.lexsort((prefill["worker"], prefill["start"]))
     kinds = [record.prefill_group_steps, record.decode_group_steps]
@@ -99,16 +89,14 @@ def step_tables(record: RunRecord, n_moe_layers: int) -> Iterator[pa.Table]:
         yield pa.table(columns)
 
 
-def _columns(
-    prefill: NDArray[np.void], decode: NDArray[np.void], n_moe_layers: int
-) -> dict[str, pa.Array]:
+def _columns(prefill: Records, decode: Records, n_moe_layers: int) -> dict[str, pa.Array]:
     """Return the columns of steps of prefill workers and of those that decode, in this order."""
     n_prefill, n_decode = len(prefill), len(decode)
 
-    def both(first: NDArray[Any], second: NDArray[Any], kind: str) -> pa.Array:
+    def both(first: Array, second: Array, kind: str) -> pa.Array:
         return column(np.concatenate([first, second]), kind)
 
-    def decode_only(values: NDArray[Any], kind: str) -> pa.Array:
+    def decode_only(values: Array, kind: str) -> pa.Array:
         whole = np.concatenate([np.zeros(n_prefill, values.dtype), values])
         return column(whole, kind, np.arange(len(whole)) < n_prefill)
 
@@ -132,7 +120,7 @@ def _columns(
     }
 
 
-def _group_columns(groups: NDArray[np.void]) -> dict[str, NDArray[np.float64]]:
+def _group_columns(groups: Records) -> dict[str, Floats]:
     """Return what the groups' steps add to each of their engines' steps."""
     return {
         **{f"{part}_ms": 1e3 * groups[f"{part}_s"] for part in ("moe", "dispatch", "combine")},
@@ -144,9 +132,9 @@ def _group_columns(groups: NDArray[np.void]) -> dict[str, NDArray[np.float64]]:
     }
 
 
-def _known(values: NDArray[Any]) -> pa.Array:
+def _known(values: Array) -> pa.Array:
     return column(values, null=values < 0.0)
 
 
-def _figures(values: NDArray[Any]) -> pa.Array:
+def _figures(values: Array) -> pa.Array:
     return column(values, null=np.isnan(values))

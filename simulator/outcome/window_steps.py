@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Floats, Int32s, Ints, Records
 from eldr_sim.simulator.control.record import RunRecord, within
 from eldr_sim.simulator.outcome.sums import exact_sums, in_parts
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -20,15 +20,15 @@ class WindowSteps(NamedTuple):
     #: requests' prompts; over those that decode ``active`` and ``busiest`` experts, and
     #: ``active_outputs``, active experts times outputs.
     n: dict[str, int]
-    by_active: NDArray[np.int64]  #: steps that decode by their active experts
+    by_active: Ints  #: steps that decode by their active experts
     #: Gaps between tokens, s, and how many there are of each.
-    gaps: NDArray[np.float64]
-    carried: NDArray[np.int32]
+    gaps: Floats
+    carried: Int32s
     decoding_s: float  #: of the steps that decode,
     draft_s: float  #: and of them of drafts
 
 
-def steps_within(record: RunRecord, start: float, end: float) -> Iterator[NDArray[np.void]]:
+def steps_within(record: RunRecord, start: float, end: float) -> Iterator[Records]:
     """Yield the decode steps that begin from ``start`` to ``end``, s, in parts, one at least."""
     for part in in_parts(record.decode_steps):
         yield within(part, (part["start"] >= start) & (part["start"] < end))
@@ -42,7 +42,7 @@ def window_steps(record: RunRecord, config: RunConfig, start: float, end: float)
     gaps, carried = np.empty(most), np.empty(most, np.int32)
     n, by_active = Counter[str](), np.zeros(0, np.int64)
     computes = _computes_prompts(config)
-    seconds: list[tuple[NDArray[np.float64], ...]] = []
+    seconds: list[tuple[Floats, ...]] = []
 
     for steps in steps_within(record, start, end):
         mine = slice(at, at + len(steps))
@@ -69,7 +69,7 @@ def window_steps(record: RunRecord, config: RunConfig, start: float, end: float)
     return WindowSteps(n, by_active, gaps[: at + 1], carried[: at + 1], lasted_s, draft_s)
 
 
-def _computes_prompts(config: RunConfig) -> NDArray[np.bool_]:
+def _computes_prompts(config: RunConfig) -> Bools:
     """Return which workers that decode compute requests' prompts, too."""
     fetching = {name for pool in config.pools for name in pool.takes_over}
     if config.conditional_disagg is not None:
@@ -80,7 +80,7 @@ def _computes_prompts(config: RunConfig) -> NDArray[np.bool_]:
     return np.repeat(computes, n_engines)
 
 
-def added(some: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
+def added(some: Ints, others: Ints) -> Ints:
     """Return the sum of counts, the shorter of which go on with 0."""
     short, long = sorted((some, others), key=len)
     long[: len(short)] += short

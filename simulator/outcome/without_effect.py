@@ -1,10 +1,5 @@
-"""Options that were given and change nothing: each is refused, or named here with the reason.
-
-An option has no effect where what it is about does not exist. What contradicts itself is refused
-before a run (`prepare`); the rest may hold for one point of a sweep and not for another, and is a
-warning of the result. A bound that is not reached, and a rule for what does not happen under this
-load, say something nevertheless.
-"""
+"""Options that were given and change nothing: each is refused before a run (`prepare`) where it
+contradicts itself, or named here with the reason where it may hold for a point of a sweep."""
 
 import math
 from collections.abc import Iterator
@@ -40,10 +35,7 @@ _OF_GROUPS = (
 def without_effect(
     config: RunConfig, prepared: PreparedRun, workload: Workload, record: RunRecord
 ) -> list[str]:
-    """Return a line for each field that differs from its default and changed nothing.
-
-    ``prepared.spec`` is that of the run's cluster.
-    """
+    """Return a line for each field that differs from its default and changed nothing."""
     given = _given(config)
     engines = [pool.engine for pool in prepared.spec.pools]
     lines: dict[str, str] = {}

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.simulator.control.record import DRAINING, READY, RESERVED, STARTING, RunRecord
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
@@ -15,8 +15,8 @@ PAID = {"starting": STARTING, "ready": READY, "draining": DRAINING}
 class Spent(NamedTuple):
     """What the workers of a run take in a stretch of time."""
 
-    workers: NDArray[np.float64]  #: float64 ``[pools, states]``: hours of workers
-    gpus: NDArray[np.int64]  #: int64 ``[pools]``: of a worker
+    workers: Floats  #: float64 ``[pools, states]``: hours of workers
+    gpus: Ints  #: int64 ``[pools]``: of a worker
     gpu_hours: float
     dollars: float | None  #: None unless every pool has a price
 
@@ -34,9 +34,7 @@ def spent_hours(record: RunRecord, config: RunConfig, begin: float, end: float) 
     return Spent(hours, gpus, float(by_pool.sum()), dollars)
 
 
-def worker_seconds(
-    record: RunRecord, workers: list[int], begin: float, end: float
-) -> NDArray[np.float64]:
+def worker_seconds(record: RunRecord, workers: list[int], begin: float, end: float) -> Floats:
     """Return the seconds of pools' workers in each state, float64 ``[pools, states]``."""
     spent = np.zeros((len(workers), RESERVED + 1))
     spent[:, READY] = np.array(workers) * (end - begin)

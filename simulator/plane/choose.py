@@ -1,17 +1,15 @@
-"""What the compiled loop does with routers: asks them, or applies their rules, and holds requests.
-
-A router that tells rules, `policies.rule.Rule`, is asked once for each class of requests that it
-treats alike, and its rule is then applied here; any other is asked each time.
-"""
+"""What the compiled loop does with routers: it applies their rules (`policies.rule.Rule`), told
+once for each class of requests that a router treats alike, or asks them each time, and holds
+requests."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Floats, Int32s, Ints, Records
 from eldr_sim.simulator.plane.compiled import ask, compiled
-from eldr_sim.simulator.plane.engine import publish_signals
-from eldr_sim.simulator.plane.kv_manager import Engines
+from eldr_sim.simulator.plane.kv.kv_manager import Engines
+from eldr_sim.simulator.plane.scheduler.engine import publish_signals
 
 #: What a router answers besides a worker's number: look at its rules again; the same, but
 #: their arrays are others now, so return; it has failed, so return; hold the request.
@@ -21,18 +19,18 @@ LOOK, RETURN, FAIL, HOLD = np.int64(-1), np.int64(-2), np.int64(-3), np.int64(-4
 class Router(NamedTuple):
     """What the loop knows of a router; see `router.PolicyRouter`."""
 
-    loads: NDArray[np.int64]  #: ``[workers]``, all of them: requests in flight, as routers know
-    signals: NDArray[np.void]  #: ``SIGNALS [workers]``, as old as ``CLOCK.signals_s``
-    healthy: NDArray[np.bool_]  #: ``[workers]``: may be chosen, as routers know
-    record: NDArray[np.void]  #: ``ROUTER [1]``
-    class_of: NDArray[np.int32]  #: ``[requests]``: requests of a class have one rule; -1: ask
-    rule_of: NDArray[np.int32]  #: ``[classes]``: -1 while unknown
-    home_of: NDArray[np.int32]  #: ``[classes]``: the worker that keeps them, or -1,
-    factor_of: NDArray[np.float64]  #: ``[classes]``: up to so many times the mean load
-    rules: NDArray[np.void]  #: ``RULE [rules]``
-    members: NDArray[np.int32]  #: ``[rules, its workers]``
-    weights: NDArray[np.float64]  #: ``[rules, COLUMNS]``
-    sent: NDArray[np.int64]  #: ``[rules, workers]``: requests since its signals were published
+    loads: Ints  #: ``[workers]``, all of them: requests in flight, as routers know
+    signals: Records  #: ``SIGNALS [workers]``, as old as ``CLOCK.signals_s``
+    healthy: Bools  #: ``[workers]``: may be chosen, as routers know
+    record: Records  #: ``ROUTER [1]``
+    class_of: Int32s  #: ``[requests]``: requests of a class have one rule; -1: ask
+    rule_of: Int32s  #: ``[classes]``: -1 while unknown
+    home_of: Int32s  #: ``[classes]``: the worker that keeps them, or -1,
+    factor_of: Floats  #: ``[classes]``: up to so many times the mean load
+    rules: Records  #: ``RULE [rules]``
+    members: Int32s  #: ``[rules, its workers]``
+    weights: Floats  #: ``[rules, COLUMNS]``
+    sent: Ints  #: ``[rules, workers]``: requests since its signals were published
 
 
 @compiled()

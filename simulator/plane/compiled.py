@@ -21,11 +21,8 @@ _INTEGER, _FLOAT = ir.IntType(64), ir.DoubleType()
 
 
 class Callback:
-    """A Python function of two integers that returns one, for `ask`.
-
-    A call takes a microsecond; to return to Python and enter a compiled function again takes fifty.
-    What the function raises is lost: it must not.
-    """
+    """A Python function of two integers that returns one, for `ask`, in a microsecond (to return
+    and enter a compiled function again takes fifty). It must not raise: that is lost."""
 
     def __init__(self, function: Callable[[int, int], int]) -> None:
         integer = ctypes.c_int64

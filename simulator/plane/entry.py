@@ -1,17 +1,15 @@
 """Conditional disaggregation: whether a prompt is computed where it will be decoded, compiled.
 
-A request whose prompt a decode worker is to compute goes to the router of decode workers at once;
-its prompt is computed there in chunks, beside the batch, and nothing is transferred. What counts as
-cached is the longest part of the prompt that one of those workers holds.
-"""
+Such a request goes to the router of decode workers at once; nothing is transferred. What counts as
+cached is the longest part of the prompt that one of those workers holds."""
 
 from typing import Any
 
 import numpy as np
 
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv_cache import matched_tokens
-from eldr_sim.simulator.plane.kv_tiers import prompt_seconds
+from eldr_sim.simulator.plane.kv.kv_cache import matched_tokens
+from eldr_sim.simulator.plane.kv.kv_tiers import prompt_seconds
 
 #: ``SETTINGS.entry``: never; where few tokens of the prompt are not cached (Dynamo's
 #: ``isl_bounding`` and llm-d's rule); where prefill workers have much to do (Dynamo's
@@ -43,10 +41,8 @@ def _best(engines: Any, router: Any, request: int) -> Any:
 
 @compiled()
 def _remote_s(engines: Any, router: Any, net: Any, request: int, target: int, held: int) -> Any:
-    """Return the seconds to a request's first token by the prefill worker of the fewest.
-
-    ``target``: the decode worker that holds ``held`` tokens of the prompt, s of a transfer alone.
-    """
+    """Return the seconds to a request's first token by the fastest prefill worker; ``target``: the
+    decode worker that holds ``held`` tokens of the prompt."""
     own, prompt = router.record[0], engines.requests[request].prompt_len
     table, least = engines.prompt_s, np.inf
     for w in range(own.first_worker, own.first_worker + own.n_workers):

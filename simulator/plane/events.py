@@ -1,7 +1,5 @@
-"""The event queue of the compiled loop: a binary heap of ``state.EVENT`` records.
-
-Events of one time happen in the order in which they were scheduled; the starts of steps come last.
-"""
+"""The event queue of the compiled loop: a binary heap of ``state.EVENT`` records; at one time in
+the order of scheduling, the starts of steps last."""
 
 from collections.abc import Collection
 from typing import Any

@@ -1,27 +1,23 @@
 """The front end: what API servers do with a request before a router sees it, compiled.
 
-A request that leaves the client is read by the event loop of an API server, one after the other,
-takes its way over HTTP, and is tokenised; then the router decides. API servers take requests in
-turn. How a server tokenises depends on the engine's version (`vllm/utils/async_utils.py`,
-`vllm/renderers/params.py`, `vllm/renderers/base.py`):
+API servers take requests in turn; one's event loop reads them one after the other, and tokenises
+them by the engine's version (`vllm/utils/async_utils.py`, `vllm/renderers/params.py`, `base.py`):
 
 - ``microbatch_sequential`` (vLLM 0.15 to May 2026): one thread collects prompts, up to 32 or 2 ms
-  from the first one, tokenises them one after the other, and hands all on together. vLLM passes a
-  maximum length, which keeps the tokeniser from taking them as one batch.
+  from the first one, tokenises them one after the other, and hands all on together.
 - ``microbatch_parallel`` (vLLM 0.10 to 0.14): the same, but the batch is spread over CPU cores.
-- ``thread_pool`` (from June 2026): so many threads, a prompt each; vLLM's default is one.
-"""
+- ``thread_pool`` (from June 2026): so many threads, a prompt each; vLLM's default is one."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints, Records
 from eldr_sim.kernel_profiles.kernels.front_end import FrontEndLatency
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import leave, schedule
-from eldr_sim.simulator.plane.kv_manager import Engines
+from eldr_sim.simulator.plane.kv.kv_manager import Engines
 from eldr_sim.simulator.plane.state import COLLECTED, PENDING_ROUTE, READ, TOKENIZED
 
 Mode = Literal["microbatch_sequential", "microbatch_parallel", "thread_pool"]
@@ -72,11 +68,11 @@ class FrontEndSpec:
 class FrontEnd(NamedTuple):
     """What the loop knows of the API servers; the last three are seconds of each request."""
 
-    settings: NDArray[np.void]  #: ``[1]``
-    servers: NDArray[np.void]
-    event_loop_s: NDArray[np.float64]
-    http_s: NDArray[np.float64]
-    tokenize_s: NDArray[np.float64]
+    settings: Records  #: ``[1]``
+    servers: Records
+    event_loop_s: Floats
+    http_s: Floats
+    tokenize_s: Floats
 
 
 def most_at_once(spec: FrontEndSpec | None) -> int:
@@ -84,7 +80,7 @@ def most_at_once(spec: FrontEndSpec | None) -> int:
     return 0 if spec is None else spec.most
 
 
-def make_front_end(spec: FrontEndSpec | None, prompt_len: NDArray[np.int64]) -> FrontEnd | None:
+def make_front_end(spec: FrontEndSpec | None, prompt_len: Ints) -> FrontEnd | None:
     """Return idle API servers for requests with so many prompt tokens; None without a spec."""
     if spec is None:
         return None

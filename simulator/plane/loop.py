@@ -2,45 +2,39 @@
 
 The life of a request, top to bottom::
 
-    ARRIVAL          by itself, or after the turn before it              `sessions`
-                     it waits at the client while --max-concurrency requests are in flight,
-                     then it goes to an API server, where there are any         `_enter`
-    READ             the server has read it, and tokenises it                   `front_end`
-    TOKENIZED        a router picks the worker that computes its prompt         `drain`
-    BOUNDARY         the engine admits it and plans its chunks                  `engine.boundary`
-    LOADED           what it takes from KV tiers has come, if it does           `kv_loads`
-    STEP_START       its prompt is computed, step by step                       `executor.run_step`
-    BOUNDARY         the prompt is computed: hand it over, or end it            `engine.boundary`
-    PROMPT_END       the same, when the last of several stages has it done  `engine.leave_stages`
-    DISPATCH         signature and router: the worker that goes on is picked    `drain`
-    BOUNDARY         that worker's engine reserves its KV blocks                `engine.boundary`
-    TRANSFER_START   its KV cache flows over shared links                       `network.begin`
-    TRANSFER_END     its blocks at the source are free, the request can join    `network.end`
-    BOUNDARY         it joins the decode batch                                  `engine.boundary`
-    STEP_START       one token a step                                           `executor.run_step`
-    BOUNDARY         it has all its tokens: its blocks are free, it has ended   `drain`
-    REPORT           the routers hear of it                                     `drain`
+    ARRIVAL         by itself, or after the turn before it             `sessions`
+                    it waits at the client while --max-concurrency
+                    requests are in flight, then goes to an API server `_enter`
+    READ            the server has read it, and tokenises it           `front_end`
+    TOKENIZED       a router picks the worker that computes its prompt `drain`
+    BOUNDARY        the engine admits it and plans its chunks          `engine.boundary`
+    LOADED          what it takes from KV tiers has come, if it does   `kv_loads`
+    STEP_START      its prompt is computed, step by step               `executor.run_step`
+    BOUNDARY        the prompt is computed: hand it over, or end it    `engine.boundary`
+    PROMPT_END      the same, when the last of several stages has it   `engine.leave_stages`
+    DISPATCH        signature and router: who goes on is picked        `drain`
+    BOUNDARY        that worker's engine reserves its KV blocks        `engine.boundary`
+    TRANSFER_START  its KV cache flows over shared links               `network.begin`
+    TRANSFER_END    its blocks at the source are free, it can join     `network.end`
+    BOUNDARY        it joins the decode batch                          `engine.boundary`
+    STEP_START      one token a step                                   `executor.run_step`
+    BOUNDARY        it has all its tokens: its blocks are free         `drain`
+    REPORT          the routers hear of its end                        `drain`
 
 Workers have one numbering, pool by pool. A request says whose KV cache it takes over
 (``REQUEST.source``; -1: it computes its own), and the pool of its worker who goes on when the
-prompt is computed (``POOL.then``): another router's worker, that worker itself, or nobody. Where
-blocks are reserved early, that router is asked first, and the one of prompts when its worker has
-blocks for the KV cache (``REQUEST.reserved``). A router may hold a request and is asked again when
-it hears of an end or the engines publish their signals.
-Engines that share experts start their steps together (`executor`).
-
-The control plane (faults, operators, users: SimPy processes) is a guest: the time of its next event
-is one float of the clock, and the loop calls when that comes, before all else of its instant.
-"""
+prompt is computed (``POOL.then``): another router's worker, that worker, or nobody. Where blocks
+are reserved early, that router is asked first (``REQUEST.reserved``). A router may hold a request
+until it hears of an end or of signals. Engines that share experts start their steps together. The
+control plane (SimPy processes) is a guest: the time of its next event is one float of the clock."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Int32s, Records, Words
 from eldr_sim.jit import njit
-from eldr_sim.simulator.plane import network
-from eldr_sim.simulator.plane.admission import blocks_are_pulled, blocks_have_come, fetch
+from eldr_sim.simulator.plane import network, state
 from eldr_sim.simulator.plane.choose import (
     HOLD,
     RETURN,
@@ -52,38 +46,15 @@ from eldr_sim.simulator.plane.choose import (
     publish,
 )
 from eldr_sim.simulator.plane.compiled import ask, compiled
-from eldr_sim.simulator.plane.engine import boundary, leave_stages, take
 from eldr_sim.simulator.plane.entry import stays
 from eldr_sim.simulator.plane.events import drop_first, leave, schedule, wake
 from eldr_sim.simulator.plane.front_end import FrontEnd, on_collected, on_read, on_tokenized, send
-from eldr_sim.simulator.plane.kv_cache import blocks_of, release, withdraw
-from eldr_sim.simulator.plane.kv_manager import Engines, publish_tokens, side_of
-from eldr_sim.simulator.plane.queues import give_back, remove
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release, withdraw
+from eldr_sim.simulator.plane.kv.kv_manager import Engines, publish_tokens, side_of
+from eldr_sim.simulator.plane.scheduler.admission import blocks_are_pulled, blocks_have_come, fetch
+from eldr_sim.simulator.plane.scheduler.engine import boundary, leave_stages, take
+from eldr_sim.simulator.plane.scheduler.queues import give_back, remove
 from eldr_sim.simulator.plane.sessions import arrive, go_on
-from eldr_sim.simulator.plane.state import (
-    ARRIVAL,
-    BOUNDARY,
-    COLLECTED,
-    COMPLETED,
-    DISPATCH,
-    LOADED,
-    NO_KV_ROOM,
-    OVER_BUDGET,
-    PENDING_DISPATCH,
-    PENDING_END,
-    PENDING_HAND_OVER,
-    PENDING_PROMPT,
-    PENDING_ROUTE,
-    PROMPT_END,
-    PUBLISH,
-    READ,
-    REPORT,
-    STEP_START,
-    TOKENIZED,
-    TOO_LONG,
-    TRANSFER_END,
-    TRANSFER_START,
-)
 from eldr_sim.simulator.plane.steps.executor import Scratch, run_step
 from eldr_sim.simulator.plane.steps.group_state import Groups
 from eldr_sim.simulator.plane.steps.streamed import PromptLayers
@@ -101,15 +72,15 @@ UNTIL, ENDED, PAUSED, FULL, OTHERS, FAILED = map(np.int64, range(6))
 class Run(NamedTuple):
     """Everything that the loop works on."""
 
-    clock: NDArray[np.void]  #: ``CLOCK [1]``
-    events: NDArray[np.void]  #: ``EVENT [capacity]``
+    clock: Records  #: ``CLOCK [1]``
+    events: Records  #: ``EVENT [capacity]``
     engines: Engines
     routers: tuple[Router, ...]
     net: network.Network
     #: ``[requests, 2]``: requests that have left workers, and these, as they were reported.
-    reported: NDArray[np.int32]
-    bits: NDArray[np.uint64]  #: replay windows
-    masks: NDArray[np.uint64]  #: ``[workers, ranks, layers * words]``
+    reported: Int32s
+    bits: Words  #: replay windows
+    masks: Words  #: ``[workers, ranks, layers * words]``
     prompts: Any  #: `expert_union.PromptRows`
     costs: tuple[Any, ...]  #: `StepCost` of each pool,
     drafts: tuple[Drafts, ...]  #: and what it drafts
@@ -123,9 +94,9 @@ class World(NamedTuple):
     groups: Groups  #: what engines share, if any do
     layers: PromptLayers  #: of workers whose layers stream or lie in stages
     front: FrontEnd  #: the API servers that requests go through before a router, if any
-    log: NDArray[np.void]  #: ``STEP [capacity]``, in the order in which steps began
-    group_log: NDArray[np.void]  #: ``GROUP_STEP [capacity]``, likewise
-    gaps: NDArray[np.void]  #: ``GAP [capacity]``
+    log: Records  #: ``STEP [capacity]``, in the order in which steps began
+    group_log: Records  #: ``GROUP_STEP [capacity]``, likewise
+    gaps: Records  #: ``GAP [capacity]``
 
 
 @compiled()
@@ -134,17 +105,17 @@ def _refusal(engines: Engines, request: int) -> Any:
     settings, record = engines.settings[0], engines.requests[request]
     tokens = record.prompt_len + record.output_len
     if tokens > settings.max_model_len:
-        return TOO_LONG
+        return state.TOO_LONG
     reason = np.int64(0)
     for p in range(engines.pools.shape[0]):
         pool = engines.pools[p]
         if pool.whole_prompts and record.prompt_len > pool.max_num_batched_tokens:
-            return OVER_BUDGET
+            return state.OVER_BUDGET
         needed = record.prompt_len
         if pool.then < 0:
             needed = min(tokens + pool.drafts + pool.lookahead, settings.max_model_len)
         if needed > (pool.n_blocks - record.window_blocks) * settings.block_size:
-            reason = NO_KV_ROOM
+            reason = state.NO_KV_ROOM
     return reason
 
 
@@ -181,17 +152,14 @@ def _report(
         _hear(clock, engines, routers, reported, request, w)
     else:
         subject = request * engines.workers.shape[0] + w
-        schedule(clock, events, clock[0].now + delay, REPORT, subject)
+        schedule(clock, events, clock[0].now + delay, state.REPORT, subject)
 
 
 @compiled()
 def detach(
     clock: Any, events: Any, engines: Engines, routers: Any, net: Any, request: int
 ) -> None:  # fmt: skip
-    """Take a request out of all that it waits in: routers, links, engines; its KV cache is gone.
-
-    The routers still count it. Between two events no worker has planned a step that has not begun.
-    """
+    """Take a request out of routers' queues, links and engines; routers still count it."""
     record = engines.requests[request]
     for r in range(engines.settings[0].n_routers):
         let_go(routers[r], engines.requests, request)
@@ -300,10 +268,8 @@ def _enter(clock: Any, events: Any, engines: Engines, front: FrontEnd) -> None:
 def drain(
     clock: Any, events: Any, engines: Engines, routers: Any, net: Any, reported: Any
 ) -> Any:  # fmt: skip
-    """Do what the last event asks for: sends, hand-overs, ends.
-
-    Returns 0, or what a router answered instead of a worker; called again it goes on there.
-    """
+    """Do what the last event asks for: sends, hand-overs, ends. Returns 0, or what a router
+    answered instead of a worker; called again it goes on."""
     settings, pools, requests = engines.settings[0], engines.pools, engines.requests
     limit = settings.max_concurrency
     while True:
@@ -336,27 +302,27 @@ def drain(
                         return answer
             return 0
         what, request = engines.pending[head, 0], engines.pending[head, 1]
-        if what == PENDING_END:
+        if what == state.PENDING_END:
             _report(clock, events, engines, routers, reported, request)
             clock[0].in_flight -= 1
-            _end(clock, events, engines, request, COMPLETED)
-        elif what == PENDING_HAND_OVER:
+            _end(clock, events, engines, request, state.COMPLETED)
+        elif what == state.PENDING_HAND_OVER:
             _report(clock, events, engines, routers, reported, request)
             delay = settings.routing_s + settings.routing_token_s * requests[request].prompt_len
             if delay == 0.0:
-                engines.pending[head, 0] = PENDING_DISPATCH
+                engines.pending[head, 0] = state.PENDING_DISPATCH
                 continue
-            schedule(clock, events, clock[0].now + delay, DISPATCH, request)
-        elif what == PENDING_DISPATCH and requests[request].reserved >= 0:
+            schedule(clock, events, clock[0].now + delay, state.DISPATCH, request)
+        elif what == state.PENDING_DISPATCH and requests[request].reserved >= 0:
             requests[request].source = requests[request].worker
             requests[request].worker = requests[request].reserved
             requests[request].reserved = -1
             fetch(clock, events, engines, requests[request].worker, request)
         else:
             router = np.int64(0)
-            if what == PENDING_ROUTE:
+            if what == state.PENDING_ROUTE:
                 router = _first_router(engines, routers, net, request)
-            elif what != PENDING_PROMPT:
+            elif what != state.PENDING_PROMPT:
                 router = pools[engines.pool_of[requests[request].worker]].then
             answer = _route(clock, events, engines, routers, router, request)
             if answer < 0:
@@ -366,11 +332,8 @@ def drain(
 
 @compiled()
 def _start_transfer(clock: Any, events: Any, engines: Engines, net: Any, request: int) -> None:
-    """Let the bytes flow.
-
-    NIXL moves whole blocks, one descriptor a block and KV tensor. The GPUs of a worker move their
-    parts at the same time, each over its own NIC: one of them stands for all.
-    """
+    """Let the bytes flow: whole blocks, one descriptor a block and KV tensor (NIXL). The GPUs of a
+    worker move their parts side by side, each over its NIC: one stands for all."""
     size, record = engines.settings[0].block_size, engines.requests[request]
     source, target = record.source, record.worker
     if source < 0:  # a prefill worker pulls from a decode worker
@@ -410,7 +373,7 @@ def _is_full(world: World, event: Any) -> Any:
     clock, engines = world.run.clock, world.run.engines
     if engines.kv.n_events[0] > 2 * engines.kv.events.shape[0] // 3:
         return True
-    if event.kind != STEP_START:
+    if event.kind != state.STEP_START:
         return False
     size = engines.pools[engines.pool_of[event.subject]].group_size
     return bool(
@@ -422,12 +385,9 @@ def _is_full(world: World, event: Any) -> Any:
 
 @njit(_nrt=False)
 def advance(world: World, until: float, n_events: int) -> Any:
-    """Let happen what happens before ``until`` seconds.
-
-    ``world``: the run; ``until``: time limit, s; ``n_events``: return PAUSED after so many events,
-    that the caller may look around. Returns int: why it returned. After FULL grow the logs and
-    ``gaps``, and tell the router that hears of blocks, before the next call.
-    """
+    """Let happen what happens before ``until``, s, or ``n_events``; returns why it returned. After
+    FULL grow the logs and ``gaps``, and tell the router that hears of blocks, before the next
+    call."""
     run = world.run
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
     requests, pools, settings = engines.requests, engines.pools, engines.settings[0]
@@ -456,43 +416,43 @@ def advance(world: World, until: float, n_events: int) -> Any:
         else:
             if interval > 0.0 and not clock[0].publish_due:  # while anything may change
                 clock[0].publish_due = True
-                schedule(clock, events, clock[0].now + interval, PUBLISH, np.int64(0))
+                schedule(clock, events, clock[0].now + interval, state.PUBLISH, np.int64(0))
             kind, subject = events[0].kind, events[0].subject
             clock[0].now = events[0].time
             drop_first(clock, events)
-        if kind == STEP_START:
+        if kind == state.STEP_START:
             if not run_step(world, subject):
                 return FAILED
             continue
-        if kind == BOUNDARY:
+        if kind == state.BOUNDARY:
             boundary(clock, events, engines, subject)
             if pools[engines.pool_of[subject]].reports:
                 ask_again(routers[pools[engines.pool_of[subject]].router])
-        elif kind == ARRIVAL:
+        elif kind == state.ARRIVAL:
             arrive(clock, events, engines, subject)
-        elif kind == DISPATCH:
-            leave(clock, engines, PENDING_DISPATCH, subject)
-        elif kind == REPORT:
+        elif kind == state.DISPATCH:
+            leave(clock, engines, state.PENDING_DISPATCH, subject)
+        elif kind == state.REPORT:
             n = engines.workers.shape[0]
             _hear(clock, engines, routers, run.reported, subject // n, subject % n)
-        elif kind == PROMPT_END:
+        elif kind == state.PROMPT_END:
             leave_stages(clock, events, engines, requests[subject].worker, subject)
-        elif kind == TRANSFER_START:
+        elif kind == state.TRANSFER_START:
             _start_transfer(clock, events, engines, run.net, subject)
-        elif kind == PUBLISH:
+        elif kind == state.PUBLISH:
             clock[0].publish_due, clock[0].signals_s = False, clock[0].now
             for r in range(engines.settings[0].n_routers):
                 publish(engines, routers[r])
                 ask_again(routers[r])
-        elif kind == TRANSFER_END and subject == clock[0].timer:
+        elif kind == state.TRANSFER_END and subject == clock[0].timer:
             _end_transfers(clock, events, engines, run.net)
-        elif kind == LOADED:
+        elif kind == state.LOADED:
             blocks_have_come(clock, events, engines, subject)
-        elif kind == READ:
+        elif kind == state.READ:
             on_read(clock, events, engines, world.front, subject)
-        elif kind == COLLECTED:
+        elif kind == state.COLLECTED:
             on_collected(clock, events, engines, world.front, subject)
-        elif kind == TOKENIZED:
+        elif kind == state.TOKENIZED:
             on_tokenized(clock, events, engines, world.front, subject)
         answer = drain(clock, events, engines, routers, run.net, run.reported)
         if answer:

@@ -1,17 +1,15 @@
 """KV transfers in flight: links shared max-min fairly, compiled.
 
-The bytes of a transfer flow at a rate that the egress link of the worker that sends and the ingress
-link of the one that receives share max-min fairly with the other transfers in flight (progressive
-filling, Bertsekas and Gallager, Data Networks, section 6.5.2). Of ``n`` workers ``w`` has the links
-``w``, for what comes in, and ``n + w``, for what goes out.
-"""
+Bytes flow at a rate that the egress link of who sends and the ingress link of who receives share
+max-min fairly (progressive filling, Bertsekas and Gallager, Data Networks, section 6.5.2). Of ``n``
+workers ``w`` has the links ``w``, for what comes in, and ``n + w``, for what goes out."""
 
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Floats, Ints, Records
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import schedule
 from eldr_sim.simulator.plane.state import FLOW, TRANSFER_END
@@ -20,17 +18,17 @@ from eldr_sim.simulator.plane.state import FLOW, TRANSFER_END
 class Network(NamedTuple):
     """The transfers in flight, and scratch by link."""
 
-    flows: NDArray[np.void]  #: ``FLOW``
-    done: NDArray[np.int64]  #: requests whose transfer has just ended
-    rate: NDArray[np.float64]  #: ``[links]``: bytes/s
-    capacity: NDArray[np.float64]  #: ``[links]``
-    share: NDArray[np.float64]  #: ``[links]``: of its bandwidth that a link has, 1 but for faults
-    users: NDArray[np.int64]  #: ``[links]``
-    touched: NDArray[np.bool_]  #: ``[links]``: rates on them may change
-    links: NDArray[np.int64]  #: ``[links]``: those touched, ascending
+    flows: Records  #: ``FLOW``
+    done: Ints  #: requests whose transfer has just ended
+    rate: Floats  #: ``[links]``: bytes/s
+    capacity: Floats  #: ``[links]``
+    share: Floats  #: ``[links]``: of its bandwidth that a link has, 1 but for faults
+    users: Ints  #: ``[links]``
+    touched: Bools  #: ``[links]``: rates on them may change
+    links: Ints  #: ``[links]``: those touched, ascending
 
 
-def make_network(n_requests: int, rate: NDArray[np.float64]) -> Network:
+def make_network(n_requests: int, rate: Floats) -> Network:
     """Return a network without transfers, over links of ``rate`` bytes/s."""
     n_links = len(rate)
     return Network(
@@ -63,10 +61,7 @@ def begin(
 
 @compiled()
 def end(clock: Any, events: Any, net: Any) -> Any:
-    """Take the transfers out whose bytes have flowed; returns how many.
-
-    Their requests are in ``net.done``.
-    """
+    """Take the transfers out whose bytes have flowed, into ``net.done``; returns how many."""
     _progress(clock, net)
     # What flows in a nanosecond, or in the clock's own resolution, is rounding and not data.
     _, exponent = math.frexp(clock[0].now)
@@ -142,10 +137,7 @@ def _share(clock: Any, events: Any, net: Any) -> None:
 
 @compiled()
 def spread(net: Any, n: int) -> None:
-    """Touch every link that a chain of transfers connects with one that is touched.
-
-    Transfers without such a chain share nothing, so the rates of the others stay as they are.
-    """
+    """Touch every link that a chain of transfers connects with a touched one."""
     grows = True
     while grows:
         grows = False
@@ -157,10 +149,7 @@ def spread(net: Any, n: int) -> None:
 
 @compiled()
 def share_links(net: Any, n: int) -> None:
-    """Share the touched links among the transfers ``net.flows[:n]`` max-min fairly.
-
-    No transfer can get more without taking from one that has less.
-    """
+    """Share the touched links among ``net.flows[:n]`` max-min fairly."""
     flows, capacity, users = net.flows, net.capacity, net.users
     n_links, left = 0, 0
     for link in range(capacity.shape[0]):

@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Bools, Floats, Int32s, Ints, Records
 from eldr_sim.policies.base import Needs, RequestInfo, RouterPolicy, Workers, gives_rules
 from eldr_sim.policies.rule import COLUMNS, Kept, Rule
 from eldr_sim.simulator.plane import choose, state
@@ -18,9 +18,9 @@ _ASKED_AT_ONCE = 512
 class Fleet(NamedTuple):
     """What routers know of the workers of all pools."""
 
-    loads: NDArray[np.int64]  #: ``[workers]``: requests in flight
-    signals: NDArray[np.void]  #: ``SIGNALS [workers]``
-    healthy: NDArray[np.bool_]  #: ``[workers]``: may be chosen
+    loads: Ints  #: ``[workers]``: requests in flight
+    signals: Records  #: ``SIGNALS [workers]``
+    healthy: Bools  #: ``[workers]``: may be chosen
 
 
 def make_fleet(n_workers: int) -> Fleet:
@@ -33,12 +33,8 @@ def make_fleet(n_workers: int) -> Fleet:
 
 
 class PolicyRouter:
-    """A policy that routes requests, and what the compiled loop knows of it.
-
-    ``policy``: the policy; None where the workers are co-located; ``fleet``, ``workers``,
-    ``workload``: what routers know of all workers; those to choose from, which the policy counts
-    from 0; the requests.
-    """
+    """A policy that routes requests (None: co-located), and what the compiled loop knows of it: of
+    all workers (``fleet``), and those to choose from."""
 
     def __init__(
         self, policy: RouterPolicy | None, fleet: Fleet, workers: range, workload: Workload
@@ -85,9 +81,9 @@ class PolicyRouter:
         self,
         now_s: float,
         signals_s: float,
-        matched: NDArray[np.int64] = _NOBODY,
-        reachable: NDArray[np.int64] = _NOBODY,
-        load_s: NDArray[np.float64] = _NOTHING,
+        matched: Ints = _NOBODY,
+        reachable: Ints = _NOBODY,
+        load_s: Floats = _NOTHING,
     ) -> Workers:
         """Return the workers as the router sees them now; the columns change with time."""
         return Workers._make((*self._columns, now_s, signals_s, matched, reachable, load_s))
@@ -98,11 +94,8 @@ class PolicyRouter:
             raise ValueError(f"policy {self.policy.name!r} chose worker {worker}")
 
     def select(self, request: RequestInfo, workers: Workers) -> int:
-        """Return the policy's choice, by its number among all workers, or HOLD.
-
-        Where it chooses a worker that is known not to answer, the least loaded one that does stands
-        in.
-        """
+        """Return the policy's choice, by its number among all workers, or HOLD; the least loaded
+        that answers stands in for one that does not."""
         if not any(self._healthy):  # the first of them is most often
             return int(choose.HOLD)
         worker = self.policy.select(request, workers)
@@ -178,11 +171,8 @@ class PolicyRouter:
         return number
 
 
-def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the class of each request that a policy treats alike, and each class's first request.
-
-    -1 where the class is not known beforehand.
-    """
+def _classes(policy: Any, workload: Workload) -> tuple[Int32s, Ints]:
+    """Return each request's class, -1 if unknown beforehand, and the classes' first ones."""
     if policy.rule_by == "domain":
         alike = workload.domain.astype(np.int64)
     elif policy.rule_by == "signature":
@@ -201,19 +191,19 @@ def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], NDArra
     return kind.astype(np.int32), first
 
 
-def grown(array: NDArray[Any], length: int | None = None) -> NDArray[Any]:
+def grown(array: Array, length: int | None = None) -> Array:
     """Return an array of a greater length, twice when None, zeros at its end."""
     grown = np.zeros((length or 2 * len(array), *array.shape[1:]), array.dtype)
     grown[: len(array)] = array
     return grown
 
 
-def with_more(array: NDArray[Any], n: int) -> NDArray[Any]:
+def with_more(array: Array, n: int) -> Array:
     """Return an array with ``n`` zero records more."""
     more = np.zeros((n, *array.shape[1:]), array.dtype)
     return np.concatenate([array, more])
 
 
-def with_room(log: NDArray[np.void], needed: int) -> NDArray[np.void]:
+def with_room(log: Records, needed: int) -> Records:
     """Return a log for so many records; the same one if it has room."""
     return log if len(log) >= needed else with_room(grown(log), needed)

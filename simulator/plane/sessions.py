@@ -1,20 +1,16 @@
 """Sessions in the compiled loop: requests that go on with others, and who begins next.
 
-A request that goes on with others is released when the last of them has completed, and arrives a
-gap later; if one of them does not complete, it never comes, nor does what would go on with it.
-Requests that go on with none arrive in their order, or, where sessions are limited, when they may.
-
-Where lanes warm caches first, the measured window opens when the last of those requests has ended.
-Nothing is sent any more when it closes; what is in flight has a grace then, and is cancelled.
-Where nothing of a session is in flight for `SESSION_IDLE_S` seconds, or nothing at all for
-`ALL_IDLE_S`, all that waits comes so much sooner that the first does now.
-"""
+A request that goes on with others arrives a gap after the last of them has completed; never, if one
+does not. Those that go on with none arrive in their order, or, where sessions are limited, when
+they may. Where lanes warm caches first, the measured window opens when that has ended; nothing is
+sent when it closes, and what is in flight has a grace. Where nothing of a session is in flight for
+`SESSION_IDLE_S` seconds, or nothing at all for `ALL_IDLE_S`, what waits comes so much sooner."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Int32s, Ints, Records
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import hasten, schedule
 from eldr_sim.simulator.plane.state import ABANDONED, ARRIVAL, COMPLETED, SESSIONS
@@ -32,17 +28,17 @@ SESSION_IDLE_S, ALL_IDLE_S = 300.0, 10.0
 class Sessions(NamedTuple):
     """Who goes on with whom; arrays are empty where requests go on with none."""
 
-    record: NDArray[np.void]  #: ``SESSIONS [1]``
-    order: NDArray[np.int32]  #: ``[requests]``: the requests that have arrived, in their order
+    record: Records  #: ``SESSIONS [1]``
+    order: Int32s  #: ``[requests]``: the requests that have arrived, in their order
     #: ``first``, ``children``: who goes on with request ``i``: ``children[first[i]:first[i + 1]]``.
-    first: NDArray[np.int64]
-    children: NDArray[np.int32]
-    waits: NDArray[np.int32]  #: ``[requests]``: for so many others; -1: given up
-    gap_s: NDArray[np.float64]  #: ``[requests]``: from the end of the last of them
-    session: NDArray[np.int32]  #: ``[requests]``
-    left: NDArray[np.int32]  #: ``[sessions]``: requests that have not ended,
-    busy: NDArray[np.int32]  #: ``[sessions]``: of them have come;
-    idle_s: NDArray[np.float64]  #: ``[sessions]``: or when none was left, s
+    first: Ints
+    children: Int32s
+    waits: Int32s  #: ``[requests]``: for so many others; -1: given up
+    gap_s: Floats  #: ``[requests]``: from the end of the last of them
+    session: Int32s  #: ``[requests]``
+    left: Int32s  #: ``[sessions]``: requests that have not ended,
+    busy: Int32s  #: ``[sessions]``: of them have come;
+    idle_s: Floats  #: ``[sessions]``: or when none was left, s
 
 
 def make_sessions(

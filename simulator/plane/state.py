@@ -1,9 +1,6 @@
-"""The arrays of a run: one record a request, worker, running sequence, event and step.
-
-Everything that the compiled engine reads or changes lies in these arrays, so a call hands over a
-few of them, and what is left when a run has ended are columns. Numbers that compiled functions pass
-on are int64, constants among them: for every other type each function would be compiled anew.
-"""
+"""The arrays of a run: one record a request, worker, running sequence, event and step: all that the
+compiled engine reads or changes, and columns when a run has ended. Numbers that compiled functions
+pass on are int64: every other type would compile each function anew."""
 
 import numpy as np
 

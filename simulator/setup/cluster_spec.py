@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
@@ -120,12 +120,11 @@ def make_pools(
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Pools and engine settings of a cluster; see `simulator.setup.config.RunConfig`.
+    """Pools and engine settings of a cluster.
 
-    Routers choose among engines, called workers here; those of one group,
-    ``parallelism.data_parallel_size`` in a row, share experts and step together. Workers are
-    numbered pool by pool, those of a router in a row; requests come to the first router.
-    """
+    Routers choose among engines, called workers here; those of a group, ``data_parallel_size`` in a
+    row, share experts and step together. Workers are numbered pool by pool, those of a router in a
+    row; requests come to the first router."""
 
     pools: tuple[PoolSpec, ...]
     max_model_len: int
@@ -200,7 +199,7 @@ class ClusterSpec:
         """Engines that decode."""
         return sum(pool.n for pool in self.pools if pool.decodes)
 
-    def of_decoders(self, figure: Callable[[EngineSpec], float]) -> NDArray[Any]:
+    def of_decoders(self, figure: Callable[[EngineSpec], float]) -> Array:
         """Return a figure of each worker that decodes, by its number among them."""
         pools = [pool for pool in self.pools if pool.decodes]
         return np.repeat([figure(pool.engine) for pool in pools], [pool.n for pool in pools])

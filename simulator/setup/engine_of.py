@@ -1,12 +1,9 @@
 """What every worker of a pool is.
 
 The engines of expert-parallel workers may start and stop one by one (``--enable-elastic-ep``).
-Every GPU holds as many expert instances whatever the width, and so has the same KV cache: what a
-wider group has room for are redundant experts. So does vLLM, whose
-``ElasticEPScalingExecutor.switch_and_prepare`` sets ``num_redundant_experts`` to the instances of a
-rank times the ranks, less the experts (``vllm/distributed/elastic_ep/elastic_execute.py``, read in
-November 2026).
-"""
+Every GPU holds as many instances, and the same KV cache, whatever the width: what a wider group has
+room for are redundant experts, as in vLLM's ``ElasticEPScalingExecutor.switch_and_prepare``
+(``vllm/distributed/elastic_ep/elastic_execute.py``, read in November 2026)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -22,12 +19,7 @@ from eldr_sim.kernel_profiles.tables.library import note_use, noting_use
 from eldr_sim.policies.placement.base import ExpertGroup
 from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
-from eldr_sim.simulator.setup.config.engines import (
-    default_budget,
-    default_seats,
-    memory_share,
-    rules_of,
-)
+from eldr_sim.simulator.setup.config import engines
 from eldr_sim.simulator.setup.config.pools import WorkerPool
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.config.start_up import start_up_parts
@@ -39,12 +31,8 @@ from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_l
 
 
 def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) -> int:
-    """Return the redundant experts of a whole worker, whose engines come and go.
-
-    Its fewest engines (``min_workers``) hold all experts, and ``num_redundant_experts`` more.
-
-    Raises InputError where that cannot be, or such engines are not simulated.
-    """
+    """Return the redundant experts of a whole worker, whose fewest engines (``min_workers``) hold
+    all experts and ``num_redundant_experts`` more. Raises InputError where that cannot be."""
     pool, parallelism, field = workers.own, workers.own.parallelism, "enable_elastic_ep"
     least = least_engines(config, workers)
     problems = {
@@ -81,8 +69,8 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     assert pool.gpu is not None
     gpu, parallelism = load_gpu(pool.gpu), pool.parallelism
     engine, n_engines = pool.engine or config.engine, parallelism.data_parallel_size
-    budget = pool.max_num_batched_tokens or default_budget(engine, gpu, n_engines)
-    rules = rules_of(engine, config, budget, n_engines)
+    budget = pool.max_num_batched_tokens or engines.default_budget(engine, gpu, n_engines)
+    rules = engines.rules_of(engine, config, budget, n_engines)
     drafts = pool.speculative_config
     each = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
     longest = config.max_model_len or model.max_position_embeddings
@@ -90,7 +78,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     if threshold and not each <= threshold <= longest:
         problem = f"{threshold} of at most {longest} tokens, and {each} a step of decoding"
         raise InputError("long_prefill_token_threshold", problem, f"0 or {each}..{longest}")
-    seats = default_seats(engine, gpu, n_engines)
+    seats = engines.default_seats(engine, gpu, n_engines)
     max_num_seqs = pool.max_num_seqs or max(1, min(seats, budget // each))
     if max_num_seqs * each > budget:
         tokens = "" if each == 1 else f" of {each} tokens each"
@@ -134,7 +122,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     if speculation is not None and layout is not None and layout.has_steps_of_its_own:
         problem = "drafts beside layers that stream or lie in stages are not simulated"
         raise InputError("speculative_config", problem, "not given")
-    share = memory_share(config, engine, pool)
+    share = engines.memory_share(config, engine, pool)
     held = parallelism, slots * model.n_moe_layers, 0
     if experts is not None:
         held = SINGLE_GPU, *experts
@@ -158,10 +146,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
 
 @lru_cache(maxsize=8)
 def _step_time(tables: str | None, **about: Any) -> tuple[StepTimeModel, frozenset[str]]:
-    """Return the step times, and the names of the user's tables that they come from.
-
-    ``about`` is what `build_step_time_model` takes but for the tables.
-    """
+    """Return the step times, and the user's ``tables`` that they come from."""
     with noting_use() as used:
         built = build_step_time_model(tables=load_tables(tables), **about)
     return built, frozenset(used)

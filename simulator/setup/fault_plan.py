@@ -1,17 +1,14 @@
 """What goes wrong in a run: workers that die, hang, slow down, drain or join, and slower links.
 
 A `FaultPlan` is what `cluster.Cluster` takes; `fault_spellings` makes it from a configuration,
-`fault_processes` lets it happen.
-"""
+`fault_processes` lets it happen."""
 
 import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
+from eldr_sim.arrays import Bools, Floats
 from eldr_sim.errors import InputError
 
 Kind = Literal["fail", "hang", "slow", "drain", "join", "link"]
@@ -60,7 +57,7 @@ class FaultPlan:
     faults: tuple[Fault, ...] = ()  #: what happens to workers
     #: float64 ``[requests]``: when each client gives up, s, if its request comes when it is to;
     #: later ones give up later. ``inf``: never. None: nobody does.
-    cancel_s: NDArray[np.float64] | None = None
+    cancel_s: Floats | None = None
     #: How long after a worker has died, hangs or is back the routers know it.
     health_delay_s: float = 0.0
     #: ``retry``, ``max_retries``: what becomes of requests whose worker died, and how often.
@@ -68,17 +65,14 @@ class FaultPlan:
     max_retries: int = 5
     #: bool ``[requests]``: whether a client stays if it has its first token by ``cancel_s``. None:
     #: nobody does.
-    patient: NDArray[np.bool_] | None = None
+    patient: Bools | None = None
     #: How long after a request has failed with its worker its user sends it again, as a new one, s.
     #: None: never.
     user_retry_s: float | None = None
 
 
 def check_overlaps(faults: tuple[Fault, ...]) -> None:
-    """Raise InputError where two things happen to a worker at once that do not mix.
-
-    Slow steps and slow links mix with all but their like.
-    """
+    """Raise InputError where two things that do not mix happen to a worker at once."""
 
     def of(fault: Fault) -> tuple[str, int, str]:
         return fault.pool, fault.worker, fault.kind if fault.kind in ("slow", "link") else ""

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints, Records
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import seconds
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.routing.seconds import prompt_s
-from eldr_sim.simulator.plane import kv_tiers as plane
 from eldr_sim.simulator.plane.entry import SECONDS
+from eldr_sim.simulator.plane.kv import kv_tiers as plane
 from eldr_sim.simulator.plane.state import BLOCK
-from eldr_sim.traces.requests import session_lists
-from eldr_sim.traces.requests.arc import make_lists
+from eldr_sim.traces.requests.caches import session_lists
+from eldr_sim.traces.requests.caches.arc import make_lists
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
@@ -112,8 +112,7 @@ def parse_tier(text: str) -> Tier:
 
 
 def tiers_of(config: KVTierConfig) -> tuple[Tier, ...]:
-    """Return the tiers of a configuration, the last of them decode workers that blocks are pulled
-    from; raises InputError where two have one name."""
+    """Return the tiers of a configuration, decode workers last; raises InputError."""
     tiers = tuple(map(parse_tier, config.kv_tier))
     if config.answer_kv == "pull":
         tiers += (Tier(DECODE, 0.0, math.inf, math.inf, math.inf),)
@@ -123,11 +122,8 @@ def tiers_of(config: KVTierConfig) -> tuple[Tier, ...]:
 
 
 def parse_sizes(text: str) -> list[list[str]]:
-    """Return the tiers of the sizes of a range, the smallest first: ``host:0GB..1TB,load=20GB/s``.
-
-    They halve from its end on, seven at most; a range from 0 begins with no tier. Raises
-    InputError.
-    """
+    """Return the tiers of a range, ``host:0GB..1TB,load=20GB/s``, the smallest first: halved from
+    its end on, seven at most; from 0 on, first no tier. Raises InputError."""
     first, comma, words = text.partition(",")
     name, _, sizes = first.partition(":")
     least, most = (_amount(size.strip(), False) for size in sizes.split("..", 1))
@@ -147,11 +143,8 @@ def total_bytes(config: RunConfig) -> float:
     return math.fsum(tier.n_bytes * stores[tier.scope] for tier in tiers_of(config))
 
 
-def _members(spec: ClusterSpec, tier: Tier, gpus_per_node: int) -> NDArray[np.int64]:
-    """Return the number of each worker's store, ``[workers]``; -1: none.
-
-    A worker that takes over KV caches computes no prompts: it stores in what all share.
-    """
+def _members(spec: ClusterSpec, tier: Tier, gpus_per_node: int) -> Ints:
+    """Return the number of each worker's store, ``[workers]``; -1: none."""
     numbers, gpu = list[int](), 0
     for pool in spec.pools:
         for _ in range(pool.n):
@@ -164,13 +157,13 @@ def _members(spec: ClusterSpec, tier: Tier, gpus_per_node: int) -> NDArray[np.in
 
 
 def make_tiers(
-    spec: ClusterSpec, shards: Sequence[ModelDims], clock: NDArray[np.void], n_listed: int,
-    n_requests: int, rates: NDArray[np.float64],
+    spec: ClusterSpec, shards: Sequence[ModelDims], clock: Records, n_listed: int,
+    n_requests: int, rates: Floats,
 ) -> plane.Tiers:  # fmt: skip
     """Return empty tiers: ``n_listed`` KV blocks that requests have, links of ``rates`` bytes/s."""
     config, n_tiers = spec.kv_tiers, len(spec.tiers)
     rules, loading = np.zeros(n_tiers, plane.RULES), np.zeros(1, plane.LOADING)
-    links, stores = np.zeros((spec.n_workers, n_tiers), plane.LINK), list[NDArray[np.void]]()
+    links, stores = np.zeros((spec.n_workers, n_tiers), plane.LINK), list[Records]()
     token_bytes = np.repeat(
         [shard.kv_bytes_per_token for shard in shards], [pool.n for pool in spec.pools]
     )
@@ -231,11 +224,8 @@ def _pull_s(spec: ClusterSpec, shards: Sequence[ModelDims], rate: float) -> floa
     )
 
 
-def prompt_table(spec: ClusterSpec, longest: int) -> NDArray[np.float64]:
-    """Return what prompts up to ``longest`` tokens take in each pool, if anything asks for it, s.
-
-    See `plane.kv_tiers.prompt_seconds`.
-    """
+def prompt_table(spec: ClusterSpec, longest: int) -> Floats:
+    """Return what prompts up to ``longest`` tokens take in each pool, s, if asked for."""
     if not spec.tiers and spec.conditional.entry != SECONDS:
         return np.zeros((len(spec.pools), 2))
     return np.array([_prompts_s(pool.engine, longest) for pool in spec.pools])

@@ -1,34 +1,23 @@
 """What a step of engines that share experts takes on mean work, without a simulation.
 
-An expert e that a share p_e of the tokens chooses gets ``B p_e`` pairs of a step of B tokens, and
-is active with probability ``1 - (1 - p_e)^B``: exact in the mean for tokens that choose
-independently. The ranks' sums go through the formula of the simulator's steps (`group_step`), so
-the MoE part is that of the busiest rank of each layer. It errs to the low side, by up to 4% of the
-step: the mean of a maximum is above the maximum of means. What it leaves out is queueing, engines
-of unlike batches and routers that put like requests together, which make steps shorter.
-
-Autoscalers know that of a run beforehand: its pools, and for some the load to come.
-"""
+An expert that a share p of the tokens chooses gets ``B p`` pairs of a step of B tokens, and is
+active with probability ``1 - (1 - p)^B``, for tokens that choose independently; the ranks' sums go
+through the formula of the simulator's steps (`group_step`). It errs to the low side, by up to 4%: a
+mean of maxima is above the maximum of means. Queueing, unlike batches and routers that put like
+requests together are left out. Autoscalers know that of a run beforehand."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.steps.step_cost import decode_attention_s
 from eldr_sim.policies.placement.base import EMPTY, Placement
 from eldr_sim.policies.scaling.base import Offered, PoolFacts, ScalingContext, remembered
-from eldr_sim.simulator.plane.steps.group_state import (
-    ALL,
-    EVEN,
-    EXPERT,
-    METRO,
-    NODE,
-    make_group_scratch,
-)
+from eldr_sim.simulator.plane.steps import group_state
 from eldr_sim.simulator.plane.steps.group_step import SharedLayers, price_layers
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -37,13 +26,13 @@ from eldr_sim.traces.routing.bitsets import count_rows
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
 
-FloatArray = NDArray[np.float64]
+FloatArray = Floats
 
 _ROWS, _REACHED_ROWS = 65536, 2048  # tokens that shares are counted over
 
 
 @lru_cache(maxsize=8)
-def _rows(trace: RoutingTrace, prompts: bool, most: int) -> NDArray[np.int64]:
+def _rows(trace: RoutingTrace, prompts: bool, most: int) -> Ints:
     """Return rows of the tokens that requests feed: of prompts, or of decode steps."""
     requests = np.flatnonzero(~trace.is_calibration)
     first, length = trace.decode_window(requests)
@@ -68,11 +57,9 @@ def activated(share: FloatArray, tokens: float) -> FloatArray:
 
 
 class MeanWork:
-    """The mean work of a group's ranks, for any number of tokens.
-
-    ``engine``: of a pool whose engines share experts; ``placement``: of the experts on the ranks;
-    ``trace``: whose tokens are served; ``prompts``: whether they are those of prompts.
-    """
+    """The mean work of a group's ranks, for any number of tokens. ``engine``: of a pool whose
+    engines share experts; ``trace``: whose tokens are served; ``prompts``: whether those of
+    prompts."""
 
     def __init__(
         self, engine: EngineSpec, placement: Placement, trace: RoutingTrace, prompts: bool
@@ -95,20 +82,22 @@ class MeanWork:
         #: ``[layers, ranks]``: token-expert pairs of a rank, a token of the step.
         self.pairs = self._by_rank(self.shares)
         self.node = min(self.group.gpus_per_node, self.ranks)
-        self._work = make_group_scratch(layers, 1, self.ranks, 1, 1)
-        self._traffic = None if self.group.copy_per == ALL else self._sent(trace, placement)
+        self._work = group_state.make_group_scratch(layers, 1, self.ranks, 1, 1)
+        self._traffic = (
+            None if self.group.copy_per == group_state.ALL else self._sent(trace, placement)
+        )
 
     def _sent(self, trace: RoutingTrace, placement: Placement) -> FloatArray:
         """Return copies that ranks send and receive, a token of each rank: `all_to_all_cost`."""
         ranks, node, kind = self.ranks, self.node, self.group.copy_per
         home, place = np.divmod(np.arange(ranks), node)
         same = home[:, None] == home[None, :]
-        direct = self.pairs if kind == EXPERT else self._reached(trace, placement, 1)
+        direct = self.pairs if kind == group_state.EXPERT else self._reached(trace, placement, 1)
         own = (np.arange(ranks) < self.homes).astype(float)  # tokens of a rank
         near = own[:, None] * (same & ~np.eye(ranks, dtype=bool))
         far = own[:, None] * ~same
         copies = [direct @ near.T, direct * near.sum(axis=0)]
-        if kind != NODE:
+        if kind != group_state.NODE:
             copies += [direct @ far.T, direct * far.sum(axis=0)]
         else:  # ranks of the same place send between nodes, and pass on inside
             column = np.bincount(place, own)[place]
@@ -120,10 +109,7 @@ class MeanWork:
         return np.stack([each.T[:, self._tile] for each in copies])
 
     def _reached(self, trace: RoutingTrace, placement: Placement, size: int) -> FloatArray:
-        """Return the share of tokens with any expert on each run of ``size`` ranks.
-
-        Of an expert's instances the first counts.
-        """
+        """Return the share of tokens with any expert on each run of ``size`` ranks."""
         first = np.argmax(self.held > 0, axis=2) // size  # [layers, experts]
         rows = np.ascontiguousarray(trace.bits[_rows(trace, self.computes, _REACHED_ROWS)])
         found = np.zeros((len(self.shares), -(-self.ranks // size)))
@@ -142,9 +128,11 @@ class MeanWork:
     def _active(self, tokens: int) -> FloatArray:
         """Return the activated instances of each rank, ``[layers, ranks]``."""
         choice, most = self.group.replica_choice, int(self.copies.max())
-        if most == 1 or (choice >= METRO and not self.computes):  # one instance, whichever
+        if most == 1 or (
+            choice >= group_state.METRO and not self.computes
+        ):  # one instance, whichever
             return self._by_rank(activated(self.shares, tokens))
-        if choice < EVEN:  # each token chooses by itself
+        if choice < group_state.EVEN:  # each token chooses by itself
             each = activated(self.shares / self.copies, tokens) * self.copies
             return self._by_rank(each)
         # In turn: n tokens activate min(n, copies) instances.
@@ -174,11 +162,7 @@ class MeanWork:
         return float(shared.moe_s + shared.dispatch_s + shared.combine_s) + choice_s
 
     def decode_s(self, batch: int, context: float, each: int = 1) -> float:
-        """Return the seconds of a step of ``batch`` sequences of every engine.
-
-        ``context``: mean tokens that a sequence attends to; ``each``: tokens that the step computes
-        for a sequence, more than one where it verifies drafts.
-        """
+        """Return the seconds of a step of ``batch`` sequences of every engine, ``each`` tokens."""
         cost, tokens = self.engine.step_time.cost, batch * each
         if self.group.ffn_ranks:
             return self._ping_pong_s(batch, context)
@@ -203,19 +187,13 @@ class MeanWork:
         return seconds + float(cost.host_s + cost.head_s[batch])
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Return the seconds of a step in which every engine computes such chunks.
-
-        ``chunks``: cached and new tokens of each.
-        """
+        """Return the seconds of a step in which every engine computes such ``chunks``."""
         parts = self.engine.step_time.parts(chunks=chunks)
         tokens = sum(new for _, new in chunks) * self.engine.parallelism.data_parallel_size
         return float(sum(parts) - parts.moe) + self._moe_s(tokens)
 
     def prompt_s(self, tokens: int) -> float:
-        """Return the seconds of an engine for each of as many prompts as its steps hold.
-
-        All engines of the group compute as many.
-        """
+        """Return the seconds of an engine for each of as many prompts as its steps hold."""
         budget = self.engine.max_num_batched_tokens
         n = max(1, min(budget // tokens, self.engine.max_num_seqs))
         steps = [[(at, min(budget, tokens - at))] * n for at in range(0, tokens, budget)]
@@ -229,12 +207,8 @@ def scaling_facts(
     works: Sequence[Mapping[int, Callable[[], MeanWork]]],
     pauses: Mapping[str, Callable[[int, int], float]],
 ) -> ScalingContext:
-    """Return what is known of the pools of a run, and of the requests of its workload.
-
-    ``works``: of each pool, who tells the steps of engines that share experts, by how many there
-    are, asked when an autoscaler asks; {} where they share none. ``pauses``: of pools whose engines
-    come and go, see `PoolFacts.pause_s`.
-    """
+    """Return what is known of the pools of a run and of its requests. ``works``: who tells the
+    steps of engines that share experts, by their number; ``pauses``: `PoolFacts.pause_s`."""
     spec, fetching = prepared.spec, {name for p in config.pools for name in p.takes_over}
     pools = []
     for pool, made, own in zip(spec.pools, config.pools, works, strict=True):

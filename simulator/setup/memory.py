@@ -4,8 +4,8 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Ints
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
@@ -28,12 +28,9 @@ def streamed_experts(
     """Return what a GPU holds of experts that ``n_gpus`` GPUs share and gather layer by layer.
 
     The first MoE layer whole, its part of ``window`` others (0: of all), and two buffers of a
-    layer, one that computes and one that is gathered into; a GPU alone computes from its window.
-
-    A token's activations are the two largest buffers of a fused MoE layer (MoE-Prefill Sec. 4.1),
-    ``top_k`` times the gate and up projections and the outputs, in bfloat16. The engine's reserve
-    holds those of the GPU's default token budget.
-    """
+    layer; a GPU alone computes from its window. A token's activations are the two largest buffers
+    of a fused MoE layer (MoE-Prefill Sec. 4.1), ``top_k`` times the gate and up projections and the
+    outputs, bfloat16; the engine's reserve holds those of the default budget."""
     resident = window or model.n_moe_layers - 1
     buffers = 2 if n_gpus > 1 else 0
     instances = (1 + buffers) * model.n_experts + resident * model.n_experts // n_gpus
@@ -46,15 +43,14 @@ class WindowBlocks(NamedTuple):
     """What a request's windows and states take, in KV blocks of the layers with full attention.
 
     vLLM's hybrid KV cache manager (``vllm/v1/core/kv_cache_utils.py``, ``get_kv_cache_groups``;
-    ``single_type_kv_cache_manager.py``, ``SlidingWindowManager``) gives all groups of layers blocks
-    of one pool, and takes those back that no window reaches any more.
-    """
+    ``SlidingWindowManager``) gives all groups of layers blocks of one pool, and takes those back
+    that no window reaches."""
 
     share: float = 0.0  #: bytes of a block in the sliding layers over those in the others
     most: int = 0  #: blocks that a window reaches into
     state: int = 0  #: and blocks that the states of linear attention take, however long it is
 
-    def of(self, tokens: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    def of(self, tokens: Ints, block_size: int) -> Ints:
         """Return the blocks of requests that grow to so many tokens."""
         reached = np.minimum(-(-tokens // block_size), self.most)
         return np.ceil(self.share * reached).astype(np.int64) + self.state
@@ -108,20 +104,14 @@ def kv_blocks(
     windows: WindowBlocks = NO_WINDOWS,
     more: Beside = NO_MORE,
 ) -> int:
-    """Return the KV blocks of ``block_size`` tokens that fit beside the weights of a worker.
+    """Return the KV blocks of ``block_size`` tokens that fit beside the weights of a worker, as
+    vLLM sizes its cache (``vllm/v1/worker/gpu_worker.py``, ``determine_available_memory``).
 
-    Every GPU of the worker holds its heads' part of every block, so one GPU decides. ``instances``
-    are the expert instances of all MoE layers on it, an equal share of the experts when not given.
-    ``utilization`` is a share of all memory for ``engine`` vLLM, of what weights and KV
-    cache may take together for SGLang, of what is free for TensorRT-LLM.
-
-    As vLLM sizes its cache at start-up (``vllm/v1/worker/gpu_worker.py``,
-    ``determine_available_memory``). With ``windows`` blocks are those of the layers with full
-    attention, and requests take more of them for their windows; without, layers with a sliding
-    window are charged for their whole context.
-
-    Raises InputError if the weights leave no room for a single block.
-    """
+    Every GPU holds its heads' part of every block, so one decides. ``instances``: of experts on it,
+    an equal share when not given; ``utilization``: of all memory for ``engine`` vLLM, of what
+    weights and KV cache may take for SGLang, of what is free for TensorRT-LLM. With ``windows``
+    blocks are those of layers with full attention, and requests take more of them; without, sliding
+    windows are charged for the whole context. Raises InputError if there is no room for a block."""
     weights = parallelism.weight_bytes(model, instances)
     held = weights + more.held_bytes
     if engine == "sglang":
@@ -162,11 +152,8 @@ def pool_blocks(
     activation_bytes: int = 0,
     speculation: Speculation | None = None,
 ) -> int:
-    """Return the KV blocks of a pool's engine whose GPUs hold so many expert instances.
-
-    ``share``: of a GPU's memory, as `kv_blocks` reads it; ``activation_bytes``: beyond what the
-    engine reserves.
-    """
+    """Return the KV blocks of a pool's engine whose GPUs hold so many expert instances. ``share``:
+    as of `kv_blocks`; ``activation_bytes``: beyond the engine's reserve."""
     if parallelism.ffn_ranks:
         check_experts_fit(model, gpu, 1.0 if engine == "trtllm" else share, instances)
         instances = 0

@@ -48,10 +48,7 @@ class PreparedRun:
 
 
 def prepare(config: RunConfig) -> PreparedRun:
-    """Load model, GPU, tables and trace, and check that they fit together.
-
-    Step times and traces are kept for the next run of this process.
-    """
+    """Load model, GPU, tables and trace, kept for later runs, and check that they fit."""
     check_window(config)
     model = load_model(config.model)
     if config.kv_cache_dtype == "fp8":
@@ -121,10 +118,8 @@ def _pools(
 ) -> tuple[tuple[PoolSpec, ...], TransferModel]:
     """Return the pools, and what a KV transfer between the first two that make one costs.
 
-    A sender's link has the rate at which the first pool that takes over fetches from it. Where
-    another one, with more GPUs a worker say, fetches slower, so many more bytes flow for it: their
-    ratio is to be the same for all senders.
-    """
+    A sender's link has the rate at which the first pool that takes over fetches; where another
+    fetches slower, as many more bytes flow: their ratio is to be the same for all senders."""
     names = pools_of(config.topology).routers
     router = {name: number for number, mine in enumerate(names) for name in mine}
     base = PRESETS[config.kv_transfer]
@@ -198,10 +193,7 @@ def _conditional(config: RunConfig) -> Conditional:
 
 
 def _reserves_early(config: RunConfig) -> bool:
-    """Return whether decode workers reserve KV blocks before prompts are computed.
-
-    Raises InputError where they are to and who decodes cannot be known then.
-    """
+    """Return whether decode workers reserve KV blocks early; raises InputError."""
     if not config.hands_over or config.kv_reserve == "prompt_end":
         return False
     needs = registry.needs("policy", config.policy)

@@ -1,17 +1,12 @@
 """Fit a routing trace to the served model: one bit-set row a decode step, over all its layers.
 
-A decode step of a request feeds one token and needs that token's experts in each MoE layer of the
-served model. Two things may be missing from a trace, and both are filled in the same way for every
-policy and reported in the result:
+A decode step of a request needs its token's experts in each MoE layer. What a trace lacks is filled
+in the same way for every policy and reported: *layers* are tiled (model layer ``l`` replays trace
+layer ``l mod T``), each tile with the request's tokens rotated by another part of the window, so
+that two tiles do not repeat each other's sets; *tokens* beyond those recorded replay the window
+again, from a random offset (drawn by the workload)."""
 
-- *Layers.* A trace of ``T`` layers is tiled over the model's ``L``: model layer ``l`` replays trace
-  layer ``l mod T``. Each tile reads the request's tokens rotated by another part of the window, so
-  that two tiles do not repeat each other's sets step by step: the expected number of distinct
-  experts is the same, its spread over the layers is as among different tokens.
-- *Tokens.* A request that generates more tokens than were recorded replays its window again and
-  again, from a random offset (drawn by the workload).
-"""
-
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints, Words
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit, popcount
 from eldr_sim.kernel_profiles.models import ModelDims
@@ -35,22 +31,16 @@ class Replay:
     """Bit sets of the replay windows of some trace requests."""
 
     #: ``uint64 [rows, moe_layers * words]``: the windows one after the other.
-    bits: NDArray[np.uint64]
+    bits: Words
     #: ``first_row``, ``length``: ``int64 [trace requests]``: each request's window in ``bits``; -1
     #: and 0 where it has none.
-    first_row: NDArray[np.int64]
-    length: NDArray[np.int64]
+    first_row: Ints
+    length: Ints
     period: int = 0  #: of the trace: a step's tokens then take the first so many rows in turn
 
-    def activation(
-        self, trace_request: int, offset: int, steps: int, n_experts: int
-    ) -> NDArray[np.float64]:
-        """Share of decode steps in which each expert is active, ``[moe_layers, n_experts]``.
-
-        ``trace_request``: whose window is replayed; ``offset``: row of the window that the first
-        step feeds; ``steps``: decode steps, at least 1; the window is read round and round;
-        ``n_experts``: experts of a layer.
-        """
+    def activation(self, trace_request: int, offset: int, steps: int, n_experts: int) -> Floats:
+        """Share of decode steps in which each expert is active, ``[moe_layers, n_experts]``, over
+        ``steps`` rows of ``trace_request``'s window from ``offset`` on, round and round."""
         words = (n_experts + 63) // 64
         count = np.zeros((self.bits.shape[1] // words, words * 64), np.int64)
         _count(
@@ -64,15 +54,10 @@ class Replay:
         return count[:, :n_experts] / steps
 
 
-def rank_masks(
-    placements: Sequence[Placement], n_experts: int, n_layers: int
-) -> NDArray[np.uint64]:
-    """Return which bits of a row of ``Replay.bits`` belong to the experts of each rank.
-
-    ``uint64 [workers, ranks, n_layers * words]``; a worker of fewer ranks has empty ones, and
-    experts with several instances are left out, see `make_replicas`. ``placements``: of each
-    worker, on the trace's layers; model layers take that of the trace layer that they replay.
-    """
+def rank_masks(placements: Sequence[Placement], n_experts: int, n_layers: int) -> Words:
+    """Return which bits of a row of ``Replay.bits`` belong to each rank's experts, without those of
+    several instances: ``uint64 [workers, ranks, n_layers * words]``; ranks that a worker lacks are
+    empty."""
     words, layers = -(-n_experts // 64), len(placements[0].expert)
     n_ranks = max(placement.n_ranks for placement in placements)
     held = np.zeros((len(placements), n_ranks, layers, words * 64), np.uint8)
@@ -87,10 +72,7 @@ def rank_masks(
 def make_replicas(
     placements: Sequence[Placement], n_experts: int, n_layers: int, *, most: int = 1
 ) -> Replicas | None:
-    """Return the instances of experts that have several; None where no expert has.
-
-    Parameters as of `rank_masks`; there is room for ``most`` instances of an expert at least.
-    """
+    """Return the instances of experts that have several, ``most`` at most; or None."""
     counts = np.stack([placement.instances(n_experts) for placement in placements])
     if most == 1 and (counts == 1).all():
         return None
@@ -118,11 +100,7 @@ def make_replicas(
 
 
 def fit_trace(trace: RoutingTrace, model: ModelDims) -> RoutingTrace:
-    """Return the trace as the model replays it: with the model's top-k of the experts recorded.
-
-    Raises InputError if the trace's experts cannot stand for the model's: their number differs, a
-    token chose fewer than the model's top-k, or the trace does not say which of them came first.
-    """
+    """Return the trace with the model's top-k of experts; raises InputError."""
     manifest = trace.manifest
     have = (manifest.n_experts, manifest.top_k)
     need = (model.n_experts, model.top_k)
@@ -149,24 +127,16 @@ def no_replay() -> Replay:
     return Replay(np.zeros((1, 0), np.uint64), np.zeros(1, np.int64), np.ones(1, np.int64))
 
 
-def make_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.int64]) -> Replay:
-    """Lay out the decode windows of ``requests`` over ``n_layers`` MoE layers.
-
-    The window of a request (`RoutingTrace.decode_window`) starts at its last prompt token, which a
-    decode worker computes again to get the first output token, and ends with its last recorded
-    token.
-    """
+def make_replay(trace: RoutingTrace, n_layers: int, requests: Ints) -> Replay:
+    """Lay out the decode windows of ``requests`` over ``n_layers`` MoE layers: from the last prompt
+    token, which a decode worker computes again, to the last recorded one
+    (`RoutingTrace.decode_window`)."""
     wanted = np.unique(requests)
     return _lay_out(trace, n_layers, wanted, *trace.decode_window(wanted))
 
 
 def prompt_rows(trace: RoutingTrace, workload: Workload | None = None) -> PromptRows:
-    """Return which trace rows prompts' tokens replay, over any number of MoE layers.
-
-    Without a workload no prompt shares blocks with another.
-
-    Raises InputError if the trace is decode-only.
-    """
+    """Return which trace rows prompts' tokens replay; raises InputError if it has none."""
     trace.require_prompts("the experts of prompts")
     bits = trace.bits.reshape(len(trace.bits), -1)
     bits.flags.writeable = False  # as cached ones are: to the compiler that is another type
@@ -181,11 +151,7 @@ def prompt_rows(trace: RoutingTrace, workload: Workload | None = None) -> Prompt
 
 
 def _lay_out(
-    trace: RoutingTrace,
-    n_layers: int,
-    wanted: NDArray[np.int64],
-    source: NDArray[np.int64],
-    rows: NDArray[np.integer],
+    trace: RoutingTrace, n_layers: int, wanted: Ints, source: Ints, rows: NDArray[np.integer]
 ) -> Replay:
     """Lay out ``rows`` rows of each wanted request from row ``source`` of the trace on."""
     first_row = np.full(len(trace.prompt_len), -1, np.int64)
@@ -203,7 +169,7 @@ def _lay_out(
     return Replay(bits, first_row, length, trace.period)
 
 
-def _aligned(shape: tuple[int, int]) -> NDArray[np.uint64]:
+def _aligned(shape: tuple[int, int]) -> Words:
     """Return an array that begins a cache line, so that its rows span as few of them as can be."""
     line = 64 // 8
     room = np.empty(shape[0] * shape[1] + line, np.uint64)
@@ -241,3 +207,64 @@ def _count(bits: Any, first: int, span: int, offset: int, steps: int, out: Any) 
                 low = word & (~word + np.uint64(1))
                 out[64 * k + popcount(low - np.uint64(1))] += times  # type: ignore[call-arg]
                 word ^= low
+
+
+#: Checksum of a trace, experts of a token, MoE layers of the model that replays it.
+Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class SharedReplay:
+    """Where another process finds a replay; good as long as its maker lives."""
+
+    key: Key
+    path: str
+    shape: tuple[int, ...]
+    first_row: Ints
+    length: Ints
+    period: int
+
+
+_made: dict[Key, SharedReplay] = {}
+_mapped: dict[Key, Replay] = {}
+_kept: dict[Key, Replay] = {}
+
+
+def replay_of(trace: RoutingTrace, top_k: int, n_layers: int, requests: Ints) -> Replay:
+    """Return a replay of trace requests: the last one made if it has them, else a new one."""
+    key = trace.manifest.checksum, top_k, n_layers
+    for known in (_mapped, _kept):
+        if key in known and bool((known[key].length[requests] > 0).all()):
+            return known[key]
+    if key in _kept:
+        requests = np.union1d(requests, np.flatnonzero(_kept[key].length))
+    _kept.clear()  # first: two of them need not be in memory together
+    _kept[key] = make_replay(trace, n_layers, requests)
+    return _kept[key]
+
+
+def share(trace: RoutingTrace, top_k: int, n_layers: int) -> SharedReplay | None:
+    """Lay out a trace's serving requests, once, for other processes; None: impossible."""
+    key = trace.manifest.checksum, top_k, n_layers
+    if key in _made or not hasattr(os, "memfd_create"):
+        return _made.get(key)
+    replay = make_replay(trace, n_layers, np.flatnonzero(~trace.is_calibration))
+    file = os.memfd_create("eldr-sim-replay")
+    with os.fdopen(os.dup(file), "wb") as out:
+        replay.bits.tofile(out)
+    path = f"/proc/{os.getpid()}/fd/{file}"
+    where = replay.bits.shape, replay.first_row, replay.length, replay.period
+    _made[key] = SharedReplay(key, path, *where)
+    return _made[key]
+
+
+def use(shared: SharedReplay) -> None:
+    """Map a replay that another process shares; done before is done."""
+    if shared.key in _mapped:
+        return
+    try:
+        # Copy on write, not read-only: to numba that is another type, and all kernels anew.
+        bits = np.asarray(np.memmap(shared.path, np.uint64, "c", shape=shared.shape))
+    except OSError:  # its maker is gone, or we may not look into it
+        return
+    _mapped[shared.key] = Replay(bits, shared.first_row, shared.length, shared.period)

@@ -18,10 +18,7 @@ from eldr_sim.traces.routing.synthetic.presets import Band
 
 
 def texts_of(config: RunConfig, trace: RoutingTrace | None) -> Texts:
-    """Return what a run's requests are dealt from: the trace's, or drawn ones where there is none.
-
-    These are the texts of the trace that would be drawn for a model with experts.
-    """
+    """Return the texts that a run's requests are dealt, the trace's or drawn ones."""
     return draw_texts(_domains(config)) if trace is None else trace.texts
 
 
@@ -42,10 +39,7 @@ def routing_of(config: RunConfig, model: ModelDims) -> RoutingTrace:
 
 
 def servable(config: RunConfig, policies: Sequence[str]) -> list[str]:
-    """Return the decode policies without those that need experts, where the model is dense.
-
-    Raises InputError if none of several is left, or there is no such policy.
-    """
+    """Return the decode policies that the model can have; raises InputError if none is left."""
     model = load_model(config.model)
     needy = [word for word in policies if registry.needs("policy", word).routing]
     if needy and len(needy) == len(policies) and model.is_dense:

@@ -22,15 +22,7 @@ from eldr_sim.policies.choice import parse
 from eldr_sim.policies.placement.base import ExpertGroup, Placement
 from eldr_sim.policies.replicas.base import ChoiceParameters
 from eldr_sim.policies.replicas.weighted import rank_weights
-from eldr_sim.simulator.plane.steps.group_state import (
-    ALL,
-    ASKED,
-    EXPERT,
-    NODE,
-    RANK,
-    REPLICA_CHOICES,
-    GroupCost,
-)
+from eldr_sim.simulator.plane.steps import group_state
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config.pools import WorkerPool
 from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
@@ -104,13 +96,18 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
         }
         all_to_all = replace(all_to_all, provenance=derived)
     choice = _replica_choice(config.replica_choice, all_to_all, redundant > 0)
-    if (parallelism.ffn_ranks or engine.elastic) and choice.number == ASKED:
+    if (parallelism.ffn_ranks or engine.elastic) and choice.number == group_state.ASKED:
         what = "groups that change their width" if engine.elastic else "micro-batches"
         problem = f"{config.replica_choice!r} chooses in Python, not for {what}"
         raise InputError("replica_choice", problem, "a choice that is compiled, such as hash")
     pairs = _most_pairs(model, parallelism, engine.max_num_seqs, engine.max_num_batched_tokens)
-    group = GroupCost(
-        {"all": ALL, "expert": EXPERT, "rank": RANK, "node": NODE}[COPY_PER[all_to_all.backend]],
+    group = group_state.GroupCost(
+        {
+            "all": group_state.ALL,
+            "expert": group_state.EXPERT,
+            "rank": group_state.RANK,
+            "node": group_state.NODE,
+        }[COPY_PER[all_to_all.backend]],
         all_to_all.gathered is not all_to_all.cost,
         choice.number,
         choice.seconds,
@@ -129,13 +126,11 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
 def hold_instances(
     config: RunConfig, model: ModelDims, engine: EngineSpec, placements: Sequence[Placement]
 ) -> EngineSpec:
-    """Return engines whose GPUs hold the instances that their workers' placements say.
-
-    Each engine has the KV blocks that the GPU with the most instances over all layers leaves.
+    """Return engines whose GPUs hold the instances of their workers' placements, with the KV blocks
+    that the fullest GPU leaves.
 
     Raises InputError if an expert has copies where engines share none, the weights leave no room,
-    or the choice of replicas reads a load that the placement does not tell.
-    """
+    or the choice of replicas reads a load that the placement does not tell."""
     if not placements:
         return engine
     layout, most, total, copies = engine.parallelism, 0, 0, False
@@ -204,7 +199,7 @@ def _replica_choice(word: str, all_to_all: AllToAll, copies: bool) -> _Choice:
         )
         raise InputError("replica_choice", problem, f"--all2all-backend {' or '.join(GATHERING)}")
     number, parameters = (
-        REPLICA_CHOICES.get(found.name, ASKED),
+        group_state.REPLICA_CHOICES.get(found.name, group_state.ASKED),
         registry.parameters("replica", word),
     )
     if not copies or not isinstance(parameters, ChoiceParameters) or not parameters.overhead_us:

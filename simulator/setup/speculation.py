@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.acceptance import (
-    Acceptance,
-    list_acceptances,
-    rates_of_length,
-    read,
-    shipped,
-    spent,
-)
+from eldr_sim.kernel_profiles import acceptance
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
@@ -42,7 +35,7 @@ class Speculation:
     #: ``config``, ``acceptances``, ``draft``: what was asked for, how many drafts are accepted by
     #: the trace's domain (or one for all, named ""), and what drafts.
     config: SpeculativeConfig
-    acceptances: dict[str, Acceptance]
+    acceptances: dict[str, acceptance.Acceptance]
     draft: Draft
     by_row: bool  #: whether attention reads a sequence's context once for each of its tokens
     key: int  #: of the acceptances' random stream
@@ -64,10 +57,8 @@ class Speculation:
 
     @property
     def tokens_per_plain_step(self) -> float:
-        """Estimate the tokens of a plain step's time: a verify step is taken to last 1.5 of them.
-
-        The middle of what recorded routing gives (docs/speculative.md); searches start there.
-        """
+        """Estimate the tokens of a plain step's time, by a verify step of 1.5 of them, the middle
+        of recorded routing (docs/speculative.md); searches start there."""
         lengths = [each.length for each in self.acceptances.values()]
         return sum(lengths) / len(lengths) / 1.5
 
@@ -114,31 +105,30 @@ class Speculation:
 
 def acceptance_of(
     given: SpeculativeConfig, model: str, named: str | float | None = None
-) -> Acceptance:
-    """Return the acceptance of as many drafts as can be; ``named`` is that of a domain.
-
-    Raises InputError where nobody knows it.
-    """
+) -> acceptance.Acceptance:
+    """Return the acceptance of as many drafts as can be; raises InputError."""
     n = given.depth
     if named is None and given.synthetic_acceptance_rates is not None:
-        return Acceptance(given.synthetic_acceptance_rates, "given")
+        return acceptance.Acceptance(given.synthetic_acceptance_rates, "given")
     if named is None and given.synthetic_acceptance_length is not None:
         length = given.synthetic_acceptance_length
-        return Acceptance(spent(length, n), "given as a length, the first drafts always accepted")
+        return acceptance.Acceptance(
+            acceptance.spent(length, n), "given as a length, the first drafts always accepted"
+        )
     if named is None and not isinstance(given.acceptance, dict):
         named = given.acceptance
     if isinstance(named, int | float):
         if not 1 <= named <= n + 1:
             raise InputError("speculative_config.acceptance", f"{named:g}", f"1 to {n + 1}")
-        return Acceptance(rates_of_length(named, n), "given as a length")
-    if named is not None and named not in list_acceptances() and os.path.exists(named):
-        return read(named, n)
-    return shipped(named, model, given.method, n)
+        return acceptance.Acceptance(acceptance.rates_of_length(named, n), "given as a length")
+    if named is not None and named not in acceptance.list_acceptances() and os.path.exists(named):
+        return acceptance.read(named, n)
+    return acceptance.shipped(named, model, given.method, n)
 
 
 def _acceptances(
     given: SpeculativeConfig, model: str, domains: Callable[[], Sequence[str]]
-) -> dict[str, Acceptance]:
+) -> dict[str, acceptance.Acceptance]:
     """Return the acceptance of each of the requests' domains, or one named "" for all."""
     if not isinstance(given.acceptance, dict):
         return {"": acceptance_of(given, model)}
@@ -160,13 +150,8 @@ def speculation_of(
     build: Callable[..., StepTimeModel],
     domains: Callable[[], Sequence[str]],
 ) -> Speculation | None:
-    """Return what the engines of a worker draft as it is given; None where they draft nothing.
-
-    ``build`` is as of `build_draft`; ``domains`` names those of the requests.
-
-    Raises InputError if nobody knows how many drafts are accepted, or the model cannot be drafted
-    for so.
-    """
+    """Return what the engines of a worker draft, None for nothing; ``build``: of `build_draft`.
+    Raises InputError if the acceptance is unknown, or the model cannot be drafted for so."""
     if given is None or given.num_speculative_tokens == 0:
         return None
     acceptances = (

@@ -12,13 +12,8 @@ from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels.flops import PrefillWork, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.steps import weight_streaming
 from eldr_sim.kernel_profiles.steps.step_time import PipelinePlan, plan_pipeline
-from eldr_sim.kernel_profiles.steps.weight_streaming import (
-    Stream,
-    StreamPlan,
-    plan_stream,
-    with_saturation,
-)
 from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.simulator.plane.steps.streamed import PromptLayers
 from eldr_sim.simulator.setup.config.pools import Pool, WorkerPool
@@ -28,7 +23,7 @@ from eldr_sim.simulator.setup.memory import StreamedExperts, streamed_experts
 if TYPE_CHECKING:
     from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 
-_NOTHING = Stream(0.0, 0.0, 0.0, True)
+_NOTHING = weight_streaming.Stream(0.0, 0.0, 0.0, True)
 _STREAMING = ("expert_gather", "offload_window", "gather_interference", "kv_cache_free")
 
 
@@ -38,7 +33,7 @@ class PromptLayout:
 
     #: ``stream``, ``experts``: what its GPUs stream, and what of the experts they hold; None where
     #: they stream nothing.
-    stream: StreamPlan | None
+    stream: weight_streaming.StreamPlan | None
     experts: StreamedExperts | None
     together: bool  #: whether engines that gather wait for each other
     pipeline: PipelinePlan | None  #: its stages; None where there is one
@@ -71,10 +66,7 @@ def prompt_layout(
     parallelism: Parallelism,
     budget: int,
 ) -> PromptLayout | None:
-    """Return the layout of the workers of a pool; None where each GPU has its layers.
-
-    Raises InputError if the configuration asks for what is not simulated.
-    """
+    """Return the layout of a pool's workers, or None; raises InputError."""
     stages = parallelism.pipeline_parallel_size
     if stages > 1 and config.generates:
         problem = f"stages of {pool.name} workers in {config.topology} are not simulated"
@@ -96,7 +88,7 @@ def prompt_layout(
     if streams:
         _check_stream(config, pool.own, parallelism)
         n_gpus = parallelism.data_parallel_size
-        stream = plan_stream(
+        stream = weight_streaming.plan_stream(
             model,
             gpu,
             n_gpus,
@@ -175,11 +167,8 @@ def make_prompt_layers(
 
 
 def work_of(model: ModelDims, engine: EngineSpec) -> PrefillWork:
-    """Return what prompts cost an engine, and the work at which it hides its transfers.
-
-    The reference batch is the largest step, spread over as many prompts as may run at once, as
-    vLLM's profile run has it (MoE-Prefill App. B.4).
-    """
+    """Return what prompts cost an engine, and the work at which it hides its transfers, of the
+    largest step over as many prompts as may run (MoE-Prefill App. B.4)."""
     n = min(engine.max_num_seqs, engine.max_num_batched_tokens)
     length = min(engine.max_num_batched_tokens // n, engine.step_time.max_model_len)
     parts = engine.step_time.parts(chunks=[(0, length)] * n)
@@ -187,7 +176,7 @@ def work_of(model: ModelDims, engine: EngineSpec) -> PrefillWork:
     work, streams = prefill_work(model), engine.layout is not None and engine.layout.stream
     n_layers = model.n_moe_layers or model.n_layers
     gpus = engine.parallelism.engine_gpus
-    return with_saturation(
+    return weight_streaming.with_saturation(
         work,
         streams.stream if streams else _NOTHING,
         n_layers=n_layers,

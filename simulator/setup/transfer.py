@@ -1,8 +1,5 @@
-"""What a KV transfer between workers costs.
-
-A transfer first pays its set-up and one posting cost a descriptor, then its bytes flow over links
-that it shares with others (:mod:`~eldr_sim.simulator.plane.network`).
-"""
+"""What a KV transfer between workers costs: its set-up, a posting cost a descriptor, then its bytes
+over links that it shares with others (:mod:`~eldr_sim.simulator.plane.network`)."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -21,14 +18,11 @@ class Pull(NamedTuple):
 
 
 def pull_between(model: ModelDims, prefill: Parallelism, decode: Parallelism) -> Pull:
-    """Return which GPUs of a prefill worker those of a decode worker pull from.
+    """Return which GPUs of a prefill worker those of a decode worker pull from, as vLLM's
+    NixlConnector (``kv_connector/v1/nixl``): a part of what one GPU holds, all that several hold,
+    or under MLA the latent cache from one.
 
-    As vLLM's NixlConnector (``vllm/distributed/kv_transfer/kv_connector/v1/nixl``): a part of what
-    one GPU holds where the prefill worker has fewer, all that several hold where it has more, and
-    under MLA the latent cache, which each of them holds whole, from one.
-
-    Raises InputError if neither tensor-parallel size divides the other, as vLLM demands.
-    """
+    Raises InputError if neither tensor-parallel size divides the other, as vLLM demands."""
     senders, receivers = prefill.tensor_parallel_size, decode.tensor_parallel_size
     if max(senders, receivers) % min(senders, receivers):
         problem = f"{senders} GPUs a prefill worker and {receivers} a decode worker"
@@ -58,11 +52,7 @@ class TransferModel:
     def over(
         self, egress_nic: float, ingress_nic: float, pull: Pull | None = None
     ) -> "TransferModel":
-        """Return the model of one decode GPU's transfer over NICs of these line rates, bytes/s.
-
-        The GPUs that pull share the NICs of those that send; what else limits a transfer limits
-        each of them.
-        """
+        """Return the model of one decode GPU's transfer over NICs of such line rates, bytes/s."""
         pull = pull or Pull()
         return replace(
             self,

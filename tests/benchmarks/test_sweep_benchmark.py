@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eldr_sim.planning.runs.points import Point, config_key, run_point
-from eldr_sim.planning.runs.runner import run_points
+from eldr_sim.planning.runs.runner import Point, config_key, run_point, run_points
 from eldr_sim.planning.runs.sweep import sweep
 from eldr_sim.planning.runs.sweep_spec import make_spec, read_spec
 

@@ -352,7 +352,7 @@ def test_whoever_is_called_by_compiled_code_of_another_module_is_among_the_linke
 _MAKE_ALL = """
 import hashlib, sys, time
 from pathlib import Path
-from eldr_sim.policies.eldr.fit_cache import cached_fit
+from eldr_sim.policies.eldr.artifact import cached_fit
 from eldr_sim.policies.eldr.signature import FitOptions
 from eldr_sim.traces.requests.texts import wanted_domains
 from eldr_sim.traces.routing.bitsets import bit_sets

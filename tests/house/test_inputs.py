@@ -20,7 +20,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import check_arrays, parse_json, parse_yaml, read_text, regular_file, within
 from eldr_sim.kernel_profiles.tables.format import load_table
 from eldr_sim.parquet import read_table
-from eldr_sim.traces.requests.column_logs import column_rows
+from eldr_sim.traces.requests.logs.column_logs import column_rows
 from eldr_sim.traces.routing.manifest import load_ids
 
 DEEP = "[" * 100_000

@@ -96,4 +96,4 @@ class Analytic:
 
 def simulated_by(evaluate):
     """Have the runs of this process made by an evaluator."""
-    return mock.patch("eldr_sim.planning.runs.points.simulate_summary", evaluate)
+    return mock.patch("eldr_sim.planning.runs.runner.simulate_summary", evaluate)

@@ -215,7 +215,7 @@ class Interrupted(Analytic):
 
 def test_an_interrupted_plan_goes_on(run_cli, monkeypatch, tmp_path):
     def planned(evaluate, out, *arguments):
-        monkeypatch.setattr("eldr_sim.planning.runs.points.simulate_summary", evaluate)
+        monkeypatch.setattr("eldr_sim.planning.runs.runner.simulate_summary", evaluate)
         return run_cli(
             "plan", "--slo", "ttft:500,tpot:30", "--attainment", "0.9", "--policy", "jsq",
             "--duration", "60", "--output-len", "64", "--seeds", "3", "--jobs", "1", "-tp", "1",

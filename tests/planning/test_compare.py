@@ -9,7 +9,7 @@ from scipy import stats
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.policies import compare
-from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.planning.slo import paired_percent
 from eldr_sim.simulator.outcome.catalogue import HEADLINE
 from eldr_sim.simulator.setup.config.run_config import make_config
 
@@ -52,7 +52,7 @@ def fake_runs(monkeypatch):
         counts = {"num_prompts": 5, "completed": 5, "failed": 0}
         return figures | counts | {"p99_ttft_ms": None, "provenance": {}}
 
-    monkeypatch.setattr("eldr_sim.planning.runs.points.simulate_summary", fake)
+    monkeypatch.setattr("eldr_sim.planning.runs.runner.simulate_summary", fake)
 
 
 def test_policies_are_paired_with_round_robin_and_the_best_load_balancer(fake_runs):

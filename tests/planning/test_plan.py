@@ -12,7 +12,6 @@ from scipy.optimize import brentq
 from eldr_sim.cli.plan import _with_window
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.intervals import Interval
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import ClusterTemplate
@@ -21,7 +20,7 @@ from eldr_sim.planning.search.rates import check_requests, plan_rate
 from eldr_sim.planning.search.shapes import shapes
 from eldr_sim.planning.search.split import plan_split
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial
-from eldr_sim.planning.slo import Objective, Verdict, parse_slo
+from eldr_sim.planning.slo import Interval, Objective, Verdict, parse_slo
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config.run_config import make_config
 

@@ -18,7 +18,7 @@ def analytic_cli(run_cli, monkeypatch):
     """The command line over analytic clusters."""
 
     def run(*arguments):
-        monkeypatch.setattr("eldr_sim.planning.runs.points.simulate_summary", Analytic(0.02))
+        monkeypatch.setattr("eldr_sim.planning.runs.runner.simulate_summary", Analytic(0.02))
         return run_cli(
             "plan", "--slo", "ttft:500,tpot:30", "--attainment", "0.9", "--policy", "jsq,eldr",
             "--duration", "60", "--output-len", "64", "--seeds", "5", "--jobs", "1", *arguments,

@@ -8,7 +8,7 @@ import pytest
 
 from eldr_sim import RunConfig
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs.points import with_seed
+from eldr_sim.planning.runs.runner import with_seed
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search import day
 from eldr_sim.planning.search.day import _settings, plan_day

@@ -64,7 +64,7 @@ def evaluate(config):
 
 
 def analytic():
-    return mock.patch("eldr_sim.planning.runs.points.simulate_summary", evaluate)
+    return mock.patch("eldr_sim.planning.runs.runner.simulate_summary", evaluate)
 
 
 def every_cluster(max_gpus, sizes, budgets):

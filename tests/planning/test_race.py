@@ -6,13 +6,12 @@ import math
 import numpy as np
 import pytest
 
-from eldr_sim.planning.intervals import is_below
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.search.race import MOST_CANDIDATES, Contender, decided, halved
 from eldr_sim.planning.search.split import plan_split
 from eldr_sim.planning.search.trial import SHORTEST
-from eldr_sim.planning.slo import Objective
+from eldr_sim.planning.slo import Objective, is_below
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 from .analytic import BASE, LEVEL, Analytic, simulated_by

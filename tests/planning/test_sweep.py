@@ -18,7 +18,7 @@ from scipy import stats
 
 from eldr_sim.cli.console import sweep_bar
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs import points
+from eldr_sim.planning.runs import runner as points
 from eldr_sim.planning.runs.journal import FILE_NAME
 from eldr_sim.planning.runs.sweep import SweepProgress, sweep
 from eldr_sim.simulator.run import simulate

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs.points import Outcome, Point
-from eldr_sim.planning.runs.runner import expected_tokens, run_points
+from eldr_sim.planning.runs.runner import Outcome, Point, expected_tokens, run_points
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.simulator.run import prepare, simulate
-from eldr_sim.simulator.setup import shared_replay
+from eldr_sim.simulator.setup import replay as shared_replay
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.simulator.setup.shared_replay import replay_of, share, use
+from eldr_sim.simulator.setup.replay import replay_of, share, use
 
 TINY = {"topology": "1P1D", "num_requests": 8, "output_len": 10, "trace": "reference-moe"}
 
@@ -78,7 +77,7 @@ def test_an_exception_is_a_reason_in_one_line(monkeypatch):
     def broken(_config):
         raise RuntimeError("no event left\nat all")
 
-    monkeypatch.setattr("eldr_sim.planning.runs.points.simulate_summary", broken)
+    monkeypatch.setattr("eldr_sim.planning.runs.runner.simulate_summary", broken)
     (outcome,) = run_points([tiny("a")], 1)
     assert (outcome.summary, outcome.reason) == (None, "RuntimeError: no event left at all")
 
@@ -98,7 +97,7 @@ def test_expected_tokens_follow_load_and_length():
 
 SCRIPT = """
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.planning.runs.points import Point
+from eldr_sim.planning.runs.runner import Point
 from eldr_sim.planning.runs.runner import run_points
 points = [
     Point(str(i), make_config({"topology": "1P1D", "num_requests": 20, "seed": i,
@@ -158,7 +157,7 @@ def test_runs_of_a_question_are_made_once_and_told_in_order(monkeypatch):
         ran.append(config.seed)
         return {"seed": config.seed}
 
-    monkeypatch.setattr("eldr_sim.planning.runs.points.simulate_summary", fake)
+    monkeypatch.setattr("eldr_sim.planning.runs.runner.simulate_summary", fake)
     seen = []
     runs = Runs(1, lambda done, asked: seen.append((done, asked)))
     three, one, two = (make_config(TINY | {"seed": seed}) for seed in (3, 1, 2))

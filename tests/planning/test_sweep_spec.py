@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs.points import config_key
+from eldr_sim.planning.runs.runner import config_key
 from eldr_sim.planning.runs.sweep_spec import first_change, make_spec, read_spec
 
 

@@ -14,12 +14,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.compare.what_if import FIGURES, REQUEST_FIELDS, change_fields, read_base
 from eldr_sim.planning.compare.what_if import what_if as make_what_if
-from eldr_sim.simulator.setup.config.groups import (
-    LengthConfig,
-    RoutingConfig,
-    SessionConfig,
-    WorkloadConfig,
-)
+from eldr_sim.simulator.setup.config.groups import RoutingConfig, WorkloadConfig
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 
 BASE = {"topology": "1P2D", "request_rate": 10, "duration": 3, "warmup": 1, "output_len": 20}
@@ -52,7 +47,7 @@ class Analytic:
 
 
 def what_if(base, changes, evaluate, **arguments):
-    with mock.patch("eldr_sim.planning.runs.points.simulate_summary", evaluate):
+    with mock.patch("eldr_sim.planning.runs.runner.simulate_summary", evaluate):
         return make_what_if(base, changes, jobs=1, **arguments)
 
 
@@ -147,7 +142,7 @@ def test_changes_of_the_requests_are_told(change, fields):
 
 
 def test_every_field_of_the_load_tells_of_other_requests():
-    groups = WorkloadConfig, SessionConfig, RoutingConfig, LengthConfig
+    groups = WorkloadConfig, RoutingConfig
     fields = {name for group in groups for name in group.model_fields}
     assert fields - set(REQUEST_FIELDS) == {"max_concurrency"}  # the client sends the same later
 

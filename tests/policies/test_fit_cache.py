@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eldr_sim import cache
-from eldr_sim.policies.eldr import fit_cache
+from eldr_sim.policies.eldr import artifact as fit_cache
 from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.policies.eldr.signature import FitOptions
 from eldr_sim.traces.routing.calibration import calibration_set

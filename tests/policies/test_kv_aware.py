@@ -271,7 +271,7 @@ def test_what_was_published_is_what_caches_hold(seed, monkeypatch):
     """Small caches, so that blocks go, too."""
     from eldr_sim.simulator.control import known_blocks
     from eldr_sim.simulator.control.asking import Asking
-    from eldr_sim.simulator.plane.kv_cache import match
+    from eldr_sim.simulator.plane.kv.kv_cache import match
 
     compared, ask = [], Asking.ask
 

@@ -237,7 +237,7 @@ def test_fields_may_stand_in_their_groups(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"engine": {"policy": "jsq"}}, "engine.policy: no such field (allowed: engine, "),
+        ({"engine": {"policy": "jsq"}}, "engine.policy: no such field (allowed: kv_tier, "),
         ({"engine": {"blok_size": 1}}, "engine.blok_size: no such field"),
         ({"block_size": 1, "engine": {"block_size": 2}}, "block_size: given twice"),
         ({"engine": 3}, "engine: 3"),

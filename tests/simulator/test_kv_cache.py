@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.simulator.plane import block_lists, kv_cache, state
-from eldr_sim.traces.requests.request_logs import chain_blocks
+from eldr_sim.simulator.plane import state
+from eldr_sim.simulator.plane.kv import block_lists, kv_cache
+from eldr_sim.traces.requests.logs.request_logs import chain_blocks
 
 from ..kv_hashes import block_hashes
 from .twin.kv_blocks import KVBlocks

@@ -43,7 +43,7 @@ def free_transfers(model, gpu, n_gpus, **_):
 
 def test_infinite_links_are_as_good_as_all_experts_on_each_gpu(monkeypatch):
     """And engines that gather by themselves are workers of one GPU."""
-    monkeypatch.setattr(prompt_layout, "plan_stream", free_transfers)
+    monkeypatch.setattr(prompt_layout.weight_streaming, "plan_stream", free_transfers)
     streamed = run(**SHARED, expert_gather="one_sided")
     np.testing.assert_allclose(ends(streamed), ends(run(topology="2P")), rtol=1e-12)
     assert streamed.summary["weight_streaming"]["wait_share"] == pytest.approx(0.0, abs=1e-12)

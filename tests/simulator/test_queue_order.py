@@ -16,7 +16,7 @@ from eldr_sim.policies.queue.orders import Waiting
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.traces.requests.request_logs import read_request_log
+from eldr_sim.traces.requests.logs.request_logs import read_request_log
 
 from .. import queueing
 from ..paths import SHARED

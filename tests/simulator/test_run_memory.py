@@ -9,7 +9,7 @@ import pytest
 
 from eldr_sim.simulator import run as run_module
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
-from eldr_sim.simulator.setup import shared_replay
+from eldr_sim.simulator.setup import replay as shared_replay
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.routing.format import open_trace
 

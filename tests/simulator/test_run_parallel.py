@@ -107,7 +107,7 @@ def test_one_rank_through_masks_gives_the_same_bytes(tmp_path, monkeypatch):
         return [one] * (config.n_prefill + config.n_decode), []
 
     write_result(simulate(config), tmp_path / "plain")
-    monkeypatch.setattr(run_module, "placements_of", everything_on_rank_zero)
+    monkeypatch.setattr(run_module.placing, "placements_of", everything_on_rank_zero)
     write_result(simulate(config), tmp_path / "masks")
     for name in ("summary.json", "requests.parquet", "steps.parquet", "config.json"):
         plain, masked = ((tmp_path / which / name).read_bytes() for which in ("plain", "masks"))

@@ -11,7 +11,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.length_shapes import LENGTH_SHAPES, draw_by_length, shaped_log
-from eldr_sim.traces.requests.request_logs import read_request_log
+from eldr_sim.traces.requests.logs.request_logs import read_request_log
 
 DENSITY = {
     "central": lambda x: 2 - abs(4 * x - 2),

@@ -10,8 +10,8 @@ from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.run import offered_load, simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
-from eldr_sim.traces.requests.log_window import choose_part, part_in_words
-from eldr_sim.traces.requests.request_logs import read_request_log
+from eldr_sim.traces.requests.logs.log_window import choose_part, part_in_words
+from eldr_sim.traces.requests.logs.request_logs import read_request_log
 
 
 def write_log(path, times, prompts=None, outputs=None):

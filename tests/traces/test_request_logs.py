@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.request_logs import chain_blocks, known_log, read_request_log
+from eldr_sim.traces.requests.logs.request_logs import chain_blocks, known_log, read_request_log
 
 from ..paths import SHARED
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.traces.requests.eviction import hit_rates
+from eldr_sim.traces.requests.caches.eviction import hit_rates
+from eldr_sim.traces.requests.caches.reuse import reuse_of
 from eldr_sim.traces.requests.requests import Requests
-from eldr_sim.traces.requests.reuse import reuse_of
 
 from ..arc import Arc
 from ..session_cache import SessionCache

@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import truncnorm
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.served_lengths import LONGEST, SERVED, SHORTEST, served_prompt_lengths
+from eldr_sim.traces.requests.prompt_lengths import FEWEST, MOST, SERVED, served_prompt_lengths
 from eldr_sim.traces.requests.texts import DOMAIN_MIXES
 
 
@@ -13,7 +13,7 @@ def mean_of(domain):
     """Mean of the truncated lognormals of a domain's sets, by quadrature."""
     total = 0.0
     for one in SERVED[domain]:
-        low, high = (np.log(np.array([SHORTEST, LONGEST]) / one.median)) / one.spread
+        low, high = (np.log(np.array([FEWEST, MOST]) / one.median)) / one.spread
         z = truncnorm.ppf((np.arange(20_000) + 0.5) / 20_000, low, high)
         total += one.prompts * np.exp(one.spread * z).mean() * one.median
     return total / sum(one.prompts for one in SERVED[domain])
@@ -22,8 +22,8 @@ def mean_of(domain):
 @pytest.mark.parametrize("domain", [name for mix in DOMAIN_MIXES.values() for name in mix])
 def test_lengths_are_those_of_the_domains_sets(domain):
     lengths = served_prompt_lengths([domain] * 4000, seed=3)
-    assert lengths.min() >= SHORTEST
-    assert lengths.max() <= LONGEST
+    assert lengths.min() >= FEWEST
+    assert lengths.max() <= MOST
     assert lengths.mean() == pytest.approx(mean_of(domain), rel=0.06)
     assert (lengths == served_prompt_lengths([domain] * 4000, seed=3)).all()
 

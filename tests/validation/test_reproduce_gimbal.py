@@ -9,7 +9,7 @@ from scipy import stats
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.traces.requests.request_logs import read_request_log
+from eldr_sim.traces.requests.logs.request_logs import read_request_log
 from eldr_sim.validation.reproduce.expert_traffic import Batch, measure
 from eldr_sim.validation.reproduce.gimbal.evaluation import figures, make_runner
 from eldr_sim.validation.reproduce.gimbal.latency import same_decisions

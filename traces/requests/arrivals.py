@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks, others_each_round
+from eldr_sim.traces.requests.logs.request_logs import RequestLog, chain_blocks, others_each_round
 from eldr_sim.traces.streams import stream
 
 #: Where a request log's arrival times come from.
@@ -22,7 +22,7 @@ _MOST_RATE = 1e9
 
 def draw_arrivals(
     rate: float, burstiness: float, horizon_s: float | None, num_requests: int | None, seed: int
-) -> NDArray[np.float64]:
+) -> Floats:
     """Draw arrival times, s, with gamma-distributed gaps (see `Load`) up to one bound."""
     if math.isinf(rate):
         return np.zeros(num_requests or 0)
@@ -31,9 +31,8 @@ def draw_arrivals(
         raise InputError("request_rate", problem, f"at most {_MOST_RATE:g}, or inf")
     rng = stream(seed, "arrivals")
 
-    def gaps_ns(count: int) -> NDArray[np.int64]:
-        # Whole nanoseconds: sums are then exact, and a last-bit difference between the
-        # machines' log or pow does not show.
+    def gaps_ns(count: int) -> Ints:
+        # Whole nanoseconds: sums are exact, and last bits of the machines' log or pow do not show.
         gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), count)
         if not float(gaps.max()) < 2**63 / 1e9 / max(count, 1):
             problem = f"got {rate}: arrivals lie centuries apart"
@@ -63,7 +62,7 @@ def draw_arrivals(
 
 def recorded_arrivals(
     log: RequestLog, rate: float | None, horizon_s: float | None, num_requests: int | None
-) -> NDArray[np.float64]:
+) -> Floats:
     """Return the arrivals of a log, s, stretched evenly to a rate if there is one."""
     arrival_s = log.arrival_s
     if num_requests is not None:

@@ -1,13 +1,11 @@
 """Lanes of agents, as AgentX runs them: clients that go on from the middle of recorded sessions.
 
-So many clients (lanes) are busy at a time. Each begins in a session of which a share, drawn from a
-quarter to three quarters, is history. Before anything is measured each lane sends the prompts that
-its session goes on with again, and ten more of them in turn, for one token each: caches are warm
-then. When the last lane has done so all go on, and the measured window opens; a lane whose session
-ends takes the next of the data, from its first turn. Sources: AgentX's methodology
-(inferencex.semianalysis.com/agentx/methodology), the launchers of SemiAnalysisAI/InferenceX at
-4552491d, ``docs/agentic-warmup.md`` and ``docs/agentic-profile.md`` of ai-dynamo/aisimulate.
-"""
+Each of so many clients begins in a session of which a share, from a quarter to three quarters, is
+history. Before the window each sends the prompts that its session goes on with, and ten more of
+them in turn, for one token each: caches are warm then. When the last lane has done so all go on; a
+lane whose session ends takes the next, from its first turn. Sources: AgentX's methodology
+(inferencex.semianalysis.com/agentx/methodology), SemiAnalysisAI/InferenceX at 4552491d,
+``docs/agentic-warmup.md`` and ``docs/agentic-profile.md`` of ai-dynamo/aisimulate."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Int32s, Ints, Words
 from eldr_sim.errors import InputError
 from eldr_sim.traces.streams import stream
 
@@ -24,23 +22,18 @@ if TYPE_CHECKING:
     from eldr_sim.traces.requests.requests import Requests
 
 _HISTORY, _WARM_UPS = (0.25, 0.75), 10  #: share of a session; requests of a lane
-#: Seconds of a gap that a session lasts at least, to know how many are needed: of one of many
-#: lanes, or of few, nothing is in flight for so long at most (`plane.sessions`).
+#: Seconds of a gap that a session lasts at least, of one of many lanes or of few
+#: (`plane.sessions`).
 _GAP_S, _GAP_OF_ALL_S, _MANY = 300.0, 10.0, 8
 _LEAST_S = 0.1  #: that a request is taken to last, to know how many sessions are needed
 
 
 def as_lanes(requests: Requests, lanes: int, duration_s: float, seed: int) -> Requests:
-    """Return what lanes send: first what warms caches (`Requests.n_warming`), then their sessions.
+    """Return what lanes send: first what warms caches (`Requests.n_warming`), then their sessions,
+    in a drawn order, until they last for ``duration_s``, again as others where there are too few.
 
-    What goes on with history waits for all that warms caches, and then for as long as it came after
-    the first such request of its session. Sessions come in an order that is drawn, so many that
-    they last for ``duration_s``; where the data have too few they come again, as others.
-
-    ``requests``: turns of recorded sessions, with their parents.
-
-    Raises InputError if there are fewer sessions than lanes.
-    """
+    What goes on with history waits for all that warms, then for as long as it came after the first
+    such of its session. Raises InputError if there are fewer sessions than lanes."""
     assert requests.parent is not None
     assert requests.gap_s is not None
     sizes = np.bincount(requests.session)
@@ -119,10 +112,7 @@ class _Rows:
         return last
 
     def go_on(self, play: int, own: list[int], barrier: list[int]) -> float:
-        """Add a session or what is left of it, which waits for ``barrier``.
-
-        Returns the least seconds that it lasts.
-        """
+        """Add what is left of a session, behind ``barrier``; return the least seconds it lasts."""
         number: dict[int, int] = {}
         ends_s: dict[int, float] = {}
         for i in own:
@@ -140,15 +130,10 @@ class _Rows:
 
 
 def _prefixes(
-    requests: Requests,
-    source: NDArray[np.int64],
-    warming: NDArray[np.bool_],
-    again: NDArray[np.int64],
-) -> tuple[NDArray[np.uint64], NDArray[np.int32], NDArray[np.int64]]:
+    requests: Requests, source: Ints, warming: Bools, again: Ints
+) -> tuple[Words, Int32s, Ints]:
     """Return the blocks of requests, the texts of these, and where each request's begin.
-
-    ``warming``: those that have a prompt alone; ``again``: how often each session came before.
-    """
+    ``warming``: those that have a prompt alone; ``again``: how often each session came before."""
     first, end = requests.prefix_indptr[source], requests.prefix_indptr[source + 1]
     if requests.prefix_block_tokens:
         full = first + requests.prompt_len[source] // requests.prefix_block_tokens

@@ -1,21 +1,11 @@
 """Requests of a log whose prompt lengths are distributed in another shape.
 
 Gimbal (Sun et al., Sec. V-A) samples 1,000 requests of BurstGPT in five shapes, which its Figure 5
-shows and nothing defines. The definitions here are ours. With x, the prompt length from 0 to 1
-between 1 token and the length that 97.6% of the log's prompts do not exceed (3,000 tokens in
-BurstGPT, Sec. V-A.2), the density of x is
-
-=============  ====================================================
-``random``     the log's own, longer prompts too
-``central``    a triangle with its peak in the middle, ``2 - |4x - 2|``
-``descending`` ``2 - 2x``
-``two_end``    ``|4x - 2|``
-``average``    1
-=============  ====================================================
-
-Requests are drawn without repetition: how many of each twentieth of x by the density, then which of
-the log's by chance. They keep their output lengths, sessions, prefixes and order.
-"""
+shows and nothing defines. Ours: with x, from 0 to 1, the prompt length between 1 token and what
+97.6% of the log's prompts do not exceed (3,000 tokens in BurstGPT, Sec. V-A.2), the density of x is
+``random``: the log's own, longer prompts too; ``central``: ``2 - |4x - 2|``; ``descending``:
+``2 - 2x``; ``two_end``: ``|4x - 2|``; ``average``: 1. Requests are drawn without repetition, so
+many of each twentieth of x; they keep their outputs, sessions, prefixes and order."""
 
 from __future__ import annotations
 
@@ -28,7 +18,8 @@ if TYPE_CHECKING:  # the names of the shapes are read by every command, the arra
     import numpy as np
     from numpy.typing import NDArray
 
-    from eldr_sim.traces.requests.request_logs import RequestLog
+    from eldr_sim.arrays import Ints
+    from eldr_sim.traces.requests.logs.request_logs import RequestLog
 
 LengthShape = Literal["random", "central", "descending", "two_end", "average"]
 """Shapes of the distribution of prompt lengths."""
@@ -38,10 +29,7 @@ _PARTS = 20
 
 
 def shaped_log(log: RequestLog, shape: LengthShape, n: int, seed: int) -> RequestLog:
-    """Return ``n`` requests of a log in a shape, with the times at which they came.
-
-    Raises InputError as `draw_by_length`.
-    """
+    """Return ``n`` requests of a log in a shape, with their times; raises InputError."""
     import numpy as np
 
     chosen = draw_by_length(log.prompt_len, shape, n, seed)
@@ -61,13 +49,8 @@ def shaped_log(log: RequestLog, shape: LengthShape, n: int, seed: int) -> Reques
     )
 
 
-def draw_by_length(
-    prompt_len: NDArray[np.integer], shape: LengthShape, n: int, seed: int
-) -> NDArray[np.int64]:
-    """Draw ``n`` requests whose prompt lengths have a shape; return their indices, ascending.
-
-    Raises InputError if there is no such shape, or the log has too few requests of a length.
-    """
+def draw_by_length(prompt_len: NDArray[np.integer], shape: LengthShape, n: int, seed: int) -> Ints:
+    """Draw ``n`` requests whose lengths have a shape: indices, ascending; raises InputError."""
     import numpy as np
 
     from eldr_sim.traces.streams import stream

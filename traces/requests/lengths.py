@@ -1,17 +1,13 @@
-"""Prompt and output lengths that are asked for, instead of recorded ones.
-
-Lengths are drawn as ``vllm bench serve --dataset-name random`` draws them
-(``vllm/benchmarks/datasets``): whole numbers between ``floor(length (1 - ratio))`` and
-``ceil(length (1 + ratio))``, each equally likely, at least 1; a prefix comes on top of the input
-length. vLLM takes the tokenizer's special tokens off the input length; there are none here.
-"""
+"""Prompt and output lengths that are asked for, instead of recorded ones, drawn as by ``vllm bench
+serve --dataset-name random`` (``vllm/benchmarks/datasets``): whole numbers from ``floor(length (1 -
+ratio))`` to ``ceil(length (1 + ratio))``, equally likely, at least 1; a prefix comes on top."""
 
 import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Int32s
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.texts import Texts
 from eldr_sim.traces.streams import stream
@@ -42,12 +38,8 @@ def check_lengths(
         raise InputError("num_prefixes", "prompts begin alike with --prefix-len", "beside it")
 
 
-def draw_lengths(length: int, ratio: float, n: int, seed: int, purpose: str) -> NDArray[np.int32]:
-    """Draw ``n`` lengths around one, int32 ``[n]``.
-
-    ``ratio``: half the width of the range as a share of the length; ``purpose``: of the random
-    stream.
-    """
+def draw_lengths(length: int, ratio: float, n: int, seed: int, purpose: str) -> Int32s:
+    """Draw ``n`` lengths around one, int32 ``[n]``; ``ratio``: half the range as a share of it."""
     low = max(1, math.floor(length * (1.0 - ratio)))
     high = max(1, math.ceil(length * (1.0 + ratio)))
     if high > _LONGEST:
@@ -55,9 +47,7 @@ def draw_lengths(length: int, ratio: float, n: int, seed: int, purpose: str) -> 
     return stream(seed, purpose).integers(low, high + 1, n).astype(np.int32)
 
 
-def describe_lengths(
-    texts: Texts, text: NDArray[Any], prompt: NDArray[Any], output: NDArray[Any]
-) -> dict[str, Any]:
+def describe_lengths(texts: Texts, text: Array, prompt: Array, output: Array) -> dict[str, Any]:
     """Describe the lengths of all requests, and how far prompts exceed recorded ones."""
     described = told_lengths(prompt, output)
     if texts.has_rows:
@@ -67,7 +57,7 @@ def describe_lengths(
     return described
 
 
-def told_lengths(prompt: NDArray[Any], output: NDArray[Any]) -> dict[str, Any]:
+def told_lengths(prompt: Array, output: Array) -> dict[str, Any]:
     """Return mean, median and 99th percentile of both lengths, tokens."""
     return {
         name: {

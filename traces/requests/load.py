@@ -1,9 +1,6 @@
-"""What requests are asked for: a named workload or a log, its arrivals, lengths and prefixes.
-
-The named workloads ``task`` (code, math, medical, legal) and ``language`` (en, zh, ru, fr) deal
-served texts by a domain mix; ``trace`` deals all of them. Any other name is the path of a request
-log (`request_logs`), which gives arrivals and lengths.
-"""
+"""What requests are asked for: a named workload (``task``: code, math, medical, legal;
+``language``: en, zh, ru, fr; ``trace``: all served texts), dealt by a domain mix, or the path of a
+log (`request_logs`), which gives arrivals and lengths."""
 
 import math
 from collections.abc import Mapping
@@ -17,8 +14,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.arrivals import MAX_REQUESTS, MOST_BURSTINESS, Arrivals
 from eldr_sim.traces.requests.length_shapes import LengthShape
 from eldr_sim.traces.requests.lengths import check_lengths
-from eldr_sim.traces.requests.log_window import LogPart
-from eldr_sim.traces.requests.request_logs import RequestLog, known_log
+from eldr_sim.traces.requests.logs.log_window import LogPart
+from eldr_sim.traces.requests.logs.request_logs import RequestLog, known_log
 from eldr_sim.traces.requests.session_shape import LANES_S, SessionShape
 from eldr_sim.traces.requests.texts import NAMED_WORKLOADS
 
@@ -28,71 +25,51 @@ class Load:
     """What requests are asked for."""
 
     workload: str = "task"  #: ``task``, ``language``, ``trace`` or the path of a request log
-    #: Mean requests per second, positive; ``inf`` lets all arrive at 0. Named workloads need it. A
-    #: request log without it keeps its recorded arrivals, and with it has them stretched evenly to
-    #: this mean rate (over the requests taken by ``num_requests``, or over the whole log where
-    #: ``horizon_s`` cuts it).
+    #: Mean requests per second, positive; ``inf``: all at 0. Named workloads need it; a log without
+    #: it keeps its arrivals, and with it has them stretched evenly.
     request_rate: float | None = None
-    #: Shape of the gamma-distributed times between arrivals, as in ``vllm bench serve``: 1 is
-    #: Poisson, below 1 is burstier, above 1 more even. (vLLM then rescales the drawn times so that
-    #: the last arrival is at n / rate; here they stay as drawn.) Not for request logs, whose
-    #: arrivals are recorded.
+    #: Shape of the gamma-distributed gaps of drawn arrivals, as in ``vllm bench serve`` (which then
+    #: rescales them to end at n / rate): 1 is Poisson, below 1 is burstier.
     burstiness: float = 1.0
     #: How the rate changes while the run lasts (`load_shapes`), with ``request_rate`` as its mean.
     load: str | None = None
     horizon_s: float | None = None  #: take the requests that arrive before this time, s
-    #: Take this many requests. A named workload needs one of the two; a log may take none (all of
-    #: it), and at most one may be given.
+    #: Take this many requests. A named workload needs one of the two; a log none or one.
     num_requests: int | None = None
     #: Tokens that every request generates, or ``recorded``: as the text, or the log, has it.
     output_len: int | Literal["recorded"] = "recorded"
     seed: int = 0  #: non-negative integer
-    #: Weights of the domains by name, in place of `domains.DOMAIN_MIXES` or, for a log, of the
-    #: served texts' own shares.
+    #: Weights of the domains, in place of `texts.DOMAIN_MIXES` or the served texts' own shares.
     domain_mix: Mapping[str, float] | None = None
-    #: ``domain_mix_end``, ``drift_s``: weights at the end, towards which the shares move evenly: in
-    #: so many seconds, or else from the first request to the last.
+    #: Weights towards which these move evenly, in so many seconds, or else to the last request.
     domain_mix_end: Mapping[str, float] | None = None
     drift_s: float | None = None
-    #: ``unique``: every request of a named workload has a prompt of its own. ``shared``: requests
-    #: of the same text have the same prompt, token by token. In a log, the blocks say so.
+    #: Of a named workload: a prompt for each request, or one for each text (``shared``).
     prompts: Literal["unique", "shared"] = "unique"
     #: Draw ``num_requests`` of a log by their prompt lengths, see `length_shapes`.
     length_shape: LengthShape | None = None
     columns: str | None = None  #: names of a log's columns, see `column_logs`
-    #: ``poisson`` draws the arrivals of a log's requests at ``request_rate``, as those of a named
-    #: workload are; a log that is too short begins again, with sessions and prefixes of its own.
-    #: ``recorded``, the default, keeps or stretches those of the log; ``closed`` does so for the
-    #: first requests of its sessions, and the next turns come a while after the turn before;
-    #: ``agentx`` lets ``max_active_sessions`` lanes go on from the middle of sessions, for
-    #: ``lanes_s`` (`lanes`).
+    #: ``recorded`` (default), stretched; ``poisson``: drawn at ``request_rate``, a short log begins
+    #: again; ``closed``: turns come a gap after the turn before; ``agentx``:
+    #: ``max_active_sessions`` lanes go on from the middle of sessions, for ``lanes_s`` (`lanes`).
     arrivals: Arrivals | None = None
     max_active_sessions: int | None = None
     lanes_s: float = LANES_S
-    #: Prompt tokens of every request, beside a prefix; as recorded when None. A prompt that is
-    #: longer than its text repeats it.
+    #: Prompt tokens of every request, beside a prefix; as recorded when None, or repeated.
     input_len: int | None = None
-    #: ``data_sets``: a prompt of a named workload is as long as one of its domain's data sets, as
-    #: ELDR's authors served them (`served_lengths`), not as recorded.
+    #: ``data_sets``: prompts as long as those that ELDR's authors served (`prompt_lengths`).
     prompt_lengths: Literal["trace", "data_sets"] = "trace"
-    #: Draw the input and output lengths given from a range of this half-width, as a share
-    #: (`lengths`).
+    #: Draw the lengths given from a range of this half-width, as a share (`lengths`).
     range_ratios: tuple[float, float] = (0.0, 0.0)
-    #: ``prefix_len``, ``num_prefixes``: every prompt begins with so many tokens more, of one of so
-    #: many prefixes by chance.
+    #: Every prompt begins with so many tokens more, of one of so many prefixes by chance.
     prefix_len: int = 0
     num_prefixes: int = 1
-    #: Replay this part of a log, as it is stretched, instead of taking ``horizon_s`` or
-    #: ``num_requests`` of it.
+    #: Replay this part of a log instead of taking ``horizon_s`` or ``num_requests`` of it.
     part: LogPart | None = None
-    #: What drawn sessions are like, of the workloads ``chat`` and ``agent``; ``num_requests`` and
-    #: ``request_rate`` are then those of sessions.
+    #: Of ``chat`` and ``agent``, whose ``num_requests`` and ``request_rate`` are of sessions.
     session: SessionShape | None = None
-    sessions_file: str | None = (
-        None  #: which requests of a log go on with which, see `log_sessions`
-    )
-    #: ``recorded_ttft_ms``, ``recorded_tpot_ms``: what a log's own system took, which the gaps
-    #: between its arrivals contain.
+    sessions_file: str | None = None  #: which requests of a log go on with which, see `log_rows`
+    #: What a log's own system took, which the gaps between its arrivals contain.
     recorded_ttft_ms: float = 0.0
     recorded_tpot_ms: float = 0.0
 
@@ -164,10 +141,7 @@ class Load:
             raise InputError("num_requests", f"got {count}", f"1..{MAX_REQUESTS}")
 
     def log(self) -> RequestLog | None:
-        """Return the log that the workload names; None for a named workload.
-
-        Raises InputError: where a named workload is treated as a log, or a log as none.
-        """
+        """Return the log that the workload names, None for a named workload; raises InputError."""
         log = None
         if not self.is_named:
             log = named_log(self.workload, self.columns, self.sessions_file, self.output_len)

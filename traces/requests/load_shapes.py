@@ -1,18 +1,11 @@
 """How the rate of arrivals changes while a run lasts: ``--load``.
 
-``sine:LOW,HIGH,period=900``
-    Requests per second from LOW, at 0, to HIGH and back in each period.
-``ladder:15,2,10@150``
-    These rates, each for so many seconds.
-a file
-    CSV with columns ``t_s,rate``, each rate from its time to the next line's, the last for as long
-    as the one before; or a request log, whose requests are counted minute by minute.
-
-A shape begins again when it ends. Arrivals are drawn at the rate 1 and moved to the times at which
-the integral of the rate is what they are (inversion; Cinlar, Introduction to Stochastic Processes,
-1975, sec. 4.7): two rates under one seed have the same n-th request, and a Poisson process stays
-one.
-"""
+``sine:LOW,HIGH,period=900``: requests per second from LOW, at 0, to HIGH and back in each period;
+``ladder:15,2,10@150``: these rates, each for so many seconds; a CSV with columns ``t_s,rate``, each
+rate to the next line's time, the last for as long as the one before; or a request log, counted
+minute by minute. A shape begins again when it ends. Arrivals are drawn at the rate 1 and moved by
+the integral of the rate (inversion; Cinlar, Introduction to Stochastic Processes, 1975, sec. 4.7):
+two rates under one seed have the same n-th request, and a Poisson process stays one."""
 
 import csv
 from dataclasses import dataclass
@@ -20,12 +13,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text, seconds
 from eldr_sim.traces.requests.arrivals import MAX_REQUESTS, draw_arrivals
-from eldr_sim.traces.requests.request_logs import known_log
+from eldr_sim.traces.requests.logs.request_logs import known_log
 
 #: Pieces of a sine's period, in each of which the rate is its mean there; s of a log's pieces.
 _PIECES, _LOG_PIECE_S = 360, 60.0
@@ -36,8 +29,8 @@ _ALLOWED = "sine:1,24,period=900, ladder:15,2,10@150, or a file with t_s,rate or
 class LoadShape:
     """A rate that is constant in pieces: ``rates`` ``[n]``, 1/s, from ``edges_s`` ``[n + 1]``."""
 
-    edges_s: NDArray[np.float64]
-    rates: NDArray[np.float64]
+    edges_s: Floats
+    rates: Floats
 
     @property
     def span_s(self) -> float:
@@ -50,16 +43,16 @@ class LoadShape:
         return float(self._integral[-1]) / self.span_s
 
     @property
-    def _integral(self) -> NDArray[np.float64]:
+    def _integral(self) -> Floats:
         return np.concatenate([[0.0], np.cumsum(self.rates * np.diff(self.edges_s))])
 
-    def expected(self, at_s: NDArray[np.float64] | float) -> NDArray[np.float64]:
+    def expected(self, at_s: Floats | float) -> Floats:
         """Return the requests expected from 0 to each time, s."""
         rounds, rest = np.divmod(np.asarray(at_s, np.float64), self.span_s)
         integral = self._integral
         return np.asarray(rounds * integral[-1] + np.interp(rest, self.edges_s, integral))
 
-    def when(self, expected: NDArray[np.float64]) -> NDArray[np.float64]:
+    def when(self, expected: Floats) -> Floats:
         """Return the times, s, up to which so many requests are expected."""
         integral = self._integral
         rounds, rest = np.divmod(expected, integral[-1])
@@ -71,11 +64,8 @@ class LoadShape:
 
     def draw(
         self, rate: float, burstiness: float, horizon_s: float | None, n: int | None, seed: int
-    ) -> NDArray[np.float64]:
-        """Draw arrivals, s, whole nanoseconds, of this shape with a mean ``rate``, up to one bound.
-
-        Raises InputError if there are too many.
-        """
+    ) -> Floats:
+        """Draw arrivals, s, whole nanoseconds, with a mean ``rate``; raises InputError."""
         scale = rate / self.mean
         until = None if horizon_s is None else float(self.expected(horizon_s)) * scale
         if until is not None and until > MAX_REQUESTS:

@@ -1,17 +1,15 @@
 """Which prompts share tokens, and which texts a prompt consists of.
 
-A request log may identify the blocks of its prompts (``hash_ids``): equal ids, equal tokens. The
-tokens of a block are then of the text that the block has, whichever request it is in, so that
-requests with a common prefix have the same tokens for it: `assign_blocks`.
-"""
+Where a log identifies blocks of prompts (``hash_ids``), the tokens of a block are of the text that
+the block has, whichever request it is in: `assign_blocks`."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Ints, Words
 from eldr_sim.traces.streams import stream
 
 Ranges = tuple[tuple[int, int, int], ...]
@@ -38,35 +36,25 @@ def join_ranges(parts: Sequence[tuple[int, int, int]]) -> Ranges:
     return tuple(joined)
 
 
-def share_prefixes(
-    text: NDArray[np.int64], num_prefixes: int, seed: int
-) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
+def share_prefixes(text: Ints, num_prefixes: int, seed: int) -> tuple[Words, Ints, Ints]:
     """Give each request one of some prefixes, all equally likely.
 
     Returns one block a request, the number of its prefix; ``indptr`` as in `Requests`; and the text
-    that the prefix is of, that of the first request with it. ``text``: int64 ``[n]``.
-    """
+    that the prefix is of: that (int64 ``[n]``) of the first request with it."""
     n = len(text)
     prefix = stream(seed, "prefix").integers(0, num_prefixes, n)
     _, first, number = np.unique(prefix, return_index=True, return_inverse=True)
     return prefix.astype(np.uint64), np.arange(n + 1, dtype=np.int64), text[first][number]
 
 
-def assign_blocks(
-    blocks: NDArray[np.uint64], indptr: NDArray[np.int64], drawn: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, Any]]:
-    """Assign to each prefix block the text that its tokens are of.
+def assign_blocks(blocks: Words, indptr: Ints, drawn: Ints) -> tuple[Ints, Ints, dict[str, Any]]:
+    """Assign to each prefix block (``blocks``, ``indptr``: of `chain_blocks`) the text that its
+    tokens are of.
 
-    In order of arrival, a request has blocks that were seen before, then new ones. New blocks that
-    make up half of the prompt or more are a text of its own: the one ``drawn`` for it, with its
-    domain. Otherwise the request continues an earlier prompt, and its new blocks are of the text of
-    the last block that it shares. So requests with a common system prompt keep domains of their
-    own, and a conversation keeps one.
-
-    Returns the text of each block, int64, as long as ``blocks``; the text of each prompt's last
-    block, int64 ``[requests]``, the most specific one; and how much of the prompts is shared.
-    ``blocks``, ``indptr``: of `request_logs.chain_blocks`, in order of arrival.
-    """
+    In order of arrival: new blocks that are half of the prompt or more are of the text ``drawn``
+    for it, others of that of the last block that it shares, so that conversations keep one. Returns
+    the text of each block, int64; that of each prompt's last block, int64 ``[requests]``; and how
+    much of the prompts is shared."""
     known: list[int] = []  # text of each block number
     source: list[int] = []
     request = drawn.tolist()

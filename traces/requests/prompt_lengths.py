@@ -1,17 +1,14 @@
-"""How long the prompts of the workloads ``task`` and ``language`` are, by the data sets of ELDR.
-
-ELDR (Sec. 6, Datasets) names the data sets and their prompts, not how long these are. Each data set
-here has a median and a spread, measured or from a published mean, at `CHARACTERS` a token where the
-figure counts characters; the model's chat template is not counted. Lengths are lognormal.
-"""
+"""How long the prompts of the workloads ``task`` and ``language`` are. ELDR (Sec. 6, Datasets)
+names data sets alone: each has a median and a spread here, measured or from a published mean, at
+`CHARACTERS` a token where that counts characters, without chat template. Lengths are lognormal."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Ints
 from eldr_sim.errors import InputError
 from eldr_sim.traces.streams import stream
 
@@ -42,18 +39,15 @@ def of_mean(
     return DataSet(name, prompts, tokens * math.exp(-(spread**2) / 2), spread, source)
 
 
-# A question has 116.6 words in the mean, each of its four options 3.5 (Jin et al. 2021, "What
-# Disease Does This Patient Have?", arXiv 2009.13081, statistics of USMLE); 1.3 tokens a word is
-# assumed.
+# A question of 116.6 words, four options of 3.5 (means, Jin et al. 2021, arXiv 2009.13081,
+# statistics of USMLE); 1.3 tokens a word is assumed.
 _MEDQA = 1.3 * (116.6 + 4 * 3.5)
-# User messages have 295.58 tokens of Llama 2's in the mean, 1609.18 standard deviation (Zhao et al.
-# 2024, "WildChat", arXiv 2405.01470, Table 1).
+# Tokens of Llama 2 of user messages (Zhao et al. 2024, "WildChat", arXiv 2405.01470, Table 1).
 _WILD = math.sqrt(math.log(1 + (1609.18 / 295.58) ** 2))
 _WILDCHAT = of_mean("WildChat", 1, 295.58, "mean, deviation of a message, arXiv 2405.01470", _WILD)
 
-#: By domain. Of code, 1,475 prompts (DS-1000, MBPP) have no figure, of math 1,425 (MATH-500,
-#: OlympiadBench and others); the rest of their domain stands for them. WildChat's languages are not
-#: told apart.
+#: By domain. DS-1000, MBPP (of code, 1,475 prompts), MATH-500, OlympiadBench and others (of math,
+#: 1,425) have no figure: the rest stand for them, as WildChat's for each of its languages.
 DATA_SETS: dict[str, tuple[DataSet, ...]] = {
     "code": (
         DataSet("HumanEval", 164, 396 / CHARACTERS, 0.51, "measured, 5-95% 173-915 characters"),
@@ -74,13 +68,8 @@ DATA_SETS: dict[str, tuple[DataSet, ...]] = {
 }  # fmt: skip
 
 
-def draw_prompt_lengths(domain: Sequence[str], seed: int) -> NDArray[np.int64]:
-    """Draw the prompt tokens of requests, by the data sets of their domains.
-
-    Every request draws for itself, so the first ones are the same however many follow.
-
-    Raises InputError if a domain has no data set.
-    """
+def draw_prompt_lengths(domain: Sequence[str], seed: int) -> Ints:
+    """Draw the prompt tokens of requests by their domains' data sets; raises InputError."""
     lengths = np.empty(len(domain), np.int64)
     rng = stream(seed, "synthetic-prompt-data-set")
     which, normal = rng.random(len(domain)), stream(seed, "synthetic-prompt-length")
@@ -98,3 +87,38 @@ def pick(field: str, known: Mapping[str, tuple[DataSet, ...]], domain: str, at: 
         raise InputError(field, f"no data set of domain {domain!r}", ", ".join(known))
     until = np.cumsum([one.prompts for one in sets])
     return sets[int(np.searchsorted(until, at * until[-1], side="right"))]
+
+
+FEWEST, MOST = 4, 1024  #: tokens of prompts that ELDR's authors served; others are left out
+
+_WORD, _LINE = 1.3, 10.0  # tokens of a word, of a line of code: assumed
+
+
+#: By domain, of ELDR's artifact (casys-kaist/ELDR). MBPP, MATH-500, OlympiadBench and AQuA-RAT have
+#: no figure: the rest of their domain stands for them. WildChat's languages are not told apart.
+SERVED: dict[str, tuple[DataSet, ...]] = DATA_SETS | {
+    "code": (
+        *DATA_SETS["code"],
+        of_mean("DS-1000", 1000, 140 * _WORD + 8.9 * _LINE,
+                "mean words of a problem, lines of its code, arXiv 2211.11501"),
+    ),
+    "medical": (
+        # Its context has three to four paragraphs, of which the first is served.
+        of_mean("PubMedQA, with a paragraph", 1000, (14.4 + 238.9 / 3.3) * _WORD,
+                "mean words of question and context, arXiv 1909.06146"),
+        *DATA_SETS["medical"][1:],
+    ),
+}  # fmt: skip
+
+
+def served_prompt_lengths(domain: Sequence[str], seed: int) -> Ints:
+    """Draw the prompt tokens of requests by their domains' data sets; raises InputError."""
+    lengths = np.empty(len(domain), np.int64)
+    which, normal = stream(seed, "served-prompt-data-set"), stream(seed, "served-prompt-length")
+    for i, name in enumerate(domain):
+        one = pick("prompt_lengths", SERVED, name, which.random())
+        tokens = 0
+        while not FEWEST <= tokens <= MOST:
+            tokens = round(one.median * math.exp(one.spread * float(normal.standard_normal())))
+        lengths[i] = tokens
+    return lengths

@@ -1,11 +1,6 @@
-"""Requests: who arrives when, with which text, how long, sharing what. They know no expert.
-
-Each decision draws from a stream of its own (`streams.stream`), so a longer run starts with the
-requests of a shorter one, and a change of rate or output length leaves the choice of texts as it
-was. Texts are dealt from a shuffled deck per domain, reshuffled when it runs out, so that copies of
-one text lie as far apart as their number allows. A log's requests are dealt one each as well;
-`prefixes.assign_blocks` says which of them go on with the prompt of an earlier request instead.
-"""
+"""Requests: who arrives when, with which text, how long, sharing what. Each decision draws from its
+own `streams.stream`, so a longer run starts with the requests of a shorter one; texts are dealt
+from a shuffled deck per domain, so that copies of one lie far apart."""
 
 import math
 from collections.abc import Mapping
@@ -16,21 +11,17 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Floats, Int32s, Ints, Words
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.arrivals import (
-    describe_arrivals,
-    draw_arrivals,
-    recorded_arrivals,
-    repeated,
-)
+from eldr_sim.traces.requests import arrivals
 from eldr_sim.traces.requests.lanes import as_lanes
 from eldr_sim.traces.requests.length_shapes import shaped_log
 from eldr_sim.traces.requests.lengths import describe_lengths, draw_lengths
 from eldr_sim.traces.requests.load import Load
 from eldr_sim.traces.requests.load_shapes import load_shape
+from eldr_sim.traces.requests.logs.request_logs import RequestLog, chain_blocks, others_each_round
 from eldr_sim.traces.requests.prefixes import Ranges, assign_blocks, join_ranges, share_prefixes
-from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks, others_each_round
-from eldr_sim.traces.requests.served_lengths import served_prompt_lengths
+from eldr_sim.traces.requests.prompt_lengths import served_prompt_lengths
 from eldr_sim.traces.requests.sessions import unfold, with_answers
 from eldr_sim.traces.requests.texts import Texts, resolve_domain_mix
 from eldr_sim.traces.streams import stream
@@ -40,41 +31,36 @@ from eldr_sim.traces.streams import stream
 class Requests:
     """Requests in order of arrival, one array entry each."""
 
-    arrival_s: NDArray[np.float64]  #: float64 ``[n]``, seconds, ascending, whole nanoseconds
-    #: ``prompt_len``, ``output_len``: int32 ``[n]``, tokens to prefill and to generate, each at
-    #: least 1.
-    prompt_len: NDArray[np.int32]
-    output_len: NDArray[np.int32]
-    #: int32 ``[n]``: text of the prompt (`Texts`); where prefix blocks are of others, that of the
-    #: last block.
-    text: NDArray[np.int32]
+    arrival_s: Floats  #: float64 ``[n]``, seconds, ascending, whole nanoseconds
+    #: int32 ``[n]``, tokens to prefill and to generate, each at least 1.
+    prompt_len: Int32s
+    output_len: Int32s
+    #: int32 ``[n]``: text of the prompt (`Texts`), of its last block where blocks have their own.
+    text: Int32s
     domain: NDArray[np.int16]  #: int16 ``[n]``, index into the texts' domains
-    session: NDArray[np.int32]  #: int32 ``[n]``; requests of one conversation share a number
-    #: ``prefix_hash``, ``prefix_indptr``: request ``i``'s blocks are
-    #: ``prefix_hash[prefix_indptr[i]:prefix_indptr[i + 1]]`` (uint64): equal numbers stand for
-    #: equal tokens from the prompt's start to the block's end (`request_logs.chain_blocks`): those
-    #: of its prompt, and of its answer where another request goes on with it. A prompt without
-    #: blocks, or what follows the last, is shared with no other.
-    prefix_hash: NDArray[np.uint64]
-    prefix_indptr: NDArray[np.int64]
+    session: Int32s  #: int32 ``[n]``; requests of one conversation share a number
+    #: Request ``i``'s blocks, ``prefix_hash[prefix_indptr[i]:prefix_indptr[i + 1]]`` (uint64):
+    #: equal numbers, equal tokens up to the block's end (`request_logs.chain_blocks`), of its
+    #: prompt, and of its answer where another request goes on with it. What has no block is shared
+    #: with no other.
+    prefix_hash: Words
+    prefix_indptr: Ints
     #: int32, as long as `prefix_hash`: text that the block's tokens are of.
-    prefix_text: NDArray[np.int32]
-    #: Tokens of a prefix block, 0 where there are no blocks. The last block of a prompt may be
-    #: partial: only ``prompt_len // prefix_block_tokens`` blocks are full.
+    prefix_text: Int32s
+    #: Tokens of a prefix block, 0: none; a prompt's last may be partial.
     prefix_block_tokens: int
     #: What the requests were made of, for the result: plain values, ready for JSON.
     description: dict[str, Any]
     #: int32 ``[n]``: the lowest is served first, as in vLLM; None where requests have none.
-    priority: NDArray[np.int32] | None = None
-    #: ``parent``, ``gap_s``: int32 and float64 ``[n]``: the request before it that a request goes
-    #: on with, -1 where it comes by itself; and how long after that one's end it comes, s. None
-    #: where all come by themselves.
-    parent: NDArray[np.int32] | None = None
-    gap_s: NDArray[np.float64] | None = None
+    priority: Int32s | None = None
+    #: int32 and float64 ``[n]``, or None: the request before it that one goes on with, -1: none;
+    #: how long after its end it comes, s.
+    parent: Int32s | None = None
+    gap_s: Floats | None = None
     #: int32 ``[k, 2]``: a request with a parent, and another one whose end it waits for, too.
-    joins: NDArray[np.int32] | None = None
+    joins: Int32s | None = None
     #: bool ``[n]``: whether a request's blocks are those of its answer, too; None: of no request.
-    answered: NDArray[np.bool_] | None = None
+    answered: Bools | None = None
     #: Of the first requests: so many only warm caches, before the measured window (`lanes`).
     n_warming: int = 0
 
@@ -86,15 +72,15 @@ class Requests:
     def __len__(self) -> int:
         return len(self.arrival_s)
 
-    def blocks(self, request: int) -> NDArray[np.uint64]:
+    def blocks(self, request: int) -> Words:
         """Return the prefix block hashes of one request's prompt, uint64 ``[n_blocks]``."""
         begin, end = self.prefix_indptr[request : request + 2]
         return self.prefix_hash[begin:end][: int(self._reach(self.prompt_len[request]))]
 
     @property
-    def n_prompt_blocks(self) -> NDArray[np.int64]:
+    def n_prompt_blocks(self) -> Ints:
         """Blocks of each prompt, int64 ``[n]``: the last one may be partial."""
-        reach: NDArray[np.int64] = self._reach(self.prompt_len)
+        reach: Ints = self._reach(self.prompt_len)
         return np.minimum(np.diff(self.prefix_indptr), reach)
 
     def _reach(self, tokens: Any) -> Any:
@@ -137,10 +123,7 @@ class Requests:
 
 
 def make_requests(texts: Texts, load: Load) -> Requests:
-    """Make requests. The same texts and load give the same bits on every machine.
-
-    Raises InputError if the load is not valid, or no request remains.
-    """
+    """Make requests: the same bits on every machine. Raises InputError."""
     load.check()
     log = load.log()
     if log is not None and load.length_shape is not None:
@@ -152,7 +135,7 @@ def make_requests(texts: Texts, load: Load) -> Requests:
     arrival_s, described = _arrivals(load, log)
     n = len(arrival_s)
     if log is not None and load.draws_arrivals:
-        log = repeated(log, n)
+        log = arrivals.repeated(log, n)
     mix = _mix(texts, load, arrival_s)
     text, prefixes = _prefixes(texts, load, log, _deal(texts, mix, n, load.seed))
     prompt, output = _lengths(texts, load, log, text)
@@ -205,16 +188,16 @@ def make_requests(texts: Texts, load: Load) -> Requests:
     return requests if load.session is None else unfold(requests, texts, load)
 
 
-def _arrivals(load: Load, log: RequestLog | None) -> tuple[NDArray[np.float64], dict[str, Any]]:
+def _arrivals(load: Load, log: RequestLog | None) -> tuple[Floats, dict[str, Any]]:
     rate, drawn = load.request_rate, load.draws_arrivals
     how_many = load.horizon_s, load.num_requests
     if drawn:
         assert rate is not None
-        drawing = draw_arrivals if load.load is None else load_shape(load.load).draw
+        drawing = arrivals.draw_arrivals if load.load is None else load_shape(load.load).draw
         arrival_s = drawing(rate, load.burstiness, *how_many, load.seed)
     else:
         assert log is not None
-        arrival_s = log.arrival_s if load.part is not None else recorded_arrivals(
+        arrival_s = log.arrival_s if load.part is not None else arrivals.recorded_arrivals(
             log, rate, *how_many
         )  # fmt: skip
     n = len(arrival_s)
@@ -224,7 +207,7 @@ def _arrivals(load: Load, log: RequestLog | None) -> tuple[NDArray[np.float64], 
     repeats = {} if log is None or not drawn else {"log_repeats": round(n / len(log.arrival_s), 3)}
     return arrival_s, {
         "workload": load.workload if log is None else Path(load.workload).name,
-        "arrivals": describe_arrivals(log, rate, load.burstiness, drawn),
+        "arrivals": arrivals.describe_arrivals(log, rate, load.burstiness, drawn),
         "request_rate": "inf" if rate == math.inf else rate,
         **({} if load.load is None else {"load": Path(load.load).name}),
         "burstiness": load.burstiness if drawn else None,
@@ -243,11 +226,11 @@ class _Mix(NamedTuple):
 
     shares: Mapping[str, float]
     end: Mapping[str, float]
-    moved: NDArray[np.float64] | None
+    moved: Floats | None
     description: dict[str, Any]
 
 
-def _mix(texts: Texts, load: Load, arrival_s: NDArray[np.float64]) -> _Mix:
+def _mix(texts: Texts, load: Load, arrival_s: Floats) -> _Mix:
     """Return the shares of the domains, as they move."""
     shares, source = resolve_domain_mix(texts, load.workload, load.domain_mix)
     end: dict[str, float] = {}
@@ -267,7 +250,7 @@ def _mix(texts: Texts, load: Load, arrival_s: NDArray[np.float64]) -> _Mix:
     return _Mix(shares, end, moved, described)
 
 
-def _deal(texts: Texts, mix: _Mix, n: int, seed: int) -> NDArray[np.int64]:
+def _deal(texts: Texts, mix: _Mix, n: int, seed: int) -> Ints:
     """Deal each request a text of a domain drawn by the mix."""
     names = list(mix.shares)
     edges = np.cumsum([mix.shares[name] for name in names])
@@ -294,20 +277,18 @@ def _deal(texts: Texts, mix: _Mix, n: int, seed: int) -> NDArray[np.int64]:
 class _Prefixes(NamedTuple):
     """Blocks of all prompts, with what stands in the fields of `Requests`."""
 
-    blocks: NDArray[np.uint64]
-    indptr: NDArray[np.int64]
-    text: NDArray[np.int64]
+    blocks: Words
+    indptr: Ints
+    text: Ints
     block_tokens: int
     description: dict[str, Any]
 
 
 def _prefixes(
-    texts: Texts, load: Load, log: RequestLog | None, text: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], _Prefixes]:
-    """Return the texts of requests, some of which go on with another's, and what prompts share.
-
-    A prompt that all copies of a text share is a single block, as long as the longest.
-    """
+    texts: Texts, load: Load, log: RequestLog | None, text: Ints
+) -> tuple[Ints, _Prefixes]:
+    """Return the texts of requests, some of which go on with another's, and what prompts share. A
+    prompt that all copies of a text share is a single block, as long as the longest."""
     n, one_each = len(text), np.arange(len(text) + 1, dtype=np.int64)
     described: dict[str, Any] = {"prompts": load.prompts}
     if load.prefix_len:
@@ -326,9 +307,7 @@ def _prefixes(
     return text, _Prefixes(none, 0 * one_each, text[:0], 0, described)
 
 
-def _lengths(
-    texts: Texts, load: Load, log: RequestLog | None, text: NDArray[np.int64]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _lengths(texts: Texts, load: Load, log: RequestLog | None, text: Ints) -> tuple[Int32s, Int32s]:
     n = len(text)
     prompt = texts.prompt_len[text] if log is None else log.prompt_len[:n]
     if load.input_len is not None:

@@ -1,14 +1,79 @@
 """What drawn sessions are like, as options spell it."""
 
+from __future__ import annotations
+
+import math
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.distributions import Distribution, parse_distribution
 
-#: What ``chat`` and ``agent`` are where nothing is asked for, with where that is from
-#: (docs/conversations.md): turns, calls a turn, seconds that a user thinks and a tool takes, tokens
-#: that are new in a turn, and of an answer.
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+_Z95 = 1.6448536269514722  #: the 95th percentile of the standard normal distribution
+_ALLOWED = "60; 4,sd=2; uniform:10,50; exponential:60; lognormal:median=60,p95=600"
+
+
+class Distribution(NamedTuple):
+    """A kind, and its two parameters as `parse_distribution` reads them."""
+
+    kind: str
+    a: float
+    b: float = 0.0
+
+    def draw(self, rng: np.random.Generator, n: int) -> NDArray[np.float64]:
+        """Draw ``n`` values, at least 0; the first ones are the same however many follow."""
+        import numpy as np  # options are read without it
+
+        if self.kind == "constant":
+            return np.full(n, self.a)
+        if self.kind == "uniform":
+            return self.a + (self.b - self.a) * rng.random(n)
+        if self.kind == "exponential":
+            return np.array([-self.a * math.log1p(-u) for u in rng.random(n).tolist()])
+        normal = rng.standard_normal(n)
+        if self.kind == "normal":
+            return np.maximum(self.a + self.b * normal, 0.0)
+        spread = math.log(self.b / self.a) / _Z95
+        return np.array([self.a * math.exp(spread * z) for z in normal.tolist()])
+
+    def whole(self, rng: np.random.Generator, n: int, most: int = 2**30) -> NDArray[np.int64]:
+        """Draw ``n`` whole numbers from 1 to ``most``."""
+        return self.draw(rng, n).round().clip(1, most).astype("int64")
+
+
+def parse_distribution(text: str, field: str, counts: bool = False) -> Distribution:
+    """Return a distribution, ``counts``: of whole numbers from 1; raises InputError."""
+    name, _, rest = text.strip().rpartition(":")
+    words = [word.strip().partition("=") for word in rest.split(",")]
+    keys, names = [key if equals else "" for key, equals, _ in words], name.strip().lower()
+    kind = {
+        ("", ("",)): "constant",
+        ("", ("", "sd")): "normal",
+        ("uniform", ("", "")): "uniform",
+        ("exponential", ("",)): "exponential",
+        ("lognormal", ("median", "p95")): "lognormal",
+    }.get((names, tuple(keys)))
+    try:
+        values = [float(value if equals else key) for key, equals, value in words]
+    except ValueError:
+        values = [math.nan]
+    bad = kind is None or not all(math.isfinite(value) and value >= 0 for value in values)
+    if not bad and kind in ("uniform", "lognormal"):
+        bad = values[1] < values[0] or values[0] <= 0
+    if bad:
+        raise InputError(field, repr(text), _ALLOWED)
+    if counts and (values[0] < 1 or (kind == "constant" and values[0] % 1)):
+        raise InputError(field, repr(text), "whole numbers from 1 on, or a distribution of them")
+    return Distribution(kind or "", *values)
+
+
+#: What ``chat`` and ``agent`` are by default (docs/conversations.md): turns, calls a turn, seconds
+#: of users and of tools, new tokens of a turn, tokens of an answer.
 PRESETS: dict[str, dict[str, str]] = {
     "chat": {
         "turns": "4,sd=2", "calls_per_turn": "1", "think_time": "lognormal:median=60,p95=600",
@@ -47,8 +112,7 @@ def session_shape(
 ) -> SessionShape | None:
     """Return the shape of a workload's sessions; None where it has none.
 
-    ``given``: spelled distributions by the names of `SessionShape`; None: the workload's own.
-    """
+    ``given``: spelled distributions by the names of `SessionShape`; None: the workload's own."""
     own = PRESETS.get(workload)
     if own is None:
         return None
@@ -60,10 +124,9 @@ def session_shape(
 def check_history(text: str) -> str:
     """Return what becomes of a context from turn to turn; raises InputError.
 
-    ``all`` is kept. ``last:N``: when it is longer than N tokens, its middle is cut so that N are
-    left. ``no_reasoning:F``: a share F of each answer is dropped. ``reset:N``: when the next prompt
-    would be longer, the session begins anew behind what all sessions share, as compaction does.
-    """
+    ``all`` is kept. ``last:N``: its middle is cut to N tokens. ``no_reasoning:F``: a share F of
+    each answer is dropped. ``reset:N``: when the next prompt would be longer, the session begins
+    anew behind what all share."""
     if not _HISTORY.fullmatch(text):
         raise InputError("history", repr(text), "all, last:N, no_reasoning:SHARE, reset:N")
     return text

@@ -1,11 +1,7 @@
-"""Conversations: turns that go on after the answer to the turn before, with its context.
-
-A turn is a request with a parent: it comes ``gap_s`` after its parent has ended. Drawn sessions are
-made of first requests (`unfold`); lengths and gaps depend on the seed alone, so two policies see
-the same users. In a recorded log the next turn's prompt says what its parent's answer was
-(`with_answers`). The full blocks of prompt and answer but its last token, which has no KV cache,
-can be found by the next turn.
-"""
+"""Conversations: turns that come ``gap_s`` after the answer to their parent, with its context.
+Drawn ones (`unfold`) depend on the seed alone; in a log the next prompt says what the answer was
+(`with_answers`). The next turn can find the full blocks of all but the last token, which has no KV
+cache."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Bools, Int32s, Ints, Words
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.lengths import describe_lengths, draw_lengths
 from eldr_sim.traces.requests.session_shape import SessionShape
@@ -29,10 +25,7 @@ _MOST_TURNS, _MOST_REQUESTS = 10_000, 20_000_000
 
 
 def unfold(first: Requests, texts: Texts, load: Any) -> Requests:
-    """Return all turns of sessions, session by session, of which ``first`` are the first requests.
-
-    Turns that follow have the arrival of their session's first one until they come.
-    """
+    """Return all turns of sessions, one by one, which the requests ``first`` begin."""
     shape, seed, n = load.session, load.seed, len(first)
     turns = shape.turns.whole(stream(seed, "session-turns"), n, _MOST_TURNS)
     calls = shape.calls_per_turn.whole(stream(seed, "session-calls"), int(turns.sum()), 10_000)
@@ -90,14 +83,14 @@ def unfold(first: Requests, texts: Texts, load: Any) -> Requests:
 
 
 def _chains(
-    first: Requests, shape: SessionShape, starts: NDArray[np.int64], sizes: NDArray[np.int64],
-    new: NDArray[np.int64], output: NDArray[np.int64], prefix_len: int,
-) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]:  # fmt: skip
+    first: Requests, shape: SessionShape, starts: Ints, sizes: Ints,
+    new: Ints, output: Ints, prefix_len: int,
+) -> tuple[Ints, Words, Ints]:  # fmt: skip
     """Return the prompt tokens of all turns, and the block numbers of their contexts."""
     size, (rule, _, text) = shape.block_tokens, shape.history.partition(":")
     shared, number = prefix_len // size, float(text or 0)
     fresh = shared * (1 + int(first.prefix_hash.max(initial=0)))
-    prompt, lists = np.empty(len(new), np.int64), list[NDArray[np.int64]]()
+    prompt, lists = np.empty(len(new), np.int64), list[Ints]()
     for s, (start, turns) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
         chain = np.arange(shared) + (shared * int(first.prefix_hash[s]) if shared else 0)
         tokens = int(first.prompt_len[s])
@@ -123,18 +116,13 @@ def _chains(
 
 
 def with_answers(
-    blocks: NDArray[np.uint64], indptr: NDArray[np.int64], text: NDArray[np.int64],
-    parent: NDArray[np.int32], prompt: NDArray[np.int32], output: NDArray[np.int32], size: int,
-) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:  # fmt: skip
-    """Return the blocks of contexts in place of those of prompts, of a recorded log, and of whom.
-
-    A request that another one goes on with has the blocks of that one as far as its context
-    reaches: the first of several that begins with its full blocks and is as long as its context,
-    but for a few tokens that a chat template may write otherwise.
-
-    ``blocks``, ``indptr``, ``text``: of the prompts, as in `Requests`; ``parent``: -1 where a
-    request goes on with none; ``size``: tokens of a block.
-    """
+    blocks: Words, indptr: Ints, text: Ints,
+    parent: Int32s, prompt: Int32s, output: Int32s, size: int,
+) -> tuple[Array, Ints, Ints, Bools]:  # fmt: skip
+    """Return the blocks of contexts in place of those of prompts, of a recorded log, and of whom: a
+    parent has those of the first request that begins with its full blocks and is as long as its
+    context, but for a few tokens of a chat template. ``parent``: -1: none; ``size``: tokens of a
+    block."""
     lists = [blocks[a:b] for a, b in zip(indptr[:-1].tolist(), indptr[1:].tolist(), strict=True)]
     texts = [text[a:b] for a, b in zip(indptr[:-1].tolist(), indptr[1:].tolist(), strict=True)]
     own, whole = list(lists), np.zeros(len(lists), bool)
@@ -151,7 +139,7 @@ def with_answers(
     return np.concatenate(lists), joined.astype(np.int64), np.concatenate(texts), whole
 
 
-def turn_numbers(parent: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+def turn_numbers(parent: Sequence[int] | Int32s) -> Int32s:
     """Return the turn of each request, from 1; a parent stands before those that go on with it."""
     turns: list[int] = []
     for before in np.asarray(parent).tolist():

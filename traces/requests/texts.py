@@ -1,10 +1,7 @@
 """The texts that requests are dealt from: domains and lengths, not what a model makes of them.
 
 A routing trace has those that it recorded (`RoutingTrace.texts`); for a model without experts they
-are drawn, the same that a drawn trace of any model would have.
-
-The named workloads mix domains as their sources say.
-"""
+are drawn, as a drawn trace of any model has them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,12 +36,8 @@ serving requests have them. The last two are sessions."""
 def wanted_domains(
     workload: str, *mixes: Mapping[str, float] | None
 ) -> tuple[tuple[str, float], ...]:
-    """Return the domains to draw for a workload, with their weights.
-
-    Those of the mixes that are given, evenly; else the workload's own mix; else all, evenly.
-
-    Raises InputError if a mix names another domain than those of the named workloads.
-    """
+    """Return the domains to draw, with weights: those of mixes that are given, evenly; else the
+    workload's own mix; else all, evenly. Raises InputError if a mix names another domain."""
     known = [name for mix in DOMAIN_MIXES.values() for name in mix]
     named = dict.fromkeys(name for mix in mixes if mix is not None for name in mix)
     for name in named:
@@ -91,10 +84,7 @@ class Texts:
 
 @lru_cache(maxsize=8)
 def draw_texts(domains: tuple[tuple[str, float], ...]) -> Texts:
-    """Draw the served texts of some domains, as long as those of their data sets.
-
-    ``domains``: of the named workloads, with their weights.
-    """
+    """Draw the served texts of domains with weights, as long as those of their data sets."""
     names = [name for mix in DOMAIN_MIXES.values() for name in mix]
     weights = dict(domains)
     shares = [weights.get(name, 0.0) / sum(weights.values()) for name in names]
@@ -117,13 +107,10 @@ def resolve_domain_mix(
     domain_mix: Mapping[str, float] | None = None,
     field: str = "domain_mix",
 ) -> tuple[dict[str, float], str]:
-    """Return the share of each domain in a workload, and a phrase on where the shares come from.
-
-    Positive shares that sum to 1, in the order of the texts' domains: those of ``task`` and
-    ``language``; for ``trace`` and logs the served texts' own; or the weights given, which may
-    leave domains out. Raises InputError, which names ``field``, if a weight is not a finite number
-    of at least 0, all are 0, or the texts lack a domain.
-    """
+    """Return the share of each domain, positive with sum 1, and a phrase on its source: the
+    workload's own, for ``trace`` and logs the served texts', or the weights given. Raises
+    InputError, naming ``field``, if a weight is not finite and at least 0, all are 0, or the texts
+    lack a domain."""
     if domain_mix is None:
         missing = [name for name in DOMAIN_MIXES.get(workload, {}) if name not in texts.domains]
         if missing:

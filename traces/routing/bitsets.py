@@ -1,8 +1,7 @@
 """Expert ids as bit sets: the form in which the hot loop takes the union of a batch.
 
 Bit ``e % 64`` of word ``e // 64`` is set if expert ``e`` was chosen, so the distinct experts
-of a batch in a layer are the population count of the OR of its tokens' words.
-"""
+of a batch in a layer are the population count of the OR of its tokens' words."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim import cache
+from eldr_sim.arrays import Array, Words
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit, popcount
 
@@ -30,19 +30,18 @@ _CRC = struct.Struct("<I")
 _HEADER_BYTES = 128
 
 
-def pack_bits(experts: NDArray[Any], n_experts: int, where: str = "experts") -> NDArray[np.uint64]:
+def pack_bits(experts: Array, n_experts: int, where: str = "experts") -> Words:
     """Pack expert ids ``[tokens, layers, top_k]`` into uint64 ``[tokens, layers, words]``.
 
-    Raises InputError, which names ``where``, if an id is no expert, or a token chose one twice in a
-    layer.
-    """
+    Raises InputError, which names ``where``, if an id is no expert, or chosen twice by a token in a
+    layer."""
     bits = np.zeros((*experts.shape[:2], -(-n_experts // 64)), dtype=np.uint64)
     for start in range(0, len(experts), _CHUNK_ROWS):
         _pack_chunk(experts, start, n_experts, bits[start : start + _CHUNK_ROWS], where)
     return bits
 
 
-def check_ids(experts: NDArray[Any], n_experts: int, where: str) -> None:
+def check_ids(experts: Array, n_experts: int, where: str) -> None:
     """Raise the error that `pack_bits` would, without keeping the bit sets."""
     bits = np.empty((_CHUNK_ROWS, experts.shape[1], -(-n_experts // 64)), dtype=np.uint64)
     for start in range(0, len(experts), _CHUNK_ROWS):
@@ -50,9 +49,7 @@ def check_ids(experts: NDArray[Any], n_experts: int, where: str) -> None:
         _pack_chunk(experts, start, n_experts, bits, where)
 
 
-def _pack_chunk(
-    experts: NDArray[Any], start: int, n_experts: int, bits: NDArray[np.uint64], where: str
-) -> None:
+def _pack_chunk(experts: Array, start: int, n_experts: int, bits: Words, where: str) -> None:
     # A copy: numba would compile another variant for read-only arrays such as maps.
     chunk = np.array(experts[start : start + _CHUNK_ROWS])
     bad = _pack(chunk, n_experts, bits)
@@ -84,13 +81,8 @@ def _pack(ids: Any, n_experts: int, bits: Any) -> Any:
     return -1
 
 
-def count_rows(bits: NDArray[np.uint64], n_experts: int) -> NDArray[np.uint32]:
-    """Count in how many rows each expert is set.
-
-    ``bits``: uint64 ``[rows, layers, words]``; ``n_experts``: experts per layer.
-
-    Returns counts: uint32 ``[layers, n_experts]``.
-    """
+def count_rows(bits: Words, n_experts: int) -> NDArray[np.uint32]:
+    """Count experts over uint64 ``[rows, layers, words]``: uint32 ``[layers, n_experts]``."""
     _, layers, words = bits.shape
     counts = np.zeros((layers, 64 * words), np.uint32)
     add_counts(bits, 0, len(bits), counts)
@@ -111,13 +103,10 @@ def add_counts(bits: Any, first: int, end: int, counts: Any) -> None:
                     word ^= low
 
 
-def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
-    """Return a trace's bit sets, read-only, memory-mapped from `eldr_sim.cache`, built there once.
-
-    A file is named by the trace's checksum, top-k and version: 128 bytes of header, which
-    identifies the trace (`_OWNER`) and has a CRC-32 of the sets, then these as they lie in memory.
-    A damaged file is built again; where the cache cannot be written the sets stay in memory.
-    """
+def bit_sets(trace: RoutingTrace) -> Words:
+    """Return a trace's bit sets, read-only, memory-mapped from `eldr_sim.cache`: a header
+    (`_OWNER`, a CRC-32), then the sets. A damaged file is built again; without a cache they stay in
+    memory."""
     checksum, top_k = trace.manifest.checksum, trace.top_k
     shape = (trace.manifest.n_tokens, trace.n_layers, -(-trace.n_experts // 64))
     owner = _OWNER.pack(b"eldrbits", FORMAT_VERSION, top_k, checksum.encode(), *shape)
@@ -133,7 +122,7 @@ def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
     return bits if mapped is None else mapped
 
 
-def _load(path: Path | None, owner: bytes, shape: tuple[int, ...]) -> NDArray[np.uint64] | None:
+def _load(path: Path | None, owner: bytes, shape: tuple[int, ...]) -> Words | None:
     """Map a file; None if it is absent, truncated, damaged or of another trace."""
     if path is None:
         return None
@@ -147,5 +136,5 @@ def _load(path: Path | None, owner: bytes, shape: tuple[int, ...]) -> NDArray[np
     return bits if whole and header == _header(owner, bits) else None
 
 
-def _header(owner: bytes, bits: NDArray[np.uint64]) -> bytes:
+def _header(owner: bytes, bits: Words) -> bytes:
     return (owner + _CRC.pack(zlib.crc32(bits.data))).ljust(_HEADER_BYTES, b"\0")

@@ -1,14 +1,14 @@
 """How often two experts of a layer are chosen by one token, by which placements group them.
 
 The routing profile of GRACE-MoE (Sec. 4): ``A[i, j]`` counts the tokens that chose both experts,
-and ``A[i, i]``, the load of an expert, those that chose it.
-"""
+and ``A[i, i]``, the load of an expert, those that chose it."""
 
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_sim.arrays import Array, Floats, Ints, Words
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit, popcount
 from eldr_sim.traces.routing.format import RoutingTrace
@@ -16,21 +16,14 @@ from eldr_sim.traces.routing.format import RoutingTrace
 Tokens = Literal["all", "decode", "prompt"]  #: which tokens of requests are counted
 
 
-def coactivation(
-    trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all"
-) -> NDArray[np.int64]:
-    """Count the tokens that chose each pair of experts, int64 ``[n_layers, n_experts, n_experts]``.
-
-    Symmetric; the diagonal is the load. ``requests``: indices, ``[n]``; ``tokens``: ``decode`` are
-    generated tokens, ``prompt`` those of prompts, ``all`` whatever is recorded. Raises InputError
-    if the prompts' tokens are asked of a decode-only trace.
-    """
+def coactivation(trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all") -> Ints:
+    """Count the tokens that chose each pair of experts, int64 ``[n_layers, n_experts, n_experts]``;
+    the diagonal is the load. ``tokens``: ``decode``, ``prompt``, or ``all`` that is recorded.
+    Raises InputError if prompts' tokens are asked of a decode-only trace."""
     return count_coactivation(trace.bits, token_rows(trace, requests, tokens), trace.n_experts)
 
 
-def token_rows(
-    trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all"
-) -> NDArray[np.int64]:
+def token_rows(trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all") -> Ints:
     """Return the rows of the tokens of requests, one after the other; see `coactivation`."""
     q = np.asarray(requests, dtype=np.int64)
     if tokens == "all":
@@ -46,15 +39,13 @@ def token_rows(
     return ranges(first, length)
 
 
-def ranges(first: NDArray[Any], n: NDArray[Any]) -> NDArray[np.int64]:
+def ranges(first: Array, n: Array) -> Ints:
     """Return so many numbers from each first one on, one range after the other."""
     each = [np.arange(a, a + k) for a, k in zip(first.tolist(), n.tolist(), strict=True)]
     return np.concatenate(each or [np.zeros(0, np.int64)])
 
 
-def count_coactivation(
-    bits: NDArray[np.uint64], rows: NDArray[np.int64], n_experts: int
-) -> NDArray[np.int64]:
+def count_coactivation(bits: Words, rows: Ints, n_experts: int) -> Ints:
     """Count pairs in rows of bit sets, ``[tokens, layers, words]``; see `coactivation`."""
     found = np.zeros((bits.shape[1], n_experts, n_experts), np.int64)
     _add_pairs(bits, rows, np.zeros(64 * bits.shape[2], np.int64), found)
@@ -80,7 +71,7 @@ def _add_pairs(bits: Any, rows: Any, chosen: Any, found: Any) -> None:
                     found[layer, chosen[a], chosen[b]] += 1
 
 
-def affinity_of(pairs: NDArray[np.int64]) -> NDArray[np.float64]:
+def affinity_of(pairs: Ints) -> Floats:
     """Return the affinity of different experts: `coactivation` without its diagonal."""
     found = pairs.astype(np.float64)
     every = np.arange(pairs.shape[-1])

@@ -1,14 +1,12 @@
-"""Copies: how often a decode batch holds one trace request twice.
-
-A run longer than its trace replays requests several times. Two copies in one batch choose much the
-same experts, which requests of a real service do not: their union is too small, most of all under a
-router that sends similar requests to one worker, since copies are the most similar.
-"""
+"""Copies: how often a decode batch holds one trace request twice, as a run longer than its trace
+does. They choose much the same experts, so the union of such a batch is too small, most of all
+under a router that sends similar requests to one worker."""
 
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
+
+from eldr_sim.arrays import Floats, Ints
 
 WARN_ABOVE = 0.1  #: share of copies from which a result warns of them
 
@@ -16,38 +14,23 @@ WARN_ABOVE = 0.1  #: share of copies from which a result warns of them
 def expected_copy_share(
     pools: Mapping[str, int], shares: Mapping[str, float], batch: float
 ) -> tuple[float, float]:
-    """Return the expected share of a batch's requests that have a copy of themselves in it.
+    """Return the expected share of a batch's requests that have a copy of themselves in it, for
+    mixed batches and batches of one domain: ``sum_d p_d (1 - (1 - p_d / n_d)^(B - 1))``, with ``1 /
+    n_d`` in place of ``p_d / n_d``.
 
-    Domain ``d`` has a share ``p_d`` of the requests and ``n_d`` trace requests, and each of a batch
-    of ``B`` is drawn at random. One of domain ``d`` has no copy if the others all miss it:
-
-    - mixed batches: ``sum_d p_d (1 - (1 - p_d / n_d)^(B - 1))``;
-    - batches of one domain: ``sum_d p_d (1 - (1 - 1 / n_d)^(B - 1))``.
-
-    A run deals a domain's requests from a shuffled deck, so copies seldom arrive close to each
-    other: a batch that is small compared with the deck has fewer.
-
-    ``pools``: trace requests that are served, by domain; ``shares``: share of each domain among the
-    requests; sums to 1; ``batch``: requests in the batch, at least 1; may be a mean.
-
-    Returns mixed, one_domain.
-    """
+    ``pools``: ``n_d``, trace requests by domain; ``shares``: ``p_d``, of the requests; ``batch``:
+    B, may be a mean. Decks are shuffled, so small batches have fewer."""
     mixed = sum(p * (1 - (1 - p / pools[d]) ** (batch - 1)) for d, p in shares.items())
     alone = sum(p * (1 - (1 - 1 / pools[d]) ** (batch - 1)) for d, p in shares.items())
     return mixed, alone
 
 
-def copy_share(
-    worker: NDArray[np.int64],
-    start_s: NDArray[np.float64],
-    end_s: NDArray[np.float64],
-    request: NDArray[np.int64],
-) -> float:
-    """Return the share of decode time that requests spent beside a copy of themselves.
+def copy_share(worker: Ints, start_s: Floats, end_s: Floats, request: Ints) -> float:
+    """Return the share of decode time that requests spent beside a copy of themselves, 0 where
+    there is none.
 
-    ``worker``: decode worker of each request; ``start_s``, ``end_s``: when it was in the worker's
-    batch; ``request``: trace request whose decode it replayed. 0 where there is no time.
-    """
+    ``worker`` of each request; ``start_s``, ``end_s``: its time in the batch; ``request``: of the
+    trace."""
     order = np.lexsort((start_s, request, worker))
     total = float((end_s - start_s).sum())
     beside = 0.0

@@ -1,22 +1,19 @@
 """Routing as engines' benchmarks force it, for the same texts: what a benchmark then measures.
 
-With weights at hand, a gate chooses; benchmarks that have none, or want a round number, replace its
-choice in every layer (token ``t`` of a step's batch, expert ``j`` of ``k``, of ``E``):
+In place of a gate's choice in every layer (token ``t`` of a step's batch, expert ``j`` of ``k``, of
+``E``), by a token's place in its step where a ``period`` is named:
 
 uniform
     Any ``k`` distinct experts, each token and layer anew (vLLM's
     ``VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random``).
 balanced
-    ``(t k + j) mod E``: experts are dealt in turn (Megatron Bridge, prime-rl, vLLM-Ascend's forced
-    balance), each engine's batch from expert 0.
+    ``(t k + j) mod E``, each engine's batch from expert 0 (Megatron Bridge, prime-rl,
+    vLLM-Ascend's forced balance).
 round_robin
     ``(t + layer + j floor(E / k)) mod E`` (SGLang's ``SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS``).
 dummy-weights
     One set of experts a request and layer, at random: with random weights a token's embedding
-    decides, and greedy answers repeat one token.
-
-Balanced and round robin go by a token's place in its step, not by its request: see ``period``.
-"""
+    decides, and greedy answers repeat one token."""
 
 import hashlib
 from dataclasses import replace
@@ -33,10 +30,7 @@ Forced = Literal["uniform", "balanced", "round_robin", "dummy-weights"]
 
 
 def forced(trace: RoutingTrace, how: Forced) -> RoutingTrace:
-    """Return the trace's requests with forced experts; without gate scores.
-
-    ``how``: see the module. The same trace and ``how`` give the same experts.
-    """
+    """Return the trace's requests with forced experts, always the same; no gate scores."""
     apart = trace.calibration_apart
     checksum = hashlib.sha256(f"{how} {trace.top_k} {trace.manifest.checksum}".encode())
     changes: dict[str, object] = {

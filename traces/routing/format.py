@@ -1,20 +1,15 @@
 """Routing trace format v2: a folder that records which experts a model chose, token by token.
 
-``manifest.json`` says what the trace is, see `Manifest`. ``requests.parquet`` has a row a request:
-`COLUMNS`; lengths are tokens, ``split`` is ``calibration`` or ``serving``. ``experts.npy`` or
-``experts.npy.xz`` has the chosen expert ids ``[token, layer, top_k]``, see ``encoding``: from
-``first_row`` on a row for each prompt token of a request, then one for each generated token whose
-forward pass was recorded (``output_len`` counts those). The requests' rows cover the file without
-gap or overlap; a decode-only trace (``prompt_rows`` false) leaves the prompts' out.
-``gate_scores.npz`` is optional, see ``gate_scores``.
+``manifest.json`` (`Manifest`); ``requests.parquet``, a row a request: `COLUMNS`, lengths in tokens,
+``split`` ``calibration`` or ``serving``; ``experts.npy`` or ``experts.npy.xz``, ids ``[token,
+layer, top_k]``: from ``first_row`` on a row for each prompt token (none in a decode-only trace,
+``prompt_rows`` false), then one for each generated token whose forward pass was recorded
+(``output_len``), without gap or overlap; ``gate_scores.npz``, optional.
 
-The forward pass of the last prompt token yields the first generated token, and that of generated
-token ``j`` yields token ``j + 1``. A decode worker computes a request's last prompt token first
-(vLLM's KV connectors leave it one short of the prompt), so a decode replays ``1 + output_len`` rows
-from the last prompt row on; of a decode-only trace, the ``output_len`` that there are.
-
-Version 1 is the same without ``experts.npy.xz``, rank groups and decode-only traces.
-"""
+A decode worker computes a request's last prompt token first, which yields the first generated token
+(vLLM's KV connectors leave it one short of the prompt): a decode replays ``1 + output_len`` rows
+from the last prompt row on; of a decode-only trace, the ``output_len`` that there are. Version 1 is
+the same without ``experts.npy.xz``, rank groups and decode-only traces."""
 
 import hashlib
 import os
@@ -73,8 +68,8 @@ class RoutingTrace:
     #: ``prompt_len``, ``output_len``: int32 ``[n_requests]``, tokens, each at least 1.
     prompt_len: NDArray[np.int32]
     output_len: NDArray[np.int32]
-    #: int64 ``[n_requests]``, row of the first recorded token in `experts`: the first of the
-    #: prompt, or of the decode where the trace is decode-only.
+    #: int64 ``[n_requests]``, first row in `experts`: of the prompt, or, decode-only, of the
+    #: decode.
     first_row: NDArray[np.int64]
     #: int32 ``[n_requests]``; requests of one conversation share a number.
     session: NDArray[np.int32]
@@ -82,23 +77,18 @@ class RoutingTrace:
     is_calibration: NDArray[np.bool_]
     #: The gate's scores summed over prompts, or None where the trace carries none.
     gate_scores: GateScores | None = None
-    #: Of each token's experts, take this many that the gate ranked first (`with_top_k`); None takes
-    #: all.
+    #: Of each token's experts, take so many that the gate ranked first (`with_top_k`); None: all.
     kept_top_k: int | None = None
-    #: Opens the trace of the calibration split, where that lies in a folder of its own; None where
-    #: it is a part of this one.
+    #: Opens the trace of the calibration split, where that lies in a folder of its own.
     calibration_apart: Callable[[], "RoutingTrace"] | None = field(default=None, repr=False)
-    #: Where a token's place in its step's batch decides, not its request: rows after which rows
-    #: come again, see `forced`; 0 where requests do.
+    #: Rows after which rows come again where a token's place in its step decides (`forced`), or 0.
     period: int = 0
 
     @cached_property
     def experts(self) -> NDArray[np.uint8] | NDArray[np.uint16]:
-        """Expert ids, uint8 or uint16 ``[n_tokens, n_layers, top_k]``.
-
-        Memory-mapped if they are stored plain, else decompressed and checked when first asked
-        for; runs need the bit sets only.
-        """
+        """Expert ids, uint8 or uint16 ``[n_tokens, n_layers, top_k]``: memory-mapped if they are
+        stored plain, else decompressed and checked when first asked for; runs need the bit sets
+        only."""
         return _read_experts(self.path, self.manifest)[..., : self.top_k]
 
     @cached_property
@@ -148,13 +138,8 @@ class RoutingTrace:
         return self.kept_top_k or self.manifest.top_k
 
     def with_top_k(self, top_k: int) -> "RoutingTrace":
-        """Return the trace as a model of a smaller top-k would have it.
-
-        Of each token's experts in a layer those remain that the gate ranked first: what a gate of
-        the same scores and a smaller top-k chooses.
-
-        Raises InputError if the trace does not tell those experts from the others.
-        """
+        """Return the trace with a smaller top-k: of each token's experts in a layer those that the
+        gate ranked first. Raises InputError if the trace does not tell those from the others."""
         known = list(accumulate(self.manifest.rank_groups or [self.manifest.top_k]))
         if top_k not in known:
             problem = (
@@ -170,13 +155,9 @@ class RoutingTrace:
         return self.manifest.domains
 
     def decode_window(self, requests: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where the recorded decode of each request lies: ``first``, ``length``, int64
-        ``[n]``.
-
-        From the row of the last prompt token, what a decode worker computes first, ``1 +
-        output_len`` rows; without prompt rows, the ``output_len`` rows of the generated tokens.
-        ``requests``: indices, ``[n]``.
-        """
+        """Return where the recorded decode of requests lies: ``first``, ``length``, int64 ``[n]``:
+        from the last prompt token on, ``1 + output_len`` rows; without prompt rows those of the
+        generated tokens."""
         q = np.asarray(requests, dtype=np.int64)
         if not self.has_prompts:
             return self.first_row[q], self.output_len[q].astype(np.int64)
@@ -199,12 +180,11 @@ class RoutingTrace:
             )
 
     def prompt_counts(self, requests: ArrayLike) -> NDArray[np.uint16] | NDArray[np.uint32]:
-        """Count how often each expert was chosen by the prompt tokens of each request.
+        """Count how often each request's prompt tokens chose each expert, ``[n, n_layers,
+        n_experts]``.
 
-        ``c_r(l, e)`` of ELDR Sec. 4.2, what prefill workers hand to the router: ``[n, n_layers,
-        n_experts]``, uint16, or uint32 where a prompt is longer than 65,535 tokens. Raises
-        InputError if the trace is decode-only. ``requests``: indices, ``[n]``.
-        """
+        ``c_r(l, e)`` of ELDR Sec. 4.2: uint16, or uint32 beyond 65,535 tokens. Raises InputError if
+        decode-only."""
         self.require_prompts("expert signatures")
         q = np.asarray(requests, dtype=np.int64)
         longest = int(self.prompt_len[q].max(initial=0))
@@ -212,31 +192,22 @@ class RoutingTrace:
         return self._counts(self.first_row[q], self.prompt_len[q], kind)
 
     def prompt_scores(self, requests: ArrayLike, kind: PromptScore) -> NDArray[Any]:
-        """Return `prompt_counts`, or the gate's scores, ``[n, n_layers, n_experts]`` (float32).
-
-        Raises InputError if the trace does not carry the gate's scores of all of the requests.
-        """
+        """Return `prompt_counts`, or gate scores (float32); raises InputError if some lack."""
         if kind == "count":
             return self.prompt_counts(requests)
         return gate_scores_file.select(self.gate_scores, requests, kind)
 
     def decode_activation(self, requests: ArrayLike) -> NDArray[np.float32]:
-        """Return the fraction of decode steps in which each request chose each expert.
-
-        ``p_i(l, e)`` of ELDR Sec. 4.2.1, over the generated tokens' forward passes: float32 ``[n,
-        n_layers, n_experts]`` in [0, 1]; each layer sums to ``top_k``. ``requests``: indices,
-        ``[n]``.
-        """
+        """Return the fraction of decode steps in which each request chose each expert: ``p_i(l,
+        e)`` of ELDR Sec. 4.2.1, float32 ``[n, n_layers, n_experts]``; each layer sums to
+        ``top_k``."""
         q = np.asarray(requests, dtype=np.int64)
         first, _ = self.decode_window(q)
         counts = self._counts(first + self.has_prompts, self.output_len[q], np.uint32)
         return (counts / self.output_len[q][:, None, None]).astype(np.float32)
 
     def requests_of(self, domains: Sequence[str], calibration: bool) -> NDArray[np.int64]:
-        """Return the indices of one split's requests in some domains, in trace order.
-
-        Raises InputError if a domain is not in the trace.
-        """
+        """Return one split's requests in some domains, in order; raises InputError."""
         unknown = [name for name in domains if name not in self.domains]
         if unknown:
             problem = f"{unknown[0]!r} is not in trace {self.path.name}"
@@ -257,11 +228,9 @@ def open_trace(
 ) -> RoutingTrace:
     """Open and validate a routing trace; raises InputError if anything about it is wrong.
 
-    ``path_or_name``: name of an embedded trace (`builtin_traces`), which wins over a folder of the
-    same name, or a trace folder; ``verify_checksum``: read the files through to verify their
-    checksums and, of a plain file, every expert id. Turn it off only for a trace that was verified
-    before, e.g. by the parent of a worker process.
-    """
+    ``path_or_name``: of an embedded trace (`builtin_traces`), which wins over a folder, or a
+    folder; ``verify_checksum``: verify checksums and, of a plain file, every id; not for a trace
+    that was verified before."""
     if isinstance(path_or_name, str) and path_or_name in builtin_traces():
         path = BUILTIN / path_or_name.replace("-", "_")
     else:

@@ -1,20 +1,19 @@
 """Summed gate scores of prompts: an optional part of a routing trace (ELDR Sec. 4.2.3).
 
-``gate_scores.npz`` holds ``requests``, int64 ``[m]``, ascending row numbers of
-``requests.parquet``, and ``prob`` or ``logit`` or both, float32 ``[m, n_layers, n_experts]``: the
-gate's probability (after softmax or sigmoid) and raw score of every expert, summed over the
-prompt's tokens. They may cover a part of the requests: fitting needs the calibration split, serving
-the served requests too.
-"""
+``gate_scores.npz``: ``requests``, int64 ``[m]``, ascending rows of ``requests.parquet``, and
+``prob`` or ``logit`` or both, float32 ``[m, n_layers, n_experts]``: probability (after softmax or
+sigmoid) and raw score, summed over the prompt's tokens. Fitting needs the calibration split,
+serving the served requests too."""
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_sim.arrays import Array, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import load_arrays
 
@@ -32,7 +31,7 @@ _KINDS: tuple[_Kind, ...] = ("prob", "logit")
 class GateScores:
     """Gate scores summed over the prompts of some requests; see the module."""
 
-    requests: NDArray[np.int64]  #: int64 ``[m]``, ascending indices of requests of the trace
+    requests: Ints  #: int64 ``[m]``, ascending indices of requests of the trace
     #: ``prob``, ``logit``: float32 ``[m, n_layers, n_experts]``, or None where it was not captured.
     prob: NDArray[np.float32] | None = None
     logit: NDArray[np.float32] | None = None
@@ -43,13 +42,8 @@ class GateScores:
         return [kind for kind in _KINDS if getattr(self, kind) is not None]
 
 
-def of_kind(
-    scores: GateScores | None, kind: _Kind
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return the requests that have a score, ``[m]``, and their scores.
-
-    Raises InputError if the trace carries no such score.
-    """
+def of_kind(scores: GateScores | None, kind: _Kind) -> tuple[Ints, NDArray[np.float32]]:
+    """Return the requests that have a score, ``[m]``, and the scores; raises InputError."""
     found: NDArray[np.float32] | None = None if scores is None else getattr(scores, kind)
     if scores is None or found is None:
         raise InputError(
@@ -62,10 +56,7 @@ def of_kind(
 
 
 def select(scores: GateScores | None, requests: ArrayLike, kind: _Kind) -> NDArray[np.float32]:
-    """Return the gate scores of requests, float32 ``[n, n_layers, n_experts]``.
-
-    Raises InputError if the trace carries no such score, or not for all of the requests.
-    """
+    """Return gate scores, float32 ``[n, n_layers, n_experts]``; raises InputError if one lacks."""
     covered, found = of_kind(scores, kind)
     wanted = np.asarray(requests, dtype=np.int64)
     place = np.minimum(np.searchsorted(covered, wanted), len(covered) - 1)
@@ -97,16 +88,10 @@ def read(path: Path) -> GateScores:
     return GateScores(**arrays)
 
 
-def check(
-    scores: GateScores, where: str, prompt_len: NDArray[Any], n_layers: int, n_experts: int
-) -> None:
-    """Raise InputError where gate scores do not fit their trace.
-
-    A shape or type is wrong, a request unknown or out of order, a score not finite, or a summed
-    probability negative or above the prompt's tokens.
-
-    ``where``: what an error names; ``prompt_len``: prompt tokens of all requests of the trace.
-    """
+def check(scores: GateScores, where: str, prompt_len: Array, n_layers: int, n_experts: int) -> None:
+    """Raise InputError, naming ``where``, if gate scores do not fit their trace: a shape or type is
+    wrong, a request unknown or out of order, a score not finite, a probability negative or above
+    the prompt's tokens."""
     bad = partial(InputError, where)
     requests, n = np.asarray(scores.requests), len(prompt_len)
     if requests.ndim != 1 or not len(requests) or requests.dtype != np.int64:
@@ -118,7 +103,7 @@ def check(
         raise bad("holds neither prob nor logit", "one of them at least")
     want = (len(requests), n_layers, n_experts)
     for kind in scores.kinds:
-        values: NDArray[Any] = getattr(scores, kind)
+        values: Array = getattr(scores, kind)
         if values.dtype != np.float32 or values.shape != want:
             raise bad(f"{kind} is {values.dtype} {list(values.shape)}", f"float32 {list(want)}")
         if not bool(np.isfinite(values).all()):

@@ -1,27 +1,22 @@
 """The manifest of a routing trace: what it is, how it is stored and where it came from.
 
-The file of expert ids, ``[token, layer, top_k]``, is plain or compressed: ``experts.npy`` is uint8
-(uint16 beyond 256 experts) in C order, to be memory-mapped; ``experts.npy.xz`` the same in an
-``.xz`` container. Routing repeats whole choices of a token, often over several layers, so LZMA's
-literal and position contexts are aligned to the ``top_k`` ids of a layer: the embedded trace (50.0
-MB plain) takes 20.2 MB; LZMA's defaults give 21.9 MB, zstd-22 24.1 MB.
-
-Rank groups say how much of the gate's order the ids keep: ``[1] * top_k`` all of it, ``[4, 4]``
-which four of eight came first, None nothing. Within a group the order means nothing. A model of a
-smaller top-k can be served where a group ends there, and ids that ascend within few groups compress
-best.
-"""
+Expert ids, ``[token, layer, top_k]``, are plain (``experts.npy``, uint8, or uint16 beyond 256
+experts, memory-mapped) or ``experts.npy.xz``, with LZMA's literal and position contexts aligned to
+the ``top_k`` ids of a layer: the embedded trace (50.0 MB plain) takes 20.2 MB, 21.9 with LZMA's
+defaults, 24.1 with zstd-22. Rank groups say how much of the gate's order ids keep: ``[1] * top_k``
+all, ``[4, 4]`` which four of eight came first, None nothing. A model of a smaller top-k can be
+served where a group ends there; ids that ascend within few groups compress best."""
 
 import lzma
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from eldr_sim.arrays import Array
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import ARRAY_LIMIT, check_arrays, parse_json, read_text
 
@@ -33,10 +28,7 @@ _DICTIONARY = 1 << 26  #: LZMA looks back this far, bytes; a reader needs as muc
 
 
 def check_groups(groups: Sequence[int] | None, top_k: int, field: str) -> list[int] | None:
-    """Return rank groups in a manifest's form; raise InputError if they do not sum to ``top_k``.
-
-    ``groups``: sizes, which sum to ``top_k``, or None; ``field``: what the error names.
-    """
+    """Return rank groups in a manifest's form; raise InputError unless they sum to ``top_k``."""
     if groups is None:
         return None
     sizes = [int(size) for size in groups]
@@ -45,7 +37,7 @@ def check_groups(groups: Sequence[int] | None, top_k: int, field: str) -> list[i
     return None if len(sizes) == 1 else sizes
 
 
-def save_ids(path: Path, ids: NDArray[Any], encoding: Encoding) -> None:
+def save_ids(path: Path, ids: Array, encoding: Encoding) -> None:
     """Write a file of expert ids; compressing takes about a second per megabyte."""
     if encoding == "npy":
         np.save(path, ids)
@@ -66,13 +58,10 @@ def save_ids(path: Path, ids: NDArray[Any], encoding: Encoding) -> None:
         np.save(file, ids)
 
 
-def load_ids(path: Path, encoding: Encoding) -> NDArray[Any]:
-    """Read a file of expert ids: memory-mapped if plain, into memory if compressed.
-
-    Raises InputError if the file cannot be read, is truncated or is not of its format.
-    """
+def load_ids(path: Path, encoding: Encoding) -> Array:
+    """Read expert ids: memory-mapped if plain, into memory if compressed; raises InputError."""
     try:
-        ids: NDArray[Any]
+        ids: Array
         check_arrays(path, str(path))
         if encoding == "npy":
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -106,8 +95,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    #: Version of this format. Version 1 knows no ``encoding``, ``rank_groups`` or ``prompt_rows``
-    #: and has their defaults.
+    #: Version of this format; 1 has the defaults of ``encoding``, ``rank_groups``, ``prompt_rows``.
     format_version: Literal[1, 2] = 2
     model: str = Field(min_length=1)  #: the model whose gates chose the experts
     n_layers: int = Field(ge=1)  #: MoE layers recorded
@@ -116,11 +104,9 @@ class Manifest(BaseModel):
     #: How much of the gate's order the ids of a token keep, see ``encoding``; None: nothing.
     rank_groups: list[int] | None = None
     prompt_rows: bool = True  #: whether prompt tokens have rows; false for a decode-only trace
-    #: Of which phase all recorded tokens are, where the recording has one only but the trace has
-    #: both, see ``prompt_share``; None where each phase was recorded.
+    #: The only phase that was recorded, of which the trace has made both; None: each was.
     recorded_phase: Literal["prompt", "generated"] | None = None
-    #: The first share of a request's recorded tokens that stands for its prompt, the rest for its
-    #: generated tokens; None where each phase was recorded.
+    #: The share of a request's recorded tokens that stands for its prompt, first; None as above.
     prompt_share: float | None = Field(default=None, gt=0, lt=1)
     encoding: Encoding = "npy"  #: how the expert ids are stored, see ``encoding``
     #: Domain names; a request's ``domain`` is an index into this list.
@@ -134,8 +120,8 @@ class Manifest(BaseModel):
     gate_scores_checksum: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     n_requests: int = Field(ge=1)  #: rows of ``requests.parquet``
     n_tokens: int = Field(ge=1)  #: rows of expert ids: recorded tokens of all requests
-    #: ``recorded`` from a model that ran, ``synthetic`` (drawn from a distribution), or
-    #: ``imported`` from another project's recording.
+    #: ``recorded`` from a model that ran, ``synthetic`` (drawn), or ``imported`` from another
+    #: project.
     provenance: Provenance
     notes: str = ""  #: whatever a reader of results should know
 
@@ -157,10 +143,7 @@ def one_phase(manifest: Manifest) -> str | None:
 
 
 def rests_on(manifest: Manifest, model: str) -> str:
-    """Say what the routing of a run rests on: recorded, fitted to recorded tokens, or a preset.
-
-    ``model``: name of the model that is served; said where the routing is another model's.
-    """
+    """Say what a run's routing rests on: recorded, fitted to recorded tokens, or a preset."""
     if manifest.provenance == "synthetic":
         source = manifest.notes.removeprefix(SYNTHETIC).rstrip(".") or "synthetic"
         # Traces keep the words that they were made with.
@@ -186,10 +169,7 @@ def manifest_error(field: str, error: ValidationError) -> InputError:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read and check ``manifest.json``.
-
-    Raises InputError if it cannot be read or says something that cannot be.
-    """
+    """Read and check ``manifest.json``; raises InputError."""
     raw = parse_json(read_text(path, str(path)), str(path))
     if not isinstance(raw, dict):
         raise InputError(str(path), f"holds a JSON {type(raw).__name__}", "a JSON object")

@@ -1,8 +1,5 @@
-"""How alike the choices of tokens and requests are: what the union of a batch depends on.
-
-Over all recorded tokens, prompts and generated ones alike, and over at most `REQUESTS` requests,
-taken evenly.
-"""
+"""How alike the choices of tokens and requests are, on which the union of a batch depends: over all
+recorded tokens, and at most `REQUESTS` requests, taken evenly."""
 
 from dataclasses import dataclass
 from statistics import fmean
@@ -10,6 +7,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.jit import njit
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.spectrum import half_counts
@@ -25,15 +23,12 @@ QUANTILES = (5, 25, 50, 75, 95)
 class Overlap:
     """Figures of `request_overlap`."""
 
-    #: ``load_max_over_mean``, ``load_cv``: by layer: load of the busiest expert over the mean;
-    #: standard deviation over experts of the load, over the mean.
+    #: By layer: load of the busiest expert over the mean; its standard deviation over the mean.
     load_max_over_mean: list[float]
     load_cv: list[float]
-    #: Expected distinct experts a layer of one random token of each of so many requests, mean over
-    #: layers, exact; absent where there are fewer requests.
+    #: Expected distinct experts a layer of one random token of each of so many requests, exact.
     mixed: dict[int, float]
-    #: Mean distinct experts a layer of so many consecutive tokens of one request; each request
-    #: counts alike, as in ``mixed``: long texts repeat themselves, and have most windows.
+    #: The same of so many consecutive tokens of one request; each request counts alike.
     one_request: dict[int, float]
     #: Cosine of the expert counts (of all layers) of two requests: its quantiles, by percent.
     cosine_between: dict[int, float]
@@ -79,15 +74,13 @@ def request_overlap(trace: RoutingTrace) -> Overlap:
     )
 
 
-def _unit(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+def _unit(counts: Floats) -> Floats:
     flat = counts.reshape(*counts.shape[:-2], -1)
     return np.asarray(flat / np.linalg.norm(flat, axis=-1, keepdims=True))
 
 
 @njit()
-def _windows(
-    ids: NDArray[np.unsignedinteger], tokens: int, n_experts: int, out: NDArray[np.int64]
-) -> None:
+def _windows(ids: NDArray[np.unsignedinteger], tokens: int, n_experts: int, out: Ints) -> None:
     """Add up the distinct experts of all layers of windows that overlap by half, and count them."""
     seen = np.full(n_experts, -1, np.int64)
     mark = 0

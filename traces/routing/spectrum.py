@@ -1,37 +1,31 @@
 """What requests differ by: the variance between them, its spectrum, and what a label tells of it.
 
-A request's profile is the share of its tokens that chose each expert, ``[layers, experts]``. The
-counts of one request hold chance and drift; what its two halves have in common does not. So all
-figures come from the covariance, over requests, of the first half's profile with the second's
-(symmetric part), each about its mean over requests::
-
-    C = (X1' X2 + X2' X1) / (2 (n - 1))
+A request's profile is the share of its tokens that chose each expert, ``[layers, experts]``. Chance
+and drift are not common to its halves: all figures come from the covariance, over requests, of the
+first half's profile with the second's, ``C = (X1' X2 + X2' X1) / (2 (n - 1))`` about the means.
 
 Variance
-    Trace of C over layers and experts a token: how much greater a share of its experts a token has
-    in common with one of the other half of its request than with one of another request.
+    Trace of C over layers and experts a token: how much more of its experts a token has in common
+    with one of the other half of its request than with one of another request.
 Components
-    Greatest eigenvalues of C, as a share of its trace; the effective dimensions are the trace's
-    square over the sum of the eigenvalues' squares (participation ratio).
+    Greatest eigenvalues of C, as a share of its trace; effective dimensions: the trace's square
+    over the sum of the eigenvalues' squares (participation ratio).
 Label
-    Share of the trace that the domain explains, one way analysis of variance: ``1 - w``, with w the
-    trace of C within domains (``n - domains`` degrees of freedom) over that of C.
+    Share of the trace that the domain explains (one way analysis of variance): ``1 - w``, with w
+    the trace of C within domains (``n - domains`` degrees of freedom) over that of C.
 Families
-    Two requests are of one family if the cosine of their profiles about the mean, freed from chance
-    by the halves, is `ALIKE` or more: the request knows the other as it knows itself. Their
-    effective number is the inverse of the chance that two requests, drawn with replacement, are of
-    one. It says on how many different texts figures of grouping rest.
-"""
+    Two requests are of one if the cosine of their profiles about the mean, freed from chance by the
+    halves, is `ALIKE` or more. Their effective number is the inverse of the chance that two
+    requests, drawn with replacement, are of one: on how many texts figures of grouping rest."""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.traces.routing.bitsets import count_rows
 from eldr_sim.traces.routing.format import RoutingTrace
-
-Floats = NDArray[np.float64]
 
 REQUESTS = 768  #: most requests, taken evenly
 TOKENS = 64  #: fewest tokens of a request
@@ -73,14 +67,14 @@ def request_spectrum(trace: RoutingTrace) -> RequestSpectrum | None:
     return spectrum_of(half_profiles(trace, long), trace.domain[long], trace.top_k)
 
 
-def half_profiles(trace: RoutingTrace, requests: NDArray[np.int64]) -> Floats:
+def half_profiles(trace: RoutingTrace, requests: Ints) -> Floats:
     """Return the profiles of the requests' first and second halves, ``[2, n, layers, experts]``."""
     length = trace.recorded_rows(requests)[1]
     tokens = np.stack([length // 2, length - length // 2])
     return half_counts(trace, requests) / tokens[:, :, None, None]
 
 
-def half_counts(trace: RoutingTrace, requests: NDArray[np.int64]) -> Floats:
+def half_counts(trace: RoutingTrace, requests: Ints) -> Floats:
     """Return how often each half's tokens chose each expert, ``[2, n, layers, experts]``."""
     first, length = trace.recorded_rows(requests)
     halves = np.empty((2, len(requests), trace.n_layers, trace.n_experts))
@@ -91,11 +85,7 @@ def half_counts(trace: RoutingTrace, requests: NDArray[np.int64]) -> Floats:
 
 
 def spectrum_of(halves: Floats, domain: NDArray[np.integer], top_k: int) -> RequestSpectrum:
-    """Measure requests from their halves' profiles.
-
-    ``halves``: ``[2, n, layers, experts]``, n at least 2; ``domain``: ``[n]``, the label of each;
-    ``top_k``: experts that a token chooses.
-    """
+    """Measure requests from their halves' profiles, ``[2, n, layers, experts]``."""
     _, n, layers, _ = halves.shape
     flat = halves.reshape(2, n, -1)
     about = flat - flat.mean(axis=1, keepdims=True)
@@ -124,8 +114,7 @@ def principal_components(halves: Floats) -> tuple[Floats, Floats]:
 
     With Z the 2 n rows of both ``halves`` (`half_profiles`) about their means and M the exchange of
     the halves, ``C = Z' M Z / (2 (n - 1))``: from the 2 n x 2 n matrix of their products, so k is
-    at most 2 n.
-    """
+    at most 2 n."""
     n = halves.shape[1]
     rows = halves.reshape(2, n, -1)
     rows = (rows - rows.mean(axis=1, keepdims=True)).reshape(2 * n, -1)

@@ -2,16 +2,15 @@
 
 All figures are exact for the trace; none is sampled. An untrained model also has a high
 prefill-decode correlation, because equal tokens choose equal experts; domain structure shows in
-the reduction of distinct experts in batches of one domain.
-"""
+the reduction of distinct experts in batches of one domain."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Int32s, Ints
 from eldr_sim.traces.requests.texts import DOMAIN_MIXES
 from eldr_sim.traces.routing.coactivation import ranges
 from eldr_sim.traces.routing.copies import expected_copy_share
@@ -66,15 +65,14 @@ class TraceStatistics:
     #: Per layer: load of the most loaded expert over the mean, prompt and generated tokens.
     load_max_over_mean: list[float]
     unused_experts: list[int]  #: per layer: experts that no token chose
-    #: One entry a batch size and group in which every domain has that many requests; group ``all``
-    #: takes the domains that have.
+    #: A batch size and group in which every domain has that many requests; ``all``: those that do.
     distinct_experts: list[DistinctExperts]
     #: Share of a generated token's experts that the generated token before it also chose.
     neighbour_reuse: float
     random_reuse: float  #: the same share for two generated tokens drawn at random from the trace
     uniform_reuse: float  #: the same share under uniform choice, ``k / E``
-    #: By domain: correlation over (layer, expert) between the mean share of prompt tokens and of
-    #: generated tokens that chose the expert (ELDR Fig. 3). Empty for a decode-only trace.
+    #: By domain, over (layer, expert): mean share of prompt tokens with that of generated ones
+    #: (ELDR Fig. 3).
     prefill_decode_pearson: dict[str, float]
     #: Entropy of a layer's experts, alone and given those of the layer before.
     next_layer: list[NextLayer]
@@ -145,7 +143,7 @@ def distinct_experts(trace: RoutingTrace, batch_sizes: Sequence[int]) -> list[Di
     return _distinct_table(trace, decode, _members(trace), batch_sizes)
 
 
-def _members(trace: RoutingTrace) -> dict[str, NDArray[np.int64]]:
+def _members(trace: RoutingTrace) -> dict[str, Ints]:
     """Return the requests of each domain that has any."""
     found = {
         name: np.flatnonzero(trace.domain == domain) for domain, name in enumerate(trace.domains)
@@ -153,27 +151,21 @@ def _members(trace: RoutingTrace) -> dict[str, NDArray[np.int64]]:
     return {name: requests for name, requests in found.items() if len(requests)}
 
 
-def expected_distinct(
-    groups: Sequence[NDArray[np.float64]], takes: Sequence[int]
-) -> NDArray[np.float64]:
-    """Return the exact expected number of distinct experts of a random batch, ``[layers]``.
+def expected_distinct(groups: Sequence[Floats], takes: Sequence[int]) -> Floats:
+    """Return the exact expected number of distinct experts of a random batch, ``[layers]``, of
+    ``takes`` different requests from each group, each at a random step.
 
-    The batch takes ``takes`` different requests at random from each group, each at a random step.
-    An expert is absent if every request misses it, so the expectation needs the mean, over all
-    choices of requests, of the product of their probabilities to miss it. That mean over the
-    k-subsets of the first j requests follows from those of the first j - 1: ``m_j(k) = (j - k) / j
-    m_{j-1}(k) + k / j x_j m_{j-1}(k - 1)``.
-
-    ``groups``: per group the requests' `RoutingTrace.decode_activation`, ``[n, layers, experts]``.
-    """
+    An expert is absent if all miss it: the mean over k-subsets of the first j requests of the
+    product of their chances to miss it is ``m_j(k) = (j - k) / j m_{j-1}(k) + k / j x_j m_{j-1}(k -
+    1)``. ``groups``: of each its `RoutingTrace.decode_activation`."""
     absent = np.ones(groups[0].shape[1:])
     for activation, take in zip(groups, takes, strict=True):
         absent *= mean_products(1.0 - activation, take)[take]
-    distinct: NDArray[np.float64] = (1.0 - absent).sum(axis=-1)
+    distinct: Floats = (1.0 - absent).sum(axis=-1)
     return distinct
 
 
-def mean_products(miss: NDArray[np.float64], largest: int) -> NDArray[np.float64]:
+def mean_products(miss: Floats, largest: int) -> Floats:
     """Return for k = 0..largest the mean product of k of the rows, ``[largest + 1, ...]``."""
     means = np.zeros((largest + 1, *miss.shape[1:]))
     means[0] = 1.0
@@ -185,10 +177,7 @@ def mean_products(miss: NDArray[np.float64], largest: int) -> NDArray[np.float64
 
 
 def _distinct_table(
-    trace: RoutingTrace,
-    decode: NDArray[np.float64],
-    members: dict[str, NDArray[np.int64]],
-    batch_sizes: Sequence[int],
+    trace: RoutingTrace, decode: Floats, members: dict[str, Ints], batch_sizes: Sequence[int]
 ) -> list[DistinctExperts]:
     table = []
     for group, names in domain_groups(trace).items():
@@ -255,11 +244,11 @@ def _neighbour_reuse(trace: RoutingTrace) -> float:
     return shared / pairs if pairs else float("nan")
 
 
-def _summary(values: NDArray[np.int32]) -> dict[str, float]:
+def _summary(values: Int32s) -> dict[str, float]:
     return {"min": int(values.min()), "mean": float(values.mean()), "max": int(values.max())}
 
 
-def _pearson(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+def _pearson(x: Floats, y: Floats) -> float:
     x, y = x.ravel() - x.mean(), y.ravel() - y.mean()
     norm = float(np.sqrt((x @ x) * (y @ y)))
     return float(x @ y) / norm if norm else float("nan")

@@ -1,25 +1,23 @@
 """Structure in a trace's routing: between layers, between domains, between requests.
 
 Next layer
-    Information of a layer's experts about the next layer's, in bits: the entropy ``H(e')`` of the
-    expert in layer ``l + 1`` and ``H(e' | e)`` given that of layer ``l``, over generated tokens.
-    ``top-1`` is the expert ranked first (where the trace knows it), ``any`` one drawn at random
-    from each layer's ``top_k``, so that part of its entropy comes from the draw.
+    Entropy, bits, ``H(e')`` of the expert in layer ``l + 1`` and ``H(e' | e)`` given that of layer
+    ``l``, over generated tokens: ``top-1``, the expert ranked first (where it is known), or
+    ``any``, one drawn from each layer's ``top_k``, which adds entropy of the draw.
 Domains
-    Jensen-Shannon divergence, bits, between the distributions of generated tokens' choices over
-    the experts of a layer; for comparison between the halves (even and odd requests) of a domain,
-    which differ by their limited number of requests alone.
+    Jensen-Shannon divergence, bits, between generated tokens' choices in a layer; for comparison
+    between even and odd requests of a domain, which differ by their number alone.
 Requests
-    Nearest-neighbour accuracy: share of requests whose nearest other request, by cosine distance of
-    their prompts' expert counts (their decodes' in a decode-only trace), is of the same domain.
-"""
+    Share of requests whose nearest other one, by cosine distance of their prompts' expert counts
+    (their decodes' in a decode-only trace), is of the same domain."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_sim.arrays import Array, Floats, Ints
 from eldr_sim.jit import njit
 from eldr_sim.traces.routing.coactivation import Tokens, token_rows
 from eldr_sim.traces.routing.format import RoutingTrace
@@ -75,14 +73,9 @@ def next_layer_entropy(trace: RoutingTrace) -> list[NextLayer]:
     return found
 
 
-def transitions(
-    trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all"
-) -> NDArray[np.int64]:
-    """Count the tokens that chose expert i in a layer and j in the next, ``[n_layers - 1, E, E]``.
-
-    The recorded layers alone: a model of more layers replays them tile by tile, each tile with
-    other tokens. ``requests``, ``tokens``: as of `coactivation`.
-    """
+def transitions(trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all") -> Ints:
+    """Count the tokens that chose expert i in a layer and j in the next, ``[n_layers - 1, E, E]``:
+    the recorded layers alone. ``requests``, ``tokens``: as of `coactivation`."""
     found = np.zeros((max(0, trace.n_layers - 1), trace.n_experts, trace.n_experts), np.int64)
     rows = token_rows(trace, requests, tokens)
     for start in range(0, len(rows), _CHUNK_ROWS):
@@ -101,14 +94,9 @@ def _count_pairs(ids: Any, take: int, joint: Any) -> None:
                     joint[layer, ids[t, layer, a], ids[t, layer + 1, b]] += 1
 
 
-def domain_divergence(
-    counts: NDArray[np.float64], domain: NDArray[Any], names: list[str]
-) -> DomainDivergence:
-    """Measure how far apart the domains' expert distributions are.
-
-    ``counts``: generated tokens of each request that chose each expert, ``[n, layers, experts]``;
-    ``domain``: index into ``names``.
-    """
+def domain_divergence(counts: Floats, domain: Array, names: list[str]) -> DomainDivergence:
+    """Measure how far apart the domains' expert distributions are. ``counts``: of each request's
+    generated tokens, ``[n, layers, experts]``; ``domain``: index into ``names``."""
     members = {name: np.flatnonzero(domain == d) for d, name in enumerate(names)}
     members = {name: q for name, q in members.items() if len(q)}
     share = {name: _distribution(counts[q]) for name, q in members.items()}
@@ -128,11 +116,9 @@ def domain_divergence(
     )
 
 
-def nearest_neighbour_accuracy(features: NDArray[np.float64], domain: NDArray[Any]) -> float | None:
+def nearest_neighbour_accuracy(features: Floats, domain: Array) -> float | None:
     """Return the share of requests whose nearest other one has their domain; None for fewer than 2.
-
-    ``features``: ``[n, ...]``, not all zero for any request; ``domain``: ``[n]``.
-    """
+    ``features``: ``[n, ...]``, not all zero for any request."""
     flat = features.reshape(len(features), -1).astype(np.float32)
     if len(flat) < 2:
         return None
@@ -146,19 +132,19 @@ def nearest_neighbour_accuracy(features: NDArray[np.float64], domain: NDArray[An
     return hits / len(flat)
 
 
-def _distribution(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+def _distribution(counts: Floats) -> Floats:
     total = counts.sum(axis=0)
-    share: NDArray[np.float64] = total / total.sum(axis=-1, keepdims=True)
+    share: Floats = total / total.sum(axis=-1, keepdims=True)
     return share
 
 
-def _divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+def _divergence(p: Floats, q: Floats) -> Floats:
     """Jensen-Shannon divergence of each layer, bits."""
-    js: NDArray[np.float64] = _entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2
+    js: Floats = _entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2
     return np.maximum(js, 0.0)
 
 
-def _entropy(share: NDArray[np.float64]) -> NDArray[np.float64]:
+def _entropy(share: Floats) -> Floats:
     """Entropy over the last axis, bits."""
-    bits: NDArray[np.float64] = -(share * np.log2(np.where(share > 0, share, 1.0))).sum(axis=-1)
+    bits: Floats = -(share * np.log2(np.where(share > 0, share, 1.0))).sum(axis=-1)
     return bits

@@ -46,15 +46,11 @@ def write_trace(
 ) -> RoutingTrace:
     """Write a routing trace: a whole and valid folder, or nothing; return it as read back.
 
-    Raises InputError if ``out`` exists and ``force`` is false, or if the trace would not be valid.
-
-    ``experts``: expert ids ``[tokens, layers, top_k]``, the requests' rows one after the other: of
-    each its prompt tokens, unless ``prompt_rows`` is false, and its generated tokens;
-    ``request_id``, ``domain``, ``prompt_len``, ``output_len``, ``is_calibration``: one entry a
-    request, see `RoutingTrace`; ``domain`` by name; ``session``: conversation number of each
-    request; by default each request is its own; ``about``: fields of `Manifest`. Those that follow
-    from the rest are not given; of versions those of this package and of NumPy are added.
-    """
+    Raises InputError if ``out`` exists and ``force`` is false, or the trace would not be valid.
+    ``experts``: ``[tokens, layers, top_k]``, the requests' rows one after the other, prompt tokens
+    (unless ``prompt_rows`` is false) before generated ones; others: one entry a request, see
+    `RoutingTrace`; ``domain`` by name; ``session``: each request its own by default; ``about``:
+    fields of `Manifest` that do not follow from the rest."""
     target = Path(out)
     _check_target(target, force)
     ids = _checked_ids(experts, about["n_experts"])

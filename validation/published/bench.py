@@ -27,7 +27,7 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
-from eldr_sim.traces.requests.benchmark_logs import guidellm_requests, is_guidellm
+from eldr_sim.traces.requests.logs.benchmark_logs import guidellm_requests, is_guidellm
 
 _METRICS = ("ttft", "tpot", "itl", "e2el")
 _STATISTICS = ("mean", "median", "p90", "p99")

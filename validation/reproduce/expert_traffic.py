@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll
 from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
     busiest_forwarded,
@@ -21,7 +22,6 @@ from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
 )
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
-from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.replicas.base import ReplicaChoice
 from eldr_sim.traces.routing.coactivation import ranges

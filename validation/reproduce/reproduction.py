@@ -13,8 +13,8 @@ from pyarrow import csv
 from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress, silent
-from eldr_sim.planning.intervals import Interval, paired_percent
 from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary
+from eldr_sim.planning.slo import Interval, paired_percent
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 T = TypeVar("T")

@@ -1,10 +1,8 @@
 """Counting the bits of many rows at once: counters whose bits lie in planes, 64 in a word.
 
-Plane ``p`` holds the bits of weight ``2^p`` of as many counters as a row has bits. Rows are added
-eight at a time through a tree of carry-save adders (Harley and Seal's population count), and
-counters are summed up by population counts of whole planes; neither has a branch that depends on
-the data, and both run in vector registers.
-"""
+Plane ``p`` holds the bits of weight ``2^p`` of all counters. Rows are added eight at a time through
+a tree of carry-save adders (Harley and Seal's population count), and counters summed up by
+population counts of planes: no branches that depend on the data, all in vector registers."""
 
 from typing import Any
 
@@ -31,20 +29,11 @@ def add_rows(
     bits: Any, rows: Any, n: int, planes: Any, first: int, plane: int, n_planes: int, carry: Any,
     last: Any,
 ) -> None:  # fmt: skip
-    """Count the rows ``rows[:n]`` of ``bits``, each ``2^plane`` times.
+    """Count the rows ``rows[:n]`` of ``bits``, uint64 ``[rows, words]``, each ``2^plane`` times.
 
-    Parameters
-    ----------
-    bits
-        uint64 ``[rows, words]``.
-    planes, first, n_planes
-        uint64 ``[bits, words or more]``: added to, the words from ``first`` on, and how many of the
-        planes are in use.
-    carry, last
-        uint64 ``[words or more]`` and ``[8, words or more]``: working memory.
-
-    No array overlaps another.
-    """
+    ``planes``, ``first``, ``n_planes``: uint64 ``[bits, words or more]``, added to from word
+    ``first`` on, and how many are in use; ``carry``, ``last``: ``[words or more]`` and ``[8, words
+    or more]``, working memory. No arrays overlap."""
     width, i = bits.shape[1], 0
     while i + EIGHT <= n:
         _add_eight(

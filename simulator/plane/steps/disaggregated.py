@@ -1,28 +1,19 @@
 """A step with attention and experts on GPUs of their own: attention-FFN disaggregation (AFD).
 
 The engines of a group have attention, dense layers, gates and shared experts; the routed experts
-lie on FFN GPUs beside them. The ranks that exchange tokens are the GPUs of both, the engines'
-first: those are home to all tokens and hold no expert, these hold all experts and are home to none.
-So pairs, activated experts and copies are counted as of engines that share experts
-(`group_counting`).
+lie on FFN GPUs. Ranks are the GPUs of both: the engines' are home to all tokens and hold no expert,
+the others hold all. So all is counted as of engines that share experts (`group_counting`).
 
-A step is cut into micro-batches of whole sequences, each engine's by their places in its batch.
-One micro-batch after the other passes four stages in every MoE layer, so that one is computed while
-others are sent (ping-pong)::
+A step is cut into micro-batches of whole sequences, which pass four stages in every MoE layer, so
+that one is computed while others are sent (ping-pong)::
 
     attention, dense layers of the slowest engine -> dispatch -> experts of the slowest rank
-        -> combine -> the next layer
+      -> combine -> the next layer
 
-A stage takes micro-batches in order, one at a time; links send both ways at once. All meet at the
-step's end, where lm_head and the host follow. With one micro-batch the step takes what one of
-engines that share experts does (`group_step`). Where all layers take equally long, times t of the
-stages, T = max t and m micro-batches make the L layers take::
-
-    sum t + (m L - 1) T        where m T >= sum t
-    L sum t + (m - 1) T        elsewhere
-
-The first line is MegaScale-Infer's (arXiv 2504.02263, Sec. 4).
-"""
+A stage takes one at a time, in order; links send both ways at once. All meet at the step's end,
+where lm_head and the host follow. With equal layers, times t of the stages, T = max t and m
+micro-batches the L layers take ``sum t + (m L - 1) T`` where ``m T >= sum t`` (MegaScale-Infer's,
+arXiv 2504.02263, Sec. 4), else ``L sum t + (m - 1) T``."""
 
 from typing import Any, NamedTuple
 
@@ -31,7 +22,7 @@ import numpy as np
 from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.step_cost import attention_s, launch_wait_s
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv_manager import Engines
+from eldr_sim.simulator.plane.kv.kv_manager import Engines
 from eldr_sim.simulator.plane.steps.executor import list_chunks
 from eldr_sim.simulator.plane.steps.group_counting import count_step
 from eldr_sim.simulator.plane.steps.group_state import EVEN, METRO, OPTIMAL, Counting, MicroBatches
@@ -43,10 +34,7 @@ ATTENTION, DISPATCH, FFN, COMBINE = range(4)
 
 @njit(_nrt=False)
 def execute(world: Any, leader: int) -> float:
-    """Return when the step of a group ends that starts now, s: see `executor`.
-
-    ``leader`` is the group's first engine.
-    """
+    """Return when the step of the group of ``leader`` ends that starts now, s: see `executor`."""
     run, engines, scratch = world.run, world.run.engines, world.run.scratch
     number, workers, start = engines.pool_of[leader], engines.workers, run.clock[0].now
     pool, cost, group = engines.pools[number], run.costs[number], world.groups.costs[number]
@@ -166,10 +154,7 @@ def _own_part(part: Engines, leader: int, size: int, cost: Any, scratch: Any) ->
 
 @compiled()
 def ping_pong_s(micro: MicroBatches, n: int, layers: int) -> Any:
-    """Return what ``n`` micro-batches take from the first one's first stage to the last's last.
-
-    ``micro.seconds`` has what each takes in each stage and layer.
-    """
+    """Return what ``n`` micro-batches of ``micro.seconds`` take from first to last stage."""
     free, ready = micro.free, micro.ready
     free[:], ready[:] = 0.0, 0.0
     for layer in range(layers):

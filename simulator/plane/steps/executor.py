@@ -1,26 +1,21 @@
 """A step, whatever computes it: plan, count the experts, add up the parts, finish.
 
-A step of a worker, or of the engines that step together, begins here: every sequence has the KV
-blocks that its next token needs. Then the pool's executor, a compiled function of the world and of
-the first engine, counts the experts that the tokens choose and returns when the step ends:
-
-- `plain`: an engine by itself,
-- `group_step`: engines that dispatch their tokens to the experts of all,
-- `disaggregated`: likewise, to experts on GPUs of their own, in micro-batches,
-- `streamed`: engines whose layers come and go, or lie in stages.
-
-And it ends here: tokens, contexts, a record of ``STEP`` for each engine, and what comes next.
-"""
+A step of a worker, or of the engines that step together, begins here, with KV blocks for its
+tokens. The pool's executor, a compiled function of the world and of the first engine, counts the
+experts that tokens choose and returns when the step ends: `plain` (an engine by itself),
+`group_step` (engines that dispatch tokens to the experts of all), `disaggregated` (to experts on
+GPUs of their own, in micro-batches), `streamed` (layers come and go, or lie in stages). It ends
+here: tokens, contexts, a record of ``STEP`` for each engine, and what comes next."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints, Words
 from eldr_sim.simulator.plane.compiled import compiled, execute
 from eldr_sim.simulator.plane.events import schedule_step, wake
-from eldr_sim.simulator.plane.kv_cache import blocks_of, n_free, take_blank
-from eldr_sim.simulator.plane.kv_manager import Engines, blocks_needed, keep_tokens, slots_of
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, take_blank
+from eldr_sim.simulator.plane.kv.kv_manager import Engines, blocks_needed, keep_tokens, slots_of
 from eldr_sim.simulator.plane.state import HERE
 from eldr_sim.simulator.plane.steps.verify import Drafts, accepted, draft_row, found_drafts
 
@@ -30,17 +25,17 @@ _NONE = np.int64(0)
 class Scratch(NamedTuple):
     """Working memory of a step."""
 
-    rows: NDArray[np.int64]  #: ``[tokens]``: of a batch
-    cached: NDArray[np.int64]  #: ``[max_num_seqs]``
-    new: NDArray[np.int64]  #: ``[max_num_seqs]``
-    union: NDArray[np.uint64]  #: ``[layers * words]``
-    activated: NDArray[np.int64]  #: ``[layers]``
-    active: NDArray[np.int64]  #: ``[workers]``: activated experts, summed over the layers,
-    busiest: NDArray[np.int64]  #: ``[workers]``: those of each layer's busiest rank,
-    plain: NDArray[np.int64]  #: ``[workers]``: and ``active`` without drafts
-    later: NDArray[np.int64]  #: ``[1]``: experts of a draft pass
-    draft_s: NDArray[np.float64]  #: ``[workers]``: what drafting takes
-    needed: NDArray[np.int64]  #: ``[workers]``: KV blocks that its next tokens need
+    rows: Ints  #: ``[tokens]``: of a batch
+    cached: Ints  #: ``[max_num_seqs]``
+    new: Ints  #: ``[max_num_seqs]``
+    union: Words  #: ``[layers * words]``
+    activated: Ints  #: ``[layers]``
+    active: Ints  #: ``[workers]``: activated experts, summed over the layers,
+    busiest: Ints  #: ``[workers]``: those of each layer's busiest rank,
+    plain: Ints  #: ``[workers]``: and ``active`` without drafts
+    later: Ints  #: ``[1]``: experts of a draft pass
+    draft_s: Floats  #: ``[workers]``: what drafting takes
+    needed: Ints  #: ``[workers]``: KV blocks that its next tokens need
 
 
 def make_scratch(
@@ -56,10 +51,7 @@ def make_scratch(
 
 @compiled()
 def run_step(world: Any, leader: int) -> Any:
-    """Run the step that an engine, or a group of them, has planned; False if that has failed.
-
-    ``world``: `loop.World`; ``leader``: the first engine.
-    """
+    """Run the step that an engine, or ``leader``'s group, has planned; False: it failed."""
     run = world.run
     clock, events, engines, scratch = run.clock, run.events, run.engines, run.scratch
     workers, pool = engines.workers, engines.pools[engines.pool_of[leader]]
@@ -112,10 +104,7 @@ def has_step(worker: Any) -> Any:
 
 @compiled()
 def _with_loads(clock: Any, engines: Engines, engines_of: range, end: float) -> Any:
-    """Return when a step ends that waits for KV blocks from tiers layer by layer.
-
-    The longer of the two, and of the other what a single layer takes: its first or last one.
-    """
+    """Return when a step ends that waits for KV blocks layer by layer."""
     seconds, longest = end - clock[0].now, end - clock[0].now
     for w in engines_of:
         load = engines.workers[w].load_end - clock[0].now
@@ -127,10 +116,7 @@ def _with_loads(clock: Any, engines: Engines, engines_of: range, end: float) -> 
 
 @compiled()
 def _sit_out(clock: Any, engines: Engines, w: int) -> None:
-    """Set the sequences aside that decode, if the step computes prompts (SGLang's steps).
-
-    They stand behind all places of a batch for so long.
-    """
+    """Set decoding sequences aside, behind all, if the step computes prompts (SGLang)."""
     worker, sequences, requests = engines.workers[w], engines.sequences, engines.requests
     n, places = worker.batch - worker.joined, sequences.shape[1] // 2
     if n == 0 or (worker.chunk_tokens == 0 and worker.joined == 0):
@@ -178,10 +164,7 @@ def _stand_before(engines: Engines, w: int, n: int) -> None:
 
 @compiled()
 def _take_along(engines: Engines, w: int) -> None:
-    """Let the sequences that have ended, and ride in this step, stand before the others.
-
-    vLLM has scheduled it before it knew of their end (`engine._finish`). They hold no KV blocks.
-    """
+    """Let sequences that ride in this step (`engine._finish`) stand before the others."""
     worker = engines.workers[w]
     if worker.riding == 0:
         return
@@ -237,11 +220,7 @@ def list_rows(engines: Engines, w: int, scratch: Scratch, drafts: Drafts, n_rows
 
 @compiled()
 def list_chunks(engines: Engines, w: int, scratch: Scratch) -> tuple[Any, Any]:
-    """List the chunks of contexts that a step computes.
-
-    Returns how many there are, and the rows of lm_head: of each token to decode, and one of each
-    other sequence.
-    """
+    """List the chunks of contexts of a step; returns how many, and the rows of lm_head."""
     worker, sequences = engines.workers[w], engines.sequences[w]
     n_chunks, rows = _NONE, worker.tokens
     if worker.chunk_tokens > 0:
@@ -369,11 +348,8 @@ def _last_steps(log: Any, n: int, w: int) -> tuple[Any, Any]:
 def move_end(
     clock: Any, engines: Engines, w: int, seconds: float, log: Any, gaps: Any
 ) -> None:  # fmt: skip
-    """Let the step in progress end later; infinitely: nobody gets its tokens.
-
-    Notes when each sequence of a step that is cut, or has just ended, got its last token, and how
-    many it has generated.
-    """
+    """Let the step in progress end later; infinitely: nobody gets its tokens. Notes when sequences
+    of a cut step got their last token, and how many."""
     worker, sequences, now = engines.workers[w], engines.sequences[w], clock[0].now
     last, before = _last_steps(log, clock[0].n_steps, w)
     if last < 0:

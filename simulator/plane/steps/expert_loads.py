@@ -1,18 +1,15 @@
-"""Tokens of every expert over a window of steps, counted as a group steps.
+"""Tokens of every expert over a window of steps, counted as a group steps, by which it relocates
+(`relocation`).
 
-A group that relocates its experts (`relocation`) needs to know which of them its tokens chose. The
-counters are bit planes that live on from step to step: what `group_counting` has counted of a step
-is added to 64 experts at once.
-
-Of the steps from one relocation to the next, the last ``window % interval`` are counted apart from
-those before: so any window is a sum of such parts, and no step need be kept by itself.
-"""
+Bit planes live on from step to step: what `group_counting` has counted is added to 64 experts at
+once. The last ``window % interval`` steps between relocations are counted apart, so any window is a
+sum of parts."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints, Words
 from eldr_sim.simulator.plane.compiled import ask, compiled
 from eldr_sim.simulator.plane.steps.bit_planes import add_planes
 
@@ -27,20 +24,17 @@ _NEVER = np.int64(1) << 60
 class ExpertLoads(NamedTuple):
     """The counters of all groups, at their leaders, and when they relocate."""
 
-    planes: NDArray[np.uint64]  #: ``[workers, 2, bits, layers * words]``: of EARLY and LATE steps
-    from_step: NDArray[np.int64]  #: ``[workers, 2]``: the first EARLY and the first LATE step
-    part: NDArray[np.int64]  #: ``[workers]``: which part the step belongs to, or -1
-    due: NDArray[np.int64]  #: ``[workers]``: ask for a placement after so many steps
-    end_s: NDArray[np.float64]  #: ``[workers]``: end of the step after which that was
-    stall_s: NDArray[np.float64]  #: ``[workers]``: how long the group waits for it
-    arrival_s: NDArray[np.float64]  #: ``[workers]``: when a placement under way can be in force
+    planes: Words  #: ``[workers, 2, bits, layers * words]``: of EARLY and LATE steps
+    from_step: Ints  #: ``[workers, 2]``: the first EARLY and the first LATE step
+    part: Ints  #: ``[workers]``: which part the step belongs to, or -1
+    due: Ints  #: ``[workers]``: ask for a placement after so many steps
+    end_s: Floats  #: ``[workers]``: end of the step after which that was
+    stall_s: Floats  #: ``[workers]``: how long the group waits for it
+    arrival_s: Floats  #: ``[workers]``: when a placement under way can be in force
 
 
 def make_expert_loads(n_workers: int, width: int) -> ExpertLoads:
-    """Return counters of zero for rows of ``width`` words; no group relocates yet.
-
-    Where none ever does, rows of no words will do.
-    """
+    """Return counters of zero for rows of ``width`` words (0 where none ever relocates)."""
     return ExpertLoads(
         planes=np.zeros((n_workers, 2, _PLANES, width), np.uint64),
         from_step=np.full((n_workers, 2), _NEVER),
@@ -52,7 +46,7 @@ def make_expert_loads(n_workers: int, width: int) -> ExpertLoads:
     )
 
 
-def take_counts(loads: ExpertLoads, leader: int, n_experts: int) -> NDArray[np.int64]:
+def take_counts(loads: ExpertLoads, leader: int, n_experts: int) -> Ints:
     """Return the tokens of every expert, ``[2, layers, experts]``, and count anew."""
     planes = loads.planes[leader]
     words = -(-n_experts // 64)
@@ -85,10 +79,7 @@ def add_counts(loads: ExpertLoads, leader: int, counted: Any, n_planes: int, car
 
 @compiled()
 def end_step(loads: ExpertLoads, leader: int, n_steps: int, end: float, decide: Any) -> Any:
-    """Relocate if that is due after ``n_steps`` steps.
-
-    Returns the seconds that the group waits for its experts; below 0 if ``decide`` has failed.
-    """
+    """Relocate if due; returns the seconds that the group waits, below 0: it failed."""
     if n_steps != loads.due[leader]:
         return 0.0
     loads.end_s[leader] = end

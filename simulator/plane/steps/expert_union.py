@@ -1,19 +1,15 @@
 """Which experts a step activates: unions of bit sets, and how many bits they have.
 
-A decode step is bound by the weights it reads, so its time needs the number of activated experts,
-the *distinct* ones that its tokens select, in each MoE layer. The routing trace is therefore held
-as bit sets, one row a token: ``uint64 [rows, moe_layers * words]``. A step ORs the rows of its
-tokens and counts the bits layer by layer.
-
-Under expert parallelism a layer waits for the GPU (rank) that reads the most experts, so the bits
-are also counted rank by rank, through the masks of the experts that each rank holds.
-"""
+A decode step's time needs the *distinct* experts that its tokens select in each MoE layer, so the
+trace is held as bit sets, ``uint64 [rows, moe_layers * words]``, a row a token: a step ORs the rows
+of its tokens and counts the bits layer by layer, and rank by rank under expert parallelism, where a
+layer waits for the rank that reads the most experts."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Int32s, Ints, Words
 from eldr_sim.jit import njit, popcount
 from eldr_sim.simulator.plane.compiled import compiled
 
@@ -24,24 +20,24 @@ _BLOCK = 64
 class PromptRows(NamedTuple):
     """Which trace row each prompt token replays, see :mod:`eldr_sim.traces.prompts`."""
 
-    bits: NDArray[np.uint64]  #: ``[trace rows, trace layers * words]``: the trace itself
-    first_row: NDArray[np.int64]  #: ``[trace requests]``: first prompt row
-    length: NDArray[np.int32]  #: ``[trace requests]``: prompt rows
-    prefix_indptr: NDArray[np.int64]  #: as in ``Workload``
-    prefix_trace_request: NDArray[np.int32]  #: ``prefix_text`` of ``Workload``
+    bits: Words  #: ``[trace rows, trace layers * words]``: the trace itself
+    first_row: Ints  #: ``[trace requests]``: first prompt row
+    length: Int32s  #: ``[trace requests]``: prompt rows
+    prefix_indptr: Ints  #: as in ``Workload``
+    prefix_trace_request: Int32s  #: ``prefix_text`` of ``Workload``
     prefix_block_tokens: int  #: as in ``Workload``
-    scratch: NDArray[np.uint64]  #: ``[trace layers * words]``
-    first_block: NDArray[np.int64]  #: ``[trace requests]``: of `_BLOCK` prompt rows each
-    blocks: NDArray[np.uint64]  #: ``[blocks, trace layers * words]``: their unions,
-    known: NDArray[np.bool_]  #: ``[blocks]``: as soon as somebody has asked for them
+    scratch: Words  #: ``[trace layers * words]``
+    first_block: Ints  #: ``[trace requests]``: of `_BLOCK` prompt rows each
+    blocks: Words  #: ``[blocks, trace layers * words]``: their unions,
+    known: Bools  #: ``[blocks]``: as soon as somebody has asked for them
 
 
 def make_prompt_rows(
-    bits: NDArray[np.uint64],
-    first_row: NDArray[np.int64],
-    length: NDArray[np.int32],
-    prefix_indptr: NDArray[np.int64],
-    prefix_trace_request: NDArray[np.int32],
+    bits: Words,
+    first_row: Ints,
+    length: Int32s,
+    prefix_indptr: Ints,
+    prefix_trace_request: Int32s,
     prefix_block_tokens: int,
 ) -> PromptRows:
     """Return prompts of which nobody has asked for unions yet; arguments as of `PromptRows`."""
@@ -63,10 +59,7 @@ def no_prompts() -> PromptRows:
 
 @njit(_nrt=False)
 def union_rows(bits: Any, rows: Any, first: int, n: int, union: Any) -> None:
-    """OR the rows ``rows[first:n]`` of ``bits`` into ``union``, which is empty before the first.
-
-    Eight a pass, to spare the stores.
-    """
+    """OR ``rows[first:n]`` of ``bits`` into ``union``, empty before the first; eight a pass."""
     width, i = bits.shape[1], first
     if first == 0:
         for k in range(width):
@@ -111,10 +104,7 @@ def add_prompt(
 
 @compiled()
 def _add_rows(prompts: PromptRows, source: int, start: int, n: int, union: Any) -> None:
-    """OR ``n`` prompt rows of a trace request from token ``start`` on, around its end.
-
-    Layers beyond those of the trace take them again, rotated by another part of the prompt.
-    """
+    """OR ``n`` prompt rows of a request from ``start`` on, rotated in further layers."""
     have, need = prompts.bits.shape[1], union.shape[0]
     span: Any = np.int64(prompts.length[source])
     n = min(n, span)
@@ -170,13 +160,9 @@ def _add_four(a: Any, b: Any, c: Any, d: Any, union: Any) -> None:
 
 @njit(_nrt=False)
 def count_experts(union: Any, masks: Any, activated: Any) -> tuple[int, int]:
-    """Count the activated experts of each layer on its busiest rank, into ``activated``.
-
-    ``union``: uint64 ``[layers * words]``; ``masks``: uint64 ``[ranks, layers * words]``, the
-    experts that each rank holds; with one rank it holds them all and the mask is not read;
-    ``activated``: int64 ``[layers]``. Returns ``active``, ``busiest``: sums over the layers: all
-    activated experts, and those of the busiest ranks.
-    """
+    """Count the activated experts of each layer on its busiest rank, into ``activated``. ``masks``:
+    uint64 ``[ranks, layers * words]``, not read with one. Returns sums over layers: all, and of
+    busiest ranks."""
     layers, ranks = activated.shape[0], masks.shape[0]
     words = union.shape[0] // layers
     active, busiest = 0, 0

@@ -1,43 +1,22 @@
 """Where the tokens of a group's step go: pairs, activated experts and copies, rank by rank.
 
-Tokens are counted from the experts of each, in bit planes (`bit_planes`): for each expert, and
-where experts have several instances, for each number of an instance (`token_choices`). How many
-experts a rank computes, sends or receives are then population counts of what it holds.
-
-Which instance computes a token is known from the token alone (hash, source and weights), or from
-the tokens of each expert in the whole step, which are then counted first; instances that share an
-expert's tokens take them in turn. Where a copy goes to each expert, tokens are counted home rank by
-home rank: a rank sends what its tokens choose less what it holds itself, and receives what all
-choose of it less its own, near, of its node, and far. Where a copy goes to each rank or node, each
-token is held against what each rank holds.
-"""
+Tokens are counted in bit planes (`bit_planes`), by expert, and where experts have several instances
+by instance (`token_choices`); what a rank computes, sends or receives are population counts of what
+it holds. An instance is known from the token alone (hash, source, weights), or from the tokens of
+each expert in the whole step, which are then counted first, and taken in turn. Where a copy goes to
+each expert, home ranks are counted one by one: a rank sends what its tokens choose less what it
+holds, and receives what all choose of it less its own, near, of its node, and far. Where a copy
+goes to each rank or node, each token is held against what each rank holds."""
 
 from typing import Any
 
 import numpy as np
 
 from eldr_sim.jit import popcount
-from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
-    RECEIVED,
-    RECEIVED_FAR,
-    SENT,
-    SENT_FAR,
-    add_direct,
-    add_forwarded,
-    add_to_node,
-)
+from eldr_sim.kernel_profiles.kernels import all_to_all_cost
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv_manager import Engines
-from eldr_sim.simulator.plane.steps.bit_planes import (
-    EIGHT,
-    add_block,
-    add_counts_of,
-    add_planes,
-    add_rows,
-    by_layer,
-    n_planes_for,
-    union_of,
-)
+from eldr_sim.simulator.plane.kv.kv_manager import Engines
+from eldr_sim.simulator.plane.steps import bit_planes
 from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, add_counts
 from eldr_sim.simulator.plane.steps.group_state import ALL, EVEN, EXPERT, NODE, RANK, Counting
 from eldr_sim.simulator.plane.steps.replica_choice import choose_instances
@@ -61,17 +40,13 @@ def count_step(
     engines: Engines, drafts: Drafts, size: int, bits: Any, prompts: Any, c: Counting,
     loads: ExpertLoads,
 ) -> None:  # fmt: skip
-    """Count what the engines of a group compute in their step, into ``c.work``.
-
-    ``engines``, ``bits``, ``prompts``: as of `group_step.group_step`; ``size``: engines of the
-    group; ``c``: what counting needs; ``loads``: where the tokens of each expert are added up if
-    the step counts for a relocation.
-    """
+    """Count what the engines of a group (``size``) compute in their step, into ``c.work``, and for
+    a relocation into ``loads``; others as of `group_step.group_step`."""
     work, per = c.work, c.group.copy_per
     tokens = np.int64(0)
     for w in range(c.leader, c.leader + size):
         tokens += engines.workers[w].tokens + engines.workers[w].chunk_tokens
-    n_planes, relocates = n_planes_for(tokens), loads.part[c.leader] >= 0
+    n_planes, relocates = bit_planes.n_planes_for(tokens), loads.part[c.leader] >= 0
     work.traffic[:, : c.ranks] = 0.0
     by_count = c.replicas.multi.shape[0] > 0 and c.choice >= EVEN
     if by_count:
@@ -102,18 +77,14 @@ def count_step(
 
 @compiled()
 def count_rows(bits: Any, rows: Any, c: Counting) -> None:
-    """Count a step of tokens that all go to every rank, into ``c.work``.
-
-    ``bits``: uint64 ``[rows, layers * words]``: the experts of tokens; ``rows``: int64: those of
-    the step, which lie on the ranks in turn; ``c``: what counting needs; of choices by count, where
-    experts have several instances.
-    """
+    """Count a step of tokens, ``rows`` of ``bits``, that all go to every rank, on the ranks in
+    turn, into ``c.work``."""
     work, n = c.work, rows.shape[0]
     for r in range(c.ranks):
         work.tokens[r] = (n - r + c.ranks - 1) // c.ranks
-    n_planes = n_planes_for(n)
+    n_planes = bit_planes.n_planes_for(n)
     work.planes[0, :n_planes] = _NONE
-    add_rows(
+    bit_planes.add_rows(
         bits, rows, n, work.planes[0], 0, 0, n_planes, work.carry, work.staged
     )  # fmt: skip
     hold_single(c)
@@ -149,15 +120,12 @@ def _count_group(
 def _count_engine(
     engines: Engines, drafts: Drafts, w: int, bits: Any, prompts: Any, c: Counting, of_step: Pass
 ) -> None:
-    """Count the tokens that an engine computes in its step.
-
-    Its ranks take equal runs of them, the last one perhaps fewer (sequence parallel MoE).
-    """
+    """Count an engine's tokens, in equal runs on its ranks (sequence parallel MoE)."""
     worker, sequences, work = engines.workers[w], engines.sequences[w], c.work
     home = np.int64((w - c.leader) * c.group.ranks_per_engine)
     run = worker.tokens + worker.chunk_tokens + c.group.ranks_per_engine - 1
     run //= c.group.ranks_per_engine
-    n_planes = n_planes_for(run) if of_step.by_home else of_step.n_planes
+    n_planes = bit_planes.n_planes_for(run) if of_step.by_home else of_step.n_planes
     this = Pass(of_step.instances, n_planes, of_step.counts, of_step.by_home, of_step.sends)
     left, n, place, period = run, np.int64(0), np.int64(0), engines.settings[0].period
     for i in range(worker.batch):
@@ -213,7 +181,7 @@ def _count_rows(bits: Any, n: int, c: Counting, this: Pass, home: int, place: in
     """Count the tokens of ``work.rows[:n]``, from a place of a home rank on."""
     work = c.work
     if this.counts and this.instances == 1:
-        add_rows(
+        bit_planes.add_rows(
             bits, work.rows, n, work.planes[0], 0, 0, this.n_planes, work.carry, work.staged
         )  # fmt: skip
     if this.sends or this.instances > 1:
@@ -225,12 +193,9 @@ def _count_prompt(
     prompts: Any, request: int, own: int, token: int, n: int, c: Counting, this: Pass, home: int,
     place: int,
 ) -> Any:  # fmt: skip
-    """Count up to ``n`` prompt tokens of one home rank; return how many of them.
-
-    It ends where another trace request's rows begin. A prompt longer than its recording repeats the
-    rows; where it does not matter which token is which, each is counted once, for all its tokens.
-    Layers beyond those of the trace are as `expert_union` has them.
-    """
+    """Count up to ``n`` prompt tokens of one home rank; return how many, up to another request's
+    rows. Those of a prompt longer than its recording repeat; layers beyond the trace's are as in
+    `expert_union`."""
     source = np.int64(own)
     if prompts.prefix_block_tokens > 0:
         source, end = _source(prompts, request, own, token), token + 1
@@ -265,12 +230,12 @@ def _count_span(
     work, have = c.work, prompts.bits.shape[1]
     span, base = np.int64(prompts.length[source]), prompts.first_row[source]
     tiles = (work.carry.shape[0] + have - 1) // have
-    for start in range(0, n, EIGHT):
-        m = min(n - start, EIGHT)
+    for start in range(0, n, bit_planes.EIGHT):
+        m = min(n - start, bit_planes.EIGHT)
         for tile in range(tiles):
             width = min(have, work.carry.shape[0] - tile * have)
             row = (token + start + tile * span // tiles) % span
-            for i in range(EIGHT):
+            for i in range(bit_planes.EIGHT):
                 into = work.staged[i, tile * have : tile * have + width]
                 if i < m:
                     taken = prompts.bits[base + row]
@@ -284,7 +249,7 @@ def _count_span(
             plane = np.int64(0)
             while weight >> plane:
                 if (weight >> plane) & 1:
-                    add_block(work.staged, work.planes[0], 0, work.carry.shape[0], plane,
+                    bit_planes.add_block(work.staged, work.planes[0], 0, work.carry.shape[0], plane,
                               this.n_planes, work.carry)  # fmt: skip
                 plane += 1
         if this.sends or this.instances > 1:
@@ -310,25 +275,25 @@ def _end_home(c: Counting, this: Pass, home: int, tokens: int) -> None:
     work.counts[:] = _NONE
     for j in range(this.instances):
         planes, held, near = work.planes[j], work.held[j], work.mask
-        add_counts_of(planes, n_planes, held[home], work.counts[0])
+        bit_planes.add_counts_of(planes, n_planes, held[home], work.counts[0])
         near[:] = _EVERY
-        add_counts_of(planes, n_planes, near, work.counts[2])
+        bit_planes.add_counts_of(planes, n_planes, near, work.counts[2])
         if c.ranks > gpus:
             near[:] = _NONE
             for r in range(node * gpus, min((node + 1) * gpus, c.ranks)):
                 mine = held[r]
                 for k in range(width):
                     near[k] |= mine[k]
-            add_counts_of(planes, n_planes, near, work.counts[1])
-        add_planes(work.node_planes[node, j], planes, n_planes, work.carry)
+            bit_planes.add_counts_of(planes, n_planes, near, work.counts[1])
+        bit_planes.add_planes(work.node_planes[node, j], planes, n_planes, work.carry)
         planes[:n_planes] = _NONE
     for i in range(3):
-        by_layer(work.counts[i], work.sums[i])
+        bit_planes.by_layer(work.counts[i], work.sums[i])
     own, inside, all_of = work.sums[0], work.sums[1 if c.ranks > gpus else 2], work.sums[2]
     for layer in range(own.shape[0]):
         work.own[home, layer] = own[layer]
-        work.traffic[SENT, home, layer] = inside[layer] - own[layer]
-        work.traffic[SENT_FAR, home, layer] = all_of[layer] - inside[layer]
+        work.traffic[all_to_all_cost.SENT, home, layer] = inside[layer] - own[layer]
+        work.traffic[all_to_all_cost.SENT_FAR, home, layer] = all_of[layer] - inside[layer]
 
 
 @compiled()
@@ -338,13 +303,15 @@ def _send(c: Counting, home: int) -> None:
     own, place = home // gpus, home % gpus
     for r in range(c.ranks):
         if c.group.copy_per == RANK:
-            add_direct(work.traffic, home, r, work.reached[r], gpus)
+            all_to_all_cost.add_direct(work.traffic, home, r, work.reached[r], gpus)
         else:
-            add_forwarded(work.traffic, r // gpus * gpus + place, r, work.reached[r])
+            all_to_all_cost.add_forwarded(
+                work.traffic, r // gpus * gpus + place, r, work.reached[r]
+            )
     for at in range(c.ranks, n_targets(c)):
         node = at - c.ranks
         if node != own:
-            add_to_node(work.traffic, home, node * gpus + place, work.reached[at])
+            all_to_all_cost.add_to_node(work.traffic, home, node * gpus + place, work.reached[at])
     work.reached[:] = _NONE
 
 
@@ -356,7 +323,7 @@ def _add_nodes(c: Counting, this: Pass) -> Any:
         return np.int64(0)
     for j in range(this.instances):
         for node in range(n_nodes):
-            add_planes(
+            bit_planes.add_planes(
                 work.node_planes[n_nodes, j], work.node_planes[node, j], this.n_planes, work.carry
             )
     return np.int64(n_nodes)
@@ -367,20 +334,20 @@ def _settle(c: Counting, total: Any, instances: int, n_planes: int) -> None:
     """Count each rank's pairs and activated instances, from the tokens of each instance."""
     work, width = c.work, c.work.carry.shape[0]
     for j in range(instances):
-        union_of(total[j], n_planes, work.union[j])
+        bit_planes.union_of(total[j], n_planes, work.union[j])
     for r in range(c.ranks):
         active = work.active[r]
         active[:] = _NONE
         work.counts[:2] = _NONE
         for j in range(instances):
             held, union, n = work.held[j, r], work.union[j], work.counts[1]
-            add_counts_of(total[j], n_planes, held, work.counts[0])
+            bit_planes.add_counts_of(total[j], n_planes, held, work.counts[0])
             for k in range(width):
                 mine = union[k] & held[k]
                 active[k] |= mine
                 n[k] += popcount(mine)  # type: ignore[call-arg]
-        by_layer(work.counts[0], work.pairs[r])
-        by_layer(work.counts[1], work.instances[r])
+        bit_planes.by_layer(work.counts[0], work.pairs[r])
+        bit_planes.by_layer(work.counts[1], work.instances[r])
 
 
 @compiled()
@@ -393,13 +360,15 @@ def _settle_received(c: Counting, this: Pass) -> None:
             near = work.sums[0]
             work.counts[0] = _NONE
             for j in range(this.instances):
-                add_counts_of(
+                bit_planes.add_counts_of(
                     work.node_planes[r // gpus, j], this.n_planes, work.held[j, r], work.counts[0]
                 )
-            by_layer(work.counts[0], near)
+            bit_planes.by_layer(work.counts[0], near)
         for layer in range(near.shape[0]):
-            work.traffic[RECEIVED, r, layer] = near[layer] - work.own[r, layer]
-            work.traffic[RECEIVED_FAR, r, layer] = work.pairs[r, layer] - near[layer]
+            work.traffic[all_to_all_cost.RECEIVED, r, layer] = near[layer] - work.own[r, layer]
+            work.traffic[all_to_all_cost.RECEIVED_FAR, r, layer] = (
+                work.pairs[r, layer] - near[layer]
+            )
 
 
 # --- choices by count ---
@@ -407,14 +376,12 @@ def _settle_received(c: Counting, this: Pass) -> None:
 
 @compiled()
 def settle_totals(c: Counting) -> None:
-    """Choose instances from the tokens of each expert; pairs and activated experts follow.
-
-    Ranks hold the experts of one instance, the first planes count the ``work.tokens`` of the step.
-    """
+    """Choose instances from the tokens of each expert; pairs and activated experts follow. Ranks
+    hold experts of one instance; the first planes count ``work.tokens``."""
     work, several = c.work, c.replicas.multi.shape[0] > 0
     layers = work.pairs.shape[1]
     words = work.carry.shape[0] // layers
-    n_planes = n_planes_for(work.tokens[: c.ranks].sum())
+    n_planes = bit_planes.n_planes_for(work.tokens[: c.ranks].sum())
     _settle(c, work.planes, np.int64(1), n_planes)
     if not several:
         return

@@ -61,10 +61,7 @@ def no_group() -> GroupCost:
 
 
 class Replicas(NamedTuple):
-    """The experts of groups that have several instances; those of `masks` have one.
-
-    The layers are the routing trace's, which the model's layers take in turn.
-    """
+    """The experts of groups with several instances, on the trace's layers."""
 
     multi: NDArray[np.uint64]  #: ``[workers, layers of the model * words]``; empty where none has
     rank: NDArray[np.int16]  #: ``[workers, layers, experts, instances]``
@@ -88,12 +85,8 @@ def no_replicas() -> Replicas:
 
 
 class GroupScratch(NamedTuple):
-    """Working memory of a group's step, for the largest group.
-
-    A plane holds a bit of the tokens of each expert, see `bit_planes`. Numbers of instances are
-    places in the list of an expert's, ``Replicas.rank``; experts of one instance have it in place
-    0.
-    """
+    """Working memory of a group's step: planes (`bit_planes`) of the tokens of each expert;
+    instances are numbered by their place in ``Replicas.rank``."""
 
     planes: NDArray[np.uint64]  #: ``[instances, bits, layers * words]``: tokens of each instance
     node_planes: NDArray[np.uint64]  #: ``[nodes + 1, instances, bits, layers * words]``; of all

@@ -1,17 +1,14 @@
 """A step of engines that share experts: data-parallel attention, experts on the GPUs of all.
 
 The engines of a group have queues, KV caches and batches of their own. In every layer the tokens of
-all are dispatched to the ranks that hold their experts and their outputs are combined back, so a
-step takes::
+all are dispatched to the ranks that hold their experts, and combined back, so a step takes::
 
     host + dense, attention, lm_head of the slowest engine
-         + for each MoE layer: dispatch + choice of instances + MoE of the slowest rank + combine
+    + for each MoE layer: dispatch + choice of instances + MoE of the slowest rank + combine
 
-An engine without requests takes part with a dummy batch (vLLM's ``DPEngineCoreProc``): it computes
-nothing here and waits. The slowest rank is that of the longest time for its own token-expert pairs
-and activated experts, which are counted exactly from the experts of the step's tokens
-(`group_counting`).
-"""
+An engine without requests takes part with a dummy batch (vLLM's ``DPEngineCoreProc``): it waits.
+The slowest rank is that of the longest time for its own pairs and activated experts, which are
+counted exactly (`group_counting`)."""
 
 from typing import Any, NamedTuple
 
@@ -24,13 +21,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
     combine_s,
     dispatch_s,
 )
-from eldr_sim.kernel_profiles.steps.step_cost import (
-    StepParts,
-    attention_s,
-    launch_wait_s,
-    rank_moe_s,
-    total_s,
-)
+from eldr_sim.kernel_profiles.steps import step_cost
 from eldr_sim.simulator.plane.compiled import ask, compiled
 from eldr_sim.simulator.plane.steps.executor import list_chunks
 from eldr_sim.simulator.plane.steps.expert_loads import begin_step, end_step
@@ -53,10 +44,7 @@ _NONE = np.int64(0)
 
 @njit(_nrt=False)
 def execute(world: Any, leader: int) -> float:
-    """Return when the step of a group ends that starts now, s: see `executor`.
-
-    ``leader`` is the group's first engine; below 0 if the run's `Callback` has failed.
-    """
+    """Return when the step of ``leader``'s group ends, s (`executor`); below 0: it failed."""
     run, engines, scratch = world.run, world.run.engines, world.run.scratch
     number, decide, loads = engines.pool_of[leader], engines.settings[0].decide, world.groups.loads
     workers, pool, start = engines.workers, engines.pools[number], run.clock[0].now
@@ -78,7 +66,7 @@ def execute(world: Any, leader: int) -> float:
         n_busy += 1
         computes = computes or n_chunks > 0
         sequences, context = attended(drafts, worker.batch, worker.tokens, worker.context)
-        attention = attention_s(
+        attention = step_cost.attention_s(
             cost, sequences, context, scratch.cached[:n_chunks], scratch.new[:n_chunks]
         )  # fmt: skip
         if drafts.rates.shape[1] > 0:
@@ -100,17 +88,17 @@ def execute(world: Any, leader: int) -> float:
     choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[1]
     slowest = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
     slowest += cost.collectives_s[tokens_max]
-    host = cost.host_s + launch_wait_s(
+    host = cost.host_s + step_cost.launch_wait_s(
         cost, slowest + shared.moe_s + shared.dispatch_s + shared.combine_s + choice_s, computes
     )
-    parts = StepParts(
+    parts = step_cost.StepParts(
         shared.moe_s, attention_max, cost.dense_s[tokens_max], cost.head_s[rows_max],
         cost.collectives_s[tokens_max], host, shared.dispatch_s, shared.combine_s, choice_s,
     )  # fmt: skip
     drafting = 0.0
     if k > 0:
         drafting = passes_s + _draft_layers_s(drafts, k, group, shared, work.pairs.shape[0])
-    end = start + (total_s(parts) + pool.capture_s + drafting) * slowdown
+    end = start + (step_cost.total_s(parts) + pool.capture_s + drafting) * slowdown
     workers[leader].n_group_steps += 1
     stall = end_step(loads, leader, workers[leader].n_group_steps, end, decide)
     if stall < 0.0:
@@ -142,7 +130,9 @@ def _passes_s(drafts: Drafts, worker: Any, scratch: Any, n_chunks: int) -> Any:
     wide, m = n * drafts.width, n
     for i in range(min(k, drafts.depth) if n > 0 else min(k, np.int64(1))):
         context += worker.tokens if i == 0 else wide
-        seconds += attention_s(cost, n, context, scratch.cached[:chunks], scratch.new[:chunks])
+        seconds += step_cost.attention_s(
+            cost, n, context, scratch.cached[:chunks], scratch.new[:chunks]
+        )
         seconds += cost.dense_s[tokens] + cost.collectives_s[tokens] + cost.head_s[m] + cost.host_s
         tokens, m, chunks = wide, wide, _NONE
     return seconds + n * drafts.request_s
@@ -152,17 +142,14 @@ def _passes_s(drafts: Drafts, worker: Any, scratch: Any, n_chunks: int) -> Any:
 def _draft_layers_s(
     drafts: Drafts, k: int, group: GroupCost, shared: "SharedLayers", layers: int
 ) -> Any:
-    """Return what the MoE layer of an MTP draft takes in its passes, s.
-
-    The first is like the mean layer of the step; later ones have the pairs of one token a sequence,
-    and dispatch like the first, which is more than they do.
-    """
+    """Return what the MoE layer of an MTP draft takes in its passes, s: first as the step's mean
+    layer, then with pairs of one token a sequence, dispatched like the first (too much)."""
     if drafts.cost.n_moe_layers == 0 or drafts.lookup_s >= 0.0:
         return 0.0
     sent = (shared.dispatch_s + shared.combine_s) / layers
     pairs = shared.busiest_pairs / layers / (1 + k) * drafts.width
     experts = min(shared.busiest / layers, pairs)
-    later = rank_moe_s(group.moe, pairs, experts, False)
+    later = step_cost.rank_moe_s(group.moe, pairs, experts, False)
     return shared.moe_s / layers + sent + (min(k, drafts.depth) - 1) * (later + sent)
 
 
@@ -184,11 +171,9 @@ class SharedLayers(NamedTuple):
 def shared_layers(
     group: GroupCost, work: GroupScratch, ranks: int, computes: bool, first: int, end: int
 ) -> Any:
-    """Return what the MoE layers ``first .. end - 1`` take whose tokens have been counted.
-
-    ``computes``: whether the step holds prompts. In chunks all ranks compute and exchange as many
-    as the engine with most tokens has; of each, an expert has its share of the tokens.
-    """
+    """Return what the MoE layers ``first .. end - 1`` take whose tokens have been counted;
+    ``computes``: with prompts. In chunks ranks exchange as many as the engine with most tokens
+    has."""
     moe = dispatched = combined = 0.0
     inside_bytes, between_bytes = 0.0, 0.0
     active, most_active, busiest_pairs, pairs_sum = 0, 0, 0.0, 0.0
@@ -204,7 +189,7 @@ def shared_layers(
             pairs_sum += pairs
             most, most_pairs = max(most, count), max(most_pairs, pairs)
             if pairs > 0 and n_chunks == 1:
-                slowest = max(slowest, rank_moe_s(group.moe, pairs, instances, computes))
+                slowest = max(slowest, step_cost.rank_moe_s(group.moe, pairs, instances, computes))
         most_active += most
         busiest_pairs += most_pairs
         inside, between = _busiest(group, work, layer, ranks)
@@ -257,27 +242,21 @@ def _part(group: GroupCost, work: GroupScratch, ranks: int, chunk: int) -> Any:
 def _slowest_s(
     moe: Any, work: GroupScratch, layer: int, ranks: int, part: float, computes: bool
 ) -> Any:
-    """Return the time of a layer's slowest rank for a part of the tokens, s.
-
-    Experts are missed by all tokens of a chunk that chose them in the step with chance
-    ``(1 - part) ** (pairs / experts)``.
-    """
+    """Return the time of a layer's slowest rank for a part of the tokens, s: an expert is missed by
+    all that chose it with chance ``(1 - part) ** (pairs / experts)``."""
     slowest = 0.0
     for r in range(ranks):
         pairs, experts = work.pairs[r, layer], work.instances[r, layer]
         if pairs > 0:
             missed = (1.0 - part) ** (pairs / experts)
-            seconds = rank_moe_s(moe, part * pairs, experts * (1.0 - missed), computes)
+            seconds = step_cost.rank_moe_s(moe, part * pairs, experts * (1.0 - missed), computes)
             slowest = max(slowest, seconds)
     return slowest
 
 
 @njit(_nrt=False)
 def route_tokens(bits: Any, rows: Any, c: Counting) -> Any:
-    """Return what the MoE layers of a step take, `SharedLayers`, for tokens without engines.
-
-    Every token goes to every rank; parameters as of `group_counting.count_rows`.
-    """
+    """Return what a step's MoE layers take for tokens that go to every rank (`count_rows`)."""
     count_rows(bits, rows, c)
     return shared_layers(c.group, c.work, c.ranks, c.computes, 0, c.work.pairs.shape[1])
 

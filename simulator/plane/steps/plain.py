@@ -7,7 +7,7 @@ import numpy as np
 from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv_manager import Engines
+from eldr_sim.simulator.plane.kv.kv_manager import Engines
 from eldr_sim.simulator.plane.steps import expert_union
 from eldr_sim.simulator.plane.steps.executor import list_chunks, list_rows
 from eldr_sim.simulator.plane.steps.verify import attended, draft_s, last_layer

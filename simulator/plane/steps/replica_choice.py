@@ -1,9 +1,6 @@
-"""Choices of instances, compiled: see `replicas.base`, `replicas.metro` and `replicas.weighted`.
-
-By the tokens of an expert: for each layer of a step they say which ranks compute them in turn. By
-the token: which instance computes it. The numpy classes there are the reference; a test holds the
-two equal.
-"""
+"""Choices of instances, compiled: by the tokens of an expert, which ranks compute them in turn; by
+the token, which instance computes it. Tests hold them equal to the numpy classes of
+`policies.replicas`."""
 
 from typing import Any
 
@@ -14,16 +11,7 @@ from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
 from eldr_sim.policies.replicas.metro import WALK_MULTIPLIER
 from eldr_sim.policies.replicas.weighted import SPLITMIX
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.steps.group_state import (
-    EVEN,
-    HASH,
-    LOCAL_FIRST,
-    METRO,
-    METRO_SORTED,
-    OPTIMAL,
-    WEIGHTED,
-    Counting,
-)
+from eldr_sim.simulator.plane.steps import group_state
 
 _MIX, _HALF = np.uint64(WALK_MULTIPLIER), np.uint64(32)
 _ONE = np.uint64(1)
@@ -31,33 +19,26 @@ _ADD, _FIRST, _SECOND = (np.uint64(constant) for constant in SPLITMIX)
 
 
 @compiled(inline="always")
-def choose_instances(c: Counting, layer: int, n_several: int) -> None:
-    """Choose the ranks that compute a layer's experts of several instances, into ``work.chosen``.
+def choose_instances(c: group_state.Counting, layer: int, n_several: int) -> None:
+    """Choose the ranks that compute a layer's ``n_several`` experts of several instances, into
+    ``work.chosen``.
 
-    Parameters
-    ----------
-    c
-        Of its working memory, ``union[0]`` holds the activated experts, ``several`` those of the
-        layer's that have several instances, ``total`` their tokens; ``n_active`` and ``load`` the
-        activated experts and pairs of each rank, of experts of one instance.
-    layer
-        Of the model.
-    n_several
-        Activated experts of several instances.
-    """
+    ``c``: ``union[0]`` has the activated experts, ``several`` those of several instances, ``total``
+    their tokens; ``n_active`` and ``load`` the activated experts and pairs of each rank, of experts
+    of one instance."""
     work, at = c.work, layer % c.replicas.n_instances.shape[1]
-    if c.choice == EVEN:
+    if c.choice == group_state.EVEN:
         for i in range(n_several):
             expert = work.several[i]
             n = np.int64(c.replicas.n_instances[c.leader, at, expert])
             work.n_chosen[layer, expert] = n
             for j in range(n):
                 work.chosen[layer, expert, j] = c.replicas.rank[c.leader, at, expert, j]
-    elif c.choice == METRO:
+    elif c.choice == group_state.METRO:
         _metro(c, layer, at)
-    elif c.choice == METRO_SORTED:
+    elif c.choice == group_state.METRO_SORTED:
         _sorted(c, layer, at, n_several)
-    elif c.choice == OPTIMAL:
+    elif c.choice == group_state.OPTIMAL:
         _sorted(c, layer, at, n_several)
         _balance(c, layer, at, n_several)
     else:
@@ -84,11 +65,8 @@ def _give(ranks: Any, n: int, n_active: Any) -> Any:
 
 
 @compiled(inline="always")
-def _metro(c: Counting, layer: int, at: int) -> None:
-    """Let one instance of an expert, on the rank with the fewest, compute all its tokens.
-
-    All experts are taken in a walk whose start and stride are a hash of the activated ones.
-    """
+def _metro(c: group_state.Counting, layer: int, at: int) -> None:
+    """Let the rank with the fewest experts compute one, in a walk by the activated ones."""
     work, n = c.work, np.int64(c.replicas.n_instances.shape[2])
     ranks, n_of = c.replicas.rank[c.leader, at], c.replicas.n_instances[c.leader, at]
     chosen, n_chosen = work.chosen[layer], work.n_chosen[layer]
@@ -119,7 +97,7 @@ def _gcd(a: int, b: int) -> Any:
 
 
 @compiled(inline="always")
-def _sorted(c: Counting, layer: int, at: int, n_several: int) -> None:
+def _sorted(c: group_state.Counting, layer: int, at: int, n_several: int) -> None:
     """Take experts of several instances after those of one, as `_metro` does."""
     ranks, n_of = c.replicas.rank[c.leader, at], c.replicas.n_instances[c.leader, at]
     for i in range(n_several):
@@ -129,7 +107,7 @@ def _sorted(c: Counting, layer: int, at: int, n_several: int) -> None:
 
 
 @compiled()
-def _balance(c: Counting, layer: int, at: int, n_several: int) -> None:
+def _balance(c: group_state.Counting, layer: int, at: int, n_several: int) -> None:
     """Move experts along paths of ranks until none leaves a fullest rank."""
     work, active = c.work, np.int64(0)
     union = _union_of(work.union[0], work.pairs.shape[1], layer)
@@ -154,7 +132,7 @@ def _balance(c: Counting, layer: int, at: int, n_several: int) -> None:
 
 
 @compiled()
-def _path(c: Counting, layer: int, at: int, n_several: int, top: int) -> Any:
+def _path(c: group_state.Counting, layer: int, at: int, n_several: int, top: int) -> Any:
     """Return the end of the shortest path from ``top`` to a rank with two experts fewer, or -1."""
     work = c.work
     work.before[: c.ranks] = -1
@@ -179,7 +157,7 @@ def _path(c: Counting, layer: int, at: int, n_several: int, top: int) -> Any:
 
 
 @compiled()
-def _seconds(c: Counting, rank: int, more: int) -> float:
+def _seconds(c: group_state.Counting, rank: int, more: int) -> float:
     """Return the time of a rank with ``more`` pairs on another expert, s."""
     work, experts = c.work, 1 if more > 0 else 0
     if work.load[rank] + more == 0:
@@ -189,7 +167,7 @@ def _seconds(c: Counting, rank: int, more: int) -> float:
 
 
 @compiled()
-def _by_time(c: Counting, layer: int, at: int, n_several: int) -> None:
+def _by_time(c: group_state.Counting, layer: int, at: int, n_several: int) -> None:
     """Take the ranks that let the sum of squared times grow least; most tokens first."""
     work, several = c.work, c.work.several
     for i in range(1, n_several):  # those of most tokens first, equal ones in order
@@ -203,7 +181,7 @@ def _by_time(c: Counting, layer: int, at: int, n_several: int) -> None:
 
 
 @compiled()
-def _split(c: Counting, layer: int, at: int, expert: int) -> None:
+def _split(c: group_state.Counting, layer: int, at: int, expert: int) -> None:
     """Choose the instances of one expert by the times of their ranks."""
     work, tokens = c.work, c.work.total[expert]
     homes, n_homes = work.queue, np.int64(0)
@@ -245,24 +223,15 @@ def _split(c: Counting, layer: int, at: int, expert: int) -> None:
 def choose_instance(
     choice: int, ranks: Any, weight: Any, n: int, nodes: int, home: int, hashed: int, counter: int
 ) -> Any:
-    """Return which instance of an expert computes a token; see `policies.replicas.base`.
+    """Return which of ``n`` instances of an expert computes a token; see `policies.replicas.base`.
 
-    It takes numbers and two rows: to hand `Counting` to a function takes longer than all of this.
-
-    Parameters
-    ----------
-    choice
-        HASH, SOURCE, WEIGHTED or LOCAL_FIRST.
-    ranks, weight, n
-        Of the expert's instances, and how many there are.
-    nodes, home
-        GPUs of a node, and the token's rank.
-    hashed, counter
-        vLLM's hash of the token's place, and what it draws by, see `policies.replicas.weighted`.
-    """
-    if choice == HASH:
+    Numbers and two rows (``ranks``, ``weight``): to hand `Counting` over takes longer than all of
+    this. ``choice``: HASH, SOURCE, WEIGHTED or LOCAL_FIRST; ``nodes``, ``home``: GPUs of a node,
+    and the token's rank; ``hashed``, ``counter``: vLLM's hash of the token's place, and what is
+    drawn by."""
+    if choice == group_state.HASH:
         return np.int64(hashed % n)
-    if choice == WEIGHTED:
+    if choice == group_state.WEIGHTED:
         return _drawn(ranks, weight, n, nodes, home, counter, np.int64(2), False)
     nearest, n_nearest = np.int64(2), 0
     for i in range(n):
@@ -271,7 +240,7 @@ def choose_instance(
             nearest, n_nearest = away, 0
         if away == nearest:
             n_nearest += 1
-    if choice == LOCAL_FIRST:
+    if choice == group_state.LOCAL_FIRST:
         return _drawn(ranks, weight, n, nodes, home, counter, nearest, True)
     skip = hashed % n_nearest
     for i in range(n):

@@ -1,29 +1,26 @@
 """Steps of prefill workers whose layers are not all on their GPU: streamed weights, stages.
 
 **Streamed** (MoE-Prefill's AsyncEP): a GPU computes its own prompts with all experts, and gathers
-those of the next layer from the other GPUs, or copies them from host memory, while a layer
-computes; a step ends when `kernel_profiles.steps.weight_streaming.streamed_ends` says,
-layer by layer. Engines that gather by collectives step together, as those that share experts do;
-one-sided ones each at their own pace. Experts that are gathered as they are needed are known when
-the gate of their layer has chosen, so that their way hides behind nothing.
+those of the next layer from other GPUs, or the host, while a layer computes
+(`kernel_profiles.steps.weight_streaming.streamed_ends`). Engines that gather by collectives step
+together, one-sided ones each at their own pace. Experts gathered as needed are known when the gate
+of their layer has chosen: that hides behind nothing.
 
-**Stages** (pipeline parallelism): a step passes through the stages one after the other, and the
-next one follows when the first stage is free, as many steps on the way as there are stages (vLLM's
-batch queue, ``vllm/v1/engine/core.py``, ``step_with_batch_queue``). A stage begins when the one
-before has sent its hidden states and its own last step has ended. A record of ``STEP`` ends when
-the next step may begin; prompts end with the last stage.
-"""
+**Stages** (pipeline parallelism): the next step follows when the first stage is free, as many on
+the way as stages (vLLM's batch queue, ``vllm/v1/engine/core.py``, ``step_with_batch_queue``). A
+stage begins when the one before has sent its hidden states and its own last step has ended. A
+record of ``STEP`` ends when the next step may begin; prompts end with the last stage."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.step_cost import StepParts, launch_wait_s, step_parts
 from eldr_sim.kernel_profiles.steps.weight_streaming import Stream, streamed_ends
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv_manager import Engines
+from eldr_sim.simulator.plane.kv.kv_manager import Engines
 from eldr_sim.simulator.plane.steps import expert_union
 from eldr_sim.simulator.plane.steps.executor import Scratch, list_chunks
 from eldr_sim.simulator.plane.steps.plain import add_chunks
@@ -34,15 +31,15 @@ class PromptLayers(NamedTuple):
 
     stream: Stream
     expert_s: float  #: of each expert that a layer's gate chooses; 0 where layers come whole, s
-    loaded: NDArray[np.float64]  #: ``[workers, W]``, see `streamed_ends`
-    layers_s: NDArray[np.float64]  #: ``[workers, MoE layers]``: what each layer computes, s
-    start: NDArray[np.float64]  #: ``[workers]``: of its first layer, s
-    end: NDArray[np.float64]  #: ``[workers]``: of its last layer, s
-    stage_share: NDArray[np.float64]  #: ``[stages]``: of the layers; of none where weights stream
+    loaded: Floats  #: ``[workers, W]``, see `streamed_ends`
+    layers_s: Floats  #: ``[workers, MoE layers]``: what each layer computes, s
+    start: Floats  #: ``[workers]``: of its first layer, s
+    end: Floats  #: ``[workers]``: of its last layer, s
+    stage_share: Floats  #: ``[stages]``: of the layers; of none where weights stream
     send_s: float  #: from stage to stage, whatever the tokens
     send_token_s: float  #: and for each token
-    stage_end: NDArray[np.float64]  #: ``[workers, stages]``: of the last step there, s
-    exits: NDArray[np.float64]  #: ``[workers, stages]``: of the last steps, in turn, s
+    stage_end: Floats  #: ``[workers, stages]``: of the last step there, s
+    exits: Floats  #: ``[workers, stages]``: of the last steps, in turn, s
 
 
 def no_prompt_layers() -> PromptLayers:
@@ -56,10 +53,7 @@ def no_prompt_layers() -> PromptLayers:
 
 @njit(_nrt=False)
 def execute(world: Any, leader: int) -> float:
-    """Return when the next step of a worker, or of those that gather with it, may begin, s.
-
-    See `executor`; ``leader`` is the first of these workers.
-    """
+    """Return when the next step of ``leader``, or those that gather with it, may begin, s."""
     run, engines, layers, scratch = world.run, world.run.engines, world.layers, world.run.scratch
     cost = run.costs[engines.pool_of[leader]]
     workers, pool = engines.workers, engines.pools[engines.pool_of[leader]]

@@ -1,9 +1,7 @@
 """Which instance computes each of a token's experts, and which ranks and nodes a token reaches.
 
-Instances of an expert are numbered as in the list of its ranks; ranks hold them as bit sets, one a
-number. A token's experts are split into bit sets in the same way, so that what a rank computes of
-it is what both have in common.
-"""
+Ranks hold instances as bit sets, one a number of an instance; a token's experts are split likewise:
+a rank computes what both have in common."""
 
 from typing import Any, NamedTuple
 
@@ -283,18 +281,9 @@ def _reach(
 ) -> None:
     """Count the layers in which targets hold experts of each of four tokens.
 
-    Parameters
-    ----------
-    token, parts
-        uint64 ``[4, parts, layers]``: experts, and how many parts there are, to be padded with
-        empty ones to an even number.
-    held_by, targets
-        uint64 ``[targets or more, parts, layers]``: what each target holds.
-    hit
-        ``[4, layers]``: working memory.
-    reached, weight
-        uint64 ``[targets or more, layers]``: to which ``weight`` is added.
-    """
+    ``token``, ``parts``: uint64 ``[4, parts, layers]``, padded with empty parts to an even number;
+    ``held_by``: uint64 ``[targets or more, parts, layers]``; ``hit``: ``[4, layers]``, working
+    memory; ``reached``: uint64 ``[targets or more, layers]``, to which ``weight`` is added."""
     a, b, c, d = token[0], token[1], token[2], token[3]
     e, f, g, h = hit[0], hit[1], hit[2], hit[3]
     hit[:] = _NONE

@@ -1,18 +1,16 @@
 """Drafts: how many of them a verify step accepts, and what drafting the next ones takes.
 
-A sequence that decodes computes its sampled token and ``k`` drafts in one step, and gets one token
-more than were accepted, in the order of their positions. The rows of the step are those of its
-next ``k + 1`` recorded tokens: accepted drafts are these tokens, and a rejected one takes the row
-of its place as if it had been the true one. A wrong token's experts are not recorded; with its
-neighbours and the batch it overlaps as much as the true one (docs/speculative.md). The drafts of a
-tree beyond its depth, and rejected ones where a run asks for it, take another row.
-"""
+A decoding sequence computes its sampled token and ``k`` drafts in one step, and gets one token more
+than were accepted, in order. The step's rows are those of its next ``k + 1`` recorded tokens: a
+rejected draft takes the row of its place, whose overlap with neighbours and batch is that of a
+wrong token (docs/speculative.md). Drafts of a tree beyond its depth take another row, and so do
+rejected ones where a run asks for it."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints, Words
 from eldr_sim.jit import popcount
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
@@ -26,12 +24,12 @@ _LOOK_UP = 1 << 40  # beyond all output positions: where draws of look-ups begin
 class Drafts(NamedTuple):
     """What the engines of a pool draft; see `no_drafts`."""
 
-    k_of: NDArray[np.int64]  #: ``[sequences + 1]``: drafts of each, by the sequences of a step
+    k_of: Ints  #: ``[sequences + 1]``: drafts of each, by the sequences of a step
     #: ``[domains or 1, k]``: of accepting at least so many; none: nothing is drafted.
-    rates: NDArray[np.float64]
+    rates: Floats
     #: ``[k + 2]``: verify steps of sequences by the drafts accepted, and all drafts verified.
-    counts: NDArray[np.int64]
-    key: NDArray[np.uint64]  #: ``[1]``: of the random stream
+    counts: Ints
+    key: Words  #: ``[1]``: of the random stream
     found: float  #: share of the steps before which there are drafts; 1 where passes compute them
     reads_by_row: bool  #: attention reads a context once for each token of a step
     cost: StepCost  #: of a draft pass
@@ -78,11 +76,7 @@ def found_drafts(drafts: Drafts, sequence: Any, k: int) -> Any:
 
 @compiled()
 def accepted(drafts: Drafts, record: Any, sequence: Any) -> Any:
-    """Return how many of a sequence's drafts are accepted.
-
-    A draw depends on seed, request and output position alone, so every policy meets the same
-    acceptances. ``record``: of the sequence's request.
-    """
+    """Return how many of a sequence's drafts are accepted, under every policy the same."""
     word = _drawn(drafts, sequence.request, sequence.output_len - sequence.tokens_left)
     u, got, kind = _share(word), np.int64(0), np.int64(0)
     if drafts.rates.shape[0] > 1:
@@ -110,10 +104,8 @@ def draft_row(drafts: Drafts, record: Any, sequence: Any, i: int, n_rows: int) -
 
 @compiled()
 def attended(drafts: Drafts, sequences: int, tokens: int, context: int) -> tuple[Any, Any]:
-    """Return the sequences that decode attention is priced for, and the tokens that these read.
-
-    ``context`` tokens lie in the KV cache of ``sequences``, which compute ``tokens`` in this step.
-    """
+    """Return the sequences that decode attention is priced for, and the tokens that these read, of
+    ``context`` in the KV cache and ``tokens`` computed."""
     if drafts.reads_by_row and tokens > sequences:
         each = tokens // sequences
         return tokens, context * tokens // sequences + tokens * (each + 1) // 2
@@ -127,10 +119,9 @@ def draft_s(
 ) -> Any:  # fmt: skip
     """Return what drafting takes behind a step, s.
 
-    ``drafts``: of the pool; ``sequences``, ``tokens``, ``context``, ``n_chunks``, ``uniform``: as
-    of `step_cost.step_parts`, of the step; ``scratch``: of the step, whose last layer's experts
-    count as those of the first pass, and of all of a tree; ``later`` are those of the others.
-    """
+    ``sequences`` ... ``uniform``: of the step (`step_cost.step_parts`); ``scratch``: whose last
+    layer's experts count as those of the first pass, and of all of a tree; ``later``: of the
+    others."""
     k = drafts.k_of[sequences]
     if drafts.lookup_s >= 0.0:
         return drafts.lookup_s + sequences * drafts.request_s if min(k, sequences) > 0 else 0.0

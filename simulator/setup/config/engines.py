@@ -1,10 +1,8 @@
 """The engines that are known: vLLM's, SGLang's and TensorRT-LLM's rules as values of one engine.
 
-Sources, read in November 2026: SGLang 0.5.9 and 0.5.23 (``srt/managers/scheduler.py``,
-``schedule_policy.py``, ``schedule_batch.py``, ``scheduler_recv_skipper.py``, ``server_args.py``),
-TensorRT-LLM at 002f3cc (``tensorrt_llm/_torch/pyexecutor/scheduler/scheduler.py``,
-``llmapi/llm_args.py``), vLLM 0.33 (``v1/core/sched/scheduler.py``).
-"""
+Sources, read in November 2026: SGLang 0.5.9 and 0.5.23 (``srt/managers``, ``server_args.py``),
+TensorRT-LLM at 002f3cc (``_torch/pyexecutor/scheduler/scheduler.py``, ``llmapi/llm_args.py``), vLLM
+0.33 (``v1/core/sched/scheduler.py``)."""
 
 import math
 from collections.abc import Mapping
@@ -60,11 +58,7 @@ class EngineRules:
 
 
 def rules_of(engine: Engine, options: Any, budget: int, engines_of_worker: int) -> EngineRules:
-    """Return an engine's rules.
-
-    ``options``: has the fields of :data:`OPTIONS`; ``budget``: tokens of a step;
-    ``engines_of_worker``: its data-parallel size.
-    """
+    """Return an engine's rules by :data:`OPTIONS`; ``budget``: tokens of a step."""
     if engine == "sglang":
         # `_handle_data_parallelism` of server_args.py
         conservative = options.schedule_conservativeness or 1.0
@@ -105,11 +99,10 @@ def rules_of(engine: Engine, options: Any, budget: int, engines_of_worker: int) 
 
 
 def default_budget(engine: Engine, gpu: GPU, engines_of_worker: int = 1) -> int:
-    """Return the tokens that a step computes at most where nothing is said.
+    """Return the most tokens of a step where nothing is said.
 
-    SGLang's chunk goes by the card's memory (``_handle_gpu_memory_settings``), and is shared by the
-    engines of data-parallel attention; TensorRT-LLM's ``max_num_tokens`` is 8,192.
-    """
+    SGLang's goes by the card's memory (``_handle_gpu_memory_settings``), shared by the engines of
+    data-parallel attention; TensorRT-LLM's ``max_num_tokens`` is 8,192."""
     if engine == "sglang":
         mib = gpu.memory_bytes / _MIB
         chunk = 4096 if mib < 60e3 else 8192 if mib < 160e3 else 16384
@@ -118,22 +111,19 @@ def default_budget(engine: Engine, gpu: GPU, engines_of_worker: int = 1) -> int:
 
 
 def default_seats(engine: Engine, gpu: GPU, engines_of_worker: int = 1) -> int:
-    """Return the running requests of an engine where nothing is said.
-
-    2,048 of TensorRT-LLM (``max_batch_size``) and, at least, of a worker of SGLang's.
-    """
+    """Return the running requests of an engine where nothing is said: 2,048 of TensorRT-LLM
+    (``max_batch_size``) and, at least, of a worker of SGLang's."""
     if engine == "sglang":
         return max(1, 2048 // engines_of_worker)
     return 2048 if engine == "trtllm" else gpu.max_num_seqs
 
 
 def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a run that an engine has other defaults of, whatever else is given.
+    """Return the fields of a run that an engine has other defaults of.
 
-    SGLang's share of the memory is its ``mem_fraction_static``, as ``server_args.py`` works it out;
-    TensorRT-LLM's that of what is free (``free_gpu_memory_fraction``). Blocks of SGLang stay at 16
-    tokens: its pages of one hold at most 15 tokens a sequence less.
-    """
+    SGLang's share of memory is ``mem_fraction_static`` (``server_args.py``), TensorRT-LLM's
+    ``free_gpu_memory_fraction``. SGLang's blocks stay at 16 tokens: its pages of one hold at most
+    15 tokens a sequence less."""
     engine = values.get("engine")
     if engine == "trtllm":
         return {"gpu_memory_utilization": 0.9, "block_size": 32}

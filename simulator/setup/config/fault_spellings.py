@@ -70,10 +70,7 @@ def spelled(value: Any) -> Any:
 
 
 def read_events(path: str) -> tuple[list[Fault], list[Cancel]]:
-    """Read a file of events, YAML or JSON: a list of mappings, see docs/faults.md.
-
-    Raises InputError: names the first event that is none.
-    """
+    """Read a list of events, YAML or JSON (docs/faults.md); raises InputError."""
     events = parse_yaml(read_text(path, "events"), "events", path)
     if not isinstance(events, list):
         raise InputError("events", f"{path} holds no list", "- fail: decode:3 lines")

@@ -1,7 +1,5 @@
-"""What fields of a configuration hold and how that is spelled: seconds, mixes, distributions.
-
-What routers know of prefix caches, too: ``approx:ttl=120,tokens=500000``.
-"""
+"""What fields of a configuration hold and how that is spelled: seconds, mixes, distributions, and
+``approx:ttl=120,tokens=500000``, what routers know of prefix caches."""
 
 import math
 from typing import Annotated, Any, NamedTuple
@@ -10,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import seconds
-from eldr_sim.traces.requests.distributions import parse_distribution
+from eldr_sim.traces.requests.session_shape import parse_distribution
 
 _ALLOWED = "exact, or approx with ttl=SECONDS, tokens=N of a worker, routers=N: approx:ttl=120"
 

@@ -7,17 +7,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import LONGEST
 from eldr_sim.kernel_profiles.parallel import Backend, MoEBackend, Padding
-from eldr_sim.simulator.setup.config.field_types import (
-    Conditional,
-    Counted,
-    Drawn,
-    Faults,
-    Mix,
-    Rate,
-    Seconds,
-    Signal,
-    Tiers,
-)
+from eldr_sim.simulator.setup.config import field_types
 from eldr_sim.simulator.setup.config.pools import (
     Engine,
     Fields,
@@ -71,7 +61,7 @@ class PolicyConfig(Fields):
 
 
 class WorkloadConfig(Fields):
-    """The requests: how many there are, and when they come."""
+    """The requests: how many there are, when they come, and which go on with which."""
 
     workload: PathText = "task"
     """``task``, ``language``, ``trace`` (domains and lengths of the trace's own requests), ``chat``
@@ -84,7 +74,7 @@ class WorkloadConfig(Fields):
     """Of a log: ``recorded``, stretched evenly to a rate, or drawn at that rate; ``closed``: turns
     come a gap after the turn before has ended; ``agentx``: from the middle of sessions, with warm
     caches, in ``max_active_sessions`` lanes."""
-    request_rate: Rate | None = None
+    request_rate: field_types.Rate | None = None
     """Mean requests (of ``chat`` and ``agent``: sessions) per second; ``inf``: all at once. 60 (of
     sessions 1), or as a log has them."""
     burstiness: float = Field(default=1.0, ge=0.001, allow_inf_nan=False)
@@ -95,16 +85,16 @@ class WorkloadConfig(Fields):
     ``request_rate`` is then its mean, its own when not given."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """At most this many requests in flight; the others wait at the client."""
-    log_from: Annotated[Seconds, Field(ge=0)] | None = None
+    log_from: Annotated[field_types.Seconds, Field(ge=0)] | None = None
     """Measure a log from this time on, after its first request: 90s, 10m, 2h."""
-    log_to: Annotated[Seconds, Field(gt=0)] | None = None
+    log_to: Annotated[field_types.Seconds, Field(gt=0)] | None = None
     """Measure a log up to this time."""
-    busiest: Annotated[Seconds, Field(gt=0)] | None = None
+    busiest: Annotated[field_types.Seconds, Field(gt=0)] | None = None
     """Measure the part of a log, so long, that has most requests."""
-    duration: Annotated[Seconds, Field(gt=0)] | None = None
+    duration: Annotated[field_types.Seconds, Field(gt=0)] | None = None
     """Length of the measured window, whose requests make the statistics: 120 s, all of a log, or
     of ``agentx`` an hour."""
-    warmup: Annotated[Seconds, Field(ge=0)] | None = None
+    warmup: Annotated[field_types.Seconds, Field(ge=0)] | None = None
     """Time before it: 30 s, or 0 with ``num_requests`` or a whole log."""
     num_requests: int | None = Field(default=None, ge=1)
     """Send so many requests instead; of ``chat`` and ``agent`` so many sessions."""
@@ -113,6 +103,31 @@ class WorkloadConfig(Fields):
     caches find) or one each. A log says itself which share a prefix."""
     seed: int = Field(default=0, ge=0)
     """Seed of every random stream."""
+    sessions: int | None = Field(default=None, ge=1)
+    """Sessions of ``chat`` and ``agent``: 500 when neither this nor a duration is given."""
+    max_active_sessions: int | None = Field(default=None, ge=1)
+    """At most this many sessions at a time (vLLM's max-active-conversations): when one ends, the
+    next begins, at once where no rate is given."""
+    turns: field_types.Counted = None
+    """Turns of a session: ``4``, ``4,sd=2``, ``uniform:1,8``, ``exponential:4`` or
+    ``lognormal:median=3,p95=12``."""
+    calls_per_turn: field_types.Counted = None
+    """Requests of a turn: tools answer all but the last."""
+    think_time: field_types.Drawn = None
+    """Seconds from an answer to the user's next turn."""
+    tool_time: field_types.Drawn = None
+    """Seconds from an answer to that of a tool."""
+    new_tokens: field_types.Counted = None
+    """Tokens of a prompt beyond what has been said before."""
+    history: Annotated[str, AfterValidator(check_history)] = "all"
+    """What of a context the next turn has: ``all``, ``last:TOKENS`` (the middle is cut),
+    ``no_reasoning:SHARE`` (of each answer is dropped) or ``reset:TOKENS`` (then it begins anew)."""
+    sessions_file: PathText | None = None
+    """CSV that says which requests of a log go on with which: ``request,parent,gap_s``."""
+    recorded_ttft_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """TTFT of the system that recorded a log, ms, which the gaps between its arrivals contain;"""
+    recorded_tpot_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """and its TPOT, ms: with ``--arrivals closed`` both are taken from the gaps."""
 
     @property
     def replays_log(self) -> bool:
@@ -141,38 +156,8 @@ class WorkloadConfig(Fields):
 NO_PART = dict.fromkeys(("log_from", "log_to", "busiest"))
 
 
-class SessionConfig(Fields):
-    """Conversations: which requests go on with which, and when."""
-
-    sessions: int | None = Field(default=None, ge=1)
-    """Sessions of ``chat`` and ``agent``: 500 when neither this nor a duration is given."""
-    max_active_sessions: int | None = Field(default=None, ge=1)
-    """At most this many sessions at a time (vLLM's max-active-conversations): when one ends, the
-    next begins, at once where no rate is given."""
-    turns: Counted = None
-    """Turns of a session: ``4``, ``4,sd=2``, ``uniform:1,8``, ``exponential:4`` or
-    ``lognormal:median=3,p95=12``."""
-    calls_per_turn: Counted = None
-    """Requests of a turn: tools answer all but the last."""
-    think_time: Drawn = None
-    """Seconds from an answer to the user's next turn."""
-    tool_time: Drawn = None
-    """Seconds from an answer to that of a tool."""
-    new_tokens: Counted = None
-    """Tokens of a prompt beyond what has been said before."""
-    history: Annotated[str, AfterValidator(check_history)] = "all"
-    """What of a context the next turn has: ``all``, ``last:TOKENS`` (the middle is cut),
-    ``no_reasoning:SHARE`` (of each answer is dropped) or ``reset:TOKENS`` (then it begins anew)."""
-    sessions_file: PathText | None = None
-    """CSV that says which requests of a log go on with which: ``request,parent,gap_s``."""
-    recorded_ttft_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """TTFT of the system that recorded a log, ms, which the gaps between its arrivals contain;"""
-    recorded_tpot_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """and its TPOT, ms: with ``--arrivals closed`` both are taken from the gaps."""
-
-
 class RoutingConfig(Fields):
-    """Whose tokens the requests replay, and so which experts they choose."""
+    """Whose tokens the requests replay, so which experts they choose, and how many they are."""
 
     trace: PathText | None = None
     """Name of an embedded routing trace or a trace folder; drawn for the model and the workload's
@@ -186,15 +171,10 @@ class RoutingConfig(Fields):
     trace_replay: Literal["own", "same_domain"] = "own"
     """Whose generated tokens a request replays: its own, or those of another request of its domain
     (then no two requests with equal signatures replay equal tokens)."""
-    domain_mix: Mix = None
+    domain_mix: field_types.Mix = None
     """Weights of the trace's domains, ``code=2,math=1``; the workload's own when not given."""
-    domain_mix_end: Mix = None
+    domain_mix_end: field_types.Mix = None
     """Weights towards which they move while the run lasts; fits know those at its start."""
-
-
-class LengthConfig(Fields):
-    """How long the requests are, where not as recorded."""
-
     input_len: int | None = Field(default=None, ge=1, le=LONGEST)
     """Prompt tokens of every request, beside a prefix; those of the routing
     trace, or of the file, when not given. Longer ones replay its tokens more than once."""
@@ -251,7 +231,7 @@ class ClusterConfig(Fields):
     """What the prefill workers have of their own."""
     decode: Pool = Pool()
     """What the decode workers (or the co-located ones) have of their own."""
-    conditional_disagg: Conditional = None
+    conditional_disagg: field_types.Conditional = None
     """When a prompt is computed where it is decoded: few tokens not cached there
     (``isl_bounding:2048,0.7``, Dynamo's, or ``noncached:512``, llm-d's), prefill workers with much
     to do (``prefill_load:0.9``), ``either`` or fewer ``seconds``. Never when not given."""
@@ -273,8 +253,33 @@ class ClusterConfig(Fields):
     ``vllm:node=90,gb_s=2`` (docs/elastic.md); 0 when not given."""
 
 
-class EngineConfig(Fields):
-    """The engine of a worker, mostly in vLLM's terms."""
+class KVTierConfig(Fields):
+    """Where KV blocks are kept beside the workers' own caches."""
+
+    kv_tier: field_types.Tiers = ()
+    """A tier, ``host:126GB,load=20GB/s,write=through``: bytes of each store, bandwidth of a GPU's
+    link, when a block comes to it (``through``: when computed, ``selective``: when used again,
+    ``back``: when evicted). Also ``store``, ``total``, ``latency``, ``scope=worker|node|cluster``,
+    ``exclusive=yes``, ``evict=lru|fifo|arc|session``. Repeat for more."""
+    kv_load: Literal["always", "cheaper"] = "always"
+    """Whether blocks in tiers are loaded always, or only where computing them takes longer."""
+    kv_overlap: Literal["none", "layers"] = "none"
+    """Whether a request waits for its blocks outside the batch, as in vLLM, or joins it and layers
+    wait for theirs, as in SGLang."""
+    kv_in_flight: Literal["join", "delay", "duplicate"] = "join"
+    """Who wants a block that is on its way to the worker for another request waits for that one and
+    loads its others meanwhile, waits before it does anything (vLLM), or loads it again."""
+    answer_kv: Literal["recompute", "pull"] = "recompute"
+    """Whether a prefill worker computes the answers in a turn's history, or pulls their KV blocks
+    from the worker that decoded the turn before."""
+    kv_signal: field_types.Signal = "exact"
+    """What routers know of prefix caches: ``exact``, what engines hold, as of the last signals, or
+    ``approx:ttl=120,tokens=500000,routers=1``: the prompts that each of so many routers has itself
+    sent to a worker of late."""
+
+
+class EngineConfig(KVTierConfig):
+    """The engine of a worker, mostly in vLLM's terms, and its KV tiers."""
 
     engine: Engine = "vllm"
     """Whose rules the workers' engines follow, and whose defaults they have."""
@@ -312,34 +317,8 @@ class EngineConfig(Fields):
     """KV blocks of an engine, whatever its memory (vLLM's option; one is the null block)."""
 
 
-class KVTierConfig(Fields):
-    """Where KV blocks are kept beside the workers' own caches."""
-
-    kv_tier: Tiers = ()
-    """A tier, ``host:126GB,load=20GB/s,write=through``: bytes of each store, bandwidth of a GPU's
-    link, when a block comes to it (``through``: when computed, ``selective``: when used again,
-    ``back``: when evicted). Also ``store``, ``total``, ``latency``, ``scope=worker|node|cluster``,
-    ``exclusive=yes``, ``evict=lru|fifo|arc|session``. Repeat for more."""
-    kv_load: Literal["always", "cheaper"] = "always"
-    """Whether blocks in tiers are loaded always, or only where computing them takes longer."""
-    kv_overlap: Literal["none", "layers"] = "none"
-    """Whether a request waits for its blocks outside the batch, as in vLLM, or joins it and layers
-    wait for theirs, as in SGLang."""
-    kv_in_flight: Literal["join", "delay", "duplicate"] = "join"
-    """Who wants a block that is on its way to the worker for another request waits for that one and
-    loads its others meanwhile, waits before it does anything (vLLM), or loads it again."""
-    answer_kv: Literal["recompute", "pull"] = "recompute"
-    """Whether a prefill worker computes the answers in a turn's history, or pulls their KV blocks
-    from the worker that decoded the turn before."""
-    kv_signal: Signal = "exact"
-    """What routers know of prefix caches: ``exact``, what engines hold, as of the last signals, or
-    ``approx:ttl=120,tokens=500000,routers=1``: the prompts that each of so many routers has itself
-    sent to a worker of late."""
-
-
 class SchedulerConfig(Fields):
-    """What SGLang's and TensorRT-LLM's schedulers are told, in their words; their defaults when not
-    given (docs/engines.md)."""
+    """What SGLang's and TensorRT-LLM's schedulers are told (docs/engines.md)."""
 
     engine_args: str | None = None
     """A launch line of the engine, read as options: ``"--chunked-prefill-size 16384"``. What is not
@@ -371,19 +350,8 @@ class SchedulerConfig(Fields):
     host; SGLang's default, not TensorRT-LLM's."""
 
 
-class SpeculationConfig(Fields):
-    """Drafts that decoding workers verify."""
-
-    speculative_config: Speculative = None
-    """What drafts, and how many tokens, in vLLM's names: ``{"method": "mtp",
-    "num_speculative_tokens": 3}`` (docs/speculative.md); SGLang's and TensorRT-LLM's are known."""
-    acceptance: PathText | None = None
-    """How many drafts are accepted, whatever ``speculative_config`` says: a published acceptance,
-    or a file of your engine's: the text of its metrics endpoint, or a benchmark's result."""
-
-
 class StepConfig(Fields):
-    """What a step takes: kernels, graphs, the host."""
+    """What a step takes: kernels, graphs, the host; and the drafts that it verifies."""
 
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Time of a step that no kernel accounts for, ms; the profile's when not given."""
@@ -400,6 +368,12 @@ class StepConfig(Fields):
     moe_dp_chunk_size: int | None = Field(default=None, ge=1, le=2**20)
     """Tokens of an engine that MoE layers dispatch, compute and combine at once where engines share
     experts (vLLM's VLLM_MOE_DP_CHUNK_SIZE); by default 256 with pplx, else all of a step."""
+    speculative_config: Speculative = None
+    """What drafts, and how many tokens, in vLLM's names: ``{"method": "mtp",
+    "num_speculative_tokens": 3}`` (docs/speculative.md); SGLang's and TensorRT-LLM's are known."""
+    acceptance: PathText | None = None
+    """How many drafts are accepted, whatever ``speculative_config`` says: a published acceptance,
+    or a file of your engine's: the text of its metrics endpoint, or a benchmark's result."""
 
 
 class FrontEndConfig(Fields):
@@ -425,8 +399,8 @@ class FrontEndConfig(Fields):
     what a vLLM of August 2026 with its NixlConnector took (110 ms)."""
 
 
-class RelocationConfig(Fields):
-    """Experts that move while a run lasts: EPLB at run time."""
+class ExpertsConfig(Fields):
+    """Experts that move while a run lasts (EPLB), or reach prefill workers by layers (AsyncEP)."""
 
     eplb_interval: int | None = Field(default=None, ge=1)
     """Steps of a worker after which its experts are placed again, by those that its tokens chose
@@ -437,11 +411,6 @@ class RelocationConfig(Fields):
     """Whether steps go on while the experts move (vLLM's use_async); else the worker waits."""
     eplb_overhead_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """What it takes beside moving the weights, ms."""
-
-
-class StreamingConfig(Fields):
-    """Weights of experts that reach prefill workers while they compute: MoE-Prefill's AsyncEP."""
-
     expert_gather: Literal["collective", "one_sided", "needed"] | None = None
     """The engines of a prefill worker, of one GPU each, compute their own prompts: while a layer
     computes, the experts of the next one are gathered from all GPUs, by collectives that wait for
@@ -460,7 +429,7 @@ class StreamingConfig(Fields):
 class FaultConfig(Fields):
     """What goes wrong, and what routers do about it."""
 
-    fail: Faults = ()
+    fail: field_types.Faults = ()
     """A worker that dies, ``decode:3@60s+30s``: when, and how long it takes until a new one serves
     in its place (never when not given). Times are those of the run, the warm-up included. Repeat
     for more, or separate by commas."""
@@ -506,15 +475,15 @@ class ScalingConfig(Fields):
     demand: Literal["entry", "exit"] = "entry"
     """Where an autoscaler counts requests: when they come, or when they are done, as planners do
     that read engines' metrics."""
-    metric_delay: Annotated[Seconds, Field(ge=0)] = 0.0
+    metric_delay: Annotated[field_types.Seconds, Field(ge=0)] = 0.0
     """Age of what an autoscaler sees, s."""
-    drain_timeout: Annotated[Seconds, Field(gt=0)] | None = None
+    drain_timeout: Annotated[field_types.Seconds, Field(gt=0)] | None = None
     """A worker that is to go leaves after so long even if it has requests (``retry``), s; when
     they have ended when not given."""
-    width_pause: Annotated[Seconds, Field(ge=0)] | None = None
+    width_pause: Annotated[field_types.Seconds, Field(ge=0)] | None = None
     """How long the engines of ``enable_elastic_ep`` stand still when one comes or goes, s; as long
     as CUDA graphs (``start_up``) and the moved experts take when not given."""
-    switch_time: Annotated[Seconds, Field(ge=0)] | Literal["graphs"] = 10.0
+    switch_time: Annotated[field_types.Seconds, Field(ge=0)] | Literal["graphs"] = 10.0
     """From when a worker has nothing left to when it serves in another pool, s: 0 where it keeps
     the CUDA graphs of both; ``graphs``: it captures the other pool's (``start_up``)."""
 
@@ -531,22 +500,22 @@ class OutputConfig(Fields):
     """Service-level objective of good requests."""
 
 
+#: Groups by names that they had before.
+FORMER = {
+    "sessions": "workload", "lengths": "routing", "cache_tiers": "engine", "speculation": "steps",
+    "relocation": "experts", "streaming": "experts",
+}  # fmt: skip
 #: The groups, by the names that files may give them.
 GROUPS: dict[str, type[BaseModel]] = {
     "policies": PolicyConfig,
     "workload": WorkloadConfig,
-    "sessions": SessionConfig,
     "routing": RoutingConfig,
-    "lengths": LengthConfig,
     "cluster": ClusterConfig,
     "engine": EngineConfig,
-    "cache_tiers": KVTierConfig,
     "scheduler": SchedulerConfig,
-    "speculation": SpeculationConfig,
     "steps": StepConfig,
     "front_end": FrontEndConfig,
-    "relocation": RelocationConfig,
-    "streaming": StreamingConfig,
+    "experts": ExpertsConfig,
     "faults": FaultConfig,
     "scaling": ScalingConfig,
     "output": OutputConfig,

@@ -75,11 +75,9 @@ _EIGHT, _SIXTEEN = ("fp8", "fp8_e4m3", "fp8_e5m2"), ("bfloat16", "bf16", "float1
 
 
 def with_launch(values: dict[str, Any]) -> dict[str, Any]:
-    """Return field values with what their launch line says, and with the engine's own defaults.
-
-    A field that is given by itself holds. Warns of options that are not simulated, in one line.
-    Raises InputError for a line that cannot be read.
-    """
+    """Return field values with what their launch line and engine say, unless given. Warns of
+    options that are not simulated, in one line. Raises InputError for a line that cannot be
+    read."""
     values = dict(values)
     line, file = values.pop("engine_args", None), values.pop("extra_llm_api_options", None)
     engine = values.get("engine") or ("trtllm" if file else "vllm")

@@ -4,8 +4,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.groups import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.traces.requests.load import named_log
-from eldr_sim.traces.requests.log_window import LogPart, choose_part
-from eldr_sim.traces.requests.request_logs import RequestLog
+from eldr_sim.traces.requests.logs.log_window import LogPart, choose_part
+from eldr_sim.traces.requests.logs.request_logs import RequestLog
 
 
 def check_window(config: RunConfig) -> None:
@@ -46,10 +46,7 @@ def log_of(config: RunConfig) -> RequestLog | None:
 
 
 def part_of(config: RunConfig, log: RequestLog | None) -> LogPart | None:
-    """Return what a run replays of its log; None where a duration or a number says it.
-
-    Raises InputError if the log has no such part.
-    """
+    """Return what a run replays of its log, or None; raises InputError."""
     if log is None or config.duration_s is not None or config.num_requests is not None:
         return None
     return choose_part(

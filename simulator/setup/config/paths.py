@@ -1,8 +1,5 @@
-"""Paths in recorded configurations: relative to the folder that keeps the record.
-
-A record can then be run again from any folder, moves together with the files that it names, and
-is the same on every machine where these lie alike.
-"""
+"""Paths in recorded configurations: relative to the folder that keeps the record, which can then be
+run again from any folder, and moves together with the files that it names."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -17,11 +14,7 @@ _FIELDS = ("tables", "workload", "trace", "model", "gpu", "frontend", "artifact"
 
 
 def portable(record: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a record whose paths lead from its folder; they begin with ``./`` or ``../``.
-
-    ``record``: holds the fields of a run under ``config``, with paths from the current folder;
-    ``folder``: where the record is going to be kept.
-    """
+    """Return a record whose paths in ``config`` lead from ``folder``, as ``./`` or ``../``."""
 
     def from_folder(field: str, text: str) -> str:
         if not _is_path(field, text):

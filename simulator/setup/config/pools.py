@@ -1,9 +1,7 @@
 """The pools of a cluster: spelled (``8P16D``, ``16C``, ``4P``, ``4P8A16F``) or named in a file.
 
-Requests come to the pools that no other pool hands over to; one router chooses among their workers.
-A pool hands a request over with ``then``, when its prompt is computed, to one pool or to several
-behind one router.
-"""
+Requests come to pools that no other hands over to; one router chooses among their workers.
+``then``: the pool, or several behind one router, that goes on when a prompt is computed."""
 
 import os
 import re
@@ -82,10 +80,7 @@ def policy_word(decision: str) -> BeforeValidator:
 
 
 def parse_topology(text: str) -> tuple[int, int]:
-    """Return (prefill, decode workers) of ``xPyD``, (0, x) of ``xC``, (x, 0) of ``xP``.
-
-    Raises InputError if the text is none of them.
-    """
+    """Return (prefill, decode workers) of ``xPyD``, (0, x) of ``xC``, (x, 0) of ``xP``."""
     match = _TOPOLOGY.fullmatch(text.strip())
     if match is None:
         allowed = (
@@ -239,10 +234,7 @@ class Pools(RootModel[dict[str, NamedPool]]):
 
     @property
     def routers(self) -> list[list[str]]:
-        """The pools of each router, in the order in which workers are numbered.
-
-        Requests come to the first.
-        """
+        """The pools of each router, as workers are numbered; requests come to the first."""
         after = list(dict.fromkeys(frozenset(pool.takes_over) for pool in self.root.values()))
         taking = frozenset[str]().union(*after)
         sets = [frozenset(self.root) - taking, *(names for names in after if names)]

@@ -35,13 +35,8 @@ PRESETS = {
 
 
 def preset_fields(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``NAME`` or ``NAME:MODEL``, and those given, which override them.
-
-    With ``+warm-up`` behind it, a load that begins with the preset's warm-up stands in place of the
-    rate and the number of requests.
-
-    Raises InputError if there is no such preset, or it has no such model or warm-up.
-    """
+    """Return the fields of ``NAME`` or ``NAME:MODEL``, and those given, which override them;
+    ``+warm-up``: with a load that begins with the preset's warm-up. Raises InputError."""
     whole, plus, extra = text.partition("+")
     name, _, model = whole.partition(":")
     preset = PRESETS.get(name)

@@ -15,25 +15,21 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text
 from eldr_sim.policies.choice import DECISION_OF, parse
 from eldr_sim.simulator.setup.config.groups import (
+    FORMER,
     GROUPS,
     WORKLOADS,
     ClusterConfig,
     EngineConfig,
+    ExpertsConfig,
     FaultConfig,
     FrontEndConfig,
-    KVTierConfig,
-    LengthConfig,
     OutputConfig,
     PolicyConfig,
-    RelocationConfig,
     RoutingConfig,
     ScalingConfig,
     SchedulerConfig,
     ServiceLevel,
-    SessionConfig,
-    SpeculationConfig,
     StepConfig,
-    StreamingConfig,
     WorkloadConfig,
 )
 from eldr_sim.simulator.setup.config.paths import resolved
@@ -60,25 +56,19 @@ class RunConfig(
     OutputConfig,
     ScalingConfig,
     FaultConfig,
-    StreamingConfig,
-    RelocationConfig,
+    ExpertsConfig,
     FrontEndConfig,
     EngineConfig,
-    KVTierConfig,
     SchedulerConfig,
-    SpeculationConfig,
     StepConfig,
     ClusterConfig,
-    LengthConfig,
     RoutingConfig,
-    SessionConfig,
     WorkloadConfig,
     PolicyConfig,
 ):
     """One run of the simulator. Durations are seconds of simulated time unless named otherwise.
 
-    A field is given by its own name, or in the mapping of its group: ``engine={"block_size": 32}``.
-    """
+    A field is given by its own name, or in its group: ``engine={"block_size": 32}``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -97,9 +87,8 @@ class RunConfig(
     def replace(self, **changes: Any) -> Self:
         """Return a configuration with other fields; raises InputError as `make_config` does.
 
-        A mapping changes the fields of a pool, of the service level or of a policy that it names:
-        ``replace(decode={"gpu": "H200"}, policy={"tau": 0.2})``.
-        """
+        A mapping changes fields of a pool, service level or policy: ``replace(decode={"gpu":
+        "H200"}, policy={"tau": 0.2})``."""
         values = self.said("python")
         for name, value in flat(changes).items():
             if isinstance(value, BaseModel):
@@ -112,11 +101,8 @@ class RunConfig(
         return cast("Self", make_config(values))
 
     def said(self, mode: Literal["json", "python"]) -> dict[str, Any]:
-        """Return the fields, but for those that are as the engine has them by default.
-
-        With another engine, GPU or width the run then has those of that one. ``mode``: as of
-        ``model_dump``.
-        """
+        """Return the fields, but for those that the engine has by default, so that another engine,
+        GPU or width has its own. ``mode``: as of ``model_dump``."""
         from eldr_sim.simulator.setup.config.engines import (
             default_fields,  # NumPy: --help does without
         )
@@ -254,14 +240,15 @@ def _shape_of(load: str) -> LoadShape:
     return load_shape(load)
 
 
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return field values without the groups that they may stand in.
+def _group(name: str) -> type[BaseModel] | None:
+    return GROUPS.get(FORMER.get(name, name))
 
-    Raises InputError if a field is given twice, or a group has no such field.
-    """
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return field values without groups; raises InputError if one is given twice."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        group = GROUPS.get(name) if isinstance(value, Mapping) else None
+        group = _group(name) if isinstance(value, Mapping) else None
         for field, what in value.items() if group is not None else ((name, value),):
             if group is not None and field not in group.model_fields:
                 raise InputError(f"{name}.{field}", "no such field", ", ".join(group.model_fields))
@@ -274,17 +261,13 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 def _fields_of(path: str) -> list[str]:
     """Return the parts of a dot path without the group that may lead it."""
     parts = path.split(".")
-    group = GROUPS.get(parts[0])
-    return (
-        parts[1:] if group is not None and parts[1:2] and parts[1] in group.model_fields else parts
-    )
+    group = _group(parts[0])
+    inside = group is not None and parts[1:2] and parts[1] in group.model_fields
+    return parts[1:] if inside else parts
 
 
 def make_config(values: dict[str, Any]) -> RunConfig:
-    """Build a run's configuration from field values.
-
-    Raises InputError: names the first field that is unknown or out of range.
-    """
+    """Build a configuration; raises InputError, naming the first field that is not valid."""
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -308,10 +291,7 @@ _OF_POLICIES = {
 
 
 def set_field(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set a field by its dot path, such as ``decode.gpu``, in field values; in place.
-
-    Raises InputError if the path leads through a field that holds no others.
-    """
+    """Set a field by its dot path, such as ``decode.gpu``, in place; raises InputError."""
     *above, name = _fields_of(path)
     for part in above:
         inner: Any = values.get(part) or {}
@@ -326,10 +306,7 @@ def set_field(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def get_field(config: RunConfig, path: str) -> Any:
-    """Return the value at a dot path; None where there is none.
-
-    ``policy.tau`` is what the policy has, the default where that was not given.
-    """
+    """Return the value at a dot path, or None; ``policy.tau``: what the policy has."""
     first, *rest = _fields_of(path)
     values: Any = config.model_dump()
     if first in DECISION_OF and rest and rest != ["name"]:
@@ -346,10 +323,7 @@ _UNION_TAGS = {"function-before[_number_or_inf(), constrained-float]", "constrai
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read field values from YAML, or from a result's ``config.json``; raises InputError.
-
-    Paths in YAML lead from the current folder, those of a result from the result's.
-    """
+    """Read field values from YAML, or a result's ``config.json``; raises InputError."""
     path = Path(path)
     values = parse_yaml(read_text(path, "config"), "config", str(path))
     if values is None:

@@ -121,10 +121,7 @@ class SpeculativeConfig(BaseModel):
         return found
 
     def cut(self, k: int) -> dict[str, Any] | None:
-        """Return the fields of ``k`` drafts in a row in the place of all; None for none.
-
-        Acceptances that are given are those of their first positions.
-        """
+        """Return the fields of the first ``k`` drafts, with their acceptances; None for none."""
         if k in (0, self.num_speculative_tokens):
             own = {"num_speculative_tokens_per_batch_size": None}
             return self.model_dump() | own if k else None

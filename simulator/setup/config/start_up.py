@@ -1,9 +1,6 @@
-"""How long a new worker takes until it serves, in parts: ``--start-up``.
-
-``node`` (until there is a GPU), ``image`` (of the container), ``imports``, ``weights`` (bytes of
-the model over ``gb_s``), ``graphs`` (captured) and ``warm_up``, seconds each. Its caches are empty
-then.
-"""
+"""How long a new worker takes until it serves, in seconds each (``--start-up``): ``node`` (until
+there is a GPU), ``image`` (of the container), ``imports``, ``weights`` (bytes of the model over
+``gb_s``), ``graphs`` (captured) and ``warm_up``. Its caches are empty then."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,11 +1,5 @@
-"""Capture of routing traces from engines that run a model.
-
-- ``prompts``: prompts and domain labels from JSONL;
-- ``hf``: transformers, with hooks on every gate (``gates``);
-- ``vllm_engine``: an offline vLLM, in a process of its own (``vllm_run``);
-- ``vllm_plugin``: logs the experts of every step (``step_log``) while ``ELDR_SIM_CAPTURE`` names a
-  folder; ``collect``: such a log joined with the requests that were sent;
-- ``captured``: what each of them yields, and the routing trace made of it.
-
-Importing this package imports neither torch nor vLLM.
+"""Capture of routing traces from engines that run a model: transformers (``hf``, ``gates``), an
+offline vLLM (``vllm_engine``, ``vllm_run``), and a served one, whose ``vllm_plugin`` logs steps
+(``step_log``) while ``ELDR_SIM_CAPTURE`` names a folder, for ``collect`` to join with what was
+sent. ``prompts`` reads, ``captured`` writes. Importing this package imports neither torch nor vLLM.
 """

@@ -22,8 +22,7 @@ from eldr_sim.traces.routing.writer import write_trace
 class CapturedRouting:
     """Experts that a model chose for a list of requests, request by request."""
 
-    #: One array a request, integers ``[prompt_len + output_len, n_layers, top_k]``: the rows of the
-    #: prompt, then those of the generated tokens.
+    #: Integers ``[prompt_len + output_len, n_layers, top_k]`` a request, its prompt's rows first.
     experts: list[NDArray[Any]]
     prompt_len: list[int]  #: prompt tokens of each request
     layers: list[int]  #: the decoder layers that have a gate, ascending
@@ -32,8 +31,7 @@ class CapturedRouting:
     captured_by: str  #: how the experts were captured, for the manifest
     tool_versions: dict[str, str]  #: versions of the engine and its libraries
     ranked: bool = True  #: whether the ids of a row are ranked, the highest gate weight first
-    #: ``prob``, ``logit``: float32 ``[requests, n_layers, n_experts]``: gate scores summed over
-    #: prompts, or None.
+    #: float32 ``[requests, n_layers, n_experts]``: gate scores summed over prompts, or None.
     prob: NDArray[np.float32] | None = None
     logit: NDArray[np.float32] | None = None
     notes: list[str] = field(default_factory=list)  #: what a reader of the trace should know
@@ -53,11 +51,8 @@ def write_captured(
     force: bool = False,
     **about: Any,
 ) -> RoutingTrace:
-    """Write captured routing, one entry a prompt, as a routing trace.
-
-    Raises InputError as `check_options`, or if the trace would not be valid. ``about``: ``model``
-    and ``source_data``, see `Manifest`.
-    """
+    """Write captured routing, one entry a prompt, as a trace; raises InputError as `check_options`,
+    or if it would not be valid. ``about``: ``model`` and ``source_data``, see `Manifest`."""
     check_options(out, force, calibration_fraction)
     rows = np.array([len(request) for request in captured.experts])
     prompt_len = np.array(captured.prompt_len)
@@ -86,10 +81,7 @@ def write_captured(
 
 
 def calibration_split(prompts: Sequence[Prompt], fraction: float) -> NDArray[np.bool_]:
-    """Return which requests are for calibration, bool ``[n]``.
-
-    A prompt's own ``split`` wins; the others are split as those of imported traces.
-    """
+    """Return which requests are for calibration, bool ``[n]``; a prompt's own ``split`` wins."""
     calibration = np.array([prompt.split == "calibration" for prompt in prompts])
     free = np.flatnonzero([prompt.split is None for prompt in prompts])
     calibration[free] = split_calibration([prompts[i].domain for i in free.tolist()], fraction)
@@ -97,11 +89,7 @@ def calibration_split(prompts: Sequence[Prompt], fraction: float) -> NDArray[np.
 
 
 def check_options(out: str | os.PathLike[str], force: bool, calibration_fraction: float) -> None:
-    """Check before a long capture what `write_captured` would refuse after it.
-
-    Raises InputError if ``out`` exists and ``force`` is false, or the fraction is not within (0,
-    1).
-    """
+    """Raise InputError for what `write_captured` would refuse after a long capture."""
     if Path(out).exists() and not force:
         raise InputError("out", f"{out} exists", "a new folder, or --force")
     check_fraction(calibration_fraction)
@@ -116,10 +104,7 @@ def describe_prompts(path: str | os.PathLike[str]) -> str:
 def describe_generation(
     max_new_tokens: int, temperature: float, seed: int, ignore_eos: bool
 ) -> str:
-    """Return how the tokens were generated, for a trace's notes.
-
-    Raises InputError if ``max_new_tokens`` is below 1 or the temperature negative.
-    """
+    """Return how tokens were generated, for a trace's notes; raises InputError."""
     if max_new_tokens < 1:
         raise InputError("max_new_tokens", f"got {max_new_tokens}", "at least 1")
     if temperature < 0:

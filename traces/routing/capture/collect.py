@@ -23,14 +23,12 @@ class Collected:
 
 
 def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Collected:
-    """Join the log of an engine with the requests that were sent to it.
+    """Join the log of an engine with the requests that were sent to it, by ``request_id`` (what the
+    client sent as ``X-Request-Id``), or else by prompts of token ids. ``folder``: what
+    ``ELDR_SIM_CAPTURE`` named.
 
-    A request is matched by its ``request_id`` (what the client sent as ``X-Request-Id``), or else
-    by its prompt where that is a list of token ids. ``folder``: what ``ELDR_SIM_CAPTURE`` named.
-
-    Raises InputError if the log is broken, none of the requests is in it, or prompt tokens of one
-    were never computed (prefix caching was on, or a worker's log is missing).
-    """
+    Raises InputError if the log is broken, none of the requests is in it, or prompt tokens were
+    never computed (prefix caching was on, or a worker's log is missing)."""
     header, logged = read_log(folder)
     by_name: dict[str, LoggedRequest] = {}
     for entry in reversed(logged):

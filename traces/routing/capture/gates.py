@@ -1,10 +1,8 @@
 """MoE gates of Hugging Face transformers, and what a hook on them sees.
 
-Since version 5 the gates of transformers are modules of their own that return three tensors:
-the scores of all experts ``[tokens, experts]``, the weights of the chosen ones ``[tokens, top_k]``
-and their ids ``[tokens, top_k]``. They differ in the meaning of the scores and in whether the
-chosen experts are sorted (DeepSeek's are not). Shared experts are not chosen and do not appear.
-"""
+Since version 5 gates are modules that return the scores of all experts ``[tokens, experts]``, and
+the weights and ids of the chosen ones ``[tokens, top_k]``. They differ in what scores mean and in
+whether the chosen experts are sorted (DeepSeek's are not). Shared experts do not appear."""
 
 import re
 from dataclasses import dataclass
@@ -12,8 +10,7 @@ from typing import Any, Literal
 
 from eldr_sim.errors import InputError
 
-#: How a gate's scores become probabilities: by a softmax over all experts, by a sigmoid each, or
-#: they are probabilities already (then there is no raw score).
+#: How scores become probabilities: by a softmax over experts, a sigmoid each, or they are.
 Scores = Literal["softmax", "sigmoid", "probability"]
 
 #: Kind of the scores, by the gate's class name in ``transformers.models``.
@@ -50,10 +47,7 @@ def decoder_layer(name: str) -> int | None:
 
 
 def find_gates(model: Any) -> list[Gate]:
-    """Return the gates of a transformers model, in the order of their layers.
-
-    Raises InputError if it has no gate, or one of a class that `GATES` does not list.
-    """
+    """Return a model's gates by layer; raises InputError if it has none of `GATES`."""
     gates = []
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -72,13 +66,11 @@ def find_gates(model: Any) -> list[Gate]:
 
 
 def read_gate(output: Any, module: Any) -> tuple[Any, Any]:
-    """Return the chosen experts of a gate's output, the highest weight first, and all scores.
+    """Return the chosen experts of a gate's output, the highest weight first, ``[tokens, top_k]``,
+    and all scores, floats ``[tokens, experts]``.
 
-    Integers ``[tokens, top_k]``, equal weights in the gate's order, and floats ``[tokens,
-    experts]``. Older versions return scores, weights and ids in another order, so types and shapes
-    tell which is which. Raises InputError, which names ``module``, if the gate returned something
-    else.
-    """
+    Older versions return them in another order: types and shapes tell. Raises InputError, which
+    names ``module``, if the gate returned something else."""
     tensors = output if isinstance(output, tuple) and len(output) == 3 else ()
     ids = [t for t in tensors if not t.is_floating_point()]
     floats = [t for t in tensors if t.is_floating_point()]

@@ -18,12 +18,9 @@ _INSTALL = "pip install 'eldr-sim[capture]'"
 
 
 def load_model(model: str, *, device: str = "cpu", dtype: str = "auto") -> Any:
-    """Load a causal language model for `capture_transformers`, of a folder or hub name.
-
-    ``device``: ``cpu`` or ``cuda``; ``dtype``: ``auto`` (the checkpoint's), ``float32``,
-    ``bfloat16`` or ``float16``. Raises InputError if torch, transformers or the device is missing,
-    or the model cannot be loaded.
-    """
+    """Load a causal language model of a folder or hub name for `capture_transformers`. ``device``:
+    ``cpu`` or ``cuda``; ``dtype``: ``auto``, ``float32``, ``bfloat16`` or ``float16``. Raises
+    InputError if something is missing."""
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -55,19 +52,14 @@ def capture_transformers(
 ) -> CapturedRouting:
     """Generate from prompts and record the experts that every gate chooses, ranked by weight.
 
-    Prompts of similar length share a batch, padded on the left; padding is not recorded. The token
-    at which a request stops (end of sequence, or the one after ``max_new_tokens``) has no forward
-    pass in an engine and no row here. A request never stops before its first token. The same seed,
+    Prompts of similar length share a batch, padded on the left. The token at which a request stops
+    has no forward pass in an engine and no row here; none stops before its first. The same seed,
     batch size and prompts give the same tokens.
 
     Raises InputError if a gate is not among `gates.GATES`, layers differ in their experts, or a
-    prompt does not fit the model.
-
-    ``token_ids``: the prompts, at least one token each; ``batch_size``: requests in a forward pass;
-    ``temperature``: of plain sampling over the whole vocabulary; 0 is greedy; ``ignore_eos``:
-    generate ``max_new_tokens`` in any case; ``gate_scores``: also sum the gate's probabilities and
-    raw scores over each prompt.
-    """
+    prompt does not fit the model. ``temperature``: over the whole vocabulary; 0 is greedy;
+    ``ignore_eos``: generate ``max_new_tokens`` in any case; ``gate_scores``: also sum probabilities
+    and raw scores over each prompt."""
     import torch
     import transformers
 
@@ -227,11 +219,8 @@ class _GateHooks:
 def _generation(
     model: Any, max_new_tokens: int, temperature: float, ignore_eos: bool
 ) -> Iterator[set[int]]:
-    """Replace the model's sampling settings by plain ones, and yield the stop tokens.
-
-    The model generates one token more than asked for. Its forward pass never runs; the last pass
-    to be recorded is that of the token before it.
-    """
+    """Replace the model's sampling settings by plain ones, and yield the stop tokens. It generates
+    one token more than asked for, whose forward pass never runs."""
     from transformers import GenerationConfig
 
     own = model.generation_config

@@ -29,16 +29,11 @@ class Prompt:
 def read_prompts(
     path: str | os.PathLike[str], *, domain_field: str = "domain", need_prompt: bool = True
 ) -> list[Prompt]:
-    """Read prompts, a JSON object a line.
+    """Read prompts, a JSON object a line; raises InputError, also if a ``request_id`` comes twice.
 
-    ``prompt`` (text, a list of token ids, or chat messages with ``role`` and ``content``), the
-    domain label (``domain_field``), and optionally ``request_id`` and ``split`` (``calibration`` or
-    ``serving``). Without ``need_prompt``, for requests that another client has sent, ``prompt`` may
-    be left out where ``request_id`` is there.
-
-    Raises InputError if the file cannot be read, a line is not of this form, or a ``request_id``
-    comes twice.
-    """
+    ``prompt`` (text, token ids, or chat messages with ``role`` and ``content``; not needed beside
+    ``request_id`` without ``need_prompt``), the domain label (``domain_field``), and optionally
+    ``request_id`` and ``split`` (``calibration`` or ``serving``)."""
     file = Path(path)
     lines = read_text(file, str(file), ARRAY_LIMIT).splitlines()
     prompts: list[Prompt] = []
@@ -88,12 +83,9 @@ def _check_content(where: str, content: Any) -> Content:
 def tokenize(
     model: str, prompts: Sequence[Prompt], *, max_prompt_tokens: int | None = None
 ) -> list[list[int]]:
-    """Turn prompts into token ids, at least one each, with the model's own tokenizer.
-
-    It is loaded only where a prompt is text or chat messages, which go through the chat template.
-    ``max_prompt_tokens``: most tokens to keep of each prompt, from its start. Raises InputError if
-    there is no tokenizer, or a prompt has no token.
-    """
+    """Turn prompts into token ids, at least one and the first ``max_prompt_tokens`` of each, with
+    the model's own tokenizer, which is loaded only for text and chat messages. Raises
+    InputError."""
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
         raise InputError("max_prompt_tokens", f"got {max_prompt_tokens}", "at least 1")
     tokenizer: Any = None

@@ -1,19 +1,11 @@
 """Step log of a serving engine: the experts that each step chose, by request and token.
 
-A capturing worker process writes two files into the log folder and flushes them every step:
-
-``<name>.jsonl``
-    First a header (`Header`), then one line a step: ``rows``, a list of
-    ``[request, position of the first token, tokens]`` in the order of the rows, and ``prompts``,
-    the prompt's token ids of requests that are new to the worker.
-``<name>.ids``
-    The chosen experts, little-endian uint8 or uint16 ``[tokens, layers, top_k]``, step after step.
-
-The rows of a step are on disk before the line that names them, so a log cut off by a crash is
-whole up to its last line. A request's rows may come in chunks (chunked prefill), more than once
-(after a preemption) and from several workers (prefill and decode apart): `read_log` joins them by
-their positions.
-"""
+A worker writes two files and flushes them every step: ``<name>.jsonl`` has a header (`Header`),
+then a line a step: ``rows``, ``[request, position of the first token, tokens]`` in order, and
+``prompts``, token ids of requests new to the worker; ``<name>.ids`` the chosen experts,
+little-endian uint8 or uint16 ``[tokens, layers, top_k]``. Rows are on disk before the line that
+names them: a log cut off is whole up to its last line. A request's may come in chunks, more than
+once (after a preemption) and from several workers: `read_log` joins them by position."""
 
 import json
 import os
@@ -25,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array
 from eldr_sim.errors import InputError
 
 _VERSION = 1
@@ -51,10 +43,7 @@ class Header:
 
 
 class StepLog:
-    """Writer of one worker process's log.
-
-    ``folder``: log folder, created if absent; ``header``: what all steps have in common.
-    """
+    """Writer of one worker process's log: its ``folder``, and what all steps have in common."""
 
     def __init__(self, folder: str | os.PathLike[str], header: Header) -> None:
         self.header = header
@@ -68,15 +57,11 @@ class StepLog:
     def step(
         self,
         rows: Sequence[tuple[str, int, int]],
-        experts: NDArray[Any],
+        experts: Array,
         prompts: Mapping[str, Sequence[int]],
     ) -> None:
-        """Append a step.
-
-        ``rows``: request, position of its first token, tokens; in the order of the rows;
-        ``experts``: integers ``[tokens, layers, top_k]``; ``prompts``: prompt's token ids of the
-        requests that are new.
-        """
+        """Append a step: ``rows`` of request, position of its first token, tokens; ``experts``,
+        integers ``[tokens, layers, top_k]``; and the prompt's token ids of new requests."""
         self._ids.write(np.ascontiguousarray(experts, dtype=self.header.dtype).tobytes())
         self._write({"rows": rows, "prompts": prompts})
 
@@ -108,16 +93,14 @@ class LoggedRequest:
 
     request_id: str  #: its name in the engine
     prompt: list[int]  #: its prompt's token ids
-    experts: NDArray[Any]  #: integers ``[tokens, layers, top_k]`` from its first token on
+    experts: Array  #: integers ``[tokens, layers, top_k]`` from its first token on
     missing: int  #: tokens before the last one that no step computed
 
 
 def external_ids(request_id: str) -> list[str]:
-    """Return the names that a client may have given a request of vLLM, the likeliest first.
-
-    vLLM puts ``cmpl-`` or ``chatcmpl-`` before what the client sent (``X-Request-Id``), and after
-    it the prompt's number (completions) and eight random hexadecimal digits.
-    """
+    """Return the names that a client may have given a request of vLLM, the likeliest first. vLLM
+    adds ``cmpl-`` or ``chatcmpl-``, and behind the prompt's number and eight random hexadecimal
+    digits."""
     names = []
     for name in (re.sub(r"-[0-9a-f]{8}$", "", request_id), request_id):
         bare = re.sub(r"^(chatcmpl|cmpl)-", "", name)
@@ -128,12 +111,9 @@ def external_ids(request_id: str) -> list[str]:
 
 
 def read_log(folder: str | os.PathLike[str]) -> tuple[Header, list[LoggedRequest]]:
-    """Read the logs of all workers in a folder and join the parts of each request.
-
-    Returns ``header``, ``requests``: what the logs have in common, and the requests in the order of
-    their first step. Raises InputError if there is no log, one is broken, or they are of different
-    models.
-    """
+    """Return what the logs of all workers in a folder have in common, and their requests, each
+    joined, in the order of their first step. Raises InputError if there is none, one is broken, or
+    models differ."""
     base = Path(folder)
     files = sorted(base.glob("steps-*.jsonl"), key=lambda file: (file.stat().st_mtime_ns, file))
     if not files:
@@ -149,7 +129,7 @@ def read_log(folder: str | os.PathLike[str]) -> tuple[Header, list[LoggedRequest
 
 
 #: ``rows`` and ``prompts`` as `StepLog.step` takes them, and the experts of the rows.
-Step = tuple[list[tuple[str, int, int]], dict[str, list[int]], NDArray[Any]]
+Step = tuple[list[tuple[str, int, int]], dict[str, list[int]], Array]
 
 
 class LogReader:
@@ -163,13 +143,10 @@ class LogReader:
         self._rows = 0
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps that were logged since the last call.
+        """Yield the steps that were logged since the last call; a line without an end is left for
+        the next.
 
-        A line without an end is left for the next call: the worker is writing it, or died while it
-        did.
-
-        Raises InputError if a file cannot be read or is no log of this version.
-        """
+        Raises InputError if a file cannot be read or is no log of this version."""
         rows = self.file.with_suffix(".ids")
         try:
             with self.file.open("rb") as lines, rows.open("rb") as ids:
@@ -217,7 +194,7 @@ class Gathered:
     def __init__(self) -> None:
         self.header: Header | None = None
         self._prompts: dict[str, list[int]] = {}
-        self._parts: dict[str, list[tuple[int, NDArray[Any]]]] = {}
+        self._parts: dict[str, list[tuple[int, Array]]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -225,10 +202,7 @@ class Gathered:
         return list(self._parts)
 
     def read(self, worker: LogReader) -> None:
-        """Add what a worker has logged since the last call.
-
-        Raises InputError if the log is broken or of another model than the others.
-        """
+        """Add what a worker has logged since the last call; raises InputError."""
         for rows, new, experts in worker.steps():
             for name, ids in new.items():
                 self._prompts.setdefault(_joint_name(name), ids)
@@ -266,7 +240,7 @@ def _joint_name(request_id: str) -> str:
 
 
 def _put_together(
-    name: str, prompt: list[int], pieces: list[tuple[int, NDArray[Any]]], header: Header
+    name: str, prompt: list[int], pieces: list[tuple[int, Array]], header: Header
 ) -> LoggedRequest:
     length = max(position + len(part) for position, part in pieces)
     experts = np.zeros((length, len(header.layers), header.top_k), dtype=header.dtype)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.capture.captured import CapturedRouting, describe_generation
 from eldr_sim.traces.routing.capture.collect import collect
@@ -56,16 +56,11 @@ def capture_vllm(
 ) -> CapturedRouting:
     """Generate from prompts with vLLM, in a process of its own, and record its experts.
 
-    The engine runs without prefix caching, because prompt tokens found in a cache are never
-    computed. Stops and the parameters not named here are as in `capture_transformers`.
-
-    Raises InputError if vLLM is missing, fails (its reason in one line), or returns no experts.
-
-    ``seed``: request ``i`` samples with ``seed + i``, independent of the others; ``method``:
-    ``engine`` needs the model runner V2 of vLLM, and so a GPU; ``progress``: called with the share
-    of the tokens done (with ``plugin``); ``engine``: more arguments of ``vllm.LLM``, such as
-    ``dtype``, ``tensor_parallel_size``, ``max_model_len``.
-    """
+    Without prefix caching, which computes no tokens; parameters as in `capture_transformers`.
+    Raises InputError if vLLM is missing, fails, or returns no experts. ``seed``: request ``i``
+    samples with ``seed + i``; ``method``: ``engine`` needs the model runner V2, and so a GPU;
+    ``progress``: called with the share of the tokens done (with ``plugin``); ``engine``: more
+    arguments of ``vllm.LLM``."""
     generation = describe_generation(max_new_tokens, temperature, seed, ignore_eos)
     if importlib.util.find_spec("vllm") is None:
         raise InputError("capture", "vLLM is not installed", _INSTALL)
@@ -174,15 +169,13 @@ def _from_arrays(
 
 
 def from_routed_experts(
-    arrays: Sequence[NDArray[Any]], prompt_len: Sequence[int], generated: Sequence[int]
+    arrays: Sequence[Array], prompt_len: Sequence[int], generated: Sequence[int]
 ) -> CapturedRouting:
     """Return the routing that vLLM returned as ``routed_experts``, in the order of its kernel.
 
-    ``arrays``: one a request, integers ``[tokens, decoder layers, top_k]``: every token that was
-    computed, that is all but the last one generated; ``prompt_len``, ``generated``: tokens of each
-    request. The caller fills in ``n_experts``, ``captured_by`` and ``tool_versions``. Raises
-    InputError if a request has more or fewer rows than tokens computed.
-    """
+    ``arrays``: one a request, integers ``[tokens, decoder layers, top_k]``, of every token but the
+    last one generated. The caller fills in ``n_experts``, ``captured_by`` and ``tool_versions``.
+    Raises InputError if a request has more or fewer rows than tokens computed."""
     for array, prompt, output in zip(arrays, prompt_len, generated, strict=True):
         if len(array) != prompt + output - 1:
             problem = (

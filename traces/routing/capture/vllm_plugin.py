@@ -1,14 +1,10 @@
 """vLLM plug-in: log the experts of every step while ``ELDR_SIM_CAPTURE`` names a folder.
 
-vLLM loads it in each of its processes through the entry-point group ``vllm.general_plugins``.
-Without the environment variable `register` returns at once and imports nothing. With it, the
-worker's model runner logs, after every step, what each MoE gate chose for which token of which
-request (`step_log`); ``eldr-sim trace capture collect`` makes a routing trace of the log.
-
-It works with vLLM's model runner V1 in eager mode (a replayed CUDA graph runs no Python), on one
-pipeline stage and one data-parallel rank, without speculative decoding; anything else stops the
-engine at start with one line that says so. Written against vLLM 0.32.
-"""
+vLLM loads it in each of its processes (``vllm.general_plugins``); without the variable `register`
+imports nothing. With it, the model runner logs after every step what each gate chose (`step_log`);
+``eldr-sim trace capture collect`` makes a trace of it. For vLLM's model runner V1 in eager mode (a
+replayed CUDA graph runs no Python), one pipeline stage and data-parallel rank, no speculative
+decoding; anything else stops the engine at start with one line. Written against vLLM 0.32."""
 
 import functools
 import os

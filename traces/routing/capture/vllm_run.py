@@ -1,13 +1,10 @@
-"""Run vLLM offline on a list of prompts, in a process of its own: ``python -m ... JOB``.
+"""Run vLLM offline on a list of prompts: ``python -m ... JOB``.
 
-It needs a process of its own: vLLM's workers import the main module of their parent again, and
-vLLM 0.32 on a CPU cannot start where numba has been imported, as the ``eldr-sim`` command does. So
-nothing that this module imports may import numba.
-
-``JOB`` is a JSON file with ``prompts`` (lists of token ids), ``engine`` (arguments of
-``vllm.LLM``) and ``sampling`` (arguments of ``vllm.SamplingParams``; request ``i`` adds ``i`` to
-the seed). Beside it ``outputs.json`` and, where vLLM returned experts, ``experts.npz`` are written.
-"""
+In a process of its own: vLLM's workers import the main module of their parent again, and vLLM 0.32
+on a CPU cannot start where numba has been imported, so nothing here may import numba. ``JOB`` is a
+JSON file with ``prompts`` (lists of token ids), ``engine`` (arguments of ``vllm.LLM``) and
+``sampling`` (of ``vllm.SamplingParams``; request ``i`` adds ``i`` to the seed). ``outputs.json``
+and, where vLLM returned experts, ``experts.npz`` are written beside it."""
 
 import json
 import sys

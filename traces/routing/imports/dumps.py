@@ -1,14 +1,9 @@
 """Recordings that name no requests or domains: engines' dumps and logs by layer (docs/formats.md).
 
-SGLang's recorder holds forward passes; which request a token belongs to follows from its position,
-see `_Passes`, and physical experts become logical ones by the map in the file. llama.cpp computes
-the last layer for the tokens whose output is asked for only: where that layer has fewer tokens, it
-is left out.
-
-Tensors in ``torch.save`` files are read without torch and without running what they hold. A file of
-torch 1.6 or later is a zip archive of ``data.pkl`` and of one raw file a storage. The pickle may
-name tensors, storages and plain containers only; anything else is refused.
-"""
+SGLang's recorder holds forward passes; which request a token belongs to follows from its position
+(`_Passes`), and physical experts become logical ones by the file's map. llama.cpp's last layer is
+left out where it has fewer tokens. Tensors in ``torch.save`` files (a zip of ``data.pkl`` and raw
+storages) are read without torch; a pickle may name tensors, storages and plain containers only."""
 
 import csv
 import json
@@ -21,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
 from eldr_sim.traces.routing.gate_scores import GateScores
@@ -50,11 +45,7 @@ def is_torch_file(path: Path) -> bool:
 
 
 def load_tensors(path: Path) -> Any:
-    """Return what ``torch.save`` wrote, tensors as arrays.
-
-    Raises InputError if it cannot be read, is no such file, or holds other than tensors, numbers,
-    strings and plain containers.
-    """
+    """Return what ``torch.save`` wrote, tensors as arrays; raises InputError for other things."""
     try:
         with zipfile.ZipFile(path) as archive:
             name = next((n for n in archive.namelist() if n.split("/")[-1] == "data.pkl"), None)
@@ -85,15 +76,15 @@ class _Unpickler(pickle.Unpickler):
             return name
         raise InputError("file", f"holds {module}.{name}", "tensors and plain values")
 
-    def persistent_load(self, pid: Any) -> NDArray[Any]:
+    def persistent_load(self, pid: Any) -> Array:
         _, kind, key, _, size = pid
         raw = self._archive.read(f"{self._folder}data/{key}")
         return np.frombuffer(raw, _STORAGES[kind], count=size)
 
 
 def _tensor(
-    storage: NDArray[Any], offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any
-) -> NDArray[Any]:
+    storage: Array, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any
+) -> Array:
     """Return a tensor's values; ``stride`` counts elements."""
     last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if min(shape, default=1) > 0 and not 0 <= offset <= last < len(storage):
@@ -112,12 +103,12 @@ class ImportedRouting:
     """Chosen experts as another tool recorded them."""
 
     #: Integers ``[tokens, layers, top_k]``, the requests' rows one after the other.
-    experts: NDArray[Any]
+    experts: Array
     request_id: list[str]  #: strings, one a request
     domain: list[str] | None  #: strings, one a request; None where the file knows no domains
     #: ``prompt_len``, ``output_len``: int64, one a request.
-    prompt_len: NDArray[np.int64]
-    output_len: NDArray[np.int64]
+    prompt_len: Ints
+    output_len: Ints
     domains: list[str]  #: the domains' names in order
     #: The phase of which tokens have rows, or ``both``; lengths of the other are those recorded.
     phase: Phase = "both"
@@ -132,7 +123,7 @@ _MOE_TRACE = ("phase", "token", "layer", "rank", "expert")
 _EXTEND, _DECODE = 1, 2  #: values of SGLang's ForwardMode
 
 #: Expert ids ``[tokens, layers, top_k]`` and how many of the tokens are of the prompt.
-Request = tuple[NDArray[Any], int]
+Request = tuple[Array, int]
 
 
 def _gathered(
@@ -204,7 +195,7 @@ def read_sglang(path: Path) -> ImportedRouting:
     return _gathered(names, requests, "both", n_experts=experts or None, ranked=True, notes=notes)
 
 
-def _recorded(ids: NDArray[Any], where: str) -> tuple[NDArray[np.int64], int]:
+def _recorded(ids: Array, where: str) -> tuple[Ints, int]:
     """Return the MoE layers and top-k of a pass: other layers and slots were never written."""
     used = ids.max(axis=1) > 0  # [layers, slots]
     layers = np.flatnonzero(used.any(axis=1))
@@ -218,10 +209,10 @@ class _Tracked:
 
     def __init__(self, start: int) -> None:
         self.start = self.next = start
-        self.rows: list[NDArray[Any]] = []
+        self.rows: list[Array] = []
         self.prompt = 0
 
-    def extend(self, rows: NDArray[Any], is_prompt: bool) -> None:
+    def extend(self, rows: Array, is_prompt: bool) -> None:
         self.rows.append(rows)
         self.next += rows.shape[1]
         self.prompt += rows.shape[1] if is_prompt else 0
@@ -242,8 +233,7 @@ class _Passes:
     A batch keeps its order: requests leave it, and new ones join at its end. So the tokens of a
     decode pass belong to the running requests in order, each to the next one that waits for its
     position; requests passed over have finished. A prompt's chunk belongs to the request that waits
-    for its first position, or to a new one.
-    """
+    for its first position, or to a new one."""
 
     def __init__(self) -> None:
         self.requests: list[_Tracked] = []
@@ -266,7 +256,7 @@ class _Passes:
             allowed = f"{_EXTEND} (extend), {_DECODE} (decode)"
             raise InputError(where, f"forward_mode {record['forward_mode']}", allowed)
 
-    def _extend(self, ids: NDArray[Any], positions: list[int], lengths: list[int]) -> None:
+    def _extend(self, ids: Array, positions: list[int], lengths: list[int]) -> None:
         at = 0
         for n in lengths:
             begin = positions[at]
@@ -275,7 +265,7 @@ class _Passes:
             request.extend(ids[:, at : at + n], is_prompt=True)
             at += n
 
-    def _decode(self, ids: NDArray[Any], positions: list[int]) -> None:
+    def _decode(self, ids: Array, positions: list[int]) -> None:
         waiting = iter(self._running)
         still: list[_Tracked] = []
         for i, position in enumerate(positions):
@@ -328,7 +318,7 @@ def _read_files(
     return _gathered([file.stem for file in files], [read(f) for f in files], phase, **about)
 
 
-def _stacked(path: Path, by_layer: dict[int, list[list[int]]]) -> NDArray[Any]:
+def _stacked(path: Path, by_layer: dict[int, list[list[int]]]) -> Array:
     """Return ids ``[tokens, layers, top_k]`` of the lists of a layer's tokens."""
     last = max(by_layer, default=0)
     if len(by_layer) > 1 and len(by_layer[last]) < len(by_layer[min(by_layer)]):
@@ -374,8 +364,7 @@ def _moe_trace(path: Path) -> Request:
 
     Without token numbers, a run of rows of one layer is a batch of tokens: the continuation's runs
     are of one token, ``top_k`` rows each, and the shortest there are; longer ones are the prompt's,
-    whose last token counts as generated where it is a batch of its own.
-    """
+    whose last token counts as generated where it is a batch of its own."""
     rows = _rows(path)
     header = next(rows, (0, [""]))[1]
     numbered = tuple(header) == _MOE_TRACE

@@ -1,9 +1,8 @@
-"""Formats that `import_trace` reads: chosen experts, as other tools record them.
+"""Formats that `import_trace` reads (docs/formats.md): chosen experts, as other tools record them.
 
-docs/formats.md describes them. A request's rows are contiguous, the prompt first, and requests
-follow each other in order. Engines return no row for the token generated last: no forward pass has
-read it. Recordings that name no requests or domains are read in `dumps`.
-"""
+A request's rows are contiguous, the prompt first. Engines return no row for the token generated
+last: no forward pass has read it. Recordings that name no requests or domains are read in
+`dumps`."""
 
 import base64
 import csv
@@ -17,28 +16,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from eldr_sim import inputs
+from eldr_sim.arrays import Array, Ints
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import (
-    ARRAY_LIMIT,
-    check_arrays,
-    load_arrays,
-    parse_json,
-    read_text,
-    reading,
-    regular_file,
-)
 from eldr_sim.parquet import read_table
 from eldr_sim.traces.routing.gate_scores import GateScores
-from eldr_sim.traces.routing.imports.dumps import (
-    ImportedRouting,
-    csv_format,
-    is_torch_file,
-    read_moe_beyond,
-    read_moe_trace,
-    read_sglang,
-)
+from eldr_sim.traces.routing.imports import dumps
 
 _NPZ_KEYS = (
     "topk", "request_id", "domain", "domain_names", "is_decode", "prompt_len", "output_len", "E",
@@ -48,28 +32,25 @@ _FINGERPRINT = ("req_id", "domain", "prompt_tokens", "routed_tokens", "token_off
 
 
 def detect_format(path: Path) -> str:
-    """Return the format of a file or folder, by its content.
-
-    Raises InputError if it is in none of them or cannot be read.
-    """
+    """Return the format of a file or folder, by its content; raises InputError if it has none."""
     if path.is_dir():
         if (path / "requests.csv").exists():
             return "fingerprint"
         if any(path.glob("*.pt")):
             return "sglang"
-        if (kind := csv_format(path)) is not None:
+        if (kind := dumps.csv_format(path)) is not None:
             return kind
         problem = "a folder without requests.csv, .pt files or CSV files of a known format"
         raise InputError(str(path), problem, "a file, or experts.npz with requests.csv")
-    with reading(str(path)), regular_file(path, str(path)).open("rb") as file:
+    with inputs.reading(str(path)), inputs.regular_file(path, str(path)).open("rb") as file:
         head = file.read(64)
     if head[:4] == b"PAR1":
         return "parquet"
     if head.lstrip()[:1] == b"{":
         return "routed_experts"
     if head[:2] == b"PK":
-        return "sglang" if is_torch_file(path) else "npz"
-    if (kind := csv_format(path)) is not None:
+        return "sglang" if dumps.is_torch_file(path) else "npz"
+    if (kind := dumps.csv_format(path)) is not None:
         return kind
     problem = "not a .npz archive, Parquet file, JSON lines, or CSV or .pt file of a known format"
     raise InputError(str(path), problem, ", ".join(READERS))
@@ -78,7 +59,7 @@ def detect_format(path: Path) -> str:
 # --- npz --------------------------------------------------------------------------------------
 
 
-def _read_npz(path: Path) -> ImportedRouting:
+def _read_npz(path: Path) -> dumps.ImportedRouting:
     bad, data = partial(InputError, str(path)), _load_npz(path, *_NPZ_KEYS)
     names = [str(name) for name in _listed(path, data, "domain_names", "OSU")]
     domain, prompt, output = (
@@ -111,7 +92,7 @@ def _read_npz(path: Path) -> ImportedRouting:
             "request_id, is_decode and topk do not follow prompt_len and output_len",
             "per request, its prompt rows, then its decode rows",
         )
-    return ImportedRouting(
+    return dumps.ImportedRouting(
         experts=data["topk"],
         request_id=[f"{names[d]}-{i:04d}" for i, d in enumerate(domain.tolist())],
         domain=[names[d] for d in domain.tolist()],
@@ -123,7 +104,7 @@ def _read_npz(path: Path) -> ImportedRouting:
     )
 
 
-def _listed(path: Path, data: Mapping[str, NDArray[Any]], key: str, kinds: str) -> NDArray[Any]:
+def _listed(path: Path, data: Mapping[str, Array], key: str, kinds: str) -> Array:
     """Return an array of one dimension, whose kind of numbers numpy names by one of ``kinds``."""
     values = data[key]
     if values.ndim != 1 or values.dtype.kind not in kinds:
@@ -132,7 +113,7 @@ def _listed(path: Path, data: Mapping[str, NDArray[Any]], key: str, kinds: str) 
     return values
 
 
-def _gate_scores(data: Mapping[str, NDArray[Any]], n_requests: int) -> GateScores | None:
+def _gate_scores(data: Mapping[str, Array], n_requests: int) -> GateScores | None:
     given = [key for key in _NPZ_OPTIONAL if key in data]
     if not given:
         return None
@@ -144,9 +125,9 @@ def _gate_scores(data: Mapping[str, NDArray[Any]], n_requests: int) -> GateScore
     return GateScores(requests, **sums)
 
 
-def _load_npz(path: Path, *keys: str) -> dict[str, NDArray[Any]]:
+def _load_npz(path: Path, *keys: str) -> dict[str, Array]:
     """Return arrays of an archive, which has those of ``keys``."""
-    arrays = load_arrays(path)
+    arrays = inputs.load_arrays(path)
     missing = [key for key in keys if key not in arrays]
     if missing:
         raise InputError(str(path), f"array {missing[0]} is missing", ", ".join(keys))
@@ -156,7 +137,7 @@ def _load_npz(path: Path, *keys: str) -> dict[str, NDArray[Any]]:
 # --- parquet ----------------------------------------------------------------------------------
 
 
-def _read_parquet(path: Path) -> ImportedRouting:
+def _read_parquet(path: Path) -> dumps.ImportedRouting:
     bad = partial(InputError, str(path))
     try:
         table = read_table(path)
@@ -196,7 +177,7 @@ def _read_parquet(path: Path) -> ImportedRouting:
         problem = f"row {wrong[0]} of request {name[wrong[0]]} breaks its order"
         raise bad(problem, "positions one by one; one prompt_len and domain a request")
     domains = [str(domain[i]) for i in begin.tolist()]
-    return ImportedRouting(
+    return dumps.ImportedRouting(
         experts=np.stack([_lists(path, table, layer) for layer in layers], axis=1),
         request_id=name[begin].tolist(),
         domain=domains,
@@ -207,15 +188,15 @@ def _read_parquet(path: Path) -> ImportedRouting:
     )
 
 
-def _integers(path: Path, table: pa.Table, name: str) -> NDArray[np.int64]:
+def _integers(path: Path, table: pa.Table, name: str) -> Ints:
     column = table.column(name)
     if not pa.types.is_integer(column.type):
         raise InputError(str(path), f"column {name} is {column.type}", "integers")
-    values: NDArray[np.int64] = column.to_numpy().astype(np.int64)
+    values: Ints = column.to_numpy().astype(np.int64)
     return values
 
 
-def _lists(path: Path, table: pa.Table, name: str) -> NDArray[Any]:
+def _lists(path: Path, table: pa.Table, name: str) -> Array:
     column = table.column(name).combine_chunks()
     kind = column.type
     listed = pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind)
@@ -228,24 +209,24 @@ def _lists(path: Path, table: pa.Table, name: str) -> NDArray[Any]:
         lengths = set(column.value_lengths().unique().to_pylist())
     if lengths != {top_k} or flat.null_count or not top_k:
         raise InputError(str(path), f"lists of column {name} differ in length or have nulls")
-    ids: NDArray[Any] = flat.to_numpy().reshape(-1, top_k)
+    ids: Array = flat.to_numpy().reshape(-1, top_k)
     return ids
 
 
 # --- routed_experts of vLLM and SGLang ---------------------------------------------------------
 
 
-def _read_routed_experts(path: Path) -> ImportedRouting:
-    ids: list[NDArray[Any]] = []
+def _read_routed_experts(path: Path) -> dumps.ImportedRouting:
+    ids: list[Array] = []
     names: list[str] = []
     domains: list[str] = []
     prompts: list[int] = []
-    lines = read_text(path, str(path), ARRAY_LIMIT).splitlines()
+    lines = inputs.read_text(path, str(path), inputs.ARRAY_LIMIT).splitlines()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         bad = partial(InputError, where := f"{path}:{number}")
-        entry = parse_json(line, where)
+        entry = inputs.parse_json(line, where)
         if not isinstance(entry, dict) or not isinstance(entry.get("domain"), str):
             raise bad("no domain", "an object with domain and routed_experts")
         rows, prompt = _of_prompt_and_answer(entry, where, path.parent)
@@ -261,7 +242,7 @@ def _read_routed_experts(path: Path) -> ImportedRouting:
     if not ids:
         raise InputError(str(path), "no requests")
     prompt_len = np.array(prompts, np.int64)
-    return ImportedRouting(
+    return dumps.ImportedRouting(
         experts=np.concatenate(ids),
         request_id=names,
         domain=domains,
@@ -271,9 +252,7 @@ def _read_routed_experts(path: Path) -> ImportedRouting:
     )
 
 
-def _of_prompt_and_answer(
-    entry: dict[str, Any], where: str, folder: Path
-) -> tuple[NDArray[Any], Any]:
+def _of_prompt_and_answer(entry: dict[str, Any], where: str, folder: Path) -> tuple[Array, Any]:
     """Return the rows of a request, and how many of them are of its prompt."""
     rows = _routed_rows(entry, "routed_experts", where, folder)
     for key, first, then in (
@@ -290,13 +269,13 @@ def _of_prompt_and_answer(
     return rows, entry.get("prompt_len", 0)
 
 
-def _routed_rows(entry: dict[str, Any], key: str, where: str, folder: Path) -> NDArray[Any]:
+def _routed_rows(entry: dict[str, Any], key: str, where: str, folder: Path) -> Array:
     value = entry.get(key)
     try:
         if isinstance(value, list):
             rows = np.array(value)
         elif isinstance(value, str) and value.endswith((".npy", ".npz")):
-            loaded = np.load(check_arrays(folder / value, where), allow_pickle=False)
+            loaded = np.load(inputs.check_arrays(folder / value, where), allow_pickle=False)
             rows = loaded if isinstance(loaded, np.ndarray) else loaded[loaded.files[0]]
         elif isinstance(value, str):
             data = base64.b64decode(value, validate=True)
@@ -326,12 +305,12 @@ def _routed_rows(entry: dict[str, Any], key: str, where: str, folder: Path) -> N
 # --- GPT-OSS expert fingerprints -----------------------------------------------------------------
 
 
-def _read_fingerprint(path: Path) -> ImportedRouting:
+def _read_fingerprint(path: Path) -> dumps.ImportedRouting:
     ids = _load_npz(path / "experts.npz", "experts")["experts"]
     file = path / "requests.csv"
     bad = partial(InputError, str(file))
     try:
-        with regular_file(file, str(file)).open(encoding="utf-8", newline="") as stream:
+        with inputs.regular_file(file, str(file)).open(encoding="utf-8", newline="") as stream:
             rows = list(csv.DictReader(stream))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise bad(f"cannot be read: {error}") from None
@@ -351,7 +330,7 @@ def _read_fingerprint(path: Path) -> ImportedRouting:
     domain = [row["domain"] for row in rows]
     cut = sum(row.get("finished") == "0" for row in rows)
     loops = sum(row.get("has_repetition") == "1" for row in rows)
-    return ImportedRouting(
+    return dumps.ImportedRouting(
         experts=ids,
         request_id=[row["req_id"] for row in rows],
         domain=domain,
@@ -367,13 +346,13 @@ def _read_fingerprint(path: Path) -> ImportedRouting:
     )
 
 
-READERS: dict[str, Callable[[Path], ImportedRouting]] = {
+READERS: dict[str, Callable[[Path], dumps.ImportedRouting]] = {
     "npz": _read_npz,
     "parquet": _read_parquet,
     "routed_experts": _read_routed_experts,
     "fingerprint": _read_fingerprint,
-    "sglang": read_sglang,
-    "moe_trace": read_moe_trace,
-    "moe_beyond": read_moe_beyond,
+    "sglang": dumps.read_sglang,
+    "moe_trace": dumps.read_moe_trace,
+    "moe_beyond": dumps.read_moe_beyond,
 }
 """Reader of each format; each raises InputError if what it reads is not of it."""

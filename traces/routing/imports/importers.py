@@ -37,17 +37,12 @@ def import_trace(
 ) -> RoutingTrace:
     """Import a file of chosen experts as a routing trace.
 
-    Raises InputError if the file is not of its format, a fraction or share is not within (0, 1),
-    the number of experts is unknown, the file has no generated tokens and ``prompt_share`` is None,
-    it has both and ``prompt_share`` is given, or ``out`` exists and may not be replaced.
-
-    ``path``: the file or folder; ``format``: one of `formats.READERS`; by default detected from the
-    content; ``n_experts``, ``domain``: experts per layer and domain of the requests, where the file
-    does not say; ``ranked``: the ids of a token stand in the gate's order, the highest score first;
-    ``prompt_share``: where the file has tokens of one phase only: the first share of each request's
-    that is to stand for its prompt, the rest for its generated tokens; ``notes``: what the file
-    says of itself is added; ``about``: more of `write_trace`, such as ``model``.
-    """
+    Raises InputError if the file is not of its format, a share is not within (0, 1), the number of
+    experts is unknown, generated tokens or ``prompt_share`` are missing or both given, or ``out``
+    may not be replaced. ``format``: of `formats.READERS`, detected by default; ``n_experts``,
+    ``domain``: where the file does not say; ``ranked``: ids stand in the gate's order;
+    ``prompt_share``: of tokens of one phase, how many stand for the prompt; ``notes``: what the
+    file says is added; ``about``: of `write_trace`."""
     check_fraction(calibration_fraction)
     source = Path(path)
     kind = format or detect_format(source)

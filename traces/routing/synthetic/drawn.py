@@ -1,9 +1,8 @@
 """The routing that a run replays where it names no trace: drawn for its model, kept in the cache.
 
-A recording of a served model has few requests or not its domains, and a trace of another model has
-other statistics (docs/synthetic.md compares them). So a run draws requests of the preset that is
-nearest to its model, in all its layers, for the domains that its workload has.
-"""
+A recording has few requests or not its domains, a trace of another model other statistics
+(docs/synthetic.md): a run draws requests of the preset nearest to its model, in all its layers, for
+its workload's domains."""
 
 import hashlib
 import json
@@ -47,11 +46,8 @@ class Shape:
 
 
 def nearest_preset(model: str, shape: Shape) -> str:
-    """Return the preset that a model's routing is drawn from.
-
-    Its own by name, or as the same model in another type of numbers; else that of the most similar
-    layers: experts and experts a token, by ratio.
-    """
+    """Return the preset that a model's routing is drawn from: its own, by name or in another type
+    of numbers; else that of the most similar layers: experts and experts a token, by ratio."""
     name = model.removesuffix("-FP8")
     if name in PRESETS:
         return name
@@ -68,13 +64,9 @@ def nearest_preset(model: str, shape: Shape) -> str:
 def drawn_trace(
     model: str, shape: Shape, domains: tuple[tuple[str, float], ...], *, band: Band = "middle"
 ) -> RoutingTrace:
-    """Draw the routing of a model, or open what was drawn before on this machine.
-
-    The calibration split lies apart, and is drawn when it is asked for.
-
-    ``model``, ``shape``: name and shape of the served model; ``domains``: domains and their
-    weights, see `domains.wanted_domains`; ``band``: where in the preset's band, see `presets`.
-    """
+    """Draw the routing of a model, or open what was drawn before on this machine; its calibration
+    split apart, when it is asked for. ``domains``: with weights (`wanted_domains`); ``band``: see
+    `presets`."""
     split = partial(_split, model, shape, domains, band=band)
     return replace(split("serving"), calibration_apart=partial(split, "calibration"))
 
@@ -124,10 +116,7 @@ def draw_served(
     output_len: int = OUTPUT_LEN,
     **more: Any,
 ) -> None:
-    """Draw as many requests as the default routing has, of domains by their weights.
-
-    ``more``: of `synthesize`.
-    """
+    """Draw as many requests as the default routing has; ``more``: of `synthesize`."""
     shares = [weights.get(name, 0.0) / sum(weights.values()) for name in model.domains]
     synthesize(
         model, folder, requests=SERVING, calibration=CALIBRATION, prompt_len=None,

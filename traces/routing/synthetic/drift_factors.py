@@ -1,13 +1,11 @@
-"""Directions in which the routing of a text drifts: principal components of its windows.
-
-What real windows choose beyond what their kinds of tokens and their request give moves in few
-directions, in all layers at once: four components hold 42% of its variance in gpt-oss-20b and 22%
-in Qwen3, twice what drifts that are independent by expert would give (docs/synthetic.md).
-"""
+"""Directions in which the routing of a text drifts: principal components of its windows. What these
+choose beyond their kinds of tokens and their request moves in few directions: four hold 42% of the
+variance in gpt-oss-20b and 22% in Qwen3 (docs/synthetic.md)."""
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.traces.routing.synthetic.token_kinds import count_groups
 
 FACTORS = 8  #: most directions: 16 and 32 change no statistic
@@ -16,21 +14,15 @@ _WINDOWS = 4096  #: most windows to take, evenly
 _TURNS = 8
 _USUAL = 0.4  #: loading of a direction that is told from the noise of a rare expert's counts
 
-Floats = NDArray[np.float64]
 
+def drift_factors(ids: NDArray[np.uint16], kind: Ints, kind_share: Floats, length: Ints) -> Floats:
+    """Find the directions of the drift of some requests, ``[factors, layers, experts]``: change of
+    log weight at a score of one deviation; zero without two windows of one request. The root mean
+    square of an expert's norm, weighted by load, is 1.
 
-def drift_factors(
-    ids: NDArray[np.uint16], kind: NDArray[np.int64], kind_share: Floats, length: NDArray[np.int64]
-) -> Floats:
-    """Find the directions of the drift of some requests, ``[factors, layers, experts]``.
-
-    Change of an expert's log weight at a score of one standard deviation; zero without two windows
-    of one request. The root of the mean square of an expert's norm, weighted by load, is 1.
-
-    ``ids``: ``[tokens, layers, top_k]``, requests one after the other; ``kind``: ``[tokens]``;
+    ``ids``: ``[tokens, layers, top_k]``, requests one after the other, of ``kind`` ``[tokens]``;
     ``kind_share``: ``[kinds, layers, experts]``: share of a kind's tokens that chose an expert;
-    ``length``: ``[requests]``, tokens of each.
-    """
+    ``length``: ``[requests]``."""
     layers, experts = kind_share.shape[1:]
     windows = length // WINDOW
     start = np.repeat(np.cumsum(length) - length, windows)
@@ -71,7 +63,7 @@ def _scaled(loading: Floats, share: Floats) -> Floats:
     return loading / size if size > 0 else loading
 
 
-def _without_mean(values: Floats, request: NDArray[np.int64]) -> Floats:
+def _without_mean(values: Floats, request: Ints) -> Floats:
     """Subtract the mean of each request, and restore the variance that this takes."""
     found, group, size = np.unique(request, return_inverse=True, return_counts=True)
     mean = np.zeros((len(found), values.shape[1]))

@@ -1,9 +1,8 @@
 """A generative model of routing: which experts the tokens of a request choose, layer by layer.
 
 A token chooses ``top_k`` distinct experts in each layer, one after the other, each with a
-probability proportional to its weight among those left (Plackett-Luce; the same as the ``top_k``
-largest of log weight plus Gumbel noise). So experts ranked first are the likeliest, as in a real
-gate. The logarithm of an expert's weight is a sum of terms::
+probability proportional to its weight among those left (Plackett-Luce; the ``top_k`` largest of log
+weight plus Gumbel noise). The logarithm of an expert's weight is a sum of terms::
 
     log w(l, e) = kinds[l, kind(t), e]          what kind of token this is, in all layers at once
                 + phase[p, l, e]                whether it is of the prompt or generated
@@ -13,23 +12,16 @@ gate. The logarithm of an expert's weight is a sum of terms::
                 + reuse[l]                      if the token before chose e in layer l
 
 A request's topic is one of ``topics``, drawn with its domain's chances from those of requests of
-about its length (what is asked for shortly and at length differs), not a point of a normal
-distribution: real requests come in clusters, and those of a cluster turn alike on the way. So a
-topic is a path: what it adds in each of some equal parts of a request, holding from one part's
-middle to the next with weights that change block by block. What two requests of a topic do not
-share is the drift and ``own``: independent by expert, it stands for the many small directions in
-which requests differ.
+about its length: real requests come in clusters, which turn alike on the way. So a topic is a path:
+what it adds in each of some equal parts of a request, blended from one part's middle to the next.
+What two requests of a topic do not share is the drift and ``own``, independent by expert. A token's
+kind is drawn from its topic's ``topic_kinds``, times ``succession[before, kind]``, and holds in all
+layers, since these read the same residual stream.
 
-The kind of a token is drawn from its topic's ``topic_kinds``, times ``succession[before, kind]``:
-how much likelier a kind is after another than it would be by chance. A kind holds in all layers:
-real tokens that choose alike in one layer do so in all, since layers read the same residual stream.
-
-The drift is ``sum_r a_r(t) loadings[r, l, e]``: a text turns in few directions, and all layers with
-it. If experts drifted independently, a prompt would foretell the experts of its generation far too
-well, since what moves would average out over them. Each score ``a_r`` is a sum of two
-autoregressive processes, one that decays over some tokens and one over some sentences, constant
-over blocks of `DRIFT_BLOCK` tokens.
-"""
+The drift is ``sum_r a_r(t) loadings[r, l, e]``: a text turns in few directions, all layers with it;
+drifting independently, a prompt would foretell the experts of its generation far too well. Each
+score ``a_r`` is a sum of two autoregressive processes, over some tokens and over some sentences,
+constant over blocks of `DRIFT_BLOCK` tokens."""
 
 import json
 import math
@@ -39,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import check_arrays, reading
 from eldr_sim.outputs import whole_file
@@ -49,14 +41,11 @@ DRIFT_BLOCK = 4  #: tokens over which the drift is constant
 
 _FORMAT = "eldr-sim routing model 4"
 
-Floats = NDArray[np.float64]
-
 
 @dataclass(frozen=True, eq=False)
 class RoutingModel:
     """Parameters of the generative model, see the module; L layers, E experts, K kinds, C topics of
-    P parts, R factors of the drift.
-    """
+    P parts, R factors of the drift."""
 
     top_k: int  #: experts that a token chooses in a layer
     domains: list[str]  #: domain names
@@ -66,17 +55,15 @@ class RoutingModel:
     topics: Floats  #: ``[C, P, L, E]``: what a topic adds in each part of a request
     #: ``[C, K]``: share of a topic's tokens that are of each kind; rows sum to 1.
     topic_kinds: Floats
-    topic_tokens: NDArray[np.int64]  #: ``[C]``: tokens of the request in which a topic was found
+    topic_tokens: Ints  #: ``[C]``: tokens of the request in which a topic was found
     domain_topics: Floats  #: ``[D, C]``: chance of a topic in a domain's requests; rows sum to 1
     loadings: Floats  #: ``[R, L, E]``: directions of the drift
-    #: ``drift_sd``, ``drift_tokens``: ``[2]`` each: standard deviation of a process of the drift's
-    #: scores, and the tokens after which its autocorrelation has fallen to 1/e.
+    #: ``[2]``: standard deviation of a process of the drift's scores, and its tokens to 1/e.
     drift_sd: Floats
     drift_tokens: Floats
     reuse: Floats  #: ``[L]``: added for an expert that the token before chose
     own: Floats  #: ``[]``: standard deviation of what a request adds of its own
-    #: Description and origin of the model: ``model``, ``source``, and mean lengths ``prompt_len``
-    #: and ``output_len`` for traces that name none.
+    #: ``model``, ``source``, and mean lengths ``prompt_len``, ``output_len`` where none are named.
     facts: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -131,10 +118,7 @@ class RoutingModel:
         return np.asarray(self.topic_kinds.mean(axis=0))
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write the model as a NumPy archive, whole or not at all; log weights as float16.
-
-        Raises InputError if the file exists and ``force`` is false, or cannot be written.
-        """
+        """Write the model as a NumPy archive, log weights as float16; raises InputError."""
         target = Path(path)
         if target.exists() and not force:
             raise InputError("out", f"{target} exists", "a new file, or --force")
@@ -151,10 +135,7 @@ class RoutingModel:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "RoutingModel":
-        """Read a model that `save` wrote.
-
-        Raises InputError if the file cannot be read or is not such a model.
-        """
+        """Read a model that `save` wrote; raises InputError if the file is not such a model."""
         names = [f.name for f in fields(cls)]
         with reading(str(path), "is no routing model", "what trace fit-synthetic writes"):
             with np.load(check_arrays(path, str(path)), allow_pickle=False) as archive:

@@ -1,33 +1,22 @@
 """Fitting a `RoutingModel` to a trace.
 
-Kinds are clusters of its tokens (`token_kinds`), topics its requests: what the share of a request's
-tokens that chose an expert has beyond what the kinds of its tokens would give. The log weights that
-yield these shares have no closed form, so they are matched by simulation: draw a twin of the trace
-(the same topics and lengths), count both in the same way, correct every parameter by the difference
-in its own statistic, and repeat.
-
-============== ==================================================================
-parameter      statistic
-============== ==================================================================
-kinds          share of a kind's tokens that chose an expert
-topics         the same of each part of a request, as far as it lasts (`_Between`)
-phase          the same of prompts and of generated tokens
-reuse          share of a token's experts that the token before chose, by layer
-drift_sd       how that share falls from 2 to 16 tokens apart, and from 16 to 64
-============== ==================================================================
-
-The directions of the drift are found beforehand (`drift_factors`); what a
-request adds of its own is fitted last, to the share of the variance beyond 16 components.
-"""
+Kinds are clusters of its tokens (`token_kinds`), topics its requests, drift directions are found
+beforehand (`drift_factors`). The rest is matched by simulation: draw a twin of the trace (the same
+topics and lengths), count both alike, correct every parameter by its own statistic, and repeat:
+``kinds`` by the share of a kind's tokens that chose an expert; ``topics`` by that of each part of a
+request, as far as it lasts (`_Between`); ``phase`` by that of prompts and of generated tokens;
+``reuse`` by the share of a token's experts that the token before chose; ``drift_sd`` by how that
+falls from 2 to 16 tokens apart, and from 16 to 64. What a request adds of its own comes last, by
+the share of the variance beyond 16 components."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
 from eldr_sim.traces.routing.format import RoutingTrace
@@ -37,8 +26,6 @@ from eldr_sim.traces.routing.synthetic.model import RoutingModel
 from eldr_sim.traces.routing.synthetic.moments import Requests
 from eldr_sim.traces.routing.synthetic.sampler import sample_kinds_and_experts
 from eldr_sim.traces.routing.synthetic.token_kinds import count_groups, token_kinds
-
-Floats = NDArray[np.float64]
 
 TOPICS = 256  #: most requests to fit, the same share of every domain; each makes a topic
 KINDS = 64  #: most kinds of tokens
@@ -94,36 +81,36 @@ class _Real:
     """The tokens that a model is fitted to, and their statistics."""
 
     ids: NDArray[np.uint16]
-    prompt_len: NDArray[np.int64]
-    output_len: NDArray[np.int64]
-    domain: NDArray[np.int64]
-    kind: NDArray[np.int64]
+    prompt_len: Ints
+    output_len: Ints
+    domain: Ints
+    kind: Ints
     n_experts: int
 
     @property
-    def request(self) -> NDArray[np.int64]:
+    def request(self) -> Ints:
         return np.repeat(np.arange(len(self.domain)), self.prompt_len + self.output_len)
 
     @property
-    def part(self) -> NDArray[np.int64]:
+    def part(self) -> Ints:
         """Which part of its request a token is of."""
         length = self.prompt_len + self.output_len
         place = np.arange(len(self.ids)) - np.repeat(np.cumsum(length) - length, length)
         return np.asarray(place * PARTS // length.repeat(length), dtype=np.int64)
 
     @property
-    def long(self) -> NDArray[np.int64]:
+    def long(self) -> Ints:
         """Requests of whose parts something is known; all where those are too few."""
         length = self.prompt_len + self.output_len
         found = np.flatnonzero(length >= LONG)
         return found if len(found) >= 8 else np.arange(len(length))
 
     @property
-    def phase(self) -> NDArray[np.int64]:
+    def phase(self) -> Ints:
         lengths = np.stack([self.prompt_len, self.output_len], axis=1).ravel()
         return np.tile(np.arange(2), len(self.domain)).repeat(lengths)
 
-    def counts(self, ids: NDArray[Any], group: NDArray[np.int64], groups: int) -> Floats:
+    def counts(self, ids: Array, group: Ints, groups: int) -> Floats:
         return count_groups(ids, group, groups, self.n_experts)
 
 
@@ -134,12 +121,9 @@ def fit_routing_model(
     rounds: int | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> RoutingModel:
-    """Fit a generative model to requests of a trace, of both splits.
-
-    ``seed``: seed of the clusters and of the twins; ``rounds``: twins to draw, `ROUNDS` by default;
-    ``progress``: called with the share done. Raises InputError if a domain has no request, or the
-    trace no prompt rows.
-    """
+    """Fit a generative model to requests of a trace, of both splits, by ``rounds`` twins; ``seed``:
+    of clusters and twins. Raises InputError if a domain has no request, or the trace no prompt
+    rows."""
     trace.require_prompts("synthetic models")
     absent = np.setdiff1d(np.arange(len(trace.domains)), trace.domain)
     if len(absent):
@@ -202,16 +186,14 @@ def _in_few(pairs: Floats) -> float:
     return float(values[:16].sum() / values.sum())
 
 
-def _twin(model: RoutingModel, real: _Real, seed: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+def _twin(model: RoutingModel, real: _Real, seed: int) -> tuple[Ints, Array]:
     every = np.arange(len(real.domain))
     return sample_kinds_and_experts(model, every, real.prompt_len, real.output_len, seed)
 
 
 def _log_weight(share: Floats) -> Floats:
-    """Return the log weights at which experts are chosen by the given shares of the tokens.
-
-    An exponential race over a unit of time picks expert e with chance ``1 - exp(-w_e)``.
-    """
+    """Return the log weights at which experts are chosen by given shares of the tokens: an
+    exponential race over a unit of time picks expert e with chance ``1 - exp(-w_e)``."""
     return np.asarray(np.log(-np.log1p(-np.clip(share, 1e-5, 0.97))))
 
 
@@ -233,15 +215,13 @@ class _Statistics:
     reuse: Floats
 
     @classmethod
-    def of(cls, real: _Real, ids: NDArray[Any], kind: NDArray[np.int64]) -> "_Statistics":
+    def of(cls, real: _Real, ids: Array, kind: Ints) -> "_Statistics":
         """Measure the real tokens or a twin's; groups of equal size, that of the real tokens."""
         ids = np.ascontiguousarray(ids, dtype=np.uint16)
         total = real.counts(real.ids, np.zeros(len(real.ids), np.int64), 1) / len(real.ids)
         n_kinds = int(real.kind.max()) + 1
 
-        def shares(
-            group: NDArray[np.int64], like: NDArray[np.int64], n: int, prior: float
-        ) -> Floats:
+        def shares(group: Ints, like: Ints, n: int, prior: float) -> Floats:
             size = np.bincount(like, minlength=n)[:, None, None]
             scale = size / np.maximum(np.bincount(group, minlength=n), 1)[:, None, None]
             counts = real.counts(ids, group, n) * scale + prior * total
@@ -313,8 +293,7 @@ def _corrected(
     """Move every parameter by the difference in its own statistic."""
 
     def gap(want: Floats, have: Floats) -> Floats:
-        # Newton's step, linear in what was drawn: the logarithm of a rare expert's share, which
-        # depends on a few tokens of one twin, is too low on average.
+        # Newton's step, linear in what was drawn: a rare expert's logarithm is too low on average.
         share = np.clip(want, 1e-5, 0.97)
         return np.clip((share - np.clip(have, 1e-5, 0.97)) / _slope(share), -2.0, 1.0)
 
@@ -338,12 +317,9 @@ def _corrected(
 
 @dataclass(frozen=True, eq=False)
 class _Between:
-    """What requests differ by, and how much of it lasts for a whole request.
-
-    The counts of a request hold chance and drift, too, which its parts do not share. So the
-    directions are principal components of the covariance of neighbouring parts (as in
-    `request_spectrum`), and a factor on each is corrected until twins vary as much along it.
-    """
+    """What requests differ by, and how much of it lasts for a whole request: principal components
+    of the covariance of neighbouring parts, which share no chance or drift, with a factor on each,
+    corrected until twins vary as much."""
 
     mean: Floats  #: ``[PARTS, layers, experts]``: mean share over requests
     directions: Floats  #: ``[components, layers, experts]``, unit vectors
@@ -365,8 +341,7 @@ class _Between:
         """Correct the factors by the variances of a twin.
 
         In short requests both parts drift alike, in directions of their own: what twins vary
-        beyond the real directions is taken from those, so that all in all they vary as much.
-        """
+        beyond the real directions is taken from those, so that all in all they vary as much."""
         have = _variances(drawn.pairs, self.directions)
         want = self.variance.copy()
         if len(want) > 1:
@@ -413,7 +388,7 @@ def _odds(share: Floats) -> Floats:
 
 
 @njit()
-def _shared(ids: NDArray[Any], request: NDArray[np.int64], lag: int, out: Floats) -> int:
+def _shared(ids: Array, request: Ints, lag: int, out: Floats) -> int:
     """Add up, by layer, experts that a token shares with that so far before; return the pairs."""
     pairs = 0
     for t in range(lag, len(ids)):

@@ -1,15 +1,12 @@
-"""Statistics of requests by which a trace and its synthetic twin are compared.
-
-All are taken over the prompts and the generated tokens of all requests, so that a trace and its
-synthetic twin of the same requests have the same counting errors.
-"""
+"""Statistics of requests by which a trace and its synthetic twin are compared, over all prompts and
+generated tokens, so that both have the same counting errors."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Floats, Ints
 from eldr_sim.jit import njit
 from eldr_sim.traces.routing.synthetic.token_kinds import count_groups
 
@@ -17,19 +14,16 @@ BLOCK = 16  #: tokens of a block
 #: Distances, in blocks of `BLOCK` tokens, at which a request is compared with itself.
 LAGS = (1, 2, 4, 8)
 
-Floats = NDArray[np.float64]
-
 
 @dataclass(frozen=True, eq=False)
 class Requests:
     """Rows of the tokens of some requests."""
 
-    domain: NDArray[np.int64]  #: ``[n]``, index of the domain
-    #: ``first_row``, ``prompt_len``, ``output_len``: ``[n]``: row of the first prompt token;
-    #: tokens.
-    first_row: NDArray[np.int64]
-    prompt_len: NDArray[np.int64]
-    output_len: NDArray[np.int64]
+    domain: Ints  #: ``[n]``, index of the domain
+    #: ``[n]``: row of the first prompt token; tokens.
+    first_row: Ints
+    prompt_len: Ints
+    output_len: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,18 +33,14 @@ class Moments:
     chosen: Floats  #: ``[2, D, L, E]``: prompt and generated tokens that chose an expert
     tokens: Floats  #: ``[2, D]``: prompt and generated tokens
     reuse: Floats  #: ``[L]``: share of a token's experts that the token before it chose too
-    #: ``[2, L]``: information of a token's expert about its experts one and two layers on, beyond
-    #: what follows from its request: the mutual information of two experts drawn at random from the
-    #: token's two sets, less that of two drawn from the sets of two tokens of the request. NaN
-    #: where there is no such layer.
+    #: ``[2, L]``: mutual information of two experts drawn from a token's sets one and two layers
+    #: apart, less that of sets of two tokens of the request; NaN where there is no such layer.
     coupling_bits: Floats
-    #: ``[len(LAGS), D, L]``: how much more two blocks of one request at that distance overlap than
-    #: blocks of two requests of the domain. With ``x`` the deviation of a block's shares of tokens
-    #: from the domain's ``m`` (of the phase, or both where it mixes them), it is the mean of
-    #: ``sum_e x x'`` over ``sum_e m m``; NaN where no request is long enough.
+    #: ``[len(LAGS), D, L]``: how much more two blocks of a request overlap than of two requests of
+    #: the domain: the mean of ``sum_e x x'`` over ``sum_e m m``, with ``x`` the deviation of a
+    #: block's shares from the domain's ``m``; NaN where no request is long enough.
     self_overlap: Floats
-    #: ``prompt_share``, ``decode_share``: float32 ``[n, L, E]``: share of a request's prompt or
-    #: generated tokens that chose it.
+    #: float32 ``[n, L, E]``: share of a request's prompt or generated tokens that chose it.
     prompt_share: NDArray[np.float32]
     decode_share: NDArray[np.float32]
 
@@ -61,11 +51,8 @@ class Moments:
         return np.asarray(load.max(axis=1) / load.mean(axis=1))
 
 
-def measure(experts: NDArray[Any], requests: Requests, n_domains: int, n_experts: int) -> Moments:
-    """Measure some requests of a trace.
-
-    ``experts``: ``[tokens, layers, top_k]``; ``requests``: where the requests lie in it.
-    """
+def measure(experts: Array, requests: Requests, n_domains: int, n_experts: int) -> Moments:
+    """Measure ``requests`` of a recording ``[tokens, layers, top_k]``."""
     n, (_, layers, top_k) = len(requests.domain), experts.shape
     prompt = np.empty((n, layers, n_experts), np.float32)
     decode = np.empty_like(prompt)
@@ -120,10 +107,7 @@ def information(joint: Floats) -> Floats:
 
 
 def _self_overlap(
-    experts: NDArray[Any],
-    spans: list[tuple[int, int, int]],
-    domain: NDArray[np.int64],
-    mean: Floats,
+    experts: Array, spans: list[tuple[int, int, int]], domain: Ints, mean: Floats
 ) -> Floats:
     n_domains, layers, n_experts = mean.shape[1:]
     total = np.zeros((len(LAGS), n_domains, layers))
@@ -147,9 +131,7 @@ def _self_overlap(
 
 
 @njit()
-def _count(
-    experts: NDArray[Any], prompt: int, counts: Floats, shared: Floats, joint: Floats
-) -> None:
+def _count(experts: Array, prompt: int, counts: Floats, shared: Floats, joint: Floats) -> None:
     """Add up the choices of one request by phase, their repetition, and pairs of layers."""
     tokens, layers, top_k = experts.shape
     for t in range(tokens):

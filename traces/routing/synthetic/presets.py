@@ -1,26 +1,21 @@
 """Fitted routing models that come with the package, and presets of known models made of them.
 
-A preset inherits from the real model that is nearest among the fitted ones: its layers and experts
-are reshaped (`reshape`), and its requests get the eight domains of the workloads. How much of what
-requests differ by is their domain's is known of no served model, so each preset is a band:
+A preset inherits from the nearest fitted model: its layers and experts are reshaped (`reshape`),
+and its requests get the eight domains of the workloads. How much of what requests differ by is
+their domain's is known of no served model, so each preset is a band:
 
 low
-    The domains' part is what the label of all eight recorded domains of gpt-oss-20b explains (25%
-    of the variance between requests); of languages nothing is recorded, and here nothing is theirs.
+    As the label of all eight recorded domains of gpt-oss-20b explains (25% of the variance between
+    requests); of languages nothing is recorded, and here nothing is theirs.
 middle
     As recorded of the four domains of the task workload (34%, 152 requests of gpt-oss-20b);
-    languages have as much less as batches of one language save less than batches of one task in
-    ELDR's Fig. 4 (6.5 of 19%: 12%).
+    languages as much less as in ELDR's Fig. 4 (6.5 of 19%: 12%).
 high
-    As published: batches of one domain activate as many experts fewer than mixed ones as in the
-    paper's Fig. 4 (ELDR, section 3.4: 17-21% task, 3-10% language, over batch 32 to 128 and three
-    models), or as near to it as the preset comes.
+    As published: batches of one domain activate as many experts fewer than mixed ones as in ELDR's
+    Fig. 4 (section 3.4: 17-21% task, 3-10% language), or as near to it as the preset comes.
 
-All else, the spectrum within domains included, is that of the recording which the preset inherits
-from. No gain of a policy, simulated or measured, went into the band.
-
-Where the inherited fit is to few requests, the ends also differ in how much requests differ at all
-(docs/synthetic.md).
+All else is the recording's that the preset inherits from; no gain of a policy went into the band.
+Where the fit is to few requests, ends also differ in how much requests differ (docs/synthetic.md).
 """
 
 import math
@@ -31,13 +26,8 @@ from typing import Literal, get_args
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.texts import DOMAIN_MIXES
+from eldr_sim.traces.routing.synthetic import reshape
 from eldr_sim.traces.routing.synthetic.model import RoutingModel
-from eldr_sim.traces.routing.synthetic.reshape import (
-    scaled,
-    with_domains,
-    with_experts,
-    with_layers,
-)
 
 Band = Literal["low", "middle", "high"]  #: where in its band a preset is drawn; see the module
 
@@ -65,8 +55,7 @@ def fitted_path(name: str) -> Path:
 class Parameters:
     """Changes to a fitted model; see `reshape`."""
 
-    #: Part of what requests differ by that is their domain's, 0 to 1; of all domains but those of
-    #: the language mix.
+    #: Part of what requests differ by that is their domain's, 0 to 1, but of the language mix.
     task: float
     language: float  #: the same for domains of the language mix
     popularity: float = 1.0  #: power to which the experts' shares of the load are raised
@@ -84,10 +73,7 @@ class Parameters:
                 raise InputError(own.name, f"got {value}", allowed)
 
     def replaced(self, values: Mapping[str, float]) -> "Parameters":
-        """Return the parameters with some of them replaced.
-
-        Raises InputError if there is no such parameter or the value is out of range.
-        """
+        """Return the parameters with some replaced; raises InputError."""
         names = [own.name for own in fields(self)]
         for name in values:
             if name not in names:
@@ -99,8 +85,7 @@ class Parameters:
 class Preset:
     """Shape of a model, and what it inherits."""
 
-    #: ``n_layers``, ``n_experts``, ``top_k``: moE layers, routed experts a layer, experts a token
-    #: chooses; see kernel_profiles.
+    #: MoE layers, routed experts a layer, experts a token chooses; see kernel_profiles.
     n_layers: int
     n_experts: int
     top_k: int
@@ -143,9 +128,8 @@ _LITE_FIGURES = "load and distinct experts measured of DeepSeek-V2-Lite-Chat"
 _MIXTRAL = {"popularity": 0.0, "kinds": 0.35, "topics": 0.0, "reuse": 0.0}
 _MIXTRAL_COUNTS = "load counted of Mixtral-8x7B by layer and domain (allenai/OLMoE)"
 
-#: Factors on topics at the ends of a band whose fit is to 22 requests: fits to so many of
-#: gpt-oss-20b's scatter by 12% in what requests differ by and in what signatures save, about a mean
-#: that lies 28% above the fit to all, see docs/synthetic.md.
+#: Factors on topics at the ends of a band of 22 requests: such fits to gpt-oss-20b's scatter by 12%
+#: about a mean 28% above the fit to all (docs/synthetic.md).
 _FEW = 0.87, 1.07
 
 
@@ -190,12 +174,9 @@ def preset_model(
 ) -> RoutingModel:
     """Make a model of one of `PRESETS`, of another shape or with other `Parameters` where given.
 
-    Raises InputError if there is no such preset or parameter, or the shape is not possible.
-
-    ``domains``: by default those of the workloads ``task`` and ``language``; ``settings``: values
-    of `Parameters`, by name, on top of ``band``; ``seed``: of which topics domains have, and of
-    permutations of experts.
-    """
+    ``domains``: by default those of ``task`` and ``language``; ``settings``: values of
+    `Parameters`, on top of ``band``; ``seed``: of which topics domains have, and of permutations.
+    Raises InputError."""
     if name not in PRESETS:
         raise InputError("preset", f"{name!r} is none", ", ".join(PRESETS))
     preset = PRESETS[name]
@@ -210,10 +191,10 @@ def preset_model(
             raise InputError(option, f"got {value}", "at least 1")
     as_is = not settings and wanted == (preset.n_layers, preset.n_experts, preset.top_k)
     factors = {k: v for k, v in asdict(parameters).items() if k not in ("task", "language")}
-    model = scaled(fitted_model(preset.fitted), **factors)
-    model = with_layers(with_experts(model, *wanted[1:], seed), wanted[0], seed)
+    model = reshape.scaled(fitted_model(preset.fitted), **factors)
+    model = reshape.with_layers(reshape.with_experts(model, *wanted[1:], seed), wanted[0], seed)
     parts = {d: parameters.language if d in language else parameters.task for d in names}
-    model = with_domains(model, parts, seed)
+    model = reshape.with_domains(model, parts, seed)
     tuned = f"; tuned to {preset.tuned_to}" if preset.tuned_to else ""
     changed = "" if as_is else "; changed by hand, tuned to nothing"
     source = (

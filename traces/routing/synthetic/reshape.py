@@ -6,29 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
-from eldr_sim.traces.routing.synthetic.model import Floats, RoutingModel
+from eldr_sim.traces.routing.synthetic.model import RoutingModel
 from eldr_sim.traces.streams import stream
 
 LONG, MANY = 96, 64  #: tokens of a request that tell a topic's four parts, and topics that are many
 #: Topics made of few, and the weight of the first of two: six fits to 22 of gpt-oss-20b's requests,
-#: so blended, have the families of its whole recording and save as much as that, by an oracle and
-#: by signatures (docs/synthetic.md).
+#: so blended, have the families and savings of all (docs/synthetic.md).
 BLENDS, BLEND = 256, 0.8
 _CENTRES, _LAYERS = 32, 6
 _BALANCING_TURNS, _BALANCING_TOPICS = 6, 24
 
 
 def with_layers(model: RoutingModel, n_layers: int, seed: int = 0) -> RoutingModel:
-    """Return a model of another depth.
-
-    Layer ``i`` takes the parameters of layer ``floor(i L / n_layers)`` of the present L. Its
-    experts are permuted at random (``seed``), so that layers of one origin have the same statistics
-    but not the same experts.
-    """
+    """Return a model of another depth: layer ``i`` is ``floor(i L / n_layers)`` of the present L,
+    its experts permuted at random, so that layers of one origin have the same statistics but not
+    the same experts."""
     if n_layers < 1:
         raise InputError("layers", f"got {n_layers}", "at least 1")
     within("layers", n_layers, 1024)
@@ -53,11 +49,9 @@ def with_layers(model: RoutingModel, n_layers: int, seed: int = 0) -> RoutingMod
 def with_experts(model: RoutingModel, n_experts: int, top_k: int, seed: int = 0) -> RoutingModel:
     """Return a model of another width and top-k.
 
-    Wider layers hold the experts of several present layers side by side: each has its own
-    preferences, and a token of one kind and topic favours experts in all of them, as it did. Each
-    present layer brings the same total weight. Surplus experts are left out at random (``seed``).
-    Topics are scaled until requests differ as much as they did, in shares of a token's experts.
-    """
+    Wider layers hold the experts of several present layers side by side, each of the same total
+    weight; surplus experts are left out at random. Topics are scaled until requests differ as much,
+    in shares of a token's experts."""
     for name, value in (("experts", n_experts), ("top_k", top_k)):
         if value < 1:
             raise InputError(name, f"got {value}", "at least 1")
@@ -136,20 +130,16 @@ def _first_chance(model: RoutingModel) -> Floats:
 
 
 def with_domains(model: RoutingModel, parts: Mapping[str, float], seed: int = 0) -> RoutingModel:
-    """Return a model with other domains, which explain given parts of what requests differ by.
+    """Return a model with other domains, which explain given ``parts`` of what requests differ by,
+    0 to 1.
 
-    A domain prefers topics that are like one of them, its centre: chances are proportional to
-    ``exp(k cos)`` with the cosine of what the topic's and the centre's requests choose, about the
-    mean. ``k`` is such that within domains of the same part the rest of the variance between topics
-    remains, and of some centres those are taken with which all of it remains over these domains.
+    A domain prefers topics that are like one, its centre: chances are proportional to ``exp(k
+    cos)`` with the cosine of what both choose, about the mean; ``k`` leaves the rest of the
+    variance within domains of the same part, and centres are taken with which all of it remains.
 
-    Topics of requests of fewer than `LONG` tokens are left out where there are `MANY` others. Where
+    Topics of requests of fewer than `LONG` tokens are left out where there are `MANY` others; where
     there are few, they are blended two and two, ``a b + sqrt(1 - a^2) c`` with ``a`` `BLEND`, and
-    the kinds of their tokens likewise, by logarithms of shares.
-
-    ``parts``: part by name of the domain, 0 (its requests are as any) to 1 (all of one topic);
-    ``seed``: seed of centres and blends.
-    """
+    their kinds likewise, by logarithms of shares."""
     for name, value in parts.items():
         if not 0 <= value <= 1:
             raise InputError(name, f"got {value}", "0 to 1")
@@ -234,12 +224,11 @@ def _preferences(
     return best
 
 
-def _profiles(model: RoutingModel, topics: NDArray[np.int64]) -> Floats:
+def _profiles(model: RoutingModel, topics: Ints) -> Floats:
     """Return what requests of topics choose, without drift: ``[topics, some layers * experts]``.
 
     Experts chosen without replacement are those of an exponential race that lasts until as many as
-    a token chooses have come in on average.
-    """
+    a token chooses have come in on average."""
     some = np.unique(np.linspace(0, model.n_layers - 1, _LAYERS).astype(np.int64))
     kinds = model.kinds[some]
     out = np.empty((len(topics), len(some), model.n_experts))

@@ -3,8 +3,7 @@
 Every request draws from a stream of its own, so the first requests of a trace are the same
 however many follow, and requests are drawn in threads beside each other. The kernel adds and
 multiplies only, in an order of its own, with an exponential and a generator of its own: the same
-bytes on any machine.
-"""
+bytes on any machine."""
 
 import math
 import os
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_sim.arrays import Int32s, Ints, Words
 from eldr_sim.jit import njit
 from eldr_sim.traces.routing.synthetic.model import DRIFT_BLOCK, RoutingModel
 from eldr_sim.traces.streams import stream
@@ -27,8 +27,7 @@ _TIMES, _DRAWS = 4096, 5  #: exponential times of gate scores, and those drawn b
 Progress = Callable[[float], None]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
-Narrow = NDArray[np.int32]
-Ints = NDArray[np.int64]
+Narrow = Int32s
 
 
 def sample_experts(
@@ -41,15 +40,12 @@ def sample_experts(
     gate: Floats | None = None,
     first: int = 0,
 ) -> NDArray[np.uint8] | NDArray[np.uint16]:
-    """Draw the experts of every token of some requests, ``[tokens, layers, top_k]``.
+    """Draw the experts of every token of requests, ``[tokens, layers, top_k]``, as they were
+    chosen; requests one after the other, prompt first.
 
-    In the order in which they were chosen; requests one after the other, prompt before generation.
-
-    ``domain``: ``[n]``, index into ``model.domains``; ``prompt_len``, ``output_len``: ``[n]``,
-    tokens, each at least 1; ``gate``: ``[n, L, E]``: where to put the gate's probabilities, summed
-    over each prompt, if wanted; the experts are the same either way; ``first``: requests before
-    these, which are not drawn.
-    """
+    ``domain``, ``prompt_len``, ``output_len``: ``[n]``; ``gate``: ``[n, L, E]``: takes the gate's
+    probabilities, summed over prompts; the experts are the same; ``first``: requests before these,
+    which are not drawn."""
     lengths = np.asarray(prompt_len, np.int64), np.asarray(output_len, np.int64)
     choice = []
     for i, (d, tokens) in enumerate(
@@ -78,7 +74,7 @@ def sample_kinds_and_experts(
     progress: Progress = lambda share: None,
     gate: Floats | None = None,
     first: int = 0,
-) -> tuple[NDArray[np.int64], NDArray[np.uint8] | NDArray[np.uint16]]:
+) -> tuple[Ints, NDArray[np.uint8] | NDArray[np.uint16]]:
     """Draw requests of given topics: the kind of every token, and its experts."""
     prompt = np.asarray(prompt_len, dtype=np.int64)
     length = prompt + np.asarray(output_len, dtype=np.int64)
@@ -150,8 +146,7 @@ def _autoregress(noise: Floats, drift: Floats, path: Floats) -> None:
     """Set ``path`` to the sums of processes that ``noise [blocks, 2, factors]`` moves on.
 
     ``drift`` has a column a process: standard deviation, decay over a block, and the share of the
-    noise that keeps the variance. The first values are the noise itself.
-    """
+    noise that keeps the variance. The first values are the noise itself."""
     for block in range(len(path)):
         for r in range(path.shape[1]):
             total = np.float32(0.0)
@@ -196,7 +191,7 @@ class _Room(NamedTuple):
     before: Doubles
     target: Doubles
     column: Ints
-    state: NDArray[np.uint64]
+    state: Words
 
 
 def _room(width: int, layers: int) -> _Room:
@@ -213,8 +208,7 @@ def _clipped(log_weight: NDArray[np.float64]) -> NDArray[np.float64]:
 def _transposed(part: NDArray[np.float64]) -> NDArray[np.float32]:
     """Return ``[..., L, E]`` as ``[..., E, L]``, with experts of 0 up to a multiple of `_COLUMNS`.
 
-    Layers are drawn beside each other, in the lanes of the processor's vectors.
-    """
+    Layers are drawn beside each other, in the lanes of the processor's vectors."""
     *above, layers, n_experts = part.shape
     out = np.zeros((*above, -(-n_experts // _COLUMNS) * _COLUMNS, layers), np.float32)
     out[..., :n_experts, :] = part.swapaxes(-1, -2)
@@ -233,8 +227,7 @@ def _sample_request(
 ) -> None:
     """Fill ``out [tokens, layers, top_k]`` with the experts of one request, ``kind_of`` with kinds.
 
-    ``gate [E, L]`` takes the probabilities of prompt tokens, if given.
-    """
+    ``gate [E, L]`` takes the probabilities of prompt tokens, if given."""
     tokens, layers, top_k = out.shape
     topic, weight, state = room.topic, room.weight, room.state
     state[0] = seed
@@ -265,7 +258,7 @@ def _sample_request(
 
 
 @njit(inlined=True)
-def _random(state: NDArray[np.uint64]) -> np.uint64:
+def _random(state: Words) -> np.uint64:
     """Return the next 64 random bits: SplitMix64 (Steele, Lea and Flood 2014, OOPSLA)."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
@@ -275,7 +268,7 @@ def _random(state: NDArray[np.uint64]) -> np.uint64:
 
 
 @njit(inlined=True)
-def _uniform(state: NDArray[np.uint64]) -> float:
+def _uniform(state: Words) -> float:
     return float(np.int64(_random(state) >> np.uint64(11))) * 2.0**-53
 
 
@@ -299,8 +292,7 @@ def _exponential(
 ) -> None:
     """Set ``out`` to the exponential of topic and drift, within float32's rounding.
 
-    ``power`` is ``bits`` read as floating-point numbers, as long as ``base`` and ``out``.
-    """
+    ``power`` is ``bits`` read as floating-point numbers, as long as ``base`` and ``out``."""
     for i in range(len(base)):
         out[i] = base[i]
     for r in range(len(scores)):
@@ -343,7 +335,7 @@ def _sum_up(weight: Floats, before: Doubles) -> None:
 
 @njit(inlined=True)
 def _choose(
-    state: NDArray[np.uint64],
+    state: Words,
     weight: Floats,
     before: Doubles,
     target: Doubles,
@@ -354,10 +346,7 @@ def _choose(
 ) -> None:
     """Draw an expert in each layer, in proportion to its weight among those left; take it away.
 
-    A search counts the sums that do not exceed its target: of columns, then within one. Sums in
-    float64 of float32 weights hardly round; where only rounding is left of what was taken away,
-    the expert is searched by the weights alone.
-    """
+    By sums of columns, then within one; where only rounding is left, by the weights alone."""
     width, layers = weight.shape
     for layer in range(layers):
         target[layer] = _uniform(state) * before[_COLUMNS - 1, layer]
@@ -385,20 +374,13 @@ def _choose(
 
 @njit(inlined=True)
 def _add_gate(
-    noise: NDArray[np.uint64],
-    weight: Floats,
-    out: NDArray[np.uint16],
-    t: int,
-    gate: Doubles,
-    later: Floats,
+    noise: Words, weight: Floats, out: NDArray[np.uint16], t: int, gate: Doubles, later: Floats
 ) -> None:
     """Add a token's softmax over all experts, of scores that rank the chosen ones as they are.
 
-    A choice by weights is a race: who arrives first after exponential times is chosen first. Given
-    the order, the times between the chosen are exponential in the weight of all that are left, and
-    the others arrive after them, by one of the equally likely times ``later``. The score, weight
-    and Gumbel noise, is minus the time's logarithm; scores take the place of ``weight``.
-    """
+    A choice by weights is a race of exponential times: given the order, those between the chosen
+    are exponential in the weight of all that are left, the others arrive by ``later``. A score is
+    minus the time's logarithm; scores take the place of ``weight``."""
     width, layers = weight.shape
     slots, bits = out.shape[2], np.uint64(0)
     left, last, time = np.zeros(layers), np.zeros(layers), np.empty((slots, layers))

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import ARRAY_LIMIT, within
 from eldr_sim.traces.requests.prompt_lengths import draw_prompt_lengths
@@ -37,19 +37,13 @@ def synthesize(
     split: Literal["both", "calibration", "serving"] = "both",
     **drawing: Any,
 ) -> RoutingTrace:
-    """Write a trace of requests that take turns between the model's domains.
+    """Write a trace of requests that take turns between the model's domains; raises InputError.
 
-    Raises InputError if a number is out of range, a domain has no data set whose prompts to follow,
-    or ``out`` exists and may not be replaced.
-
-    ``requests``, ``calibration``: of the serving and the calibration split; ``prompt_len``,
-    ``output_len``: least and greatest number of tokens, drawn uniformly. Without ``prompt_len``,
-    prompts are as long as those of their domains' data sets (`prompt_lengths`); ``shares``: of each
-    of the model's domains in both splits, which sum to 1; by default all alike; ``split``: which
-    requests to draw: they are the same as in the trace of both; ``drawing``: the ``seed``;
-    ``gate_scores``: whether to draw the gate's probabilities, too; ``force``: whether ``out`` may
-    be replaced; ``progress``: called with the share that is drawn.
-    """
+    ``requests``, ``calibration``: of each split; ``prompt_len``, ``output_len``: range of tokens,
+    drawn uniformly; without ``prompt_len`` as of the domains' data sets (`prompt_lengths`);
+    ``shares``: of the domains, alike by default; ``split``: which requests to draw, the same as in
+    the trace of both; ``drawing``: ``seed``, ``gate_scores`` (draw the gate's probabilities, too),
+    ``force``, ``progress``."""
     if requests < 0 or calibration < 0 or requests + calibration < 1:
         raise InputError("requests", f"got {requests} and {calibration}", "at least 1 in all")
     n, seed = requests + calibration, drawing["seed"]
@@ -68,7 +62,7 @@ def synthesize(
     return _write(model, out, columns, spans.get(split), **drawing)
 
 
-def _uniform(name: str, span: Lengths, n: int, seed: int) -> NDArray[np.int64]:
+def _uniform(name: str, span: Lengths, n: int, seed: int) -> Ints:
     low, high = span
     if not 1 <= low <= high:
         raise InputError(name, f"got {low}:{high}", "1 or more, the lesser first")
@@ -79,11 +73,7 @@ def _uniform(name: str, span: Lengths, n: int, seed: int) -> NDArray[np.int64]:
 def synthesize_like(
     model: RoutingModel, trace: RoutingTrace, out: str | os.PathLike[str], **drawing: Any
 ) -> RoutingTrace:
-    """Write a trace of requests with the domains, lengths and split of another trace's.
-
-    Raises InputError if the model lacks a domain, or ``out`` exists and may not be replaced.
-    ``drawing``: as of `synthesize`.
-    """
+    """Write a trace with the domains, lengths and split of another; raises InputError."""
     missing = [name for name in trace.domains if name not in model.domains]
     if missing:
         problem = f"the model has no domain {missing[0]!r}"
@@ -97,7 +87,7 @@ def synthesize_like(
 def _write(
     model: RoutingModel,
     out: str | os.PathLike[str],
-    columns: Sequence[NDArray[Any]],
+    columns: Sequence[Array],
     span: tuple[int, int] | None = None,
     *,
     seed: int,

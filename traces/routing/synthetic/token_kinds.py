@@ -1,28 +1,21 @@
 """Kinds of tokens: clusters of tokens that choose alike in all layers."""
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Floats, Ints
 from eldr_sim.jit import njit
-
-Floats = NDArray[np.float64]
 
 _COMPONENTS = 48  #: principal components of the tokens' choices in which distances are measured
 _SUBSET = 16_384  #: tokens from which clusters are made; the others join the nearest
 _TURNS = 12
 
 
-def token_kinds(experts: NDArray[Any], n_experts: int, n_kinds: int, seed: int) -> NDArray[Any]:
-    """Cluster tokens by their choices in all layers at once; return the kind of each, from 0 up.
+def token_kinds(experts: Array, n_experts: int, n_kinds: int, seed: int) -> Array:
+    """Cluster tokens, ``[tokens, layers, top_k]``, by their choices in all layers; return the kind
+    of each.
 
-    K-means on the first principal components of the indicators ``[layers, experts]`` of the
-    choices, which are found by subspace iteration (Halko, Martinsson and Tropp 2011, SIAM Review
-    53:217).
-
-    ``experts``: ``[tokens, layers, top_k]``; ``n_kinds``: at most.
-    """
+    K-means (at most ``n_kinds``) on first principal components of the indicators ``[layers,
+    experts]``, by subspace iteration (Halko, Martinsson and Tropp 2011, SIAM Review 53:217)."""
     rng = np.random.default_rng(seed)
     tokens, layers, _ = experts.shape
     some = np.arange(tokens)
@@ -46,31 +39,29 @@ def token_kinds(experts: NDArray[Any], n_experts: int, n_kinds: int, seed: int) 
             centre[kind] = (
                 scores[mine].mean(axis=0) if mine.any() else scores[rng.integers(len(scores))]
             )
-    found: NDArray[Any] = np.unique(_nearest(every, centre), return_inverse=True)[1]
+    found: Array = np.unique(_nearest(every, centre), return_inverse=True)[1]
     return found
 
 
-def _nearest(points: Floats, centre: Floats) -> NDArray[np.int64]:
+def _nearest(points: Floats, centre: Floats) -> Ints:
     return np.asarray(((centre**2).sum(axis=1) - 2 * points @ centre.T).argmin(axis=1))
 
 
-def _projected(ids: NDArray[Any], basis: Floats, mean: Floats) -> Floats:
+def _projected(ids: Array, basis: Floats, mean: Floats) -> Floats:
     """Return ``(H - mean) basis`` of the indicators H, ``[tokens, components]``."""
     out = np.zeros((len(ids), basis.shape[2]))
     _gather(ids, basis, out)
     return np.asarray(out - np.einsum("le,lep->p", mean, basis))
 
 
-def _back(ids: NDArray[Any], scores: Floats, n_experts: int) -> Floats:
+def _back(ids: Array, scores: Floats, n_experts: int) -> Floats:
     """Return ``H^T scores``, ``[layers, experts, components]``."""
     out = np.zeros((ids.shape[1], n_experts, scores.shape[1]))
     _scatter(ids, np.ascontiguousarray(scores), out)
     return out
 
 
-def count_groups(
-    ids: NDArray[Any], group: NDArray[np.int64], n_groups: int, n_experts: int
-) -> Floats:
+def count_groups(ids: Array, group: Ints, n_groups: int, n_experts: int) -> Floats:
     """Count how often the tokens of each group chose each expert, ``[groups, layers, experts]``."""
     out = np.zeros((n_groups, ids.shape[1], n_experts))
     _count(ids, group, out)
@@ -78,7 +69,7 @@ def count_groups(
 
 
 @njit()
-def _gather(ids: NDArray[Any], basis: Floats, out: Floats) -> None:
+def _gather(ids: Array, basis: Floats, out: Floats) -> None:
     for t in range(len(ids)):
         for layer in range(ids.shape[1]):
             for slot in range(ids.shape[2]):
@@ -86,7 +77,7 @@ def _gather(ids: NDArray[Any], basis: Floats, out: Floats) -> None:
 
 
 @njit()
-def _scatter(ids: NDArray[Any], scores: Floats, out: Floats) -> None:
+def _scatter(ids: Array, scores: Floats, out: Floats) -> None:
     for t in range(len(ids)):
         for layer in range(ids.shape[1]):
             for slot in range(ids.shape[2]):
@@ -94,7 +85,7 @@ def _scatter(ids: NDArray[Any], scores: Floats, out: Floats) -> None:
 
 
 @njit()
-def _count(ids: NDArray[Any], group: NDArray[np.int64], out: Floats) -> None:
+def _count(ids: Array, group: Ints, out: Floats) -> None:
     for t in range(len(ids)):
         for layer in range(ids.shape[1]):
             for slot in range(ids.shape[2]):

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Floats, Int32s, Ints
 from eldr_sim.errors import InputError, needed
 from eldr_sim.outputs import whole_folder
 from eldr_sim.traces.requests.arrivals import draw_arrivals
-from eldr_sim.traces.requests.request_logs import read_request_log
+from eldr_sim.traces.requests.logs.request_logs import read_request_log
 from eldr_sim.traces.streams import stream
 from eldr_sim.validation.live.live_run import LoadInfo
 
@@ -127,7 +128,7 @@ _OUTPUT: tuple[int, ...] = (7, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129, 151, 1
 _OUTPUT += (400, 411, 424, 451, 601, 954, 1000)
 _PROMPT_MEAN, _OUTPUT_MEAN = 1154.7, 211.1
 
-Domain = tuple[int, int] | NDArray[np.int32]
+Domain = tuple[int, int] | Int32s
 """What a domain's prompts are: equally likely tokens of a slice ``[low, high)`` of the vocabulary,
 or a stretch of a text, given by its tokens."""
 
@@ -220,7 +221,7 @@ def _draw_prompt(name: str, domain: Domain, random: np.random.Generator, n: int)
     return text
 
 
-def _draw_domains(names: list[str], mix: Mapping[str, float], n: int, seed: int) -> NDArray[Any]:
+def _draw_domains(names: list[str], mix: Mapping[str, float], n: int, seed: int) -> Array:
     """Return the number of each request's domain."""
     draws = stream(seed, "live domains")
     if not mix:
@@ -260,7 +261,7 @@ def _check(
 
 def _recorded(
     n: int, seed: int, prompt_len: int, output_len: int, workload: str | os.PathLike[str] | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[Ints, Ints]:
     """Draw ``n`` recorded lengths, scaled to the given means."""
     random = stream(seed, "live lengths").random((n, 2))
     prompt: NDArray[np.floating]
@@ -276,7 +277,7 @@ def _recorded(
     return np.rint(prompt).astype(np.int64), np.rint(output).astype(np.int64)
 
 
-def _at_percentile(values: tuple[int, ...], share: NDArray[np.float64]) -> NDArray[np.float64]:
+def _at_percentile(values: tuple[int, ...], share: Floats) -> Floats:
     """Return lengths at shares of the requests, interpolated geometrically between percentiles."""
     return np.asarray(np.exp(np.interp(100 * share, _PERCENT, np.log(values))))
 
@@ -294,7 +295,7 @@ def domains_of(folder: Path) -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def read_texts(folder: Path, model: str) -> dict[str, NDArray[np.int32]]:
+def read_texts(folder: Path, model: str) -> dict[str, Int32s]:
     """Return the first tokens of each text by domain, by the ``tokenizer.json`` of ``model``.
     Raises InputError if a file cannot be read, or tokenizers is missing."""
     tokenizers = needed("tokenizers", "texts", "pip install tokenizers")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.arrays import Floats
 from eldr_sim.kinds import Row
-from eldr_sim.planning.intervals import mean_known
+from eldr_sim.planning.slo import mean_known
 from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibration
 from eldr_sim.validation.live.live_run import LiveRun
 from eldr_sim.validation.live.simulated.simulated_run import SimulatedRun, check_run, run_clock

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 
 from eldr_sim.kinds import Row
-from eldr_sim.planning.intervals import mean_known
+from eldr_sim.planning.slo import mean_known
 from eldr_sim.policies.routing.activation import cached_activation
 from eldr_sim.policies.routing.unions import log_idle, on_grid
 from eldr_sim.traces.routing.format import RoutingTrace

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.charts import write_picture
 from eldr_sim.kinds import Row
-from eldr_sim.planning.intervals import mean_known
+from eldr_sim.planning.slo import mean_known
 from eldr_sim.validation.live.calibration.engine_calibration import EngineCalibration, model_of
 from eldr_sim.validation.live.live_run import LiveRun
 from eldr_sim.validation.live.report.comparison import LiveComparison

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eldr_sim.charts import bars
-from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.slo import t_interval
 from eldr_sim.validation.reproduce.reproduction import (
     Claim,
     Reproduction,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.charts import bars, field, lines
-from eldr_sim.planning.intervals import t_interval
+from eldr_sim.planning.slo import t_interval
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.length_shapes import LengthShape

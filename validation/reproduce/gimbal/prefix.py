@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.charts import bars
-from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.slo import t_interval
 from eldr_sim.validation.reproduce.gimbal.settings import FIELDS, OUTPUTS, Experiment, lognormal
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, change, mean, percent
 

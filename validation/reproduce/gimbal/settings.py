@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.planning.intervals import Interval
+from eldr_sim.arrays import Ints
 from eldr_sim.planning.search.search import highest_rate
-from eldr_sim.policies.eldr.signature import Ints
+from eldr_sim.planning.slo import Interval
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.length_shapes import LENGTH_SHAPES, LengthShape, draw_by_length
-from eldr_sim.traces.requests.request_logs import read_request_log
+from eldr_sim.traces.requests.logs.request_logs import read_request_log
 from eldr_sim.validation.reproduce.reproduction import Claim, Runner, write_requests
 
 #: Median and mean of prompts (97.6% within 3,000 tokens) and of outputs.

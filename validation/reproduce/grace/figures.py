@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.arrays import Floats, Ints
 from eldr_sim.charts import bars, lines
-from eldr_sim.planning.intervals import Interval, t_interval
-from eldr_sim.policies.eldr.signature import Floats, Ints
+from eldr_sim.planning.slo import Interval, t_interval
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.placement.grace import RATIOS, hot_copies
 from eldr_sim.traces.routing.coactivation import affinity_of

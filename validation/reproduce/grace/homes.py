@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.charts import bars
-from eldr_sim.planning.intervals import paired_percent, t_interval
+from eldr_sim.planning.slo import paired_percent, t_interval
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.run import build_cluster, offered_load

@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
-from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.planning.slo import paired_percent
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.validation.reproduce.expert_traffic import (
     decode_batches,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.charts import bars, lines
-from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.planning.slo import paired_percent
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.run import build_cluster, offered_load
 from eldr_sim.simulator.setup.config.run_config import make_config

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from eldr_sim.arrays import Ints
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll, build_all_to_all
 from eldr_sim.kernel_profiles.parallel import Parallelism
@@ -22,7 +23,6 @@ from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.eldr.signature import Ints
 from eldr_sim.policies.placement.base import ExpertGroup, Placement
 from eldr_sim.policies.replicas.base import ReplicaChoice
 from eldr_sim.traces.routing.calibration import CalibrationSet

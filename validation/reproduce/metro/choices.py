@@ -13,7 +13,7 @@ from eldr_sim.charts import bars, field
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.planning.slo import paired_percent
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.simulator.control.relocation import expert_links, expert_moves, transfer_of

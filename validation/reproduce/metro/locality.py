@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eldr_sim.charts import bars
-from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.slo import t_interval
 from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner, change, mean, spread
 
 #: Engines of a decode group, a GPU each, and groups.

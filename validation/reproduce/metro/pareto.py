@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all, unifor
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Backend, Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
-from eldr_sim.planning.intervals import Interval, paired_percent
+from eldr_sim.planning.slo import Interval, paired_percent
 from eldr_sim.policies.replicas.metro import MetroParameters
 from eldr_sim.validation.reproduce.metro.results import ASSUMED, CHARGED, Case, Setup
 from eldr_sim.validation.reproduce.metro.routing import Routing, route

@@ -1,14 +1,11 @@
 """Recorded sessions of coding agents, in the format of Weka's KV cache tester (AgentX).
 
-A JSON object a session, one a line or alone in a file: ``requests`` in order, each with ``t`` (s
-since the session's begin), ``in`` and ``out`` (tokens), ``hash_ids`` of blocks of ``block_size``
-tokens, and optionally ``api_time`` (s that it took) and ``think_time`` (s that the client waited
-before it). An entry of ``type`` ``subagent`` has ``requests`` of its own, whose times count from
-the session's begin or from its own: these go on with the turn before it, one after the other, and
-the next turn waits for the last of them. Hash ids are those of a session (``hash_id_scope`` local)
-unless it says otherwise (docs.nvidia.com/aiperf, Replaying Agentic Coding Sessions with Weka
-Traces).
-"""
+A JSON object a session: ``requests`` in order, with ``t`` (s since the session's begin), ``in`` and
+``out`` (tokens), ``hash_ids`` of blocks of ``block_size`` tokens, and optionally ``api_time`` (s
+that it took) and ``think_time`` (s before it). An entry of ``type`` ``subagent`` has ``requests``
+of its own, from the session's begin or from its own: these go on with the turn before it, one after
+the other, and the next turn waits for the last. Hash ids are a session's unless ``hash_id_scope``
+says otherwise (docs.nvidia.com/aiperf, Replaying Agentic Coding Sessions with Weka Traces)."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
@@ -16,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.log_rows import Row, scaled_ns
+from eldr_sim.traces.requests.logs.log_rows import Row, scaled_ns
 
 _SCOPE, _UNSHARED = 1 << 40, 1 << 63  # ids of a session; ids of blocks that have none
 
@@ -27,10 +24,7 @@ def is_agent_session(record: Any) -> bool:
 
 
 def agent_rows(file: Path, records: Iterable[Any]) -> Iterator[Row]:
-    """Return the requests of sessions; those of sub-agents before any turn are left out.
-
-    Raises InputError if a session is not as the format has it.
-    """
+    """Return the requests of sessions, no sub-agents' before any turn; raises InputError."""
     blank = count(_UNSHARED)
     for number, record in enumerate(records):
         try:

@@ -1,30 +1,80 @@
-"""Which requests of a log go on with which: from its own lines, or from a file beside it."""
+"""Rows of request logs, and times in them."""
 
 from __future__ import annotations
 
 import csv
+import math
+import re
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
-from eldr_sim.traces.requests.log_rows import Row
 
 if TYPE_CHECKING:
-    from eldr_sim.traces.requests.request_logs import RequestLog
+    from eldr_sim.traces.requests.logs.request_logs import RequestLog
+
+
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?")
+
+
+class Row(NamedTuple):
+    """A request of a log."""
+
+    when_ns: int  #: since any origin
+    prompt: int  #: tokens
+    output: int  #: tokens
+    hashes: Sequence[int] = ()  #: of the prompt's blocks
+    session: str = ""
+    priority: int | None = None
+    #: Seconds after the end of the turn before, where a log says so; its name, and whose turn it
+    #: goes on with: the one before of its session where it is not named.
+    after_s: float | None = None
+    name: str = ""
+    parent: str = ""
+    joins: Sequence[str] = ()  #: other requests whose ends it waits for
+
+
+def session_of(value: object) -> str:
+    """Return the name of a session; none of what is null, not a number or empty text."""
+    return "" if value is None or value != value else str(value)
+
+
+def timestamp_ns(text: str) -> int:
+    """Return an ISO 8601 time, UTC unless it says otherwise, in ns; raises ValueError."""
+    # By hand for the fraction: Azure writes 100 ns digits, which datetime would drop.
+    match = _TIMESTAMP.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(text)
+    seconds, fraction, zone = match.groups()
+    moment = datetime.fromisoformat(seconds + (zone or "+00:00"))
+    return _checked_ns(int(moment.timestamp()) * 10**9 + int((fraction or "").ljust(9, "0")))
+
+
+def scaled_ns(value: float, unit_ns: float) -> int:
+    """Return a time in units of so many ns; raises ValueError beyond 146 years from 1970."""
+    if not math.isfinite(value):
+        raise ValueError(value)
+    return _checked_ns(round(value * unit_ns))
+
+
+def _checked_ns(ns: int) -> int:
+    if not abs(ns) < 2**62:  # what a difference of two can hold
+        raise ValueError(ns)
+    return ns
+
 
 #: ``session``, ``parent``, ``gap_s``, ``after_end``, ``joins`` as in `request_logs.RequestLog`.
 Sessions = dict[str, Any]
 
 
 def sessions_of(rows: Sequence[Row]) -> Sessions:
-    """Return the sessions of a log's requests, in order of arrival.
-
-    A request goes on with the one that it names, or else with the one before it of its session.
-    """
+    """Return the sessions of requests in order of arrival; one goes on with the request that it
+    names, or else with the one before it of its session."""
     numbers: dict[str | int, int] = {}
     last: dict[str, int] = {}
     session: list[int] = []
@@ -55,13 +105,9 @@ def sessions_of(rows: Sequence[Row]) -> Sessions:
 
 
 def read_sessions(path: Path, log: RequestLog) -> Sessions:
-    """Read the sessions of a log from a CSV with ``request``, ``parent`` and ``gap_s``.
-
-    ``request`` is the number of the log's line, from 0, and ``parent`` that of the one it goes on
-    with, -1 where it begins a session; ``gap_s`` lies between their arrivals.
-
-    Raises InputError if the file does not fit the log.
-    """
+    """Read the sessions of a log from a CSV with ``request``, ``parent`` and ``gap_s``: line
+    numbers of the log from 0 (-1: begins a session), and seconds between their arrivals. Raises
+    InputError."""
     n, field = len(log.arrival_s), "sessions_file"
     if not log.in_order:
         problem = f"lines of {log.path.name} are not in order of arrival, and it numbers lines"

@@ -1,19 +1,12 @@
 """Request logs in the formats that serving traces are published in (docs/formats.md).
 
-Azure CSV (2023, 2024); BurstGPT CSV, with ``Session ID`` from release 1.2 on, empty for API
-requests: its 5.3 million rows (246 MB) take 21 s and 1.9 GB of memory; Mooncake JSONL:
-``timestamp`` or ``timestamp_ms`` (both ms), ``input_length``, ``output_length`` and optionally
-``hash_ids``, ``session_id`` and ``delay``, the ms from the answer before. Equal ids of blocks mean
-equal prefixes; Mooncake's blocks have 512 tokens and the last may be partial, other tools write
-smaller, full ones, so the block size is found from the data. Bailian JSONL is the same with
-``chat_id``, ``parent_chat_id`` (-1: none) and ``timestamp`` in seconds
-(alibaba-edu/qwen-bailian-usagetraces-anon). A line of Mooncake's may have a ``request_id`` and wait
-for others, ``wait_for``, as Dynamo's agentic rows do. Sessions of agents are read by `agent_logs`,
-what vLLM generates conversations from by `conversation_files`, AIPerf's by `multi_turn_files`.
-
-All may have a ``priority``, an integer as in vLLM's API. Results of benchmarks are read too
-(`benchmark_logs`), and any table whose columns are named (`column_logs`).
-"""
+Azure CSV (2023, 2024); BurstGPT CSV (5.3 million rows, 246 MB, take 21 s and 1.9 GB of memory);
+Mooncake JSONL: ``timestamp`` or ``timestamp_ms`` (ms), ``input_length``, ``output_length`` and
+optionally ``hash_ids`` (equal ones mean equal prefixes; the block size is found from the data),
+``session_id``, ``delay`` (ms from the answer before), ``request_id`` and ``wait_for``; Bailian
+JSONL with ``chat_id``, ``parent_chat_id`` (-1: none) and seconds. All may have a ``priority``, as
+in vLLM's API. Others: `agent_logs`, `conversation_files`, `multi_turn_files`, `benchmark_logs`, and
+any table whose columns are named (`column_logs`)."""
 
 import csv
 import hashlib
@@ -27,24 +20,23 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Bools, Floats, Int32s, Ints, Words
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
-from eldr_sim.traces.requests.agent_logs import agent_rows, is_agent_session
-from eldr_sim.traces.requests.benchmark_logs import (
-    aiperf_rows,
-    guidellm_rows,
-    is_aiperf,
-    is_guidellm,
-    is_vllm_result,
-    vllm_rows,
+from eldr_sim.traces.requests.logs import benchmark_logs
+from eldr_sim.traces.requests.logs.agent_logs import agent_rows, is_agent_session
+from eldr_sim.traces.requests.logs.column_logs import column_rows, likely_columns
+from eldr_sim.traces.requests.logs.conversation_files import conversation_rows, is_conversations
+from eldr_sim.traces.requests.logs.log_rows import (
+    Row,
+    read_sessions,
+    scaled_ns,
+    session_of,
+    sessions_of,
+    timestamp_ns,
 )
-from eldr_sim.traces.requests.column_logs import column_rows, likely_columns
-from eldr_sim.traces.requests.conversation_files import conversation_rows, is_conversations
-from eldr_sim.traces.requests.log_rows import Row, scaled_ns, session_of, timestamp_ns
-from eldr_sim.traces.requests.log_sessions import read_sessions, sessions_of
-from eldr_sim.traces.requests.multi_turn_files import is_multi_turn, multi_turn_rows
+from eldr_sim.traces.requests.logs.multi_turn_files import is_multi_turn, multi_turn_rows
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
@@ -60,46 +52,40 @@ _MAX_TOKENS = 2**31 - 1
 class RequestLog:
     """Requests as a serving system recorded them, in order of arrival."""
 
-    #: ``path``, ``format``: where the log was read from, and as what: ``azure``, ``burstgpt``,
-    #: ``mooncake``, ``vllm bench``, ``vllm conversations``, ``aiperf``, ``aiperf multi_turn``,
-    #: ``guidellm``, ``weka``, ``bailian``, or the kind of a table whose columns were named.
+    #: Where it was read from, and as what: ``azure``, ``burstgpt``, ``mooncake``, ``bailian``,
+    #: ``weka``, ``guidellm``, ``aiperf``, ``aiperf multi_turn``, ``vllm bench`` or
+    #: ``conversations``, or a table.
     path: Path
     format: str
     #: float64 ``[n]``, seconds since the first request, rounded to 1 ns.
-    arrival_s: NDArray[np.float64]
+    arrival_s: Floats
     #: ``prompt_len``, ``output_len``: int32 ``[n]``, tokens, each at least 1.
-    prompt_len: NDArray[np.int32]
-    output_len: NDArray[np.int32]
-    #: int32 ``[n]``; requests of one conversation share a number. Where the log has no sessions,
-    #: each request is its own.
-    session: NDArray[np.int32]
+    prompt_len: Int32s
+    output_len: Int32s
+    #: int32 ``[n]``; requests of one conversation share a number; without sessions each is its own.
+    session: Int32s
     #: int32 ``[n]``, 0 where a line has none; None where no line has one.
-    priority: NDArray[np.int32] | None
-    #: ``prefix_hash``, ``prefix_indptr``: request ``i``'s block hashes are
-    #: ``prefix_hash[prefix_indptr[i]:prefix_indptr[i+1]]`` (uint64); all empty where the log has
-    #: none.
-    prefix_hash: NDArray[np.uint64]
-    prefix_indptr: NDArray[np.int64]
+    priority: Int32s | None
+    #: Request ``i``'s block hashes (uint64) are
+    #: ``prefix_hash[prefix_indptr[i]:prefix_indptr[i+1]]``.
+    prefix_hash: Words
+    prefix_indptr: Ints
     prefix_block_tokens: int  #: tokens of a prefix block; 0 without block hashes
     #: Requests left out because they have no prompt or no output tokens: they failed.
     n_dropped: int
     checksum: str  #: SHA-256 of the file
     in_order: bool = True  #: whether the file's lines are in order of arrival
-    #: ``parent``, ``gap_s``: int32 and float64 ``[n]``: the request before it that a request goes
-    #: on with, -1 where it begins a session; seconds from that one's arrival, or its end where the
-    #: log says so (`after_end`), to its own. None where the log has no sessions.
-    parent: NDArray[np.int32] | None = None
-    gap_s: NDArray[np.float64] | None = None
-    after_end: NDArray[np.bool_] | None = None
+    #: int32, float64 ``[n]``, or None: the request that one goes on with, -1: none; seconds from
+    #: its arrival, or its end where the log says so (`after_end`).
+    parent: Int32s | None = None
+    gap_s: Floats | None = None
+    after_end: Bools | None = None
     #: int32 ``[k, 2]``: a request, and one beside its parent whose end it waits for, too.
-    joins: NDArray[np.int32] | None = None
+    joins: Int32s | None = None
 
-    def gaps(self, ttft_ms: float, tpot_ms: float) -> NDArray[np.float64]:
-        """Return the seconds from the end of a parent to the arrival, float64 ``[n]``.
-
-        Gaps between arrivals contain what the recording system took: of each the TTFT and TPOT
-        given are taken away.
-        """
+    def gaps(self, ttft_ms: float, tpot_ms: float) -> Floats:
+        """Return the seconds from the end of a parent to the arrival, float64 ``[n]``: of gaps
+        between arrivals the TTFT and TPOT of the recording system are taken away."""
         assert self.parent is not None
         assert self.gap_s is not None
         assert self.after_end is not None
@@ -112,13 +98,8 @@ def read_request_log(
     path: str | os.PathLike[str], columns: str | None = None, output_len: int | None = None
 ) -> RequestLog:
     """Read a request log in the format that its first line shows, or by ``columns``
-    (`column_logs`).
-
-    ``output_len``: tokens of answers that a file leaves open (`multi_turn_files`).
-
-    Raises InputError if the file cannot be read, is of no known format, or has a bad line, named by
-    number.
-    """
+    (`column_logs`). ``output_len``: tokens of answers that a file leaves open (`multi_turn_files`).
+    Raises InputError."""
     file = Path(path)
     try:
         source = regular_file(file, str(file))
@@ -156,9 +137,7 @@ def known_log(
     output_len: int | None = None,
 ) -> RequestLog:
     """Return a log as `read_request_log` does; not read again unless the file has changed.
-
-    ``sessions``: a file that says which requests go on with which, see `log_sessions`.
-    """
+    ``sessions``: a file that says which requests go on with which, see `log_rows`."""
     file = regular_file(Path(path), str(path))
     about = file.stat()
     stamp = about.st_mtime_ns, about.st_size
@@ -184,17 +163,17 @@ def _json_rows(
         record, whole = _json(first + lines.read()), True
     else:
         whole = False
-    if is_vllm_result(record):
+    if benchmark_logs.is_vllm_result(record):
         if not whole and any(line.strip() for line in lines):
             raise InputError(str(file), "holds more than one result", "one result a file")
-        return "vllm bench", vllm_rows(file, record)
+        return "vllm bench", benchmark_logs.vllm_rows(file, record)
     if is_conversations(record):
         return "vllm conversations", conversation_rows(file, record)
-    if is_guidellm(record):
-        return "guidellm", guidellm_rows(file, record)
+    if benchmark_logs.is_guidellm(record):
+        return "guidellm", benchmark_logs.guidellm_rows(file, record)
     others = map(_json, filter(str.strip, lines))
-    if is_aiperf(record):
-        return "aiperf", aiperf_rows(file, chain([record], others))
+    if benchmark_logs.is_aiperf(record):
+        return "aiperf", benchmark_logs.aiperf_rows(file, chain([record], others))
     if is_agent_session(record):
         return "weka", agent_rows(file, chain([record], others))
     if is_multi_turn(record):
@@ -319,7 +298,7 @@ def _assemble(file: Path, kind: str, rows: Iterator[Row]) -> RequestLog:
     )
 
 
-def _priorities(file: Path, given: list[int | None]) -> NDArray[np.int32] | None:
+def _priorities(file: Path, given: list[int | None]) -> Int32s | None:
     if all(priority is None for priority in given):
         return None
     try:
@@ -328,9 +307,8 @@ def _priorities(file: Path, given: list[int | None]) -> NDArray[np.int32] | None
         raise InputError(str(file), "a priority is out of range", "32 bits") from None
 
 
-def _block_tokens(file: Path, prompt: NDArray[np.int32], blocks: NDArray[np.int64]) -> int:
-    """Find the block size at which each prompt has hashes of its full blocks and, at most, of the
-    partial one after them."""
+def _block_tokens(file: Path, prompt: Int32s, blocks: Ints) -> int:
+    """Find the block size of which prompts have hashes, of their last partial one or not."""
     if not blocks.any():
         return 0
     for size in _BLOCK_SIZES:
@@ -343,20 +321,17 @@ def _block_tokens(file: Path, prompt: NDArray[np.int32], blocks: NDArray[np.int6
     raise InputError(str(file), problem, allowed)
 
 
-def others_each_round(numbers: NDArray[Any], rounds: int) -> NDArray[Any]:
+def others_each_round(numbers: Array, rounds: int) -> Array:
     """Return numbers once for every round, in each of them others than before."""
     signed = numbers.astype(np.int64)
     begins = np.arange(rounds)[:, None] * (int(signed.max(initial=-1)) + 1)
     return (signed + begins).ravel().astype(numbers.dtype)
 
 
-def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Number the prefix blocks so that equal numbers mean equal tokens from the prompt's start.
-
-    A log's ids may identify a block's own tokens or, as Mooncake's do, all tokens up to its end.
-    Here a block is identified by its id and the number of the block before it: uint64 ``[n]``, from
-    0 in order of first appearance. Request ``i`` has ``hash_ids[indptr[i]:indptr[i + 1]]``.
-    """
+def chain_blocks(hash_ids: Words, indptr: Ints) -> Words:
+    """Number prefix blocks so that equal numbers mean equal tokens from the prompt's start, by a
+    block's id and the number of the one before; uint64 ``[n]``. Request ``i`` has
+    ``hash_ids[indptr[i]:indptr[i + 1]]``."""
     numbers: dict[tuple[int, int], int] = {}
     chained: list[int] = []
     ids, edges = hash_ids.tolist(), indptr.tolist()

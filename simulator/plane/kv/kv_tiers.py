@@ -1,31 +1,26 @@
 """KV tiers: stores of KV blocks beside the workers' own caches, compiled.
 
-A tier is host memory, an SSD or a store that many workers share. It has one store or several: one a
-worker, a node or the cluster. A store holds blocks by their hashes; the least recently used go
-first, or the first that came, or whichever ARC lets go, or the last ones of the worst session. A
-block comes to it when it is computed
-(``THROUGH``), when another request finds it in a worker's cache (``SELECTIVE``), or when that cache
-evicts it (``BACK``); what a tier evicts goes to the next one that is written back. Use in a
-worker's cache renews a block in all its tiers, and who loads from an exclusive tier takes the block
-out.
+A tier is host memory, an SSD or a shared store, with one store a worker, a node or the cluster. A
+store holds blocks by their hashes; the least recently used go first, or the first that came, or
+whichever ARC lets go, or the last ones of the worst session. A block comes when it is computed
+(``THROUGH``), when another request finds it in a worker's cache (``SELECTIVE``), or when that
+evicts it (``BACK``); what a tier evicts goes to the next that is written back. Use in a cache
+renews a block in all its tiers; who loads from an exclusive tier takes it out.
 
-A store that evicts as ARC does also has the hashes of as many blocks as it has room for, which left
-it. To it a block is used again when another request than the last one uses it.
-One that evicts by session remembers as many, too; it is told of requests and of all the blocks of a
-step (`kv_loads`), not of each block, and takes none of them where not enough may go.
-
-Copies of one direction over a worker's link run one after the other, as on one CUDA stream, and
-those of a store, where its bandwidth is a limit, too. A block can be loaded when it has been
-stored. A cache may reuse a block whose store still goes on.
-"""
+ARC and eviction by session remember the hashes of as many blocks as they have room for. To ARC a
+block is used again when another request uses it; by session a store is told of requests and of all
+blocks of a step (`kv_loads`), and takes none where not enough may go. Copies of one direction over
+a worker's link run one after the other, as those of a store whose bandwidth is a limit. A block can
+be loaded when it has been stored; a cache may reuse one whose store still goes on."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats, Int32s, Ints, Records
 from eldr_sim.jit import njit
-from eldr_sim.simulator.plane.block_lists import (
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.kv.block_lists import (
     append,
     forget,
     give_up_record,
@@ -33,11 +28,10 @@ from eldr_sim.simulator.plane.block_lists import (
     slot_of,
     take_out,
 )
-from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.state import BLOCK, CLOCK
-from eldr_sim.traces.requests import session_lists
-from eldr_sim.traces.requests.arc import AGAIN, ArcLists, clear, make_lists, use
-from eldr_sim.traces.requests.linked import move, oldest
+from eldr_sim.traces.requests.caches import session_lists
+from eldr_sim.traces.requests.caches.arc import AGAIN, ArcLists, clear, make_lists, use
+from eldr_sim.traces.requests.caches.linked import move, oldest
 
 #: ``RULES.write``: when a block comes to a tier.
 THROUGH, SELECTIVE, BACK = map(np.int64, range(3))
@@ -126,20 +120,20 @@ LOAD = np.dtype(
 class Tiers(NamedTuple):
     """The arrays of all tiers; all are empty where there are none."""
 
-    clock: NDArray[np.void]  #: ``CLOCK [1]``, the run's
-    loading: NDArray[np.void]  #: ``LOADING [1]``
-    rules: NDArray[np.void]  #: ``RULES [tiers]``: the one that is looked into first, first
-    links: NDArray[np.void]  #: ``LINK [workers, tiers]``
-    stores: NDArray[np.void]  #: ``STORE [stores]``
-    blocks: NDArray[np.void]  #: ``BLOCK [stores, blocks]``
-    slots: NDArray[np.int32]  #: ``[stores, slots]``, see `block_lists`
-    ready_s: NDArray[np.float64]  #: ``[stores, blocks]``: when they have been stored
+    clock: Records  #: ``CLOCK [1]``, the run's
+    loading: Records  #: ``LOADING [1]``
+    rules: Records  #: ``RULES [tiers]``: the one that is looked into first, first
+    links: Records  #: ``LINK [workers, tiers]``
+    stores: Records  #: ``STORE [stores]``
+    blocks: Records  #: ``BLOCK [stores, blocks]``
+    slots: Int32s  #: ``[stores, slots]``, see `block_lists`
+    ready_s: Floats  #: ``[stores, blocks]``: when they have been stored
     arc: ArcLists  #: of the stores that evict so,
     by_session: session_lists.SessionLists  #: and of these
-    goes_on: NDArray[np.int64]  #: ``[requests, tiers]``: the session that it found blocks of, or -1
-    counts: NDArray[np.int64]  #: ``[tiers]``: scratch
-    loads: NDArray[np.void]  #: ``LOAD [requests]``
-    hits: NDArray[np.int32]  #: ``[requests, tiers]``: tokens that they have loaded
+    goes_on: Ints  #: ``[requests, tiers]``: the session that it found blocks of, or -1
+    counts: Ints  #: ``[tiers]``: scratch
+    loads: Records  #: ``LOAD [requests]``
+    hits: Int32s  #: ``[requests, tiers]``: tokens that they have loaded
 
 
 def no_tiers() -> Tiers:
@@ -208,11 +202,8 @@ def _forget(tiers: Any, s: int, block: int) -> None:
 
 @compiled()
 def _admit(tiers: Any, s: int, known: int, key: int) -> Any:
-    """Give a block a place in a store that evicts as ARC does, which may remember it.
-
-    ``known``: its record, or -1. Returns its record, whether another one has left the store for it,
-    and the hash of that one.
-    """
+    """Give a block (``known``: its record, or -1) a place in a store that evicts as ARC does.
+    Returns its record, whether another one has left, and the hash of that."""
     store, block = tiers.stores[s], np.int64(known)
     if block < 0:
         block = np.int64(new_record(tiers.blocks, tiers.stores, s))
@@ -370,10 +361,8 @@ def load_end(tiers: Any, w: int, begins: bool) -> Any:
 
 @compiled()
 def prompt_seconds(prompt_s: Any, pool: int, tokens: int) -> Any:
-    """Return what it takes to compute the first tokens of a prompt by itself, s.
-
-    ``prompt_s``: ``[pools, lengths / GRAIN]``: the same of some lengths; more goes on as the last.
-    """
+    """Return what it takes to compute the first tokens of a prompt by itself, s, from ``prompt_s``,
+    ``[pools, lengths / GRAIN]``; more goes on as the last."""
     at, last = tokens / GRAIN, prompt_s.shape[1] - 1
     below = min(np.int64(at), last - 1)
     low, high = prompt_s[pool, below], prompt_s[pool, below + 1]

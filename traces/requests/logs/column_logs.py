@@ -3,8 +3,7 @@
 ``time_s=start,input=prompt_tokens,output=completion_tokens`` says which column is what. ``input``
 and ``output`` are tokens; ``time`` an ISO 8601 time (or Parquet's type for times), ``time_s``,
 ``time_ms``, ``time_us`` and ``time_ns`` a number since any origin; ``session`` and ``priority`` as
-in every log. Without a time all requests come at once, unless arrivals are drawn.
-"""
+in every log. Without a time all requests come at once, unless arrivals are drawn."""
 
 import csv
 import json
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.log_rows import Row, scaled_ns, session_of, timestamp_ns
+from eldr_sim.traces.requests.logs.log_rows import Row, scaled_ns, session_of, timestamp_ns
 
 _UNITS_NS = {"time_s": 1e9, "time_ms": 1e6, "time_us": 1e3, "time_ns": 1.0}
 KEYS = ("time", *_UNITS_NS, "input", "output", "session", "priority")  #: what a column may be
@@ -44,10 +43,7 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def likely_columns(header: Sequence[str]) -> str:
-    """Return what may be said of a table with such a header; ``NAME`` for what no name tells.
-
-    A time's unit is a guess, which who knows the table has to check.
-    """
+    """Return a guess of a table's columns by its header; ``NAME`` for what no name tells."""
     named = {
         key: next((name for name in header if any(w in name.lower() for w in words)), "NAME")
         for key, words in _USUAL.items()
@@ -56,10 +52,7 @@ def likely_columns(header: Sequence[str]) -> str:
 
 
 def column_rows(file: Path, text: str) -> tuple[str, Iterator[Row]]:
-    """Return the kind of a table, told by how it begins, and its requests.
-
-    Raises InputError if a column is missing, or a row is bad, named by number.
-    """
+    """Return the kind of a table, told by how it begins, and its requests; raises InputError."""
     columns = parse_columns(text)
     with file.open("rb") as start:
         begins = start.read(64).lstrip(b"\xef\xbb\xbf \r\n\t")

@@ -1,19 +1,18 @@
 """Who joins an engine's next step: those that hold KV blocks, that lost theirs, that are new.
 
-A request is admitted if there is a place in the batch, a token of the step's budget, and KV blocks;
-until the next in the order is, nobody behind it is.
-"""
+It takes a place in the batch, a token of the step's budget, and KV blocks; nobody passes the next
+in the order."""
 
 from typing import Any
 
 import numpy as np
 
-from eldr_sim.simulator.plane import kv_loads
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import leave, schedule, wake
-from eldr_sim.simulator.plane.kv_cache import blocks_of, release
-from eldr_sim.simulator.plane.kv_loads import WAITS
-from eldr_sim.simulator.plane.kv_manager import (
+from eldr_sim.simulator.plane.kv import kv_loads
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release
+from eldr_sim.simulator.plane.kv.kv_loads import WAITS
+from eldr_sim.simulator.plane.kv.kv_manager import (
     Engines,
     allocate,
     cached_tokens,
@@ -22,8 +21,8 @@ from eldr_sim.simulator.plane.kv_manager import (
     publish_tokens,
     side_of,
 )
-from eldr_sim.simulator.plane.preemption import comes_back_first
-from eldr_sim.simulator.plane.queues import line_remove, queue_remove
+from eldr_sim.simulator.plane.scheduler.preemption import comes_back_first
+from eldr_sim.simulator.plane.scheduler.queues import line_remove, queue_remove
 from eldr_sim.simulator.plane.state import HERE, LOADED, OF_SHARE, PENDING_PROMPT, TRANSFER_START
 
 _NONE = np.int64(0)
@@ -224,8 +223,7 @@ def blocks_have_come(clock: Any, events: Any, engines: Engines, request: int) ->
 
 @compiled()
 def blocks_are_pulled(clock: Any, events: Any, engines: Engines, request: int) -> None:
-    """Let the blocks be here that a request pulls from a decode worker, which needs hold them no
-    longer."""
+    """Let the blocks be here that a request pulls, which their worker frees."""
     load, w = engines.kv.tiers.loads[request], engines.requests[request].worker
     load.pulling = False
     release(
@@ -298,10 +296,7 @@ def _move(engines: Engines, w: int, of: int, to: int) -> None:
 
 @compiled()
 def _longest_chunk(engines: Engines, w: int) -> Any:
-    """Return the tokens that the next step computes of a prompt at most.
-
-    The threshold of long prompts, unless the engine has no other request (vLLM).
-    """
+    """Return the most prompt tokens of the next step of one request (vLLM's threshold)."""
     worker, requests = engines.workers[w], engines.requests
     threshold = engines.pools[engines.pool_of[w]].long_prefill_token_threshold
     if threshold <= 0:

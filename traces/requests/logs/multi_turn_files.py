@@ -1,17 +1,12 @@
 """Conversations in the format of AIPerf's ``--custom-dataset-type multi_turn``.
 
-A JSON object a session, one a line: ``session_id`` (lines of one id are one session; without it a
-line is its own) and ``turns``, each with ``text`` or ``texts`` (strings, or objects with
-``contents``), and optionally ``output_length`` (tokens), ``delay`` (ms from the answer before) or
-``timestamp`` (ms). A first turn of ``role`` ``system`` without any of the last three is no request:
-it stands before every prompt of its session, unless another such turn follows
-(docs.nvidia.com/aiperf, Custom Dataset Guide).
-
-A prompt holds all that was said before, answers among it. The files name no tokens of texts: four
-bytes of UTF-8 stand for one (OpenAI's rule of thumb for English), and prompts share a prefix as far
-as their bytes are equal. A turn may say its own tokens, as lines of Mooncake's do
-(``input_length``).
-"""
+A JSON object a session, one a line: ``session_id`` (lines of one id are one session) and ``turns``,
+each with ``text`` or ``texts`` (strings, or objects with ``contents``), optionally
+``output_length`` (tokens), ``delay`` (ms from the answer before) or ``timestamp`` (ms). A first
+turn of ``role`` ``system`` without these stands before every prompt of its session, unless another
+such follows (docs.nvidia.com/aiperf, Custom Dataset Guide). A prompt holds all that was said,
+answers among it. Four bytes of UTF-8 stand for a token (OpenAI's rule of thumb for English), unless
+a turn says ``input_length``; prompts share a prefix as far as their bytes are equal."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, pairwise
@@ -19,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.log_rows import Row, scaled_ns, session_of
+from eldr_sim.traces.requests.logs.log_rows import Row, scaled_ns, session_of
 
 _TOKEN, _BLOCK = 4, 64  # bytes
 _MOST_TOKENS = 1 << 24  # of a turn: each has bytes here
@@ -33,13 +28,7 @@ def is_multi_turn(record: Any) -> bool:
 
 
 def multi_turn_rows(file: Path, records: Iterable[Any], output_len: int | None) -> Iterator[Row]:
-    """Return the requests of sessions, one session after the other.
-
-    ``output_len``: tokens of the answers to turns that do not say it.
-
-    Raises InputError if a session is not as the format has it, or a turn has no length of its
-    answer.
-    """
+    """Return the requests of sessions, ``output_len``: where turns have none; raises InputError."""
     sessions: dict[str, list[Any]] = {}
     for number, record in enumerate(records, start=1):
         try:

@@ -1,13 +1,9 @@
 """What a request takes from KV tiers when an engine admits it, and what it gives them, compiled.
 
-Behind the blocks that its worker's cache holds, a request loads those that tiers hold, as long a
-run as there is, or computes them where that is faster. It has blocks for its whole context then,
-but no place in the batch: others pass. When its blocks have come it is the first to begin. Where
-loads and steps overlap, it begins at once and the step lasts until the blocks are there.
-
-A prefill worker may also pull what the decode worker of the turn before has of the context, over
-the links of KV transfers; the blocks are held there until the bytes have flowed.
-"""
+Behind its worker's cached blocks it loads the run that tiers hold, or computes it where that is
+faster. It has all its blocks then, but no place in the batch, and begins first when they are there,
+or, where loads and steps overlap, at once. A prefill worker may pull what the decode worker of the
+turn before has, over the links of KV transfers."""
 
 from typing import Any
 
@@ -15,25 +11,10 @@ import numpy as np
 
 from eldr_sim.jit import njit
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv_cache import block_hash, find, hold, matched_tokens, publish
-from eldr_sim.simulator.plane.kv_tiers import (
-    DELAY,
-    DUPLICATE,
-    SELECTIVE,
-    THROUGH,
-    forget_oldest,
-    known,
-    let_go,
-    load_end,
-    prompt_seconds,
-    put,
-    take,
-    tier_of,
-    touch,
-    write,
-)
+from eldr_sim.simulator.plane.kv import kv_tiers
+from eldr_sim.simulator.plane.kv.kv_cache import block_hash, find, hold, matched_tokens, publish
 from eldr_sim.simulator.plane.state import HERE
-from eldr_sim.traces.requests import session_lists
+from eldr_sim.traces.requests.caches import session_lists
 
 _NONE = np.int64(0)
 #: What `look` returns where a request has to wait before it does anything.
@@ -42,10 +23,7 @@ WAITS = np.int64(-2)
 
 @compiled()
 def look(engines: Any, w: int, side: int, request: int, found: int) -> Any:
-    """Return how many of ``found`` cached blocks a request takes, or WAITS; note for whom it waits.
-
-    The others are on their way to this worker for another request.
-    """
+    """Return how many of ``found`` blocks a request takes, or WAITS for those on their way."""
     tiers, kv = engines.kv.tiers, engines.kv
     load, first = tiers.loads[request], kv.first_listed[request]
     taken: Any = np.int64(found)
@@ -57,10 +35,10 @@ def look(engines: Any, w: int, side: int, request: int, found: int) -> Any:
         loader = kv.blocks[w, kv.listed[side, first + number]].loader
         if loader < 0:
             continue
-        if in_flight == DUPLICATE:
+        if in_flight == kv_tiers.DUPLICATE:
             return np.int64(number)
         load.waits_for = loader
-        if in_flight == DELAY:
+        if in_flight == kv_tiers.DELAY:
             taken = WAITS
     return taken
 
@@ -78,24 +56,21 @@ def count_idle(engines: Any, w: int, side: int, request: int, found: int) -> Any
 
 @compiled()
 def reach(engines: Any, w: int, request: int, found: int, tokens: int) -> Any:
-    """Count the blocks behind ``found`` ones that tiers hold; 0 if it is faster to compute them.
-
-    Never the last token of the context of ``tokens`` tokens.
-    """
+    """Count the blocks behind ``found`` ones that tiers hold; 0 if computing them is faster."""
     kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
     size, prefix = settings.block_size, settings.prefix_block_tokens
     n_listed = kv.first_listed[request + 1] - kv.first_listed[request]
     limit, number = min(n_listed, (tokens - 1) // size), found
     tiers.counts[:] = 0
     while number < limit:
-        t = tier_of(tiers, w, block_hash(kv, request, number, size, prefix))
+        t = kv_tiers.tier_of(tiers, w, block_hash(kv, request, number, size, prefix))
         if t < 0:
             break
         tiers.counts[t] += 1
         number += 1
     more = np.int64(number - found)
     if more > 0 and tiers.loading[0].cheaper:
-        seconds = load_end(tiers, w, False) - tiers.clock[0].now
+        seconds = kv_tiers.load_end(tiers, w, False) - tiers.clock[0].now
         if seconds >= _saved(engines, w, found, number):
             tiers.counts[:] = 0
             return _NONE
@@ -104,10 +79,8 @@ def reach(engines: Any, w: int, request: int, found: int, tokens: int) -> Any:
 
 @compiled()
 def reach_peer(engines: Any, w: int, request: int, found: int, tokens: int) -> Any:
-    """Count the blocks behind ``found`` ones that a prefill worker pulls; note from whom.
-
-    0 where the turn before has no decode worker that holds them, or it is faster to compute them.
-    """
+    """Count the blocks behind ``found`` ones that a prefill worker pulls, and note from whom; 0
+    where no decode worker holds them, or it is faster to compute them."""
     kv, requests = engines.kv, engines.requests
     loading, load = kv.tiers.loading[0], kv.tiers.loads[request]
     load.pulled = 0
@@ -132,11 +105,8 @@ def reach_peer(engines: Any, w: int, request: int, found: int, tokens: int) -> A
 def match_tiers(
     kv: Any, first: int, request: int, tokens: int, matched: Any, reachable: Any, load_s: Any
 ) -> None:
-    """Fill in the tokens of a prompt that workers from ``first`` on have in caches and tiers.
-
-    ``matched``: int64, one a worker: those in caches, see `kv_cache.match`; ``load_s``: float64:
-    what it takes to load the others, s.
-    """
+    """Fill in the tokens of a prompt that workers from ``first`` on have in caches (``matched``,
+    int64) and tiers, and ``load_s``, float64: what it takes to load these, s."""
     size, prefix = kv.block_size, kv.prefix_block_tokens
     n_listed = kv.first_listed[request + 1] - kv.first_listed[request]
     limit = min(n_listed, (tokens - 1) // size)
@@ -145,21 +115,21 @@ def match_tiers(
         kv.tiers.counts[:] = 0
         while number < limit:
             key = block_hash(kv, request, number, size, prefix)
-            t = tier_of(kv.tiers, first + i, key)
+            t = kv_tiers.tier_of(kv.tiers, first + i, key)
             if t < 0:
                 break
             kv.tiers.counts[t] += 1
             number += 1
         reachable[i] = number * size
-        load_s[i] = load_end(kv.tiers, first + i, False) - kv.tiers.clock[0].now
+        load_s[i] = kv_tiers.load_end(kv.tiers, first + i, False) - kv.tiers.clock[0].now
 
 
 @compiled()
 def _saved(engines: Any, w: int, found: int, end: int) -> Any:
     """Return what it takes to compute the blocks from ``found`` to ``end``, s."""
     size, pool = engines.settings[0].block_size, engines.pool_of[w]
-    after = prompt_seconds(engines.prompt_s, pool, end * size)
-    return after - prompt_seconds(engines.prompt_s, pool, found * size)
+    after = kv_tiers.prompt_seconds(engines.prompt_s, pool, end * size)
+    return after - kv_tiers.prompt_seconds(engines.prompt_s, pool, found * size)
 
 
 @compiled()
@@ -169,19 +139,16 @@ def secure(engines: Any, w: int, request: int, found: int, more: int) -> None:
     size, prefix = settings.block_size, settings.prefix_block_tokens
     for number in range(found + more - 1, found - 1, -1):
         key = block_hash(kv, request, number, size, prefix)
-        t = tier_of(tiers, w, key)
-        touch(tiers, w, key, request)
+        t = kv_tiers.tier_of(tiers, w, key)
+        kv_tiers.touch(tiers, w, key, request)
         if t >= 0 and tiers.rules[t].exclusive:
-            take(tiers, w, t, key)
+            kv_tiers.take(tiers, w, t, key)
 
 
 @compiled()
 def begin(engines: Any, w: int, side: int, request: int, more: int, pulled: int) -> None:
-    """Begin to load ``more`` blocks behind a request's cached ones, which it holds.
-
-    ``pulled`` ones behind these come from a decode worker, which holds them meanwhile. Others find
-    all of them in the worker's cache from now on.
-    """
+    """Begin to load ``more`` blocks behind a request's cached ones, which it holds; ``pulled`` ones
+    behind these come from a decode worker. Others find all of them in the cache from now on."""
     kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
     size, prefix = settings.block_size, settings.prefix_block_tokens
     load, found = tiers.loads[request], np.int64(engines.tables[request, side].found)
@@ -190,10 +157,10 @@ def begin(engines: Any, w: int, side: int, request: int, more: int, pulled: int)
         if s >= 0 and tiers.stores[s].by_session:
             _ask_by_session(engines, s, t, request, found + more if more > 0 else _NONE)
     for t in range(tiers.links.shape[1]):
-        if tiers.rules[t].write == SELECTIVE and tiers.links[w, t].store >= 0:
+        if tiers.rules[t].write == kv_tiers.SELECTIVE and tiers.links[w, t].store >= 0:
             for number in range(found):
                 key = block_hash(kv, request, number, size, prefix)
-                put(tiers, w, t, key, tiers.clock[0].now)
+                kv_tiers.put(tiers, w, t, key, tiers.clock[0].now)
     if engines.requests[request].prefill_start_s < 0.0:  # later ones are after a preemption
         for t in range(tiers.links.shape[1]):
             tiers.hits[request, t] = tiers.counts[t] * size
@@ -202,7 +169,7 @@ def begin(engines: Any, w: int, side: int, request: int, more: int, pulled: int)
     now, end_of_all = tiers.clock[0].now, found + more + pulled
     load.cached, load.until_s, load.since_s, load.loading = end_of_all * size, -1.0, now, False
     if more > 0:
-        end = load_end(tiers, w, True)
+        end = kv_tiers.load_end(tiers, w, True)
         load.saved_s += _saved(engines, w, found, found + more)
         tokens = (found + more) * size
         publish(kv, engines.tables, engines.workers, w, side, request, tokens, size, prefix)
@@ -283,19 +250,16 @@ def keep(engines: Any, w: int, side: int, request: int, tokens: int, at_s: float
         if s >= 0 and tiers.stores[s].by_session:
             if n > load.kept:
                 _keep_by_session(engines, w, t, request, load.kept, n, at_s)
-        elif tiers.rules[t].write == THROUGH and s >= 0:
+        elif tiers.rules[t].write == kv_tiers.THROUGH and s >= 0:
             for number in range(load.kept, n):
-                put(tiers, w, t, block_hash(kv, request, number, size, prefix), at_s)
+                kv_tiers.put(tiers, w, t, block_hash(kv, request, number, size, prefix), at_s)
     load.kept = max(load.kept, n)
 
 
 @compiled()
 def _ask_by_session(engines: Any, s: int, t: int, request: int, loads: int) -> None:
-    """Tell a store that evicts by session which blocks a request asks for.
-
-    ``loads``: the end of those that it loads from tiers, 0: none. What it computes goes on with the
-    session of the last of them.
-    """
+    """Tell a store that evicts by session which blocks a request asks for; ``loads``: the end of
+    those loaded, with whose last one's session it goes on; 0: none."""
     kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
     lists, size, prefix = tiers.by_session, settings.block_size, settings.prefix_block_tokens
     record, listed = engines.requests[request], kv.first_listed
@@ -304,23 +268,20 @@ def _ask_by_session(engines: Any, s: int, t: int, request: int, loads: int) -> N
     session_lists.come(lists, s)
     tiers.goes_on[request, t] = -1
     for number in range(n):
-        block = known(tiers, s, block_hash(kv, request, number, size, prefix))
+        block = kv_tiers.known(tiers, s, block_hash(kv, request, number, size, prefix))
         found = tiers.ready_s[s, block] <= tiers.clock[0].now
         session_lists.ask(lists, s, block, number, found)
         if number == loads - 1 and found:
             tiers.goes_on[request, t] = session_lists.session_at(lists, s, block)
     session_lists.has_asked(lists, s, tiers.stores[s].n_made)
-    forget_oldest(tiers, s)
+    kv_tiers.forget_oldest(tiers, s)
 
 
 @compiled()
 def _keep_by_session(
     engines: Any, w: int, t: int, request: int, first: int, end: int, at_s: float
 ) -> None:  # fmt: skip
-    """Store the blocks of a context from ``first`` to ``end`` in a store that evicts by session.
-
-    All of them, or none.
-    """
+    """Store a context's blocks in a store that evicts by session: all or none."""
     kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
     lists, size, prefix = tiers.by_session, settings.block_size, settings.prefix_block_tokens
     s = tiers.links[w, t].store
@@ -329,17 +290,17 @@ def _keep_by_session(
         return
     for number in range(first, end):
         key = block_hash(kv, request, number, size, prefix)
-        lists.own[number - first] = known(tiers, s, key)
+        lists.own[number - first] = kv_tiers.known(tiers, s, key)
     slot, fresh, n_out = session_lists.choose(
         lists, s, np.int64(end - first), np.int64(first), tiers.goes_on[request, t], room, there
     )
     for k in range(n_out):
-        let_go(tiers, w, t, lists.out[k], at_s)
+        kv_tiers.let_go(tiers, w, t, lists.out[k], at_s)
     if slot >= 0:
         tiers.goes_on[request, t] = -1
         for k in range(end - first):
             block = lists.own[k]
             if not tiers.ready_s[s, block] < np.inf:
                 session_lists.place(lists, s, block, slot, fresh)
-                write(tiers, w, t, block, at_s)
-    forget_oldest(tiers, s)
+                kv_tiers.write(tiers, w, t, block, at_s)
+    kv_tiers.forget_oldest(tiers, s)

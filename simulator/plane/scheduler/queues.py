@@ -1,15 +1,9 @@
-"""The queue of those who wait for the first time: a pairing heap over the requests' records.
+"""The queue of those who wait for the first time: a pairing heap over the requests' records
+(Fredman, Sedgewick, Sleator and Tarjan, Algorithmica 1, 1986), by ``REQUEST.queue_key``, equal ones
+by ``REQUEST.ticket``, and a line in the order in which they came, for orders that age.
 
-They also stand in line in the order in which they came, so that the oldest is known: an order that
-ages lets it go first when it has waited long enough.
-
-Fredman, Sedgewick, Sleator and Tarjan, *The pairing heap* (Algorithmica 1, 1986): adding takes
-constant time, taking the first logarithmic time on average. Requests are ordered by
-``REQUEST.queue_key``, equal ones by ``REQUEST.ticket``; a heap is its first request, or -1.
-``REQUEST.before`` is a request's elder sibling, or the parent of a first child.
-
-A request can be taken out between two steps: its worker died, or its client left.
-"""
+A heap is its first request, or -1; ``REQUEST.before`` is an elder sibling, or the parent of a first
+child."""
 
 from typing import Any
 
@@ -17,9 +11,9 @@ import numpy as np
 
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import wake
-from eldr_sim.simulator.plane.kv_cache import blocks_of, release
-from eldr_sim.simulator.plane.kv_loads import have_come
-from eldr_sim.simulator.plane.kv_manager import Engines, side_of
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release
+from eldr_sim.simulator.plane.kv.kv_loads import have_come
+from eldr_sim.simulator.plane.kv.kv_manager import Engines, side_of
 from eldr_sim.simulator.plane.state import HERE
 
 
@@ -34,10 +28,7 @@ def queue_add(requests: Any, heap: int, request: int) -> Any:
 
 @compiled()
 def queue_pop(requests: Any, heap: int) -> Any:
-    """Take the first request out; returns the heap of the others.
-
-    Its children are melded in pairs, and the pairs, the last one first, into one.
-    """
+    """Take the first request out; returns the heap of the others, melded in pairs."""
     child, pairs = requests[heap].child, np.int64(-1)
     while child >= 0:
         other = requests[child].next
@@ -125,10 +116,7 @@ def give_back(clock: Any, events: Any, engines: Engines, w: int, request: int) -
 
 @compiled()
 def remove(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
-    """Take a request out of an engine, between two of its steps: its queues, batch and KV blocks.
-
-    What it has generated is noted, so that another engine can go on from there.
-    """
+    """Take a request out of an engine, between two steps; what it has generated is noted."""
     worker, record = engines.workers[w], engines.requests[request]
     decodes = engines.pools[engines.pool_of[w]].then == HERE
     if engines.kv.tiers.loads.shape[0] > 0 and engines.kv.tiers.loads[request].loading:
@@ -195,10 +183,8 @@ def _leave_queues(engines: Engines, w: int, request: int, decodes: bool) -> None
 
 @compiled()
 def _unlink(requests: Any, head: int, request: int) -> Any:
-    """Take a request out of a linked queue.
-
-    Returns the queue's head, and who came before it: -1 nobody, -2 it is not there.
-    """
+    """Take a request out of a linked queue; returns the head, and who came before (-1, -2:
+    none)."""
     before: Any = np.int64(-1)
     at = head
     while at >= 0 and at != request:

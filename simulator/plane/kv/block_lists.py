@@ -1,9 +1,6 @@
-"""Blocks that are found by their hash and stand in the order in which they were used.
-
-``blocks [owners, blocks]`` and ``slots [owners, slots]``: of each worker's cache, or each store of
-a tier: records of ``BLOCK``, and a hash table of block number + 1, 0 is empty. ``owners`` have the
-list of blocks that may go, the least recently used first.
-"""
+"""Blocks found by their hash, in the order in which they were used, of each cache or store:
+``blocks [owners, blocks]`` of ``BLOCK``, a hash table ``slots [owners, slots]`` of block number + 1
+(0 is empty), and ``owners``, with the list of blocks that may go."""
 
 from typing import Any
 

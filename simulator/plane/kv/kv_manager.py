@@ -1,16 +1,14 @@
-"""The KV blocks of an engine's sequences: vLLM's ``kv_cache_manager.py``, compiled.
-
-What a step needs, whether it is free, taking it and giving it back; `kv_cache` has the blocks.
-"""
+"""The KV blocks of an engine's sequences, compiled: what a step needs, takes and gives back (vLLM's
+``kv_cache_manager.py``)."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from eldr_sim.simulator.plane import kv_loads
+from eldr_sim.arrays import Floats, Ints, Records
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv_cache import (
+from eldr_sim.simulator.plane.kv import kv_loads
+from eldr_sim.simulator.plane.kv.kv_cache import (
     KVCache,
     blocks_of,
     find,
@@ -29,17 +27,17 @@ _CLIPPED = np.int64(4096)  # most tokens still to come that SGLang counts
 class Engines(NamedTuple):
     """The arrays of all workers and their requests."""
 
-    settings: NDArray[np.void]  #: ``SETTINGS [1]``
-    pools: NDArray[np.void]  #: ``POOL [pools]``
-    pool_of: NDArray[np.int64]  #: ``[workers]``
-    workers: NDArray[np.void]  #: ``WORKER [workers]``
-    sequences: NDArray[np.void]  #: ``SEQUENCE [workers, max_num_seqs]``
-    requests: NDArray[np.void]  #: ``REQUEST [requests]``
-    tables: NDArray[np.void]  #: ``BLOCK_TABLE [requests, 2]``, see `side_of`
+    settings: Records  #: ``SETTINGS [1]``
+    pools: Records  #: ``POOL [pools]``
+    pool_of: Ints  #: ``[workers]``
+    workers: Records  #: ``WORKER [workers]``
+    sequences: Records  #: ``SEQUENCE [workers, max_num_seqs]``
+    requests: Records  #: ``REQUEST [requests]``
+    tables: Records  #: ``BLOCK_TABLE [requests, 2]``, see `side_of`
     kv: KVCache
-    pending: NDArray[np.int64]  #: ``[capacity, 2]``: what to do, request
+    pending: Ints  #: ``[capacity, 2]``: what to do, request
     sessions: Sessions
-    prompt_s: NDArray[np.float64]  #: see `kv_tiers.prompt_seconds`
+    prompt_s: Floats  #: see `kv_tiers.prompt_seconds`
 
 
 @compiled()
@@ -86,13 +84,9 @@ def slots_of(sequence: Any, lookahead: int) -> Any:
 
 @compiled()
 def allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool) -> Any:
-    """Take the KV blocks of a context of ``tokens`` tokens; return how many of them are cached.
-
-    Who does not fetch them takes those of its first drafts, too, and loads from tiers what these
-    hold: cached, but perhaps not here yet; some engines reserve for tokens still to come. Returns
-    -1 if too few blocks are free, WAITS of `kv_loads` where it waits for others' blocks first, and
-    changes nothing.
-    """
+    """Take the KV blocks of a context of ``tokens`` tokens, and of drafts and what its engine
+    reserves unless it fetches them; return how many are cached. Without change: -1 if too few are
+    free, WAITS of `kv_loads` where it waits for others' blocks."""
     pool, side = engines.pool_of[w], side_of(engines, w)
     found, idle, size = _NONE, _NONE, engines.settings[0].block_size
     more = pulled = _NONE
@@ -152,10 +146,8 @@ def _find(engines: Engines, w: int, request: int, tokens: int) -> Any:
 
 @compiled()
 def promised(engines: Engines, w: int) -> Any:
-    """Return the tokens that the running sequences' outputs are expected to take (SGLang).
-
-    A share of what each has still to come, all of it for those that join in this step.
-    """
+    """Return the tokens that running sequences' outputs are expected to take (SGLang): a share of
+    what is to come, all for those that join."""
     worker, tokens = engines.workers[w], 0.0
     for i in range(worker.batch):
         left = float(min(engines.sequences[w, i].tokens_left, _CLIPPED))

@@ -1,24 +1,18 @@
 """Requests of benchmark results: ``vllm bench serve``, AIPerf and GuideLLM.
 
-vLLM
-    The JSON file of ``vllm bench serve --save-result --save-detailed``: ``input_lens``,
-    ``output_lens`` and, in newer versions, ``start_times`` (s). Failed requests have no output
-    tokens.
-AIPerf
-    ``profile_export.jsonl``, a line a request: ``metadata.request_start_ns`` (``timestamp_ns`` in
-    older versions), ``metrics.input_sequence_length`` and ``metrics.output_sequence_length``.
-    Requests of the warm-up are left out; those that failed have no lengths and are dropped.
-GuideLLM
-    The JSON of ``guidellm run --output kind=json``: of its one benchmark the successful requests,
-    ``request_start_time`` (s), ``prompt_tokens`` and ``output_tokens``.
-"""
+``vllm bench serve --save-result --save-detailed``: ``input_lens``, ``output_lens`` (none: failed)
+and, in newer versions, ``start_times`` (s). AIPerf's ``profile_export.jsonl``, a line a request:
+``metadata.request_start_ns`` (or ``timestamp_ns``), ``metrics.input_sequence_length`` and
+``output_sequence_length`` (none: failed), without the warm-up. GuideLLM's ``run --output
+kind=json``: of its one benchmark the successful requests, ``request_start_time`` (s),
+``prompt_tokens`` and ``output_tokens``."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.log_rows import Row, scaled_ns, session_of
+from eldr_sim.traces.requests.logs.log_rows import Row, scaled_ns, session_of
 
 
 def is_vllm_result(record: Any) -> bool:
@@ -27,10 +21,7 @@ def is_vllm_result(record: Any) -> bool:
 
 
 def vllm_rows(file: Path, record: Mapping[str, Any]) -> Iterator[Row]:
-    """Return the requests of a result, in the order in which they were sent.
-
-    Raises InputError if the result has no lengths, or other than one for each request.
-    """
+    """Return the requests of a result, in the order in which they were sent; raises InputError."""
     if "input_lens" not in record:
         raise InputError(str(file), "has no lengths of requests", "a result of --save-detailed")
     columns = [record["input_lens"], record.get("output_lens"), record.get("start_times")]

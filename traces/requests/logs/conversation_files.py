@@ -1,17 +1,13 @@
 """Conversations as vLLM's multi-turn benchmark generates them (``generate_multi_turn.json``).
 
 A JSON object whose ``filetype`` is ``generate_conversations``: ``num_conversations``;
-``prompt_input`` with ``num_turns`` (of user and assistant, so two a request), ``num_tokens`` (of
-each turn of the user), ``prefix_num_tokens`` (more of them in a conversation's first turn) and, if
-any, ``common_prefix_num_tokens`` (before those, of all conversations); ``prompt_output`` with
-``num_tokens``. Each is a distribution: ``constant`` (value), ``uniform`` (min, max), ``zipf`` or
-``poisson`` (alpha), ``lognormal`` (average and median_ratio, .85 when not given, or mean and sigma
-of the logarithm), the last three cut at ``max`` (vllm-project/vllm,
-``benchmarks/multi_turn/bench_dataset.py``).
-
-Requests are drawn once, whatever the run's seed. All conversations begin at once, and a turn when
-the one before has ended.
-"""
+``prompt_input`` with ``num_turns`` (two a request), ``num_tokens`` (of a user's turn),
+``prefix_num_tokens`` (more in a conversation's first) and, if any, ``common_prefix_num_tokens``
+(before those, of all); ``prompt_output`` with ``num_tokens``. Distributions are ``constant``
+(value), ``uniform`` (min, max), ``zipf``, ``poisson`` (alpha) or ``lognormal`` (average and
+median_ratio, .85 when not given, or mean and sigma), the last three cut at ``max``
+(vllm-project/vllm, ``benchmarks/multi_turn/bench_dataset.py``). Drawn once, whatever the run's
+seed; all conversations begin at once, and a turn when the one before has ended."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Ints
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.log_rows import Row
+from eldr_sim.traces.requests.logs.log_rows import Row
 
 _BLOCK = 16  # tokens
 _SCOPE = 1 << 32  # ids of a conversation's own blocks
@@ -35,10 +31,7 @@ def is_conversations(record: Any) -> bool:
 
 
 def conversation_rows(file: Path, record: Mapping[str, Any]) -> Iterator[Row]:
-    """Return the requests of conversations, one after the other.
-
-    Raises InputError if a distribution is missing, or is not as vLLM has it.
-    """
+    """Return the requests of conversations, one after the other; raises InputError."""
     rng = np.random.default_rng(0)
     try:
         given, n = record["prompt_input"], int(record["num_conversations"])
@@ -63,7 +56,7 @@ def conversation_rows(file: Path, record: Mapping[str, Any]) -> Iterator[Row]:
             context += int(answers[i])
 
 
-def _drawn(given: Mapping[str, Any], n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def _drawn(given: Mapping[str, Any], n: int, rng: np.random.Generator) -> Ints:
     """Draw ``n`` whole numbers from a distribution; raises KeyError or ValueError."""
     kind = given["distribution"]
     if kind == "constant":

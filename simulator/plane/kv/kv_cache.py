@@ -1,21 +1,12 @@
 """KV blocks of the workers, with a prefix cache and a signature row beside each block.
 
-The rules are those of vLLM's v1 engine (``vllm/v1/core/block_pool.py`` and
-``kv_cache_manager.py``): a prompt is cut into blocks of ``block_size`` tokens; a full block has a
-hash that stands for its tokens and all before them; requests whose prompts begin with the same
-blocks share them by reference. A block that nobody holds keeps its contents until it is needed for
-others: blocks without contents go first, then the least recently freed. A prompt's blocks are freed
-from its last to its first, so that the tails of prefixes are evicted before their heads. A hit
-never covers the last token of a context, whose logits are needed, so at least one is computed.
-
-ELDR's signature cache (Sec. 4.4) is a row a block, co-indexed with the blocks and of the same
-lifetime: the experts that the block's tokens chose, written when they are prefilled, whichever
-request did that. A request's signature is the sum over its blocks. Here a row is kept as the
-request whose prompt was computed into the block; what its tokens replay follows from that.
-
-Blocks that nobody can find (generated tokens, prompts that share nothing, the last partial block)
-are alike, so they are only counted.
-"""
+The rules are vLLM's (``vllm/v1/core/block_pool.py``, ``kv_cache_manager.py``): a full block has a
+hash that stands for its tokens and all before them, and is shared by reference. One that nobody
+holds keeps its contents until it is needed: blocks without contents go first, then the least
+recently freed; a prompt's are freed from its last to its first. A hit never covers the last token
+of a context, whose logits are needed. ELDR's signature cache (Sec. 4.4) is a row a block: the
+experts that its tokens chose, here kept as the request whose prompt was computed into it. Blocks
+that nobody can find (generated tokens, unshared prompts, the last partial one) are only counted."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
-from eldr_sim.simulator.plane.block_lists import (
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.kv.block_lists import (
     append,
     forget,
     give_up_record,
@@ -31,17 +23,13 @@ from eldr_sim.simulator.plane.block_lists import (
     slot_of,
     take_out,
 )
-from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv_tiers import Tiers, forget_stores, no_tiers, touch, write_back
+from eldr_sim.simulator.plane.kv.kv_tiers import Tiers, forget_stores, no_tiers, touch, write_back
 from eldr_sim.simulator.plane.state import BLOCK
 from eldr_sim.traces.workload import Workload
 
 
 class KVCache(NamedTuple):
-    """The arrays of all workers' prefix caches.
-
-    Blocks are numbered per worker; ``-1`` is none.
-    """
+    """The arrays of all workers' prefix caches; blocks are numbered per worker, ``-1`` is none."""
 
     blocks: NDArray[np.void]  #: ``BLOCK [workers, blocks]``
     hash_slots: NDArray[
@@ -69,11 +57,8 @@ def make_kv_cache(
     listened: int = 0,
     tiers: Tiers | None = None,
 ) -> KVCache:
-    """Return empty caches of ``n_workers`` workers with at most ``n_blocks`` blocks each.
-
-    Memory is taken as blocks are written. A workload without prefix blocks needs none. What happens
-    to the blocks of the first ``listened`` workers is noted.
-    """
+    """Return empty caches of at most ``n_blocks`` blocks a worker; memory is taken as they are
+    written. What happens to blocks of the first ``listened`` workers is noted."""
     size = workload.prefix_block_tokens
     if size == 0:
         n_workers = n_blocks = 1
@@ -129,11 +114,7 @@ def blocks_of(tokens: int, block_size: int) -> Any:
 
 @compiled()
 def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_tokens: int) -> Any:
-    """Return the hash of a full KV block of a prompt.
-
-    A KV block is told by its number and by the prefix block that its last token lies in, for that
-    one stands for all tokens before it too.
-    """
+    """Return the hash of a full KV block: its number, and its last token's prefix block."""
     last = ((number + 1) * block_size - 1) // prefix_tokens
     return (np.int64(kv.prefix_hash[kv.prefix_indptr[request] + last]) << 32) | number
 
@@ -142,10 +123,7 @@ def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_token
 def find(
     kv: Any, w: int, side: int, request: int, tokens: int, block_size: int, prefix_tokens: int
 ) -> Any:  # fmt: skip
-    """Note the cached blocks of the longest prefix of a context of ``tokens`` tokens.
-
-    Returns how many there are, and how many of them nobody holds.
-    """
+    """Note the cached blocks of a context; returns how many, and how many nobody holds."""
     first = kv.first_listed[request]
     limit = min(kv.first_listed[request + 1] - first, (tokens - 1) // block_size)
     idle = 0
@@ -178,20 +156,14 @@ def matched_tokens(kv: Any, w: int, request: int, tokens: int) -> Any:
 
 @njit(_nrt=False)
 def match(kv: KVCache, first: int, request: int, tokens: int, out: Any) -> None:
-    """Fill in the tokens of a prompt that the caches of workers from ``first`` on hold.
-
-    Never its last one; ``out``: int64, one a worker.
-    """
+    """Fill in ``out``, int64, with a prompt's cached tokens on workers from ``first`` on."""
     for i in range(out.shape[0]):
         out[i] = matched_tokens(kv, first + i, request, tokens)
 
 
 @compiled()
 def hold(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, new: int) -> None:
-    """Hold the ``found`` blocks of a request's table, and ``new`` ones beside them.
-
-    There must be so many free ones; cached contents make room, the least recently freed first.
-    """
+    """Hold ``found`` blocks of a request, and ``new`` free ones, the least recently freed first."""
     table = tables[request, side]
     first = kv.first_listed[request]
     for number in range(table.found):
@@ -217,11 +189,8 @@ def publish(
     kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, tokens: int,
     block_size: int, prefix_tokens: int,
 ) -> None:  # fmt: skip
-    """Let others find the full blocks of a context's first ``tokens`` tokens.
-
-    As in vLLM this happens when the tokens are scheduled: within a step a layer writes the keys and
-    values of all requests before it reads those of any.
-    """
+    """Let others find the full blocks of a context's first ``tokens`` tokens, when these are
+    scheduled: a layer writes all keys and values of a step before it reads any (vLLM)."""
     first = kv.first_listed[request]
     table = tables[request, side]
     end = min(kv.first_listed[request + 1] - first, tokens // block_size)

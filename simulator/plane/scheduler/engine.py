@@ -1,69 +1,43 @@
 """The engine of a worker: vLLM's v1 scheduler (``vllm/v1/core/sched/scheduler.py``), compiled.
 
 At a step boundary the engine takes out what has ended, gives running sequences the KV blocks that
-their next tokens need, admits who waits, and so makes the plan of the next step: sequences that get
-their next token, and chunks of contexts that are still being computed.
+their next tokens need, admits who waits, and so plans the next step: sequences that get their next
+token, and chunks of contexts that are still being computed.
 
-- First come, first served, or another queue order; where it ages, who has waited long enough at
-  the engine comes first, the oldest before the others. A request is admitted if there is a place
-  in the batch, a token of the step's budget, and KV blocks for its whole prompt; until the next in
-  the order is, nobody behind it is.
-- Running sequences come first. When their blocks are not free, the one that joined last, or that of
-  the lowest priority, is preempted: it goes to the front of the queue, or by its priority, and
-  recomputes its context later; nobody is admitted in that step.
-- A context is computed in chunks, as the token budget allows. Its last token is not part of them
-  but decoded, in the step of its last chunk, except on a prefill worker, which hands the request
-  over when the prompt is computed, or ends it there.
-- With a KV connector the blocks are reserved before the transfer starts, and only those that are
-  not in the prefix cache are fetched. Requests whose KV cache has arrived come before others. Where
-  blocks are reserved early, a prompt goes to who computes it when it has them (SGLang).
-- With asynchronous scheduling the next step is scheduled when one starts, so a request that comes
-  meanwhile joins the one after.
-
-- Other engines are values of this one (`setup.engines`): prompts alone in a step while the others
-  sit out, polls every few steps, prompts that wait for others, prompts that are computed whole,
-  blocks reserved for tokens to come, other victims.
-
-There is one engine; a request says where its KV cache comes from, and the pool of its worker who
-goes on when a prompt is computed.
-
-Prompts may wait though there is room: for more prompts, for other engines, for an interval.
-"""
+- A request is admitted, first come or in a queue order, which may let the oldest go first when it
+  has waited long enough, if there is a place in the batch, a token of the step's budget, and KV
+  blocks for its whole prompt; nobody passes the next in the order.
+- Running sequences come first. When blocks lack, the one that joined last, or of the lowest
+  priority, is preempted: it goes to the front of the queue, or by its priority, and recomputes its
+  context; nobody is admitted in that step.
+- A context is computed in chunks, as the token budget allows. Its last token is decoded, in the
+  step of its last chunk, except on a prefill worker, which hands the request over or ends it.
+- With a KV connector blocks are reserved before the transfer starts, and only those that are not
+  cached are fetched; requests whose KV cache has arrived come before others. Where blocks are
+  reserved early, a prompt goes to who computes it when it has them (SGLang).
+- With asynchronous scheduling the next step is scheduled when one starts: who comes meanwhile joins
+  the one after. Other engines are values of this one (`setup.engines`)."""
 
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from eldr_sim.simulator.plane.admission import admit, budget_left, fill
+from eldr_sim.arrays import Ints, Records
+from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import leave, schedule, schedule_step, wake
-from eldr_sim.simulator.plane.kv_cache import blocks_of, n_free, release
-from eldr_sim.simulator.plane.kv_manager import (
-    Engines,
-    fits,
-    keep_tokens,
-    only_prompts,
-    publish_tokens,
-    release_context,
-    side_of,
-)
-from eldr_sim.simulator.plane.preemption import preempt
-from eldr_sim.simulator.plane.queues import line_add, queue_add
-from eldr_sim.simulator.plane.state import (
-    PENDING_END,
-    PENDING_HAND_OVER,
-    PROMPT_END,
-    TO_THE_END,
-    WORKER,
-)
+from eldr_sim.simulator.plane.kv import kv_manager
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
+from eldr_sim.simulator.plane.scheduler.admission import admit, budget_left, fill
+from eldr_sim.simulator.plane.scheduler.preemption import preempt
+from eldr_sim.simulator.plane.scheduler.queues import line_add, queue_add
 from eldr_sim.simulator.plane.steps.executor import has_step
 
 _NONE = np.int64(0)
 
 
 @compiled()
-def defers_prompts(engines: Engines, w: int) -> Any:
+def defers_prompts(engines: kv_manager.Engines, w: int) -> Any:
     """Whether an engine leaves prompts alone in this step: others decode meanwhile."""
     pool, worker = engines.pools[engines.pool_of[w]], engines.workers[w]
     if worker.batch + worker.riding == 0:
@@ -76,11 +50,9 @@ def defers_prompts(engines: Engines, w: int) -> Any:
 
 
 @compiled()
-def _waits_for_others(engines: Engines, w: int) -> Any:
-    """Whether prompts wait for more to compute with (TensorRT-LLM's batch_wait_timeout_iters).
-
-    They do so for as many steps, until the step's tokens reach the share of its budget.
-    """
+def _waits_for_others(engines: kv_manager.Engines, w: int) -> Any:
+    """Whether prompts wait, so many steps, for more to compute with, until tokens reach the share
+    of the step's budget (TensorRT-LLM's batch_wait_timeout_iters)."""
     pool, worker, requests = engines.pools[engines.pool_of[w]], engines.workers[w], engines.requests
     budget, places = budget_left(engines, w), pool.max_num_seqs - worker.batch - worker.prefilling
     tokens, request = _NONE, worker.oldest
@@ -89,7 +61,7 @@ def _waits_for_others(engines: Engines, w: int) -> Any:
     size, free = engines.settings[0].block_size, n_free(engines.workers, w)
     while request >= 0 and places > 0 and tokens + requests[request].prompt_len <= budget:
         held = requests[request].prompt_len
-        if pool.reserve == TO_THE_END:
+        if pool.reserve == state.TO_THE_END:
             held += requests[request].output_len
         free -= blocks_of(held, size)
         if free < 0:
@@ -106,14 +78,13 @@ def _waits_for_others(engines: Engines, w: int) -> Any:
 
 
 @compiled()
-def waits_for_engines(engines: Engines, w: int) -> Any:
+def waits_for_engines(engines: kv_manager.Engines, w: int) -> Any:
     """Whether prompts wait until all engines of the group have some and a place for them.
 
-    They do so for ``balance_steps`` steps at most, counting the one that goes on, and for
-    ``batching_steps`` once all have some, unless an engine decodes nothing (TensorRT-LLM's
-    ``_balance_adp_requests``, `pyexecutor/py_executor.py`). The first engine that comes to the
-    group's next step decides for all, when none of them has taken anybody in.
-    """
+    For ``balance_steps`` steps at most, counting the one that goes on, and ``batching_steps`` once
+    all have some, unless an engine decodes nothing (TensorRT-LLM's ``_balance_adp_requests``,
+    `pyexecutor/py_executor.py`). The first engine that comes to the group's next step decides for
+    all."""
     pool, workers = engines.pools[engines.pool_of[w]], engines.workers
     leader = workers[workers[w].leader]
     if leader.balanced_step == leader.n_group_steps:
@@ -174,7 +145,7 @@ def _append_late(requests: Any, worker: Any) -> None:
 
 
 @compiled()
-def take(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
+def take(clock: Any, events: Any, engines: kv_manager.Engines, w: int, request: int) -> None:
     """Take a request: a new one, or one whose KV cache has arrived."""
     worker, requests = engines.workers[w], engines.requests
     if not requests[request].kv_here:
@@ -196,7 +167,7 @@ def take(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Non
 
 
 @compiled()
-def publish_signals(engines: Engines, first: int, n: int, signals: Any) -> None:
+def publish_signals(engines: kv_manager.Engines, first: int, n: int, signals: Any) -> None:
     """Fill in what the engines of ``n`` workers publish, ``SIGNALS [workers]``."""
     for w in range(first, first + n):
         worker, signal, pool = engines.workers[w], signals[w], engines.pools[engines.pool_of[w]]
@@ -213,7 +184,7 @@ def publish_signals(engines: Engines, first: int, n: int, signals: Any) -> None:
 
 
 @compiled()
-def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
+def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> None:
     """Do what an engine does between two steps: end, preempt, admit, plan."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     worker.wake = -1.0
@@ -221,7 +192,7 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
     worker.computed_tokens = worker.begun_tokens
     if worker.ended:
         worker.ended = False
-        if only_prompts(engines, w):
+        if kv_manager.only_prompts(engines, w):
             _end_prompts(clock, events, engines, w)
         else:
             _finish(clock, engines, w)
@@ -230,7 +201,7 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
         worker.share = pool.first_share
         _append_late(engines.requests, worker)  # no step has been scheduled yet
     defers = balances or defers_prompts(engines, w)
-    if pool.mixed_steps and not fits(engines, w, _NONE):
+    if pool.mixed_steps and not kv_manager.fits(engines, w, _NONE):
         preempt(clock, engines, w)
         defers = defers and worker.batch > 0
         if not defers:
@@ -256,11 +227,9 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
 
 @compiled()
 def _looks(worker: Any, pool: Any) -> Any:
-    """Whether the engine looks for requests now, a step having been planned.
-
-    SGLang's overlapped loop does when it has launched that step, and counts it: a step of prompts
-    lets it look at once, for those that came before it began (`SchedulerRecvSkipper`).
-    """
+    """Whether the engine looks for requests now, a step having been planned, as SGLang's overlapped
+    loop does; a step of prompts lets it look at once, for those that came before
+    (`SchedulerRecvSkipper`)."""
     polled = worker.polled
     if pool.async_scheduling:
         prompts = worker.chunk_tokens > 0 or worker.joined > 0
@@ -277,11 +246,8 @@ def _is_idle(worker: Any) -> Any:
 
 
 @compiled()
-def _end_prompts(clock: Any, events: Any, engines: Engines, w: int) -> None:
-    """Take the sequences out whose prompts are computed; later stages may still have them.
-
-    These keep their places until the last stage returns them, as in vLLM's batch queue.
-    """
+def _end_prompts(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> None:
+    """Take out sequences whose prompts are computed; places stay until the last stage."""
     worker, sequences = engines.workers[w], engines.sequences
     kept = 0
     for i in range(worker.prefilling):
@@ -290,7 +256,7 @@ def _end_prompts(clock: Any, events: Any, engines: Engines, w: int) -> None:
             if worker.exit_s > clock[0].now:
                 worker.leaving += 1
                 worker.leaving_tokens += sequences[w, i].computed
-                schedule(clock, events, worker.exit_s, PROMPT_END, request)
+                schedule(clock, events, worker.exit_s, state.PROMPT_END, request)
             else:
                 end_prompt(clock, engines, w, request)
             continue
@@ -301,7 +267,9 @@ def _end_prompts(clock: Any, events: Any, engines: Engines, w: int) -> None:
 
 
 @compiled()
-def leave_stages(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
+def leave_stages(
+    clock: Any, events: Any, engines: kv_manager.Engines, w: int, request: int
+) -> None:
     """Let a prompt leave the last stage: its place, and perhaps its KV blocks, are free."""
     worker, record = engines.workers[w], engines.requests[request]
     worker.leaving -= 1
@@ -312,26 +280,23 @@ def leave_stages(clock: Any, events: Any, engines: Engines, w: int, request: int
 
 
 @compiled()
-def end_prompt(clock: Any, engines: Engines, w: int, request: int) -> None:
+def end_prompt(clock: Any, engines: kv_manager.Engines, w: int, request: int) -> None:
     """Hand a request over whose prompt is computed, or end it."""
     record = engines.requests[request]
     record.prefill_end_s = clock[0].now
     if engines.pools[engines.pool_of[w]].then >= 0:
-        leave(clock, engines, PENDING_HAND_OVER, request)
+        leave(clock, engines, state.PENDING_HAND_OVER, request)
         return
     record.first_token_s = record.finish_s = clock[0].now
-    release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
-    leave(clock, engines, PENDING_END, request)
+    release(engines.kv, engines.tables, engines.workers, w, kv_manager.side_of(engines, w), request)
+    leave(clock, engines, state.PENDING_END, request)
 
 
 @compiled()
-def _finish(clock: Any, engines: Engines, w: int) -> None:
-    """Take the sequences out that have all their tokens; the others keep their order.
-
-    With asynchronous scheduling vLLM schedules a step while the one before is under way. It knows
-    that a sequence has ended only if all its drafts might have been rejected (``schedule`` of
-    ``vllm/v1/core/sched/scheduler.py``, 0.32); any other rides in the next step.
-    """
+def _finish(clock: Any, engines: kv_manager.Engines, w: int) -> None:
+    """Take the sequences out that have all their tokens; others keep their order. With asynchronous
+    scheduling only those whose drafts might all have been rejected (vLLM 0.32); any other rides
+    on."""
     worker, sequences = engines.workers[w], engines.sequences
     rides_on, places = engines.pools[engines.pool_of[w]].rides_on, sequences.shape[1] // 2
     kept = 0
@@ -345,10 +310,10 @@ def _finish(clock: Any, engines: Engines, w: int) -> None:
             context = record.prompt_len - 1 + record.output_len
             worker.context -= context
             worker.tokens -= sequences[w, i].tokens
-            publish_tokens(engines, w, request, context)
-            keep_tokens(engines, w, request, context, clock[0].now)
-            release_context(engines, w, request, context + sequences[w, i].free_slots)
-            leave(clock, engines, PENDING_END, request)
+            kv_manager.publish_tokens(engines, w, request, context)
+            kv_manager.keep_tokens(engines, w, request, context, clock[0].now)
+            kv_manager.release_context(engines, w, request, context + sequences[w, i].free_slots)
+            leave(clock, engines, state.PENDING_END, request)
             if rides_on and sequences[w, i].got > 1:
                 sequences[w, places + worker.riding] = sequences[w, i]
                 worker.riding += 1
@@ -366,9 +331,9 @@ def _finish(clock: Any, engines: Engines, w: int) -> None:
 # --- from outside ---
 
 
-def make_workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray[np.void]:
+def make_workers(pools: Records, pool_of: Ints) -> Records:
     """Return workers as they begin, ``WORKER [workers]``: without requests and KV contents."""
-    workers = np.zeros(len(pool_of), WORKER)
+    workers = np.zeros(len(pool_of), state.WORKER)
     workers["n_blank"] = pools["n_blocks"][pool_of]
     workers["slowdown"] = 1.0
     workers["share"] = pools["first_share"][pool_of]

@@ -1,29 +1,22 @@
-"""What a prefix cache of a size finds in requests with block hashes under other evictions.
-
-Beside the least recently used (`reuse`): ARC (`arc`), by session (`session_lists`), and Belady's
-bound, which knows the future (IBM Systems Journal 1966): it keeps the blocks that a prompt needs
-again first, and none that no prompt does. Nobody finds more. Requests come one after the other, as
-there.
-"""
+"""What a prefix cache of a size finds in requests with block hashes under other evictions than LRU
+(`reuse`): ARC (`arc`), by session (`session_lists`), and Belady's bound, which keeps the blocks
+that a prompt needs again first (IBM Systems Journal 1966). Requests come one after the other."""
 
 from typing import Any
 
 import numpy as np
 
 from eldr_sim.jit import njit
-from eldr_sim.traces.requests import session_lists
-from eldr_sim.traces.requests.arc import AGAIN, ONCE, make_lists, use
+from eldr_sim.traces.requests.caches import session_lists
+from eldr_sim.traces.requests.caches.arc import AGAIN, ONCE, make_lists, use
+from eldr_sim.traces.requests.caches.reuse import blocks_of
 from eldr_sim.traces.requests.requests import Requests
-from eldr_sim.traces.requests.reuse import blocks_of
 
 _NEVER = np.int64(1) << 60
 
 
 def hit_rates(requests: Requests, capacity: int) -> tuple[float, float, float]:
-    """Return the shares of prompt tokens that ARC, eviction by session and Belady's bound find.
-
-    ``capacity``: blocks of ``requests.prefix_block_tokens``, at least 1.
-    """
+    """Return the shares of prompt tokens that three caches of ``capacity`` blocks find."""
     size = requests.prefix_block_tokens
     if size == 0:
         return 0.0, 0.0, 0.0

@@ -1,16 +1,15 @@
-"""What prefix caches of any size would find in requests with block hashes, in one pass.
+"""What prefix caches of any size would find in requests with block hashes, in one pass, by stack
+distance (Mattson, Gecsei, Slutz and Traiger, IBM Systems Journal 1970): how many other blocks were
+used since.
 
-The stack distance of a block (Mattson, Gecsei, Slutz and Traiger, IBM Systems Journal 1970) is the
-number of other blocks that were used since it was: a cache of more blocks that forgets the least
-recently used holds it. Requests come one after the other; each looks up the blocks of its prompt,
-then uses those of its prompt and its answer, the last one first, as engines free them.
-"""
+Each request looks up the blocks of its prompt, then uses those of prompt and answer, the last
+first, as engines free them."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Array, Bools, Ints
 from eldr_sim.jit import njit
 from eldr_sim.traces.requests.requests import Requests
 
@@ -18,11 +17,11 @@ from eldr_sim.traces.requests.requests import Requests
 class Reuse(NamedTuple):
     """Who finds what; tokens are those of prompts."""
 
-    #: int64 ``[blocks of prompts]``: blocks used since then of each block that a cache without
-    #: bounds would find, those of its request in order; and tokens of each.
-    distance: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    ideal: NDArray[np.int64]  #: int64 ``[requests]``: tokens that a cache without bounds would find
+    #: int64 ``[blocks of prompts]``, of blocks that a cache without bounds would find: blocks used
+    #: since then, and tokens of each.
+    distance: Ints
+    tokens: Ints
+    ideal: Ints  #: int64 ``[requests]``: tokens that a cache without bounds would find
     n_tokens: int  #: of all prompts
     common_tokens: int  #: of prompts, in the blocks that all requests begin with
     block_tokens: int
@@ -42,12 +41,10 @@ class Reuse(NamedTuple):
         return self.common_tokens / self.n_tokens
 
 
-def blocks_of(requests: Requests) -> tuple[NDArray[Any], ...]:
-    """Return what compiled code reads of requests, int64.
-
-    Blocks by numbers from 0, where each request's begin, those of its prompt, tokens of prompt and
-    answer as far as hashes tell these, and tokens of the prompt.
-    """
+def blocks_of(requests: Requests) -> tuple[Array, ...]:
+    """Return what compiled code reads of requests, int64: blocks by numbers from 0, where each
+    request's begin, those of its prompt, tokens of prompt and known answer, and tokens of the
+    prompt."""
     _, blocks = np.unique(requests.prefix_hash, return_inverse=True)
     prompt_len = requests.prompt_len.astype(np.int64)
     context = prompt_len.copy()
@@ -57,14 +54,10 @@ def blocks_of(requests: Requests) -> tuple[NDArray[Any], ...]:
     return blocks.astype(np.int64), *where, context, prompt_len
 
 
-def reuse_of(
-    requests: Requests, granule: int = 1, served: NDArray[np.bool_] | None = None
-) -> Reuse:
-    """Return what requests, in their order, find of those before them.
-
-    ``granule``: tokens of an engine's KV block: found are whole ones, and never a prompt's last
-    token; ``served``: bool ``[requests]``: who looks anything up and leaves anything; None: all.
-    """
+def reuse_of(requests: Requests, granule: int = 1, served: Bools | None = None) -> Reuse:
+    """Return what requests, in their order, find of those before them. ``granule``: tokens of an
+    engine's KV block: found are whole ones, never a prompt's last token; ``served``: bool
+    ``[requests]``: who takes part."""
     served = np.ones(len(requests), bool) if served is None else served
     size, n = requests.prefix_block_tokens, len(requests)
     read = blocks_of(requests)

@@ -3,20 +3,19 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Int32s, Ints
 from eldr_sim.jit import njit
 
 
 class Lists(NamedTuple):
     """The lists of caches; blocks are numbered in each, lists from 1."""
 
-    of: NDArray[np.int32]  #: ``[caches, blocks]``: the list that a block is in; 0: none
-    #: ``before``, ``behind``: ``[caches, blocks + lists + 1]``: neighbours of blocks in lists; list
-    #: ``l`` begins and ends at the node ``blocks + l``.
-    before: NDArray[np.int32]
-    behind: NDArray[np.int32]
-    sizes: NDArray[np.int64]  #: ``[caches, lists + 1]``
+    of: Int32s  #: ``[caches, blocks]``: the list that a block is in; 0: none
+    #: ``[caches, blocks + lists + 1]``: neighbours; list ``l`` begins and ends at ``blocks + l``.
+    before: Int32s
+    behind: Int32s
+    sizes: Ints  #: ``[caches, lists + 1]``
 
 
 def make_lists(n_caches: int, n_blocks: int, n_lists: int, n_open: int) -> Lists:

@@ -1,18 +1,17 @@
 """Which part of a request log a run replays, and which requests of it are measured.
 
-Without a choice the whole log is replayed, from an empty cluster to the last answer. A part is
-warmed up by the requests before it, and requests go on behind it until those measured have ended.
-"""
+Without a choice all is, from an empty cluster to the last answer. A part is warmed up by the
+requests before it, and requests go on behind it until those measured have ended."""
 
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.request_logs import RequestLog
+from eldr_sim.traces.requests.logs.request_logs import RequestLog
 
 #: A measured part whose rate differs by so much from the log's is not like the log.
 _UNLIKE = 0.1
@@ -79,11 +78,9 @@ def choose_part(
 ) -> LogPart:
     """Return the part of a log that a run replays; raises InputError if the log has none such.
 
-    ``since``, ``until``: begin and end of the measured part, seconds of the log; its own where
-    None; ``busiest``: length of the part with the most requests, in their place; ``warmup_s``:
-    seconds of the run before it; as many as the log has; ``rate``: mean requests per second to
-    which the measured part is stretched evenly; ``inf`` sends it at once.
-    """
+    ``since``, ``until``: the measured part, seconds of the log; ``busiest``: length of the busiest,
+    in their place; ``warmup_s``: of the run before it; ``rate``: mean requests per second to which
+    the part is stretched; ``inf``: all at once."""
     times, end = log.arrival_s, float(log.arrival_s[-1])
     name = log.path.name
     if busiest is not None:
@@ -126,17 +123,14 @@ def _rate(n: int, begin: float, stop: float, end: float) -> float | None:
 
 def describe_part(
     log: RequestLog,
-    arrival_s: NDArray[np.float64],
+    arrival_s: Floats,
     window: tuple[float, float],
     part: LogPart | None,
     rate: float | None = None,
 ) -> dict[str, Any]:
     """Return what of a log is measured, for the result: counts, seconds of the log, its rates.
-
-    ``arrival_s``: of the requests that are replayed, and ``window``: the measured one, seconds of
-    the run; ``part``: what is replayed; from the log's first request on where None; ``rate``: to
-    which the log, its part or its first requests are stretched.
-    """
+    ``arrival_s``, ``window``: seconds of the run; ``part``: what is replayed, None: from the first
+    request on; ``rate``: to which it is stretched."""
     times, end = log.arrival_s, float(log.arrival_s[-1])
     last = end
     has_rate = rate is not None and (part is not None or math.isinf(window[1]))
@@ -178,8 +172,7 @@ def part_in_words(part: dict[str, Any]) -> str:
 
 
 def part_warnings(part: dict[str, Any]) -> list[str]:
-    """Say where the measured part is not like the log, unless it is the busiest, or has the rate
-    that was asked for."""
+    """Say where the measured part is unlike the log and nobody asked for that."""
     rate, whole = part["rate"], part["log_rate"]
     known = "busiest_s" in part or part.get("has_rate")
     if known or rate is None or whole is None or abs(rate / whole - 1.0) <= _UNLIKE:

@@ -1,29 +1,22 @@
 """Caches that evict by session (SAE), compiled: a policy proposed for vLLM's KV offloading.
 
-Facts of vllm-project/vllm#50422 (``v1/kv_offload/cpu/policies/sae.py``, 2026). Blocks that are
-stored together make a session; a request that finds blocks of a session and stores more goes on
-with it. The session of the lowest score loses its last block first::
-
-    score = time of its last use + 1500 uses + 30000 / (1 + depth / 8)
-
-Time counts requests, ``depth`` the blocks that stand before the session's first one. A block's
-ghost says how often it was asked for, also while it is not there: 1 each time, 12 where it is
-found, by its place in the prompt. A new session begins with the twelfth of its blocks' ghosts as
-uses. Where something has to go for it, it is stored only if its score without uses is not below all
-others'. Uses and ghosts fade by a tenth every 500 requests.
-
-Here a cache remembers the ghosts of as many blocks as it has room for and no longer has; vLLM's
-forgets none before it has faded.
-"""
+Facts of vllm-project/vllm#50422 (``v1/kv_offload/cpu/policies/sae.py``, 2026). Blocks stored
+together make a session, with which a request that finds some and stores more goes on. The session
+of the lowest score ``last use + 1500 uses + 30000 / (1 + depth / 8)`` loses its last block first.
+Time counts requests, ``depth`` the blocks before the session's first one. A block's ghost says how
+often it was asked for: 1 each time, 12 where it is found, by its place in the prompt. A new session
+begins with the twelfth of its blocks' ghosts as uses; where something has to go for it, it is
+stored only if its score without uses is not below all others'. Uses and ghosts fade by a tenth
+every 500 requests. A cache remembers ghosts of as many blocks as it has room for; vLLM's all."""
 
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Bools, Floats, Ints, Records
 from eldr_sim.jit import njit
-from eldr_sim.traces.requests import linked
+from eldr_sim.traces.requests.caches import linked
 
 _USE, _FIRST, _HALF = 1500.0, 30000.0, 8.0  # of a score
 _FOUND, _MISSED, _SEED = 12.0, 1.0, 12.0  # of ghosts
@@ -59,12 +52,12 @@ class SessionLists(NamedTuple):
     """The sessions of caches; blocks are numbered in each."""
 
     lists: linked.Lists
-    caches: NDArray[np.void]  #: ``CACHE [caches]``
-    sessions: NDArray[np.void]  #: ``SESSION [caches, lists + 1]``
-    ghost: NDArray[np.float64]  #: ``[caches, blocks]``
-    kept: NDArray[np.bool_]  #: ``[caches, blocks]``: not to be evicted now
-    own: NDArray[np.int64]  #: ``[blocks]``: what `choose` is asked about,
-    out: NDArray[np.int64]  #: ``[blocks]``: and what goes for it
+    caches: Records  #: ``CACHE [caches]``
+    sessions: Records  #: ``SESSION [caches, lists + 1]``
+    ghost: Floats  #: ``[caches, blocks]``
+    kept: Bools  #: ``[caches, blocks]``: not to be evicted now
+    own: Ints  #: ``[blocks]``: what `choose` is asked about,
+    out: Ints  #: ``[blocks]``: and what goes for it
 
 
 def make_lists(n_caches: int, n_blocks: int, capacity: int) -> SessionLists:
@@ -203,12 +196,12 @@ def _open(lists: Any, cache: int, depth: int) -> Any:
 
 @njit(inlined=True, _nrt=False)
 def choose(lists: Any, cache: int, n: int, before: int, name: int, room: int, there: int) -> Any:
-    """Choose where the blocks ``own[:n]`` of a request are stored, and what goes for them.
+    """Choose where the blocks ``own[:n]`` of a request are stored, and what goes for them
+    (``out``).
 
     ``before``: blocks of its context before these; ``name``: of the session that it goes on with,
-    or -1; ``room``, ``there``: blocks that the cache has room for, and holds. Returns the session's
-    list, -1 where nothing is stored; whether it is new; and how many blocks have gone, ``out``.
-    """
+    or -1; ``room``, ``there``: free and held. Returns the session's list, or -1; if it is new; and
+    how many go."""
     new, depth = np.int64(0), np.int64(-1)
     for k in range(n):
         block = lists.own[k]

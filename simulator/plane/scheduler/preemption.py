@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv_cache import release
-from eldr_sim.simulator.plane.kv_manager import (
+from eldr_sim.simulator.plane.kv.kv_cache import release
+from eldr_sim.simulator.plane.kv.kv_manager import (
     Engines,
     fits,
     keep_tokens,
@@ -71,11 +71,8 @@ def _raise_share(engines: Engines, w: int) -> None:
 
 @compiled()
 def _victim(engines: Engines, w: int) -> Any:
-    """Return the running sequence to preempt.
-
-    The last one joined, that of the highest key, or, where one stays, that of the fewest outputs,
-    of equal ones the one of the longest prompt.
-    """
+    """Return the running sequence to preempt: the last one joined, that of the highest key, or,
+    where one stays, of the fewest outputs and then the longest prompt."""
     worker, sequences, requests = engines.workers[w], engines.sequences, engines.requests
     last = worker.batch + worker.prefilling - 1
     victim = last

@@ -1,18 +1,16 @@
 """ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003), compiled.
 
-Blocks that were used once and those that were used again are in two lists. What leaves the cache is
-remembered in two more, from which it learns how long the first should be. The oldest block of a
-list is its first.
-"""
+Blocks used once and those used again are in two lists; what leaves the cache is remembered in two
+more, from which it learns how long the first should be. A list's oldest block is its first."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_sim.arrays import Floats
 from eldr_sim.jit import njit
-from eldr_sim.traces.requests import linked
-from eldr_sim.traces.requests.linked import move, oldest
+from eldr_sim.traces.requests.caches import linked
+from eldr_sim.traces.requests.caches.linked import move, oldest
 
 #: Lists: used once, used again, and what was in these but is no more.
 ONCE, AGAIN, WAS_ONCE, WAS_AGAIN = map(np.int64, range(1, 5))
@@ -22,7 +20,7 @@ class ArcLists(NamedTuple):
     """The lists of caches."""
 
     lists: linked.Lists
-    target: NDArray[np.float64]  #: ``[caches]``: blocks that should be in the list used once
+    target: Floats  #: ``[caches]``: blocks that should be in the list used once
 
 
 def make_lists(n_caches: int, n_blocks: int) -> ArcLists:
@@ -38,10 +36,7 @@ def clear(arc: ArcLists, cache: int) -> None:
 
 @njit(inlined=True, _nrt=False)
 def _make_room(arc: Any, cache: int, capacity: int, was_again: bool) -> Any:
-    """Let the oldest block of one of the two lists go, and return it: the paper's REPLACE.
-
-    -1: there is room, as where blocks were lost.
-    """
+    """Let the oldest block of a list go, and return it (the paper's REPLACE); -1: there is room."""
     lists = arc.lists
     once, again = lists.sizes[cache, ONCE], lists.sizes[cache, AGAIN]
     if once + again < capacity:
@@ -58,11 +53,8 @@ def _make_room(arc: Any, cache: int, capacity: int, was_again: bool) -> Any:
 
 @njit(inlined=True, _nrt=False)
 def use(arc: Any, cache: int, block: int, capacity: int) -> Any:
-    """Use a block of any list or none; it is in the cache then.
-
-    ``capacity``: blocks, at least 1. Returns the block that leaves the cache and the one that is
-    remembered no more, -1: none; they are the same where it leaves for good.
-    """
+    """Use a block of any list or none; it is in the cache then. Returns the block that leaves the
+    cache and the one that is remembered no more, -1: none. ``capacity``: blocks, at least 1."""
     lists = arc.lists
     at, sizes = lists.of[cache, block], lists.sizes
     out, gone = np.int64(-1), np.int64(-1)

@@ -1,0 +1,1 @@
+"""Who computes next in an engine: queues, admission, preemption."""

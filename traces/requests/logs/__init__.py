@@ -1,0 +1,1 @@
+"""What was asked for elsewhere: logs, benchmark results and recorded sessions."""
