@@ -86,8 +86,7 @@ class RestrictedCompiler(InlinedCompiler):
 class _Locator(UserProvidedCacheLocator):
     """Where a function is kept: by what its module is called and says, not by where it lies.
 
-    All environments of a machine that hold the same sources compile once.
-    """
+    All environments of a machine that hold the same sources compile once."""
 
     def __init__(self, py_func: Any, py_file: str) -> None:
         self._py_file, self._lineno = py_file, py_func.__code__.co_firstlineno

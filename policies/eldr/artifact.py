@@ -254,12 +254,11 @@ def fit(
     seed: int,
     options: FitOptions = FitOptions(),  # noqa: B008 it cannot change
 ) -> RoutingArtifact:
-    """Fit the routing artifact: IDF table, layer mask, one centroid a decode worker; all but these
-    depend on ``n_decoders``. ``seed``: of the sampled pairs and of the clustering's starts.
+    """Fit the routing artifact: IDF table, layer mask and, alone of ``n_decoders``, one centroid a
+    decode worker. ``seed``: of the sampled pairs and of the clustering's starts.
 
-    Raises InputError with fewer calibration requests than decode workers or than 3, without any
-    expert that distinguishes them, for an unknown option or layer, or for gate scores that the
-    trace lacks."""
+    Raises InputError with fewer calibration requests than decode workers or than 3, no expert that
+    distinguishes them, an unknown option or layer, or gate scores that the trace lacks."""
     counts = calibration.scores("count")
     n = len(counts)
     if n_decoders < 1:

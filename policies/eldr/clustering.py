@@ -227,11 +227,10 @@ def _further(path: Floats, move: Floats, a: int, before: Floats) -> bool:
 def _relieve(distance: Floats, labels: Ints, size: Ints, capacity: int, too_many: int) -> None:
     """Move points out of clusters beyond their capacity, at the least cost.
 
-    Successive shortest paths (Ahuja, Magnanti and Orlin 1993, Network Flows, 9.7), which keep the
-    assignment the best one for its cluster sizes: no circle of moves saves anything. ``move`` is
-    what the cheapest move from a cluster to another costs, ``mover`` the point that makes it, the
-    first of equals; ``changed`` which clusters have changed, ``before`` each cluster's predecessor
-    on its path. A cost and its point are found together, as one whole number."""
+    Successive shortest paths (Ahuja, Magnanti and Orlin 1993, Network Flows, 9.7) keep the
+    assignment the best one for its cluster sizes. ``move``: the cheapest move from a cluster to
+    another, ``mover`` its point, the first of equals, both found as one whole number; ``changed``:
+    which clusters have; ``before``: each cluster's predecessor on its path."""
     n, k = distance.shape
     move, mover, path = np.empty((k, k)), np.empty((k, k), np.int64), np.empty(k)
     changed, before, least = np.ones(k, np.bool_), np.empty(k), np.empty(k)
@@ -304,11 +303,11 @@ def _lloyd(
     between: Floats, sums: Floats, recent: Recent, member: Members, balanced: bool, rounds: int
 ) -> tuple[Members, Floats, float]:
     """Return whose sum each centroid is, the points' dot products with them, both ``[n, K]``, and
-    the total distance.
+    the total distance, from the products ``similar``; ``member`` is of centroids that no point
+    joins.
 
-    Begins with the products ``similar``; ``member`` is returned for centroids that no point ever
-    joins. Dot products of sums are sums of ``between``, exact in any order: a round counts only who
-    has moved."""
+    Products of sums are sums of ``between``, exact in any order: a round counts only who has
+    moved."""
     rows, similar, summed = recent
     n, k = similar.shape
     labels, cost = _assigned(similar, balanced)

@@ -52,8 +52,7 @@ _WORK_GRID = float(1 << 22)  # squares of up to 2^19 entries still sum exactly i
 def unit_rows(rows: Array) -> Floats:
     """Scale each row to Euclidean length 1, rounded to multiples of 2^-24; zeros stay zero.
 
-    ``rows``: shape [n, d] with d < 2^19, finite.
-    """
+    ``rows``: shape [n, d] with d < 2^19, finite."""
     from eldr_sim.policies.eldr.unit import scale  # compiled: takes long to import
 
     found = np.empty(rows.shape)
@@ -219,12 +218,12 @@ class LayerSelection:
 def select_layers(
     features: Floats, overlap: DecodeOverlap, mask: LayerMask = "greedy"
 ) -> LayerSelection:
-    """Choose the layers of a signature and measure its quality rho (ELDR Eq. 1).
+    """Choose the layers of a signature and measure its quality rho (ELDR Eq. 1): greedily the layer
+    whose inclusion most increases rho (Sec. 4.2.2, step 3), one ranking for each of the L (L + 1) /
+    2 masks.
 
-    The greedy rule appends, over and over, the layer whose inclusion most increases rho (Sec.
-    4.2.2, step 3). Dot products and squared lengths are taken once for each pair and layer, and
-    each of the L (L + 1) / 2 candidate masks costs one ranking. ``features``: [n, L, E], of
-    :func:`transformed`. Raises InputError if the mask names a layer that is not there."""
+    ``features``: [n, L, E], of :func:`transformed`. Raises InputError if the mask names a layer
+    that is not there."""
     n, n_layers, n_experts = features.shape
     i, j = overlap.i, overlap.j
     unit = unit_rows(features.reshape(n, -1)).reshape(n, n_layers, n_experts)

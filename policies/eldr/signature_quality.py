@@ -88,10 +88,9 @@ def _rho_by_transform(
 
 def project(points: Floats, centroids: Floats) -> Projection:
     """Project unit vectors, [n, d], and centroids, [K, d], on two principal components, zero
-    without variance.
+    without variance, by the n x n dot products, exact for `unit_rows`.
 
-    Directions come from the n x n matrix of dot products, exact for `unit_rows`. A component's
-    largest coordinate is positive; rounded to 1e-6, for eigenvectors differ in the last bits
+    Largest coordinates are positive; rounded to 1e-6, for eigenvectors differ in the last bits
     between machines."""
     products = points @ points.T
     from_mean = products.mean(axis=1)

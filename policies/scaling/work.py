@@ -316,10 +316,9 @@ class Seconds(base.Autoscaler):
     """The fewest workers whose queue keeps the TTFT, of the work that comes one start-up ahead.
 
     Offered work is the rate of arrivals, foreseen to when a worker started now serves (`Trend`),
-    times the seconds that a mean request takes a worker, by the cost model; the work that waits
-    adds to it, over ``catch_up``. Workers are servers of one queue (`queues`). Where one pool needs
-    a worker and another has one to spare, it changes its role if that is faster than to start one.
-    """
+    times the seconds of a mean request by the cost model; what waits adds to it, over ``catch_up``.
+    Workers are servers of one queue (`queues`); one to spare changes its pool if that is faster
+    than a start."""
 
     name = "seconds"
     Parameters = SecondsParameters
@@ -429,9 +428,8 @@ def late_work(
 ) -> float:
     """Return the work that comes while who comes waits longer than ``rest_s``: a fluid's queue.
 
-    ``path``: work a second, its change a second until more workers serve, and what waits;
-    ``workers``: those that serve, and from ``serves_s`` on.
-    """
+    ``path``: work a second, its change until more serve, and what waits; ``workers``: now, from
+    ``serves_s`` on."""
     load, change, waits = path
     step_s, late = serves_s / 32.0, 0.0
     for n in range(128):

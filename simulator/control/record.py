@@ -35,8 +35,7 @@ STATE = np.dtype([("at_s", np.float64), ("pool", np.int32), ("worker", np.int32)
 def within(log: Array, inside: Bools) -> Array:
     """Return ``log[inside]``: a view where these lie in a row, as a log in order of time has them.
 
-    Its records are long, and a copy takes longer than what is read of it.
-    """
+    Its records are long, and a copy takes longer than what is read of it."""
     n, first = int(np.count_nonzero(inside)), int(np.argmax(inside)) if len(inside) else 0
     return log[first : first + n] if inside[first : first + n].all() else log[inside]
 

@@ -154,8 +154,7 @@ def _use(
     spec: ClusterSpec, steps: Records, start: float, end: float, windows: float | None
 ) -> tuple[Floats, ...]:
     """Return the seconds of steps in the window; of decode steps also times their sequences, times
-    the tokens in KV blocks, and all. ``windows``: those of sliding windows that a sequence has.
-    """
+    the tokens in KV blocks, and all. ``windows``: those of sliding windows that a sequence has."""
     time = np.clip(steps["end"], start, end) - np.clip(steps["start"], start, end)
     if windows is None:
         return (time,)

@@ -8,7 +8,7 @@ import pytest
 
 from eldr_sim.cli.main import main
 from eldr_sim.errors import InputError
-from eldr_sim.planning.intervals import Interval
+from eldr_sim.planning.slo import Interval
 from eldr_sim.traces.routing.synthetic import drawn
 from eldr_sim.validation.reproduce.eldr import evaluation as eldr_evaluation
 from eldr_sim.validation.reproduce.eldr.map import placed

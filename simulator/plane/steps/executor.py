@@ -1,11 +1,10 @@
 """A step, whatever computes it: plan, count the experts, add up the parts, finish.
 
-A step of a worker, or of the engines that step together, begins here, with KV blocks for its
-tokens. The pool's executor, a compiled function of the world and of the first engine, counts the
-experts that tokens choose and returns when the step ends: `plain` (an engine by itself),
-`group_step` (engines that dispatch tokens to the experts of all), `disaggregated` (to experts on
-GPUs of their own, in micro-batches), `streamed` (layers come and go, or lie in stages). It ends
-here: tokens, contexts, a record of ``STEP`` for each engine, and what comes next."""
+The pool's executor, a compiled function of the world and of the first engine, counts the experts
+that tokens choose and returns when the step ends: `plain` (an engine by itself), `group_step`
+(engines that dispatch tokens to the experts of all), `disaggregated` (to experts on GPUs of their
+own, in micro-batches), `streamed` (layers come and go, or lie in stages). KV blocks, tokens,
+contexts and a record of ``STEP`` are here."""
 
 from typing import Any, NamedTuple
 

@@ -1,9 +1,6 @@
 """Tokens of every expert over a window of steps, counted as a group steps, by which it relocates
-(`relocation`).
-
-Bit planes live on from step to step: what `group_counting` has counted is added to 64 experts at
-once. The last ``window % interval`` steps between relocations are counted apart, so any window is a
-sum of parts."""
+(`relocation`). Bit planes live on: what `group_counting` has counted is added to 64 experts at
+once. The last ``window % interval`` steps are counted apart, so any window is a sum of parts."""
 
 from typing import Any, NamedTuple
 

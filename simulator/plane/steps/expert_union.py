@@ -1,9 +1,8 @@
 """Which experts a step activates: unions of bit sets, and how many bits they have.
 
-A decode step's time needs the *distinct* experts that its tokens select in each MoE layer, so the
-trace is held as bit sets, ``uint64 [rows, moe_layers * words]``, a row a token: a step ORs the rows
-of its tokens and counts the bits layer by layer, and rank by rank under expert parallelism, where a
-layer waits for the rank that reads the most experts."""
+The trace is bit sets, ``uint64 [rows, moe_layers * words]``, a row a token: a step ORs its tokens'
+rows and counts the bits layer by layer, and rank by rank under expert parallelism, where the
+fullest rank counts."""
 
 from typing import Any, NamedTuple
 

@@ -21,11 +21,9 @@ _ADD, _FIRST, _SECOND = (np.uint64(constant) for constant in SPLITMIX)
 @compiled(inline="always")
 def choose_instances(c: group_state.Counting, layer: int, n_several: int) -> None:
     """Choose the ranks that compute a layer's ``n_several`` experts of several instances, into
-    ``work.chosen``.
-
-    ``c``: ``union[0]`` has the activated experts, ``several`` those of several instances, ``total``
-    their tokens; ``n_active`` and ``load`` the activated experts and pairs of each rank, of experts
-    of one instance."""
+    ``work.chosen``. ``c``: activated experts in ``union[0]``, those with ``several`` and their
+    ``total`` tokens; ``n_active``, ``load``: of each rank, experts and pairs of those of one
+    instance."""
     work, at = c.work, layer % c.replicas.n_instances.shape[1]
     if c.choice == group_state.EVEN:
         for i in range(n_several):
@@ -223,12 +221,10 @@ def _split(c: group_state.Counting, layer: int, at: int, expert: int) -> None:
 def choose_instance(
     choice: int, ranks: Any, weight: Any, n: int, nodes: int, home: int, hashed: int, counter: int
 ) -> Any:
-    """Return which of ``n`` instances of an expert computes a token; see `policies.replicas.base`.
-
-    Numbers and two rows (``ranks``, ``weight``): to hand `Counting` over takes longer than all of
-    this. ``choice``: HASH, SOURCE, WEIGHTED or LOCAL_FIRST; ``nodes``, ``home``: GPUs of a node,
-    and the token's rank; ``hashed``, ``counter``: vLLM's hash of the token's place, and what is
-    drawn by."""
+    """Return which of ``n`` instances of an expert computes a token (`policies.replicas.base`), in
+    numbers, as to hand `Counting` over takes longer. ``choice``: HASH, SOURCE, WEIGHTED or
+    LOCAL_FIRST; ``nodes``, ``home``: GPUs of a node, the token's rank; ``hashed``, ``counter``:
+    vLLM's hash of the token's place, and what is drawn by."""
     if choice == group_state.HASH:
         return np.int64(hashed % n)
     if choice == group_state.WEIGHTED:

@@ -218,8 +218,7 @@ def _take_turns(row: Any, instances: int, work: GroupScratch, s: int) -> None:
 def _take_turn(row: Any, turn: Any, last: Any, taken: Any, on: Any, back: Any) -> None:
     """Take what it is an instance's turn to; its turn is then at what the one before hands ``on``.
 
-    ``last``: experts that have no further instance: their turn goes ``back`` to the first.
-    """
+    ``last``: experts that have no further instance: their turn goes ``back`` to the first."""
     for k in range(row.shape[0]):
         mine, end = turn[k], last[k]
         own = row[k] & mine

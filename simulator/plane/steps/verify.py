@@ -1,10 +1,9 @@
-"""Drafts: how many of them a verify step accepts, and what drafting the next ones takes.
+"""Drafts: how many a verify step accepts, and what drafting the next ones takes.
 
 A decoding sequence computes its sampled token and ``k`` drafts in one step, and gets one token more
-than were accepted, in order. The step's rows are those of its next ``k + 1`` recorded tokens: a
-rejected draft takes the row of its place, whose overlap with neighbours and batch is that of a
-wrong token (docs/speculative.md). Drafts of a tree beyond its depth take another row, and so do
-rejected ones where a run asks for it."""
+than were accepted. Rows are those of its next ``k + 1`` recorded tokens: a rejected draft takes
+that of its place, whose overlap is that of a wrong token (docs/speculative.md); drafts of a tree
+beyond its depth take another."""
 
 from typing import Any, NamedTuple
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from eldr_sim.charts import Draw, field
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.planning.intervals import Interval
+from eldr_sim.planning.slo import Interval
 from eldr_sim.validation.reproduce.reproduction import (
     Claim,
     Reproduction,

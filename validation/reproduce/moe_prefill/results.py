@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.charts import bars, lines
-from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.planning.search.prefill import BUDGETS
+from eldr_sim.planning.slo import Interval, paired_percent, t_interval
 from eldr_sim.validation.reproduce.moe_prefill.settings import (
     CELLS,
     COMPUTED,
