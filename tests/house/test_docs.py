@@ -248,17 +248,18 @@ def test_readme_says_what_a_line_needs(line, run_cli, tmp_path, monkeypatch):
     assert any(need in last for need in line.needs), last
 
 
+def written(words):
+    """Return the folders and files that a command writes."""
+    _, options = parsed(words)
+    return [str(options[key]) for key in ("out", "report", "calibrate") if options.get(key)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_line_names_the_files_that_it_needs(page):
     """Each is in the checkout, made by a line before, or named behind ``needs``."""
     made = []
     for line in named_needs(page):
-        _, options = parsed(line.words)
-        out = [
-            str(value)
-            for key, value in options.items()
-            if key in ("out", "report", "calibrate") and value
-        ]
+        out = written(line.words)
         for word in set(line.words) - set(out):
             is_file = "/" in word.replace("B/s", "") or Path(word).suffix in (
                 ".csv",
@@ -278,7 +279,7 @@ def test_a_line_names_the_files_that_it_needs(page):
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_as_it_stands(page, tmp_path):
     """Every line, in order, in a folder with the checkout's ``docs`` and ``tests``, but for what
-    lacks something or says that it takes minutes; prints what each took.
+    lacks something or says that it takes minutes, and what reads their files; prints the times.
 
     Its files are there; extras are where they are installed, and no GPU nor engine.
     """
@@ -288,8 +289,11 @@ def test_a_page_as_it_stands(page, tmp_path):
         if "/" not in file:
             (tmp_path / file).write_text(text)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    missing = []
     for line in named_needs(page):
-        if line.minutes or not all(need in FILES for need in line.needs):
+        reads = any(word.startswith(one) for word in line.words for one in missing)
+        if reads or line.minutes or not all(need in FILES for need in line.needs):
+            missing += written(line.words)
             continue
         begun = time.monotonic()
         done = subprocess.run(
