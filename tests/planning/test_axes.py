@@ -9,9 +9,11 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.axes import Axes, parse_axes
 from eldr_sim.planning.search.plan import plan
+from eldr_sim.planning.search.shapes import shapes
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.kv_tiers import total_bytes
+from eldr_sim.simulator.setup.prepare import prepare
 
 from .analytic import BASE, LEVEL, Analytic, attained, simulated_by
 
@@ -246,3 +248,19 @@ def test_a_plan_without_a_folder_keeps_nothing(run_cli):
     code, _, err = run_cli(*arguments)
     assert (code, err) == (2, "Error: resume: no plan is kept without --out (allowed: --out DIR "
                               "beside it)\n")  # fmt: skip
+
+
+def test_a_default_that_leaves_no_memory_is_a_shape_that_does_not_fit():
+    """SGLang's own default is below zero there: 16 engines of one H100 with 2,048 tokens each."""
+    base = make_config(
+        {"engine": "sglang", "model": "Qwen3-235B-A22B-FP8", "gpu": "H100", "topology": "1P1D"}
+    )
+    wide = [
+        shape
+        for shape in shapes(base.replace(max_num_batched_tokens=2048), [1], [1, 16])
+        if shape.data_parallel_size == 16
+    ]
+    assert wide
+    for shape in wide:
+        with pytest.raises(InputError, match=r"H100 holds 0\.1 GB"):
+            prepare(shape)

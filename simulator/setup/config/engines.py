@@ -159,10 +159,11 @@ _SHARE = ("engine", "gpu", "tensor_parallel_size", "data_parallel_size", "max_nu
 
 
 def _static_share(gpu: GPU, width: int, engines: int, chunk: int) -> float:
-    """Return SGLang's mem_fraction_static: what activations and CUDA graphs leave, all in MiB."""
+    """Return SGLang's mem_fraction_static: what activations and CUDA graphs leave, all in MiB; a
+    thousandth where they leave nothing, in which no model fits, as whoever loads it is told."""
     mib = gpu.memory_bytes / _MIB
     graphs = 512 if mib >= 160e3 or width * engines >= 4 else 256
     held = 512 + 1.5 * max(chunk * engines, 2048) + 2 * graphs + width * engines * 128
     if engines > 1:
         held += graphs * engines * (4.5 if graphs > 300 else 3)
-    return round((mib - max(held, 10240)) / mib, 3)
+    return max(0.001, round((mib - max(held, 10240)) / mib, 3))
