@@ -149,13 +149,13 @@ class _Inlined(_Results):
 
 
 class _Cache(FunctionCache):
-    """Keeps functions in the cache folder,"""
+    """Keeps compiled functions in the cache folder."""
 
     _impl_class = _Results
 
 
 class InlinedCache(FunctionCache):
-    """and those that are inlined."""
+    """Keeps functions that are inlined there, as intermediate code."""
 
     _impl_class = _Inlined
 
