@@ -20,14 +20,11 @@ from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
 @njit()
 def _curve_s(knots: Any, seconds: Any, sent: float) -> float:
     """Return the time at ``sent`` bytes; beyond the last knot the last slope goes on."""
-    low, high = 0, knots.shape[0] - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if knots[middle] <= sent:
-            low = middle
-        else:
-            high = middle
-    slope = (seconds[high] - seconds[low]) / (knots[high] - knots[low])
+    low, n = 0, knots.shape[0] - 1
+    while n > 1:
+        low = low + n // 2 if knots[low + n // 2] <= sent else low  # a choice, not a jump
+        n -= n // 2
+    slope = (seconds[low + 1] - seconds[low]) / (knots[low + 1] - knots[low])
     return float(seconds[low] + slope * (sent - knots[low]))
 
 
@@ -104,14 +101,22 @@ def add_forwarded(traffic: Any, there: int, rank: int, copies: Any) -> None:
             _add(traffic, SENT, there, copies)
 
 
+@njit(inlined=True, restrict=True, _nrt=False)
+def raise_to(most: Any, values: Any) -> None:
+    """Raise what is most so far, ``[layers]``, to ``values`` where these are more."""
+    for layer in range(most.shape[0]):
+        most[layer] = max(most[layer], values[layer])
+
+
 @njit(inlined=True, _nrt=False)
-def busiest(traffic: Any, layer: int) -> tuple[float, float]:
-    """Return what a layer's busiest rank sends or receives: inside its node, between nodes."""
-    inside = between = 0.0
+def busiest(traffic: Any, inside: Any, between: Any) -> None:
+    """Raise ``inside`` and ``between``, ``[layers]``, to what the busiest rank of each layer sends
+    or receives inside its node and between nodes."""
     for rank in range(traffic.shape[1]):
-        inside = max(inside, traffic[SENT, rank, layer], traffic[RECEIVED, rank, layer])
-        between = max(between, traffic[SENT_FAR, rank, layer], traffic[RECEIVED_FAR, rank, layer])
-    return inside, between
+        raise_to(inside, traffic[SENT, rank])
+        raise_to(inside, traffic[RECEIVED, rank])
+        raise_to(between, traffic[SENT_FAR, rank])
+        raise_to(between, traffic[RECEIVED_FAR, rank])
 
 
 @njit()
@@ -124,8 +129,9 @@ def busiest_direct(copies: Any, gpus_per_node: int) -> tuple[float, float]:
     for home in range(n_ranks):
         for rank in range(n_ranks):
             add_direct(traffic, home, rank, copies[home, rank : rank + 1], gpus_per_node)
-    inside, between = busiest(traffic, 0)
-    return inside, between
+    inside, between = np.zeros(1), np.zeros(1)
+    busiest(traffic, inside, between)
+    return inside[0], between[0]
 
 
 @njit()
@@ -143,5 +149,6 @@ def busiest_forwarded(copies: Any, node_copies: Any, gpus_per_node: int) -> tupl
         for rank in range(n_ranks):
             there = rank // gpus_per_node * gpus_per_node + place
             add_forwarded(traffic, there, rank, copies[home, rank : rank + 1])
-    inside, between = busiest(traffic, 0)
-    return inside, between
+    inside, between = np.zeros(1), np.zeros(1)
+    busiest(traffic, inside, between)
+    return inside[0], between[0]

@@ -316,7 +316,7 @@ def make_groups(inputs: Inputs, arrays: loop.Run) -> group_state.Groups | None:
     batches = max(group.micro_batches if group.ffn_ranks else 0 for group in groups)
     places = arrays.engines.sequences.shape[1]
     return group_state.Groups(
-        of_all([e.group or group_state.no_group() for e in engines]),
+        of_all([group_state.make_costs(e.group or group_state.no_group()) for e in engines]),
         shared,
         group_state.make_group_scratch(n_layers, width, ranks, n_experts, instances, nodes),
         make_expert_loads(n_workers, 0) if relocations is None else relocations.loads,

@@ -21,8 +21,8 @@ PLANES = 20
 @njit()
 def counted(bits, rows, first, plane, planes, n_planes):
     """Count rows into planes."""
-    carry, last = np.zeros_like(planes[0]), np.zeros((8, planes.shape[1]), np.uint64)
-    add_rows(bits, rows, len(rows), planes, first, plane, n_planes, carry, last)
+    carry, empty = np.zeros_like(planes[0]), np.zeros_like(planes[0])
+    add_rows(bits, rows, len(rows), planes, first, plane, n_planes, carry, empty)
 
 
 @njit()

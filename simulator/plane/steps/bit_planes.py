@@ -27,33 +27,25 @@ def n_planes_for(rows: int) -> Any:
 @compiled()
 def add_rows(
     bits: Any, rows: Any, n: int, planes: Any, first: int, plane: int, n_planes: int, carry: Any,
-    last: Any,
+    empty: Any,
 ) -> None:  # fmt: skip
     """Count the rows ``rows[:n]`` of ``bits``, uint64 ``[rows, words]``, each ``2^plane`` times.
 
     ``planes``, ``first``, ``n_planes``: uint64 ``[bits, words or more]``, added to from word
-    ``first`` on, and how many are in use; ``carry``, ``last``: ``[words or more]`` and ``[8, words
-    or more]``, working memory. No arrays overlap."""
-    width, i = bits.shape[1], 0
-    while i + EIGHT <= n:
+    ``first`` on, and how many are in use; ``carry``: ``[words or more]``, working memory;
+    ``empty``: the same of zeros. No arrays overlap."""
+    width = bits.shape[1]
+    none = empty[:width]
+    for i in range(0, n, EIGHT):
+        left = n - i
         _add_eight(
-            bits[rows[i]], bits[rows[i + 1]], bits[rows[i + 2]], bits[rows[i + 3]],
-            bits[rows[i + 4]], bits[rows[i + 5]], bits[rows[i + 6]], bits[rows[i + 7]],
+            bits[rows[i]],
+            bits[rows[i + 1]] if left > 1 else none, bits[rows[i + 2]] if left > 2 else none,
+            bits[rows[i + 3]] if left > 3 else none, bits[rows[i + 4]] if left > 4 else none,
+            bits[rows[i + 5]] if left > 5 else none, bits[rows[i + 6]] if left > 6 else none,
+            bits[rows[i + 7]] if left > 7 else none,
             planes, first, width, plane, n_planes, carry[:width],
         )  # fmt: skip
-        i += EIGHT
-    if i == n:
-        return
-    for j in range(EIGHT):
-        into = last[j]
-        if i + j < n:
-            row = bits[rows[i + j]]
-            for k in range(width):
-                into[k] = row[k]
-        else:
-            for k in range(width):
-                into[k] = 0
-    add_block(last, planes, first, width, plane, n_planes, carry)
 
 
 @compiled()
@@ -167,11 +159,15 @@ def union_of(planes: Any, n_planes: int, union: Any) -> None:
             union[k] |= plane[k]
 
 
-@compiled()
+@compiled(restrict=True)
 def by_layer(counts: Any, sums: Any) -> None:
     """Sum up uint64 ``[layers * words]`` layer by layer, to ``sums [layers]``."""
     layers = sums.shape[0]
     words = counts.shape[0] // layers
+    if words == 2:  # most models have 65 to 128 experts: in vector registers
+        for layer in range(layers):
+            sums[layer] = np.int64(counts[2 * layer] + counts[2 * layer + 1])
+        return
     for layer in range(layers):
         n = np.uint64(0)
         for k in range(layer * words, (layer + 1) * words):

@@ -85,7 +85,7 @@ def count_rows(bits: Any, rows: Any, c: Counting) -> None:
     n_planes = bit_planes.n_planes_for(n)
     work.planes[0, :n_planes] = _NONE
     bit_planes.add_rows(
-        bits, rows, n, work.planes[0], 0, 0, n_planes, work.carry, work.staged
+        bits, rows, n, work.planes[0], 0, 0, n_planes, work.carry, work.empty
     )  # fmt: skip
     hold_single(c)
     settle_totals(c)
@@ -182,7 +182,7 @@ def _count_rows(bits: Any, n: int, c: Counting, this: Pass, home: int, place: in
     work = c.work
     if this.counts and this.instances == 1:
         bit_planes.add_rows(
-            bits, work.rows, n, work.planes[0], 0, 0, this.n_planes, work.carry, work.staged
+            bits, work.rows, n, work.planes[0], 0, 0, this.n_planes, work.carry, work.empty
         )  # fmt: skip
     if this.sends or this.instances > 1:
         take_tokens(bits, work.rows, n, c, this, home, place, np.int64(1))

@@ -32,6 +32,7 @@ REPLICA_CHOICES = {
 }
 #: What the loop asks besides a router: that `replica_policy` chooses for a group's step, ASKED.
 CHOOSE = np.int64(-5)
+_KEPT = 1 << 17  # times of a rank that are kept
 _PLANES = 20  # bits of a counter: a million tokens of a group in a step
 
 
@@ -50,6 +51,9 @@ class GroupCost(NamedTuple):
     chunk: int  #: tokens of an engine that MoE layers compute at once; 0: all of a step
     ffn_ranks: int = 0  #: GPUs that hold the experts beside the engines', see `disaggregated`
     micro_batches: int = 1  #: of a step, where there are such
+    #: ``[2, pairs, slots + 1]``: what `rank_moe_s` says of whole pairs and experts, without and
+    #: with prompts, as soon as somebody has asked; 0: nobody yet
+    moe_s: NDArray[np.float64] = np.zeros((2, 0, 0))
 
 
 def no_group() -> GroupCost:
@@ -58,6 +62,13 @@ def no_group() -> GroupCost:
     knots = np.arange(2.0), np.zeros(2)
     free = AllToAllCost(0.0, 0.0, *knots * 4)
     return GroupCost(0, False, 0, 0.0, 1, 1, RankMoE(1, rows, table, table), free, free, 0)
+
+
+def make_costs(group: GroupCost) -> GroupCost:
+    """Return the cost of a pool for one run, which keeps the times of ranks that it asks for."""
+    counts = group.moe.decode_s.shape[1]
+    pairs = 1 + int(min(group.moe.rows[-1] * group.moe.top_k, _KEPT / counts))
+    return group._replace(moe_s=np.zeros((2, pairs, counts)))
 
 
 class Replicas(NamedTuple):
@@ -102,11 +113,13 @@ class GroupScratch(NamedTuple):
     rows: NDArray[np.int64]  #: ``[64]``: rows of bit sets that are counted next
     own: NDArray[np.float64]  #: ``[ranks, layers]``: pairs of the tokens at home there
     staged: NDArray[np.uint64]  #: ``[8, layers * words]``: rows that are added together
+    empty: NDArray[np.uint64]  #: ``[layers * words]``: a row of zeros
     chosen_of: NDArray[np.uint64]  #: ``[instances, 8, layers * words]``: the same, by instance
     carry: NDArray[np.uint64]  #: ``[layers * words]``
     mask: NDArray[np.uint64]  #: ``[layers * words]``
     counts: NDArray[np.uint64]  #: ``[3, layers * words]``
     sums: NDArray[np.float64]  #: ``[3, layers]``
+    most: NDArray[np.float64]  #: ``[5, layers]``: of the busiest rank, see `shared_layers`
     # Of copies for each rank or node, which are targets one behind the other, see `_reach`:
     token: NDArray[np.uint64]  #: ``[4, instances * words, layers]``: experts of tokens
     held_by: NDArray[np.uint64]  #: ``[ranks + nodes, instances * words, layers]``
@@ -151,11 +164,13 @@ def make_group_scratch(
         rows=np.zeros(64, np.int64),
         own=np.zeros((ranks, n_layers)),
         staged=words(EIGHT),
+        empty=words(),
         chosen_of=words(places, EIGHT),
         carry=words(),
         mask=words(),
         counts=words(3),
         sums=np.zeros((3, n_layers)),
+        most=np.zeros((5, n_layers)),
         token=np.zeros((4, parts, n_layers), np.uint64),
         held_by=np.zeros((ranks + nodes, parts, n_layers), np.uint64),
         hit=np.zeros((4, n_layers), np.uint64),

@@ -20,6 +20,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
     busiest_all,
     combine_s,
     dispatch_s,
+    raise_to,
 )
 from eldr_sim.kernel_profiles.steps import step_cost
 from eldr_sim.simulator.plane.compiled import ask, compiled
@@ -180,19 +181,27 @@ def shared_layers(
     gathers = group.gathers and not computes
     table = group.gathered if gathers else group.all_to_all
     n_chunks = _n_chunks(group, work, ranks)
+    slowest, most, most_pairs, sent, sent_far = work.most
+    work.most[:, first:end] = 0.0
+    for r in range(ranks):
+        pairs, instances = work.pairs[r], work.instances[r]
+        raise_to(most[first:end], instances[first:end])
+        raise_to(most_pairs[first:end], pairs[first:end])
+        for layer in range(first, end):
+            active += int(instances[layer])
+            pairs_sum += pairs[layer]
+            if pairs[layer] > 0 and n_chunks == 1:
+                seconds = _rank_s(group, pairs[layer], instances[layer], computes)
+                slowest[layer] = max(slowest[layer], seconds)
+    all_inside, all_between = busiest_all(work.tokens[:ranks], group.gpus_per_node)
+    if group.copy_per == ALL:
+        sent[first:end], sent_far[first:end] = all_inside, all_between
+    else:
+        busiest(work.traffic[:, :ranks, first:end], sent[first:end], sent_far[first:end])
     for layer in range(first, end):
-        slowest, most, most_pairs = 0.0, 0, 0.0
-        for r in range(ranks):
-            instances, pairs = work.instances[r, layer], work.pairs[r, layer]
-            count = int(instances)
-            active += count
-            pairs_sum += pairs
-            most, most_pairs = max(most, count), max(most_pairs, pairs)
-            if pairs > 0 and n_chunks == 1:
-                slowest = max(slowest, step_cost.rank_moe_s(group.moe, pairs, instances, computes))
-        most_active += most
-        busiest_pairs += most_pairs
-        inside, between = _busiest(group, work, layer, ranks)
+        most_active += int(most[layer])
+        busiest_pairs += most_pairs[layer]
+        inside, between = sent[layer], sent_far[layer]
         if n_chunks > 1:
             for chunk in range(n_chunks):
                 part = _part(group, work, ranks, chunk)
@@ -200,12 +209,12 @@ def shared_layers(
                 combined += combine_s(table, part * inside, part * between)
                 dispatched += dispatch_s(table, part * inside, part * between)
         else:
-            moe += slowest
+            moe += slowest[layer]
             combined += combine_s(table, inside, between)
         inside_bytes += table.combine_bytes * inside
         between_bytes += table.combine_bytes * between
         if gathers:
-            inside, between = busiest_all(work.tokens[:ranks], group.gpus_per_node)
+            inside, between = all_inside, all_between
         if n_chunks == 1:
             dispatched += dispatch_s(table, inside, between)
         inside_bytes += table.dispatch_bytes * inside
@@ -214,6 +223,17 @@ def shared_layers(
         moe, dispatched, combined, inside_bytes, between_bytes, active, most_active, pairs_sum,
         busiest_pairs,
     )  # fmt: skip
+
+
+@compiled()
+def _rank_s(group: GroupCost, pairs: float, instances: float, computes: bool) -> Any:
+    """Return the time of a layer on one rank, s: `rank_moe_s`, kept where both are whole."""
+    kept, at, count = group.moe_s[1 if computes else 0], np.int64(pairs), np.int64(instances)
+    if at >= kept.shape[0] or count >= kept.shape[1] or at != pairs or count != instances:
+        return step_cost.rank_moe_s(group.moe, pairs, instances, computes)
+    if kept[at, count] == 0.0:
+        kept[at, count] = step_cost.rank_moe_s(group.moe, pairs, instances, computes)
+    return kept[at, count]
 
 
 @compiled()
@@ -265,14 +285,6 @@ def route_tokens(bits: Any, rows: Any, c: Counting) -> Any:
 def price_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: bool) -> Any:
     """Return what the MoE layers of a step take, `SharedLayers`, whose work is in ``work``."""
     return shared_layers(group, work, ranks, computes, 0, work.pairs.shape[1])
-
-
-@compiled()
-def _busiest(group: GroupCost, work: GroupScratch, layer: int, ranks: int) -> Any:
-    """Return the copies that the busiest rank sends or receives, inside its node and between."""
-    if group.copy_per == ALL:
-        return busiest_all(work.tokens[:ranks], group.gpus_per_node)
-    return busiest(work.traffic[:, :ranks], layer)
 
 
 @compiled()
