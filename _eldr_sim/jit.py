@@ -208,6 +208,7 @@ _MODULES = (
     *("kernel_profiles.steps.cost_tables", "kernel_profiles.steps.step_cost"),
     *("kernel_profiles.steps.weight_streaming", "simulator.setup.replay"),
     *("policies.replicas.base", "policies.replicas.metro", "policies.replicas.weighted"),
+    *("policies.compiled", "policies.eldr.online", "policies.eldr.unit"),
     *("policies.routing.marginal_cost", "policies.routing.unions"),
     *(
         "traces.requests.caches.arc",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll
     from eldr_sim.kernel_profiles.kernels.flops import PrefillWork
     from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
+    from eldr_sim.policies.compiled import CompiledDecisions
     from eldr_sim.policies.eldr.artifact import RoutingArtifact
     from eldr_sim.policies.eldr.signature import FitOptions
     from eldr_sim.policies.placement.base import Placement
@@ -178,6 +179,12 @@ class RouterPolicy(Policy):
         alike and applies the rules itself, compiled."""
         raise NotImplementedError
 
+    def compiled(self, workers: Workers, n_kinds: int) -> CompiledDecisions | None:
+        """Return compiled code that decides as ``select`` does, of a policy that reads signatures,
+        on these workers, whose columns change with time, and on so many kinds of requests, each of
+        one signature; None: ``select`` is asked."""
+        return None
+
     def on_complete(self, request_id: int, worker: int) -> None:
         """Take note, as SGLang's ``on_request_complete``, that a request has left the worker that
         ``select`` chose for it: when the router hears of it; once for every request placed, unless
@@ -202,11 +209,13 @@ def gives_rules(policy: RouterPolicy | None) -> bool:
     """Whether a policy tells rules, and no subclass has given it another ``select``."""
     if policy is None or policy.rule_by is None:
         return False
-    for owner in (policy, *type(policy).__mro__):
-        own = vars(owner)
-        if "select" in own or "rules" in own:
-            return "rules" in own
-    return False
+    return "rules" in newest(policy, {"select", "rules"})
+
+
+def newest(policy: RouterPolicy, methods: Set[str]) -> Set[str]:
+    """Return which of some methods are the policy's own, or of the first class that has any."""
+    owners = (policy, *type(policy).__mro__)
+    return next((own for owner in owners if (own := methods & vars(owner).keys())), set())
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,20 @@ paper's text knows no online refit: ``eldr:refit_s=0``."""
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from eldr_sim.arrays import Array, Floats
+from eldr_sim.arrays import Array, Bools, Floats, Ints
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
 from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import SignatureParameters
+from eldr_sim.policies.compiled import HOLD, UNPREPARED, CompiledDecisions, least_loaded
 from eldr_sim.policies.eldr.artifact import RoutingArtifact
-from eldr_sim.policies.eldr.online import OnlineCentroids
+from eldr_sim.policies.eldr.online import OnlineCentroids, Served, note
 from eldr_sim.policies.eldr.signature import (
     FitOptions,
     LayerMask,
@@ -163,6 +164,12 @@ class EldrPolicy(RouterPolicy):
             band = sorted(band)
         return Rule(self._members(band), in_turn=False)
 
+    def compiled(self, workers: Workers, n_kinds: int) -> CompiledDecisions | None:
+        """Return compiled code that does what `select` does, where centroids are refitted."""
+        if self._online is None or not self._compiled:
+            return None
+        return _Compiled(self, self._online, workers, n_kinds)
+
     def near(self, request: RequestInfo, now_s: float) -> Floats | None:
         """Return the cosine similarity, [K], of a request to the centroids as they are now; None
         where its signature says nothing of locality. It counts as served at ``now_s`` in the refits
@@ -175,14 +182,15 @@ class EldrPolicy(RouterPolicy):
         if online is None:
             similar = self.similarities(counts[None])[0]
             return similar if similar.any() else None
-        row, unit = online.signature(
-            request.signature_id, lambda: self.artifact.signatures(counts[None])[0]
+        rows, _ = online.add(
+            [request.signature_id], lambda _: self.artifact.signatures(counts[None])
         )
-        similar = np.empty(len(online.centroids))
-        if not _compare(unit, online.centroids, similar):
+        served, row = online.served, int(rows[0])
+        found: Floats = served.similar[int(served.n[0])]
+        if not _compare(served.points[row], served.centroids, found):
             return None
-        online.note(row, similar, now_s)
-        return similar
+        note(served, row, now_s)
+        return found
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the least loaded worker of the locality band."""
@@ -197,6 +205,65 @@ class EldrPolicy(RouterPolicy):
             if found >= 0:
                 return found
         return self._rule(self._band(similar.tolist())).pick(workers)
+
+
+class _Books(NamedTuple):
+    """What the compiled decisions work on."""
+
+    served: Served
+    loads: Ints
+    healthy: Bools
+    row_of: Ints  #: ``[kinds]``: the rows of their signatures; -1: unknown
+    turn: Ints  #: ``[1]``: who comes first where locality says nothing
+    tau: float
+    by_similarity: bool  #: among equals in the band
+
+
+class _Compiled:
+    """The policy as `CompiledDecisions`."""
+
+    def __init__(
+        self, policy: EldrPolicy, online: OnlineCentroids, workers: Workers, n_kinds: int
+    ) -> None:
+        self._policy, self._online = policy, online
+        own = workers.loads, workers.healthy, np.full(n_kinds, -1), np.zeros(1, np.int64)
+        ties = policy.parameters.ties == "similar"
+        self.books = _Books(online.served, *own, policy.parameters.tau, ties)
+        self.choose, self.forget = _choose, None
+
+    def prepare(self, kinds: Sequence[int], requests: Sequence[RequestInfo], now_s: float) -> None:
+        """Refit if it is time, and know the requests' signatures."""
+        online, row_of = self._online, self.books.row_of
+        online.advance(now_s)
+
+        def made(which: list[int]) -> Floats:
+            counts = [requests[i].signature for i in which]
+            return self._policy.artifact.signatures(np.stack(cast("list[Array]", counts)))
+
+        rows, moved = online.add([request.signature_id for request in requests], made)
+        if moved is not None:
+            known = row_of >= 0
+            row_of[known] = moved[row_of[known]]
+        row_of[kinds] = rows
+        self.books = self.books._replace(served=online.served)
+
+
+@njit()
+def _choose(books: _Books, kind: int, _tokens: int, now_s: float) -> int:
+    """Return the worker that `EldrPolicy.select` does."""
+    served, loads, healthy = books.served, books.loads, books.healthy
+    turn, n, row = least_loaded(loads, healthy, books.turn[0]), served.n[0], books.row_of[kind]
+    if turn < 0:
+        return HOLD
+    if row < 0 or now_s >= served.due_s[0] or n == served.times.shape[0]:
+        return UNPREPARED
+    similar = served.similar[n]
+    if not _compare(served.points[row], served.centroids, similar):
+        books.turn[0] = (turn + 1) % loads.shape[0]
+        return int(turn)
+    note(served, row, now_s)
+    found = _least(similar, books.tau, books.by_similarity, loads, healthy)
+    return int(found if found >= 0 else least_loaded(loads, healthy, 0))
 
 
 def _similarities(units: Floats, centroids: Floats) -> Floats:

@@ -34,7 +34,8 @@ class Asking:
         spec, clock, pools = inputs.spec, arrays.clock, arrays.engines.pools
         prefix_tokens, stale = inputs.workload.prefix_block_tokens, spec.signal_interval_s > 0
         self._routers, self._signatures, self._heard = routers, inputs.signatures, 0
-        self._listens = any(router.arrays.record["hears_ends"][0] for router in routers)
+        hear = [router for router in routers if router.decisions is None]
+        self._listens = any(router.arrays.record["hears_ends"][0] for router in hear)
         takes_over = pools["then"].tolist()
         self._reads_signatures = frozenset(
             number
@@ -73,7 +74,8 @@ class Asking:
         router_of = engines.pools["router"][engines.pool_of]
         for index, worker in arrays.reported[self._heard : reported].tolist():
             router = self._routers[router_of[worker]]
-            router.policy.on_complete(index, worker - router.own.start)
+            if router.decisions is None:
+                router.policy.on_complete(index, worker - router.own.start)
         self._heard = reported
 
     def ask(self, cluster: Cluster, number: int, request: int) -> int:
@@ -81,6 +83,11 @@ class Asking:
         router, workload = self._routers[number], cluster.workload
         self.tell_ends(cluster.arrays)
         self.hear()
+        if router.decisions is not None:
+            members = router.unknown(request)
+            infos = [self._info(cluster, number, member) for member in members]
+            router.prepare(members, infos, self._now.item())
+            return int(choose.LOOK)
         if router.tells_rules:
             members = router.unknown(request)
             infos = [self._info(cluster, number, member) for member in members]

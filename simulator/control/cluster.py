@@ -83,9 +83,13 @@ class Cluster:
         if inputs.queue_keys is not None:
             self.requests["queue_key"] = inputs.queue_keys
         fleet = make_fleet(self.spec.n_workers)
+        early = self.spec.conditional.entry or self.spec.reserves_early
+        take_over = {pool.then for pool in self.spec.pools} if not early else set()
         self.routers = [
-            PolicyRouter(policy, fleet, workers, inputs.workload)
-            for policy, workers in zip(inputs.policies, self.spec.routers, strict=True)
+            PolicyRouter(policy, fleet, workers, inputs.workload, number in take_over)
+            for number, (policy, workers) in enumerate(
+                zip(inputs.policies, self.spec.routers, strict=True)
+            )
         ]
         #: The prefixes that come with requests; None where the workload knows them all.
         self.sent: SentPrefixes | None = None

@@ -1,13 +1,14 @@
 """What the compiled loop does with routers: it applies their rules (`policies.rule.Rule`), told
-once for each class of requests that a router treats alike, or asks them each time, and holds
-requests."""
+once for each class of requests that a router treats alike, calls their policies' compiled decisions
+(`policies.compiled`) or asks them each time, and holds requests."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from eldr_sim.arrays import Bools, Floats, Int32s, Ints, Records
-from eldr_sim.simulator.plane.compiled import ask, compiled
+from eldr_sim.policies.compiled import UNPREPARED
+from eldr_sim.simulator.plane.compiled import ask, compiled, decide
 from eldr_sim.simulator.plane.kv.kv_manager import Engines
 from eldr_sim.simulator.plane.scheduler.engine import publish_signals
 
@@ -41,11 +42,21 @@ def publish(engines: Engines, router: Router) -> None:
 
 
 @compiled()
-def choose(clock: Any, engines: Engines, routers: Any, r: int, request: int) -> Any:
+def choose(
+    clock: Any, engines: Engines, routers: Any, r: int, request: int, reported: Any
+) -> Any:  # fmt: skip
     """Return the worker that a router chooses, HOLD, RETURN or FAIL."""
     router = routers[r]
     while True:
         kind = router.class_of[request]
+        if router.record[0].choose:
+            worker = _decided(clock, engines, router, request, reported)
+            if worker != UNPREPARED:
+                return worker
+            answer = ask(engines.settings[0].decide, r, request)
+            if answer != LOOK:
+                return int(answer)
+            continue
         rule = router.rule_of[kind] if kind >= 0 else np.int32(-1)
         if rule >= 0:
             home = router.home_of[kind]
@@ -60,6 +71,23 @@ def choose(clock: Any, engines: Engines, routers: Any, r: int, request: int) -> 
         answer = ask(engines.settings[0].decide, r, request)
         if answer != LOOK:
             return int(answer)
+
+
+@compiled()
+def _decided(clock: Any, engines: Engines, router: Router, request: int, reported: Any) -> Any:
+    """Return the worker that a policy's compiled code chooses, HOLD or UNPREPARED."""
+    own, requests = router.record[0], engines.requests
+    while own.heard < clock[0].n_reported:
+        gone, w = reported[own.heard, 0], reported[own.heard, 1] - own.first_worker
+        own.heard += 1
+        if own.forget and 0 <= w < own.n_workers:
+            tokens, kind = requests[gone].prompt_len, np.int64(router.class_of[gone])
+            decide(own.forget, own.books, kind, tokens, np.int64(w))
+    kind, tokens = np.int64(router.class_of[request]), requests[request].prompt_len
+    worker = decide(own.choose, own.books, kind, tokens, clock[0].now)
+    if worker >= 0:
+        return worker + own.first_worker
+    return worker if worker == UNPREPARED else HOLD
 
 
 @compiled()

@@ -32,7 +32,17 @@ class Callback:
 
 def address_of(executor: Any, world: Reference) -> int:
     """Return where a compiled function of the world and an engine is, for `execute`."""
-    result = executor.get_compile_result(types.float64(world.type, types.int64))
+    return _address(executor, types.float64(world.type, types.int64))
+
+
+def decision_address(function: Any, books: Reference, last: Any) -> int:
+    """Return where a function of `policies.compiled` is, for `decide`; ``last``: the type of its
+    last argument."""
+    return _address(function, types.int64(books.type, types.int64, types.int64, last))
+
+
+def _address(function: Any, signature: Any) -> int:
+    result = function.get_compile_result(signature)
     return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
 
 
@@ -58,6 +68,19 @@ def _execute(_typing: Any, _address: Any, world: Any, _leader: Any) -> Any:
     return types.float64(types.int64, world, types.int64), codegen
 
 
+@intrinsic
+def _decide(_typing: Any, _address: Any, _books: Any, _kind: Any, _tokens: Any, last: Any) -> Any:
+    """Call the decision at an address, see `decision_address`."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        own = [cgutils.voidptr_t, _INTEGER, _INTEGER, args[4].type]
+        where = builder.inttoptr(args[0], ir.FunctionType(_INTEGER, own).as_pointer())
+        return builder.call(where, [builder.inttoptr(args[1], own[0]), *args[2:]])
+
+    return types.int64(*[types.int64] * 4, last), codegen
+
+
 #: As mypy cannot see them: without the first argument.
 ask: Any = _ask
+decide: Any = _decide
 execute: Any = _execute

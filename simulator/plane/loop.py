@@ -202,14 +202,14 @@ def _place(
 
 @compiled()
 def _ask_held(
-    clock: Any, events: Any, engines: Engines, routers: Any, r: int
-) -> Any:  # fmt: skip
+    clock: Any, events: Any, engines: Engines, routers: Any, r: int, reported: Any
+) -> Any:
     """Ask a router about what it holds, the first that came first; RETURN, FAIL or 0."""
     router, requests = routers[r], engines.requests
     held = router.record[0]
     while held.to_ask > 0:
         request = held.head
-        worker = choose(clock, engines, routers, r, request)
+        worker = choose(clock, engines, routers, r, request, reported)
         if worker < 0 and worker != HOLD:
             return worker
         if worker == HOLD and held.in_order:
@@ -226,11 +226,13 @@ def _ask_held(
 
 
 @compiled()
-def _route(clock: Any, events: Any, engines: Engines, routers: Any, r: int, request: int) -> Any:
+def _route(
+    clock: Any, events: Any, engines: Engines, routers: Any, r: int, request: int, reported: Any
+) -> Any:
     """Let a router place a request or hold it; RETURN, FAIL or 0."""
     router, worker = routers[r], HOLD
     if router.record[0].n == 0 or not router.record[0].in_order:
-        worker = choose(clock, engines, routers, r, request)
+        worker = choose(clock, engines, routers, r, request, reported)
     if worker == HOLD:
         hold(router, engines.requests, request)
     elif worker < 0:
@@ -286,7 +288,7 @@ def drain(
                 _end(clock, events, engines, request, reason)
                 continue
             router: Any = _first_router(engines, routers, net, request)
-            answer = _route(clock, events, engines, routers, router, request)
+            answer = _route(clock, events, engines, routers, router, request, reported)
             if answer < 0:
                 return answer
             clock[0].sent += 1
@@ -297,7 +299,7 @@ def drain(
             clock[0].pending_head = clock[0].pending_tail = 0
             for r in range(engines.settings[0].n_routers):
                 if routers[r].record[0].to_ask > 0:
-                    answer = _ask_held(clock, events, engines, routers, r)
+                    answer = _ask_held(clock, events, engines, routers, r, reported)
                     if answer < 0:
                         return answer
             return 0
@@ -324,7 +326,7 @@ def drain(
                 router = _first_router(engines, routers, net, request)
             elif what != state.PENDING_PROMPT:
                 router = pools[engines.pool_of[requests[request].worker]].then
-            answer = _route(clock, events, engines, routers, router, request)
+            answer = _route(clock, events, engines, routers, router, request, reported)
             if answer < 0:
                 return answer
         clock[0].pending_head += 1

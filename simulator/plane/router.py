@@ -1,13 +1,18 @@
 """The routers of a run: policies, and the rules that the compiled loop knows of them."""
 
+import operator
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 
 from eldr_sim.arrays import Array, Bools, Floats, Int32s, Ints, Records
 from eldr_sim.policies.base import Needs, RequestInfo, RouterPolicy, Workers, gives_rules
+from eldr_sim.policies.compiled import CompiledDecisions, decisions_of
 from eldr_sim.policies.rule import COLUMNS, Kept, Rule
+from eldr_sim.references import Reference
 from eldr_sim.simulator.plane import choose, state
+from eldr_sim.simulator.plane.compiled import decision_address
 from eldr_sim.traces.workload import Workload
 
 _NOBODY, _NOTHING = np.zeros(0, np.int64), np.zeros(0)
@@ -34,18 +39,21 @@ def make_fleet(n_workers: int) -> Fleet:
 
 class PolicyRouter:
     """A policy that routes requests (None: co-located), and what the compiled loop knows of it: of
-    all workers (``fleet``), and those to choose from."""
+    all workers (``fleet``), and those to choose from. ``signed``: every request comes with its
+    prompt's signature."""
 
     def __init__(
-        self, policy: RouterPolicy | None, fleet: Fleet, workers: range, workload: Workload
-    ) -> None:
+        self, policy: RouterPolicy | None, fleet: Fleet, workers: range, workload: Workload,
+        signed: bool = False,
+    ) -> None:  # fmt: skip
         self.policy: Any = policy
         self.needs = Needs() if policy is None else policy.needs
         self.own = workers
         self.tells_rules = gives_rules(policy)
         kind, self._first = np.full(len(workload), -1, np.int32), _NOBODY
-        if self.tells_rules:
-            kind, self._first = _classes(policy, workload)
+        signed = signed and bool(self.needs.signature) and not self.tells_rules
+        if self.tells_rules or signed:
+            kind, self._first = _classes(policy, workload, signed)
         self._kind = kind.copy()
         if policy is not None and policy.rule_by == "prefix" and workload.prefix_block_tokens:
             self._kind[:] = -1  # requests that come to be have prefixes of their own
@@ -76,6 +84,13 @@ class PolicyRouter:
             weights=np.zeros((4, len(COLUMNS))),
             sent=np.zeros((4, len(fleet.loads)), np.int64),
         )
+        #: The policy's compiled decisions, if it has any for such requests.
+        self.decisions: CompiledDecisions | None = None
+        self._books: Reference | None = None
+        if signed and policy is not None and len(self._first):
+            self.decisions = decisions_of(policy, self.workers(0.0, 0.0), len(self._first))
+        if self.decisions is not None:
+            self._bind(self.decisions)
 
     def workers(
         self,
@@ -87,6 +102,25 @@ class PolicyRouter:
     ) -> Workers:
         """Return the workers as the router sees them now; the columns change with time."""
         return Workers._make((*self._columns, now_s, signals_s, matched, reachable, load_s))
+
+    def _bind(self, decisions: CompiledDecisions) -> None:
+        """Let the loop work on a policy's books as they are."""
+        books, record = decisions.books, self.arrays.record[0]
+        if self._books is None or any(map(operator.is_not, books, self._books.whole)):
+            self._books = Reference(books)
+            record["books"] = self._books.address
+        if record["choose"] == 0:
+            record["choose"] = decision_address(decisions.choose, self._books, types.float64)
+            if decisions.forget is not None:
+                record["forget"] = decision_address(decisions.forget, self._books, types.int64)
+
+    def prepare(self, members: list[int], infos: list[RequestInfo], now_s: float) -> None:
+        """Let the policy get ready to decide on requests."""
+        assert self.decisions is not None
+        kinds = self.arrays.class_of[members].tolist()
+        self.decisions.prepare(kinds, infos, now_s)
+        self.arrays.rule_of[kinds] = 0  # known
+        self._bind(self.decisions)
 
     def check(self, worker: int) -> None:
         """Raise ValueError if there is no such worker: compiled code would not notice."""
@@ -117,7 +151,7 @@ class PolicyRouter:
     def unknown(self, request: int) -> list[int]:
         """Return a request, and one of each of the next classes whose rule is not known."""
         own = self.arrays.class_of[request]
-        if own < 0:
+        if own < 0 or self.arrays.rule_of[own] >= 0:
             return [request]
         begin, self._position = self._position, self._position + _ASKED_AT_ONCE
         ahead = self._upcoming[begin : self._position]
@@ -171,15 +205,17 @@ class PolicyRouter:
         return number
 
 
-def _classes(policy: Any, workload: Workload) -> tuple[Int32s, Ints]:
-    """Return each request's class, -1 if unknown beforehand, and the classes' first ones."""
-    if policy.rule_by == "domain":
+def _classes(policy: Any, workload: Workload, signed: bool) -> tuple[Int32s, Ints]:
+    """Return each request's class, by signature if ``signed``, -1 if unknown beforehand, and the
+    classes' first ones."""
+    rule_by = "signature" if signed else policy.rule_by
+    if rule_by == "domain":
         alike = workload.domain.astype(np.int64)
-    elif policy.rule_by == "signature":
+    elif rule_by == "signature":
         if workload.prefix_block_tokens:  # what the prefix cache holds decides, too
             return np.full(len(workload), -1, np.int32), _NOBODY
         alike = workload.text.astype(np.int64) << 32 | workload.prompt_len
-    elif policy.rule_by == "prefix" and workload.prefix_block_tokens:
+    elif rule_by == "prefix" and workload.prefix_block_tokens:
         begin, n = workload.prefix_indptr[:-1], workload.n_prompt_blocks
         keyed = np.flatnonzero(n)
         keys = workload.prefix_hash[(begin + np.minimum(n, policy.prefix_blocks) - 1)[keyed]]

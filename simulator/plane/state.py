@@ -337,6 +337,10 @@ ROUTER = np.dtype(
         ("first_worker", np.int64),
         ("n_workers", np.int64),
         ("hears_ends", np.bool_),  # its policy wants to know of completions
+        ("choose", np.int64),  # where its policy's compiled decisions are, 0: there are none,
+        ("forget", np.int64),  # what hears of ends, 0: nothing does,
+        ("books", np.int64),  # and what they work on
+        ("heard", np.int64),  # completions that they have heard of
         ("head", np.int64),
         ("tail", np.int64),
         ("n", np.int64),

@@ -170,7 +170,7 @@ def test_boundless_affinity_goes_to_the_nearest_centroid_as_it_is_refitted():
         workers = Workers.idle(np.zeros(4, np.int64))._replace(now_s=0.1 * i)
         request = RequestInfo(i, 10, 0, signature=each)
         assert policy.select(request, workers) == eldr.select(request, workers)
-        refitted.add(eldr._online.centroids.tobytes())
+        refitted.add(eldr._online.served.centroids.tobytes())
     assert len(refitted) > 5
 
 

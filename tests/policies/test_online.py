@@ -9,7 +9,7 @@ from scipy.optimize import linear_sum_assignment
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.eldr import clustering
 from eldr_sim.policies.eldr import online as online_module
-from eldr_sim.policies.eldr.online import OnlineCentroids
+from eldr_sim.policies.eldr.online import OnlineCentroids, note
 from eldr_sim.policies.eldr.router import EldrParameters, EldrPolicy, _least
 from eldr_sim.policies.eldr.signature import unit_rows
 
@@ -79,12 +79,15 @@ def test_refits_are_those_of_the_description(seed, k, method, rounds, named):
                 # From our own centroids before: a rounding that tips one refit must not tip all.
                 expected = twin(recent, expected, method == "balanced", rounds)
         online.advance(now)
-        np.testing.assert_allclose(online.centroids, expected, atol=2e-5)
-        expected = online.centroids
+        served = online.served
+        np.testing.assert_allclose(served.centroids, expected, atol=2e-5)
+        expected = served.centroids.copy()
         which = int(r.integers(len(pool)))
-        row, unit = online.signature(which if named else None, lambda which=which: pool[which])
-        assert (unit == pool[which]).all()
-        online.note(row, online.centroids @ unit, now)
+        rows, _ = online.add([which if named else None], lambda _, which=which: pool[[which]])
+        served = online.served
+        assert (served.points[rows[0]] == pool[which]).all()
+        served.similar[served.n[0]] = served.centroids @ pool[which]
+        note(served, rows[0], now)
         log.append((now, which))
         due = now + 5.0 if due is None else due
     assert due > 6.0
@@ -146,7 +149,7 @@ def test_the_first_refit_comes_after_the_window_and_needs_as_many_signatures_as_
 
     def at(now_s, seed):
         policy.select(RequestInfo(0, 10, 0, signature=counts_of(seed)), idle._replace(now_s=now_s))
-        return (policy._online.centroids == start).all()
+        return (policy._online.served.centroids == start).all()
 
     assert at(100.0, 0)
     assert at(104.9, 1)
