@@ -26,6 +26,7 @@ from numba.extending import intrinsic
 from numba.np import linalg as blas
 
 import eldr_sim
+from eldr_sim import shipped
 from eldr_sim.cache import NUMBA, stamp, writable_folder
 
 _make_result: Any = CompileResult  # by names that its type does not know
@@ -171,6 +172,7 @@ def _skip_blas() -> None:
 
 
 _skip_blas()
+shipped.use_level()  # before the first function: that makes numba's code generator
 _config: Any = numba.config  # its settings are made when it is imported, which mypy cannot see
 
 
@@ -233,9 +235,15 @@ def _place() -> str:
     """Return the folder of these sources' functions; empty where nothing can be kept."""
     compilers = (Path(__file__).with_name(f"{name}.py") for name in ("jit", "references"))
     sources = b"".join(map(Path.read_bytes, compilers)) + stamp(linked()).encode()
-    key = hashlib.sha256(sources).hexdigest()[:8]
+    key, level = hashlib.sha256(sources).hexdigest()[:8], shipped.level()
+    if level is not None:
+        key += f"-{level}"
     place = writable_folder(f"{NUMBA}/{eldr_sim.__version__}-{key}")
-    return "" if place is None else str(place)
+    if place is None:
+        return ""
+    if level is not None and not any(place.iterdir()):
+        shipped.unpack(level, place)
+    return str(place)
 
 
 class _NoCollector(event.Listener):
