@@ -12,3 +12,9 @@ Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Records = NDArray[np.void]
 Words = NDArray[np.uint64]
+
+
+def with_more(array: Array, n: int) -> Array:
+    """Return an array with ``n`` zero rows more."""
+    more = np.zeros((n, *array.shape[1:]), array.dtype)
+    return np.concatenate([array, more])

@@ -19,6 +19,7 @@ import numpy as np
 from eldr_sim import cache
 from eldr_sim.arrays import Array, Floats
 from eldr_sim.errors import InputError
+from eldr_sim.jit import njit
 from eldr_sim.traces.routing.calibration import CalibrationSet
 
 _MEASURED = 64  #: calibration requests of which steps of several tokens are counted
@@ -50,11 +51,51 @@ class ActivationModel:
             layers, experts = self.mean_share.shape
             allowed = f"{layers} layers x {experts} experts"
             raise InputError("signature", f"counts of {seen}", allowed)
-        selected = counts.sum(axis=1, keepdims=True)
-        away = np.where(selected > 0, counts / np.maximum(selected, 1) - self.mean_share, 0.0)
-        # Not `matmul`, whose threads cost more than so small a product.
-        moved = np.einsum("le,lef->lf", away, self.weights)
-        return np.asarray(np.clip(self.mean_activation + moved, 0.0, 1.0))
+        found: Floats = self.predict_all(counts[None])[0]
+        return found
+
+    def predict_all(self, counts: Array) -> Floats:
+        """Return the predictions, [n, L, E], of several requests, each as `predict` does, at a
+        fraction of the time: the weights are read once for four."""
+        found = np.empty(counts.shape)
+        _predict(counts, self.mean_share, self.mean_activation, self.weights, found)
+        return found
+
+
+@njit(inlined=True, restrict=True)
+def _add_two(sums: Floats, part: Floats, one: Floats, other: Floats) -> None:
+    """Add two rows of weights to the sums of four requests, ``part [4, 2]`` of them."""
+    a, b, c, d = sums
+    for f in range(one.shape[0]):
+        x, y = one[f], other[f]
+        a[f] = a[f] + part[0, 0] * x + part[0, 1] * y
+        b[f] = b[f] + part[1, 0] * x + part[1, 1] * y
+        c[f] = c[f] + part[2, 0] * x + part[2, 1] * y
+        d[f] = d[f] + part[3, 0] * x + part[3, 1] * y
+
+
+@njit()
+def _predict(counts: Array, mean_share: Floats, mean: Floats, weights: Floats, p: Floats) -> None:
+    """Write to ``p``, [n, L, E]. Products are added expert by expert, whatever the machine."""
+    n, n_layers, n_experts = counts.shape
+    sums, away = np.empty((4, n_experts)), np.zeros((4, n_experts + 1))
+    for layer in range(n_layers):
+        own = weights[layer]
+        for first in range(0, n, 4):
+            last = min(first + 4, n)
+            for i in range(first, last):
+                selected = np.int64(0)
+                for e in range(n_experts):
+                    selected += np.int64(counts[i, layer, e])
+                for e in range(n_experts):
+                    share = counts[i, layer, e] / max(selected, 1) - mean_share[layer, e]
+                    away[i - first, e] = share if selected > 0 else 0.0
+            sums[:] = 0.0
+            for e in range(0, n_experts, 2):
+                _add_two(sums, away[:, e : e + 2], own[e], own[min(e + 1, n_experts - 1)])
+            for i in range(first, last):
+                for e in range(n_experts):
+                    p[i, layer, e] = min(max(mean[layer, e] + sums[i - first, e], 0.0), 1.0)
 
 
 def cached_activation(calibration: CalibrationSet) -> ActivationModel:

@@ -11,25 +11,28 @@ Of what an answer will choose beyond its prompt, requests with like prompts have
 common, which ELDR's centroids know: the growth gets dearer by ``affinity (s* - s)`` of its size,
 with ``s`` the cosine similarity to the worker's centroid and ``s*`` the highest."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from eldr_sim.arrays import Floats, Ints
+from eldr_sim.arrays import Array, Bools, Floats, Ints, with_more
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import SignatureParameters
+from eldr_sim.policies.compiled import HOLD, UNPREPARED, CompiledDecisions
 from eldr_sim.policies.routing.activation import cached_activation, independent_tokens, of_tokens
 from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks
 from eldr_sim.policies.routing.unions import (
     Asked,
     ExpertUnions,
     compared,
+    enter,
     growth,
     log_idle,
     on_grid,
@@ -39,24 +42,29 @@ from eldr_sim.policies.routing.unions import (
 if TYPE_CHECKING:
     from eldr_sim.policies.eldr.router import EldrPolicy
 
-_Usage = tuple[Floats, NDArray[np.float32]]
+_Usage = tuple[NDArray[np.float32], NDArray[np.float32]]
 """A request's activation on the grid of ``unions``, and its ``log_idle``, both [L, E]."""
 
 
 _NO_CHUNKS = np.zeros(0, np.int64)
 #: Signatures whose activation is remembered; a request log has a new one for every request.
 _REMEMBERED = 1024
+#: Signatures that are predicted at once: as much as the weights of a layer.
+_AT_ONCE = 64
 
 
 class _Books(NamedTuple):
     """What is on each of K workers, for the compiled decision."""
 
-    unions: tuple[Floats, Floats, Floats]  #: log_idle, idle, activated of `ExpertUnions`
+    #: Of `ExpertUnions`.
+    log_idle: Floats
+    idle: NDArray[np.float32]
+    activated: Floats
     prompt_tokens: Ints  #: ``[K]``
     cost: Floats  #: ``[K]``: what its requests cost now, s^2,
     cost_load: Ints  #: ``[K]``: at this load; -1: not known
     growth: Floats  #: ``[K]``: what the request at hand would add, s^2
-    activated: Floats  #: ``[L]``: working memory
+    then: Floats  #: ``[L]``: working memory
     each: int  #: tokens of a request in a step
 
 
@@ -68,10 +76,12 @@ class Greedy:
     worker counts."""
 
     def __init__(self, step_times: StepCost, n_workers: int, n_layers: int, each: int = 1) -> None:
-        self._step_times = step_times
+        self.step_times = step_times
         self._unions = ExpertUnions(n_workers, n_layers, step_times.n_experts)
-        self._books = _Books(
-            (self._unions.log_idle, self._unions.idle, self._unions.activated),
+        self.books = _Books(
+            self._unions.log_idle,
+            self._unions.idle,
+            self._unions.activated,
             np.zeros(n_workers, np.int64),
             np.zeros(n_workers),
             np.full(n_workers, -1),
@@ -96,7 +106,7 @@ class Greedy:
         tokens, beside = seconds or (0.0, self._nothing)
         own = workers.loads, workers.healthy, self._next, self.dearer
         asked = Asked(*own, request.prompt_len, *usage)
-        worker: int = place(self._step_times, self._books, asked, tokens, beside)
+        worker: int = place(self.step_times, self.books, asked, tokens, beside)
         if worker < 0:
             return None
         self._next = (worker + 1) % len(workers.loads)
@@ -107,8 +117,8 @@ class Greedy:
         """Forget a request that was placed on ``worker``; KeyError if there is none."""
         prompt_len, log = self._resident.pop((request_id, worker))
         self._unions.remove(worker, log)
-        self._books.prompt_tokens[worker] -= prompt_len
-        self._books.cost_load[worker] = -1
+        self.books.prompt_tokens[worker] -= prompt_len
+        self.books.cost_load[worker] = -1
 
 
 class MarginalCostParameters(SignatureParameters):
@@ -202,6 +212,17 @@ class MarginalCostPolicy(RouterPolicy):
         """Forget a completed request."""
         self._greedy.remove(request_id, worker)
 
+    def compiled(self, workers: Workers, n_kinds: int) -> CompiledDecisions | None:
+        """Return compiled code that does what `select` and `on_complete` do, where experts lie on
+        one GPU and centroids say nothing."""
+        if self._eldr is not None or not isinstance(self._greedy, Greedy):
+            return None
+        return _Compiled(self._greedy, self._predicted, workers, n_kinds)
+
+    def _predicted(self, counts: Array) -> Floats:
+        """Return the predicted activation of several requests' ``counts``, [n, L, E]."""
+        return of_tokens(self._model.predict_all(counts), self._tokens)
+
 
 class OraclePolicy(RouterPolicy):
     """ORACLE, a reference and no router: ``marginal_cost`` that is told the future experts.
@@ -242,7 +263,107 @@ def _greedy(context: PolicyContext, step_times: StepCost, n_layers: int) -> Gree
 
 def _usage(activation: Floats) -> _Usage:
     rounded = on_grid(activation)
-    return rounded, log_idle(rounded)
+    return rounded.astype(np.float32), log_idle(rounded)
+
+
+class _Decisions(NamedTuple):
+    """What the compiled decisions work on, S signatures among them."""
+
+    step_times: StepCost
+    own: _Books
+    loads: Ints
+    healthy: Bools
+    first: Ints  #: ``[1]``: the worker that is preferred among equals
+    even: Floats  #: ``[K]``: zeros: no growth is dearer
+    slot_of: Ints  #: ``[kinds]``: where their signatures are; -1: nowhere
+    activation: NDArray[np.float32]  #: ``[S, L, E]``: on the grid of `unions`,
+    log: NDArray[np.float32]  #: and its `log_idle`
+    resident: Ints  #: ``[S]``: requests of the signature that are on workers
+
+
+class _Compiled:
+    """The policy as `CompiledDecisions`."""
+
+    def __init__(
+        self, greedy: Greedy, predicted: Callable[[Array], Floats], workers: Workers, n_kinds: int
+    ) -> None:
+        self._predicted, books = predicted, greedy.books
+        self._free: list[int] = []
+        self._kind_of = np.zeros(0, np.int64)
+        self.books = _Decisions(
+            greedy.step_times,
+            books,
+            workers.loads,
+            workers.healthy,
+            first=np.zeros(1, np.int64),
+            even=np.zeros(len(workers.loads)),
+            slot_of=np.full(n_kinds, -1),
+            activation=np.zeros((0, *books.log_idle.shape[1:]), np.float32),
+            log=np.zeros((0, *books.log_idle.shape[1:]), np.float32),
+            resident=np.zeros(0, np.int64),
+        )
+        self.choose, self.forget = _choose, _forget
+
+    def prepare(self, kinds: Sequence[int], requests: Sequence[RequestInfo], _now_s: float) -> None:
+        """Predict what the requests will activate, where that is not known."""
+        new = [i for i, kind in enumerate(kinds) if self.books.slot_of[kind] < 0]
+        if len(self._free) < len(new):
+            self._make_room(len(new))
+        books = self.books
+        for begin in range(0, len(new), _AT_ONCE):
+            some = new[begin : begin + _AT_ONCE]
+            counts = np.stack([cast("Array", requests[i].signature) for i in some])
+            for i, activation in zip(some, self._predicted(counts), strict=True):
+                slot = self._free.pop()
+                enter(activation, books.activation[slot], books.log[slot])
+                books.slot_of[kinds[i]], self._kind_of[slot] = slot, kinds[i]
+
+    def _make_room(self, n: int) -> None:
+        """Forget the signatures of nobody if there are many others, and have room for ``n``."""
+        books, size = self.books, len(self._kind_of)
+        if size >= _REMEMBERED:
+            taken = np.setdiff1d(np.arange(size), self._free)
+            idle = taken[books.resident[taken] == 0]
+            books.slot_of[self._kind_of[idle]] = -1
+            self._free += idle.tolist()
+        more = max(n - len(self._free), 0)
+        if more == 0:
+            return
+        more = max(more, size)
+        self._free += range(size, size + more)
+        self._kind_of = np.append(self._kind_of, np.zeros(more, np.int64))
+        self.books = books._replace(
+            activation=with_more(books.activation, more),
+            log=with_more(books.log, more),
+            resident=with_more(books.resident, more),
+        )
+
+
+@njit()
+def _choose(books: _Decisions, kind: int, tokens: int, _now_s: float) -> int:
+    """Return the worker that `MarginalCostPolicy.select` does."""
+    slot, first = books.slot_of[kind], books.first[0]
+    if slot < 0:
+        return UNPREPARED
+    seen = books.loads, books.healthy, first, books.even, tokens
+    asked = Asked(*seen, books.activation[slot], books.log[slot])
+    worker = place(books.step_times, books.own, asked, 0.0, books.even)
+    if worker < 0:
+        return HOLD
+    books.first[0] = (worker + 1) % books.loads.shape[0]
+    books.resident[slot] += 1
+    return int(worker)
+
+
+@njit()
+def _forget(books: _Decisions, kind: int, tokens: int, worker: int) -> int:
+    """Do what `MarginalCostPolicy.on_complete` does."""
+    own, slot = books.own, books.slot_of[kind]
+    shift(own.log_idle, own.idle, own.activated, worker, books.log[slot], -1.0)
+    own.prompt_tokens[worker] -= tokens
+    own.cost_load[worker] = -1
+    books.resident[slot] -= 1
+    return 0
 
 
 @njit()
@@ -278,7 +399,7 @@ def place(step_times: StepCost, books: Any, asked: Asked, tokens: float, beside:
     """Return the worker whose cost a request lets grow least, and enter it in the books; -1 where
     none is healthy. ``tokens``, ``beside``: 0: the cost is ``b t^2``; else it is ``tokens * b t``,
     s, and what each worker's requests cost beside, s, shape [K]."""
-    n_workers, (log_idle, idle, activated) = asked.loads.shape[0], books.unions
+    n_workers, idle, activated = asked.loads.shape[0], books.idle, books.activated
     best, least = -1, 0.0
     for i in range(n_workers):
         w = (asked.first + i) % n_workers
@@ -289,11 +410,11 @@ def place(step_times: StepCost, books: Any, asked: Asked, tokens: float, beside:
             now = expected_step_s(step_times, load, context, activated[w], books.each)
             books.cost[w] = load * now if tokens > 0.0 else load * now**2
             books.cost_load[w] = load
-        growth(idle, w, asked.activation, books.activated)
-        for layer in range(books.activated.shape[0]):
-            books.activated[layer] += activated[w, layer]
+        growth(idle, w, asked.activation, books.then)
+        for layer in range(books.then.shape[0]):
+            books.then[layer] += activated[w, layer]
         then = expected_step_s(
-            step_times, load + 1, context + asked.prompt_len, books.activated, books.each
+            step_times, load + 1, context + asked.prompt_len, books.then, books.each
         )
         if tokens > 0.0:
             books.growth[w] = tokens * ((load + 1) * then - books.cost[w]) + beside[w]
@@ -304,7 +425,7 @@ def place(step_times: StepCost, books: Any, asked: Asked, tokens: float, beside:
             best, least = w, rounded
     if best < 0:
         return best
-    shift(log_idle, idle, activated, best, asked.log, 1.0)
+    shift(books.log_idle, idle, activated, best, asked.log, 1.0)
     books.prompt_tokens[best] += asked.prompt_len
     books.cost_load[best] = -1
     return best

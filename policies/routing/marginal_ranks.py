@@ -51,7 +51,8 @@ def shares(placements: Sequence[Placement], n_experts: int) -> Shares:
 class RankBooks(NamedTuple):
     """What is on K workers in G groups, for the compiled decision."""
 
-    unions: tuple[Floats, Floats, Floats]  #: log_idle, idle, activated of `ExpertUnions`, of groups
+    #: Log_idle, idle, activated of `ExpertUnions`, of groups.
+    unions: tuple[Floats, NDArray[np.float32], Floats]
     used: Floats  #: ``[G, L, E]``: expected tokens of each expert
     prompt_tokens: Ints  #: ``[K]``
     step_s: Floats  #: ``[G]``: the group's decode step now,
@@ -100,7 +101,10 @@ class GreedyOnRanks:
         self._next = 0
 
     def place(
-        self, request: RequestInfo, usage: tuple[Floats, NDArray[np.float32]], workers: Workers
+        self,
+        request: RequestInfo,
+        usage: tuple[NDArray[np.float32], NDArray[np.float32]],
+        workers: Workers,
     ) -> int | None:
         """Return the healthy worker whose group's cost grows least, and count the request there.
 
@@ -114,9 +118,7 @@ class GreedyOnRanks:
         if worker < 0:
             return None
         self._next = (worker + 1) % len(workers.loads)
-        # Multiples of 2^-12 below 1 are whole in float32.
-        kept = asked.activation.astype(np.float32)
-        self._resident[request.request_id, worker] = (request.prompt_len, kept, asked.log)
+        self._resident[request.request_id, worker] = (request.prompt_len, *usage)
         return worker
 
     def remove(self, request_id: int, worker: int) -> None:

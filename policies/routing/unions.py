@@ -32,8 +32,9 @@ class Asked(NamedTuple):
     first: int  #: the worker that is preferred among equals; then those behind it
     dearer: Floats  #: ``[K]``: by how much more a growth counts, as a part of it
     prompt_len: int
-    activation: Floats  #: ``[L, E]``: on the grid of `on_grid`,
-    log: NDArray[np.float32]  #: and its `log_idle`
+    #: ``[L, E]``: on the grid of `on_grid`, and its `log_idle`; float32 holds both exactly.
+    activation: NDArray[np.float32]
+    log: NDArray[np.float32]
 
 
 class ExpertUnions:
@@ -44,7 +45,7 @@ class ExpertUnions:
 
     def __init__(self, n_workers: int, n_layers: int, n_experts: int) -> None:
         self.log_idle = np.zeros((n_workers, n_layers, n_experts))
-        self.idle = np.ones_like(self.log_idle)
+        self.idle = np.ones(self.log_idle.shape, np.float32)  # exact, and half the memory to read
         self.activated = np.zeros((n_workers, n_layers))
 
     def add(self, worker: int, log_idle: NDArray[np.float32]) -> None:
@@ -71,14 +72,27 @@ def log_idle(activation: Floats) -> NDArray[np.float32]:
     return np.asarray(np.rint(np.log1p(-activation) * _LOG_GRID) / _LOG_GRID, dtype=np.float32)
 
 
+_LOGS = log_idle(np.arange(_PROBABILITY_GRID) / _PROBABILITY_GRID)
+
+
+@njit()
+def enter(activation: Floats, rounded: Any, log: Any) -> None:
+    """Write `on_grid` of probabilities, [L, E], and its `log_idle`."""
+    for layer in range(activation.shape[0]):
+        for e in range(activation.shape[1]):
+            whole = min(np.rint(activation[layer, e] * _PROBABILITY_GRID), _PROBABILITY_GRID - 1.0)
+            rounded[layer, e] = whole / _PROBABILITY_GRID
+            log[layer, e] = _LOGS[int(whole)]
+
+
 # Reassociation lets the sums run in vector registers; on this grid the order changes no bit.
-@njit(fastmath={"reassoc"})
+@njit(fastmath={"reassoc", "contract"})
 def growth(idle: Any, worker: int, activation: Any, added: Any) -> None:
     """Write the activated experts that a request would add to a worker to ``added``, shape [L]."""
     for layer in range(idle.shape[1]):
         total = 0.0
         for e in range(idle.shape[2]):
-            total += idle[worker, layer, e] * activation[layer, e]
+            total += np.float64(idle[worker, layer, e]) * np.float64(activation[layer, e])
         added[layer] = total
 
 
@@ -114,7 +128,7 @@ def _exp(x: float) -> float:
 def _complement(idle: Any) -> float:
     total = 0.0
     for e in range(idle.shape[0]):
-        total += 1.0 - idle[e]
+        total += 1.0 - np.float64(idle[e])
     return total
 
 

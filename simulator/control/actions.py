@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eldr_sim.arrays import Int32s, Records
+from eldr_sim.arrays import Int32s, Records, with_more
 from eldr_sim.jit import njit
 from eldr_sim.simulator.control.record import RunRecord, within
 from eldr_sim.simulator.plane import choose, events, loop, network, state
 from eldr_sim.simulator.plane.kv.kv_cache import forget_blocks
-from eldr_sim.simulator.plane.router import with_more
 from eldr_sim.simulator.plane.scheduler.engine import make_workers
 from eldr_sim.simulator.plane.sessions import go_on
 from eldr_sim.simulator.plane.steps.executor import move_end

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from eldr_sim.arrays import with_more
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.arrays import make_requests, of_all
 from eldr_sim.simulator.control.sent_prefixes import kept
 from eldr_sim.simulator.plane.front_end import make_front_end
 from eldr_sim.simulator.plane.kv.kv_cache import make_kv_cache
-from eldr_sim.simulator.plane.router import with_more
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.control.cluster import Cluster

@@ -234,12 +234,6 @@ def grown(array: Array, length: int | None = None) -> Array:
     return grown
 
 
-def with_more(array: Array, n: int) -> Array:
-    """Return an array with ``n`` zero records more."""
-    more = np.zeros((n, *array.shape[1:]), array.dtype)
-    return np.concatenate([array, more])
-
-
 def with_room(log: Records, needed: int) -> Records:
     """Return a log for so many records; the same one if it has room."""
     return log if len(log) >= needed else with_room(grown(log), needed)

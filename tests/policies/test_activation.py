@@ -2,11 +2,18 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eldr_sim import cache
 from eldr_sim.errors import InputError
 from eldr_sim.policies.routing import activation
-from eldr_sim.policies.routing.activation import RIDGES, cached_activation, fit_activation
+from eldr_sim.policies.routing.activation import (
+    RIDGES,
+    ActivationModel,
+    cached_activation,
+    fit_activation,
+)
 from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import open_trace
 
@@ -149,3 +156,28 @@ def test_a_fit_is_made_once_on_a_machine(tmp_path, monkeypatch):
     assert len(made) == 3
     cached_activation(calibration)
     assert len(made) == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), n=st.integers(1, 9), layers=st.integers(1, 3),
+    experts=st.integers(1, 20),
+)  # fmt: skip
+def test_predictions_are_those_of_sums_over_experts(seed, n, layers, experts):
+    """Requests together, or one by one; a layer without tokens gets the mean."""
+    r = np.random.default_rng(seed)
+    counts = r.poisson(r.gamma(0.3, 5, (n, layers, experts))).astype(np.uint16)
+    mean_share, mean = r.random((2, layers, experts))
+    weights = r.normal(size=(layers, experts, experts))
+    model = ActivationModel(mean_share, mean, weights, 1.0, 0.0)
+    expected = np.empty(counts.shape)
+    for i, layer, f in np.ndindex(counts.shape):
+        selected, total = counts[i, layer].sum(), 0.0
+        for e in range(experts):
+            if selected:
+                share = counts[i, layer, e] / selected - mean_share[layer, e]
+                total += share * weights[layer, e, f]
+        expected[i, layer, f] = min(max(mean[layer, f] + total, 0.0), 1.0)
+    found = model.predict_all(counts)
+    assert (found == expected).all()
+    assert all((model.predict(one) == row).all() for one, row in zip(counts, found, strict=True))

@@ -9,12 +9,18 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RouterPolicy, Workers
 from eldr_sim.policies.compiled import HOLD, decisions_of, least_loaded
 from eldr_sim.policies.eldr import online as online_module
+from eldr_sim.policies.routing import marginal_cost
+from eldr_sim.policies.routing.marginal_cost import MarginalCostPolicy
 from eldr_sim.policies.rule import Rule
 from eldr_sim.simulator.plane import router
+from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config.run_config import make_config
 
+from .. import digest
 from ..random_artifact import random_artifact
+from .test_marginal_cost import N_EXPERTS, N_LAYERS, context
 
-LAYERS, EXPERTS, WINDOWS = 2, 6, 25
+WINDOWS = 25
 
 
 class Asked(RouterPolicy):
@@ -31,7 +37,7 @@ class Asked(RouterPolicy):
 
 def make_signatures(seed, silent):
     """Counts of prompts, a number for each; those of the first ``silent`` texts say nothing."""
-    mix = np.random.default_rng(seed).poisson(2.0, (WINDOWS, LAYERS, EXPERTS)).astype(np.uint16)
+    mix = np.random.default_rng(seed).poisson(2.0, (WINDOWS, N_LAYERS, N_EXPERTS)).astype(np.uint16)
     mix[:silent] = 0
     numbers = {}
 
@@ -44,7 +50,7 @@ def make_signatures(seed, silent):
 
 def eldr(spelled):
     def make(n_workers):
-        artifact = random_artifact(n_workers, LAYERS, EXPERTS, seed=7)
+        artifact = random_artifact(n_workers, N_LAYERS, N_EXPERTS, seed=7)
         context = PolicyContext(n_workers, np.random.default_rng(7), artifact=artifact)
         return registry.decode_policy(spelled, context)
 
@@ -55,6 +61,8 @@ POLICIES = {
     "eldr": eldr("eldr:tau=0.2,refit_s=0.005,window_s=0.02"),
     "eldr by similarity": eldr("eldr:tau=0.4,refit_s=0.003,window_s=0.01,ties=similar"),
     "eldr without a band": eldr("eldr:tau=0,refit_s=0.005,window_s=0.02"),
+    "marginal_cost": lambda n: MarginalCostPolicy(context(n)),
+    "marginal_cost of drafts": lambda n: MarginalCostPolicy(context(n, tokens_per_step=3)),
 }
 
 
@@ -93,13 +101,26 @@ def test_compiled_decisions_are_those_of_the_policies(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(router, "_ASKED_AT_ONCE", at_once)
-        patch.setattr(online_module, "_REMEMBERED", remembered)
+        for module in (online_module, marginal_cost):
+            patch.setattr(module, "_REMEMBERED", remembered)
         asked, policy, _ = run(Asked)
         compiled, _, cluster = run(lambda policy: policy)
     assert policy.decisions == n
     assert cluster.routers[-1].decisions is not None
     assert compiled.requests.tobytes() == asked.requests.tobytes()
     assert compiled.decode_steps.tobytes() == asked.decode_steps.tobytes()
+
+
+@pytest.mark.parametrize("policy", ["eldr", "marginal_cost", "marginal_cost:affinity=0.1"])
+def test_requests_that_faults_send_again_are_decided_on_alike(policy, monkeypatch):
+    fields = digest.RUNS["faults"] | {"policy": policy, "load_report_delay_ms": 2}
+    config = make_config(digest.PLAIN | fields)
+    found = [simulate(config)]
+    monkeypatch.setattr(router, "decisions_of", lambda *_: None)
+    found.append(simulate(config))
+    tables = [digest.digest(each) for each in found]
+    assert tables[0]["requests"] == tables[1]["requests"]
+    assert tables[0]["steps"] == tables[1]["steps"]
 
 
 def test_a_subclass_that_decides_in_another_way_is_asked():
