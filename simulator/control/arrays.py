@@ -318,7 +318,9 @@ def make_groups(inputs: Inputs, arrays: loop.Run) -> group_state.Groups | None:
     return group_state.Groups(
         of_all([group_state.make_costs(e.group or group_state.no_group()) for e in engines]),
         shared,
-        group_state.make_group_scratch(n_layers, width, ranks, n_experts, instances, nodes),
+        group_state.make_group_scratch(
+            n_layers, width, ranks, n_experts, instances, nodes, n_workers
+        ),
         make_expert_loads(n_workers, 0) if relocations is None else relocations.loads,
         group_state.make_micro_batches(n_workers if batches else 0, places, batches, n_layers),
     )

@@ -131,7 +131,7 @@ def place_experts(
         return
     changed = make_replicas([placement], n_experts, n_layers, most=replicas.rank.shape[-1])
     assert changed is not None
-    replicas.multi[engines] = changed.multi
+    replicas.multi[engines], replicas.many[engines] = changed.multi, changed.many
     replicas.rank[engines] = changed.rank
     replicas.n_instances[engines] = changed.n_instances
     replicas.weight[engines] = changed.weight

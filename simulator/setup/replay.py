@@ -91,12 +91,13 @@ def make_replicas(
             place = w, at, expert[at], seen[at, expert[at]]
             rank[place], weight[place] = on[at], known[at, on[at]]
             seen[at, expert[at]] += 1
-    several = np.zeros((workers, layers, words * 64), np.uint8)
-    several[..., :n_experts] = counts > 1
+        rank[w] = np.where(np.arange(rank.shape[3]) < seen[..., None], rank[w], rank[w, ..., :1])
+    several = np.zeros((2, workers, layers, words * 64), np.uint8)
+    several[..., :n_experts] = counts > 1, counts > 2
     packed = np.packbits(several, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
-    multi = packed[:, np.arange(n_layers) % layers].reshape(workers, -1)
+    multi, many = packed[:, :, np.arange(n_layers) % layers].reshape(2, workers, -1)
     asked = no_replicas().asked
-    return Replicas(multi, rank, counts.astype(np.int16), weight, asked)
+    return Replicas(multi, many, rank, counts.astype(np.int16), weight, asked)
 
 
 def fit_trace(trace: RoutingTrace, model: ModelDims) -> RoutingTrace:

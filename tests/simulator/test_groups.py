@@ -427,7 +427,7 @@ def compiled_ranks(counting, layer, experts, homes, places, by_count):
 @njit()
 def compiled_totals(counting):
     """Let choices by count decide from the tokens of each expert in the bit planes."""
-    counting.work.held[0] = counting.masks[0]
+    counting.work.held[:] = counting.masks[0]
     settle_totals(counting)
 
 
@@ -461,7 +461,7 @@ def test_compiled_choices_are_those_of_the_policies(
         row = np.zeros(64 * words, np.uint8)
         row[:n_experts] = counts >> plane & 1
         bits = np.packbits(row, bitorder="little").view(np.uint64)
-        work.planes[0, plane] = np.tile(bits, layers)
+        work.planes[plane] = np.tile(bits, layers)
     counting = Counting(
         rank_masks([placement], n_experts, layers), replicas, group, work, 0, ranks, number,
         prompts,

@@ -1,12 +1,12 @@
 """Where the tokens of a group's step go: pairs, activated experts and copies, rank by rank.
 
-Tokens are counted in bit planes (`bit_planes`), by expert, and where experts have several instances
-by instance (`token_choices`); what a rank computes, sends or receives are population counts of what
-it holds. An instance is known from the token alone (hash, source, weights), or from the tokens of
-each expert in the whole step, which are then counted first, and taken in turn. Where a copy goes to
-each expert, home ranks are counted one by one: a rank sends what its tokens choose less what it
-holds, and receives what all choose of it less its own, near, of its node, and far. Where a copy
-goes to each rank or node, each token is held against what each rank holds."""
+Tokens are counted in bit planes (`bit_planes`), by expert; what a rank computes, sends or receives
+are population counts of the experts that only it holds. Where a copy goes to each expert, home
+ranks are counted one by one: a rank sends what its tokens choose less what it holds, and receives
+what all choose of it less its own, near, of its node, and far. Where a copy goes to each rank or
+node, and where experts have several instances, each token counts (`token_blocks`). An instance is
+known from the token alone (hash, source, weights), or from the tokens of each expert in the whole
+step, which are then counted first, and taken in turn."""
 
 from typing import Any
 
@@ -18,17 +18,24 @@ from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.kv.kv_manager import Engines
 from eldr_sim.simulator.plane.steps import bit_planes
 from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, add_counts
-from eldr_sim.simulator.plane.steps.group_state import ALL, EVEN, EXPERT, NODE, RANK, Counting
+from eldr_sim.simulator.plane.steps.group_state import (
+    ALL,
+    EVEN,
+    EXPERT,
+    METRO,
+    NODE,
+    OPTIMAL,
+    RANK,
+    Counting,
+)
 from eldr_sim.simulator.plane.steps.replica_choice import choose_instances
-from eldr_sim.simulator.plane.steps.token_choices import (
+from eldr_sim.simulator.plane.steps.token_blocks import (
     Pass,
-    hold_by_word,
-    hold_chosen,
-    hold_placed,
-    hold_single,
-    n_targets,
+    begin_blocks,
+    end_block,
+    list_experts,
     place_of,
-    take_tokens,
+    take_row,
 )
 from eldr_sim.simulator.plane.steps.verify import Drafts, draft_row
 
@@ -48,31 +55,29 @@ def count_step(
         tokens += engines.workers[w].tokens + engines.workers[w].chunk_tokens
     n_planes, relocates = bit_planes.n_planes_for(tokens), loads.part[c.leader] >= 0
     work.traffic[:, : c.ranks] = 0.0
-    by_count = c.replicas.multi.shape[0] > 0 and c.choice >= EVEN
-    if by_count:
-        hold_single(c)
-        only = Pass(1, n_planes, True, False, False)
+    to_each, several = per == EXPERT, c.replicas.multi.shape[0] > 0
+    hold_single(c)
+    twice = several and (c.choice > EVEN or (c.choice == EVEN and per == ALL))
+    if twice:  # and for the first time to know how many there are
+        only = Pass(n_planes, True, False, False)
         _count_group(engines, drafts, size, bits, prompts, c, only)
         if relocates:
-            add_counts(loads, c.leader, work.planes[0], n_planes, work.carry)
+            add_counts(loads, c.leader, work.planes, n_planes, work.carry)
         settle_totals(c)
         if per == ALL:
             return
-        instances = hold_chosen(c)
-    else:
-        instances = hold_placed(c)
-    to_each, once = per == EXPERT, per in (RANK, NODE)
-    this = Pass(instances, n_planes, to_each or not by_count, to_each, once)
+    blocks = per in (RANK, NODE) or (several and not (twice and METRO <= c.choice <= OPTIMAL))
+    this = Pass(n_planes, to_each or not twice, to_each, blocks)
     _count_group(engines, drafts, size, bits, prompts, c, this)
-    if not this.counts:
-        return
-    total = work.node_planes[_add_nodes(c, this)] if to_each else work.planes
-    _settle(c, total, instances, n_planes)
+    if not twice:
+        total = work.node_planes[_add_nodes(c, n_planes)] if to_each else work.planes
+        _settle(c, total, n_planes)
+        if several:
+            _add_taken(c)
+        if relocates:
+            add_counts(loads, c.leader, total, n_planes, work.carry)
     if to_each:
         _settle_received(c, this)
-    if relocates and not by_count:
-        for j in range(instances):
-            add_counts(loads, c.leader, total[j], n_planes, work.carry)
 
 
 @compiled()
@@ -83,12 +88,19 @@ def count_rows(bits: Any, rows: Any, c: Counting) -> None:
     for r in range(c.ranks):
         work.tokens[r] = (n - r + c.ranks - 1) // c.ranks
     n_planes = bit_planes.n_planes_for(n)
-    work.planes[0, :n_planes] = _NONE
-    bit_planes.add_rows(
-        bits, rows, n, work.planes[0], 0, 0, n_planes, work.carry, work.empty
-    )  # fmt: skip
+    work.planes[:n_planes] = _NONE
+    bit_planes.add_rows(bits, rows, n, work.planes, 0, 0, n_planes, work.carry, work.empty)
     hold_single(c)
     settle_totals(c)
+
+
+@compiled()
+def hold_single(c: Counting) -> None:
+    """Let ranks hold the experts of one instance."""
+    for r in range(c.ranks):
+        held, mask = c.work.held[r], c.masks[c.leader, r]
+        for k in range(held.shape[0]):
+            held[k] = mask[k]
 
 
 # --- tokens ---
@@ -102,18 +114,17 @@ def _count_group(
     work = c.work
     work.tokens[:] = 0
     work.own[: c.ranks] = 0.0
-    for j in range(this.instances):
-        if this.counts:
-            work.planes[j, : this.n_planes] = _NONE
-        if this.by_home:
-            work.node_planes[:, j, : this.n_planes] = _NONE
-    if this.sends:
-        work.reached[:] = _NONE
-        work.token[:] = _NONE
-        hold_by_word(c, this.instances)
+    if this.counts:
+        work.planes[: this.n_planes] = _NONE
+    if this.by_home:
+        work.node_planes[:, : this.n_planes] = _NONE
+    if this.blocks:
+        begin_blocks(c)
     for w in range(c.leader, c.leader + size):
         if engines.workers[w].tokens + engines.workers[w].chunk_tokens > 0:
             _count_engine(engines, drafts, w, bits, prompts, c, this)
+    if this.blocks:
+        end_block(c)
 
 
 @compiled()
@@ -126,7 +137,7 @@ def _count_engine(
     run = worker.tokens + worker.chunk_tokens + c.group.ranks_per_engine - 1
     run //= c.group.ranks_per_engine
     n_planes = bit_planes.n_planes_for(run) if of_step.by_home else of_step.n_planes
-    this = Pass(of_step.instances, n_planes, of_step.counts, of_step.by_home, of_step.sends)
+    this = Pass(n_planes, of_step.counts, of_step.by_home, of_step.blocks)
     left, n, place, period = run, np.int64(0), np.int64(0), engines.settings[0].period
     for i in range(worker.batch):
         row = sequences[i].row
@@ -141,7 +152,7 @@ def _count_engine(
             row += 1
             if row == sequences[i].row_end:
                 row -= sequences[i].row_span
-            if n == left or n == work.rows.shape[0]:
+            if n in (left, work.rows.shape[0]):
                 _count_rows(bits, n, c, this, home, run - left)
                 left, n = left - n, np.int64(0)
                 if left == 0:
@@ -180,12 +191,12 @@ def _count_engine(
 def _count_rows(bits: Any, n: int, c: Counting, this: Pass, home: int, place: int) -> None:
     """Count the tokens of ``work.rows[:n]``, from a place of a home rank on."""
     work = c.work
-    if this.counts and this.instances == 1:
+    if this.counts:
         bit_planes.add_rows(
-            bits, work.rows, n, work.planes[0], 0, 0, this.n_planes, work.carry, work.empty
-        )  # fmt: skip
-    if this.sends or this.instances > 1:
-        take_tokens(bits, work.rows, n, c, this, home, place, np.int64(1))
+            bits, work.rows, n, work.planes, 0, 0, this.n_planes, work.carry, work.empty
+        )
+    for i in range(n if this.blocks else 0):
+        take_row(bits[work.rows[i]], c, home, place + i, np.int64(1))
 
 
 @compiled()
@@ -203,7 +214,7 @@ def _count_prompt(
             end = (end // prompts.prefix_block_tokens + 1) * prompts.prefix_block_tokens
         n = min(n, end - token)
     span: Any = np.int64(prompts.length[source])
-    if this.instances > 1:
+    if c.replicas.multi.shape[0] > 0:  # each has a place of its own
         n = min(n, span)
     cycles, rest = n // span, n % span
     if cycles > 0:
@@ -245,17 +256,14 @@ def _count_span(
                 else:
                     for k in range(width):
                         into[k] = _NONE
-        if this.counts and this.instances == 1:
-            plane = np.int64(0)
-            while weight >> plane:
-                if (weight >> plane) & 1:
-                    bit_planes.add_block(work.staged, work.planes[0], 0, work.carry.shape[0], plane,
-                              this.n_planes, work.carry)  # fmt: skip
-                plane += 1
-        if this.sends or this.instances > 1:
-            for i in range(m):
-                work.rows[i] = i
-            take_tokens(work.staged, work.rows, m, c, this, home, place + start, weight)
+        plane = np.int64(0)
+        while this.counts and weight >> plane:
+            if (weight >> plane) & 1:
+                bit_planes.add_block(work.staged, work.planes, 0, work.carry.shape[0], plane,
+                          this.n_planes, work.carry)  # fmt: skip
+            plane += 1
+        for i in range(m if this.blocks else 0):
+            take_row(work.staged[i], c, home, place + start + i, weight)
 
 
 # --- sums ---
@@ -266,109 +274,144 @@ def _end_home(c: Counting, this: Pass, home: int, tokens: int) -> None:
     """Settle the traffic of a home rank, all whose tokens have been counted."""
     work = c.work
     work.tokens[home] = tokens
-    if this.sends:
-        _send(c, home)
     if not this.by_home:
         return
     gpus, n_planes = c.group.gpus_per_node, this.n_planes
     node, width = home // gpus, work.carry.shape[0]
     work.counts[:] = _NONE
-    for j in range(this.instances):
-        planes, held, near = work.planes[j], work.held[j], work.mask
-        bit_planes.add_counts_of(planes, n_planes, held[home], work.counts[0])
-        near[:] = _EVERY
-        bit_planes.add_counts_of(planes, n_planes, near, work.counts[2])
-        if c.ranks > gpus:
-            near[:] = _NONE
-            for r in range(node * gpus, min((node + 1) * gpus, c.ranks)):
-                mine = held[r]
-                for k in range(width):
-                    near[k] |= mine[k]
-            bit_planes.add_counts_of(planes, n_planes, near, work.counts[1])
-        bit_planes.add_planes(work.node_planes[node, j], planes, n_planes, work.carry)
-        planes[:n_planes] = _NONE
+    planes, near = work.planes, work.mask
+    bit_planes.add_counts_of(planes, n_planes, work.held[home], work.counts[0])
+    near[:] = _EVERY
+    bit_planes.add_counts_of(planes, n_planes, near, work.counts[2])
+    if c.ranks > gpus:
+        near[:] = _NONE
+        for r in range(node * gpus, min((node + 1) * gpus, c.ranks)):
+            mine = work.held[r]
+            for k in range(width):
+                near[k] |= mine[k]
+        bit_planes.add_counts_of(planes, n_planes, near, work.counts[1])
+    bit_planes.add_planes(work.node_planes[node], planes, n_planes, work.carry)
+    planes[:n_planes] = _NONE
     for i in range(3):
         bit_planes.by_layer(work.counts[i], work.sums[i])
-    own, inside, all_of = work.sums[0], work.sums[1 if c.ranks > gpus else 2], work.sums[2]
+    inside = work.sums[1 if c.ranks > gpus else 2]
+    _add_sent(
+        work.sums[0], inside, work.sums[2], work.own[home],
+        work.traffic[all_to_all_cost.SENT, home], work.traffic[all_to_all_cost.SENT_FAR, home],
+    )  # fmt: skip
+
+
+@compiled(restrict=True)
+def _add_sent(own: Any, inside: Any, every: Any, kept: Any, sent: Any, far: Any) -> None:
     for layer in range(own.shape[0]):
-        work.own[home, layer] = own[layer]
-        work.traffic[all_to_all_cost.SENT, home, layer] = inside[layer] - own[layer]
-        work.traffic[all_to_all_cost.SENT_FAR, home, layer] = all_of[layer] - inside[layer]
+        kept[layer] += own[layer]
+        sent[layer] += inside[layer] - own[layer]
+        far[layer] += every[layer] - inside[layer]
 
 
 @compiled()
-def _send(c: Counting, home: int) -> None:
-    """Count copies of a home rank's tokens for each rank, and each node, that they reach."""
-    work, gpus = c.work, c.group.gpus_per_node
-    own, place = home // gpus, home % gpus
-    for r in range(c.ranks):
-        if c.group.copy_per == RANK:
-            all_to_all_cost.add_direct(work.traffic, home, r, work.reached[r], gpus)
-        else:
-            all_to_all_cost.add_forwarded(
-                work.traffic, r // gpus * gpus + place, r, work.reached[r]
-            )
-    for at in range(c.ranks, n_targets(c)):
-        node = at - c.ranks
-        if node != own:
-            all_to_all_cost.add_to_node(work.traffic, home, node * gpus + place, work.reached[at])
-    work.reached[:] = _NONE
-
-
-@compiled()
-def _add_nodes(c: Counting, this: Pass) -> Any:
+def _add_nodes(c: Counting, n_planes: int) -> Any:
     """Add the planes of all nodes up; return where the sum is."""
     work, n_nodes = c.work, (c.ranks + c.group.gpus_per_node - 1) // c.group.gpus_per_node
     if n_nodes == 1:
         return np.int64(0)
-    for j in range(this.instances):
-        for node in range(n_nodes):
-            bit_planes.add_planes(
-                work.node_planes[n_nodes, j], work.node_planes[node, j], this.n_planes, work.carry
-            )
+    for node in range(n_nodes):
+        bit_planes.add_planes(
+            work.node_planes[n_nodes], work.node_planes[node], n_planes, work.carry
+        )
     return np.int64(n_nodes)
 
 
 @compiled()
-def _settle(c: Counting, total: Any, instances: int, n_planes: int) -> None:
-    """Count each rank's pairs and activated instances, from the tokens of each instance."""
-    work, width = c.work, c.work.carry.shape[0]
-    for j in range(instances):
-        bit_planes.union_of(total[j], n_planes, work.union[j])
+def _settle(c: Counting, total: Any, n_planes: int) -> None:
+    """Count each rank's pairs and activated experts, from the tokens of each expert."""
+    work = c.work
+    bit_planes.union_of(total, n_planes, work.union)
     for r in range(c.ranks):
-        active = work.active[r]
-        active[:] = _NONE
+        held = work.held[r]
         work.counts[:2] = _NONE
-        for j in range(instances):
-            held, union, n = work.held[j, r], work.union[j], work.counts[1]
-            bit_planes.add_counts_of(total[j], n_planes, held, work.counts[0])
-            for k in range(width):
-                mine = union[k] & held[k]
-                active[k] |= mine
-                n[k] += popcount(mine)  # type: ignore[call-arg]
+        bit_planes.add_counts_of(total, n_planes, held, work.counts[0])
+        _count_active(work.union, held, work.counts[1])
         bit_planes.by_layer(work.counts[0], work.pairs[r])
         bit_planes.by_layer(work.counts[1], work.instances[r])
+
+
+@compiled(restrict=True)
+def _count_active(union: Any, held: Any, counts: Any) -> None:
+    for k in range(counts.shape[0]):
+        counts[k] = popcount(union[k] & held[k])  # type: ignore[call-arg]
 
 
 @compiled()
 def _settle_received(c: Counting, this: Pass) -> None:
     """Count what each rank receives where a copy goes to each expert."""
     work, gpus = c.work, c.group.gpus_per_node
+    several = this.blocks  # where copies go to each expert, only these need them
     for r in range(c.ranks):
         near = work.pairs[r]
+        if several:
+            _take_off(work.copied, r, work.own[r], work.traffic[all_to_all_cost.SENT, r])
         if c.ranks > gpus:
             near = work.sums[0]
             work.counts[0] = _NONE
-            for j in range(this.instances):
-                bit_planes.add_counts_of(
-                    work.node_planes[r // gpus, j], this.n_planes, work.held[j, r], work.counts[0]
-                )
-            bit_planes.by_layer(work.counts[0], near)
-        for layer in range(near.shape[0]):
-            work.traffic[all_to_all_cost.RECEIVED, r, layer] = near[layer] - work.own[r, layer]
-            work.traffic[all_to_all_cost.RECEIVED_FAR, r, layer] = (
-                work.pairs[r, layer] - near[layer]
+            bit_planes.add_counts_of(
+                work.node_planes[r // gpus], this.n_planes, work.held[r], work.counts[0]
             )
+            bit_planes.by_layer(work.counts[0], near)
+            for layer in range(near.shape[0] if several else 0):
+                near[layer] += work.near[r, layer]
+        _add_received(
+            near, work.own[r], work.pairs[r], work.traffic[all_to_all_cost.RECEIVED, r],
+            work.traffic[all_to_all_cost.RECEIVED_FAR, r],
+        )  # fmt: skip
+
+
+@compiled()
+def _take_off(copied: Any, rank: int, own: Any, sent: Any) -> None:
+    for layer in range(own.shape[0]):
+        own[layer] += copied[layer, rank]
+        sent[layer] -= copied[layer, rank]
+
+
+@compiled()
+def _add_received(near: Any, own: Any, every: Any, received: Any, far: Any) -> None:
+    for layer in range(near.shape[0]):
+        received[layer] = near[layer] - own[layer]
+        far[layer] = every[layer] - near[layer]
+
+
+@compiled()
+def _add_taken(c: Counting) -> None:
+    """Add the pairs and activated instances of experts of several instances, each of whose tokens
+    has been counted."""
+    work, replicas = c.work, c.replicas
+    for layer in range(work.pairs.shape[1]):
+        at, end = layer % replicas.n_instances.shape[1], work.n_listed[c.leader, layer]
+        _add_layer(
+            work.listed[c.leader, layer, end[c.ranks - 1] : end[c.ranks + 1]],
+            replicas.n_instances[c.leader, at], replicas.rank[c.leader, at], c.choice >= EVEN,
+            work.taken, layer, work.pairs, work.instances,
+        )  # fmt: skip
+
+
+@compiled(restrict=True)
+def _add_layer(
+    numbers: Any, n_of: Any, ranks_of: Any, in_turn: bool, taken: Any, layer: int, pairs: Any,
+    instances: Any,
+) -> None:  # fmt: skip
+    for i in range(numbers.shape[0]):
+        expert = np.uint64(numbers[i])
+        n, tokens = np.int64(n_of[expert]), taken[0, layer, i]
+        each, more = tokens >> 1, tokens & 1
+        if in_turn and n > 2:
+            each, more = tokens // n, tokens % n
+        for j in range(n):
+            mine = taken[j, layer, i]
+            if in_turn:
+                mine = each + 1 if j < more else each
+            rank = np.uint64(ranks_of[expert, j])
+            pairs[rank, layer] += mine
+            instances[rank, layer] += min(mine, 1)  # with weights of its own, on one GPU too
 
 
 # --- choices by count ---
@@ -377,22 +420,29 @@ def _settle_received(c: Counting, this: Pass) -> None:
 @compiled()
 def settle_totals(c: Counting) -> None:
     """Choose instances from the tokens of each expert; pairs and activated experts follow. Ranks
-    hold experts of one instance; the first planes count ``work.tokens``."""
+    hold experts of one instance; the planes count ``work.tokens``."""
     work, several = c.work, c.replicas.multi.shape[0] > 0
     layers = work.pairs.shape[1]
     words = work.carry.shape[0] // layers
     n_planes = bit_planes.n_planes_for(work.tokens[: c.ranks].sum())
-    _settle(c, work.planes, np.int64(1), n_planes)
+    _settle(c, work.planes, n_planes)
     if not several:
         return
+    list_experts(c)
+    one_each = METRO <= c.choice <= OPTIMAL
     for layer in range(layers):
         for r in range(c.ranks):
             work.load[r] = work.pairs[r, layer]
             work.n_active[r] = np.int64(work.instances[r, layer])
-        n_several = _list_several(c, layer, words, n_planes)
+        n_several = _list_several(c, layer, words, np.int64(0) if one_each else n_planes)
         if n_several > 0:
             choose_instances(c, layer, n_several)
-            _add_several(c, layer, words, n_several)
+            if one_each:
+                _hold_given(c, layer, words, n_several)
+            else:
+                _add_several(c, layer, n_several)
+    if one_each:
+        _settle(c, work.planes, n_planes)
 
 
 @compiled(inline="always")  # handing `Counting` over takes long
@@ -401,14 +451,13 @@ def _list_several(c: Counting, layer: int, words: int, n_planes: int) -> Any:
     work, n = c.work, np.int64(0)
     for k in range(words):
         at = layer * words + k
-        many = work.union[0, at] & c.replicas.multi[c.leader, at]
+        many = work.union[at] & c.replicas.multi[c.leader, at]
         while many != 0:
-            bit = many & (~many + np.uint64(1))
-            many ^= bit
-            place = np.uint64(place_of(bit))
+            place = np.uint64(place_of(many))
+            many &= many - np.uint64(1)
             tokens = np.uint64(0)
             for plane in range(n_planes):
-                tokens |= ((work.planes[0, plane, at] >> place) & np.uint64(1)) << np.uint64(plane)
+                tokens |= ((work.planes[plane, at] >> place) & np.uint64(1)) << np.uint64(plane)
             expert = k * 64 + np.int64(place)
             work.total[expert] = np.int64(tokens)
             work.several[n] = expert
@@ -417,15 +466,24 @@ def _list_several(c: Counting, layer: int, words: int, n_planes: int) -> Any:
 
 
 @compiled(inline="always")
-def _add_several(c: Counting, layer: int, words: int, n_several: int) -> None:
+def _hold_given(c: Counting, layer: int, words: int, n_several: int) -> None:
+    """Let ranks hold the experts of several instances that only they compute."""
+    work = c.work
+    for i in range(n_several):
+        expert = work.several[i]
+        rank = work.given[expert]
+        work.chosen[layer, expert, 0], work.n_chosen[layer, expert] = rank, 1
+        work.held[rank, layer * words + expert // 64] |= np.uint64(1) << np.uint64(expert % 64)
+
+
+@compiled(inline="always")
+def _add_several(c: Counting, layer: int, n_several: int) -> None:
     """Add the pairs and activated instances of the experts of several instances."""
     work = c.work
     for i in range(n_several):
         expert = work.several[i]
         n, tokens = work.n_chosen[layer, expert], work.total[expert]
-        at, bit = layer * words + expert // 64, np.uint64(1) << np.uint64(expert % 64)
         for j in range(min(n, tokens)):
             rank = work.chosen[layer, expert, j]
             work.pairs[rank, layer] += (tokens - j + n - 1) // n
-            work.active[rank, at] |= bit
             work.instances[rank, layer] += 1  # each has weights of its own, on one GPU too

@@ -33,6 +33,7 @@ REPLICA_CHOICES = {
 #: What the loop asks besides a router: that `replica_policy` chooses for a group's step, ASKED.
 CHOOSE = np.int64(-5)
 _KEPT = 1 << 17  # times of a rank that are kept
+TOKENS = 64  # of a block, see `token_blocks`
 _PLANES = 20  # bits of a counter: a million tokens of a group in a step
 
 
@@ -75,7 +76,8 @@ class Replicas(NamedTuple):
     """The experts of groups with several instances, on the trace's layers."""
 
     multi: NDArray[np.uint64]  #: ``[workers, layers of the model * words]``; empty where none has
-    rank: NDArray[np.int16]  #: ``[workers, layers, experts, instances]``
+    many: NDArray[np.uint64]  #: of them those of three and more
+    rank: NDArray[np.int16]  #: ``[workers, layers, experts, instances]``; then the first again
     n_instances: NDArray[np.int16]  #: ``[workers, layers, experts]``
     weight: NDArray[np.float64]  #: ``[workers, layers, experts, instances]``: of their ranks
     #: ``[instances - 1, ranks, tokens of a rank, layers * words]``: the experts of each token that
@@ -88,6 +90,7 @@ def no_replicas() -> Replicas:
     rank = np.zeros((0, 0, 0, 0), np.int16)
     return Replicas(
         np.zeros((0, 0), np.uint64),
+        np.zeros((0, 0), np.uint64),
         rank,
         rank.sum(axis=3, dtype=np.int16),
         np.zeros(rank.shape),
@@ -96,40 +99,56 @@ def no_replicas() -> Replicas:
 
 
 class GroupScratch(NamedTuple):
-    """Working memory of a group's step: planes (`bit_planes`) of the tokens of each expert;
-    instances are numbered by their place in ``Replicas.rank``."""
+    """Working memory of a group's step: planes (`bit_planes`) of the tokens of each expert, and a
+    block of tokens (`token_blocks`)."""
 
-    planes: NDArray[np.uint64]  #: ``[instances, bits, layers * words]``: tokens of each instance
-    node_planes: NDArray[np.uint64]  #: ``[nodes + 1, instances, bits, layers * words]``; of all
-    held: NDArray[np.uint64]  #: ``[instances, ranks, layers * words]``: the rank of each instance
-    n_held: NDArray[np.uint64]  #: ``[instances, layers * words]``: experts of 1, 2, 3 ... instances
-    next: NDArray[np.uint64]  #: ``[instances, layers * words]``: experts whose turn an instance has
-    active: NDArray[np.uint64]  #: ``[ranks, layers * words]``: activated on each rank
-    union: NDArray[np.uint64]  #: ``[instances, layers * words]``: activated anywhere
+    planes: NDArray[np.uint64]  #: ``[bits, layers * words]``: tokens of each expert
+    node_planes: NDArray[np.uint64]  #: ``[nodes + 1, bits, layers * words]``; of all
+    held: NDArray[np.uint64]  #: ``[ranks, layers * words]``: experts that only this rank computes
+    union: NDArray[np.uint64]  #: ``[layers * words]``: activated anywhere
     instances: NDArray[np.float64]  #: ``[ranks, layers]``: activated
     pairs: NDArray[np.float64]  #: ``[ranks, layers]``
     traffic: NDArray[np.float64]  #: ``[4, ranks, layers]``: copies, see `all_to_all_cost`
     tokens: NDArray[np.int64]  #: ``[ranks]``: at home there
     rows: NDArray[np.int64]  #: ``[64]``: rows of bit sets that are counted next
     own: NDArray[np.float64]  #: ``[ranks, layers]``: pairs of the tokens at home there
+    # Of experts of several instances:
+    copied: NDArray[np.int64]  #: ``[layers, ranks]``: pairs that a rank computes of its own tokens
+    near: NDArray[np.float64]  #: ``[ranks, layers]``: of its node's, where there are several nodes
     staged: NDArray[np.uint64]  #: ``[8, layers * words]``: rows that are added together
     empty: NDArray[np.uint64]  #: ``[layers * words]``: a row of zeros
-    chosen_of: NDArray[np.uint64]  #: ``[instances, 8, layers * words]``: the same, by instance
     carry: NDArray[np.uint64]  #: ``[layers * words]``
     mask: NDArray[np.uint64]  #: ``[layers * words]``
     counts: NDArray[np.uint64]  #: ``[3, layers * words]``
     sums: NDArray[np.float64]  #: ``[3, layers]``
     most: NDArray[np.float64]  #: ``[5, layers]``: of the busiest rank, see `shared_layers`
-    # Of copies for each rank or node, which are targets one behind the other, see `_reach`:
-    token: NDArray[np.uint64]  #: ``[4, instances * words, layers]``: experts of tokens
-    held_by: NDArray[np.uint64]  #: ``[ranks + nodes, instances * words, layers]``
-    hit: NDArray[np.uint64]  #: ``[4, layers]``
-    reached: NDArray[np.uint64]  #: ``[ranks + nodes, layers]``: tokens of a home rank
+    # Of blocks of tokens:
+    block: NDArray[np.uint64]  #: ``[64, layers * words]``: of tokens, or transposed of experts
+    block_words: NDArray[np.uint64]  #: ``[64 * layers * words + 1]``: the same memory, and a zero
+    filled: NDArray[np.int64]  #: ``[2]``: tokens of the block, and how many each stands for
+    home_of: NDArray[np.int64]  #: ``[64]``: where they are at home
+    place_of: NDArray[np.int64]  #: ``[64]``: and in which place
+    at_home: NDArray[np.uint64]  #: ``[ranks]``: which of them are there
+    #: ``[workers, ranks + 2, layers * words]``: what the lists are of: experts of each rank, those
+    #: of two instances, and of more
+    known: NDArray[np.uint64]
+    #: ``[workers, layers, experts and more]``: of one rank after the other their words of a block,
+    #: by fours; then the numbers of those of several instances
+    listed: NDArray[np.uint32]
+    n_listed: NDArray[np.int64]  #: ``[workers, layers, ranks + 2]``: where each part ends
+    met: NDArray[np.uint64]  #: ``[ranks + nodes, layers]``: which tokens reach them
+    copies: NDArray[np.float64]  #: ``[layers]``: of a home rank for another
+    hashed: NDArray[np.uint64]  #: ``[n, instances]``: tokens that each of n instances computes
+    split: NDArray[np.uint64]  #: ``[instances]``: the same of one expert
+    #: ``[instances, layers, experts]``: tokens so far, in the order of ``listed``; those of turns
+    #: count under the first one
+    taken: NDArray[np.int64]
     # Of choices by count:
     total: NDArray[np.int64]  #: ``[experts]``: tokens of a layer, of experts of several instances
     several: NDArray[np.int64]  #: ``[experts]``: those of them that have tokens
     n_active: NDArray[np.int64]  #: ``[ranks]``: activated experts so far
     load: NDArray[np.float64]  #: ``[ranks]``: pairs so far
+    given: NDArray[np.int64]  #: ``[experts]``: ranks of a layer's, each of which one computes
     chosen: NDArray[np.int64]  #: ``[layers, experts, instances]``: ranks that take turns
     n_chosen: NDArray[np.int64]  #: ``[layers, experts]``
     before: NDArray[np.int64]  #: ``[ranks]``: on a path, the rank before; -1: on none
@@ -140,52 +159,64 @@ class GroupScratch(NamedTuple):
 
 
 def make_group_scratch(
-    n_layers: int, width: int, ranks: int, n_experts: int, instances: int, nodes: int = 1
-) -> GroupScratch:
+    n_layers: int, width: int, ranks: int, n_experts: int, instances: int, nodes: int = 1,
+    workers: int = 1,
+) -> GroupScratch:  # fmt: skip
     """Return working memory for groups of so many ranks on so many nodes."""
-    places = max(instances, 1)
-    parts = 2 * -(-places * (width // max(n_layers, 1)) // 2)
 
     def words(*shape: int) -> NDArray[np.uint64]:
         return np.zeros((*shape, width), np.uint64)
 
+    def integers(*shape: int) -> NDArray[np.int64]:
+        return np.zeros(shape, np.int64)
+
+    block = np.zeros(TOKENS * width + 1, np.uint64)
     return GroupScratch(
-        planes=words(places, _PLANES),
-        node_planes=words(nodes + 1, places, _PLANES),
-        held=words(places, ranks),
-        n_held=words(places),
-        next=words(places),
-        active=words(ranks),
-        union=words(places),
+        planes=words(_PLANES),
+        node_planes=words(nodes + 1, _PLANES),
+        held=words(ranks),
+        union=words(),
         instances=np.zeros((ranks, n_layers)),
         pairs=np.zeros((ranks, n_layers)),
         traffic=np.zeros((4, ranks, n_layers)),
-        tokens=np.zeros(ranks, np.int64),
-        rows=np.zeros(64, np.int64),
+        tokens=integers(ranks),
+        rows=integers(TOKENS),
         own=np.zeros((ranks, n_layers)),
+        copied=integers(n_layers, ranks),
+        near=np.zeros((ranks, n_layers)),
         staged=words(EIGHT),
         empty=words(),
-        chosen_of=words(places, EIGHT),
         carry=words(),
         mask=words(),
         counts=words(3),
         sums=np.zeros((3, n_layers)),
         most=np.zeros((5, n_layers)),
-        token=np.zeros((4, parts, n_layers), np.uint64),
-        held_by=np.zeros((ranks + nodes, parts, n_layers), np.uint64),
-        hit=np.zeros((4, n_layers), np.uint64),
-        reached=np.zeros((ranks + nodes, n_layers), np.uint64),
-        total=np.zeros(n_experts, np.int64),
-        several=np.zeros(n_experts, np.int64),
-        n_active=np.zeros(ranks, np.int64),
+        block=block[:-1].reshape(TOKENS, width),
+        block_words=block,
+        filled=integers(2),
+        home_of=integers(TOKENS),
+        place_of=integers(TOKENS),
+        at_home=np.zeros(ranks, np.uint64),
+        known=words(workers, ranks + 2),
+        listed=np.zeros((workers, n_layers, n_experts + 4 * ranks), np.uint32),
+        n_listed=integers(workers, n_layers, ranks + 2),
+        met=np.zeros((ranks + nodes, n_layers), np.uint64),
+        copies=np.zeros(n_layers),
+        hashed=np.zeros((instances + 1, instances), np.uint64),
+        split=np.zeros(instances, np.uint64),
+        taken=integers(instances, n_layers, n_experts),
+        total=integers(n_experts),
+        several=integers(n_experts),
+        n_active=integers(ranks),
         load=np.zeros(ranks),
-        chosen=np.zeros((n_layers, n_experts, instances), np.int64),
-        n_chosen=np.zeros((n_layers, n_experts), np.int64),
-        before=np.zeros(ranks, np.int64),
-        moved=np.zeros(ranks, np.int64),
-        queue=np.zeros(ranks, np.int64),
+        given=integers(n_experts),
+        chosen=integers(n_layers, n_experts, instances),
+        n_chosen=integers(n_layers, n_experts),
+        before=integers(ranks),
+        moved=integers(ranks),
+        queue=integers(ranks),
         seconds=np.zeros(instances),
-        order=np.zeros(instances, np.int64),
+        order=integers(instances),
     )
 
 

@@ -21,9 +21,9 @@ _ADD, _FIRST, _SECOND = (np.uint64(constant) for constant in SPLITMIX)
 @compiled(inline="always")
 def choose_instances(c: group_state.Counting, layer: int, n_several: int) -> None:
     """Choose the ranks that compute a layer's ``n_several`` experts of several instances, into
-    ``work.chosen``. ``c``: activated experts in ``union[0]``, those with ``several`` and their
-    ``total`` tokens; ``n_active``, ``load``: of each rank, experts and pairs of those of one
-    instance."""
+    ``work.chosen``, or where each has one into ``work.given``. ``c``: activated experts in
+    ``union``, those with ``several`` and, where many may compute one, their ``total`` tokens;
+    ``n_active``, ``load``: of each rank, experts and pairs of those of one instance."""
     work, at = c.work, layer % c.replicas.n_instances.shape[1]
     if c.choice == group_state.EVEN:
         for i in range(n_several):
@@ -50,15 +50,16 @@ def _union_of(union: Any, layers: int, layer: int) -> Any:
     return union[layer * words : (layer + 1) * words]
 
 
-@compiled()
-def _give(ranks: Any, n: int, n_active: Any) -> Any:
-    """Return the rank of ``ranks[:n]`` with the fewest activated experts, which gets one more."""
-    best = np.int64(ranks[0])
-    for j in range(1, n):
+@compiled(inline="always")
+def _give(ranks: Any, n: int, n_active: Any, more: int) -> Any:
+    """Return the rank of ``ranks[:n]`` with the fewest activated experts, which gets ``more``.
+    Where it is one, ``ranks`` says it twice: most have one or two, which takes no jump."""
+    first, second = np.int64(ranks[0]), np.int64(ranks[1])
+    best = second if n_active[second] < n_active[first] else first
+    for j in range(2, n):
         rank = np.int64(ranks[j])
-        if n_active[rank] < n_active[best]:
-            best = rank
-    n_active[best] += 1
+        best = rank if n_active[rank] < n_active[best] else best
+    n_active[best] += more
     return best
 
 
@@ -67,8 +68,7 @@ def _metro(c: group_state.Counting, layer: int, at: int) -> None:
     """Let the rank with the fewest experts compute one, in a walk by the activated ones."""
     work, n = c.work, np.int64(c.replicas.n_instances.shape[2])
     ranks, n_of = c.replicas.rank[c.leader, at], c.replicas.n_instances[c.leader, at]
-    chosen, n_chosen = work.chosen[layer], work.n_chosen[layer]
-    union = _union_of(work.union[0], work.pairs.shape[1], layer)
+    union = _union_of(work.union, work.pairs.shape[1], layer)
     mixed = np.uint64(at + 1)
     for k in range(union.shape[0]):
         mixed = (mixed ^ union[k]) * _MIX
@@ -79,9 +79,8 @@ def _metro(c: group_state.Counting, layer: int, at: int) -> None:
         stride += 1
     work.n_active[: c.ranks] = 0
     for _ in range(n):
-        if union[expert // 64] >> np.uint64(expert % 64) & _ONE:
-            chosen[expert, 0] = _give(ranks[expert], n_of[expert], work.n_active)
-            n_chosen[expert] = 1
+        active = np.int64((union[expert >> 6] >> np.uint64(expert & 63)) & _ONE)
+        work.given[expert] = _give(ranks[expert], n_of[expert], work.n_active, active)
         expert += stride
         if expert >= n:  # a division takes ten times as long
             expert -= n
@@ -100,15 +99,14 @@ def _sorted(c: group_state.Counting, layer: int, at: int, n_several: int) -> Non
     ranks, n_of = c.replicas.rank[c.leader, at], c.replicas.n_instances[c.leader, at]
     for i in range(n_several):
         expert = c.work.several[i]
-        c.work.chosen[layer, expert, 0] = _give(ranks[expert], n_of[expert], c.work.n_active)
-        c.work.n_chosen[layer, expert] = 1
+        c.work.given[expert] = _give(ranks[expert], n_of[expert], c.work.n_active, np.int64(1))
 
 
 @compiled()
 def _balance(c: group_state.Counting, layer: int, at: int, n_several: int) -> None:
     """Move experts along paths of ranks until none leaves a fullest rank."""
     work, active = c.work, np.int64(0)
-    union = _union_of(work.union[0], work.pairs.shape[1], layer)
+    union = _union_of(work.union, work.pairs.shape[1], layer)
     for k in range(union.shape[0]):
         active += np.int64(popcount(union[k]))  # type: ignore[call-arg]
     least = (active + c.ranks - 1) // c.ranks
@@ -125,7 +123,7 @@ def _balance(c: group_state.Counting, layer: int, at: int, n_several: int) -> No
         work.n_active[top] -= 1
         work.n_active[end] += 1
         while end != top:
-            work.chosen[layer, work.moved[end], 0] = end
+            work.given[work.moved[end]] = end
             end = work.before[end]
 
 
@@ -141,7 +139,7 @@ def _path(c: group_state.Counting, layer: int, at: int, n_several: int, top: int
         head += 1
         for i in range(n_several):
             expert = work.several[i]
-            if work.chosen[layer, expert, 0] != rank:
+            if work.given[expert] != rank:
                 continue
             for j in range(c.replicas.n_instances[c.leader, at, expert]):
                 other = np.int64(c.replicas.rank[c.leader, at, expert, j])
