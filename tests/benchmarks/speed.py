@@ -2,7 +2,8 @@
 
 ``python -m tests.benchmarks.speed [--write]`` from the repository's root; some minutes. Each case
 alternates with the one that it is compared with, on the same work where that can be; CPU seconds,
-the best of some rounds. ``--write`` keeps the table in ``docs/data/speed.csv``.
+the best of some rounds. ``--write`` keeps the table in ``docs/data/speed.csv``. Where
+``DYNAMO_PYTHON`` names the Python of an environment for `dynamo_replay`, that is a row, too.
 """
 
 import os
@@ -27,6 +28,8 @@ ROUNDS = 4
 PLAIN = {"topology": "8P16D", "policy": "jsq", "request_rate": 100, "duration": 60, "warmup": 15}
 LARGE = {"topology": "512P1024D", "request_rate": 6400, "duration": 2, "warmup": 0.5}
 EIGHT = {"topology": "4P8D", "policy": "jsq", "request_rate": 50, "num_requests": 1600, "warmup": 1}
+EQUAL = {"topology": "8P16D", "policy": "round_robin", "request_rate": 100, "warmup": 1,
+         "num_requests": 10_000, "input_len": 512, "output_len": 512}  # fmt: skip
 COLOCATED = {"topology": "1C", "data_parallel_size": 8, "enable_expert_parallel": True}
 
 
@@ -54,6 +57,7 @@ def group(size: int, **fields: Any) -> dict[str, Any]:
 #: What it is, its fields, and the case that it is compared with; None: the streaming floor.
 CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("plain, 16 decode workers, `jsq`", PLAIN, None),
+    ("the same, 512 in and out, `round_robin`", EQUAL, None),
     ("256", PLAIN | {"topology": "128P256D", "request_rate": 1600, "duration": 4}, None),
     ("1,024", PLAIN | LARGE, None),
     ("`eldr`", PLAIN | {"policy": "eldr"}, "plain, 16 decode workers, `jsq`"),
@@ -100,15 +104,36 @@ def runs() -> list[dict[str, str]]:
                     if i > 0:  # the first one compiles, draws and fits
                         best[case] = min(best.get(case, np.inf), took / tokens)
         floor = width / bandwidth if beside is None else best[beside]
-        rows.append({
-            "run": name,
-            "CPU ns a token": f"{1e9 * best[name]:.0f}",
-            "M tokens / CPU-s": f"{1e-6 / best[name]:.1f}",
-            "times": f"{best[name] / floor:.2f}",
-            "of": "streaming the bits" if beside is None else beside,
-        })  # fmt: skip
-        print(*rows[-1].values(), sep=" | ", flush=True)
+        rows.append(row(name, best[name], floor, beside or "streaming the bits"))
+        if fields is EQUAL and (python := os.environ.get("DYNAMO_PYTHON")):
+            rows += replays(python, best[name])
     return rows
+
+
+def replays(python: str, ours: float) -> list[dict[str, str]]:
+    """Return the rows of Dynamo's replay, beside our CPU seconds for a token of the same work."""
+    script = str(Path(__file__).with_name("dynamo_replay.py"))
+    requests, tokens = EQUAL["num_requests"], EQUAL["output_len"]
+    rows = []
+    for block in (16, 512):
+        command = [python, script, str(requests), str(tokens), str(block), str(ROUNDS)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        took = min(map(float, done.stdout.split())) / (requests * tokens)
+        rows.append(row(f"Dynamo's replay, KV blocks of {block}", took, ours, CASES[1][0]))
+    return rows
+
+
+def row(name: str, took: float, floor: float, of: str) -> dict[str, str]:
+    """Print and return a row: CPU seconds a token, and of what it is compared with."""
+    made = {
+        "run": name,
+        "CPU ns a token": f"{1e9 * took:.0f}",
+        "M tokens / CPU-s": f"{1e-6 / took:.1f}",
+        "times": f"{took / floor:.2f}",
+        "of": of,
+    }
+    print(*made.values(), sep=" | ", flush=True)
+    return made
 
 
 def cpu_of(*arguments: str, **environment: str) -> float:
