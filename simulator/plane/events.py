@@ -11,6 +11,13 @@ from eldr_sim.simulator.plane.state import ARRIVAL, BOUNDARY, STEP_ORDER, STEP_S
 
 
 @compiled()
+def _move(events: Any, i: int, j: int) -> None:
+    """Move event ``j`` to place ``i``, field by field: a whole record goes byte by byte."""
+    to, event = events[i], events[j]
+    to.time, to.order, to.kind, to.subject = event.time, event.order, event.kind, event.subject
+
+
+@compiled()
 def _insert(clock: Any, events: Any, time: float, order: int, kind: int, subject: int) -> None:
     i = clock[0].n_events
     clock[0].n_events += 1
@@ -20,7 +27,7 @@ def _insert(clock: Any, events: Any, time: float, order: int, kind: int, subject
             events[above].time == time and events[above].order < order
         ):
             break
-        events[i] = events[above]
+        _move(events, i, above)
         i = above
     events[i].time = time
     events[i].order = order
@@ -67,9 +74,9 @@ def drop_first(clock: Any, events: Any) -> None:
             time == events[below].time and order < events[below].order
         ):
             break
-        events[i] = events[below]
+        _move(events, i, below)
         i = below
-    events[i] = events[n]
+    _move(events, i, n)
 
 
 @compiled()

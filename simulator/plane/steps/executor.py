@@ -13,8 +13,8 @@ import numpy as np
 from eldr_sim.arrays import Floats, Ints, Words
 from eldr_sim.simulator.plane.compiled import compiled, execute
 from eldr_sim.simulator.plane.events import schedule_step, wake
-from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, take_blank
-from eldr_sim.simulator.plane.kv.kv_manager import Engines, blocks_needed, keep_tokens, slots_of
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, take_blank
+from eldr_sim.simulator.plane.kv.kv_manager import Engines, fits, keep_tokens, slots_of
 from eldr_sim.simulator.plane.state import HERE
 from eldr_sim.simulator.plane.steps.verify import Drafts, accepted, draft_row, found_drafts
 
@@ -34,7 +34,6 @@ class Scratch(NamedTuple):
     plain: Ints  #: ``[workers]``: and ``active`` without drafts
     later: Ints  #: ``[1]``: experts of a draft pass
     draft_s: Floats  #: ``[workers]``: what drafting takes
-    needed: Ints  #: ``[workers]``: KV blocks that its next tokens need
 
 
 def make_scratch(
@@ -65,8 +64,7 @@ def run_step(world: Any, leader: int) -> Any:
         workers[w].next_start = clock[0].now
         if not pool.mixed_steps:
             _sit_out(clock, engines, w)
-        scratch.needed[w] = blocks_needed(engines, w)
-        if scratch.needed[w] > n_free(workers, w):
+        if not fits(engines, w, _NONE):
             wake(clock, events, workers, w)  # this engine has to preempt, then all start
             short = True
     if short:
@@ -75,8 +73,6 @@ def run_step(world: Any, leader: int) -> Any:
         schedule_step(clock, events, workers, leader)
         return True
     for w in engines_of:
-        if scratch.needed[w] > 0:
-            take_blank(engines.kv, workers, w, scratch.needed[w])
         _take_along(engines, w)
     end = execute(pool.executor, world, leader)
     if end < 0.0:
@@ -245,14 +241,16 @@ def _finish(
     batch, outputs, ended = worker.batch, _NONE, False
     n_chunks, _ = list_chunks(engines, w, scratch)
     size, n_rates, next_drafts = engines.settings[0].block_size, drafts.rates.shape[1], _NONE
-    next_tokens = _NONE
+    next_tokens = blocks = _NONE
     if n_rates > 0:
         next_drafts = drafts.k_of[batch + worker.riding]
     for i in range(batch):
         sequence, got = sequences[i], np.int64(1)
         slots = slots_of(sequence, lookahead)
         if sequence.free_slots < slots:
-            sequence.free_slots += blocks_of(slots - sequence.free_slots, size) * size
+            more = blocks_of(slots - sequence.free_slots, size)
+            sequence.free_slots += more * size
+            blocks += more
         if sequence.drafts > 0:
             found = accepted(drafts, engines.requests[sequence.request], sequence)
             drafts.counts[found] += 1
@@ -272,6 +270,8 @@ def _finish(
         sequence.tokens = 1 + sequence.drafts
         next_tokens += sequence.tokens
     worker.context += outputs
+    if blocks > 0:
+        take_blank(engines.kv, engines.workers, w, blocks)
     if worker.resting == 0:
         for i in range(worker.rested):
             gap = gaps[clock[0].n_gaps]
