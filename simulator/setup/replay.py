@@ -66,7 +66,9 @@ def rank_masks(placements: Sequence[Placement], n_experts: int, n_layers: int) -
         on_rank = placement.held(n_experts) & single[:, None]
         worker[: placement.n_ranks, :, :n_experts] = on_rank.swapaxes(0, 1)
     packed = np.packbits(held, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
-    return packed[:, :, np.arange(n_layers) % layers].reshape(len(placements), n_ranks, -1)
+    # An index would lay 64 experts or fewer out otherwise, and the plane be compiled once more.
+    packed = packed.take(np.arange(n_layers) % layers, 2)
+    return packed.reshape(len(placements), n_ranks, -1)
 
 
 def make_replicas(
@@ -95,7 +97,7 @@ def make_replicas(
     several = np.zeros((2, workers, layers, words * 64), np.uint8)
     several[..., :n_experts] = counts > 1, counts > 2
     packed = np.packbits(several, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
-    multi, many = packed[:, :, np.arange(n_layers) % layers].reshape(2, workers, -1)
+    multi, many = packed.take(np.arange(n_layers) % layers, 2).reshape(2, workers, -1)
     asked = no_replicas().asked
     return Replicas(multi, many, rank, counts.astype(np.int16), weight, asked)
 

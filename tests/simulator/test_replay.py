@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.simulator.setup.replay import fit_trace, make_replay
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.simulator.setup.replay import fit_trace, make_replay, make_replicas, rank_masks
 from eldr_sim.traces.routing.writer import write_trace
 
 LAYERS, EXPERTS, TOP_K = 3, 70, 4
@@ -117,3 +118,15 @@ def test_a_trace_that_does_not_fit_says_why(make_trace, n_experts, top_k, more, 
         fit_trace(trace, model)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("n_experts", [5, 70])
+def test_experts_of_ranks_and_replicas_lie_in_one_way(n_experts):
+    """The plane is compiled for it: for another layout, once more."""
+    expert = np.tile(np.append(np.arange(n_experts), 0), (2, 1))
+    placement = Placement(expert, expert % 3, 3)
+    masks = rank_masks([placement] * 2, n_experts, 4)
+    replicas = make_replicas([placement] * 2, n_experts, 4)
+    assert masks.flags.c_contiguous
+    assert replicas.multi.flags.c_contiguous
+    assert replicas.many.flags.c_contiguous
