@@ -4,11 +4,17 @@ Small synthetic models, workloads and clusters, so that the simulator is tested 
 Their fixtures are factories of session scope: hypothesis may call them many times within a test.
 """
 
+import gc
 import os
 import signal
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
+
+# Without bytecode every process of the suite compiles all that it imports.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
 
 # Threads of so small products cost more than they save, most of all on a busy machine.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -40,8 +46,10 @@ from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_
 from eldr_sim.simulator.setup.config.groups import EngineConfig
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.simulator.setup.transfer import TransferModel
+from eldr_sim.traces.routing import format
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.imports.importers import import_trace
+from eldr_sim.traces.routing.manifest import BUILTIN
 from eldr_sim.traces.routing.synthetic.drawn import drawn_trace
 from eldr_sim.traces.workload import Workload
 
@@ -52,6 +60,23 @@ from .random_rows import random_prompts, random_rows
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("default")
+
+#: Where two processes run the suite, each of them half of it (``--dist worksteal``), the second one
+#: begins with rooms that compile little, while the first one compiles what both need.
+ORDER = {"kernel_profiles": 1, "serving": 2, "traces": 3, "reports": 4, "validation": 5}
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        room = item.path.relative_to(ROOT / "tests").parts[0]
+        return 5 if item.path.stem == "test_step_cost" else ORDER.get(room, 0)
+
+    items.sort(key=place)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # thousands of tests stay until the end: the collector need not look at them
+
 
 #: A transfer that takes no time: set-up and posting cost nothing, the link is never a limit.
 FREE_TRANSFER = TransferModel(0.0, 0.0, 1e30, "test")
@@ -66,6 +91,20 @@ def embedded_routing():
     embedded = open_trace("reference-moe")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_routing, "drawn_trace", lambda model, shape, domains, band: embedded)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def embedded_ids():
+    """Unpack the expert ids of an embedded trace once, a second of each test that reads them."""
+    unpacked = cache(format.load_ids)
+
+    def load_ids(path, encoding):
+        load = unpacked if BUILTIN in path.parents else unpacked.__wrapped__
+        return load(path, encoding)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(format, "load_ids", load_ids)
         yield
 
 
