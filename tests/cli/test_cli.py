@@ -253,13 +253,13 @@ def _damaged(tmp_path, damage):
 
 def _cut(folder):
     path = folder / "experts.npy.xz"
-    path.write_bytes(path.read_bytes()[:-1000])
+    path.write_bytes(path.read_bytes()[:100_000])
 
 
 def _flip(folder):
     path = folder / "experts.npy.xz"
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[100_000] ^= 1
     path.write_bytes(data)
 
 
@@ -322,7 +322,8 @@ def test_fit_and_run_with_the_artifact(run_cli, tmp_path):
 
 def test_compare_prints_intervals_and_writes_runs(run_cli, tmp_path):
     out = tmp_path / "comparison"
-    code, text, _ = run_cli("compare", "--policies", "jsq,eldr", "--seeds", 2, *SHORT, "--out", out)
+    arguments = ("--policies", "jsq,eldr", "--seeds", 2, "--jobs", 1, *SHORT)
+    code, text, _ = run_cli("compare", *arguments, "--out", out)
     assert code == 0
     assert "Difference from round_robin" in text
     assert "best load balancer" in text

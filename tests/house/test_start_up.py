@@ -120,11 +120,13 @@ def test_a_terminal_hears_within_a_second_that_there_is_work():
         "sys.stderr.isatty = lambda: {}\n"
         "class Slow:\n"
         "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'eldr_sim.cli.main': time.sleep(2.0); sys.exit(0)\n"
+        "        if name == 'eldr_sim.cli.main': time.sleep(1.5); sys.exit(0)\n"
         "sys.meta_path.insert(0, Slow()); start.main()"
     )
-    for terminal, said in ((True, b"working...\r"), (False, b"")):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(terminal)], capture_output=True, timeout=60
-        )
-        assert (done.returncode, done.stderr) == (0, said)
+    begun = [
+        subprocess.Popen([sys.executable, "-c", code.format(terminal)], stderr=subprocess.PIPE)
+        for terminal in (True, False)
+    ]
+    for process, said in zip(begun, (b"working...\r", b""), strict=True):
+        assert process.communicate(timeout=60)[1] == said
+        assert process.returncode == 0

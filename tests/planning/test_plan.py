@@ -572,8 +572,9 @@ def test_experts_on_gpus_of_their_own_are_a_dimension():
     assert best.config.topology == "1P2A2F"
     assert best.summaries[0]["group"]["ffn_ranks"] == 2
     assert "takes 7 GPUs where the answer takes 6" in found.why_not[0][1]
+    short = make_config(config.model_dump(exclude_unset=True) | {"duration": 1.5, "warmup": 0.5})
     split = plan_split(
-        config, objective, 7, tensor_parallel_sizes=(1,), data_parallel_sizes=(1, 2),
+        short, objective, 7, tensor_parallel_sizes=(1,), data_parallel_sizes=(1, 2),
         ffn_ranks=(2,), runs=Runs(1),
     )  # fmt: skip
     carried = split.best.trial.config

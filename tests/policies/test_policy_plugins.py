@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -350,7 +349,7 @@ def test_a_policy_gets_what_it_declares_and_no_more(tmp_path, monkeypatch):
         assert registry.needs("policy", name).routing == (name in "bd")
 
 
-def test_the_traceback_of_a_mistake_is_behind_debug(tmp_path):
+def test_the_traceback_of_a_mistake_is_behind_debug(tmp_path, monkeypatch, run_cli):
     package(
         tmp_path,
         "eldr_late",
@@ -358,17 +357,15 @@ def test_the_traceback_of_a_mistake_is_behind_debug(tmp_path):
         " def select(self, r, w): return 0\n",
         {"late": "eldr_late:Policy"},
     )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("eldr_sim.command._tracebacks", False)  # what --debug sets ends here
     words = ["run", "--policy", "late", "--topology", "1P2D", "--num-requests", "5"]
     for debug in ([], ["--debug"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "eldr_sim.cli.main", *debug, *words],
-            env=os.environ | {"PYTHONPATH": str(tmp_path)},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 2
+        code, _, error = run_cli(*debug, *words)
+        assert code == 2
         line = "'late' of package eldr_late: its constructor raises ZeroDivisionError: division"
-        assert line in done.stderr.splitlines()[-1]
-        assert ("Traceback" in done.stderr) == bool(debug)
+        assert line in error.splitlines()[-1]
+        assert ("Traceback" in error) == bool(debug)
 
 
 MINE = """

@@ -18,7 +18,7 @@ RECORDS = (
 
 def run(choice, **values):
     fields = {
-        "topology": "4P4D", "num_requests": 6, "output_len": 5, "data_parallel_size": 4,
+        "topology": "4P4D", "num_requests": 4, "output_len": 4, "data_parallel_size": 4,
         "enable_expert_parallel": True, "num_redundant_experts": 32, "expert_placement": "eplb",
         "max_num_batched_tokens": 256, "max_num_seqs": 32, "gpus_per_node": 2,
         "request_rate": 400, "input_len": 40, "replica_choice": choice,

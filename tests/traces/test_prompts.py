@@ -46,12 +46,12 @@ def write_log(path, rows):
 )
 def test_counts_of_ranges_token_by_token(trace, parts, start):
     ranges, expected = [], np.zeros((trace.n_layers, trace.n_experts), int)
+    layers = np.arange(trace.n_layers)[:, None]
     for request, n in parts:
         ranges.append((request, start, start + n))
         for token in range(start, start + n):
             row = trace.first_row[request] + token % trace.prompt_len[request]
-            for layer in range(trace.n_layers):
-                expected[layer, trace.experts[row, layer]] += 1
+            expected[layers, trace.experts[row]] += 1
         start += n
     np.testing.assert_array_equal(count_experts(trace, tuple(ranges)), expected)
 

@@ -86,7 +86,7 @@ def test_the_routing_of_a_command_is_that_of_its_page(paper):
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_runner_makes_each_run_once_and_keeps_the_order(jobs):
-    runner = Runner(TINY, jobs)
+    runner = Runner(TINY | {"trace": "reference-moe"}, jobs)
     cases = [{"policy": "jsq"}, {"policy": "random"}, {"policy": "jsq"}]
     first = runner.run(cases)
     assert [summary["policy"] for summary in first] == ["jsq", "random", "jsq"]
