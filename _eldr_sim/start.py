@@ -1,5 +1,6 @@
 """Where the command ``eldr-sim`` starts: Ctrl-C while it is imported is one line, too."""
 
+import gc
 import sys
 import threading
 
@@ -11,6 +12,7 @@ def main() -> None:
     """Import the command line and run it; a terminal that waits for a second is told of the
     work."""
     global _working
+    gc.set_threshold(200_000)  # cycles are few; to look for them was a tenth of a short run
     if sys.stderr is not None and sys.stderr.isatty():
         _working = threading.Timer(_SILENT_S, sys.stderr.write, ["working...\r"])
         _working.daemon = True
@@ -23,6 +25,7 @@ def main() -> None:
             sys.exit(130)
         run()
     finally:
+        gc.freeze()  # nor are they looked for at the end
         show_nothing_more()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -35,14 +34,7 @@ class LazyGroup(click.Group):
         command = super().get_command(ctx, cmd_name)
         if isinstance(command, _StandIn):
             module, _, attribute = command.home.partition(":")
-            collects = gc.isenabled()
-            gc.disable()  # modules stay: to look for garbage among them takes a tenth as long again
-            try:
-                command = getattr(import_module(f"eldr_sim.cli.{module}"), attribute)
-            finally:
-                if collects:
-                    gc.enable()
-            gc.freeze()
+            command = getattr(import_module(f"eldr_sim.cli.{module}"), attribute)
             self.add_command(command, cmd_name)
         return command
 
