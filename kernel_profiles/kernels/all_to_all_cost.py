@@ -105,18 +105,19 @@ def add_forwarded(traffic: Any, there: int, rank: int, copies: Any) -> None:
 def raise_to(most: Any, values: Any) -> None:
     """Raise what is most so far, ``[layers]``, to ``values`` where these are more."""
     for layer in range(most.shape[0]):
-        most[layer] = max(most[layer], values[layer])
+        most[layer] = values[layer] if values[layer] > most[layer] else most[layer]
 
 
 @njit(inlined=True, _nrt=False)
-def busiest(traffic: Any, inside: Any, between: Any) -> None:
-    """Raise ``inside`` and ``between``, ``[layers]``, to what the busiest rank of each layer sends
-    or receives inside its node and between nodes."""
-    for rank in range(traffic.shape[1]):
-        raise_to(inside, traffic[SENT, rank])
-        raise_to(inside, traffic[RECEIVED, rank])
-        raise_to(between, traffic[SENT_FAR, rank])
-        raise_to(between, traffic[RECEIVED_FAR, rank])
+def busiest(traffic: Any, ranks: int, first: int, inside: Any, between: Any) -> None:
+    """Raise ``inside`` and ``between``, of layers from the ``first`` on, to what the busiest rank
+    of each layer sends or receives inside its node and between nodes."""
+    end = first + inside.shape[0]
+    for rank in range(ranks):
+        raise_to(inside, traffic[SENT, rank, first:end])
+        raise_to(inside, traffic[RECEIVED, rank, first:end])
+        raise_to(between, traffic[SENT_FAR, rank, first:end])
+        raise_to(between, traffic[RECEIVED_FAR, rank, first:end])
 
 
 @njit()
@@ -130,7 +131,7 @@ def busiest_direct(copies: Any, gpus_per_node: int) -> tuple[float, float]:
         for rank in range(n_ranks):
             add_direct(traffic, home, rank, copies[home, rank : rank + 1], gpus_per_node)
     inside, between = np.zeros(1), np.zeros(1)
-    busiest(traffic, inside, between)
+    busiest(traffic, n_ranks, 0, inside, between)
     return inside[0], between[0]
 
 
@@ -150,5 +151,5 @@ def busiest_forwarded(copies: Any, node_copies: Any, gpus_per_node: int) -> tupl
             there = rank // gpus_per_node * gpus_per_node + place
             add_forwarded(traffic, there, rank, copies[home, rank : rank + 1])
     inside, between = np.zeros(1), np.zeros(1)
-    busiest(traffic, inside, between)
+    busiest(traffic, n_ranks, 0, inside, between)
     return inside[0], between[0]

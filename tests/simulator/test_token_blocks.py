@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.jit import njit
-from eldr_sim.simulator.plane.steps.token_blocks import _halve, _take_turns, transpose
+from eldr_sim.simulator.plane.steps.token_blocks import _halve, _share, _take_turns, transpose
 
 ENDS = np.array([0, 2**64 - 1], np.uint64)
 
@@ -23,18 +23,24 @@ def in_turn(tokens, n, split):
 
 
 @njit()
-def halved(words, ranks, even, by_turn, taken, met, copied, at_home):
-    """Share the tokens of experts of two instances out, of one layer."""
-    numbers = np.arange(len(ranks)).astype(np.uint32)
-    _halve(words, numbers, np.int64(2), np.int64(0), ranks, even, by_turn, taken[0], taken[1], True,
-           met, np.int64(0), at_home, copied)  # fmt: skip
-    _halve(words, numbers, np.int64(2), np.int64(0), ranks, even, by_turn, taken[2], taken[3],
-           False, met, np.int64(0), at_home, copied)  # fmt: skip
+def shared(words, numbers, n_two, n_of, ranks, hashed, by_turn, taken, met, copied, at_home, split):
+    """Share the tokens of experts out, of one layer, for copies to ranks and to experts."""
+    for i in range(2):
+        sends = i == 0
+        _halve(words, numbers, n_two, 2, 0, ranks, hashed[2, 0], by_turn, taken[i], sends, met, 0,
+               at_home, copied)  # fmt: skip
+        _share(words, numbers, n_two, 2, 0, n_of, ranks, hashed, by_turn, taken[i], sends, met, 0,
+               at_home, copied, split)  # fmt: skip
 
 
 def bits(words):
     """uint64 ``[...]`` as 0 and 1, ``[..., 64]``."""
     return np.unpackbits(words[..., None].view(np.uint8), axis=-1, bitorder="little")
+
+
+def packed(ones):
+    """``[..., 64]`` of 0 and 1 as uint64 ``[...]``."""
+    return np.packbits(ones, axis=-1, bitorder="little").view(np.uint64)[..., 0]
 
 
 def some_words(rng, *shape):
@@ -63,29 +69,35 @@ def test_instances_take_turns(seed, n):
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), by_turn=st.booleans())
-def test_two_instances_share_their_tokens(seed, by_turn):
-    rng, experts = np.random.default_rng(seed), 100
-    block = some_words(rng, 64, 2)
-    ranks = rng.integers(4, size=(experts, 2)).astype(np.int16)
-    even, home = some_words(rng, 1)[0], rng.integers(4, size=64)
-    at_home = np.packbits(home == np.arange(4)[:, None], axis=1, bitorder="little").view(np.uint64)
-    before = rng.integers(9, size=experts)
-    taken = np.zeros((4, experts), np.int64)
-    taken[0] = taken[2] = before if by_turn else 0
+def test_instances_share_their_tokens(seed, by_turn):
+    rng, experts, most = np.random.default_rng(seed), 100, 5
+    block, home = some_words(rng, 64, 2), rng.integers(4, size=64)
+    ranks = rng.integers(4, size=(experts, most)).astype(np.int16)
+    n_of = np.sort(rng.integers(2, most + 1, experts)).astype(np.int16)
+    numbers = rng.permutation(experts)
+    numbers = numbers[np.argsort(n_of[numbers], kind="stable")].astype(np.uint32)
+    by_hash = rng.integers(60, size=64)
+    hashed = np.zeros((most + 1, most, 64), np.uint8)
+    for n in range(2, most + 1):
+        hashed[n, by_hash % n, np.arange(64)] = 1
+    at_home = packed(home == np.arange(4)[:, None])
+    taken = np.zeros((2, most, 1, experts), np.int64)
+    taken[:, 0] = before = rng.integers(9 if by_turn else 1, size=experts)
     met, copied = np.zeros((4, 1), np.uint64), np.zeros(4, np.int64)
-    halved(block.reshape(-1), ranks, even, by_turn, taken, met, copied, at_home[:, 0])
+    shared(block.reshape(-1), numbers, int((n_of == 2).sum()), n_of, ranks, packed(hashed),
+           by_turn, taken, met, copied, at_home, np.zeros(most, np.uint64))  # fmt: skip
     reached, own = np.zeros((4, 64), bool), np.zeros(4, int)
-    count = np.zeros((2, experts), int)
-    for expert, (one, other) in enumerate(ranks.tolist()):
-        turn = before[expert]
+    count = np.zeros((most, experts), int)
+    for i, expert in enumerate(numbers.tolist()):
+        turn, n = before[i], n_of[expert]
         for token in np.flatnonzero(bits(block[expert % 64, expert // 64, None])[0]):
-            second = turn % 2 if by_turn else 1 - bits(even[None])[0, token]
-            rank, turn = (other if second else one), turn + 1
-            count[second, expert] += 1
+            instance = turn % n if by_turn else by_hash[token] % n
+            rank, turn = ranks[expert, instance], turn + 1
+            count[0 if by_turn else instance, i] += 1
             reached[rank, token] = True
             own[rank] += home[token] == rank
     np.testing.assert_array_equal(bits(met[:, 0]), reached)
     np.testing.assert_array_equal(copied, own)
-    expected = [before + count.sum(axis=0), np.zeros(experts)] if by_turn else count
-    np.testing.assert_array_equal(taken[:2], expected)
-    np.testing.assert_array_equal(taken[2:], expected)
+    count[0] += before
+    np.testing.assert_array_equal(taken[0, :, 0], count)
+    np.testing.assert_array_equal(taken[1, :, 0], count)

@@ -390,15 +390,19 @@ def _add_taken(c: Counting) -> None:
         _add_layer(
             work.listed[c.leader, layer, end[c.ranks - 1] : end[c.ranks + 1]],
             replicas.n_instances[c.leader, at], replicas.rank[c.leader, at], c.choice >= EVEN,
-            work.taken, layer, work.pairs, work.instances,
+            work.taken, layer, work.summed, work.pairs[: c.ranks], work.instances,
         )  # fmt: skip
 
 
 @compiled(restrict=True)
 def _add_layer(
-    numbers: Any, n_of: Any, ranks_of: Any, in_turn: bool, taken: Any, layer: int, pairs: Any,
-    instances: Any,
+    numbers: Any, n_of: Any, ranks_of: Any, in_turn: bool, taken: Any, layer: int, summed: Any,
+    pairs: Any, instances: Any,
 ) -> None:  # fmt: skip
+    """Sum up a layer: tokens, and in the upper bits how many instances have any; each has weights
+    of its own, on one GPU too."""
+    for rank in range(pairs.shape[0]):
+        summed[rank] = 0
     for i in range(numbers.shape[0]):
         expert = np.uint64(numbers[i])
         n, tokens = np.int64(n_of[expert]), taken[0, layer, i]
@@ -409,9 +413,10 @@ def _add_layer(
             mine = taken[j, layer, i]
             if in_turn:
                 mine = each + 1 if j < more else each
-            rank = np.uint64(ranks_of[expert, j])
-            pairs[rank, layer] += mine
-            instances[rank, layer] += min(mine, 1)  # with weights of its own, on one GPU too
+            summed[np.uint64(ranks_of[expert, j])] += mine + (min(mine, 1) << 40)
+    for rank in range(pairs.shape[0]):
+        pairs[rank, layer] += summed[rank] & ((1 << 40) - 1)
+        instances[rank, layer] += summed[rank] >> 40
 
 
 # --- choices by count ---

@@ -1,5 +1,7 @@
 """What the steps of engines that share experts read and work on; see `group_step`."""
 
+from itertools import count
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,11 +145,13 @@ class GroupScratch(NamedTuple):
     #: ``[instances, layers, experts]``: tokens so far, in the order of ``listed``; those of turns
     #: count under the first one
     taken: NDArray[np.int64]
+    summed: NDArray[np.int64]  #: ``[ranks]``
     # Of choices by count:
     total: NDArray[np.int64]  #: ``[experts]``: tokens of a layer, of experts of several instances
     several: NDArray[np.int64]  #: ``[experts]``: those of them that have tokens
     n_active: NDArray[np.int64]  #: ``[ranks]``: activated experts so far
     load: NDArray[np.float64]  #: ``[ranks]``: pairs so far
+    strides: NDArray[np.int64]  #: ``[experts]``: the next that has no factor in common with them
     given: NDArray[np.int64]  #: ``[experts]``: ranks of a layer's, each of which one computes
     chosen: NDArray[np.int64]  #: ``[layers, experts, instances]``: ranks that take turns
     n_chosen: NDArray[np.int64]  #: ``[layers, experts]``
@@ -156,6 +160,11 @@ class GroupScratch(NamedTuple):
     queue: NDArray[np.int64]  #: ``[ranks]``
     seconds: NDArray[np.float64]  #: ``[instances]``
     order: NDArray[np.int64]  #: ``[instances]``
+
+
+def _stride(more: int, n: int) -> int:
+    """Return the least stride above ``more`` in which a walk comes to all of ``n``."""
+    return next(stride for stride in count(more + 1) if gcd(stride, n) == 1)
 
 
 def make_group_scratch(
@@ -205,10 +214,12 @@ def make_group_scratch(
         hashed=np.zeros((instances + 1, instances), np.uint64),
         split=np.zeros(instances, np.uint64),
         taken=integers(instances, n_layers, n_experts),
+        summed=integers(ranks),
         total=integers(n_experts),
         several=integers(n_experts),
         n_active=integers(ranks),
         load=np.zeros(ranks),
+        strides=np.array([_stride(i, n_experts) for i in range(n_experts)]),
         given=integers(n_experts),
         chosen=integers(n_layers, n_experts, instances),
         n_chosen=integers(n_layers, n_experts),

@@ -197,7 +197,7 @@ def shared_layers(
     if group.copy_per == ALL:
         sent[first:end], sent_far[first:end] = all_inside, all_between
     else:
-        busiest(work.traffic[:, :ranks, first:end], sent[first:end], sent_far[first:end])
+        busiest(work.traffic, ranks, first, sent[first:end], sent_far[first:end])
     for layer in range(first, end):
         most_active += int(most[layer])
         busiest_pairs += most_pairs[layer]

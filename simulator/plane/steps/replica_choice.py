@@ -51,15 +51,16 @@ def _union_of(union: Any, layers: int, layer: int) -> Any:
 
 
 @compiled(inline="always")
-def _give(ranks: Any, n: int, n_active: Any, more: int) -> Any:
+def _give(ranks: Any, n: int, n_active: Any, more: Any) -> Any:
     """Return the rank of ``ranks[:n]`` with the fewest activated experts, which gets ``more``.
     Where it is one, ``ranks`` says it twice: most have one or two, which takes no jump."""
-    first, second = np.int64(ranks[0]), np.int64(ranks[1])
-    best = second if n_active[second] < n_active[first] else first
+    best, second = np.uint64(ranks[0]), np.uint64(ranks[1])
+    least, other = n_active[best], n_active[second]
+    best, least = (second, other) if other < least else (best, least)
     for j in range(2, n):
-        rank = np.int64(ranks[j])
-        best = rank if n_active[rank] < n_active[best] else best
-    n_active[best] += more
+        rank = np.uint64(ranks[j])
+        best, least = (rank, n_active[rank]) if n_active[rank] < least else (best, least)
+    n_active[best] = least + more
     return best
 
 
@@ -67,30 +68,31 @@ def _give(ranks: Any, n: int, n_active: Any, more: int) -> Any:
 def _metro(c: group_state.Counting, layer: int, at: int) -> None:
     """Let the rank with the fewest experts compute one, in a walk by the activated ones."""
     work, n = c.work, np.int64(c.replicas.n_instances.shape[2])
-    ranks, n_of = c.replicas.rank[c.leader, at], c.replicas.n_instances[c.leader, at]
     union = _union_of(work.union, work.pairs.shape[1], layer)
     mixed = np.uint64(at + 1)
     for k in range(union.shape[0]):
         mixed = (mixed ^ union[k]) * _MIX
         mixed ^= mixed >> _HALF
-    expert = np.int64(mixed % np.uint64(n))
-    stride = 1 + np.int64((mixed >> _HALF) % np.uint64(n - 1 if n > 1 else 1))
-    while _gcd(stride, n) != 1:
-        stride += 1
+    stride = work.strides[np.int64((mixed >> _HALF) % np.uint64(n - 1 if n > 1 else 1))]
     work.n_active[: c.ranks] = 0
-    for _ in range(n):
-        active = np.int64((union[expert >> 6] >> np.uint64(expert & 63)) & _ONE)
-        work.given[expert] = _give(ranks[expert], n_of[expert], work.n_active, active)
+    _walk(
+        union, c.replicas.rank[c.leader, at], c.replicas.n_instances[c.leader, at],
+        mixed % np.uint64(n), np.uint64(stride), work.n_active, work.given,
+    )  # fmt: skip
+
+
+@compiled(restrict=True)
+def _walk(
+    union: Any, ranks_of: Any, n_of: Any, expert: Any, stride: Any, n_active: Any, given: Any
+) -> None:
+    """Give all experts to ranks, from one on, each ``stride`` after the last."""
+    n = np.uint64(n_of.shape[0])
+    for _ in range(n_of.shape[0]):
+        active = np.int64((union[expert >> np.uint64(6)] >> (expert & np.uint64(63))) & _ONE)
+        given[expert] = _give(ranks_of[expert], n_of[expert], n_active, active)
         expert += stride
         if expert >= n:  # a division takes ten times as long
             expert -= n
-
-
-@compiled()
-def _gcd(a: int, b: int) -> Any:
-    while b:
-        a, b = b, a % b
-    return a
 
 
 @compiled(inline="always")

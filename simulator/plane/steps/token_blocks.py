@@ -300,31 +300,34 @@ def _split_layer(c: Counting, layer: int, sends: bool) -> None:
     width = work.carry.shape[0]
     word = layer * (width // work.pairs.shape[1])
     end = work.n_listed[c.leader, layer, c.ranks - 1 : c.ranks + 2]
-    numbers, n_two = work.listed[c.leader, layer, end[0] : end[2]], end[1] - end[0]
+    numbers = work.listed[c.leader, layer, end[0] : end[2]]
     n_of, ranks_of = replicas.n_instances[c.leader, at], replicas.rank[c.leader, at]
-    by_count, far = c.choice >= EVEN, c.ranks > c.group.gpus_per_node
-    first = np.int64(0)
     if METRO <= c.choice <= OPTIMAL:
         _follow(work.block_words, numbers, width, word, work.chosen[layer], work.met, layer)
         return
+    by_count, far = c.choice >= EVEN, c.ranks > c.group.gpus_per_node
     if (c.choice == EVEN or c.choice == HASH) and (sends or not far):
         _halve(
-            work.block_words, numbers[:n_two], width, word, ranks_of, work.hashed[2, 0], by_count,
-            work.taken[0, layer], work.taken[1, layer], sends, work.met, layer, work.at_home,
-            work.copied[layer],
+            work.block_words, numbers, end[1] - end[0], width, word, ranks_of, work.hashed[2, 0],
+            by_count, work.taken, sends, work.met, layer, work.at_home, work.copied[layer],
         )  # fmt: skip
-        first = n_two
-    for i in range(first, numbers.shape[0]):
+        _share(
+            work.block_words, numbers, end[1] - end[0], width, word, n_of, ranks_of, work.hashed,
+            by_count, work.taken, sends, work.met, layer, work.at_home, work.copied[layer],
+            work.split,
+        )  # fmt: skip
+        return
+    for i in range(numbers.shape[0]):
         expert = np.int64(numbers[i])
         tokens = work.block[expert & 63, word + (expert >> 6)]
         if tokens == 0:
             continue
-        taken, n, start = work.taken[0, layer, i], np.int64(n_of[expert]), np.int64(0)
+        n, start = np.int64(n_of[expert]), np.int64(0)
         if by_count:
             if c.choice > EVEN:
                 n = work.n_chosen[layer, expert]
-            work.taken[0, layer, i] = taken + np.int64(popcount(tokens))  # type: ignore[call-arg]
-            start = taken % n
+            start = work.taken[0, layer, i] % n
+            work.taken[0, layer, i] += np.int64(popcount(tokens))  # type: ignore[call-arg]
             _take_turns(tokens, n, work.split)
         elif c.choice == HASH:
             for j in range(n):
@@ -371,32 +374,25 @@ def _follow(
 
 @compiled(restrict=True)
 def _halve(
-    words: Any, numbers: Any, width: int, word: int, ranks_of: Any, even: Any, in_turn: bool,
-    taken: Any, taken_second: Any, sends: bool, met: Any, layer: int, at_home: Any, copied: Any,
+    words: Any, numbers: Any, n_two: int, width: int, word: int, ranks_of: Any, even: Any,
+    in_turn: bool, taken: Any, sends: bool, met: Any, layer: int, at_home: Any, copied: Any,
 ) -> None:  # fmt: skip
-    """Share the tokens of experts of two instances out, in turn or by the ``even`` ones."""
-    for i in range(numbers.shape[0]):
+    """Share the tokens of the ``n_two`` experts of two instances out, in turn or by hash, which
+    gives the ``even`` ones to the first."""
+    for i in range(n_two):
         expert = np.uint64(numbers[i])
-        tokens = words[
-            (expert & np.uint64(63)) * np.uint64(width) + np.uint64(word) + (expert >> np.uint64(6))
-        ]
+        tokens = words[_word_of(expert, width, word)]
         first = tokens & even
         if in_turn:
-            before, odd = taken[i], tokens  # becomes the parity of how many there are up to each
-            odd ^= odd << np.uint64(1)
-            odd ^= odd << np.uint64(2)
-            odd ^= odd << np.uint64(4)
-            odd ^= odd << np.uint64(8)
-            odd ^= odd << np.uint64(16)
-            odd ^= odd << np.uint64(32)
-            first = tokens & (odd ^ (_NONE - np.uint64(before & 1)))
-            taken[i] = before + np.int64(popcount(tokens))  # type: ignore[call-arg]
-        else:
-            n = np.int64(popcount(first))  # type: ignore[call-arg]
-            taken[i] += n
-            taken_second[i] += np.int64(popcount(tokens)) - n
-        one, other = np.uint64(ranks_of[expert, 0]), np.uint64(ranks_of[expert, 1])
+            before, first = taken[0, layer, i], _odd(tokens)
+            if before & 1:
+                first ^= tokens
+            taken[0, layer, i] = before + np.int64(popcount(tokens))  # type: ignore[call-arg]
         second = tokens ^ first
+        if not in_turn:
+            taken[0, layer, i] += np.int64(popcount(first))  # type: ignore[call-arg]
+            taken[1, layer, i] += np.int64(popcount(second))
+        one, other = np.uint64(ranks_of[expert, 0]), np.uint64(ranks_of[expert, 1])
         if sends:
             met[one, layer] |= first
             met[other, layer] |= second
@@ -405,9 +401,66 @@ def _halve(
             copied[other] += np.int64(popcount(second & at_home[other]))
 
 
+@compiled(restrict=True)
+def _share(
+    words: Any, numbers: Any, n_two: int, width: int, word: int, n_of: Any, ranks_of: Any,
+    hashed: Any, in_turn: bool, taken: Any, sends: bool, met: Any, layer: int, at_home: Any,
+    copied: Any, split: Any,
+) -> None:  # fmt: skip
+    """Do the same for the others."""
+    for i in range(n_two, numbers.shape[0]):
+        expert = np.uint64(numbers[i])
+        tokens, n, start = words[_word_of(expert, width, word)], np.int64(n_of[expert]), np.int64(0)
+        if in_turn:
+            start = taken[0, layer, i] % n
+            taken[0, layer, i] += np.int64(popcount(tokens))  # type: ignore[call-arg]
+            _take_turns(tokens, n, split)
+        for j in range(n):
+            mine, turn = split[j], start + j
+            if not in_turn:
+                mine = tokens & hashed[n, j]
+                taken[j, layer, i] += np.int64(popcount(mine))  # type: ignore[call-arg]
+            if turn >= n:
+                turn -= n
+            rank = np.uint64(ranks_of[expert, turn])
+            if sends:
+                met[rank, layer] |= mine
+            else:
+                copied[rank] += np.int64(popcount(mine & at_home[rank]))
+
+
+@compiled(inline="always")
+def _odd(tokens: Any) -> Any:
+    """Return the first token, the third, the fifth and so on."""
+    odd = tokens  # becomes the parity of how many there are up to each
+    odd ^= odd << np.uint64(1)
+    odd ^= odd << np.uint64(2)
+    odd ^= odd << np.uint64(4)
+    odd ^= odd << np.uint64(8)
+    odd ^= odd << np.uint64(16)
+    odd ^= odd << np.uint64(32)
+    return tokens & odd
+
+
 @compiled()
 def _take_turns(tokens: Any, n: int, split: Any) -> None:
     """Share tokens out over ``n`` instances in turn."""
+    if n == 4:
+        one, other = _odd(tokens), tokens ^ _odd(tokens)
+        split[0], split[1] = _odd(one), _odd(other)
+        split[2], split[3] = one ^ split[0], other ^ split[1]
+        return
+    if n == 3:
+        one, two = tokens, _NONE  # become the remainders of how many there are up to each
+        for i in range(6):
+            more, most = one << (_ONE << np.uint64(i)), two << (_ONE << np.uint64(i))
+            none, no_more = ~(one | two), ~(more | most)
+            one, two = (
+                (one & no_more) | (none & more) | (two & most),
+                (two & no_more) | (none & most) | (one & more),
+            )
+        split[0], split[1], split[2] = tokens & one, tokens & two, tokens & ~(one | two)
+        return
     split[:n] = _NONE
     while tokens != 0:
         for j in range(n):
