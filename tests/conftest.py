@@ -75,7 +75,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # thousands of tests stay until the end: the collector need not look at them
+    """Thousands of tests stay until the end: the collector need not look at them, nor so often."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 #: A transfer that takes no time: set-up and posting cost nothing, the link is never a limit.
