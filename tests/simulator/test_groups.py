@@ -409,7 +409,7 @@ def compiled_ranks(counting, layer, experts, homes, places, by_count):
                 work = counting.work
                 turn = turns[expert]
                 turns[expert] += 1
-                chosen = work.chosen[layer, expert, turn % work.n_chosen[layer, expert]]
+                chosen = work.chosen[turn % work.n_chosen[layer, expert], layer, expert]
                 found[token, column] = chosen
             else:
                 home, place = homes[token], places[token]
@@ -437,12 +437,13 @@ def compiled_totals(counting):
     seed=st.integers(0, 2**32),
     gpus_per_node=st.sampled_from([1, 2, 4]),
     n_experts=st.sampled_from([1, 5, 16, 70]),
+    ranks=st.sampled_from([4, 12]),
     prompts=st.booleans(),
 )
 def test_compiled_choices_are_those_of_the_policies(
-    choice, seed, gpus_per_node, n_experts, prompts
+    choice, seed, gpus_per_node, n_experts, ranks, prompts
 ):
-    rng, ranks, layers, words = np.random.default_rng(seed), 4, 2, -(-n_experts // 64)
+    rng, layers, words = np.random.default_rng(seed), 2, -(-n_experts // 64)
     expert = rng.integers(n_experts, size=(layers, n_experts + int(rng.integers(1, 20))))
     expert[:, :n_experts] = np.arange(n_experts)
     load = np.round(rng.gamma(1.0, size=(layers, ranks)), int(rng.integers(3)))

@@ -477,7 +477,7 @@ def _hold_given(c: Counting, layer: int, words: int, n_several: int) -> None:
     for i in range(n_several):
         expert = work.several[i]
         rank = work.given[expert]
-        work.chosen[layer, expert, 0], work.n_chosen[layer, expert] = rank, 1
+        work.chosen[0, layer, expert], work.n_chosen[layer, expert] = rank, 1
         work.held[rank, layer * words + expert // 64] |= np.uint64(1) << np.uint64(expert % 64)
 
 
@@ -489,6 +489,6 @@ def _add_several(c: Counting, layer: int, n_several: int) -> None:
         expert = work.several[i]
         n, tokens = work.n_chosen[layer, expert], work.total[expert]
         for j in range(min(n, tokens)):
-            rank = work.chosen[layer, expert, j]
+            rank = work.chosen[j, layer, expert]
             work.pairs[rank, layer] += (tokens - j + n - 1) // n
             work.instances[rank, layer] += 1  # each has weights of its own, on one GPU too

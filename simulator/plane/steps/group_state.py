@@ -153,7 +153,7 @@ class GroupScratch(NamedTuple):
     load: NDArray[np.float64]  #: ``[ranks]``: pairs so far
     strides: NDArray[np.int64]  #: ``[experts]``: the next that has no factor in common with them
     given: NDArray[np.int64]  #: ``[experts]``: ranks of a layer's, each of which one computes
-    chosen: NDArray[np.int64]  #: ``[layers, experts, instances]``: ranks that take turns
+    chosen: NDArray[np.int64]  #: ``[instances, layers, experts]``: ranks that take turns
     n_chosen: NDArray[np.int64]  #: ``[layers, experts]``
     before: NDArray[np.int64]  #: ``[ranks]``: on a path, the rank before; -1: on none
     moved: NDArray[np.int64]  #: ``[ranks]``: the expert that would move on
@@ -221,7 +221,7 @@ def make_group_scratch(
         load=np.zeros(ranks),
         strides=np.array([_stride(i, n_experts) for i in range(n_experts)]),
         given=integers(n_experts),
-        chosen=integers(n_layers, n_experts, instances),
+        chosen=integers(instances, n_layers, n_experts),
         n_chosen=integers(n_layers, n_experts),
         before=integers(ranks),
         moved=integers(ranks),

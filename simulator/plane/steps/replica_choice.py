@@ -31,7 +31,7 @@ def choose_instances(c: group_state.Counting, layer: int, n_several: int) -> Non
             n = np.int64(c.replicas.n_instances[c.leader, at, expert])
             work.n_chosen[layer, expert] = n
             for j in range(n):
-                work.chosen[layer, expert, j] = c.replicas.rank[c.leader, at, expert, j]
+                work.chosen[j, layer, expert] = c.replicas.rank[c.leader, at, expert, j]
     elif c.choice == group_state.METRO:
         _metro(c, layer, at)
     elif c.choice == group_state.METRO_SORTED:
@@ -77,7 +77,7 @@ def _metro(c: group_state.Counting, layer: int, at: int) -> None:
     work.n_active[: c.ranks] = 0
     _walk(
         union, c.replicas.rank[c.leader, at], c.replicas.n_instances[c.leader, at],
-        mixed % np.uint64(n), np.uint64(stride), work.n_active, work.given,
+        mixed % np.uint64(n), np.uint64(stride), work.n_active[: c.ranks], work.given,
     )  # fmt: skip
 
 
@@ -86,13 +86,36 @@ def _walk(
     union: Any, ranks_of: Any, n_of: Any, expert: Any, stride: Any, n_active: Any, given: Any
 ) -> None:
     """Give all experts to ranks, from one on, each ``stride`` after the last."""
-    n = np.uint64(n_of.shape[0])
+    n, packed, counts = np.uint64(n_of.shape[0]), n_active.shape[0] <= 8, np.uint64(0)
+    packed = packed and n < 256  # counts are bytes of one word then, which memory need not pass on
     for _ in range(n_of.shape[0]):
-        active = np.int64((union[expert >> np.uint64(6)] >> (expert & np.uint64(63))) & _ONE)
-        given[expert] = _give(ranks_of[expert], n_of[expert], n_active, active)
+        active = (union[expert >> np.uint64(6)] >> (expert & np.uint64(63))) & _ONE
+        if packed:
+            given[expert] = _pick(ranks_of[expert], n_of[expert], counts)
+            counts += active << np.uint64(given[expert] << 3)
+        else:
+            given[expert] = _give(ranks_of[expert], n_of[expert], n_active, np.int64(active))
         expert += stride
         if expert >= n:  # a division takes ten times as long
             expert -= n
+
+
+@compiled(inline="always")
+def _pick(ranks: Any, n: int, counts: Any) -> Any:
+    """Return what `_give` does, by ``counts`` of a byte each."""
+    best, second = np.uint64(ranks[0]), np.uint64(ranks[1])
+    least, other = _byte(counts, best), _byte(counts, second)
+    best, least = (second, other) if other < least else (best, least)
+    for j in range(2, n):
+        rank = np.uint64(ranks[j])
+        other = _byte(counts, rank)
+        best, least = (rank, other) if other < least else (best, least)
+    return np.int64(best)
+
+
+@compiled(inline="always")
+def _byte(counts: Any, place: Any) -> Any:
+    return (counts >> (place << np.uint64(3))) & np.uint64(255)
 
 
 @compiled(inline="always")
@@ -206,10 +229,10 @@ def _split(c: group_state.Counting, layer: int, at: int, expert: int) -> None:
         if growth < best:
             best, n_best = growth, np.int64(n)
             for j in range(n):
-                work.chosen[layer, expert, j] = work.order[j]
+                work.chosen[j, layer, expert] = work.order[j]
     work.n_chosen[layer, expert] = n_best
     for j in range(n_best):
-        rank = work.chosen[layer, expert, j]
+        rank = work.chosen[j, layer, expert]
         work.load[rank] += (tokens - j + n_best - 1) // n_best
         work.n_active[rank] += 1
 

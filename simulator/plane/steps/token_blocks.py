@@ -303,7 +303,7 @@ def _split_layer(c: Counting, layer: int, sends: bool) -> None:
     numbers = work.listed[c.leader, layer, end[0] : end[2]]
     n_of, ranks_of = replicas.n_instances[c.leader, at], replicas.rank[c.leader, at]
     if METRO <= c.choice <= OPTIMAL:
-        _follow(work.block_words, numbers, width, word, work.chosen[layer], work.met, layer)
+        _follow(work.block_words, numbers, width, word, work.chosen[0, layer], work.met, layer)
         return
     by_count, far = c.choice >= EVEN, c.ranks > c.group.gpus_per_node
     if (c.choice == EVEN or c.choice == HASH) and (sends or not far):
@@ -340,7 +340,7 @@ def _split_layer(c: Counting, layer: int, sends: bool) -> None:
                 turn -= n
             mine, rank = work.split[k], np.int64(ranks_of[expert, turn])
             if c.choice > EVEN:
-                rank = work.chosen[layer, expert, turn]
+                rank = work.chosen[turn, layer, expert]
             if not by_count:
                 work.taken[turn, layer, i] += np.int64(popcount(mine))  # type: ignore[call-arg]
             if sends:
@@ -369,7 +369,7 @@ def _follow(
     """Let the tokens of experts reach the ranks that alone compute these."""
     for i in range(numbers.shape[0]):
         expert = np.uint64(numbers[i])
-        met[np.uint64(chosen[expert, 0]), layer] |= words[_word_of(expert, width, word)]
+        met[np.uint64(chosen[expert]), layer] |= words[_word_of(expert, width, word)]
 
 
 @compiled(restrict=True)
