@@ -298,6 +298,12 @@ def _add(sums: Floats, row: Points, sign: float) -> None:
         sums[i] += sign * row[i]
 
 
+@njit(inlined=True, restrict=True)
+def _add_two(sums: Floats, one: Points, other: Points) -> None:
+    for i in range(sums.shape[0]):
+        sums[i] += np.float64(one[i]) + np.float64(other[i])
+
+
 @njit(nogil=True)
 def _lloyd(
     between: Floats, sums: Floats, recent: Recent, member: Members, balanced: bool, rounds: int
@@ -341,10 +347,16 @@ def _sums(points: Points, rows: Ints, member: Members) -> Floats:
     """Return the sums of each cluster's points, ``[K, d]``."""
     n, k = member.shape
     sums = np.zeros((k, points.shape[1]))
-    for i in range(n):
-        for cluster in range(k):
-            if member[i, cluster]:
-                _add(sums[cluster], points[rows[i]], 1.0)
+    for cluster in range(k):
+        one = -1
+        for i in range(n):
+            if member[i, cluster] and one < 0:
+                one = rows[i]
+            elif member[i, cluster]:
+                _add_two(sums[cluster], points[one], points[rows[i]])
+                one = -1
+        if one >= 0:
+            _add(sums[cluster], points[one], 1.0)
     return sums
 
 
