@@ -112,6 +112,8 @@ def refit(
     moved[alone] = centroids[alone]
     alike = moved @ centroids.T
     order = np.argsort(_assigned(alike, True)[0])
+    if (order == np.arange(len(order))).all():  # as is most often
+        return moved, similar
     sums[:], summed[:] = sums[order], np.append(np.argsort(order), -1)[summed]
     return moved[order], similar[:, order]
 

@@ -277,14 +277,16 @@ def _similarities(units: Floats, centroids: Floats) -> Floats:
 @njit(fastmath={"reassoc", "contract"})
 def _compare(unit: Array, centroids: Array, similar: Floats) -> bool:
     """Write the cosine similarity to each centroid; return whether any is not zero."""
-    found = False
-    for k in range(len(centroids)):
-        total = 0.0
+    found, last = False, len(centroids) - 1
+    for first in range(0, last + 1, 2):  # of two at once
+        one, other, p, q = centroids[first], centroids[min(first + 1, last)], 0.0, 0.0
         for d in range(len(unit)):
-            total += np.float64(unit[d]) * np.float64(centroids[k, d])
+            x = np.float64(unit[d])
+            p += x * np.float64(one[d])
+            q += x * np.float64(other[d])
         # Rounded unit vectors may exceed length 1 by 1e-7; tau = 1 must still mean every worker.
-        similar[k] = min(total, 1.0)
-        found |= total != 0.0
+        similar[first], similar[min(first + 1, last)] = min(p, 1.0), min(q, 1.0)
+        found |= p != 0.0 or q != 0.0
     return found
 
 
