@@ -3,7 +3,8 @@
 ``python -m tests.benchmarks.speed [--write]`` from the repository's root; some minutes. Each case
 alternates with the one that it is compared with, on the same work where that can be; CPU seconds,
 the best of some rounds. ``--write`` keeps the table in ``docs/data/speed.csv``. Where
-``DYNAMO_PYTHON`` names the Python of an environment for `dynamo_replay`, that is a row, too.
+``DYNAMO_PYTHON`` names the Python of an environment for `dynamo_replay`, that is a row, too;
+``WHEEL_PYTHON``: of one with a wheel of ``.ci/compiled_wheel.py``, whose first runs are then rows.
 """
 
 import os
@@ -12,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def row(name: str, took: float, floor: float, of: str) -> dict[str, str]:
     return made
 
 
-def cpu_of(*arguments: str, **environment: str) -> float:
+def cpu_of(*arguments: str, python: str = sys.executable, **environment: str) -> float:
     """Return the CPU seconds of a Python process, whose modules are kept as bytecode.
 
     As those of an installed package are; in a checkout the first run of several writes it.
@@ -144,7 +144,7 @@ def cpu_of(*arguments: str, **environment: str) -> float:
     environment = {**os.environ, **environment}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *arguments], check=True, capture_output=True,
+    subprocess.run([python, *arguments], check=True, capture_output=True,
                    env=environment)  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -156,15 +156,16 @@ def starts() -> list[list[str]]:
            "--num-requests", "20", "--request-rate", "100", "--warmup", "0.01", "--policy", "jsq",
            "--topology")  # fmt: skip
     shared = ("1P1D", "--data-parallel-size", "4", "--enable-expert-parallel")
-    rows: list[tuple[str, Callable[[str], float]]] = [
-        ("import for a run", lambda _: cpu_of("-c", "import eldr_sim.simulator.run")),
-        ("20 requests, warm", lambda _: cpu_of(*run, "1P1D")),
-    ]
-    made = [[name, f"{min(measure('') for _ in range(ROUNDS)):.2f}"] for name, measure in rows]
-    with tempfile.TemporaryDirectory() as folder:
-        cold = {"ELDR_SIM_CACHE": folder}
-        made.append(["the first run on a machine", f"{cpu_of(*run, '1P1D', **cold):.1f}"])
-        made.append(["the first run of a group", f"{cpu_of(*run, *shared, **cold):.1f}"])
+    imports, made = ("-c", "import eldr_sim.simulator.run"), []
+    for name, command in (("import for a run", imports), ("20 requests, warm", (*run, "1P1D"))):
+        made.append([name, f"{min(cpu_of(*command) for _ in range(ROUNDS)):.2f}"])
+    pythons = {"": sys.executable, ", with compiled code": os.environ.get("WHEEL_PYTHON")}
+    for of, python in pythons.items():
+        if python:
+            with tempfile.TemporaryDirectory() as cache:
+                for name, engines in (("on a machine", ("1P1D",)), ("of a group", shared)):
+                    took = cpu_of(*run, *engines, python=python, ELDR_SIM_CACHE=cache)
+                    made.append([f"the first run {name}{of}", f"{took:.1f}"])
     for row in made:
         print(*row, "CPU-s", sep=" | ", flush=True)
     return made
