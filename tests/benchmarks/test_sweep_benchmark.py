@@ -18,7 +18,8 @@ from eldr_sim.planning.runs.sweep_spec import make_spec, read_spec
 
 from ..paths import ROOT
 
-pytestmark = pytest.mark.slow
+#: As in other processes, which draw routing.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("drawn_routing")]
 
 SPEC = ROOT / "docs" / "sweep_eldr_figure_11.yaml"
 JOBS = 2
