@@ -93,12 +93,11 @@ class Cluster:
         ]
         #: The prefixes that come with requests; None where the workload knows them all.
         self.sent: SentPrefixes | None = None
-        self._failure: BaseException | None = None
         #: The control plane's environment, and what it is told of requests that it watches.
         self.env = Clock()
         self.on_end: Callable[[int], None] | None = None
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
-        self._callback = Callback(partial(_decided, weakref.ref(self)))
+        self._callback = Callback(partial(_decided, weakref.ref(self)), int(choose.FAIL))
         self.arrays = make_run(inputs, self.requests, self.routers, self._callback.address)
         self.asking = Asking(inputs, self.routers, self.arrays)
         self.faults, self.relocations = inputs.faults, inputs.relocations
@@ -155,15 +154,15 @@ class Cluster:
 
     def advance(self, until: float) -> int:
         """Let happen what happens before ``until``, s; returns `loop.ENDED`, UNTIL or PAUSED."""
-        self._failure = None
+        self._callback.failure.clear()
         if not self.arrays.engines.pools["executor"][0]:
             self._choose_executors()
         self._guest_s[0] = self.env.peek()
         while True:
-            why: int = loop.advance(self.world(), until, _EVENTS_A_CALL)
+            with self._callback.interruptible():
+                why: int = loop.advance(self.world(), until, _EVENTS_A_CALL)
             if why == loop.FAILED:
-                assert self._failure is not None
-                raise self._failure
+                raise self._callback.failure[0]
             if why == loop.FULL:
                 self.asking.hear()
                 self._grow_logs()
@@ -303,25 +302,20 @@ class Cluster:
 
     def decide(self, asked: int, request: int) -> int:
         """Return what a router decides, for the compiled loop; see `loop.advance`."""
-        try:
-            if asked >= 0:
-                return self.asking.ask(self, asked, request)
-            if asked == loop.WAKE:
-                return self._wake()
-            if asked == loop.TELL:
-                self.tell_end(request)
-                return 0
-            if asked == CHOOSE:
-                assert self.inputs.replica_policy is not None
-                assert self.groups is not None
-                self.inputs.replica_policy.answer(request, self.arrays, self.groups)
-                return 0
+        if asked >= 0:
+            return self.asking.ask(self, asked, request)
+        if asked == loop.WAKE:
+            return self._wake()
+        if asked == loop.TELL:
+            self.tell_end(request)
+        elif asked == CHOOSE:
+            assert self.inputs.replica_policy is not None
+            assert self.groups is not None
+            self.inputs.replica_policy.answer(request, self.arrays, self.groups)
+        else:
             assert self.relocations is not None
             self.relocations.answer(asked, request, float(self._now[0]))
-            return 0
-        except BaseException as error:  # it cannot pass through compiled code
-            self._failure = error
-            return int(choose.FAIL)
+        return 0
 
     def _wake(self) -> int:
         """Let the control plane do the next thing."""

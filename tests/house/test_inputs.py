@@ -190,9 +190,11 @@ def test_where_nothing_can_be_printed(shell, code):
 def test_a_signal_leaves_nothing(tmp_path, command, number, code):
     """Not a file, and no process of the group."""
     argv = {
-        "run": ["run", "--trace", "reference-moe", "--duration", "3000", "--topology", "1P2D"],
+        # A policy that is asked in Python: compiled code calls back.
+        "run": ["run", "--trace", "reference-moe", "--duration", "3000", "--topology", "1P2D",
+                "--policy", "p2c"],
         "reproduce": ["reproduce", "eldr"],
-    }[command]
+    }[command]  # fmt: skip
     process = subprocess.Popen(
         [*ELDR_SIM, *argv, "--out", str(tmp_path / "out")],
         stderr=subprocess.PIPE,

@@ -1,6 +1,9 @@
 """Named tuples by reference: `_eldr_sim/references.py`."""
 
 import gc
+import os
+import signal
+import subprocess
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +48,17 @@ def _asks(address, one, other):
     return ask(address, one, other)
 
 
+@njit(_nrt=False)
+def _asks_late(address, turns):
+    """Ask a while later."""
+    busy = np.uint64(1)
+    for _ in range(turns):
+        busy ^= busy << np.uint64(13)
+        busy ^= busy >> np.uint64(7)
+        busy ^= busy << np.uint64(17)
+    return ask(address, np.int64(busy), 1)
+
+
 def an_outer(table):
     rows = np.arange(4.0)
     pair = Inner(0.5, False, rows), Inner(2.0, True, 10 * rows)
@@ -83,8 +97,37 @@ def test_types_follow_arrays_not_values():
 
 
 def test_python_is_called_by_address():
-    callback = Callback(lambda one, other: 10 * one + other)
+    callback = Callback(lambda one, other: 10 * one + other, -3)
     assert _asks(callback.address, 4, 2) == 42
+
+
+def test_what_a_callback_raises_is_kept():
+    callback = Callback(lambda one, other: one // other, -3)
+    assert _asks(callback.address, 4, 0) == -3
+    assert isinstance(callback.failure[0], ZeroDivisionError)
+
+
+def test_a_signal_in_compiled_code_is_not_lost():
+    """Its handler raises in the first Python code there is: the callback, before its first line."""
+
+    class Terminated(BaseException):
+        pass
+
+    def terminate(_number, _frame):
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    callback = Callback(lambda one, other: one + other, -3)
+    _asks_late(callback.address, 1)  # compiles
+    try:
+        with callback.interruptible():
+            sent = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -TERM {os.getpid()}"])
+            assert _asks_late(callback.address, 700_000_000) == -3
+        assert isinstance(callback.failure[0], Terminated)
+        assert signal.getsignal(signal.SIGTERM) is terminate
+        sent.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("on", [True, False])
