@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import llvmlite.binding as llvm
 import numba
+from llvmlite import ir
 from numba import types
 from numba.core import event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
@@ -270,10 +271,25 @@ event.register("numba:compile", _NoCollector())
 
 
 @intrinsic
-def popcount(_typing: Any, _word: Any) -> Any:
+def _popcount(_typing: Any, _word: Any) -> Any:
     """Count the set bits of a uint64."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
 
     return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def _lowest(_typing: Any, _word: Any) -> Any:
+    """Return the place of the lowest set bit of a uint64 that is not zero, int64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen
+
+
+#: As mypy cannot see them: without the first argument.
+popcount: Any = _popcount
+lowest: Any = _lowest

@@ -83,17 +83,11 @@ class Asking:
         router, workload = self._routers[number], cluster.workload
         self.tell_ends(cluster.arrays)
         self.hear()
-        if router.decisions is not None:
-            members = router.unknown(request)
-            infos = [self._info(cluster, number, member) for member in members]
-            router.prepare(members, infos, self._now.item())
-            return int(choose.LOOK)
-        if router.tells_rules:
+        if router.decisions is not None or router.tells_rules:
             members = router.unknown(request)
             infos = [self._info(cluster, number, member) for member in members]
             known = router.arrays
-            for member, rule in zip(members, router.policy.rules(infos), strict=True):
-                router.learn(member, rule)
+            router.prepare(members, infos, self._now.item())
             if router.arrays is known:
                 return int(choose.LOOK)
             arrays = of_all([router.arrays for router in self._routers])

@@ -115,8 +115,11 @@ class PolicyRouter:
                 record["forget"] = decision_address(decisions.forget, self._books, types.int64)
 
     def prepare(self, members: list[int], infos: list[RequestInfo], now_s: float) -> None:
-        """Let the policy get ready to decide on requests."""
-        assert self.decisions is not None
+        """Let the policy get ready to decide on requests, or tell their rules."""
+        if self.decisions is None:
+            for member, rule in zip(members, self.policy.rules(infos), strict=True):
+                self.learn(member, rule)
+            return
         kinds = self.arrays.class_of[members].tolist()
         self.decisions.prepare(kinds, infos, now_s)
         self.arrays.rule_of[kinds] = 0  # known

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.arrays import Floats, Ints, Words
 from eldr_sim.errors import InputError
-from eldr_sim.jit import njit, popcount
+from eldr_sim.jit import lowest, njit
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.placement.base import EMPTY, Placement
 from eldr_sim.policies.replicas.weighted import rank_weights
@@ -207,9 +207,8 @@ def _count(bits: Any, first: int, span: int, offset: int, steps: int, out: Any) 
         for k in range(bits.shape[1]):
             word = bits[first + p, k]
             while word != 0:
-                low = word & (~word + np.uint64(1))
-                out[64 * k + popcount(low - np.uint64(1))] += times  # type: ignore[call-arg]
-                word ^= low
+                out[64 * k + lowest(word)] += times
+                word &= word - np.uint64(1)
 
 
 #: Checksum of a trace, experts of a token, MoE layers of the model that replays it.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from eldr_sim import cache
 from eldr_sim.arrays import Array, Words
 from eldr_sim.errors import InputError
-from eldr_sim.jit import njit, popcount
+from eldr_sim.jit import lowest, njit
 
 if TYPE_CHECKING:
     from eldr_sim.traces.routing.format import RoutingTrace
@@ -97,10 +97,8 @@ def add_counts(bits: Any, first: int, end: int, counts: Any) -> None:
             for w in range(bits.shape[2]):
                 word = bits[row, layer, w]
                 while word != 0:
-                    low = word & (~word + np.uint64(1))
-                    expert: Any = popcount(low - np.uint64(1))  # type: ignore[call-arg]
-                    counts[layer, 64 * w + expert] += 1
-                    word ^= low
+                    counts[layer, 64 * w + lowest(word)] += 1
+                    word &= word - np.uint64(1)
 
 
 def bit_sets(trace: RoutingTrace) -> Words:

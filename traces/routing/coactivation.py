@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from eldr_sim.arrays import Array, Floats, Ints, Words
 from eldr_sim.errors import InputError
-from eldr_sim.jit import njit, popcount
+from eldr_sim.jit import lowest, njit
 from eldr_sim.traces.routing.format import RoutingTrace
 
 Tokens = Literal["all", "decode", "prompt"]  #: which tokens of requests are counted
@@ -61,11 +61,9 @@ def _add_pairs(bits: Any, rows: Any, chosen: Any, found: Any) -> None:
             for w in range(bits.shape[2]):
                 word = bits[rows[i], layer, w]
                 while word != 0:
-                    low = word & (~word + np.uint64(1))
-                    below: Any = popcount(low - np.uint64(1))  # type: ignore[call-arg]
-                    chosen[n] = 64 * w + below
+                    chosen[n] = 64 * w + lowest(word)
                     n += 1
-                    word ^= low
+                    word &= word - np.uint64(1)
             for a in range(n):
                 for b in range(n):
                     found[layer, chosen[a], chosen[b]] += 1

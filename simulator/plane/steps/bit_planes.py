@@ -146,7 +146,7 @@ def add_counts_of(planes: Any, n_planes: int, mask: Any, counts: Any) -> None:
     for p in range(n_planes):
         plane, shift = planes[p], np.uint64(p)
         for k in range(counts.shape[0]):
-            counts[k] += popcount(plane[k] & mask[k]) << shift  # type: ignore[call-arg]
+            counts[k] += popcount(plane[k] & mask[k]) << shift
 
 
 @compiled(restrict=True)

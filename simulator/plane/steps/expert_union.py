@@ -171,9 +171,7 @@ def count_experts(union: Any, masks: Any, activated: Any) -> tuple[int, int]:
         for r in range(ranks):
             count = 0
             for w in range(first, end):
-                count += popcount(  # type: ignore[call-arg]
-                    union[w] if ranks == 1 else union[w] & masks[r, w]
-                )
+                count += popcount(union[w] if ranks == 1 else union[w] & masks[r, w])
             active += count
             most = max(most, count)
         activated[layer] = most

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.jit import popcount
+from eldr_sim.jit import lowest, popcount
 from eldr_sim.kernel_profiles.kernels import all_to_all_cost
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.kv.kv_manager import Engines
@@ -34,7 +34,6 @@ from eldr_sim.simulator.plane.steps.token_blocks import (
     begin_blocks,
     end_block,
     list_experts,
-    place_of,
     take_row,
 )
 from eldr_sim.simulator.plane.steps.verify import Drafts, draft_row
@@ -339,7 +338,7 @@ def _settle(c: Counting, total: Any, n_planes: int) -> None:
 @compiled(restrict=True)
 def _count_active(union: Any, held: Any, counts: Any) -> None:
     for k in range(counts.shape[0]):
-        counts[k] = popcount(union[k] & held[k])  # type: ignore[call-arg]
+        counts[k] = popcount(union[k] & held[k])
 
 
 @compiled()
@@ -458,7 +457,7 @@ def _list_several(c: Counting, layer: int, words: int, n_planes: int) -> Any:
         at = layer * words + k
         many = work.union[at] & c.replicas.multi[c.leader, at]
         while many != 0:
-            place = np.uint64(place_of(many))
+            place = np.uint64(lowest(many))
             many &= many - np.uint64(1)
             tokens = np.uint64(0)
             for plane in range(n_planes):

@@ -133,7 +133,7 @@ def _balance(c: group_state.Counting, layer: int, at: int, n_several: int) -> No
     work, active = c.work, np.int64(0)
     union = _union_of(work.union, work.pairs.shape[1], layer)
     for k in range(union.shape[0]):
-        active += np.int64(popcount(union[k]))  # type: ignore[call-arg]
+        active += np.int64(popcount(union[k]))
     least = (active + c.ranks - 1) // c.ranks
     while True:
         top = np.int64(0)

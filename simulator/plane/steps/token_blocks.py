@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.jit import popcount
+from eldr_sim.jit import lowest, popcount
 from eldr_sim.kernel_profiles.kernels import all_to_all_cost
 from eldr_sim.policies.replicas.base import HASH_MULTIPLIER
 from eldr_sim.simulator.plane.compiled import compiled
@@ -79,7 +79,7 @@ def list_experts(c: Counting) -> None:
             for k in range(words):
                 left = known[r, layer * words + k]
                 while left != 0:
-                    place = place_of(left)
+                    place = lowest(left)
                     left &= left - _ONE
                     at = place * work.carry.shape[0] + layer * words + k
                     listed[n] = at if r < c.ranks else k * 64 + place
@@ -100,13 +100,6 @@ def _renew(known: Any, now: Any) -> Any:
         changed |= known[k] ^ now[k]
         known[k] = now[k]
     return changed != 0
-
-
-@compiled(inline="always")
-def place_of(word: Any) -> Any:
-    """Return the place of a word's lowest bit."""
-    below: Any = popcount((word - np.uint64(1)) & ~word)  # type: ignore[call-arg]
-    return np.int64(below)
 
 
 # --- filling ---
@@ -276,7 +269,7 @@ def _add_bits(into: Any, bits: Any) -> None:
 @compiled(restrict=True)
 def _count_bits(bits: Any, mask: Any, weight: Any, counts: Any) -> None:
     for k in range(counts.shape[0]):
-        n: Any = popcount(bits[k] & mask) * weight  # type: ignore[call-arg]
+        n: Any = popcount(bits[k] & mask) * weight
         counts[k] = np.float64(np.int64(n))
 
 
@@ -327,7 +320,7 @@ def _split_layer(c: Counting, layer: int, sends: bool) -> None:
             if c.choice > EVEN:
                 n = work.n_chosen[layer, expert]
             start = work.taken[0, layer, i] % n
-            work.taken[0, layer, i] += np.int64(popcount(tokens))  # type: ignore[call-arg]
+            work.taken[0, layer, i] += np.int64(popcount(tokens))
             _take_turns(tokens, n, work.split)
         elif c.choice == HASH:
             for j in range(n):
@@ -342,7 +335,7 @@ def _split_layer(c: Counting, layer: int, sends: bool) -> None:
             if c.choice > EVEN:
                 rank = work.chosen[turn, layer, expert]
             if not by_count:
-                work.taken[turn, layer, i] += np.int64(popcount(mine))  # type: ignore[call-arg]
+                work.taken[turn, layer, i] += np.int64(popcount(mine))
             if sends:
                 work.met[rank, layer] |= mine
             else:
@@ -387,10 +380,10 @@ def _halve(
             before, first = taken[0, layer, i], _odd(tokens)
             if before & 1:
                 first ^= tokens
-            taken[0, layer, i] = before + np.int64(popcount(tokens))  # type: ignore[call-arg]
+            taken[0, layer, i] = before + np.int64(popcount(tokens))
         second = tokens ^ first
         if not in_turn:
-            taken[0, layer, i] += np.int64(popcount(first))  # type: ignore[call-arg]
+            taken[0, layer, i] += np.int64(popcount(first))
             taken[1, layer, i] += np.int64(popcount(second))
         one, other = np.uint64(ranks_of[expert, 0]), np.uint64(ranks_of[expert, 1])
         if sends:
@@ -413,13 +406,13 @@ def _share(
         tokens, n, start = words[_word_of(expert, width, word)], np.int64(n_of[expert]), np.int64(0)
         if in_turn:
             start = taken[0, layer, i] % n
-            taken[0, layer, i] += np.int64(popcount(tokens))  # type: ignore[call-arg]
+            taken[0, layer, i] += np.int64(popcount(tokens))
             _take_turns(tokens, n, split)
         for j in range(n):
             mine, turn = split[j], start + j
             if not in_turn:
                 mine = tokens & hashed[n, j]
-                taken[j, layer, i] += np.int64(popcount(mine))  # type: ignore[call-arg]
+                taken[j, layer, i] += np.int64(popcount(mine))
             if turn >= n:
                 turn -= n
             rank = np.uint64(ranks_of[expert, turn])
@@ -477,7 +470,7 @@ def _take_each(c: Counting, layer: int, expert: int, tokens: Any, n: int) -> Non
     word, shift = layer * words + expert // 64, np.uint64(expert % 64)
     work.split[:n] = _NONE
     while tokens != 0:
-        i = place_of(tokens)
+        i = lowest(tokens)
         tokens &= tokens - _ONE
         home, place, j = work.home_of[i], work.place_of[i], np.int64(0)
         if c.choice == ASKED:
@@ -501,7 +494,7 @@ def _keep_near(
     """Count the tokens of an instance that are at home on its node."""
     first = rank // gpus * gpus
     for home in range(first, min(first + gpus, at_home.shape[0])):
-        n = np.float64(np.int64(popcount(tokens & at_home[home])))  # type: ignore[call-arg]
+        n = np.float64(np.int64(popcount(tokens & at_home[home])))
         near[rank, layer] += n
         traffic[all_to_all_cost.SENT_FAR, home, layer] -= n
         traffic[all_to_all_cost.SENT, home, layer] += n

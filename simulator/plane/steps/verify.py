@@ -155,8 +155,6 @@ def last_layer(bits: Any, rows: Any, n: int, masks: Any, scratch: Any) -> None:
             union = np.uint64(0)
             for i in range(n):
                 union |= bits[rows[i], k]
-            count += popcount(  # type: ignore[call-arg]
-                union if ranks == 1 else union & masks[r, k]
-            )
+            count += popcount(union if ranks == 1 else union & masks[r, k])
         most = max(most, count)
     scratch.later[0] = most
