@@ -1,8 +1,10 @@
 """GPUs: memory, bandwidth, compute and engines' defaults, by ``data/gpus.json`` with sources."""
 
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -25,6 +27,8 @@ class GPU(BaseModel):
     bf16_flops: float = Field(gt=0)  #: peak dense bfloat16 tensor throughput, FLOP per second
     #: Peak dense FP8 tensor throughput; 0 where the hardware has none.
     fp8_flops: float = Field(ge=0)
+    #: Peak dense FP4 tensor throughput; 0 where the hardware has none.
+    fp4_flops: float = Field(default=0, ge=0)
     #: Network line rate per GPU, one direction, bytes per second.
     nic_bandwidth: float = Field(gt=0)
     #: Bandwidth to the other GPUs of the node, one direction, bytes per second.
@@ -41,8 +45,8 @@ class GPU(BaseModel):
     max_num_seqs: int = Field(ge=1, le=65536)
     #: Default of ``vllm serve --max-num-batched-tokens`` on this GPU.
     max_num_batched_tokens: int = Field(ge=1, le=2**20)
-    #: A GPU with the same chip and links but other memory, whose latency tables stand in for this
-    #: one's (:mod:`~eldr_sim.kernel_profiles.kernels.sibling_tables`); empty where there is none.
+    #: A GPU of the same architecture whose latency tables, scaled by part, stand in for this one's
+    #: (:mod:`~eldr_sim.kernel_profiles.kernels.sibling_tables`); empty where there is none.
     sibling: str = ""
     #: Published rents of a GPU-hour, lowest and highest, USD: shown, not used (``--price`` is).
     rent_usd: tuple[float, float] | None = None
@@ -59,6 +63,14 @@ class GPU(BaseModel):
     def peak_flops(self, *, fp8: bool) -> float:
         """Peak FLOP/s with FP8 or bfloat16 weights; without FP8 units all compute in bfloat16."""
         return self.fp8_flops if fp8 and self.fp8_flops else self.bf16_flops
+
+    def most_flops(self, dtype: str) -> float:
+        """Highest peak FLOP/s that kernels of a type of weights can reach: of FP4 weights with FP4
+        or FP8 activations, of FP8 weights FP8, of others bfloat16, where the units exist."""
+        narrow = self.fp4_flops if "fp4" in dtype else 0.0
+        if narrow or dtype.startswith("fp8"):
+            return max(narrow, self.fp8_flops, self.bf16_flops)
+        return self.bf16_flops
 
     def peer_bandwidth(self, n_gpus: int) -> float:
         """Bandwidth of one GPU to the others in a group of ``n_gpus`` of its node, bytes/s."""
@@ -95,20 +107,68 @@ def list_gpus() -> list[str]:
     return list(_registry())
 
 
-def load_gpu(name: str | os.PathLike[str]) -> GPU:
-    """Find a GPU by name or alias (case, spaces, hyphens do not matter), or by the path of a
-    ``gpu.json`` or its folder. Raises InputError: no such GPU, or no readable description."""
+class _Name(NamedTuple):
+    """What a GPU's name says, as drivers, clouds and users write it."""
 
-    def key(text: str) -> str:
-        return "".join(character for character in text.lower() if character.isalnum())
+    words: str  #: without vendor, memory and form factor: ``h100``, ``rtxpro6000``
+    form: str  #: ``pcie``, ``nvl``, or empty for the others
+    memory: int  #: gigabytes; 0 where it says none
 
-    for gpu in _registry().values():
-        if key(os.fspath(name)) in {key(known) for known in (gpu.name, *gpu.aliases)}:
+
+_VENDORS = r"nvidia|amd|instinct|tesla|geforce|workstation|server|edition|blackwell|tensorcore|gpu"
+_FORMS = r"sxm\d?|oam|hbm\d?e?|gddr\d?x?|ac|nvl\d+"
+
+
+def _read_name(text: str) -> _Name:
+    """Split a name; ``NVIDIA-H100-80GB-HBM3`` and ``H100-SXM5-80GB`` are both H100 of 80 GB."""
+    words = re.findall(r"[a-z0-9.]+", text.lower().replace("_", " "))
+    memory = next((int(m[1]) for w in words if (m := re.fullmatch(r"(\d+)(?:gb|gib|g)", w))), 0)
+    form = next((w for w in ("pcie", "nvl") if w in words), "")
+    dropped = re.compile(rf"{_VENDORS}|{_FORMS}|pcie|nvl|\d+(?:gb|gib|g)")
+    kept = "".join(word for word in words if not dropped.fullmatch(word))
+    return _Name(kept or "".join(words), form, memory)
+
+
+def _key(text: str) -> str:
+    return "".join(character for character in text.lower() if character.isalnum())
+
+
+def _family(name: str) -> str:
+    """Return the family of a cloud's instance type, of any size (``p5`` of ``p5.48xlarge``,
+    ``a3-highgpu`` of ``a3-highgpu-8g``); empty for other names."""
+    found = re.fullmatch(r"([a-z0-9-]+)(?:\.\d*(?:xlarge|metal)|-\d+g)", name.lower())
+    return found[1] if found else ""
+
+
+def _named(name: str) -> GPU | None:
+    """Return the known GPU of a name: equal but for case and punctuation, else by what it says."""
+    gpus, family = _registry().values(), _family(name)
+    for gpu in gpus:
+        keys = {_key(known) for known in (gpu.name, *gpu.aliases)}
+        families = {_family(alias) for alias in gpu.aliases} - {""}
+        if _key(name) in keys or (family and family in families):
             return gpu
+    wanted = _read_name(name)
+    for gpu in gpus:
+        known = _read_name(gpu.name)
+        alike = known.words == wanted.words and known.form == wanted.form
+        # Drivers, vendors and clouds round the memory to a few per cent.
+        if alike and (not wanted.memory or abs(gpu.memory_bytes / 2**30 / wanted.memory - 1) < 0.1):
+            return gpu
+    return None
+
+
+def load_gpu(name: str | os.PathLike[str]) -> GPU:
+    """Find a GPU by its name as drivers, clouds and data sheets write it, or by the path of a
+    ``gpu.json`` or its folder. Raises InputError: no such GPU, or no readable description."""
+    gpu = _named(os.fspath(name))
+    if gpu is not None:
+        return gpu
     path = Path(name)
     path = path / "gpu.json" if path.is_dir() else path
     if not path.is_file():
-        known = f"{', '.join(list_gpus())}, or the path of a gpu.json"
+        near = [one for one in list_gpus() if _read_name(one).words == _read_name(str(name)).words]
+        known = f"{', '.join(near or list_gpus())}, or the path of a gpu.json"
         raise InputError("gpu", f"unknown GPU {os.fspath(name)!r}", known)
     try:
         return GPU.model_validate_json(read_text(path, "gpu"))

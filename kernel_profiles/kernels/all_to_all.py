@@ -206,6 +206,7 @@ def build_all_to_all(
         near = [found.links("pplx")] * 2
     else:
         near = [found.deepep(model, backend, phase, library) for phase in _PHASES]
+    near = [_no_less(curve, gpu.peer_bandwidth(max(node, 2))) for curve in near]
     far = [found.line_rate(curve) for curve in near]
     n_nodes = n_ranks // node
     if n_nodes > 1 and backend.startswith("deepep"):
@@ -213,10 +214,11 @@ def build_all_to_all(
             found.deepep_between(model, backend, phase, library, n_nodes) or line
             for phase, line in zip(_PHASES, far, strict=True)
         ]
+        far = [_no_less(curve, gpu.nic_bandwidth) for curve in far]
     cost = AllToAllCost(dispatch_bytes, combine_bytes, *near[0], *near[1], *far[0], *far[1])
     gathered = cost
     if backend == "allgather_alltoall":
-        gather = found.collective("all_gather")
+        gather = _no_less(found.collective("all_gather"), gpu.peer_bandwidth(max(node, 2)))
         line = found.line_rate(gather)
         gathered = AllToAllCost(combine_bytes, combine_bytes, *gather, *near[1], *line, *far[1])
     if n_nodes == 1:
@@ -352,6 +354,15 @@ def _rows(table: LatencyTable, model: ModelDims, backend: Backend, phase: str) -
         bool((near == shape).all()),
         kernel_latency.say(what, measured_s, columns["tokens"][rows], "tokens"),
     )
+
+
+def _no_less(curve: tuple[Floats, Floats], rate: float) -> tuple[Floats, Floats]:
+    """Raise a curve to the time of its bytes at the peak ``rate`` of the links, bytes/s."""
+    knots, seconds = curve
+    last = max(2 * knots[-1], _FAR_BYTES)
+    far = np.maximum(interpolate(last, knots, seconds), last / rate)
+    knots, seconds = np.append(knots, last), np.append(seconds, far)
+    return knots, np.maximum(seconds, knots / rate)
 
 
 def _from_zero(knots: Floats, seconds: Floats) -> tuple[Floats, Floats]:

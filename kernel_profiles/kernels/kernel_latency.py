@@ -5,13 +5,14 @@ next rows stay up. A row that takes half as long again as *both* of its neighbou
 of the measurement (of DeepEP's dispatch between 4 GB200 the imported rows say 445, 17,858 and 550
 us at 256, 512 and 1,024 tokens): it is left out of the curve, and named."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from eldr_sim.arrays import Bools, Floats
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.kernels.bounds import UNBOUNDED, AttentionBound, causal_pairs
 from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate, mean_and_max, monotone_fit
 from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
@@ -118,6 +119,7 @@ class DecodeAttention:
     seconds: Floats  #: float64 [batch, context], whole
     token_s: float  #: seconds to read one sequence's KV of one token at full bandwidth
     tokens_max: int  #: largest ``batch * context`` that was measured
+    least: AttentionBound = UNBOUNDED  #: below which no time lies
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> "DecodeAttention":
@@ -159,7 +161,8 @@ class DecodeAttention:
         """Seconds [len(batch), len(context)]; zero for an empty batch."""
         by_context = np.stack([interpolate(context, self.context, row) for row in self.seconds])
         columns = [interpolate(batch, self.batch, by_context[:, j]) for j in range(len(context))]
-        return np.where(batch[:, None] > 0, np.stack(columns, axis=1), 0.0)
+        seconds = np.maximum(np.stack(columns, axis=1), self.least.decode_s(batch, context))
+        return np.where(batch[:, None] > 0, seconds, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,14 +203,10 @@ class PrefillAttention:
         alone_s, share_s = (_extend(knots, curve, max_tokens, window) for curve in curves)
         return cls(floor, alone_s, share_s, token_s)
 
-
-def causal_pairs(tokens: Floats, window: int = 0) -> Floats:
-    """Pairs of a query and a key under the causal mask of a whole prompt; window 0 means none."""
-    pairs = tokens * (tokens + 1) / 2
-    if window:
-        past = np.maximum(tokens - window, 0.0)
-        pairs -= past * (past + 1) / 2
-    return pairs
+    def no_less(self, least_s: Floats, token_s: float) -> "PrefillAttention":
+        """Return the curves raised to ``least_s`` [max_tokens + 1], and reading to ``token_s``."""
+        alone_s, share_s = (np.maximum(curve, least_s) for curve in (self.alone_s, self.share_s))
+        return replace(self, alone_s=alone_s, share_s=share_s, token_s=max(self.token_s, token_s))
 
 
 def _extend(knots: Floats, values: Floats, max_tokens: int, window: int) -> Floats:

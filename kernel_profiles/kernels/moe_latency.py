@@ -110,6 +110,10 @@ class MoELatency:
     unbalanced_knots: Floats = field(default_factory=lambda: np.empty(0))
     unbalanced_s: Floats = field(default_factory=lambda: np.empty(0))
     fit_error: dict[str, float] = field(default_factory=dict)  #: relative errors by name of check
+    #: ``least_expert_s``, ``least_pair_s``: no time is below reading the experts, or computing the
+    #: token-expert pairs, at the GPU's peaks (`bounds.expert_s`).
+    least_expert_s: float = 0.0
+    least_pair_s: float = 0.0
 
     @property
     def batch_max(self) -> int:
@@ -117,12 +121,17 @@ class MoELatency:
         return int(self.batch_knots[-1])
 
     def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> Floats:
-        """Seconds at (batch, distinct experts); arrays broadcast, distinct may be fractional."""
-        experts = np.interp(
-            np.asarray(distinct, dtype=np.float64), np.arange(self.n_experts + 1.0), self.expert_s
-        )
+        """Seconds at (batch, distinct experts), no less than the GPU's peaks allow; arrays
+        broadcast, distinct may be fractional."""
+        tokens, experts = (np.asarray(x, dtype=np.float64) for x in (batch, distinct))
+        least = np.maximum(self.least_expert_s * experts, self.least_pair_s * self.top_k * tokens)
+        return np.asarray(np.maximum(self._form_s(tokens, experts), least), dtype=np.float64)
+
+    def _form_s(self, batch: Floats, distinct: Floats) -> Floats:
+        """Seconds by the form that was fitted."""
+        experts = np.interp(distinct, np.arange(self.n_experts + 1.0), self.expert_s)
         slowed = 1 + interpolate(batch, self.batch_knots, self.batch_s) / self.expert_s[-1]
-        compute = self.expert_s[0] + self.token_s * np.asarray(batch, dtype=np.float64)
+        compute = self.expert_s[0] + self.token_s * batch
         return np.asarray(np.maximum(experts * slowed, compute), dtype=np.float64)
 
     def grid_s(self, max_batch: int) -> Floats:
@@ -211,11 +220,9 @@ class MoEGrid(MoELatency):
     #: float64 [knots, n_experts + 1]: seconds by distinct experts; beyond reach the last slope.
     grid_knots_s: Floats = field(default_factory=lambda: np.empty((0, 0)))
 
-    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> Floats:
-        """Seconds at (batch, distinct experts); past the last batch its last slope goes on."""
-        tokens, experts = np.broadcast_arrays(
-            np.asarray(batch, dtype=np.float64), np.asarray(distinct, dtype=np.float64)
-        )
+    def _form_s(self, batch: Floats, distinct: Floats) -> Floats:
+        """Seconds through the grid; past the last batch its last slope goes on."""
+        tokens, experts = np.broadcast_arrays(batch, distinct)
         column = np.clip(experts.astype(np.intp), 0, self.n_experts - 1)
         part = np.clip(experts - column, 0.0, 1.0)
         row = np.clip(np.searchsorted(self.knots, tokens, side="right") - 1, 0, None)

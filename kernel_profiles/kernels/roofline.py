@@ -11,12 +11,9 @@ from numpy.typing import ArrayLike
 
 from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.kernels.bounds import causal_pairs
 from eldr_sim.kernel_profiles.kernels.flops import index_flops, pair_flops, state_flops
-from eldr_sim.kernel_profiles.kernels.kernel_latency import (
-    DecodeAttention,
-    PrefillAttention,
-    causal_pairs,
-)
+from eldr_sim.kernel_profiles.kernels.kernel_latency import DecodeAttention, PrefillAttention
 from eldr_sim.kernel_profiles.kernels.moe_latency import MoELatency
 from eldr_sim.kernel_profiles.models import LONGEST, ModelDims, shipped_json
 from eldr_sim.kernel_profiles.tables.format import Provenance
@@ -54,8 +51,8 @@ derived from what is published about it."""
 
 
 def efficiency_of(gpu: GPU) -> Efficiency:
-    """The fractions to use for a GPU."""
-    return _KNOWN.get(gpu.name, GENERIC)
+    """The fractions to use for a GPU: its own, its sibling's, or the generic ones."""
+    return _KNOWN.get(gpu.name) or _KNOWN.get(gpu.sibling, GENERIC)
 
 
 def gemm_s(

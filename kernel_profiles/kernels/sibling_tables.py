@@ -1,15 +1,18 @@
-"""Tables of a GPU that was not measured, from its sibling's: the same chip, other memory.
+"""Tables of a GPU that was not measured, from its sibling's: the same architecture, other peaks.
 
-A100-40GB and A100 (80 GB) are one chip and one NVLink with 1.555 and 2.039 TB/s. Each row takes
-longer by what its kernel's roofline (`kernels.roofline`) does, at most by the ratio of bandwidths::
+A100-40GB and A100 (80 GB) are one chip and one NVLink with 1.555 and 2.039 TB/s; H20 is an H100 of
+15% of the FLOP/s. Each row takes longer, or shorter, by what its kernel's roofline
+(`kernels.roofline`) does::
 
     t = t_sibling + max(bytes / bandwidth, FLOPs / peak)
-                  - max(bytes / bandwidth_sibling, FLOPs / peak)
+                  - max(bytes / bandwidth_sibling, FLOPs / peak_sibling)
 
-Prefill attention (bound by compute), collectives, dispatch and combine (the same links) and host
-gaps stay. MLA modules, norms and whole engine steps are not derived. H100 and H200 are siblings
-too, both measured: :data:`FIT_ERROR` is how far H100's rows lie from those derived of H200's; by
-the ratio of rooflines 7.5% (bfloat16 MoE layers), of bandwidths 13%."""
+so that what memory bounds goes with the bandwidth and what FLOPs bound with these, at most by the
+larger ratio of the two. Collectives, dispatch and combine go with the links where these are of one
+kind: NVLink's kernels say nothing of PCIe's, whose times are a roofline. Host gaps stay. Norms and
+whole engine steps are not derived. H100 and H200 are siblings too, both measured:
+:data:`FIT_ERROR` is how far H100's rows lie from those derived of H200's; by the ratio of rooflines
+7.5% (bfloat16 MoE layers), of bandwidths 13%. No pair with other FLOP/s has been measured."""
 
 from typing import Any
 
@@ -31,7 +34,8 @@ FIT_ERROR: dict[str, float] = {
 """Mean relative error by kind: bfloat16 rows of H100 derived from H200's, 25 tables of MoE layers,
 1 of GEMMs and 62 of attention."""
 
-_UNCHANGED: tuple[Kind, ...] = ("attention_prefill", "collective", "all_to_all", "host_gap")
+#: Links this many times slower than the sibling's are of another kind: PCIe beside NVLink.
+_OTHER_LINKS = 4.0
 
 
 def gpu_table(
@@ -51,17 +55,29 @@ def gpu_table(
     return None if more_s is None else _derived(table, sibling, gpu, more_s)
 
 
+def _ratios(kind: Kind, sibling: GPU, gpu: GPU) -> list[float]:
+    """How many times as long a row may take: by the resources that may bound its kernel."""
+    if kind in ("collective", "all_to_all"):
+        return [sibling.intra_node_bandwidth / gpu.intra_node_bandwidth]
+    fp8, both = sibling.peak_flops(fp8=True), gpu.peak_flops(fp8=True)
+    return [
+        sibling.memory_bandwidth / gpu.memory_bandwidth,
+        sibling.bf16_flops / gpu.bf16_flops,
+        fp8 / both,
+    ]
+
+
 def _derived(table: LatencyTable, sibling: GPU, gpu: GPU, more_s: Floats) -> LatencyTable:
     """The table with so much more time a row, labelled ``derived``."""
     metadata, columns = table.metadata, dict(table.columns)
     seconds = columns["latency_s"]
-    bound = seconds * (sibling.memory_bandwidth / gpu.memory_bandwidth)
-    changed = np.clip(seconds + more_s, np.minimum(seconds, bound), np.maximum(seconds, bound))
+    ratios = [1.0, *_ratios(metadata.kind, sibling, gpu)]
+    changed = np.clip(seconds + more_s, seconds * min(ratios), seconds * max(ratios))
     for name in ("latency_q1_s", "latency_q3_s"):
         if name in columns:
             columns[name] = columns[name] * (changed / seconds)
     columns["latency_s"] = changed
-    how = "what memory bounds by the ratio of bandwidths" if more_s.any() else "taken over"
+    how = "scaled by the ratio of rooflines" if more_s.any() else "taken over"
     kind = metadata.kind
     changes = {
         "gpu": gpu.name,
@@ -74,30 +90,71 @@ def _derived(table: LatencyTable, sibling: GPU, gpu: GPU, more_s: Floats) -> Lat
 
 def _more_s(table: LatencyTable, sibling: GPU, gpu: GPU, model: ModelDims | None) -> Floats | None:
     """How much longer each row's roofline is on ``gpu``; None where none splits the kernel."""
+    bounds = [_bound_s(table, of, sibling, model) for of in (gpu, sibling)]
+    here, there = bounds
+    return None if here is None or there is None else here - there
+
+
+def _bound_s(table: LatencyTable, of: GPU, sibling: GPU, model: ModelDims | None) -> Floats | None:
+    """Each row's roofline on a GPU, fixed costs aside; None where none splits the kernel."""
     kind, shape = table.metadata.kind, table.metadata.shape
     columns = {name: np.asarray(values) for name, values in table.columns.items()}
-    if "kv_lora_rank" in shape or "n_value_heads" in shape:
-        return None
-    if kind in _UNCHANGED:
+    if kind == "host_gap":
         return np.zeros(len(table))
-
-    def bound_s(of: GPU) -> Floats | None:
-        if kind == "gemm":
-            width = 2.0 if table.metadata.dtype == "bfloat16" else 1.0
-            return roofline.gemm_s(of, columns["n"], columns["k"], columns["m"], width)
-        if model is None:
-            return None
-        if kind == "moe":
-            layer = roofline.moe_latency(of, model).on_rank(shape.get("expert_parallel_size", 1))
-            return layer.time_s(columns["batch"], columns["distinct_experts"])
-        if kind == "attention_decode":
-            window = shape["window"]
-            read = columns["context"].astype(np.float64)
-            read = np.minimum(read, window) if window else read
-            return (
-                roofline.decode_attention(of, model, window > 0).token_s * columns["batch"] * read
-            )
+    if kind in ("collective", "all_to_all"):
+        return _message_s(table, of, sibling)
+    if kind == "gemm":
+        width = {"bfloat16": 2.0, "nvfp4": 0.5625}.get(table.metadata.dtype, 1.0)
+        return roofline.gemm_s(of, columns["n"], columns["k"], columns["m"], width)
+    if model is None:
         return None
+    if kind == "moe":
+        layer = roofline.moe_latency(of, model).on_rank(shape.get("expert_parallel_size", 1))
+        return layer.time_s(columns["batch"], columns["distinct_experts"])
+    if kind in ("attention_decode", "attention_prefill"):
+        return _attention_s(table, of, model)
+    return None
 
-    here, there = bound_s(gpu), bound_s(sibling)
-    return None if here is None or there is None else here - there
+
+def _attention_s(table: LatencyTable, of: GPU, model: ModelDims) -> Floats:
+    """Roofline of rows of attention; of whole modules with their projections."""
+    shape, columns = table.metadata.shape, table.columns
+    batch = columns["batch"].astype(np.float64)
+    decode = table.metadata.kind == "attention_decode"
+    length = columns["context" if decode else "new_tokens"].astype(np.float64)
+    longest = int(length.max())
+    sliding = bool(shape.get("window", 0))
+    if "n_value_heads" in shape:
+        step, prompt = roofline.linear_attention(of, model, longest)
+    else:
+        step = roofline.decode_attention(of, model, sliding)
+        prompt = roofline.prefill_attention(of, model, sliding, longest)
+    if decode:
+        lengths, at = np.unique(length, return_inverse=True)
+        batches, row = np.unique(batch, return_inverse=True)
+        seconds = step.time_s(batches, lengths)[row, at]
+    else:
+        seconds = batch * prompt.share_s[length.astype(np.intp)]
+    if "kv_lora_rank" in shape:
+        tokens = batch if decode else batch * length
+        width = {"bfloat16": 2.0, "nvfp4": 0.5625}.get(model.linear_dtype, 1.0)
+        for n, k in model.attention_linears():
+            seconds = seconds + roofline.gemm_s(of, n, k, tokens, width)
+    return np.asarray(seconds, dtype=np.float64)
+
+
+def _message_s(table: LatencyTable, of: GPU, sibling: GPU) -> Floats | None:
+    """Time of rows' bytes on the links; None where the links are of another kind."""
+    if of.intra_node_bandwidth * _OTHER_LINKS < sibling.intra_node_bandwidth:
+        return None
+    columns = table.columns
+    if table.metadata.kind == "collective":
+        sent = columns["message_bytes"].astype(np.float64)
+        twice = 1 + (columns["operation"] == "all_reduce")
+        sent = twice * sent * (columns["n_gpus"] - 1) / columns["n_gpus"]
+    elif table.metadata.shape.get("n_nodes", 1) > 1:  # the network's, not the links'
+        return np.zeros(len(table))
+    else:
+        sent = columns["tokens"].astype(np.float64) * columns["top_k"] * columns["hidden_size"]
+    rate = roofline.efficiency_of(of).link_bandwidth * of.intra_node_bandwidth
+    return np.asarray(sent / rate, dtype=np.float64)

@@ -111,11 +111,9 @@ class TiledMoE(MoELatency):
     read_s: Floats = field(default_factory=lambda: np.zeros(1))
     pair_s: float = 0.0  #: seconds to compute one token on one expert
 
-    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> Floats:
-        """Seconds at (batch, distinct experts); arrays broadcast, distinct may be fractional."""
-        tokens, experts = np.broadcast_arrays(
-            np.asarray(batch, dtype=np.float64), np.asarray(distinct, dtype=np.float64)
-        )
+    def _form_s(self, batch: Floats, distinct: Floats) -> Floats:
+        """Seconds by the tiles."""
+        tokens, experts = np.broadcast_arrays(batch, distinct)
         tile = np.clip(np.searchsorted(self.first_tokens, tokens, side="right") - 1, 0, None)
         size = self.block_m[tile]
         # A token that reaches fewer experts than it picks has the others on other ranks.

@@ -1,6 +1,7 @@
 """The kernels of one GPU's part of a model, from latency tables or else from rooflines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
-from eldr_sim.kernel_profiles.kernels import moe_latency, roofline
+from eldr_sim.kernel_profiles.kernels import bounds, moe_latency, roofline
 from eldr_sim.kernel_profiles.kernels.all_to_all import NETWORK_EFFICIENCY, NETWORK_LATENCY_S
 from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     CollectiveLatency,
@@ -128,6 +129,12 @@ class Parts:
             self.elementwise = self._elementwise()
 
     def _record(self, component: str, table: format.LatencyTable, **more: Any) -> None:
+        share = bounds.below(table, self.gpu, self.model) if table in self.tables else 0.0
+        if share > 0.01:
+            self.warnings.append(
+                f"{component}: {share:.0%} of the rows of {format.table_name(table.metadata)} are "
+                f"faster than {self.gpu.name} can be; its peaks bound them"
+            )
         entry = table.source | {"device": table.metadata.device} | more
         known = self.provenance.get(component)
         if known is None or format.weakest([known["label"], entry["label"]]) != known["label"]:
@@ -171,10 +178,10 @@ class Parts:
         found = ((find(size), size) for size in sizes)
         table, measured_ranks = next(((t, n) for t, n in found if t is not None), (None, 1))
         if table is None:
-            whole = self._moe_without_table()
+            whole = self._no_less(self._moe_without_table())
             self.layer = MoELayer(whole, 1)
             return whole.on_rank(ranks)
-        fitted = moe_latency.fit_moe_latency(table)
+        fitted = self._no_less(moe_latency.fit_moe_latency(table))
         self.layer = MoELayer(fitted, measured_ranks)
         # A derived table is its own formula: only its maker knows how far that lies from evidence.
         derived = table.metadata.provenance == "derived"
@@ -187,6 +194,11 @@ class Parts:
                 f"; all experts on one GPU, read at the count of one of {ranks} ranks"
             )
         return fitted.on_rank(ranks // measured_ranks)
+
+    def _no_less(self, layer: moe_latency.MoELatency) -> moe_latency.MoELatency:
+        """Bound a MoE layer from below by what the GPU can read and compute."""
+        read_s, pair_s = bounds.expert_s(self.gpu, self.model)
+        return replace(layer, least_expert_s=read_s, least_pair_s=pair_s)
 
     def _moe_without_table(self) -> moe_latency.MoELatency:
         """All experts of a layer on one GPU: by the tiles of vLLM's kernel, or from a roofline."""
@@ -338,10 +350,10 @@ class Parts:
             seconds = self.collective_tables["nccl"].time_s("all_reduce", n_gpus, n_bytes)
         else:
             seconds = roofline.all_reduce_s(self.gpu, n_gpus, n_bytes)
-        if "custom" not in self.collective_tables:
-            return seconds + between
-        custom = self.collective_tables["custom"].time_s("all_reduce", n_gpus, n_bytes)
-        return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds) + between
+        if "custom" in self.collective_tables:
+            custom = self.collective_tables["custom"].time_s("all_reduce", n_gpus, n_bytes)
+            seconds = np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
+        return np.maximum(seconds, bounds.message_s(self.gpu, n_gpus, n_bytes)) + between
 
     def collectives_s(self, rows: Floats) -> Floats:
         """What the GPUs of a worker exchange in a step of ``rows`` tokens. All-reduces of hidden
@@ -363,7 +375,8 @@ class Parts:
             seconds = self.collective_tables["nccl"].time_s("all_gather", n_gpus, n_bytes)
         else:
             seconds = roofline.all_gather_s(self.gpu, n_gpus, n_bytes)
-        return seconds + self._between_nodes_s(n_bytes)
+        least = bounds.message_s(self.gpu, n_gpus, n_bytes)
+        return np.maximum(seconds, least) + self._between_nodes_s(n_bytes)
 
     def _attention(self, max_tokens: int) -> list[tuple[int, DecodeAttention, PrefillAttention]]:
         """Layers, decode and prefill attention of every kind of layer."""
@@ -374,14 +387,24 @@ class Parts:
                 roofline.decode_attention(self.gpu, model, sliding),
                 roofline.prefill_attention(self.gpu, model, sliding, max_tokens),
             )
+            least = bounds.attention(self.gpu, model, sliding)
+            tokens = np.arange(max_tokens + 1.0)
+            pairs_s = least.pair_s * bounds.causal_pairs(tokens, least.limit)
+            pairs_s += least.index_pair_s * bounds.causal_pairs(tokens)
+            decode = replace(decode, least=least)
+            prefill = prefill.no_less(pairs_s, least.index_s or least.token_s)
             found.append((layers, decode, prefill))
             if not sliding:
                 self.rereads.append((layers, prefill))
         if model.n_linear_layers:
             shape = format.linear_attention_shape(model)
             both = self._measured("linear_attention", shape, max_tokens)
-            both = both or roofline.linear_attention(self.gpu, model, max_tokens)
-            self.states = model.n_linear_layers, *both
+            decode, prefill = both or roofline.linear_attention(self.gpu, model, max_tokens)
+            least_s, token_s = bounds.linear_attention(self.gpu, model)
+            raised = np.maximum(decode.seconds, least_s * decode.batch[:, None])
+            decode = replace(decode, seconds=raised)
+            prefill = prefill.no_less(token_s * np.arange(max_tokens + 1.0), 0.0)
+            self.states = model.n_linear_layers, decode, prefill
         return found
 
     def _measured(
@@ -434,35 +457,49 @@ class Parts:
 
     def linear_s(self, n: int, k: int, rows: Floats) -> Floats:
         """One matrix stored like the model's linear layers."""
+        dtype = self.model.linear_dtype
         if self.linear is None:
-            width = {"bfloat16": 2.0, "nvfp4": 0.5625}.get(self.model.linear_dtype, 1.0)
+            width = {"bfloat16": 2.0, "nvfp4": 0.5625}.get(dtype, 1.0)
             return roofline.gemm_s(self.gpu, n, k, rows, width)
-        return self.linear.time_s(n, k, rows)
+        least = bounds.linear_s(self.gpu, n, k, rows, dtype)
+        return np.maximum(self.linear.time_s(n, k, rows), least)
 
     def _plain_s(self, n: int, k: int, rows: Floats) -> Floats:
         if self.gemm is None:
             return roofline.gemm_s(self.gpu, n, k, rows)
-        return self.gemm.time_s(n, k, rows)
+        least = bounds.linear_s(self.gpu, n, k, rows, "bfloat16")
+        return np.maximum(self.gemm.time_s(n, k, rows), least)
 
     def dense_part_s(self, rows: Floats) -> Floats:
         """What a step of ``rows`` tokens computes but for routed experts, attention and lm_head."""
         if self.engine_step is not None:
-            return self.engine_step.token_part_s(rows)
+            dtype = self.model.linear_dtype
+            least = sum(
+                layers * bounds.linear_s(self.gpu, n, k, rows, dtype)
+                for layers, n, k in self._dense_linears()
+            )
+            return np.maximum(self.engine_step.token_part_s(rows), least)
         model = self.model
         total = np.zeros_like(rows)
+        for layers, n, k in self._dense_linears():
+            total += layers * self.linear_s(n, k, rows)
+        total += model.n_moe_layers * self._plain_s(model.n_experts, model.hidden_size, rows)
+        return total + self._elementwise_s(rows)
+
+    def _dense_linears(self) -> Iterator[tuple[int, int, int]]:
+        """Layers, out and in features of the matrices of attention, dense and shared MLPs."""
+        model = self.model
+        hidden = model.hidden_size
         for layers, linears in model.attention_layer_linears:
             for n, k in linears:
-                total += layers * self.linear_s(n, k, rows)
-        hidden = model.hidden_size
-        total += model.n_moe_layers * self._plain_s(model.n_experts, hidden, rows)
+                yield layers, n, k
         for width, layers in (
             (model.shared_intermediate_size, model.n_moe_layers),
             (model.dense_intermediate_size, model.n_dense_layers),
         ):
             if width and layers:
-                total += layers * self.linear_s(2 * width, hidden, rows)
-                total += layers * self.linear_s(hidden, width, rows)
-        return total + self._elementwise_s(rows)
+                yield layers, 2 * width, hidden
+                yield layers, hidden, width
 
     def _elementwise_s(self, rows: Floats) -> Floats:
         """Norms, rotary embedding, KV cache writes of all layers, and the embedding lookup.

@@ -1,4 +1,5 @@
-"""A100-40GB: A100's tables, with what memory bounds longer by the ratio of bandwidths."""
+"""A GPU's tables from its sibling's: what memory bounds goes with the bandwidth, what FLOPs bound
+with these, what links bound with the links."""
 
 import numpy as np
 import pytest
@@ -115,6 +116,45 @@ def test_the_rule_predicts_h100_from_h200_as_far_as_it_says():
     }
 
 
+H100, H20, H800, PCIE = (load_gpu(name) for name in ("H100", "H20", "H800", "H100-PCIe"))
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192, 16384])
+def test_prompts_go_with_the_flops(tokens):
+    """H20 has 148 of H100's 989 TFLOP/s: attention of long prompts takes near 6.7 times as long."""
+    shape = attention_shape(32, 4, 128, 0)
+    there, here = (gpu_table("attention_prefill", gpu, QWEN, shape=shape) for gpu in (H100, H20))
+    at = (there.columns["new_tokens"] == tokens) & (there.columns["batch"] == 1)
+    ratio = here.columns["latency_s"][at] / there.columns["latency_s"][at]
+    assert 3.5 < ratio[0] <= 989 / 148
+
+
+def test_mla_modules_go_with_bytes_and_flops():
+    """Few tokens read projections and cache, faster on H20; many are computed, slower."""
+    model = load_model("DeepSeek-V3").model_copy(update={"n_heads": 16})
+    shape = mla_shape(16, 7168, 1536, 512)
+    how = {"shape": shape, "dtype": "fp8_block"}
+    there, here = (gpu_table("attention_decode", gpu, model, **how) for gpu in (H100, H20))
+    ratio = here.columns["latency_s"] / there.columns["latency_s"]
+    context, batch = there.columns["context"], there.columns["batch"]
+    assert (ratio[(batch == 1) & (context < 1024)] <= 1).all()
+    assert (ratio >= 0.99 * 3.35 / 4.0).all()
+    there, here = (gpu_table("attention_prefill", gpu, model, **how) for gpu in (H100, H20))
+    ratio = here.columns["latency_s"] / there.columns["latency_s"]
+    tokens = there.columns["batch"] * there.columns["new_tokens"]
+    assert (ratio[tokens > 8192] > 2).all()
+    assert ratio.max() > 5
+
+
+def test_collectives_go_with_the_links_and_nvlinks_kernels_not_with_pcies():
+    there, here = (gpu_table("collective", gpu, dtype="float16") for gpu in (H100, H800))
+    ratio = here.columns["latency_s"] / there.columns["latency_s"]
+    large = there.columns["message_bytes"] > 1 << 26
+    assert (ratio[large] > 1.5).all()
+    assert ratio.max() <= 450 / 200
+    assert gpu_table("collective", PCIE, dtype="float16") is None
+
+
 def _dims(kind, shape):
     """A model whose layers have a table's shape."""
     if kind == "gemm":
@@ -144,7 +184,7 @@ def test_what_is_not_split_or_not_there_is_not_derived():
     mla = LatencyTable(table.metadata.model_copy(update={"gpu": "A100"}), table.columns)
     shape = mla.metadata.shape
     assert find_table("attention_decode", "A100", shape=shape, extra=[mla]) is mla
-    assert gpu_table("attention_decode", SMALL, QWEN, shape=shape, extra=[mla]) is None
+    assert gpu_table("attention_decode", SMALL, shape=shape, extra=[mla]) is None  # of no model
     assert gpu_table("moe", SMALL, QWEN, shape={**MOE, "top_k": 7}) is None
     assert gpu_table("moe", LARGE, QWEN, shape=MOE) is find_table("moe", "A100", shape=MOE)
 
@@ -154,7 +194,7 @@ def test_own_tables_come_first_then_the_siblings_own():
     changes = {"provenance": "measured", "origin": "mine"}
     own = LatencyTable(table.metadata.model_copy(update=changes), table.columns)
     derived = gpu_table("moe", SMALL, QWEN, shape=MOE, extra=[own])
-    assert derived.metadata.origin.startswith("mine; of A100, what memory bounds")
+    assert derived.metadata.origin.startswith("mine; of A100, scaled by")
     assert derived.metadata.provenance == "derived"
     mine = LatencyTable(own.metadata.model_copy(update={"gpu": "A100-40GB"}), table.columns)
     assert gpu_table("moe", SMALL, QWEN, shape=MOE, extra=[own, mine]) is mine
