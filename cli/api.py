@@ -36,6 +36,7 @@ from eldr_sim.reports.page import write_report
 from eldr_sim.simulator import run as simulator_run
 from eldr_sim.simulator import simulation
 from eldr_sim.simulator.results import write_result
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -193,10 +194,10 @@ def _options(
         param = known.get(name)
         if param is not None:
             values[str(param.name)] = _typed(param, value)
-        elif name in RunConfig.model_fields:  # a mapping, such as a pool's
+        elif name in RUN_FIELDS:  # a mapping, such as a pool's
             values[name] = value
         else:
-            near = get_close_matches(name, {*known, *RunConfig.model_fields}, 3)
+            near = get_close_matches(name, {*known, *RUN_FIELDS}, 3)
             raise InputError(name, "no such option", ", ".join(near) or "see eldr-sim run --help")
     if isinstance(config, RunConfig):
         values["config_file"] = config.said("python")
@@ -211,7 +212,7 @@ def _typed(param: click.Parameter, value: Any) -> Any:
         each = [value] if isinstance(value, str | Mapping) else value
         return tuple(_text(param, item) for item in each)
     is_text = isinstance(param.type, click.types.StringParamType)
-    return _text(param, value) if is_text and param.name not in RunConfig.model_fields else value
+    return _text(param, value) if is_text and param.name not in RUN_FIELDS else value
 
 
 def _text(param: click.Parameter, value: Any) -> str:
@@ -248,7 +249,9 @@ def run(config: Config | None = None, *, progress: bool | None = None, **options
     >>> result.plot("TPOT")
     """
     made = config_from_options(_options(run_command.run, config, options))
-    with _shown(progress_bar, progress)(f"{made.policy} on {made.topology}") as update:
+    with _shown(progress_bar, progress)(
+        f"{made.policies.policy} on {made.cluster.topology}"
+    ) as update:
         return Run._of(simulator_run.simulate(made, update))
 
 

@@ -227,8 +227,9 @@ def what_if(
         result.write(out, force=force)
     first = result.base[0]
     click.echo(
-        f"Base: {config.policy}, {first['topology']}, {first['model_id']} on {first['gpu']}, "
-        f"{first['weakest_provenance']} tables; {seeds} paired seed{'s' if seeds > 1 else ''}"
+        f"Base: {config.policies.policy}, {first['topology']}, {first['model_id']} "
+        f"on {first['gpu']}, {first['weakest_provenance']} tables; "
+        f"{seeds} paired seed{'s' if seeds > 1 else ''}"
     )
     print_log_part(first)
     for change in result.changes:

@@ -115,15 +115,17 @@ def schema() -> None:
     In VS Code: `# yaml-language-server: $schema=eldr-sim.schema.json` in the file's first line."""
     import json
 
-    from eldr_sim.policies.choice import DECISION_OF
-    from eldr_sim.simulator.setup.config.groups import GROUPS
-    from eldr_sim.simulator.setup.config.run_config import RunConfig
+    from pydantic import create_model
 
-    document = RunConfig.model_json_schema()
+    from eldr_sim.policies.choice import DECISION_OF
+    from eldr_sim.simulator.setup.config.groups import GROUPS, RUN_FIELDS
+
+    # Fields are named without their groups; the model of all of them exists for its schema alone.
+    document = create_model("eldr-sim run", __base__=tuple(GROUPS.values())).model_json_schema()
     fields = document["properties"]
     named: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}}
     named["required"] = ["name"]
-    for name, field in RunConfig.model_fields.items():
+    for name, field in RUN_FIELDS.items():
         more = named  # a policy is a word, or a mapping with parameters
         if name not in DECISION_OF:
             if "BeforeValidator" not in repr(field):
@@ -151,7 +153,7 @@ def policies() -> None:
     `policy: {name: eldr, tau: 0.2}`."""
     from eldr_sim.policies import registry
     from eldr_sim.policies.choice import FIELDS
-    from eldr_sim.simulator.setup.config.run_config import RunConfig
+    from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 
     for decision in registry.DECISIONS:
         rows, parameters = [], []
@@ -163,7 +165,7 @@ def policies() -> None:
                 default = "" if field.default is None else str(field.default)
                 parameters.append([f"{name}:{key}", default, text])
         title = _TITLES.get(decision, f"{decision.capitalize()} policies")
-        if FIELDS[decision] in RunConfig.model_fields:
+        if FIELDS[decision] in RUN_FIELDS:
             title += f" (--{FIELDS[decision].replace('_', '-')})"
         print_table(title, ["name", "what"], rows)
         if parameters:

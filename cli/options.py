@@ -26,6 +26,7 @@ from eldr_sim.cli.option import (
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import BUILT_IN, DECISION_OF
 from eldr_sim.simulator.setup.config.groups import GROUPS as CONFIG_GROUPS
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.pools import Pool
 from eldr_sim.simulator.setup.config.presets import preset_fields
 from eldr_sim.simulator.setup.config.run_config import (
@@ -42,7 +43,7 @@ _APART: dict[str, dict[str, tuple[str, ...]]] = {
         "enable_elastic_ep", "micro_batches", "pipeline_parallel_size", "num_redundant_experts",
         "gpus_per_node", "all2all_backend",
     )},
-    "Workload": {
+    "Requests": {
         "Measured part": (
             "log_from", "log_to", "busiest", "duration", "warmup", "num_requests", "seed",
         ),
@@ -55,14 +56,11 @@ _APART: dict[str, dict[str, tuple[str, ...]]] = {
         "input_len", "prompt_lengths", "output_len", "random_range_ratio", "prefix_len",
         "num_prefixes", "length_shape",
     )},
-    "Engine": {"Cache tiers": (
-        "kv_tier", "kv_load", "kv_overlap", "kv_in_flight", "answer_kv", "kv_signal",
-    )},
 }  # fmt: skip
 #: The fields of a run's configuration by group, in the order of the help.
 GROUPS: dict[str, tuple[str, ...]] = {}
 for _name, _group in CONFIG_GROUPS.items():
-    _title = _name.replace("_", " ").capitalize()
+    _title = "KV cache" if _name == "kv" else _name.replace("_", " ").capitalize()
     _sections = _APART.get(_title, {})
     _apart = {field for fields in _sections.values() for field in fields}
     GROUPS[_title] = tuple(field for field in _group.model_fields if field not in _apart)
@@ -138,7 +136,7 @@ _POOL_OPTIONS = {
 def run_options(*, without: tuple[str, ...] = ()) -> Decorator:
     """Add an option for each field of :class:`RunConfig`, plus ``--config`` and ``--goodput``."""
     hidden = (*_MAPPINGS, *without)
-    options = [_option(name) for name in RunConfig.model_fields if name not in hidden]
+    options = [_option(name) for name in RUN_FIELDS if name not in hidden]
     options += [_pool_option(name) for name in _POOL_OPTIONS]
     bounds = (
         "Service level of a good request, ms: ttft:500,tpot:30 (also e2el); once with a list, or "
@@ -168,7 +166,7 @@ def _option(name: str) -> Decorator:
     if several := {"fail": "POOL:N@S[+S]", "kv_tier": "NAME:BYTES,load=..."}.get(name):
         flag = "--" + name.replace("_", "-")
         return option(f"{flag} {name}", None, _help(name), multiple=True, metavar=several)
-    switch = RunConfig.model_fields[name].annotation in (bool, bool | None)
+    switch = RUN_FIELDS[name].annotation in (bool, bool | None)
     return _made(name, name, switch, _help(name), *ALIASES.get(name, ()))
 
 
@@ -200,7 +198,7 @@ def _completer(name: str) -> Completer | None:
 
 def _choices(name: str) -> tuple[str, ...]:
     """Return the words that a field may be, where these are all that it may be."""
-    field = RunConfig.model_fields.get(name)
+    field = RUN_FIELDS.get(name)
     annotation = None if field is None else field.annotation
     if get_origin(annotation) is not Literal:  # or one that may be None
         kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
@@ -232,7 +230,7 @@ def config_from_options(options: dict[str, Any]) -> RunConfig:
 
 def _known(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options that are fields; a preset computes with the rate, where it is a number."""
-    fields = {name: value for name, value in given.items() if name in RunConfig.model_fields}
+    fields = {name: value for name, value in given.items() if name in RUN_FIELDS}
     with suppress(KeyError, ValueError):
         fields["request_rate"] = float(fields["request_rate"])
     return fields
@@ -244,7 +242,7 @@ def served(config: RunConfig, policies: list[str]) -> list[str]:
 
     found = servable(config, policies)
     if left := [word for word in policies if word not in found]:
-        why = f"{config.model} is dense, and they need experts"
+        why = f"{config.engine.model} is dense, and they need experts"
         click.echo(f"Left out: {', '.join(left)} ({why})", err=True)
     return found
 
@@ -317,11 +315,11 @@ def _metavar(name: str) -> str:
 
 
 def _annotation(name: str) -> Any:
-    return (RunConfig.model_fields.get(name) or Pool.model_fields[name]).annotation
+    return (RUN_FIELDS.get(name) or Pool.model_fields[name]).annotation
 
 
 def _help(name: str) -> str:
-    field = RunConfig.model_fields[name]
+    field = RUN_FIELDS[name]
     text = (field.description or "").replace("``", "")
     if name in DECISION_OF:
         own = ", or ./FILE.py:Class" if name == "policy" else ""

@@ -239,7 +239,7 @@ def planned(
         config = _with_window(config, objective, options)
     _note_long_log(config)
     is_search = not (day or asked.cluster_is_given or objective is None)
-    if is_search and not config.from_file and config.request_rate is None:
+    if is_search and not config.requests.from_file and config.requests.request_rate is None:
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
     for field, about in (("why_not", asked.why_not), ("sensitivity", asked.sensitivity)):
         if about and (not is_search or asked.prefill_only):
@@ -340,25 +340,35 @@ def _with_window(config: RunConfig, objective: Objective, options: dict[str, Any
     A warm-up is as long as requests live that just keep the TPOT bound: a cluster is full then. Of
     a part of a log those before it are as long as nine in ten of the log are. A whole log has none,
     nor have a load that changes and sessions, all of whose turns count."""
-    whole = config.measures_whole_log or config.n_sessions is not None or bool(config.load)
+    whole = (
+        config.requests.measures_whole_log
+        or config.requests.n_sessions is not None
+        or bool(config.requests.load)
+    )
     if options["num_requests"] is not None or whole:
         return config
-    window = {"duration": _DURATION} if config.duration is None and not config.chooses_part else {}
+    window = (
+        {"duration": _DURATION}
+        if config.requests.duration is None and not config.requests.chooses_part
+        else {}
+    )
     length: float | str = config.effective_output_len
-    if config.replays_log and length == "recorded":
+    if config.requests.replays_log and length == "recorded":
         length = _long_output(config)
     tpot_ms = objective.level.tpot
     if options["warmup"] is None and not isinstance(length, str) and tpot_ms is not None:
-        window["warmup"] = max(config.warmup_s, length * tpot_ms / 1e3)
+        window["warmup"] = max(config.requests.warmup_s, length * tpot_ms / 1e3)
     return config.model_copy(update=window)
 
 
 def _note_long_log(config: RunConfig) -> None:
     """Say before a plan of a long log what each of its runs replays."""
-    if config.measures_whole_log and config.length_shape is None:
+    if config.requests.measures_whole_log and config.routing.length_shape is None:
         from eldr_sim.traces.requests.load import named_log
 
-        log = named_log(config.workload, config.columns, None, config.effective_output_len)
+        log = named_log(
+            config.requests.workload, config.requests.columns, None, config.effective_output_len
+        )
         if len(log.arrival_s) > _MANY_REQUESTS:
             click.echo(
                 f"Every run replays all {len(log.arrival_s):,} requests of the log, "
@@ -373,7 +383,9 @@ def _long_output(config: RunConfig) -> float:
 
     from eldr_sim.traces.requests.logs.request_logs import known_log
 
-    return float(np.quantile(known_log(config.workload, config.columns).output_len, 0.9))
+    return float(
+        np.quantile(known_log(config.requests.workload, config.requests.columns).output_len, 0.9)
+    )
 
 
 def _list(text: str | None) -> list[str]:

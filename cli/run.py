@@ -32,8 +32,8 @@ def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: An
     if timeline and out is None:
         raise InputError("timeline", "--timeline without --out", "--out DIR beside it")
     check_out(out, force)
-    extras = plot_extras(plot, out, f"{config.policy} on {config.topology}")
-    with progress_bar(f"{config.policy} on {config.topology}") as update:
+    extras = plot_extras(plot, out, f"{config.policies.policy} on {config.cluster.topology}")
+    with progress_bar(f"{config.policies.policy} on {config.cluster.topology}") as update:
         result = simulate(config, update)
     if out is not None:
         if timeline:

@@ -68,11 +68,13 @@ def serve(
         config = config.replace(warmup=0)
     configs, ports = [config], [port]
     if engine_ports is not None:
-        if config.n_prefill or own["log"] is not None:
+        if config.cluster.n_prefill or own["log"] is not None:
             allowed = "xC without --log: workers that share nothing"
-            raise InputError("engine_ports", f"of {config.topology}", allowed)
-        ports = [engine_ports + n for n in range(config.n_decode)]
-        configs = [config.replace(topology="1C", seed=config.seed + n) for n in range(len(ports))]
+            raise InputError("engine_ports", f"of {config.cluster.topology}", allowed)
+        ports = [engine_ports + n for n in range(config.cluster.n_decode)]
+        configs = [
+            config.replace(topology="1C", seed=config.requests.seed + n) for n in range(len(ports))
+        ]
     what = "compiling, and drawing the model's routing where it is new"
     click.echo(f"Getting ready: {what}", err=True)
     services = [Service(each, **own) for each in configs]

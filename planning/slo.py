@@ -148,7 +148,7 @@ def parse_slo(texts: Iterable[str], field: str = "slo") -> ServiceLevel:
             raise InputError(field, f"{text!r} {problem}", "METRIC:MS such as ttft:500,tpot:30")
         bounds[name] = bound
     try:
-        return make_config({"goodput": bounds}).goodput
+        return make_config({"goodput": bounds}).output.goodput
     except InputError as error:
         metric = error.field.replace("goodput.", "").replace("goodput", "")
         problem = f"{metric}: {error.problem}" if metric else error.problem

@@ -16,7 +16,6 @@ from eldr_sim.kinds import AnyPath
 from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import N_COLOURS, Colours, Picture, Series, curves, stacked_bars
 from eldr_sim.simulator.outcome.bottleneck import IN_LINE, WITHOUT
-from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _ROLES = {"prefill": 1, "decode": 2}
 _REQUESTS = 3
@@ -142,10 +141,7 @@ class _Run:
         self.done = self.requests[self.requests["measured"] & self.requests["finish_s"].notna()]
         steps = folder.tables["steps"].to_pandas()
         self.decode_steps = steps[steps["role"] == "decode"]
-        config = folder.documents["config"]["config"]
-        fields = {name: config.get(name) for name in ("warmup", "num_requests")}
-        older = RunConfig.model_construct(**fields).warmup_s
-        self.warmup_s = folder.documents["summary"].get("window_start_s", older)
+        self.warmup_s = folder.documents["summary"]["window_start_s"]
         self.scaling = folder.documents["summary"].get("scaling")
         self._colour, self._style = colour, style + colour // N_COLOURS
 

@@ -45,6 +45,7 @@ from eldr_sim.simulator.outcome.tables import requests_table, step_tables
 from eldr_sim.simulator.plane.steps.group_state import ASKED
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, PoolSpec
 from eldr_sim.simulator.setup.config.fault_spellings import planned
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.log_part import check_window, log_of, part_of
 from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
@@ -138,8 +139,8 @@ def simulate_summary(config: RunConfig) -> dict[str, Any]:
     """Run one configuration for its ``summary.json``, with ``slo_blocks`` of a log."""
     prepared, workload, record = _run(config, None)
     summary = summary_of(config, prepared, workload, record)
-    if "log_window" in workload.description and config.goodput != ServiceLevel():
-        summary["slo_blocks"] = slo_blocks(record, config.goodput)
+    if "log_window" in workload.description and config.output.goodput != ServiceLevel():
+        summary["slo_blocks"] = slo_blocks(record, config.output.goodput)
     return summary
 
 
@@ -150,7 +151,7 @@ def _run(
     workload, window = offered_load(config, prepared.trace)
     cluster = build_cluster(config, prepared, workload, window)
     tell_of_compiling()
-    if not config.scales:
+    if not config.scaling.scales:
         return replace(prepared, spec=cluster.spec), workload, cluster.run(progress)
     control = Control(cluster, fault_plan(config, cluster))
     autoscale(config, prepared, workload, control)
@@ -160,10 +161,10 @@ def _run(
 
 def fault_plan(config: RunConfig, cluster: Cluster) -> FaultPlan:
     """Return what goes wrong in a cluster, and what its routers do about workers that leave."""
-    health = config.health_delay_ms / 1e3
+    health = config.faults.health_delay_ms / 1e3
     return cluster.faults or FaultPlan(
-        health_delay_s=health, retry=config.retry, max_retries=config.max_retries,
-        user_retry_s=config.user_retry_s,
+        health_delay_s=health, retry=config.faults.retry, max_retries=config.faults.max_retries,
+        user_retry_s=config.faults.user_retry_s,
     )  # fmt: skip
 
 
@@ -171,24 +172,24 @@ def autoscale(
     config: RunConfig, prepared: PreparedRun, workload: Workload, control: Control
 ) -> None:
     """Let the autoscaler of a configuration work on a cluster, if there is one."""
-    if not config.scales:
+    if not config.scaling.scales:
         return
-    if config.fail or config.events:
+    if config.faults.fail or config.faults.events:
         problem = "workers that fail beside an autoscaler are not simulated"
         raise InputError("autoscale", problem, "none, or neither fail nor events")
     works = [_works(config, prepared, control.cluster, pool) for pool in prepared.spec.pools]
     pauses = {name: group.pause_between for name, group in control.cluster.elastic.items()}
     facts = scaling_facts(config, prepared, workload, works, pauses)
-    rng = stream(config.seed, "autoscaler")
-    policy = autoscaler(config.autoscale, PolicyContext(1, rng, scaling=facts))
+    rng = stream(config.requests.seed, "autoscaler")
+    policy = autoscaler(config.scaling.autoscale, PolicyContext(1, rng, scaling=facts))
     names = [pool.name for pool in facts.pools]
     rule = ScalingRule(
-        per_pool("min_workers", config.min_workers or (1,), names),
-        per_pool("initial_workers", config.initial_workers, names),
-        config.gpu_budget,
-        config.demand == "exit",
-        config.metric_delay,
-        math.inf if config.drain_timeout is None else config.drain_timeout,
+        per_pool("min_workers", config.scaling.min_workers or (1,), names),
+        per_pool("initial_workers", config.scaling.initial_workers, names),
+        config.scaling.gpu_budget,
+        config.scaling.demand == "exit",
+        config.scaling.metric_delay,
+        math.inf if config.scaling.drain_timeout is None else config.scaling.drain_timeout,
     )
     Autoscaling(control, policy, facts, rule)
 
@@ -203,36 +204,47 @@ def offered_load(
     config: RunConfig, trace: RoutingTrace | None
 ) -> tuple[Workload, tuple[float, float]]:
     """Return the requests of a run and the window, s, in which those that count arrive."""
-    warmup, duration = config.warmup_s, config.duration_s
+    warmup, duration = config.requests.warmup_s, config.requests.duration_s
     window = (warmup, np.inf if duration is None else warmup + duration)
     # The load of a day ends with it: what is left is served, and counts.
-    windows = 1.0 if config.load is not None and config.duration is None else _WINDOWS_OF_ARRIVALS
+    windows = (
+        1.0
+        if config.requests.load is not None and config.requests.duration is None
+        else _WINDOWS_OF_ARRIVALS
+    )
     horizon = None if duration is None else warmup + windows * duration
     check_window(config)
     log = log_of(config)
     part = part_of(config, log)
-    if part is not None and config.chooses_part:
+    if part is not None and config.requests.chooses_part:
         window = part.window
-    if config.arrivals == "agentx":
+    if config.requests.arrivals == "agentx":
         horizon = None
-    same = {field.name for field in fields(Load)} & set(RunConfig.model_fields)
-    values: dict[str, Any] = {name: getattr(config, name) for name in same}
-    ratio = config.random_range_ratio
+    same = {field.name for field in fields(Load)} & set(RUN_FIELDS)
+    values: dict[str, Any] = {name: config.value(name) for name in same}
+    ratio = config.routing.random_range_ratio
     load = Load(
         **values
-        | {"request_rate": config.effective_rate, "output_len": config.effective_output_len}
-        | ({} if config.n_sessions is None else {"num_requests": config.n_sessions}),
+        | {
+            "request_rate": config.requests.effective_rate,
+            "output_len": config.effective_output_len,
+        }
+        | (
+            {}
+            if config.requests.n_sessions is None
+            else {"num_requests": config.requests.n_sessions}
+        ),
         horizon_s=horizon,
         lanes_s=0.0 if duration is None else duration,
         drift_s=None if duration is None else window[1],
         # Requests that end with their prompts have one output token, whatever the range.
-        range_ratios=(ratio, ratio if config.generates else 0.0),
+        range_ratios=(ratio, ratio if config.cluster.generates else 0.0),
         part=part,
         session=session_shape(
-            config.workload,
-            config.block_size,
-            config.history,
-            **{name: getattr(config, name) for name in SESSIONS["chat"]},
+            config.requests.workload,
+            config.engine.block_size,
+            config.requests.history,
+            **{name: config.value(name) for name in SESSIONS["chat"]},
         ),
     )
     try:
@@ -242,17 +254,19 @@ def offered_load(
             raise
         allowed = error.allowed.replace("horizon", "duration")
         raise InputError("duration", error.problem, allowed) from None
-    workload = join_routing(requests, trace, trace_replay=config.trace_replay, seed=config.seed)
+    workload = join_routing(
+        requests, trace, trace_replay=config.routing.trace_replay, seed=config.requests.seed
+    )
     arrivals = workload.arrival_s
     if not ((arrivals >= window[0]) & (arrivals < window[1])).any():
         raise InputError(
-            "warmup" if config.duration is None else "duration",
+            "warmup" if config.requests.duration is None else "duration",
             f"none of {len(arrivals)} requests arrives in the measured window "
             f"[{window[0]:g} s, {window[1]:g} s)",
             "a shorter warm-up, a longer duration or a higher rate",
         )
     if log is not None:
-        measured = describe_part(log, arrivals, window, part, config.request_rate)
+        measured = describe_part(log, arrivals, window, part, config.requests.request_rate)
         workload = replace(workload, description=workload.description | {"log_window": measured})
     return workload, window
 
@@ -262,10 +276,10 @@ def build_cluster(
 ) -> Cluster:
     """Put the cluster of a run together, policies fitted."""
     trace, model, spec = prepared.trace, prepared.model, prepared.spec
-    mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
+    mix = None if config.routing.domain_mix is None else tuple(config.routing.domain_mix.items())
 
     def calibration() -> CalibrationSet:
-        return _calibration(_routed(prepared), config.workload, mix, "count")
+        return _calibration(_routed(prepared), config.requests.workload, mix, "count")
 
     replay = no_replay()
     if trace is not None:
@@ -273,23 +287,23 @@ def build_cluster(
         replay = replay_of(trace, model.top_k, model.n_moe_layers, windows)
     policies = [
         _prefill_policy(config, prepared, workload)
-        if number == 0 and config.n_prefill
+        if number == 0 and config.cluster.n_prefill
         else _decode_policy(config, prepared, workload, replay, calibration, number)
         for number in range(len(spec.routers))
     ]
-    decode = policies[-1] if config.generates else None
-    if not config.n_prefill:
+    decode = policies[-1] if config.cluster.generates else None
+    if not config.cluster.n_prefill:
         _check_colocated(config, decode)
     order = _queue_order(config, prepared)
     score = None if decode is None else decode.needs.signature
     if score == "count":
-        _routed(prepared).require_prompts(f"the signatures of policy {config.policy!r}")
+        _routed(prepared).require_prompts(f"the signatures of policy {config.policies.policy!r}")
     signatures: Signatures = no_signatures
     if trace is not None:
         texts = np.union1d(workload.text, workload.prefix_text)
         signatures = PromptSignatures(trace, score or "count", texts)
     spec = replace(
-        spec if score is None else _with_signatures(spec, config.policy),
+        spec if score is None else _with_signatures(spec, config.policies.policy),
         preempt_by_key=order.preempts,
         aging_s=order.aging_s,
     )
@@ -314,7 +328,7 @@ def build_cluster(
         policies,
         window,
         time_limit_s=np.inf
-        if config.num_requests and not config.scales
+        if config.requests.num_requests and not config.scaling.scales
         else _TIME_LIMIT_FACTOR * max(last_arrival, window[1]),
         expert_masks=None
         if placements is None
@@ -338,9 +352,9 @@ def build_cluster(
 
 
 def _queue_order(config: RunConfig, prepared: PreparedRun) -> QueueOrder:
-    rng, n_workers = stream(config.seed, "queue order"), len(prepared.spec.routers[-1])
+    rng, n_workers = stream(config.requests.seed, "queue order"), len(prepared.spec.routers[-1])
     context = PolicyContext(n_workers, rng, step_times=prepared.step_time.cost)
-    return queue_order(config.queue_order, context)
+    return queue_order(config.policies.queue_order, context)
 
 
 def _prefill_policy(config: RunConfig, prepared: PreparedRun, workload: Workload) -> RouterPolicy:
@@ -348,13 +362,13 @@ def _prefill_policy(config: RunConfig, prepared: PreparedRun, workload: Workload
     spec = prepared.spec
     context = PolicyContext(
         n_workers=len(spec.routers[0]),
-        rng=stream(config.seed, "prefill policy"),
-        prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
+        rng=stream(config.requests.seed, "prefill policy"),
+        prefix_block_tokens=workload.prefix_block_tokens or config.engine.block_size,
         prefill_work=lambda: work_of(prepared.model, spec.prefill),
         step_times=spec.prefill.step_time.cost,
         token_budget=spec.prefill.max_num_batched_tokens,
     )
-    return prefill_policy(config.prefill_policy, context)
+    return prefill_policy(config.policies.prefill_policy, context)
 
 
 def _replica_policy(
@@ -367,9 +381,9 @@ def _replica_policy(
     groups = [e.group for e in (prepared.spec.decode, prepared.spec.prefill) if e.group is not None]
     if placements is None or not groups or groups[0].replica_choice != ASKED:
         return None
-    rng = stream(config.seed, "replica choice")
+    rng = stream(config.requests.seed, "replica choice")
     context = PolicyContext(1, rng, rank_moe=groups[0].moe)
-    choice = replica_choice(config.replica_choice, context)
+    choice = replica_choice(config.policies.replica_choice, context)
     return ReplicaPolicy(choice, placements, relocations)
 
 
@@ -391,10 +405,17 @@ def _decode_policy(
         problem = f"{', '.join(pool.name for pool in pools)} have groups of different sizes"
         raise InputError("data_parallel_size", problem, "one size behind a router")
     spread = engine.parallelism.n_expert_ranks > 1
-    mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
+    mix = None if config.routing.domain_mix is None else tuple(config.routing.domain_mix.items())
 
     def artifact(options: FitOptions, n_clusters: int) -> RoutingArtifact:
-        return _fit(_routed(prepared), config.workload, mix, n_clusters, config.seed, options)
+        return _fit(
+            _routed(prepared),
+            config.requests.workload,
+            mix,
+            n_clusters,
+            config.requests.seed,
+            options,
+        )
 
     def future(request: int) -> Floats:
         window, offset, steps = (
@@ -410,10 +431,10 @@ def _decode_policy(
         return [one.placement for pool in placed for one in pool]
 
     return decode_policy(
-        config.policy,
+        config.policies.policy,
         PolicyContext(
             n_workers=n_engines,
-            rng=stream(config.seed, "decode policy"),
+            rng=stream(config.requests.seed, "decode policy"),
             calibration=calibration,
             artifact=artifact,
             step_times=step_time.cost if alike else None,
@@ -503,18 +524,18 @@ def _check_colocated(config: RunConfig, policy: RouterPolicy | None) -> None:
     if policy is not None and policy.needs.signature is not None:
         raise InputError(
             "policy",
-            f"{config.policy!r} reads expert signatures, which no prefill has made when a request "
-            "arrives at co-located workers",
+            f"{config.policies.policy!r} reads expert signatures, which no prefill has made when a "
+            "request arrives at co-located workers",
             "a policy that needs none, such as jsq, or a topology such as 8P16D",
         )
 
 
 def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placement:
     """Return a pool's first placement, before any move; raises InputError for ELDR's."""
-    mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
+    mix = None if config.routing.domain_mix is None else tuple(config.routing.domain_mix.items())
 
     def calibration() -> CalibrationSet:
-        return _calibration(_routed(prepared), config.workload, mix, "count")
+        return _calibration(_routed(prepared), config.requests.workload, mix, "count")
 
     return placing.place_pool(config, prepared, name, None, calibration)[0].placement
 

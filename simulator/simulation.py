@@ -64,8 +64,9 @@ class Simulation:
     ) -> None:
         self._config, self._prepared = config, prepare(config)
         workload, window = offered_load(config, self._prepared.trace)
-        if workload.parent is not None or config.max_active_sessions is not None:
-            problem = f"sessions of workload {config.workload} beside processes are not simulated"
+        if workload.parent is not None or config.requests.max_active_sessions is not None:
+            named = config.requests.workload
+            problem = f"sessions of workload {named} beside processes are not simulated"
             raise InputError("workload", problem, "users as processes, or simulate()")
         if not arrivals:
             window = (window[0], math.inf)

@@ -46,7 +46,8 @@ class ScalingComparison(Written):
             )
             for name, told in self.rules.items()
         ]
-        title = f"{self.config.model} on {self.config.gpu}, up to {self.config.topology}"
+        cluster = self.config.cluster
+        title = f"{self.config.engine.model} on {cluster.gpu}, up to {cluster.topology}"
         columns = ("autoscaler", "GPU-hours from *, %", *_FIGURES.values())
         return Headline(f"{title}, mean over seeds ({self.n_seeds})", columns, rows)
 

@@ -96,7 +96,8 @@ class DraftComparison(Written):
             "in flight", "drafts", "plain TPOT (ms)", "TPOT (ms)", "speed-up", "acceptance length",
             "pays from", "experts / plain", "time in drafts",
         )  # fmt: skip
-        title = f"{self.config.model} on {self.config.gpu}, {self.config.topology}"
+        cluster = self.config.cluster
+        title = f"{self.config.engine.model} on {cluster.gpu}, {cluster.topology}"
         return Headline(f"{title}, mean over seeds ({self.n_seeds})", columns, rows)
 
     def record(self) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def compare_drafts(
     progress: Callable[[float], None] | None = None,
 ) -> DraftComparison:
     """Run numbers of drafts, and none, at concurrencies; raises InputError as `simulate`."""
-    given = config.speculative_config
+    given = config.steps.speculative_config
     if given is None:
         raise InputError("drafts", "nobody says what drafts", "--speculative-config beside it")
     for name, values, most in (
@@ -137,7 +138,7 @@ def compare_drafts(
             raise InputError(name, f"{list(values)}", f"numbers of 1 to {most}")
     configs: dict[tuple[int, int], RunConfig] = {}
     for concurrency in sorted(set(concurrencies)):
-        requests = config.num_requests or max(24, _REQUESTS * concurrency)
+        requests = config.requests.num_requests or max(24, _REQUESTS * concurrency)
         loop = config.replace(
             max_concurrency=concurrency, num_requests=requests, request_rate="inf", duration=None
         )

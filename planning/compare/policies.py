@@ -49,7 +49,7 @@ class Comparison(Written):
         """Headline metrics of every run, a row per policy and seed."""
         keys = (*HEADLINE, "num_prompts", "completed", "failed")
         rows = [
-            {"policy": name, "seed": self.config.seed + index}
+            {"policy": name, "seed": self.config.requests.seed + index}
             | {key: own[index][key] for key in keys}
             for index in range(self.n_seeds)
             for name, own in self.paired.summaries.items()
@@ -83,9 +83,9 @@ class Comparison(Written):
 
     def record(self) -> dict[str, Any]:
         """Return the comparison as plain values, ready for JSON."""
-        summaries = self.summaries
+        summaries, config = self.summaries, self.config.model_dump(mode="json")
         return {
-            "config": self.config.model_dump(mode="json", exclude={"policy"}),
+            "config": {k: v for k, v in config.items() if k != "policy"},
             "seeds": self.n_seeds,
             "best_load_balancer": self.best_load_balancer,
             "differences": [
@@ -109,8 +109,10 @@ def compare(
 
     ``round_robin``, a reference, is added; a dense model's leave out policies that need experts.
     Raises InputError if a policy is unknown or listed twice, no worker decodes, or a run fails."""
-    if not config.generates:
-        problem = f"{config.topology} has no workers that policies could choose for decoding"
+    if not config.cluster.generates:
+        problem = (
+            f"{config.cluster.topology} has no workers that policies could choose for decoding"
+        )
         allowed = "xPyD or xC; prefill policies: what-if --set prefill_policy=..."
         raise InputError("topology", problem, allowed)
     names = [registry.canonical("decode", policy) for policy in servable(config, policies)]

@@ -34,15 +34,22 @@ REQUEST_FIELDS = (
     "seed", "sessions", "max_active_sessions", "turns", "calls_per_turn", "think_time", "tool_time",
     "new_tokens", "history", "sessions_file", "recorded_ttft_ms", "recorded_tpot_ms",
 )  # fmt: skip
-#: The attributes that hold what is in force of them, where that is not the field.
-_IN_FORCE = {
-    "request_rate": "effective_rate", "duration": "duration_s", "warmup": "warmup_s",
-    "output_len": "effective_output_len", "sessions": "n_sessions",
-}  # fmt: skip
+#: What is in force of them, where that is not the field's own value.
+_IN_FORCE: dict[str, Callable[[run_config.RunConfig], Any]] = {
+    "request_rate": lambda config: config.requests.effective_rate,
+    "duration": lambda config: config.requests.duration_s,
+    "warmup": lambda config: config.requests.warmup_s,
+    "output_len": lambda config: config.effective_output_len,
+    "sessions": lambda config: config.requests.n_sessions,
+}
+
+
+def _in_force(config: run_config.RunConfig, field: str) -> Any:
+    return _IN_FORCE[field](config) if field in _IN_FORCE else config.value(field)
 
 
 def _figures(config: run_config.RunConfig) -> tuple[str, ...]:
-    return FIGURES if config.generates else PREFILL_FIGURES
+    return FIGURES if config.cluster.generates else PREFILL_FIGURES
 
 
 @dataclass(frozen=True)
@@ -172,8 +179,7 @@ def what_if(
     paired = run_paired({"base": base, **configs}, n_seeds, jobs, progress)
     made = []
     for name, config in configs.items():
-        held = {field: _IN_FORCE.get(field, field) for field in REQUEST_FIELDS}
-        other = [k for k, at in held.items() if getattr(config, at) != getattr(base, at)]
+        other = [f for f in REQUEST_FIELDS if _in_force(config, f) != _in_force(base, f)]
         effects = paired.differences(name, "base", _figures(base))
         made.append(Change(name, config, effects, tuple(other), paired.summaries[name]))
     return WhatIf(base, paired.summaries["base"], made)

@@ -7,6 +7,7 @@ from typing import Literal
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.pools import Engine, WorkerPool
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
@@ -52,7 +53,7 @@ class Role:
     @property
     def nodes(self) -> int:
         """Nodes of a worker."""
-        return math.ceil(self.gpus / self.config.gpus_per_node)
+        return math.ceil(self.gpus / self.config.cluster.gpus_per_node)
 
     @property
     def local_engines(self) -> int:
@@ -62,7 +63,7 @@ class Role:
     @property
     def backend(self) -> Backend:
         """How tokens reach the experts that engines share."""
-        return self.pool.own.all2all_backend or self.config.all2all_backend
+        return self.pool.own.all2all_backend or self.config.cluster.all2all_backend
 
     @property
     def placement(self) -> str:
@@ -123,28 +124,28 @@ class Deployment:
         for role in self.roles:
             lines += [f"simulated, not launched: {each}" for each in role.unlaunchable(target)]
         for name in _NOT_LAUNCHED:
-            value = getattr(self.config, name)
-            if value != RunConfig.model_fields[name].get_default(call_default_factory=True):
+            value = self.config.value(name)
+            if value != RUN_FIELDS[name].get_default(call_default_factory=True):
                 lines += [f"simulated, not launched: {name} {value}"]
         return "".join(f"{mark} {line}\n" for line in lines)
 
 
 def deployment_of(config: RunConfig, head: tuple[str, ...]) -> Deployment:
     """Return what a cluster's pools are; raises InputError for what no engine is launched as."""
-    if not isinstance(config.topology, str) or not config.generates:
-        raise InputError("emit", f"{config.topology} is not launched", "xPyD or xC")
+    if not isinstance(config.cluster.topology, str) or not config.cluster.generates:
+        raise InputError("emit", f"{config.cluster.topology} is not launched", "xPyD or xC")
     if any(pool.own.ffn_ranks for pool in config.pools):
-        problem = f"experts of {config.topology} on GPUs of their own are not launched"
+        problem = f"experts of {config.cluster.topology} on GPUs of their own are not launched"
         raise InputError("emit", problem, "xPyD or xC")
     prepared, roles = prepare(config), []
     for pool, spec in zip(config.pools, prepared.spec.pools, strict=True):
         layout = spec.engine.parallelism
         if layout.data_parallel_size > 1 and layout.n_gpus % min(
-            layout.n_gpus, config.gpus_per_node
+            layout.n_gpus, config.cluster.gpus_per_node
         ):
             problem = f"{layout.n_gpus} GPUs of a worker do not fill whole nodes"
-            raise InputError("emit", problem, f"multiples of {config.gpus_per_node}")
+            raise InputError("emit", problem, f"multiples of {config.cluster.gpus_per_node}")
         name: Literal["prefill", "decode", "serve"] = "decode" if pool.decodes else "prefill"
         known = pool, spec.engine, config, prepared.model.n_experts
-        roles.append(Role(name if config.n_prefill else "serve", *known))
+        roles.append(Role(name if config.cluster.n_prefill else "serve", *known))
     return Deployment(config, tuple(roles), head, prepared.spec.max_model_len)

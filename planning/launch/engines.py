@@ -59,12 +59,12 @@ def vllm_arguments(role: Role, apart: bool, *, spread: bool = True) -> list[str]
         found += ["--enable-eplb", "--eplb-config", json.dumps(eplb)]
     found += ["--max-num-seqs", str(role.spec.max_num_seqs)]
     found += ["--max-num-batched-tokens", str(role.spec.max_num_batched_tokens)]
-    found += ["--block-size", str(role.config.block_size)]
+    found += ["--block-size", str(role.config.engine.block_size)]
     if (share := role.share_of("vllm")) is not None:
         found += ["--gpu-memory-utilization", share]
-    if role.config.kv_cache_dtype != "auto":
-        found += ["--kv-cache-dtype", role.config.kv_cache_dtype]
-    if not role.config.enable_prefix_caching:
+    if role.config.engine.kv_cache_dtype != "auto":
+        found += ["--kv-cache-dtype", role.config.engine.kv_cache_dtype]
+    if not role.config.engine.enable_prefix_caching:
         found.append("--no-enable-prefix-caching")
     if role.speculation is not None and role.speculation.num_speculative_tokens:
         drafting: dict[str, Any] = {
@@ -102,12 +102,12 @@ def sglang_arguments(role: Role, apart: bool) -> list[str]:
     engines = role.layout.data_parallel_size
     found += ["--max-running-requests", str(role.spec.max_num_seqs * engines)]
     found += ["--chunked-prefill-size", str(role.spec.max_num_batched_tokens * engines)]
-    found += ["--page-size", str(role.config.block_size)]
+    found += ["--page-size", str(role.config.engine.block_size)]
     if (share := role.share_of("sglang")) is not None:
         found += ["--mem-fraction-static", share]
-    if role.config.kv_cache_dtype == "fp8":
+    if role.config.engine.kv_cache_dtype == "fp8":
         found += ["--kv-cache-dtype", "fp8_e4m3"]
-    if not role.config.enable_prefix_caching:
+    if not role.config.engine.enable_prefix_caching:
         found.append("--disable-radix-cache")
     if role.speculation is not None and (k := role.speculation.num_speculative_tokens):
         if role.speculation.method not in _SGLANG_METHODS:
@@ -141,9 +141,9 @@ def trtllm_config(role: Role, longest: int) -> dict[str, Any]:
         "max_seq_len": longest,
         "enable_chunked_prefill": not role.spec.rules.whole_prompts,
         "kv_cache_config": {
-            "dtype": role.config.kv_cache_dtype,
-            "tokens_per_block": role.config.block_size,
-            "enable_block_reuse": role.config.enable_prefix_caching,
+            "dtype": role.config.engine.kv_cache_dtype,
+            "tokens_per_block": role.config.engine.block_size,
+            "enable_block_reuse": role.config.engine.enable_prefix_caching,
         },
     }
     if (share := role.share_of("trtllm")) is not None:
@@ -194,7 +194,7 @@ def script(deployment: Deployment, target: str) -> str:
         + deployment.comment(target)
         + f"# usage: MODEL=... {'HEAD=... ' if several else ''}{{0}} {usage} [node]\n"
         + 'set -euo pipefail\n: "${MODEL:?the path or name of '
-        + f'{deployment.config.model}}}"\n{needs}node=${{2:-0}}\ncase ${{1:?{usage}}} in\n'
+        + f'{deployment.config.engine.model}}}"\n{needs}node=${{2:-0}}\ncase ${{1:?{usage}}} in\n'
         + "".join(cases)
         + f"*) echo 'one of {usage}' >&2; exit 2 ;;\nesac\n"
     ).replace("{0}", "this file,")

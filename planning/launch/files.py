@@ -27,7 +27,7 @@ _PARALLEL = ("--tensor-parallel-size", "--data-parallel-size")
 
 
 def _gpus(role: Role) -> dict[str, Any]:
-    return {"limits": {"nvidia.com/gpu": str(min(role.gpus, role.config.gpus_per_node))}}
+    return {"limits": {"nvidia.com/gpu": str(min(role.gpus, role.config.cluster.gpus_per_node))}}
 
 
 def _without(arguments: list[str], options: tuple[str, ...]) -> list[str]:
@@ -46,7 +46,7 @@ def _without(arguments: list[str], options: tuple[str, ...]) -> list[str]:
 def llm_d_values(deployment: Deployment) -> str:
     """Return Helm values for llm-d's modelservice chart, with the settings of its router."""
     values: dict[str, Any] = {
-        "modelArtifacts": {"name": deployment.config.model, "uri": f"hf://{REPLACE}"},
+        "modelArtifacts": {"name": deployment.config.engine.model, "uri": f"hf://{REPLACE}"},
         "multinode": any(role.nodes > 1 for role in deployment.roles),
         "accelerator": {"type": "nvidia"},
         "routing": {
@@ -77,7 +77,7 @@ def llm_d_values(deployment: Deployment) -> str:
                 }
             ],
         }
-    policy = deployment.config.policy
+    policy = deployment.config.policies.policy
     scorer = _SCORERS.get(policy)
     said = f"# decode policy {policy}: plugin {scorer} of the EndpointPickerConfig\n"
     if scorer is None:
@@ -122,7 +122,8 @@ def dynamo_graph(deployment: Deployment) -> str:
         "metadata": {"name": "eldr-sim-plan"},
         "spec": {"backendFramework": "vllm", "components": components},
     }
-    said = f"# simulated, not launched: decode policy {deployment.config.policy}; see router.sh\n"
+    policy = deployment.config.policies.policy
+    said = f"# simulated, not launched: decode policy {policy}; see router.sh\n"
     return deployment.comment(DYNAMO) + said + yaml.safe_dump(graph, sort_keys=False)
 
 
@@ -139,8 +140,8 @@ def launch_files(
     rate, prompt, output = requests[2], round(requests[0]), round(requests[1])
     head = (
         f"Made by eldr-sim {made_by}, run {config_key(config)[:12]}:",
-        f"{config.model}, {config.topology} under {config.policy}, {rate:.4g} requests/s of "
-        f"{prompt} tokens in and {output} out (means).",
+        f"{config.engine.model}, {config.cluster.topology} under {config.policies.policy}, "
+        f"{rate:.4g} requests/s of {prompt} tokens in and {output} out (means).",
         "Nothing here was tried on a cluster; put your own in the place of REPLACE_ME.",
     )
     made = deployment_of(config, head)
@@ -170,7 +171,7 @@ def launch_files_of(answer: Answer) -> dict[str, str]:
     known, figure = trial.summaries[0], answer.best.figure
     n = max(1, known["completed"])
     rate = answer.question.rate if figure is None else figure.mean
-    if rate and rate_unit(trial.config.workload) == "sessions/s":
+    if rate and rate_unit(trial.config.requests.workload) == "sessions/s":
         rate *= known["sessions"]["turns_begun"] / known["sessions"]["begun"]
     means = known["total_input_tokens"] / n, known["total_output_tokens"] / n
     return launch_files(trial.config, version("eldr-sim"), (*means, rate or 0.0))
@@ -196,9 +197,9 @@ def _router(made: Deployment) -> str:
         side = "prefill" if role.name == "prefill" else "decode"
         urls = [f"http://{role.name}-{n}:{role.port}" for n in range(role.pool.workers)]
         lines += [f"--{side} {url}" for url in urls]
-    lines.append(f"--policy '{config.policy}'")
+    lines.append(f"--policy '{config.policies.policy}'")
     if made.apart:
-        lines.append(f"--prefill-policy '{config.prefill_policy}'")
+        lines.append(f"--prefill-policy '{config.policies.prefill_policy}'")
     lines.append("--port 8000")
     return (
         "#!/usr/bin/env bash\n"
@@ -213,21 +214,23 @@ def _router(made: Deployment) -> str:
 def _bench(made: Deployment, prompt: int, output: int, rate: float) -> str:
     """Return a ``vllm bench serve`` line that holds the cluster to the objective."""
     config = made.config
-    bounds: dict[str, Any] = config.goodput.model_dump(exclude_none=True)
-    seconds = 60.0 if config.duration_s is None else config.duration_s
-    own, n_prefixes = prompt - config.prefix_len, config.num_prefixes
+    bounds: dict[str, Any] = config.output.goodput.model_dump(exclude_none=True)
+    seconds = 60.0 if config.requests.duration_s is None else config.requests.duration_s
+    own, n_prefixes = prompt - config.routing.prefix_len, config.routing.num_prefixes
     lengths = f"--dataset-name random --random-input-len {own} --random-output-len {output} "
-    lengths += f"--random-prefix-len {config.prefix_len} " if config.prefix_len else ""
-    lengths += f"--random-range-ratio {config.random_range_ratio:g}"
+    lengths += (
+        f"--random-prefix-len {config.routing.prefix_len} " if config.routing.prefix_len else ""
+    )
+    lengths += f"--random-range-ratio {config.routing.random_range_ratio:g}"
     if n_prefixes > 1:
         kind = "prefix-repetition"
         lengths = f"--dataset-name prefix_repetition --{kind}-num-prefixes {n_prefixes} "
-        lengths += f"--{kind}-prefix-len {config.prefix_len} --{kind}-suffix-len {own} "
+        lengths += f"--{kind}-prefix-len {config.routing.prefix_len} --{kind}-suffix-len {own} "
         lengths += f"--{kind}-output-len {output}"
     words = [
         'vllm bench serve --model "$MODEL" --base-url "${URL:-http://127.0.0.1:8000}"',
         lengths,
-        f"--ignore-eos --request-rate {rate:.6g} --burstiness {config.burstiness:g}",
+        f"--ignore-eos --request-rate {rate:.6g} --burstiness {config.requests.burstiness:g}",
         f"--num-prompts {max(100, round(rate * seconds))}",
         "--percentile-metrics ttft,tpot,itl,e2el",
     ]

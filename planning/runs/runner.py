@@ -66,7 +66,7 @@ def run_point(point: Point) -> Outcome:
 
 def with_seed(config: RunConfig, index: int) -> RunConfig:
     """Return the run of seed number ``index``, counted from the configuration's own."""
-    return config.model_copy(update={"seed": config.seed + index})
+    return config.model_copy(update={"seed": config.requests.seed + index})
 
 
 def config_key(config: RunConfig) -> str:
@@ -136,7 +136,7 @@ def start_processes(config: RunConfig, jobs: int | None = None) -> Generator[Non
     one = config.model_copy(
         update=NO_PART
         | {
-            "topology": "1P1D" if config.generates else "1P",
+            "topology": "1P1D" if config.cluster.generates else "1P",
             "tensor_parallel_size": NODE_GPUS,
             "policy": "jsq",
             "num_requests": 1,
@@ -279,17 +279,19 @@ def _share_replays(points: Iterable[Point]) -> list[SharedReplay]:
 
 def _routing_key(config: RunConfig) -> tuple[str | None, ...]:
     """Return what tells the routing of one configuration from that of another."""
-    if config.trace is not None:
-        return config.trace, config.model
-    mixes = json.dumps([config.domain_mix, config.domain_mix_end])
-    return None, config.model, config.workload, mixes
+    if config.routing.trace is not None:
+        return config.routing.trace, config.engine.model
+    mixes = json.dumps([config.routing.domain_mix, config.routing.domain_mix_end])
+    return None, config.engine.model, config.requests.workload, mixes
 
 
 def expected_tokens(config: RunConfig) -> float:
     """Estimate the output tokens of a run, most of its time; of recorded loads a guess."""
-    rate, length = config.effective_rate, config.effective_output_len
+    rate, length = config.requests.effective_rate, config.effective_output_len
     rate = 60.0 if rate is None or math.isinf(rate) else rate
-    requests = config.num_requests or rate * (config.warmup_s + (config.duration_s or _GUESS_S))
+    requests = config.requests.num_requests or rate * (
+        config.requests.warmup_s + (config.requests.duration_s or _GUESS_S)
+    )
     return requests * (512 if length == "recorded" else length)
 
 

@@ -97,7 +97,7 @@ class Runs:
             for outcome in outcomes:
                 if outcome.summary is None:
                     failed = new[outcome.key]
-                    where = f"{failed.policy} on {failed.topology}"
+                    where = f"{failed.policies.policy} on {failed.cluster.topology}"
                     raise InputError("run", f"{where}: {outcome.reason}")
                 found[outcome.key] = outcome.summary
                 if self.journal is not None:

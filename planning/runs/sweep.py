@@ -149,7 +149,7 @@ def points_table(spec: SweepSpec, outcomes: Mapping[str, runner.Outcome]) -> pa.
                     "point": index,
                     "name": point.name,
                     "run": run,
-                    "seed": config.seed,
+                    "seed": config.requests.seed,
                     **point.parameters,
                     "status": FAILED if outcome.summary is None else COMPLETED,
                     "reason": outcome.reason,

@@ -171,7 +171,7 @@ def make_spec(document: Any) -> SweepSpec:
         raise InputError("config.seed", "together with randomSeed", "one of the two")
     seed = parsed.randomSeed
     if seed is None:
-        seed = make_config(parsed.config).seed
+        seed = make_config(parsed.config).requests.seed
     within("sweep", parsed.sweep.n_points * parsed.multiRun.numRuns, MOST_RUNS, " runs")
     changes = list(parsed.sweep.changes())
     paths = list(dict.fromkeys(path for _, values in changes for path in values))

@@ -251,17 +251,17 @@ class Answer(Written):
         """Return the best cluster of each candidate."""
         question, rows = self.question, []
         tags = ["slo_attainment", "p99_ttft_ms", "p99_tpot_ms"]
-        if not question.config.generates or question.kind == "fastest":
+        if not question.config.cluster.generates or question.kind == "fastest":
             tags = [*tags[:2], "prefill_mfu"]
         asked = [FIGURE_NAMES[question.kind]] if question.kind in FIGURE_NAMES else []
         for row in self.rows:
             cells = [(row.reasons or ["none"])[0], *[""] * (1 + len(asked) + len(tags))]
             if row.trial is not None:
-                cells = [str(row.trial.config.topology), number(row.trial.config.n_gpus)]
+                cells = [str(row.trial.config.cluster.topology), number(row.trial.config.n_gpus)]
                 cells += [number(row.figure.mean)] if row.figure is not None else []
                 cells += [number(row.trial.mean(tag)) for tag in tags]
             rows.append((row.policy, row.gpu, *cells))
-        unit = rate_unit(question.config.workload)
+        unit = rate_unit(question.config.requests.workload)
         title = f"{question.rate:g} {unit}, " if question.rate is not None else ""
         title += "cheapest first" if question.kind == "cluster" else "best first"
         title += "" if question.max_gpus is None else f", up to {question.max_gpus} GPUs"
@@ -356,9 +356,9 @@ def points_table(runs: Runs, axes: Axes) -> pa.Table:
     rows = [
         {
             **_cluster_of(config, axes),
-            "duration": config.duration_s,
-            "num_requests": config.num_requests,
-            "seed": config.seed,
+            "duration": config.requests.duration_s,
+            "num_requests": config.requests.num_requests,
+            "seed": config.requests.seed,
             "num_prompts": summary["num_prompts"],
             "slo_attainment": summary["slo_attainment"],
             **{
@@ -376,7 +376,7 @@ def points_table(runs: Runs, axes: Axes) -> pa.Table:
 
 def cluster(trial: Trial, axes: Axes) -> dict[str, Any]:
     """Return a cluster, its verdict and its metrics (means over its seeds)."""
-    bounds = trial.config.goodput.model_dump(exclude_none=True)
+    bounds = trial.config.output.goodput.model_dump(exclude_none=True)
     return {
         **_cluster_of(trial.config, axes),
         **({"kv_tiers_gb": gb} if (gb := total_bytes(trial.config) / 1e9) else {}),
@@ -410,41 +410,45 @@ def _asked(objective: Objective | None) -> dict[str, Any]:
 
 
 def _cluster_of(config: RunConfig, axes: Axes) -> dict[str, Any]:
-    prompts = not config.generates
+    prompts = not config.cluster.generates
     return {
         "name": cluster_label(config),
         "policy": axes.label(config),
         "gpu": gpu_label(config),
-        "topology": str(config.topology),
-        "tensor_parallel_size": config.tensor_parallel_size,
+        "topology": str(config.cluster.topology),
+        "tensor_parallel_size": config.cluster.tensor_parallel_size,
         "prefill_tensor_parallel_size": config.pool("prefill").tensor_parallel_size,
-        "enable_expert_parallel": config.enable_expert_parallel,
-        "data_parallel_size": config.data_parallel_size,
+        "enable_expert_parallel": config.cluster.enable_expert_parallel,
+        "data_parallel_size": config.cluster.data_parallel_size,
         "prefill_data_parallel_size": config.pool("prefill").data_parallel_size,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "num_redundant_experts": config.num_redundant_experts,
+        "max_num_batched_tokens": config.engine.max_num_batched_tokens,
+        "num_redundant_experts": config.cluster.num_redundant_experts,
         "gpus": config.n_gpus,
-        **({"autoscale": config.autoscale} if config.scales else {}),
-        "price_per_hour": None if config.scales else config.price_per_hour,
-        "request_rate": config.request_rate,
-        **({name: getattr(config, name) for name in _PROMPT_FIELDS} if prompts else {}),
+        **({"autoscale": config.scaling.autoscale} if config.scaling.scales else {}),
+        "price_per_hour": None if config.scaling.scales else config.price_per_hour,
+        "request_rate": config.requests.request_rate,
+        **({name: config.value(name) for name in _PROMPT_FIELDS} if prompts else {}),
         **({"chunks": chunk_label(config)} if prompts else {}),
     }
 
 
 def _figures(config: RunConfig, of: Callable[[str], float | None]) -> dict[str, float | None]:
     """Return the metrics of a cluster, and the axes of the Pareto front."""
-    prompts, tpot_ms, price = not config.generates, of("median_tpot_ms"), config.price_per_hour
+    prompts, tpot_ms, price = (
+        not config.cluster.generates,
+        of("median_tpot_ms"),
+        config.price_per_hour,
+    )
     watts = [(p.workers * p.own.parallelism.n_gpus, p.own.gpu or "") for p in config.pools]
     power = [n * load_gpu(gpu).power_w for n, gpu in watts]
     figures = {name: of(name) for name in FIGURES + (PROMPT_FIGURES if prompts else ())}
     tokens = None if prompts else of("output_throughput")
-    tokens = None if config.scales else tokens  # of a fleet that changes GPUs come and go
+    tokens = None if config.scaling.scales else tokens  # of a fleet that changes GPUs come and go
     figures["tokens_per_s_per_gpu"] = None if tokens is None else tokens / config.n_gpus
     figures["tokens_per_s_per_user"] = 1e3 / tpot_ms if tpot_ms else None
     speed = of("prefill_throughput")
     figures["price_per_million_prompt_tokens"] = None
-    if price is not None and speed and not config.scales:
+    if price is not None and speed and not config.scaling.scales:
         figures["price_per_million_prompt_tokens"] = 1e6 * price / 3600 / speed
     figures["most_kwh_per_million_output_tokens"] = None  # all GPUs at their limit of power
     if tokens and all(power):
@@ -476,7 +480,7 @@ def _of_shapes(answer: Answer) -> Iterator[str]:
         f"{dear} estimated too dear (--verbose lists them)"
     )
     config, left = answer.question.config, []
-    if not config.generates:
+    if not config.cluster.generates:
         left.append("other token budgets (--max-num-batched-tokens)")
     else:
         if max(answer.question.engines) == 1:
@@ -485,7 +489,7 @@ def _of_shapes(answer: Answer) -> Iterator[str]:
         if "enable_expert_parallel" not in varied:
             pool = "--vary decode.enable_expert_parallel=false,true"
             left.append(f"expert parallelism in one pool alone ({pool})")
-        if config.max_num_batched_tokens is None and "max_num_batched_tokens" not in varied:
+        if config.engine.max_num_batched_tokens is None and "max_num_batched_tokens" not in varied:
             budgets = "--vary prefill.max_num_batched_tokens=4096,16384"
             left.append(f"token budgets of prefill workers ({budgets})")
     if dear:

@@ -87,15 +87,15 @@ class Axes:
         """Return what tells a configuration from the others on its GPU, the policy first.
 
         Of prefill workers alone, how they share the model; of a fleet, its autoscaler before it."""
-        first = config.policy if config.generates else prefill_label(config)
+        first = config.policies.policy if config.cluster.generates else prefill_label(config)
         found = [
             f"{name}={_shown(value_of(config, name))}"
             for name, given in self.values.items()
             if len(given) > 1 and name not in ("policy", "gpu")
         ]
-        if config.scales:
+        if config.scaling.scales:
             several = len(self.values.get("policy", ())) > 1
-            first = f"{config.autoscale}, {first}" if several else config.autoscale
+            first = f"{config.scaling.autoscale}, {first}" if several else config.scaling.autoscale
         return ", ".join([first, *found])
 
 
@@ -133,14 +133,14 @@ def _policies(config: RunConfig, words: Sequence[Any]) -> list[str]:
         if "artifact" in parse(word, "policy").given:
             problem = f"{word!r}: an artifact is fitted for one number of decode workers"
             raise InputError("policy.artifact", problem, "none")
-    if not config.generates:
+    if not config.cluster.generates:
         raise InputError("policy", "prefill workers alone decode nothing", "--prefill-policy")
     return [canonical("decode", word) for word in servable(config, words)]
 
 
 def _cut(config: RunConfig, drafts: int) -> dict[str, Any] | None:
     """Return ``speculative_config`` with so many of its drafts."""
-    given = config.speculative_config
+    given = config.steps.speculative_config
     most = 0 if given is None else given.num_speculative_tokens
     if given is None or not 0 <= drafts <= most:
         raise InputError(DRAFTS, str(drafts), f"0 to the {most} of --speculative-config")
@@ -150,7 +150,7 @@ def _cut(config: RunConfig, drafts: int) -> dict[str, Any] | None:
 def value_of(config: RunConfig, name: str) -> Any:
     """Return what a run has of an axis."""
     if name == DRAFTS:
-        drafting = config.speculative_config
+        drafting = config.steps.speculative_config
         return 0 if drafting is None else drafting.num_speculative_tokens
     return get_field(config, name)
 

@@ -49,12 +49,12 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     prefill, decode = prepared.spec.prefill, prepared.spec.decode
     rate = offered_rate(config, workload)
     level = objective.level
-    spared = workload.prefix_block_tokens > 0 and config.enable_prefix_caching
-    spared |= config.conditional_disagg is not None
-    n_decode = 1 if config.generates else 0
+    spared = workload.prefix_block_tokens > 0 and config.engine.enable_prefix_caching
+    spared |= config.cluster.conditional_disagg is not None
+    n_decode = 1 if config.cluster.generates else 0
 
     lengths, outputs = workload.prompt_len.astype(np.int64), workload.output_len
-    if config.replays_log:  # what is replayed before and behind it may be of another kind
+    if config.requests.replays_log:  # what is replayed before and behind it may be of another kind
         inside = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
         lengths, outputs = lengths[inside], outputs[inside]
     longest = prepared.spec.max_model_len
@@ -64,10 +64,10 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
         why = f"{share} are longer than {longest} tokens (max_model_len)"
         return Bounds(1, n_decode, rate, why)
     lengths = lengths[accepted]
-    n_prefill, prompts = min(1, config.n_prefill), 0.0
+    n_prefill, prompts = min(1, config.cluster.n_prefill), 0.0
     if not spared and prefill.group is None:
         prompts = rate * _prompt_s(prefill, max(1, int(lengths.mean())))
-        n_prefill = _workers(prompts) if config.n_prefill else 0
+        n_prefill = _workers(prompts) if config.cluster.n_prefill else 0
         late = _late(prefill, lengths, level.ttft)
         if 1.0 - late < objective.attainment:
             why = (
@@ -75,7 +75,7 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
                 f"bound of {level.ttft:g} ms on {prefill.step_time.gpu.name}"
             )
             return Bounds(n_prefill, n_decode, rate, why)
-    if not config.generates:
+    if not config.cluster.generates:
         return Bounds(n_prefill, 0, rate)
     if decode.group is not None:
         return Bounds(n_prefill, 1, rate)
@@ -98,14 +98,16 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     within, batch = step_s <= most_s, np.arange(1, len(step_s) + 1)
     tokens_per_s = float((batch[within] / step_s[within]).max())
     decodes = rate * float(outputs[accepted].mean()) / tokens_per_s
-    return Bounds(n_prefill, _workers(decodes + (prompts if config.n_prefill == 0 else 0.0)), rate)
+    return Bounds(
+        n_prefill, _workers(decodes + (prompts if config.cluster.n_prefill == 0 else 0.0)), rate
+    )
 
 
 def offered_rate(config: RunConfig, workload: Workload) -> float:
     """Return the mean rate of the measured requests, per second."""
     part = workload.description.get("log_window")
-    if config.effective_rate is not None:
-        return config.effective_rate
+    if config.requests.effective_rate is not None:
+        return config.requests.effective_rate
     if part is not None and part["rate"] is not None:
         return float(part["rate"])
     span = float(workload.arrival_s[-1] - workload.arrival_s[0])

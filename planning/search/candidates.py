@@ -48,7 +48,7 @@ class ClusterTemplate:
     def worker_sizes(self) -> tuple[int, int]:
         """GPUs of a prefill and of a decode worker."""
         prefill, decode = (self.config.pool(role).parallelism for role in ("prefill", "decode"))
-        if self.config.generates:
+        if self.config.cluster.generates:
             decode = self.config.pools[-1].own.parallelism  # with FFN GPUs, which a pool says
         return prefill.n_gpus, decode.n_gpus
 
@@ -64,7 +64,7 @@ class ClusterTemplate:
 
     def at(self, x: int, y: int) -> RunConfig:
         """Return the cluster of x prefill and y decode workers; y co-located ones if x is 0."""
-        if not self.config.generates:
+        if not self.config.cluster.generates:
             return self.config.model_copy(update={"topology": f"{x}P"})
         own = self.config.pools[-1].own
         decode = f"{y}D"
@@ -125,25 +125,29 @@ def cluster_label(config: RunConfig) -> str:
     pools = [pool.own.parallelism for pool in config.pools]
     sizes = list(dict.fromkeys(own.n_gpus for own in pools))
     groups = list(dict.fromkeys(own.data_parallel_size for own in pools))
-    text = str(config.topology)
-    if config.scales and parse(config.autoscale, "autoscale").name != "none":
-        least = per_pool("min_workers", config.min_workers, [pool.name for pool in config.pools])
+    text = str(config.cluster.topology)
+    if config.scaling.scales and parse(config.scaling.autoscale, "autoscale").name != "none":
+        least = per_pool(
+            "min_workers", config.scaling.min_workers, [pool.name for pool in config.pools]
+        )
         text = f"{'+'.join(map(str, least.values()))} to {text}"
-    if max(sizes) > 1 and config.generates:
+    if max(sizes) > 1 and config.cluster.generates:
         engines = f"{' + '.join(map(str, groups))} engines, " if max(groups) > 1 else ""
-        ranks = f", EP {sizes[-1]}" if config.enable_expert_parallel and sizes[-1] > 1 else ""
+        ranks = (
+            f", EP {sizes[-1]}" if config.cluster.enable_expert_parallel and sizes[-1] > 1 else ""
+        )
         text += f" of {engines}{' + '.join(map(str, sizes))} GPUs{ranks}"
-    budget = config.max_num_batched_tokens
-    return text + (f", {budget} tokens a step" if config.n_prefill == 0 and budget else "")
+    budget = config.engine.max_num_batched_tokens
+    return text + (f", {budget} tokens a step" if config.cluster.n_prefill == 0 and budget else "")
 
 
 def shape_label(config: RunConfig) -> str:
     """Return how many GPUs the workers of a cluster have, and whether prefill is apart; of prefill
     workers alone, how those share the model, and the tokens of a step."""
-    if not config.generates:
+    if not config.cluster.generates:
         return f"{prefill_label(config)}, {chunk_label(config)} tokens a step"
-    if config.n_prefill == 0:
-        budget = config.max_num_batched_tokens
+    if config.cluster.n_prefill == 0:
+        budget = config.engine.max_num_batched_tokens
         return f"xC {_kinds(config)}" + (f", {budget} tokens a step" if budget else "")
     return f"xPyD {_kinds(config)}"
 
@@ -171,10 +175,10 @@ def clusters_to_plan(
 
     Raises InputError as `Axes.configs`, if only some of the GPUs have a price, or the configuration
     does not suit a plan. ``given``: whether the topology is asked about, and not searched."""
-    if not isinstance(config.topology, str):
+    if not isinstance(config.cluster.topology, str):
         problem = "a file of pools, and plans choose the workers themselves"
         raise InputError("topology", problem, "xPyD, xC or xP")
-    if config.max_concurrency is not None:
+    if config.requests.max_concurrency is not None:
         raise InputError("max_concurrency", "a plan is for an open load", "none")
     prices = prices or {}
     by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
@@ -186,7 +190,7 @@ def clusters_to_plan(
         for role in _roles(base, given):
             pool = base.pool(role)
             price = by_gpu.get(load_gpu(pool.gpu or "").name, pool.price_per_gpu_hour)
-            own: Pool = getattr(base, role)
+            own: Pool = getattr(base.cluster, role)
             pools[role] = own.model_copy(update={"price_per_gpu_hour": price})
         base = base.model_copy(update=pools)
         made.setdefault((gpu_label(base), axes.label(base)), base)
@@ -203,9 +207,9 @@ def clusters_to_plan(
 
 def _roles(config: RunConfig, given: bool) -> tuple[Literal["prefill", "decode"], ...]:
     """Return the pools that have a price; co-located workers of a given topology are one."""
-    if given and not config.n_prefill:
+    if given and not config.cluster.n_prefill:
         return ("decode",)
-    return ("prefill", "decode") if config.generates else ("prefill",)
+    return ("prefill", "decode") if config.cluster.generates else ("prefill",)
 
 
 def _check_prices(configs: Iterable[RunConfig], given: bool) -> None:
@@ -249,7 +253,7 @@ def make_candidate(
     the configuration's if empty; ``ffn_ranks``: as of `shapes`."""
     templates: list[ClusterTemplate] = []
     reasons: list[str] = []
-    load = offered_load(config, trace_of(config, load_model(config.model)))
+    load = offered_load(config, trace_of(config, load_model(config.engine.model)))
     sizes = sizes or [2**n for n in range(NODE_GPUS.bit_length())]
     for shape in shapes(config, sizes, engines, ffn_ranks):
         label, least = shape_label(shape), shape.n_gpus
@@ -266,8 +270,10 @@ def make_candidate(
                 raise
             reasons.append(f"{label}: {error.problem}")
             continue
-        likely = estimate(each, found.rate, colocated=shape.n_prefill == 0)
+        likely = estimate(each, found.rate, colocated=shape.cluster.n_prefill == 0)
         likely = max(likely[0], found.n_prefill), max(likely[1], found.n_decode)
         templates.append(ClusterTemplate(shape, found, max_gpus, likely, each))
-    templates.sort(key=lambda t: (t.estimated_cost, t.worker_sizes, t.config.n_prefill == 0))
+    templates.sort(
+        key=lambda t: (t.estimated_cost, t.worker_sizes, t.config.cluster.n_prefill == 0)
+    )
     return Candidate(gpu_label(config), axes.label(config), tuple(templates), tuple(reasons))

@@ -31,6 +31,7 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.choice import Parameters, parse, spell
 from eldr_sim.policies.scaling.base import Autoscaler
 from eldr_sim.simulator.run import offered_load
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import trace_of
 
@@ -91,8 +92,10 @@ def plan_day(
     InputError if an argument is not valid, or no shape fits."""
     max_gpus = chosen.get("max_gpus", MAX_GPUS)
     within("max_gpus", max_gpus, candidates.MOST_GPUS)
-    if not config.generates:
-        raise InputError("topology", f"{config.topology}", "xPyD or xC, for the load of a day")
+    if not config.cluster.generates:
+        raise InputError(
+            "topology", f"{config.cluster.topology}", "xPyD or xC, for the load of a day"
+        )
     if any(pool.is_elastic for pool in config.pools):
         problem = "fleets of a plan change by whole workers"
         raise InputError("enable_elastic_ep", problem, "not given, or compare --autoscale")
@@ -101,11 +104,13 @@ def plan_day(
         problem = f"{', '.join(names)} names one twice, or a fixed fleet, which is always tried"
         raise InputError("autoscale", problem, "rules, such as seconds,hpa:target=8")
     for field in ("min_workers", "initial_workers"):
-        if getattr(config, field) != RunConfig.model_fields[field].default:
+        if config.value(field) != RUN_FIELDS[field].default:
             raise InputError(field, "a plan chooses the workers of its fleets", "none")
     asked, level = config, {"goodput": objective.level, "autoscale": "none"}
     config = config.model_copy(update=level)
-    most = min(config.n_gpus if bounded else max_gpus, config.gpu_budget or candidates.MOST_GPUS)
+    most = min(
+        config.n_gpus if bounded else max_gpus, config.scaling.gpu_budget or candidates.MOST_GPUS
+    )
     wanted = Axes.of(chosen)
     sizes = chosen.get("tensor_parallel_sizes", ()), chosen.get("data_parallel_sizes", ())
     configs = candidates.clusters_to_plan(config, wanted, chosen.get("prices"), given=bounded)
@@ -138,7 +143,7 @@ def _fleets(template: candidates.ClusterTemplate, box: Workers, arrival_s: Float
     minute = max(1e-9, min(_MINUTE_S, span / 15.0))
     rates = np.bincount((arrival_s // minute).astype(np.int64)) / minute
     begin, peak = (
-        estimate(template.capacity, float(rate), colocated=template.config.n_prefill == 0)
+        estimate(template.capacity, float(rate), colocated=template.config.cluster.n_prefill == 0)
         for rate in (rates[0], rates.max())
     )
     return _Fleets(template, box, peak, begin, span)
@@ -146,13 +151,13 @@ def _fleets(template: candidates.ClusterTemplate, box: Workers, arrival_s: Float
 
 def _bounded(config: RunConfig, objective: Objective, max_gpus: int) -> _Fleets | str:
     """Return the fleets within a topology; as text, why there is none."""
-    load = offered_load(config, trace_of(config, load_model(config.model)))
+    load = offered_load(config, trace_of(config, load_model(config.engine.model)))
     least = bounds(config, objective, load)
     if least.impossible:
         return least.impossible
     served = capacity(config, objective, load[0])
     template = candidates.ClusterTemplate(config, least, max_gpus, capacity=served)
-    return _fleets(template, (config.n_prefill, config.n_decode), load[0].arrival_s)
+    return _fleets(template, (config.cluster.n_prefill, config.cluster.n_decode), load[0].arrival_s)
 
 
 def _likely(
@@ -164,7 +169,7 @@ def _likely(
 ) -> _Fleets | str:
     """Return the fleets of the shape that likely serves the busiest minute at the least cost."""
     candidate = candidates.make_candidate(config, axes, objective, max_gpus, *sizes)
-    arrival_s = offered_load(config, trace_of(config, load_model(config.model)))[0].arrival_s
+    arrival_s = offered_load(config, trace_of(config, load_model(config.engine.model)))[0].arrival_s
     able = [
         _fleets(template, (max_gpus, max_gpus), arrival_s)
         for template in candidate.templates
@@ -214,7 +219,7 @@ def _best_fixed(fleets: _Fleets, objective: Objective, row: Row) -> Search[Worke
 
     own = template.search_space(math.inf)
     space = dataclasses.replace(own, cost=priced)
-    if template.config.n_prefill == 0:
+    if template.config.cluster.n_prefill == 0:
         state = yield from fewest(space, judge, fleets.peak[1])
     else:
         start = min(fleets.peak[0], x_most), min(fleets.peak[1], y_most)
@@ -225,7 +230,7 @@ def _best_fixed(fleets: _Fleets, objective: Objective, row: Row) -> Search[Worke
         row.reasons.append(
             "the load takes more workers by arithmetic"
             if most is None
-            else f"even {trials[most].config.topology}, always, attains only "
+            else f"even {trials[most].config.cluster.topology}, always, attains only "
             f"{100 * trials[most].attainment.mean:.1f}%"
         )
         return None

@@ -61,7 +61,7 @@ def _rows(own: Choosing) -> Search[list[Row]]:
         return all((p.n_gpus, p.data_parallel_size) == (smallest, 1) for p in _layouts(t))
 
     def plain(t: ClusterTemplate) -> bool:
-        return small(t) and _together(t) and not t.config.enable_expert_parallel
+        return small(t) and _together(t) and not t.config.cluster.enable_expert_parallel
 
     rows = [(yield from _best(own, BASE, base, plain))]
     rows.append((yield from _best(own, SIZES, base, _together)))
@@ -73,7 +73,7 @@ def _rows(own: Choosing) -> Search[list[Row]]:
     if every.config is None:
         return rows
     values = {name: [value_of(every.config, name)] for name in several}
-    apart = every.config.n_prefill > 0
+    apart = every.config.cluster.n_prefill > 0
     workers = [pool.own.parallelism for pool in every.config.pools]
 
     def like(t: ClusterTemplate) -> bool:
@@ -113,7 +113,7 @@ def _best(own: Choosing, what: str, values: Mapping[str, Sequence[Any]], fits: F
 
 
 def _together(template: ClusterTemplate) -> bool:
-    return template.config.n_prefill == 0
+    return template.config.cluster.n_prefill == 0
 
 
 def _layouts(template: ClusterTemplate) -> list[Parallelism]:

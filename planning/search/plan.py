@@ -65,7 +65,7 @@ class CandidateRow(Row):
         """Return the trial of the cluster with this many more workers, or None if not tried."""
         if self.template is None or self.trial is None:
             return None
-        before = self.trial.config.n_prefill, self.trial.config.n_decode
+        before = self.trial.config.cluster.n_prefill, self.trial.config.cluster.n_decode
         x, y = before[0] + prefill, before[1] + decode
         pools = [n > 0 for n in (x, y)] == [n > 0 for n in before]  # neither is lost
         wanted = self.template.at(x, y) if pools and min(x, y) >= 0 else None
@@ -95,10 +95,10 @@ def plan(
     inputs would have answered (`sensitivity.effects`); ``runs``: processes, progress, and the
     journal of an interrupted plan."""
     max_gpus = chosen.get("max_gpus", MAX_GPUS)
-    if strategies and config.generates:
+    if strategies and config.cluster.generates:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only beside")
     _check(config, max_gpus)
-    engines = chosen.get("data_parallel_sizes") or [config.data_parallel_size]
+    engines = chosen.get("data_parallel_sizes") or [config.cluster.data_parallel_size]
     wanted = Axes.of(chosen)
     check_ffn_ranks(chosen.get("ffn_ranks", ()), engines)
     if wanted.values.get("num_redundant_experts") and max(engines) == 1:
@@ -122,9 +122,9 @@ def plan(
         check_requests(config, rate)
         runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
         beaten: list[CandidateRow] = []
-        if config.generates and len(candidates) > MOST_CANDIDATES:
+        if config.cluster.generates and len(candidates) > MOST_CANDIDATES:
             candidates, beaten = runs.ended(_race(candidates, objective, rate))
-        if config.generates:
+        if config.cluster.generates:
             results = runs.ended(_search_all(candidates, objective))
         else:
             results = runs.together([_search_sizes(each, objective) for each in candidates])
@@ -139,7 +139,7 @@ def plan(
             rivals = [(row.template, row.trial) for row in ranked if row.template and row.trial]
             found = runs.ended(effects(rivals[:RIVALS], objective, rate))
     trials = [trial for result in results for trial in result.trials] + larger
-    front = () if not config.generates else _front(trials, max_gpus)
+    front = () if not config.cluster.generates else _front(trials, max_gpus)
     question = Question("cluster", asked, objective, max_gpus, rate, tuple(engines), wanted)
     named_too = tuple(zip(why_not, reasons, strict=True))
     return Answer(question, tuple(ranked), runs, margin, savings, front, named_too, tuple(found))
@@ -163,7 +163,7 @@ def _around(
 
 
 def _generates(row: CandidateRow) -> bool:
-    return row.trial is not None and row.trial.config.generates
+    return row.trial is not None and row.trial.config.cluster.generates
 
 
 def _one_more(result: CandidateRow, objective: Objective) -> Search[None]:
@@ -171,7 +171,11 @@ def _one_more(result: CandidateRow, objective: Objective) -> Search[None]:
     template, trial = result.template, result.trial
     if template is None or trial is None:
         return
-    space, x, y = template.search_space(math.inf), trial.config.n_prefill, trial.config.n_decode
+    space, x, y = (
+        template.search_space(math.inf),
+        trial.config.cluster.n_prefill,
+        trial.config.cluster.n_decode,
+    )
     more = [(x + (x > 0), y), (x, y + (y > 0))]
     configs = [template.at(*each) for each in more if each != (x, y) and space.has_room(*each)]
     for found in (yield from side_by_side([try_cluster(each, objective) for each in configs])):
@@ -192,7 +196,7 @@ def _race(
     for each, runner in others:
         row = CandidateRow(each.gpu, each.policy, without="beaten", reasons=[*each.reasons])
         if runner is not None:
-            name = runner.template.at(runner.x, runner.y).topology
+            name = runner.template.at(runner.x, runner.y).cluster.topology
             row.reasons.insert(0, f"{name} carries about {runner.likely:.3g}/s in short runs")
         beaten.append(row)
     return kept, beaten
@@ -207,7 +211,7 @@ def _candidates(
     strategies: Sequence[str],
 ) -> list[Candidate]:
     """Return the shapes of every candidate; of prefill workers alone, its sizes and budgets."""
-    if configs[0].generates:
+    if configs[0].cluster.generates:
         return [make_candidate(each, axes, objective, max_gpus, *sizes) for each in configs]
     return [
         candidate
@@ -220,14 +224,14 @@ def _candidates(
 
 def _check(config: RunConfig, max_gpus: int) -> None:
     """Raise InputError for a load, or for workers, that a plan cannot size: it has one size."""
-    if max_gpus < (2 if config.generates else 1):
+    if max_gpus < (2 if config.cluster.generates else 1):
         raise InputError("max_gpus", str(max_gpus), "room for one worker of each kind")
     within("max_gpus", max_gpus, MOST_GPUS)
-    if config.request_rate == math.inf:
+    if config.requests.request_rate == math.inf:
         raise InputError("request_rate", "inf", "a finite rate")
     for role in ("prefill", "decode"):
         for name in ("tensor_parallel_size", "data_parallel_size"):
-            if getattr(getattr(config, role), name) is not None:
+            if getattr(getattr(config.cluster, role), name) is not None:
                 problem = "a plan searches one size of all workers"
                 raise InputError(f"{role}.{name}", problem, name)
 
@@ -254,7 +258,7 @@ def _search_sizes(
     without = "none" if candidate.templates else "refused"
     result = CandidateRow(candidate.gpu, candidate.policy, without=without)
     templates = list(candidate.templates)
-    if templates and not templates[0].config.generates:
+    if templates and not templates[0].config.cluster.generates:
         templates = yield from by_speed(templates)
     known: list[Parallelism] | None = None
     start: tuple[int, int] | None = None
@@ -262,7 +266,9 @@ def _search_sizes(
     if lead is not None and lead.template is not None:
         known, start = _workers(lead.template), lead.search.best
         templates.sort(key=lambda template: _workers(template) != known)
-        own = templates[0].config.model_copy(update={"policy": lead.template.config.policy})
+        own = templates[0].config.model_copy(
+            update={"policy": lead.template.config.policies.policy}
+        )
         if own == lead.template.config:  # routers alone differ
             without_gain = {each.shape for each in lead.shapes if each.cost is None}
     for template in templates:
@@ -318,7 +324,7 @@ def _search_shape(
             template.least_cost,
             template.estimated_cost,
             None if found is None else cost(found.config),
-            "" if found is None else str(found.config.topology),
+            "" if found is None else str(found.config.cluster.topology),
             reason,
             searched,
         )
@@ -328,7 +334,7 @@ def _search_shape(
 def _other_budgets(result: CandidateRow) -> list[ClusterTemplate]:
     """Return the best co-located workers with other token budgets."""
     template = result.template
-    if template is None or template.config.n_prefill > 0:
+    if template is None or template.config.cluster.n_prefill > 0:
         return []
     if template.config.pool("decode").max_num_batched_tokens is not None:
         return []
@@ -348,10 +354,10 @@ def _of_size(template: ClusterTemplate, text: str) -> str:
 def _why_none(
     template: ClusterTemplate, state: SearchState, trials: dict[tuple[int, int], Trial]
 ) -> str:
-    least, apart = template.bounds, template.config.n_prefill > 0
+    least, apart = template.bounds, template.config.cluster.n_prefill > 0
     if not trials:
         fewest = str(least.n_prefill if apart else least.n_decode)
-        if apart and template.config.generates:
+        if apart and template.config.cluster.generates:
             fewest = f"{least.n_prefill} prefill and {least.n_decode} decode"
         return (
             f"the load takes at least {fewest} workers at full speed, more than "
@@ -361,10 +367,10 @@ def _why_none(
         trial = trials[max(trials, key=lambda point: (sum(point), point))]
         parts = ", ".join(
             f"{100 * trial.attained(metric):.1f}% within the {metric.upper()} bound"
-            for metric in trial.config.goodput.model_dump(exclude_none=True)
+            for metric in trial.config.output.goodput.model_dump(exclude_none=True)
         )
         share = 100 * trial.attainment.mean
-        return f"even {trial.config.topology} attains only {share:.1f}% ({parts})"
+        return f"even {trial.config.cluster.topology} attains only {share:.1f}% ({parts})"
     return (
         f"needs {state.x_least} prefill and {state.y_least} decode workers at least, and no such "
         f"cluster of up to {template.max_gpus} GPUs meets the objective"
@@ -381,7 +387,9 @@ def _notes(
         if p in trials and q in trials
     ]
     notes += [
-        _of_size(template, f"{trial.config.topology} {cheaper}is undecided after {_seeds(trial)}")
+        _of_size(
+            template, f"{trial.config.cluster.topology} {cheaper}is undecided after {_seeds(trial)}"
+        )
         for (x, y), trial in sorted(trials.items())
         if trial.verdict is Verdict.UNDECIDED
         and template.cost(x, y) < best
@@ -391,8 +399,8 @@ def _notes(
 
 
 def _contradiction(smaller: RunConfig, larger: RunConfig) -> str:
-    meets = f"{smaller.topology} meets the objective"
-    return f"not monotone: {meets} and {larger.topology} does not"
+    meets = f"{smaller.cluster.topology} meets the objective"
+    return f"not monotone: {meets} and {larger.cluster.topology} does not"
 
 
 def _seeds(trial: Trial) -> str:
@@ -423,9 +431,9 @@ def _margin(result: CandidateRow, objective: Objective, rate: float) -> Search[M
 
 def _larger(result: CandidateRow, objective: Objective) -> list[Search[Trial]]:
     """Return searches that try a result with more decode workers: faster per user, but dearer."""
-    if result.trial is None or result.template is None or not result.trial.config.generates:
+    if result.trial is None or result.template is None or not result.trial.config.cluster.generates:
         return []
-    x, y = result.trial.config.n_prefill, result.trial.config.n_decode
+    x, y = result.trial.config.cluster.n_prefill, result.trial.config.cluster.n_decode
     sizes = {math.ceil(factor * y) for factor in _LARGER}
     template = result.template
     return [
@@ -480,7 +488,7 @@ def _fewest_gpus(result: CandidateRow, seed: int, objective: Objective) -> Searc
     space = template.search_space(1.5 * result.cost + 2 * template.unit)
     assert result.search.best is not None
     x, y = result.search.best
-    if template.config.n_prefill == 0:
+    if template.config.cluster.n_prefill == 0:
         state = yield from fewest(space, judge, y)
     else:
         state = yield from cheapest(space, judge, (x, y), around=False)

@@ -35,7 +35,7 @@ from eldr_sim.planning.search.shapes import BUSY
 from eldr_sim.planning.search.trial import found_by_seed
 from eldr_sim.planning.slo import Objective, t_interval
 from eldr_sim.simulator.run import offered_load
-from eldr_sim.simulator.setup.config.groups import NO_PART
+from eldr_sim.simulator.setup.config.groups import NO_PART, RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.run_routing import routing_of
@@ -55,12 +55,14 @@ _CHOSEN = (
 
 def _fastest_backend(config: RunConfig, n_gpus: int, tokens: int) -> Backend:
     """Return the backend asked for, or the fastest for a step's tokens, routed evenly."""
-    if config.all2all_backend != RunConfig.model_fields["all2all_backend"].default:
-        return config.all2all_backend
-    model, gpu = load_model(config.model), load_gpu(config.pool("prefill").gpu or "")
+    if config.cluster.all2all_backend != RUN_FIELDS["all2all_backend"].default:
+        return config.cluster.all2all_backend
+    model, gpu = load_model(config.engine.model), load_gpu(config.pool("prefill").gpu or "")
 
     def seconds(backend: Backend) -> float:
-        routed = build_all_to_all(model, gpu, backend, n_gpus, gpus_per_node=config.gpus_per_node)
+        routed = build_all_to_all(
+            model, gpu, backend, n_gpus, gpus_per_node=config.cluster.gpus_per_node
+        )
         inside, between = (tokens * copies for copies in routed.uniform_copies(model))
         return float(routed.dispatch_s(inside, between) + routed.combine_s(inside, between))
 
@@ -75,15 +77,16 @@ def _ways(
     if kind == "dp_ep":
         strategies = [PrefillStrategy(kind, _fastest_backend(config, n_gpus, budget))]
     elif kind == "async_ep":
-        windows = (config.offload_window,) if config.offload_window else (0, WINDOW)
+        given, interference = config.experts.offload_window, config.experts.gather_interference
+        windows = (given,) if given else (0, WINDOW)
         strategies = [
             PrefillStrategy(
-                kind, window=window, interference=config.gather_interference if n_gpus > 1 else 0.0,
-                gather=config.expert_gather or "one_sided",
+                kind, window=window, interference=interference if n_gpus > 1 else 0.0,
+                gather=config.experts.expert_gather or "one_sided",
             )
             for window in (windows if n_gpus > 1 else windows[-1:])
         ]  # fmt: skip
-    for whole in (True,) if config.kv_cache_free else (False, True):
+    for whole in (True,) if config.experts.kv_cache_free else (False, True):
         for strategy in strategies:
             yield strategy, whole
 
@@ -91,7 +94,7 @@ def _ways(
 def check_prefill_only(config: RunConfig, objective: Objective | None) -> None:
     """Raise InputError for what a plan of prefill workers alone chooses or cannot keep."""
     for name in _CHOSEN:
-        if getattr(config, name) != RunConfig.model_fields[name].default:
+        if config.value(name) != RUN_FIELDS[name].default:
             problem = "a plan of prefill workers alone chooses the parallelism"
             raise InputError(name, problem, "--strategy and --tensor-parallel-size (GPUs a worker)")
     if objective is not None and objective.level.tpot is not None:
@@ -119,10 +122,10 @@ def prefill_candidates(
             raise InputError("strategy", f"{name!r}", f"{', '.join(KINDS)}, each once")
     within("max_gpus", max_gpus, MOST_GPUS)
     config = config.model_copy(update={"topology": "1P"})
-    model = load_model(config.model)
+    model = load_model(config.engine.model)
     load = offered_load(config, routing_of(config, model))
     prompts = load[0].prompt_len
-    accepted = prompts[prompts <= (config.max_model_len or model.max_position_embeddings)]
+    accepted = prompts[prompts <= (config.engine.max_model_len or model.max_position_embeddings)]
     longest = int(accepted.max(initial=1))
     found = []
     for kind in (kind for kind in KINDS if kind in strategies or not strategies):
@@ -154,7 +157,7 @@ def by_speed(templates: Sequence[ClusterTemplate]) -> Search[list[ClusterTemplat
     85% of the time."""
     possible = [each for each in templates if not each.bounds.impossible]
     config = templates[0].config
-    workload, _ = offered_load(config, routing_of(config, load_model(config.model)))
+    workload, _ = offered_load(config, routing_of(config, load_model(config.engine.model)))
     mean = float(workload.prompt_len.mean())
     summaries = yield [_at_once(each.config, mean) for each in possible]
     found = [each for each in templates if each.bounds.impossible]
@@ -170,7 +173,7 @@ def by_speed(templates: Sequence[ClusterTemplate]) -> Search[list[ClusterTemplat
 
 def _at_once(config: RunConfig, mean_prompt: float) -> RunConfig:
     """Return a run of prompts that fill two steps of a worker."""
-    tokens = (config.max_num_batched_tokens or 0) * config.data_parallel_size
+    tokens = (config.engine.max_num_batched_tokens or 0) * config.cluster.data_parallel_size
     n = min(max(math.ceil(2 * tokens / mean_prompt), _AT_ONCE[0]), _AT_ONCE[1])
     return with_seed(
         config.model_copy(
@@ -229,9 +232,9 @@ def _refusal(config: RunConfig, longest: int) -> str:
             raise
         return error.problem
     room = engine.max_num_batched_tokens
-    if not config.kv_cache_free:
-        room = engine.n_blocks * config.block_size
-    what = "a step" if config.kv_cache_free else "the KV cache"
+    if not config.experts.kv_cache_free:
+        room = engine.n_blocks * config.engine.block_size
+    what = "a step" if config.experts.kv_cache_free else "the KV cache"
     return "" if longest <= room else f"{what} of {room} tokens holds no prompt of {longest}"
 
 
@@ -253,7 +256,7 @@ def plan_fastest(
     is not valid, or contradicts another. ``strategies``, ``gpus``, ``worker_gpus``: if empty
     :data:`KINDS`, the GPU of ``config``, powers of two up to a node; ``prices``: of a GPU-hour by
     GPU; without, tokens a second and GPU decide."""
-    if config.num_requests is None:
+    if config.requests.num_requests is None:
         raise InputError("num_requests", "none", "how many prompts come at once")
     asked, config = config, config.model_copy(update={"topology": "1P", "request_rate": math.inf})
     axes = Axes({"gpu": gpus})

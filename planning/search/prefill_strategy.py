@@ -62,14 +62,14 @@ class PrefillStrategy:
 def strategy_of(config: RunConfig) -> PrefillStrategy:
     """Return the strategy of the prefill workers of a configuration."""
     pool = config.pool("prefill").parallelism
-    window = config.offload_window or 0
-    if config.expert_gather is not None or window:
+    window = config.experts.offload_window or 0
+    if config.experts.expert_gather is not None or window:
         return PrefillStrategy(
-            "async_ep", config.all2all_backend, window, config.gather_interference,
-            config.expert_gather or "one_sided",
+            "async_ep", config.cluster.all2all_backend, window, config.experts.gather_interference,
+            config.experts.expert_gather or "one_sided",
         )  # fmt: skip
     if pool.data_parallel_size > 1:
-        return PrefillStrategy("dp_ep", config.all2all_backend)
+        return PrefillStrategy("dp_ep", config.cluster.all2all_backend)
     if pool.pipeline_parallel_size > 1:
         return PrefillStrategy("pp")
     return PrefillStrategy("tp_ep" if pool.expert_parallel else "tp")
@@ -78,11 +78,13 @@ def strategy_of(config: RunConfig) -> PrefillStrategy:
 def prefill_label(config: RunConfig) -> str:
     """Return the strategy, GPUs and router of the prefill workers of a configuration."""
     size = config.pool("prefill").parallelism.n_gpus
-    name = "one GPU" if size == 1 and not config.offload_window else strategy_of(config).label
+    name = (
+        "one GPU" if size == 1 and not config.experts.offload_window else strategy_of(config).label
+    )
     return name if size == 1 else f"{name} on {size} GPUs"
 
 
 def chunk_label(config: RunConfig) -> str:
     """Return the tokens of a step, and whether prompts are cut."""
     tokens = config.pool("prefill").max_num_batched_tokens
-    return f"{tokens}, prompts whole" if config.kv_cache_free else f"{tokens}"
+    return f"{tokens}, prompts whole" if config.experts.kv_cache_free else f"{tokens}"

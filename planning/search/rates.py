@@ -65,46 +65,46 @@ def plan_rate(
 
 def _likely(config: RunConfig, objective: Objective, low: float) -> float:
     """Return the rate that a cluster carries by `shapes.capacity`, or one a worker."""
-    some = max(low, float(config.n_decode or config.n_prefill))
-    if not config.generates:
+    some = max(low, float(config.cluster.n_decode or config.cluster.n_prefill))
+    if not config.cluster.generates:
         return some
     config = at_rate(config, some)
-    workload, _ = offered_load(config, trace_of(config, load_model(config.model)))
+    workload, _ = offered_load(config, trace_of(config, load_model(config.engine.model)))
     prefill, decode = capacity(config, objective, workload)
-    rate = decode * config.n_decode
-    if config.n_prefill:
-        rate = min(rate, prefill * config.n_prefill)
+    rate = decode * config.cluster.n_decode
+    if config.cluster.n_prefill:
+        rate = min(rate, prefill * config.cluster.n_prefill)
     return some if math.isinf(rate) else max(low, rate)
 
 
 def at_rate(config: RunConfig, rate: float) -> RunConfig:
     """Return a run at another rate; its window is as long as a share of requests needs."""
     window = {}
-    if config.duration_s is not None and not config.replays_log:
-        window = {"duration": max(config.duration_s, LEAST_REQUESTS / rate)}
+    if config.requests.duration_s is not None and not config.requests.replays_log:
+        window = {"duration": max(config.requests.duration_s, LEAST_REQUESTS / rate)}
     return config.model_copy(update={"request_rate": rate, **window})
 
 
 def lowest_rate(config: RunConfig) -> float:
     """Return the lowest rate that is looked for; raises InputError where requests are too few."""
-    if config.duration_s is None:
+    if config.requests.duration_s is None:
         check_requests(config, math.inf)
-    elif config.replays_log:
-        return LEAST_REQUESTS / config.duration_s
+    elif config.requests.replays_log:
+        return LEAST_REQUESTS / config.requests.duration_s
     return 0.01
 
 
 def check_requests(config: RunConfig, rate: float) -> None:
     """Raise InputError where a run measures too few requests to estimate a share such as 99%."""
     field, what, about = "num_requests", "requests", ""
-    if config.num_requests is not None and config.n_sessions is None:
-        expected = float(config.num_requests)
-    elif config.duration_s is not None:
-        field, expected, about = "duration", rate * config.duration_s, "about "
+    if config.requests.num_requests is not None and config.requests.n_sessions is None:
+        expected = float(config.requests.num_requests)
+    elif config.requests.duration_s is not None:
+        field, expected, about = "duration", rate * config.requests.duration_s, "about "
     else:  # sessions, all of whose turns count, or a log, of which a part may be asked for
-        field = next((name for name in NO_PART if getattr(config, name) is not None), "workload")
-        workload, _ = offered_load(config, trace_of(config, load_model(config.model)))
-        if config.n_sessions is not None:
+        field = next((name for name in NO_PART if config.value(name) is not None), "workload")
+        workload, _ = offered_load(config, trace_of(config, load_model(config.engine.model)))
+        if config.requests.n_sessions is not None:
             field, expected, what = "sessions", len(workload), "turns"
         else:
             expected, what = workload.description["log_window"]["measured"], "requests of the log"
@@ -127,13 +127,13 @@ def carried(
     beaten: Callable[[float], bool] = lambda rate: False,
 ) -> Search[RateRange | None]:
     """Find the highest rate of a cluster under one seed, from its own; see `highest_rate`."""
-    assert config.request_rate is not None
+    assert config.requests.request_rate is not None
 
     def meets(rate: float) -> Search[bool]:
         return attains(at_rate(config, rate), seed, objective)
 
     return highest_rate(
-        config.request_rate, low, meets, factor=factor, tolerance=TOLERANCE, high=high,
+        config.requests.request_rate, low, meets, factor=factor, tolerance=TOLERANCE, high=high,
         at_once=at_once, beaten=beaten,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from eldr_sim.planning.search.candidates import ClusterTemplate, cost
 from eldr_sim.planning.search.search import SearchState, cheapest, fewest
 from eldr_sim.planning.search.trial import Trial, try_cluster
 from eldr_sim.planning.slo import Objective, Verdict
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel
 
 OFF = 0.1  #: the change of an input, as a share of it
@@ -56,10 +57,10 @@ def effects(
 
 def _inputs(config: RunConfig, rate: float) -> Iterator[tuple[str, float, dict[str, float]]]:
     """Yield the name of each input, its change, and values of fields and bounds then."""
-    level = config.goodput.model_dump(exclude_none=True)
+    level = config.output.goodput.model_dump(exclude_none=True)
     given = {"request rate": {"request_rate": rate}}
     for field, name in (("input_len", "prompt tokens"), ("output_len", "output tokens")):
-        if isinstance(length := getattr(config, field), int):
+        if isinstance(length := config.value(field), int):
             given[name] = {field: float(length)}
     given |= {f"{bound.upper()} bound": {bound: value} for bound, value in level.items()}
     for name, fields in given.items():
@@ -83,13 +84,13 @@ def _again(
     fields = {
         name: round(value) if name.endswith("_len") else value
         for name, value in values.items()
-        if name in RunConfig.model_fields
+        if name in RUN_FIELDS
     }
     config = template.config.model_copy(update={**fields, "goodput": objective.level})
     least = bounds(config, objective)
     if least.impossible:
         return None
-    start = trial.config.n_prefill, trial.config.n_decode
+    start = trial.config.cluster.n_prefill, trial.config.cluster.n_decode
     changed = dataclasses.replace(template, config=config, bounds=least, estimate=start)
     state, trials = yield from search_size(changed, objective, math.inf)
     return None if state.best is None else trials[state.best]
@@ -151,9 +152,9 @@ def search_size(
     x, y = start or template.estimate
     near = template.cost(2 * x, 2 * y) + 1e-9
     for limit in (near, below) if near < below else (below,):
-        space, prompts = template.search_space(limit), not template.config.generates
+        space, prompts = template.search_space(limit), not template.config.cluster.generates
         while True:
-            if template.config.n_prefill == 0 or prompts:
+            if template.config.cluster.n_prefill == 0 or prompts:
                 state = yield from fewest(space, judge, x if prompts else y, prefill=prompts)
             else:
                 state = yield from cheapest(space, judge, (x, y))

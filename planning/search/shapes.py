@@ -38,8 +38,8 @@ def shapes(
     engine; ``engines``: of a worker, the configuration's if empty; ``ffn_ranks``: GPUs that hold
     the experts beside several engines of a decode worker; 0, or none, if not."""
     together = may_be_colocated(config)
-    dense = load_model(config.model).is_dense
-    workers = list(product(engines or [config.data_parallel_size], sizes))
+    dense = load_model(config.engine.model).is_dense
+    workers = list(product(engines or [config.cluster.data_parallel_size], sizes))
     apart = [n for n in ffn_ranks if n]
     for n, size in workers:
         for ranks in apart if n > 1 else ():
@@ -50,7 +50,7 @@ def shapes(
             yield from _beside(sized, workers)
         if apart and 0 not in ffn_ranks:
             continue
-        ways = [config.enable_expert_parallel or n > 1]
+        ways = [config.cluster.enable_expert_parallel or n > 1]
         if size > 1 and not (ways[0] or dense):
             ways.append(True)
         for whole in ways:
@@ -66,10 +66,10 @@ def shapes(
 def _beside(config: RunConfig, workers: Sequence[tuple[int, int]]) -> Iterator[RunConfig]:
     """Return a shape with prefill workers like those of decode, and with each of ``workers``."""
     yield config
-    n, size = config.data_parallel_size, config.tensor_parallel_size
+    n, size = config.cluster.data_parallel_size, config.cluster.tensor_parallel_size
     for of_prefill in workers:
         if of_prefill != (n, size):
-            pool = config.prefill.model_copy(update=_own(config, n, *of_prefill))
+            pool = config.cluster.prefill.model_copy(update=_own(config, n, *of_prefill))
             yield config.model_copy(update={"prefill": pool})
 
 
@@ -77,15 +77,15 @@ def _own(config: RunConfig, decode: int, engines: int, size: int) -> dict[str, A
     """Return what a prefill pool has of its own beside decode workers of so many engines."""
     own: dict[str, Any] = {"tensor_parallel_size": size}
     if engines != decode:
-        whole = config.enable_expert_parallel or engines > 1
+        whole = config.cluster.enable_expert_parallel or engines > 1
         own |= {"data_parallel_size": engines, "enable_expert_parallel": whole}
     return own
 
 
 def may_be_colocated(config: RunConfig) -> bool:
     """Whether co-located workers could serve the configuration."""
-    own = config.prefill.model_copy(update={"price_per_gpu_hour": None})
-    return own == Pool() and registry.needs("policy", config.policy).signature is None
+    own = config.cluster.prefill.model_copy(update={"price_per_gpu_hour": None})
+    return own == Pool() and registry.needs("policy", config.policies.policy).signature is None
 
 
 def estimate(each: tuple[float, float], rate: float, *, colocated: bool) -> tuple[int, int]:
@@ -116,7 +116,7 @@ def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tup
     tokens = 1.0 if decode.speculation is None else decode.speculation.tokens_per_plain_step
     bound_s = math.inf if objective.level.tpot is None else objective.level.tpot / 1e3 * _BELOW
     context = prompt + output / 2
-    room = decode.n_blocks * config.block_size / max(context, 1.0)
+    room = decode.n_blocks * config.engine.block_size / max(context, 1.0)
     largest = max(1, min(decode.max_num_seqs, int(room)))
     if decode.group is None:
         batch, step_s = _decode_steps(
@@ -128,7 +128,7 @@ def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tup
         step_s = np.array([work.decode_s(n, context) for n in each.tolist()])
         batch = each.astype(float) * decode.parallelism.data_parallel_size
     step_s = step_s / tokens
-    if config.n_prefill == 0:
+    if config.cluster.n_prefill == 0:
         served = batch / (output * step_s + batch * prompt_s)
         in_time = np.maximum(1.0 - step_s / bound_s, 0.0) / prompt_s
         best = np.minimum(np.minimum(served, in_time), BUSY / prompt_s).max()

@@ -81,7 +81,7 @@ def choosing(config: RunConfig, objective: Objective, n_gpus: int, chosen: Choic
     config = config.model_copy(update={"goodput": objective.level})
     low = lowest_rate(config)
     config = config.model_copy(update={"request_rate": max(low, 1.0)})
-    engines = chosen.get("data_parallel_sizes") or [config.data_parallel_size]
+    engines = chosen.get("data_parallel_sizes") or [config.cluster.data_parallel_size]
     sizes = chosen.get("tensor_parallel_sizes", ()), engines, chosen.get("ffn_ranks", ())
     check_ffn_ranks(sizes[2], engines)
     return Choosing(config, objective, n_gpus, Axes.of(chosen), sizes, chosen.get("prices"), low)
@@ -216,7 +216,7 @@ def _row(
 def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]]:
     """Return the clusters of a shape that leave no room for a decode worker more."""
     of_prefill, of_decode = template.worker_sizes
-    if template.config.n_prefill == 0:
+    if template.config.cluster.n_prefill == 0:
         return [(0, n_gpus // of_decode)]
     splits: list[tuple[int, int]] = []
     for x in count(1):

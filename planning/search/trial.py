@@ -105,12 +105,14 @@ def attains(config: RunConfig, seed: int, objective: Objective) -> Search[bool]:
 
 def shortened(config: RunConfig, share: float) -> RunConfig:
     """Return a run of a part of the window; a log is measured as it is."""
-    if config.num_requests is not None:
-        n = max(LEAST_REQUESTS, math.ceil(share * config.num_requests))
-        return config.model_copy(update={"num_requests": min(n, config.num_requests)})
-    if config.replays_log or config.duration_s is None:
+    if config.requests.num_requests is not None:
+        n = max(LEAST_REQUESTS, math.ceil(share * config.requests.num_requests))
+        return config.model_copy(update={"num_requests": min(n, config.requests.num_requests)})
+    if config.requests.replays_log or config.requests.duration_s is None:
         return config
-    rate = config.request_rate or math.inf
-    window = max(share * config.duration_s, min(config.duration_s, LEAST_REQUESTS / rate))
-    warm = max(share, 0.5) * config.warmup_s
+    rate = config.requests.request_rate or math.inf
+    window = max(
+        share * config.requests.duration_s, min(config.requests.duration_s, LEAST_REQUESTS / rate)
+    )
+    warm = max(share, 0.5) * config.requests.warmup_s
     return config.model_copy(update={"duration": window, "warmup": warm})

@@ -77,11 +77,14 @@ def why(
         return f"its {config.n_gpus} GPUs are more than {max_gpus}"
     if least.impossible:
         return least.impossible
-    if config.n_prefill < least.n_prefill or max(config.n_decode, 1) < least.n_decode:
-        apart = f"{least.n_prefill} prefill and " if config.n_prefill else ""
+    if (
+        config.cluster.n_prefill < least.n_prefill
+        or max(config.cluster.n_decode, 1) < least.n_decode
+    ):
+        apart = f"{least.n_prefill} prefill and " if config.cluster.n_prefill else ""
         return f"the load takes at least {apart}{least.n_decode} decode workers at full speed"
     trial = yield from try_cluster(config, objective)
-    bounds_of = config.goodput.model_dump(exclude_none=True)
+    bounds_of = config.output.goodput.model_dump(exclude_none=True)
     parts = ", ".join(f"{name.upper()} {100 * trial.attained(name):.1f}%" for name in bounds_of)
     attained = f"attains {100 * trial.attainment.mean:.1f}% ({parts})"
     if trial.verdict is Verdict.MISSES or best.trial is None:

@@ -11,6 +11,7 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.planning.slo import parse_slo
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 
@@ -48,7 +49,7 @@ def config_of(state: Mapping[str, Any], base: RunConfig) -> RunConfig:
             values[name] = text.split()
         elif text:
             values[name] = text
-    rate = make_config(values).request_rate
+    rate = make_config(values).requests.request_rate
     if rate is None or not 0.0 < rate < 1e6:
         raise InputError("request_rate", f"{rate}", "requests/s, such as 12")
     values["warmup"], values["duration"] = _WARMUP_S, max(_WINDOW_S, round(_REQUESTS / rate, 2))
@@ -79,13 +80,13 @@ def _texts(value: Any) -> Iterator[str]:
 
 def around(config: RunConfig) -> list[RunConfig]:
     """Return the points of the curve over the rate, the nearest to the state's own first."""
-    rate = config.request_rate or 1.0
+    rate = config.requests.request_rate or 1.0
     rates = [float(f"{factor * rate:.3g}") for factor in _RATES]
     return [_at(config, own) for own in sorted(rates, key=lambda own: abs(own - rate))]
 
 
 def _at(config: RunConfig, rate: float) -> RunConfig:
-    if rate == config.request_rate:
+    if rate == config.requests.request_rate:
         return config
     window = max(_WINDOW_S, round(_REQUESTS / rate, 2))
     return config.replace(request_rate=rate, duration=window)
@@ -93,9 +94,9 @@ def _at(config: RunConfig, rate: float) -> RunConfig:
 
 def plane(config: RunConfig) -> list[RunConfig]:
     """Return the clusters of the plane of P and D around the state's own; none where co-located."""
-    if not config.hands_over:
+    if not config.cluster.hands_over:
         return []
-    p, d = config.n_prefill, config.n_decode
+    p, d = config.cluster.n_prefill, config.cluster.n_decode
     sides = [sorted({max(1, n - 1), n, n + 1, n + 2}) for n in (p, d)]
     return [config.replace(topology=f"{x}P{y}D") for x in sides[0] for y in sides[1]]
 
@@ -104,8 +105,8 @@ def command_of(config: RunConfig) -> str:
     """Return the command that gives a run, with the options that are not the defaults."""
     words = ["eldr-sim", "run"]
     plain = RunConfig()
-    for name in RunConfig.model_fields:
-        value, usual = getattr(config, name), getattr(plain, name)
+    for name in RUN_FIELDS:
+        value, usual = config.value(name), plain.value(name)
         flag = "--" + name.replace("_", "-")
         if value == usual:
             continue
@@ -149,7 +150,7 @@ def run_point(values: str, pictures: bool) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     summary = result.summary
     found = {name: summary[name] for name in _SHOWN if name in summary}
-    found["rate"] = config.request_rate
+    found["rate"] = config.requests.request_rate
     for metric in ("ttft_ms", "tpot_ms"):
         times = result.requests.column(metric).filter(result.requests["measured"]).drop_null()
         found |= _percentiles(metric, times.to_numpy())

@@ -134,7 +134,7 @@ class Explorer:
         """Say the results of several points in the order in which they come."""
 
         async def one(kind: str, config: RunConfig, pictures: bool) -> tuple[str, Any]:
-            where = {"p": config.n_prefill, "d": config.n_decode}
+            where = {"p": config.cluster.n_prefill, "d": config.cluster.n_decode}
             return kind, where | await self._result(config, pictures=pictures)
 
         tasks = [asyncio.ensure_future(one(*each)) for each in many]
@@ -176,11 +176,11 @@ class Explorer:
 
 def _state_of(base: RunConfig) -> dict[str, str]:
     """Return the state that gives the base."""
-    level = base.goodput.model_dump(exclude_none=True) if base.goodput else {}
-    values = {name: getattr(base, name) for name in FIELDS}
-    if base.request_rate is not None:
-        values["request_rate"] = f"{base.request_rate:g}"
-    values["kv_tier"] = " ".join(base.kv_tier)
+    level = base.output.goodput.model_dump(exclude_none=True) if base.output.goodput else {}
+    values = {name: base.value(name) for name in FIELDS}
+    if base.requests.request_rate is not None:
+        values["request_rate"] = f"{base.requests.request_rate:g}"
+    values["kv_tier"] = " ".join(base.kv.kv_tier)
     values["goodput"] = ",".join(f"{key}:{bound:g}" for key, bound in level.items())
     return {name: "" if v is None else str(v) for name, v in values.items()} | {"more": ""}
 

@@ -57,8 +57,10 @@ class Core:
         log: IO[str] | None = None,
         lag: Callable[[float], None] = lambda _s: None,
     ) -> None:
-        if not config.generates:
-            raise InputError("topology", f"{config.topology} generates nothing", "xPyD or xC")
+        if not config.cluster.generates:
+            raise InputError(
+                "topology", f"{config.cluster.topology} generates nothing", "xPyD or xC"
+            )
         warm = Simulation(config, arrivals=False, prefixes=True)
         warm.cluster.submit(*_WARM)  # what cannot be sent so is refused here
         warm.advance(60.0)

@@ -86,7 +86,7 @@ class Metrics(http.Registry):
             return
         self._success.labels(self._model, stream.reason).inc()
         self._prompts.inc(stream.prompt_len)
-        if self._core.config.enable_prefix_caching:
+        if self._core.config.engine.enable_prefix_caching:
             self._queries.inc(stream.prompt_len)
             self._hits.inc(self._core.cached_tokens(stream))
         self._prompt(stream.prompt_len)
@@ -120,7 +120,7 @@ class Metrics(http.Registry):
         ]
         labels = ["engine", "block_size", "num_gpu_blocks"]
         cache = GaugeMetricFamily("vllm:cache_config_info", "Of the KV cache.", labels=labels)
-        size = str(self._core.config.block_size)
+        size = str(self._core.config.engine.block_size)
         told = zip(self._core.cluster.engines(), self._core.cluster.kv_blocks(), strict=True)
         for number, (figures, blocks) in enumerate(told):
             for gauge, figure in zip(gauges, figures, strict=True):
@@ -153,7 +153,7 @@ class Service:
         log: Path | None = None,
     ) -> None:
         http.import_aiohttp()
-        self.model = str(config.model)
+        self.model = str(config.engine.model)
         self.metrics = Metrics(self.model)
         self._files = ExitStack()
         file = None if log is None else self._files.enter_context(http.open_log(log))
@@ -231,7 +231,7 @@ class Service:
 
     def _prefix(self, prompt: str | list[int], output_len: int) -> list[bytes]:
         """Return a digest of each whole block of a prompt and, if it is text, of its answer."""
-        size = self.core.config.block_size
+        size = self.core.config.engine.block_size
         if isinstance(prompt, str):
             prompt, size = prompt + _WORD * output_len, _LETTERS * size
         parts = (prompt[at : at + size] for at in range(0, len(prompt) - size + 1, size))
@@ -374,7 +374,7 @@ async def _serve(
         runners.append(web.AppRunner(service.app(), **how))
         await runners[-1].setup()
         await web.SockSite(runners[-1], listening).start()
-        cluster = f"{service.model}, {service.core.config.topology}"
+        cluster = f"{service.model}, {service.core.config.cluster.topology}"
         announce(f"Serving {cluster}, at {http.url_of(listening)}")
     failures = [service.core.failure for service in services]
     waits: list[Any] = [*failures, asyncio.ensure_future(stop.wait())]

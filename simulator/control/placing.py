@@ -11,6 +11,7 @@ from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPo
 from eldr_sim.policies.registry import placement_policy
 from eldr_sim.simulator.control import relocation
 from eldr_sim.simulator.control.elastic import ElasticGroup, Shape
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.engine_of import least_engines
 from eldr_sim.simulator.setup.prepare import PreparedRun
@@ -51,7 +52,7 @@ def placements_of(
                         placed.group,
                         placed.policy,
                         placed.placement,
-                        relocation.expert_links(gpu, n_bytes, ranks, config.gpus_per_node),
+                        relocation.expert_links(gpu, n_bytes, ranks, config.cluster.gpus_per_node),
                         placed.group.slots_per_rank,
                     )
                 )
@@ -90,7 +91,7 @@ def place_pool(
         slots = (n_experts + n_redundant) // ranks
         n, size, ranks = width, width, ranks // size * width
         n_redundant = slots * ranks - n_experts
-    rng = stream(config.seed, "placement")
+    rng = stream(config.requests.seed, "placement")
     context = PolicyContext(
         n,
         rng,
@@ -103,7 +104,7 @@ def place_pool(
     policy = placement_policy(own.expert_placement, context)
     assert prepared.trace is not None, "dense models place no experts"
     layers = prepared.trace.manifest.n_layers
-    n_nodes = max(1, ranks // config.gpus_per_node)
+    n_nodes = max(1, ranks // config.cluster.gpus_per_node)
     groups = (
         ExpertGroup(members, layers, n_experts, ranks, n_redundant, n_nodes)
         for members in (range(first, first + size) for first in range(0, n, size))
@@ -144,17 +145,19 @@ def elastic_groups(
             assert shared is not None
             shapes[width] = Shape(placed.placement, shared)
         gpu, n_bytes = engine.step_time.gpu, model.bytes_per_expert
-        links = relocation.expert_links(gpu, n_bytes, engine.n_expert_ranks, config.gpus_per_node)
+        links = relocation.expert_links(
+            gpu, n_bytes, engine.n_expert_ranks, config.cluster.gpus_per_node
+        )
         first = prepared.spec.workers_of(pool.name).start
         experts = model.n_experts, model.n_moe_layers
-        pauses = engine.graphs_s, config.width_pause
+        pauses = engine.graphs_s, config.scaling.width_pause
         found.append(ElasticGroup(number, first, shapes, experts, links, *pauses))
     return found
 
 
 def _whole_nodes(width: int, engine_gpus: int, config: RunConfig) -> int:
     """Return the engines of a group that fills its nodes, which all-to-alls are known of."""
-    node = config.gpus_per_node
+    node = config.cluster.gpus_per_node
     ranks = width * engine_gpus
     return width if ranks <= node else -(-ranks // node) * node // engine_gpus
 
@@ -163,9 +166,9 @@ def relocations_of(
     config: RunConfig, prepared: PreparedRun, movable: list[relocation.MovableGroup]
 ) -> relocation.Relocations | None:
     """Return what moves the experts of groups while they run; None where nothing does."""
-    if config.eplb_interval is None:
+    if config.experts.eplb_interval is None:
         for name in ("eplb_window", "eplb_async", "eplb_overhead_ms"):
-            if getattr(config, name) != RunConfig.model_fields[name].default:
+            if config.value(name) != RUN_FIELDS[name].default:
                 raise InputError(name, "without eplb_interval no expert moves", "--eplb-interval")
         return None
     if not movable:
@@ -175,7 +178,10 @@ def relocations_of(
             "--data-parallel-size 2 or more with --expert-placement eplb",
         )
     rule = relocation.RelocationRule(
-        config.eplb_interval, config.eplb_window, config.eplb_async, config.eplb_overhead_ms / 1e3
+        config.experts.eplb_interval,
+        config.experts.eplb_window,
+        config.experts.eplb_async,
+        config.experts.eplb_overhead_ms / 1e3,
     )
     spec, model = prepared.spec, prepared.model
     return relocation.Relocations(

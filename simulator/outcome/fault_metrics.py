@@ -25,7 +25,7 @@ def fault_figures(
     """Return ``faults`` of a summary: each event, and the measured requests that end in the window
     before it, while it lasts, and after it: completed, lost or given up; and retries."""
     requests, measured = record.requests, record.requests["measured"]
-    good = good_requests(request_times(record), config.goodput)
+    good = good_requests(request_times(record), config.output.goodput)
     ended = np.where(requests["finish_s"] >= 0.0, requests["finish_s"], np.inf)
     start, end = record.window[0], min(record.window[1], record.end_s)
     retries = record.retries

@@ -126,7 +126,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     prompt_tokens = int(prefills["chunk_tokens"][begun].sum())
     prompt_tokens += steps.n["prompt_tokens"]
     prefilled = requests["prompt_len"][computed_inside]
-    good = good_requests(times, config.goodput) & measured
+    good = good_requests(times, config.output.goodput) & measured
 
     hours, price = seconds / 3600.0, config.price_per_hour
     gpu_hours = config.n_gpus * hours
@@ -139,16 +139,16 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "completed": int(done.sum()),
         "failed": int(sum(reasons.values())),
         "failed_reasons": dict(sorted((OUTCOMES[code], n) for code, n in reasons.items())),
-        "request_rate": config.effective_rate,
-        "burstiness": config.burstiness,
-        "max_concurrency": config.max_concurrency,
+        "request_rate": config.requests.effective_rate,
+        "burstiness": config.requests.burstiness,
+        "max_concurrency": config.requests.max_concurrency,
         "duration": seconds,
         "total_input_tokens": int(requests["prompt_len"][done].sum()),
         "total_output_tokens": int(requests["output_len"][done].sum()),
         "request_throughput": finished / seconds,
         "request_goodput": float(good.sum()) / seconds,
         "slo_attainment": float(good.sum()) / max(1, int(measured.sum())),
-        "slo_attainment_by_metric": _attained(times, config.goodput, measured),
+        "slo_attainment_by_metric": _attained(times, config.output.goodput, measured),
         "output_throughput": tokens / seconds,
         "total_token_throughput": (tokens + prompt_tokens) / seconds,
         "prefill_throughput": int(prefilled.sum()) / seconds,
@@ -167,7 +167,11 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         **describe("itl", steps.gaps, steps.carried),
         **describe("e2el", times["e2el"][done]),
         **_per_token(times["e2el"][done], requests["output_len"][done]),
-        **({"streamed_by_prefill": streamed_by_prefill(record)} if config.hands_over else {}),
+        **(
+            {"streamed_by_prefill": streamed_by_prefill(record)}
+            if config.cluster.hands_over
+            else {}
+        ),
         **_activated_experts(steps, n_moe_layers),
         "mean_decode_batch": share(steps.n["sequences"], steps.n["decoding"]),
         "decode_steps": steps.n["decoding"],
@@ -250,7 +254,7 @@ def draft_counters(record: RunRecord) -> dict[str, Any]:
 def _prefix_cache(record: RunRecord, pool: str, config: RunConfig) -> dict[str, float | None]:
     """Return the prompt tokens looked up in the prefix caches of a pool, and those found."""
     queries = hits = 0
-    if config.enable_prefix_caching:
+    if config.engine.enable_prefix_caching:
         requests, field = record.requests, f"{pool}cached_tokens"
         looked_up = requests[requests["measured"] & (requests[field] >= 0)]
         queries, hits = int(looked_up["prompt_len"].sum()), int(looked_up[field].sum())

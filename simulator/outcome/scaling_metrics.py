@@ -25,14 +25,14 @@ def scaling_figures(record: RunRecord, config: RunConfig, spec: ClusterSpec) -> 
     pools = config.pools
     spent = spent_hours(record, config, begin, end)
     measured = record.requests["measured"]
-    good = good_requests(request_times(record), config.goodput) & measured
+    good = good_requests(request_times(record), config.output.goodput) & measured
     minutes = _by_minute(record, good)
     known = [minute["attainment"] for minute in minutes]
     seconds = max(end - begin, 1e-9)
     n_good = int(good.sum())
     return {
         "scaling": {
-            "autoscale": config.autoscale,
+            "autoscale": config.scaling.autoscale,
             "gpu_hours": spent.gpu_hours,
             "gpu_hours_by_state": {
                 name: float((spent.workers[:, at] * spent.gpus).sum()) for name, at in PAID.items()

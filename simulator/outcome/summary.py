@@ -159,7 +159,7 @@ def _streaming(config: RunConfig, engine: EngineSpec, record: RunRecord) -> dict
         return {}
     return {
         "weight_streaming": {
-            "expert_gather": config.expert_gather,
+            "expert_gather": config.experts.expert_gather,
             "offload_window": plan.window or None,
             "layer_bytes": plan.layer_bytes,
             "gather_ms": 1e3 * plan.stream.gather_s,
@@ -217,7 +217,7 @@ def _group(engine: EngineSpec, steps: Records) -> dict[str, Any]:
 
 def _prefill_mfu(config: RunConfig, prepared: PreparedRun, record: RunRecord) -> float | None:
     """Return the share of the prefill GPUs' peak that the window's prompts took."""
-    if not config.n_prefill:
+    if not config.cluster.n_prefill:
         return None
     start, end = record.window[0], min(record.window[1], record.end_s)
     ended, requests = record.requests["prefill_end_s"], record.requests
@@ -269,8 +269,8 @@ def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
 def _transfer_provenance(config: RunConfig, spec: ClusterSpec) -> dict[str, dict[str, Any]]:
     """Return what KV transfers and hand-overs rest on; one that takes nothing on nothing."""
     said = {"kv_transfer": transfer.provenance(spec.transfer.source)}
-    if config.handover != "none":
-        said["handover"] = transfer.provenance(HAND_OVERS[config.handover].source)
+    if config.front_end.handover != "none":
+        said["handover"] = transfer.provenance(HAND_OVERS[config.front_end.handover].source)
     return said
 
 
@@ -309,7 +309,7 @@ def _trace(
         layers += f" tiled over {model.n_moe_layers}, each tile rotated by another part of the"
         layers += " request"
     return {
-        "name": "drawn" if config.trace is None else Path(config.trace).name,
+        "name": "drawn" if config.routing.trace is None else Path(config.routing.trace).name,
         "model": about.model,
         "provenance": about.provenance,
         "rests_on": rests_on(about, model.name),
@@ -343,9 +343,9 @@ def _batches(record: RunRecord, spec: ClusterSpec) -> tuple[Ints, dict[str, int]
 def _all_provenance(config: RunConfig, prepared: PreparedRun) -> dict[str, dict[str, Any]]:
     """Return what all that takes time rests on."""
     spec, provenance = prepared.spec, _provenance(prepared)
-    if config.eplb_interval is not None:
+    if config.experts.eplb_interval is not None:
         provenance = provenance | {"relocation": PROVENANCE}
-    if config.hands_over:
+    if config.cluster.hands_over:
         provenance = provenance | _transfer_provenance(config, spec)
     if spec.front_end is not None:
         provenance = provenance | {"front_end": spec.front_end.latency.provenance}
@@ -364,7 +364,7 @@ def _warnings(config: RunConfig, prepared: PreparedRun) -> list[str]:
             f"max_model_len {spec.max_model_len} is beyond the {model.max_position_embeddings} "
             f"positions of {model.name}: the model itself answers for none of it"
         )
-    if config.eplb_interval is not None and config.eplb_overhead_ms == 0.0:
+    if config.experts.eplb_interval is not None and config.experts.eplb_overhead_ms == 0.0:
         warnings.append(BYTES_ALONE)
     return list(dict.fromkeys(warnings))
 
@@ -381,21 +381,24 @@ def summary_of(
         log[(log["start"] >= window[0]) & (log["start"] < window[1])]
         for log in (record.prefill_group_steps, record.decode_group_steps)
     ]
+    policies = config.policies
+    router = policies.policy if config.cluster.generates else policies.prefill_policy
     summary: dict[str, Any] = {
-        "label": f"{config.policy if config.generates else config.prefill_policy}, "
-        f"{config.topology} workers, {model.name} on {gpu}",
+        "label": f"{router}, {config.cluster.topology} workers, {model.name} on {gpu}",
         "backend": "eldr-sim",
         "model_id": model.name,
         "gpu": gpu,
         "topology": _topology(config),
-        "expert_placement": config.expert_placement,
-        "policy": config.policy if config.generates else None,
-        "prefill_policy": config.prefill_policy if config.n_prefill else None,
-        "queue_order": config.queue_order,
+        "expert_placement": config.policies.expert_placement,
+        "policy": config.policies.policy if config.cluster.generates else None,
+        "prefill_policy": config.policies.prefill_policy if config.cluster.n_prefill else None,
+        "queue_order": config.policies.queue_order,
         "kv_cache_dtype": model.kv_cache_dtype,
-        "seed": config.seed,
+        "seed": config.requests.seed,
         **summarise(record, config, model.n_moe_layers),
-        **reuse_figures(workload, record, config.block_size, config.enable_prefix_caching),
+        **reuse_figures(
+            workload, record, config.engine.block_size, config.engine.enable_prefix_caching
+        ),
         **session_figures(workload, record, spec),
         **tier_figures(record, spec, _block_bytes(prepared)),
         **scaling_figures(record, config, spec),
@@ -406,10 +409,10 @@ def summary_of(
     summary["limits"] = limits_of(record, spec)
     summary["prefill_mfu"] = _prefill_mfu(config, prepared, record)
     summary |= _workers(spec.decode)
-    if config.num_gpu_blocks_override is not None:
-        summary["num_gpu_blocks_override"] = config.num_gpu_blocks_override
-    summary |= _group(spec.decode, groups[1 if config.generates else 0])
-    if not isinstance(config.topology, str):
+    if config.engine.num_gpu_blocks_override is not None:
+        summary["num_gpu_blocks_override"] = config.engine.num_gpu_blocks_override
+    summary |= _group(spec.decode, groups[1 if config.cluster.generates else 0])
+    if not isinstance(config.cluster.topology, str):
         summary["pools"] = {
             pool.name: {"workers": made.workers, "gpu": pool.engine.step_time.gpu.name}
             | _workers(pool.engine)
@@ -417,25 +420,29 @@ def summary_of(
             for made, pool in zip(config.pools, spec.pools, strict=True)
         }
     summary |= _streaming(config, spec.prefill, record) | _front_end(spec, record)
-    if config.hands_over and (spec.prefill != spec.decode or spec.prefill.group is not None):
+    if config.cluster.hands_over and (
+        spec.prefill != spec.decode or spec.prefill.group is not None
+    ):
         summary["prefill_workers"] = _workers(spec.prefill) | _group(spec.prefill, groups[0])
-    if config.eplb_interval is not None:
+    if config.experts.eplb_interval is not None:
         summary["relocation_events"] = _events(spec, record)
     if record.retries is not None and (record.states is None or record.faults):
         summary["faults"] = fault_figures(record, config, record.faults)
     summary["kv_transfer"] = f"none: {config.pools[0].kind} workers alone"
-    if config.hands_over:
-        summary["kv_transfer"] = f"{config.kv_transfer}: {spec.transfer.source}"
-        summary["handover"] = f"{config.handover}: {HAND_OVERS[config.handover].source}"
+    if config.cluster.hands_over:
+        summary["kv_transfer"] = f"{config.cluster.kv_transfer}: {spec.transfer.source}"
+        summary["handover"] = (
+            f"{config.front_end.handover}: {HAND_OVERS[config.front_end.handover].source}"
+        )
     experts = None if trace is None else "recorded" if trace.has_prompts else "uniform"
-    warned = [] if trace is None else trace_warnings(trace, copies, config.trace_replay)
+    warned = [] if trace is None else trace_warnings(trace, copies, config.routing.trace_replay)
     return summary | {
         "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
         "provenance": provenance,
         "lookups_outside_tables": outside,
         "latency_warnings": _warnings(config, prepared),
         "window_start_s": record.window[0],
-        "latency_notes": _transfer_notes(prepared, record) if config.hands_over else [],
+        "latency_notes": _transfer_notes(prepared, record) if config.cluster.hands_over else [],
         "prompt_experts": experts,
         "trace": _trace(config, prepared, workload, copies),
         "without_effect": without_effect(config, prepared, workload, record),

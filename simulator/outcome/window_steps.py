@@ -72,7 +72,7 @@ def window_steps(record: RunRecord, config: RunConfig, start: float, end: float)
 def _computes_prompts(config: RunConfig) -> Bools:
     """Return which workers that decode compute requests' prompts, too."""
     fetching = {name for pool in config.pools for name in pool.takes_over}
-    if config.conditional_disagg is not None:
+    if config.cluster.conditional_disagg is not None:
         fetching.clear()
     pools = [pool for pool in config.pools if pool.decodes]
     n_engines = [pool.workers * pool.own.parallelism.data_parallel_size for pool in pools]

@@ -10,7 +10,7 @@ from eldr_sim.policies.choice import parse
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config.fault_spellings import parse_fail
-from eldr_sim.simulator.setup.config.groups import KVTierConfig, ScalingConfig
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS, KVTierConfig, ScalingConfig
 from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, window_blocks
 from eldr_sim.simulator.setup.prepare import PreparedRun
@@ -55,10 +55,10 @@ def without_effect(
 
 def _given(config: RunConfig) -> set[str]:
     """Return the fields that are not at their defaults; those of pools as ``decode.gpu``."""
-    fields = RunConfig.model_fields
-    found = {name for name in fields if getattr(config, name) != fields[name].default}
+    fields = RUN_FIELDS
+    found = {name for name in fields if config.value(name) != fields[name].default}
     for role in ("prefill", "decode"):
-        own: Pool = getattr(config, role)
+        own: Pool = getattr(config.cluster, role)
         found |= {f"{role}.{name}" for name, value in own.model_dump().items() if value is not None}
     return found
 
@@ -66,15 +66,19 @@ def _given(config: RunConfig) -> set[str]:
 def _of_routers(config: RunConfig, prepared: PreparedRun) -> _Found:
     spec = prepared.spec
     choices = {
-        "policy": len(spec.routers[-1]) if config.generates else 0,
-        "prefill_policy": len(spec.routers[0]) if config.n_prefill else 0,
+        "policy": len(spec.routers[-1]) if config.cluster.generates else 0,
+        "prefill_policy": len(spec.routers[0]) if config.cluster.n_prefill else 0,
     }
     reads_load = reads_signals = reads_caches = False
     for field, n in choices.items():
-        needs = registry.needs(field, getattr(config, field))
+        needs = registry.needs(field, config.value(field))
         if n == 0:
-            ends = "no worker is one" if config.generates else "requests end with their prompts"
-            yield field, f"nobody makes this choice in {config.topology}: {ends}"
+            ends = (
+                "no worker is one"
+                if config.cluster.generates
+                else "requests end with their prompts"
+            )
+            yield field, f"nobody makes this choice in {config.cluster.topology}: {ends}"
         elif n == 1 and needs.signature is None:
             yield field, "there is one engine to choose"
         if n > 1:
@@ -97,15 +101,17 @@ def _of_workers(
     record: RunRecord,
 ) -> _Found:
     groups = [engine for engine in engines if engine.group is not None]
-    if not config.hands_over:
+    if not config.cluster.hands_over:
         for name in ("kv_transfer", "handover", "answer_kv", "kv_reserve"):
-            yield name, f"no KV cache is handed over in {config.topology}"
+            yield name, f"no KV cache is handed over in {config.cluster.topology}"
     elif workload.parent is None:
         yield "answer_kv", "no request goes on with another (--workload chat)"
     if not groups:
         for name in _OF_GROUPS:
             yield name, "no engines share experts and exchange tokens"
-    elif all(engine.parallelism.n_gpus <= min(8, config.gpus_per_node) for engine in groups):
+    elif all(
+        engine.parallelism.n_gpus <= min(8, config.cluster.gpus_per_node) for engine in groups
+    ):
         yield "gpus_per_node", "the GPUs that share experts are in one node, as they are by default"
     if not any(engine.group.ffn_ranks for engine in groups if engine.group is not None):
         yield "micro_batches", "no worker has its experts on GPUs of their own"
@@ -113,15 +119,15 @@ def _of_workers(
     alone = {parse(word, "expert_placement").name for word in placements} <= _WITHOUT_COPIES
     if groups and alone and not any(engine.n_redundant for engine in groups):
         yield "replica_choice", "every expert has one instance"
-    if config.n_prefill and not record.requests["preemptions"].any():
+    if config.cluster.n_prefill and not record.requests["preemptions"].any():
         yield "prefill_schedule_interval", "workers that decode compute no prompts"
-    if (config.long_prefill_token_threshold or 0) >= max(
+    if (config.engine.long_prefill_token_threshold or 0) >= max(
         engine.max_num_batched_tokens for engine in engines
     ):
         yield "long_prefill_token_threshold", "no step has room for so many tokens"
     if all(engine.layout is not None and engine.layout.whole_prompts for engine in engines):
         yield "long_prefill_token_threshold", "prompts are computed whole"
-    if not config.generates:
+    if not config.cluster.generates:
         for name in ("async_scheduling", "trace_replay"):
             yield name, "no worker decodes"
     if all(engine.parallelism.n_gpus == 1 for engine in engines):
@@ -133,35 +139,35 @@ def _of_workers(
     if workload.prefix_block_tokens == 0:
         for name in ("enable_prefix_caching", *KVTierConfig.model_fields):
             yield name, "no two prompts begin alike"
-    elif not config.enable_prefix_caching:
+    elif not config.engine.enable_prefix_caching:
         yield "kv_tier", "no worker keeps a prefix (enable_prefix_caching)"
-    if not config.kv_tier:
+    if not config.kv.kv_tier:
         for name in KVTierConfig.model_fields.keys() - {"kv_signal", "answer_kv"}:
-            if config.answer_kv != "pull" or name == "kv_overlap":
+            if config.kv.answer_kv != "pull" or name == "kv_overlap":
                 yield name, "there are no tiers (--kv-tier)"
-    elif config.kv_overlap == "layers":
+    elif config.kv.kv_overlap == "layers":
         yield "kv_in_flight", "nobody waits for blocks outside the batch (--kv-overlap layers)"
-    if window_blocks(prepared.model, config.block_size) == NO_WINDOWS:
+    if window_blocks(prepared.model, config.engine.block_size) == NO_WINDOWS:
         yield ("disable_hybrid_kv_cache_manager", f"{prepared.model.name} has no sliding windows")
-    if config.kv_cache_free:
+    if config.experts.kv_cache_free:
         yield "num_gpu_blocks_override", "workers keep no KV cache (kv_cache_free)"
-    if config.num_gpu_blocks_override is not None:
+    if config.engine.num_gpu_blocks_override is not None:
         yield "gpu_memory_utilization", "num_gpu_blocks_override says how many blocks there are"
     if all(pool.own.enforce_eager for pool in config.pools):
         yield "cudagraph_padding", "there are no CUDA graphs (enforce_eager)"
-    window = config.offload_window
+    window = config.experts.offload_window
     if window is not None and window >= prepared.model.n_moe_layers - 1:
         yield "offload_window", "the GPUs have room for the experts of so many layers: of all"
-    if not config.batch_wait_max_tokens_ratio:
+    if not config.scheduler.batch_wait_max_tokens_ratio:
         yield "batch_wait_timeout_iters", "prompts wait for no tokens (batch_wait_max_tokens_ratio)"
-    if not config.batch_wait_timeout_iters:
+    if not config.scheduler.batch_wait_timeout_iters:
         yield "batch_wait_max_tokens_ratio", "prompts wait for no step (batch_wait_timeout_iters)"
     if all(engine.group is None for engine in engines):
         yield "attention_dp_balance", "no engines share experts"
-    if not config.attention_dp_balance:
+    if not config.scheduler.attention_dp_balance:
         for name in ("attention_dp_timeout_iters", "attention_dp_batching_wait_iters"):
             yield name, "prompts do not wait for other engines (attention_dp_balance)"
-    if config.tokenizer_mode == "microbatch_sequential":
+    if config.front_end.tokenizer_mode == "microbatch_sequential":
         yield "tokenizer_threads", "microbatch_sequential tokenises one prompt after the other"
 
 
@@ -170,38 +176,43 @@ def _of_pools(config: RunConfig) -> _Found:
     roles = list(dict.fromkeys(pool.role for pool in config.pools))
     for name in Pool.model_fields:
         if name != "expert_placement" and all(
-            getattr(getattr(config, role), name) is not None for role in roles
+            getattr(getattr(config.cluster, role), name) is not None for role in roles
         ):
             yield name, f"every pool has its own ({', '.join(f'{r}.{name}' for r in roles)})"
     if config.price_per_hour is None:
         for role in roles:
             yield f"{role}.price_per_gpu_hour", "the other pool has no price"
-    elif not config.generates:
+    elif not config.cluster.generates:
         for name in ("price_per_gpu_hour", "prefill.price_per_gpu_hour"):
-            yield name, f"costs are told of generated tokens, and {config.topology} {NO_TOKEN}"
+            yield (
+                name,
+                f"costs are told of generated tokens, and {config.cluster.topology} {NO_TOKEN}",
+            )
 
 
 def _of_requests(config: RunConfig) -> _Found:
-    if not config.from_file:
-        yield "arrivals", f"those of workload {config.workload} are drawn in any case"
-    if config.workload not in SESSIONS:
+    if not config.requests.from_file:
+        yield "arrivals", f"those of workload {config.requests.workload} are drawn in any case"
+    if config.requests.workload not in SESSIONS:
         for name in ("sessions", "history", *SESSIONS["chat"]):
-            yield name, f"workload {config.workload} draws no sessions (chat, agent)"
-    calls = config.calls_per_turn or SESSIONS.get(config.workload, {}).get("calls_per_turn")
+            yield name, f"workload {config.requests.workload} draws no sessions (chat, agent)"
+    calls = config.requests.calls_per_turn or SESSIONS.get(config.requests.workload, {}).get(
+        "calls_per_turn"
+    )
     if calls == "1":
         yield "tool_time", "no turn calls a tool (--calls-per-turn)"
-    if config.arrivals != "closed":
+    if config.requests.arrivals != "closed":
         for name in ("recorded_ttft_ms", "recorded_tpot_ms"):
             yield name, "gaps between recorded arrivals are not used (--arrivals closed)"
-    if config.request_rate == math.inf:
+    if config.requests.request_rate == math.inf:
         yield "burstiness", "all requests come at once"
-    if config.num_requests is not None:
+    if config.requests.num_requests is not None:
         yield "duration", "num_requests says how many requests are measured"
-    if config.chooses_part and config.request_rate == math.inf:
+    if config.requests.chooses_part and config.requests.request_rate == math.inf:
         yield "warmup", "all requests come at once"
-    if config.log_to is not None and not config.log_from:
+    if config.requests.log_to is not None and not config.requests.log_from:
         yield "warmup", "nothing comes before the begin of the log"
-    if not config.enable_prefix_caching and not config.n_prefill:
+    if not config.engine.enable_prefix_caching and not config.cluster.n_prefill:
         for name in ("prompts", "num_prefixes"):
             yield name, "no worker keeps a prefix (enable_prefix_caching)"
 
@@ -216,7 +227,7 @@ def _of_faults(config: RunConfig, record: RunRecord) -> _Found:
     if not kinds & {"fail", "hang", "drain", "join"} and record.states is None:
         for name in ("retry", "max_retries", "user_retry_s"):
             yield name, "no worker dies"
-    if config.retry == "never":
+    if config.faults.retry == "never":
         yield "max_retries", "retry is never"
 
 
@@ -224,13 +235,13 @@ def _of_scaling(config: RunConfig) -> _Found:
     elastic = any(pool.is_elastic for pool in config.pools)
     if not elastic:
         yield "width_pause", "no group changes its width (--enable-elastic-ep)"
-    if not config.scales:
+    if not config.scaling.scales:
         for name in ("start_up", "prefill.start_up", "decode.start_up"):
             yield name, "nobody starts a worker (--autoscale)"
         for name in ScalingConfig.model_fields:
             if not (elastic and name == "min_workers"):  # which says what a GPU holds
                 yield name, "there is no autoscaler (--autoscale)"
-    rule = parse(config.autoscale, "autoscale").name
+    rule = parse(config.scaling.autoscale, "autoscale").name
     if rule in _BEGIN:
         yield "initial_workers", f"{rule} says how many there are"
     if rule == "none":
@@ -240,16 +251,20 @@ def _of_scaling(config: RunConfig) -> _Found:
         yield "demand", f"{rule} counts no requests"
     if rule in (*_BEGIN, *_BY_METRICS, "dynamo_load", "dynamo_throughput"):
         yield "switch_time", f"{rule} switches no worker"
-    if config.drain_timeout is None and not config.fail and config.events is None:
+    if (
+        config.scaling.drain_timeout is None
+        and not config.faults.fail
+        and config.faults.events is None
+    ):
         for name in ("retry", "max_retries", "user_retry_s"):
             yield name, "no worker leaves before its requests have ended (--drain-timeout)"
     if len({pool.name for pool in config.pools}) == 1:
-        yield "switch_time", f"{config.topology} has no other pool to switch to"
+        yield "switch_time", f"{config.cluster.topology} has no other pool to switch to"
 
 
 def _late_faults(config: RunConfig, record: RunRecord) -> list[str]:
     """Name faults that come when the run has ended; until one joins a worker is missing."""
-    own = {str(parse_fail(text)): text for text in config.fail}
+    own = {str(parse_fail(text)): text for text in config.faults.fail}
     return [
         f"{f'fail {own[str(fault)]}' if str(fault) in own else f'events: {fault}'} has no effect: "
         f"the run ends at {record.end_s:.3g} s"
@@ -260,10 +275,10 @@ def _late_faults(config: RunConfig, record: RunRecord) -> list[str]:
 
 def _of_tables(config: RunConfig, prepared: PreparedRun) -> list[str]:
     """Name the user's tables that no lookup has found: of other models, types or kernels."""
-    names = dict.fromkeys(table_name(table.metadata) for table in load_tables(config.tables))
+    names = dict.fromkeys(table_name(table.metadata) for table in load_tables(config.steps.tables))
     unused = [name for name in names if name not in prepared.tables_used]
     if names and len(unused) == len(names):
         few = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
         why = f"no kernel of {prepared.model.name} here is like {few}"
-        return [f"tables {config.tables} has no effect: {why}"]
+        return [f"tables {config.steps.tables} has no effect: {why}"]
     return [f"tables: {name} has no effect: no kernel of this run is like it" for name in unused]

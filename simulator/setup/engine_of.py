@@ -39,8 +39,8 @@ def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) 
         f"{workers.workers} {workers.name} workers": workers.workers > 1,
         "experts are cut": not parallelism.expert_parallel,
         "experts lie on GPUs of their own": bool(parallelism.ffn_ranks),
-        "experts move (eplb_interval)": config.eplb_interval is not None,
-        "workers fail (fail, events)": bool(config.fail or config.events),
+        "experts move (eplb_interval)": config.experts.eplb_interval is not None,
+        "workers fail (fail, events)": bool(config.faults.fail or config.faults.events),
     }
     for problem, is_so in problems.items():
         if is_so:
@@ -60,7 +60,7 @@ def redundant_experts(config: RunConfig, workers: WorkerPool, model: ModelDims) 
 def least_engines(config: RunConfig, workers: WorkerPool) -> int:
     """Return the fewest engines of an elastic worker."""
     names = [pool.name for pool in config.pools]
-    return per_pool("min_workers", config.min_workers or (1,), names)[workers.name]
+    return per_pool("min_workers", config.scaling.min_workers or (1,), names)[workers.name]
 
 
 def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> EngineSpec:
@@ -68,13 +68,13 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     pool = workers.own
     assert pool.gpu is not None
     gpu, parallelism = load_gpu(pool.gpu), pool.parallelism
-    engine, n_engines = pool.engine or config.engine, parallelism.data_parallel_size
+    engine, n_engines = pool.engine or config.engine.engine, parallelism.data_parallel_size
     budget = pool.max_num_batched_tokens or engines.default_budget(engine, gpu, n_engines)
-    rules = engines.rules_of(engine, config, budget, n_engines)
+    rules = engines.rules_of(engine, config.scheduler, budget, n_engines)
     drafts = pool.speculative_config
     each = 1 + (0 if drafts is None else drafts.num_speculative_tokens)
-    longest = config.max_model_len or model.max_position_embeddings
-    threshold = config.long_prefill_token_threshold
+    longest = config.engine.max_model_len or model.max_position_embeddings
+    threshold = config.engine.long_prefill_token_threshold
     if threshold and not each <= threshold <= longest:
         problem = f"{threshold} of at most {longest} tokens, and {each} a step of decoding"
         raise InputError("long_prefill_token_threshold", problem, f"0 or {each}..{longest}")
@@ -102,14 +102,14 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
         host_s: float | None,
         linears: Sequence[tuple[int, int]] = (),
     ) -> StepTimeModel:
-        if host_s is None and config.host_gap_ms is not None:
-            host_s = config.host_gap_ms / 1e3
+        if host_s is None and config.steps.host_gap_ms is not None:
+            host_s = config.steps.host_gap_ms / 1e3
         built, used = _step_time(
-            config.tables, model=dims, gpu=gpu, max_num_seqs=max_num_seqs,
+            config.steps.tables, model=dims, gpu=gpu, max_num_seqs=max_num_seqs,
             max_model_len=longest, max_num_batched_tokens=budget,
-            parallelism=of, host_gap_s=host_s, cudagraph_padding=config.cudagraph_padding,
+            parallelism=of, host_gap_s=host_s, cudagraph_padding=config.steps.cudagraph_padding,
             enforce_eager=bool(pool.enforce_eager), eager_prompts=rules.eager_prompts,
-            moe_backend=config.moe_backend,
+            moe_backend=config.steps.moe_backend,
             linears=tuple(linears), tokens_per_sequence=each,
         )  # fmt: skip
         note_use(used)
@@ -129,7 +129,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     n_blocks = pool_blocks(config, engine, share, model, gpu, *held, speculation)
     if layout is not None and layout.whole_prompts:
         stages = parallelism.pipeline_parallel_size
-        n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.block_size, stages)
+        n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.engine.block_size, stages)
     step_time = build(model, SINGLE_GPU if experts is not None else parallelism, None)
     starts = start_up_parts(pool.start_up or "0", model.weight_bytes)
     spec = EngineSpec(

@@ -139,8 +139,8 @@ def total_bytes(config: RunConfig) -> float:
     entry = [pool for pool in config.pools if not pool.decodes] or list(config.pools)
     own = sum(pool.workers * pool.own.parallelism.data_parallel_size for pool in entry)
     gpus = sum(pool.workers * pool.own.parallelism.n_gpus for pool in entry)
-    stores = {"worker": own, "node": -(-gpus // config.gpus_per_node), "cluster": 1}
-    return math.fsum(tier.n_bytes * stores[tier.scope] for tier in tiers_of(config))
+    stores = {"worker": own, "node": -(-gpus // config.cluster.gpus_per_node), "cluster": 1}
+    return math.fsum(tier.n_bytes * stores[tier.scope] for tier in tiers_of(config.kv))
 
 
 def _members(spec: ClusterSpec, tier: Tier, gpus_per_node: int) -> Ints:

@@ -219,9 +219,11 @@ def scaling_facts(
             engines=pool.engine.worker_size,
             gpus=made.units[1],
             max_num_seqs=pool.engine.max_num_seqs,
-            kv_tokens=pool.engine.n_blocks * config.block_size,
+            kv_tokens=pool.engine.n_blocks * config.engine.block_size,
             start_up_s=pool.engine.start_up_s,
-            switch_s=pool.engine.graphs_s if config.switch_time == "graphs" else config.switch_time,
+            switch_s=pool.engine.graphs_s
+            if config.scaling.switch_time == "graphs"
+            else config.scaling.switch_time,
             prompt_s=pool.engine.prompt_s,
             step_s=partial(_decode_s, prepared.model, pool.engine),
             token_budget=pool.engine.max_num_batched_tokens,

@@ -135,10 +135,10 @@ def kv_blocks(
 
 def windows_of(config: RunConfig, model: ModelDims) -> WindowBlocks:
     """Return what the sliding windows of a request take; nothing where they keep all."""
-    whole = config.disable_hybrid_kv_cache_manager
-    if whole or (whole is None and config.n_prefill):
+    whole = config.engine.disable_hybrid_kv_cache_manager
+    if whole or (whole is None and config.cluster.n_prefill):
         return NO_WINDOWS
-    return window_blocks(model, config.block_size)
+    return window_blocks(model, config.engine.block_size)
 
 
 def pool_blocks(
@@ -157,13 +157,13 @@ def pool_blocks(
     if parallelism.ffn_ranks:
         check_experts_fit(model, gpu, 1.0 if engine == "trtllm" else share, instances)
         instances = 0
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
+    if config.engine.num_gpu_blocks_override is not None:
+        return config.engine.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
     more = Beside(activation_bytes)
     if speculation is not None:
         draft = speculation.draft
         more = Beside(activation_bytes + draft.weight_bytes, draft.kv_bytes_per_token)
     windows = windows_of(config, model)
     return kv_blocks(
-        model, gpu, share, config.block_size, parallelism, instances, engine, windows, more
+        model, gpu, share, config.engine.block_size, parallelism, instances, engine, windows, more
     )

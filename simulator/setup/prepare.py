@@ -17,7 +17,7 @@ from eldr_sim.simulator.plane.state import HERE, NOBODY
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolSpec
 from eldr_sim.simulator.setup.config.conditional import Conditional, parse_conditional
 from eldr_sim.simulator.setup.config.engines import OPTIONS
-from eldr_sim.simulator.setup.config.groups import FrontEndConfig
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS, FrontEndConfig
 from eldr_sim.simulator.setup.config.log_part import check_window
 from eldr_sim.simulator.setup.config.pools import pools_of
 from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
@@ -50,27 +50,28 @@ class PreparedRun:
 def prepare(config: RunConfig) -> PreparedRun:
     """Load model, GPU, tables and trace, kept for later runs, and check that they fit."""
     check_window(config)
-    model = load_model(config.model)
-    if config.kv_cache_dtype == "fp8":
+    model = load_model(config.engine.model)
+    if config.engine.kv_cache_dtype == "fp8":
         model = model.model_copy(update={"kv_cache_dtype": "fp8"})
     trace = trace_of(config, model)
-    if not config.n_prefill and config.prefill != Pool():
+    if not config.cluster.n_prefill and config.cluster.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
-    if not config.generates and config.decode != Pool():
+    if not config.cluster.generates and config.cluster.decode != Pool():
         raise InputError("decode", "requests end with their prompts", "prefill, or none")
-    if not config.generates and config.output_len not in (None, 1):
-        problem = f"{config.output_len}: a request of {config.topology} ends with its prompt"
+    if not config.cluster.generates and config.routing.output_len not in (None, 1):
+        length, topology = config.routing.output_len, config.cluster.topology
+        problem = f"{length}: a request of {topology} ends with its prompt"
         raise InputError("output_len", problem, "1, or none")
     _check_tables(config)
     for name, owners in OPTIONS.items():
-        if getattr(config, name) is not None and not any(
+        if config.value(name) is not None and not any(
             pool.own.engine in owners for pool in config.pools
         ):
-            problem = f"is {' and '.join(owners)}'s, and the engine is {config.engine}"
+            problem = f"is {' and '.join(owners)}'s, and the engine is {config.engine.engine}"
             raise InputError(name, problem, f"--engine {' or '.join(owners)}")
     if trace is not None and any(p.own.parallelism.data_parallel_size > 1 for p in config.pools):
         trace.require_prompts("the pairs of engines that share experts")
-    if config.enable_elastic_ep and not any(pool.is_elastic for pool in config.pools):
+    if config.cluster.enable_elastic_ep and not any(pool.is_elastic for pool in config.pools):
         problem = "no worker has several engines"
         raise InputError("enable_elastic_ep", problem, "--data-parallel-size 2 or more beside it")
     with noting_use() as used:
@@ -83,32 +84,32 @@ def prepare(config: RunConfig) -> PreparedRun:
     within("topology", places, _MOST_PLACES, " running requests of all engines")
     output_len = config.effective_output_len
     drafting = [pool.own.speculative_config for pool in config.pools if pool.decodes]
-    if config.acceptance is not None and not any(drafting):
+    if config.steps.acceptance is not None and not any(drafting):
         raise InputError("acceptance", "nothing is drafted", "--speculative-config beside it")
     ahead = all(drafts is None or drafts.method not in LOOKING_UP for drafts in drafting)
-    same = {field.name for field in fields(ClusterSpec)} & RunConfig.model_fields.keys()
+    same = {field.name for field in fields(ClusterSpec)} & RUN_FIELDS.keys()
     same -= {"prefill", "decode", "max_model_len"}
-    longest = config.max_model_len or model.max_position_embeddings
-    settled = config.model_copy(update={"max_model_len": longest})
+    longest = config.engine.max_model_len or model.max_position_embeddings
+    settled = {"max_model_len": longest} | ({} if ahead else {"async_scheduling": False})
     spec = ClusterSpec(
         pools=pools,
         max_model_len=longest,
         transfer=transfer,
-        load_report_delay_s=config.load_report_delay_ms / 1e3,
-        signal_interval_s=config.signal_interval_ms / 1e3,
+        load_report_delay_s=config.cluster.load_report_delay_ms / 1e3,
+        signal_interval_s=config.cluster.signal_interval_ms / 1e3,
         max_tokens=output_len
-        if isinstance(output_len, int) and not config.random_range_ratio
+        if isinstance(output_len, int) and not config.routing.random_range_ratio
         else None,
-        scheduler=settled if ahead else settled.replace(async_scheduling=False),
+        scheduler=config.engine.model_copy(update=settled),
         windows=windows_of(config, model)._replace(state=_state_blocks(config, model, pools)),
-        handover_s=HAND_OVERS[config.handover].seconds,
+        handover_s=HAND_OVERS[config.front_end.handover].seconds,
         front_end=_front_end(config),
-        tiers=tiers_of(config),
+        tiers=tiers_of(config.kv),
         conditional=_conditional(config),
         reserves_early=_reserves_early(config),
-        kv_tiers=settled,
+        kv_tiers=config.kv,
         n_layers=model.n_layers,
-        **{name: getattr(config, name) for name in same},
+        **{name: config.value(name) for name in same},
     )
     return PreparedRun(model, trace, spec, frozenset(used))
 
@@ -120,9 +121,9 @@ def _pools(
 
     A sender's link has the rate at which the first pool that takes over fetches; where another
     fetches slower, as many more bytes flow: their ratio is to be the same for all senders."""
-    names = pools_of(config.topology).routers
+    names = pools_of(config.cluster.topology).routers
     router = {name: number for number, mine in enumerate(names) for name in mine}
-    base = PRESETS[config.kv_transfer]
+    base = PRESETS[config.cluster.kv_transfer]
 
     def between(source: int, target: int) -> TransferModel:
         one, other = engines[source], engines[target]
@@ -158,7 +159,7 @@ def _pools(
                 pool.name,
                 n,
                 engine,
-                then if config.generates else int(NOBODY),
+                then if config.cluster.generates else int(NOBODY),
                 router[pool.name],
                 made[at],
                 weights[at],
@@ -172,40 +173,42 @@ def _check_tables(config: RunConfig) -> None:
     """Raise InputError where the user's tables are all of devices that the run does not have."""
     gpus = [load_gpu(pool.own.gpu or "") for pool in config.pools]
     known = {name for gpu in gpus for name in (gpu.name, gpu.sibling)}
-    measured = sorted({table.metadata.gpu for table in load_tables(config.tables)})
+    measured = sorted({table.metadata.gpu for table in load_tables(config.steps.tables)})
     if measured and not known.intersection(measured):
-        problem = f"{config.tables} is of {', '.join(measured)}, the run of {gpus[0].name}"
+        problem = f"{config.steps.tables} is of {', '.join(measured)}, the run of {gpus[0].name}"
         allowed = "--gpu with the gpu.json of these tables, or tables of that GPU"
         raise InputError("tables", problem, allowed)
 
 
 def _conditional(config: RunConfig) -> Conditional:
     """Return when decode workers compute prompts; raises InputError where that cannot be."""
-    rule = parse_conditional(config.conditional_disagg)
+    rule = parse_conditional(config.cluster.conditional_disagg)
     if rule.entry:
-        if not config.hands_over:
-            problem = f"{config.topology} hands no prompts over"
+        if not config.cluster.hands_over:
+            problem = f"{config.cluster.topology} hands no prompts over"
             raise InputError("conditional_disagg", problem, "prefill and decode workers")
-        if registry.needs("policy", config.policy).signature is not None:
-            problem = f"{config.policy!r} places by signatures, which prompts to compute lack"
+        if registry.needs("policy", config.policies.policy).signature is not None:
+            problem = (
+                f"{config.policies.policy!r} places by signatures, which prompts to compute lack"
+            )
             raise InputError("policy", problem, "a policy without signatures, or seconds")
     return rule
 
 
 def _reserves_early(config: RunConfig) -> bool:
     """Return whether decode workers reserve KV blocks early; raises InputError."""
-    if not config.hands_over or config.kv_reserve == "prompt_end":
+    if not config.cluster.hands_over or config.cluster.kv_reserve == "prompt_end":
         return False
-    needs = registry.needs("policy", config.policy)
+    needs = registry.needs("policy", config.policies.policy)
     why = ""
     if needs.signature is not None or needs.future:
-        why = f"{config.policy!r} places by signatures, which only computed prompts have"
-    elif config.conditional_disagg is not None:
+        why = f"{config.policies.policy!r} places by signatures, which only computed prompts have"
+    elif config.cluster.conditional_disagg is not None:
         why = "decode workers compute prompts, too (--conditional-disagg)"
-    elif len(pools_of(config.topology).routers) != 2:
+    elif len(pools_of(config.cluster.topology).routers) != 2:
         why = "prompts are handed over more than once"
-    if config.kv_reserve is None:
-        engines = {pool.own.engine or config.engine for pool in config.pools if pool.decodes}
+    if config.cluster.kv_reserve is None:
+        engines = {pool.own.engine or config.engine.engine for pool in config.pools if pool.decodes}
         return engines == {"sglang"} and not why
     if why:
         raise InputError("kv_reserve", f"arrival: {why}", "prompt_end")
@@ -214,21 +217,21 @@ def _reserves_early(config: RunConfig) -> bool:
 
 def _front_end(config: RunConfig) -> FrontEndSpec | None:
     """Return the API servers; None where prompts come as token ids."""
-    if config.frontend is None:
+    if config.front_end.frontend is None:
         for name, field in FrontEndConfig.model_fields.items():
-            if name != "handover" and getattr(config, name) != field.default:
+            if name != "handover" and config.value(name) != field.default:
                 raise InputError(name, "there are no API servers", "--frontend beside it")
         return None
-    entry = pools_of(config.topology).routers[0]
+    entry = pools_of(config.cluster.topology).routers[0]
     return FrontEndSpec(
-        load_front_end(config.frontend).slower(config.cpu_slowdown),
-        config.tokenizer_mode,
-        config.api_servers or sum(p.workers for p in config.pools if p.name in entry),
-        config.tokenizer_threads,
+        load_front_end(config.front_end.frontend).slower(config.front_end.cpu_slowdown),
+        config.front_end.tokenizer_mode,
+        config.front_end.api_servers or sum(p.workers for p in config.pools if p.name in entry),
+        config.front_end.tokenizer_threads,
     )
 
 
 def _state_blocks(config: RunConfig, model: ModelDims, pools: Sequence[PoolSpec]) -> int:
     """Return the KV blocks of a request's states, of the pool where they are most."""
     shards = [pool.engine.parallelism.shard(model) for pool in pools]
-    return max(state_blocks(shard, config.block_size) for shard in shards)
+    return max(state_blocks(shard, config.engine.block_size) for shard in shards)

@@ -8,6 +8,7 @@ from pathlib import Path
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.policies import registry
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.replay import fit_trace
 from eldr_sim.traces.requests.texts import Texts, draw_texts, wanted_domains
@@ -35,12 +36,12 @@ def routing_of(config: RunConfig, model: ModelDims) -> RoutingTrace:
     if model.is_dense:
         raise InputError("model", f"{model.name} is dense: no experts to route", "a MoE model")
     trace = _recorded(config, model)
-    return trace if config.routing == "real" else _forced(trace, config.routing)
+    return trace if config.routing.routing == "real" else _forced(trace, config.routing.routing)
 
 
 def servable(config: RunConfig, policies: Sequence[str]) -> list[str]:
     """Return the decode policies that the model can have; raises InputError if none is left."""
-    model = load_model(config.model)
+    model = load_model(config.engine.model)
     needy = [word for word in policies if registry.needs("policy", word).routing]
     if needy and len(needy) == len(policies) and model.is_dense:
         check_need("policy", needy[0], model)
@@ -52,18 +53,18 @@ def _check_dense(config: RunConfig, model: ModelDims) -> None:
     for name in (
         "trace", "routing_band", "routing", "moe_backend", "expert_gather", "offload_window",
     ):  # fmt: skip
-        if getattr(config, name) != RunConfig.model_fields[name].default:
+        if config.value(name) != RUN_FIELDS[name].default:
             raise InputError(name, f"{model.name} is dense: it has no experts", "not given")
     for pool in (pool.own for pool in config.pools):
         if pool.num_redundant_experts:
             problem = f"{model.name} is dense: it has no experts"
             raise InputError("num_redundant_experts", problem, "not given")
         check_need("expert_placement", pool.expert_placement or "linear", model)
-    check_need("queue_order", config.queue_order, model)
-    if config.generates:
-        check_need("policy", config.policy, model)
-    if config.n_prefill:
-        check_need("prefill_policy", config.prefill_policy, model)
+    check_need("queue_order", config.policies.queue_order, model)
+    if config.cluster.generates:
+        check_need("policy", config.policies.policy, model)
+    if config.cluster.n_prefill:
+        check_need("prefill_policy", config.policies.prefill_policy, model)
 
 
 def check_need(field: str, word: str, model: ModelDims) -> None:
@@ -74,17 +75,19 @@ def check_need(field: str, word: str, model: ModelDims) -> None:
 
 
 def _recorded(config: RunConfig, model: ModelDims) -> RoutingTrace:
-    if config.trace is None:
-        return _drawn(model, _domains(config), config.routing_band)
-    if config.routing_band != "middle":
+    if config.routing.trace is None:
+        return _drawn(model, _domains(config), config.routing.routing_band)
+    if config.routing.routing_band != "middle":
         raise InputError("routing_band", "a band beside a trace", "one of both")
-    manifest = Path(config.trace) / "manifest.json"
+    manifest = Path(config.routing.trace) / "manifest.json"
     stamp = os.stat(manifest).st_mtime if manifest.exists() else 0.0
-    return _fitted(config.trace, stamp, model)
+    return _fitted(config.routing.trace, stamp, model)
 
 
 def _domains(config: RunConfig) -> tuple[tuple[str, float], ...]:
-    return wanted_domains(config.workload, config.domain_mix, config.domain_mix_end)
+    return wanted_domains(
+        config.requests.workload, config.routing.domain_mix, config.routing.domain_mix_end
+    )
 
 
 @lru_cache(maxsize=4)

@@ -57,11 +57,12 @@ def check_disaggregated(config: RunConfig, workers: WorkerPool) -> None:
     if pool.speculative_config is not None:
         problem = "drafts are not simulated where experts lie on GPUs of their own"
         raise InputError("speculative_config", problem, "not given")
-    if config.eplb_interval is not None:
+    if config.experts.eplb_interval is not None:
         problem = "experts on GPUs of their own do not move"
         raise InputError("eplb_interval", problem, "not given")
-    if isinstance(config.topology, str) and config.decode.data_parallel_size is not None:
-        problem = f"{config.decode.data_parallel_size} engines beside those of {config.topology}"
+    topology, engines = config.cluster.topology, config.cluster.decode.data_parallel_size
+    if isinstance(topology, str) and engines is not None:
+        problem = f"{engines} engines beside those of {topology}"
         raise InputError("decode.data_parallel_size", problem, "one of both")
 
 
@@ -70,11 +71,11 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
     if pool.enforce_eager:
         problem = "steps of engines that share experts are simulated under graphs alone"
         raise InputError("enforce_eager", problem, "not given")
-    if config.cudagraph_padding != "none":
+    if config.steps.cudagraph_padding != "none":
         problem = "engines that share experts pad to the widest of them, which is not simulated"
         raise InputError("cudagraph_padding", problem, "none")
     parallelism, redundant = engine.parallelism, engine.n_redundant
-    backend = pool.all2all_backend or config.all2all_backend
+    backend = pool.all2all_backend or config.cluster.all2all_backend
     if not parallelism.expert_parallel and COPY_PER[backend] != "all":
         problem = f"{backend} sends tokens to the GPUs of their experts, which are cut over all"
         raise InputError("all2all_backend", problem, "allgather_reducescatter")
@@ -84,8 +85,8 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
         engine.step_time.gpu,
         backend,
         parallelism.n_gpus,
-        gpus_per_node=config.gpus_per_node,
-        tables=load_tables(config.tables),
+        gpus_per_node=config.cluster.gpus_per_node,
+        tables=load_tables(config.steps.tables),
     )
     if parallelism.ffn_ranks:  # the tables are of ranks that all send and receive
         derived = {
@@ -95,10 +96,10 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
             for part, said in all_to_all.provenance.items()
         }
         all_to_all = replace(all_to_all, provenance=derived)
-    choice = _replica_choice(config.replica_choice, all_to_all, redundant > 0)
+    choice = _replica_choice(config.policies.replica_choice, all_to_all, redundant > 0)
     if (parallelism.ffn_ranks or engine.elastic) and choice.number == group_state.ASKED:
         what = "groups that change their width" if engine.elastic else "micro-batches"
-        problem = f"{config.replica_choice!r} chooses in Python, not for {what}"
+        problem = f"{config.policies.replica_choice!r} chooses in Python, not for {what}"
         raise InputError("replica_choice", problem, "a choice that is compiled, such as hash")
     pairs = _most_pairs(model, parallelism, engine.max_num_seqs, engine.max_num_batched_tokens)
     group = group_state.GroupCost(
@@ -112,13 +113,13 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
         choice.number,
         choice.seconds,
         parallelism.tensor_parallel_size,
-        config.gpus_per_node,
+        config.cluster.gpus_per_node,
         engine.step_time.rank_moe(slots, pairs),
         all_to_all.cost,
         all_to_all.gathered,
-        chunk_tokens(all_to_all.backend, config.moe_dp_chunk_size),
+        chunk_tokens(all_to_all.backend, config.steps.moe_dp_chunk_size),
         parallelism.ffn_ranks,
-        config.micro_batches,
+        config.cluster.micro_batches,
     )
     return replace(engine, group=group, all_to_all=all_to_all, choice_provenance=choice.provenance)
 
@@ -147,7 +148,7 @@ def hold_instances(
     if copies and not engine.n_redundant:  # the placement's own
         assert engine.group is not None
         assert engine.all_to_all is not None
-        choice = _replica_choice(config.replica_choice, engine.all_to_all, copies)
+        choice = _replica_choice(config.policies.replica_choice, engine.all_to_all, copies)
         engine = replace(
             engine,
             group=engine.group._replace(choice_s=choice.seconds),
@@ -172,7 +173,7 @@ def _check_copies(config: RunConfig, engine: EngineSpec, placement: Placement) -
         problem = "copies of experts are simulated where engines share them"
         allowed = "--data-parallel-size 2 or more, or a placement without copies"
         raise InputError("expert_placement", problem, allowed)
-    if registry.needs("replica_choice", config.replica_choice).rank_loads:
+    if registry.needs("replica_choice", config.policies.replica_choice).rank_loads:
         rank_weights(placement)
 
 

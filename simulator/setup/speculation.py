@@ -156,10 +156,10 @@ def speculation_of(
         return None
     acceptances = (
         _acceptances(given, model.name, domains)
-        if config.acceptance is None
-        else {"": acceptance_of(given, model.name, config.acceptance)}
+        if config.steps.acceptance is None
+        else {"": acceptance_of(given, model.name, config.steps.acceptance)}
     )
-    if not config.generates:
+    if not config.cluster.generates:
         problem = "requests end with their prompts: there is nothing to draft"
         raise InputError("speculative_config", problem, "not given")
     draft = build_draft(
@@ -173,5 +173,5 @@ def speculation_of(
     by_row = model.attention == "mla"
     if given.verify_attention is not None:
         by_row = given.verify_attention == "rows"
-    key = int(stream(config.seed, "acceptance").integers(2**63))
+    key = int(stream(config.requests.seed, "acceptance").integers(2**63))
     return Speculation(given, acceptances, draft, by_row, key)

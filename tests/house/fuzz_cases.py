@@ -79,10 +79,10 @@ def with_out(argv: list[str], out: Path) -> list[str]:
 
 
 def _options(rng: Any, folder: Path) -> list[str]:
-    from eldr_sim.simulator.setup.config.run_config import RunConfig
+    from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 
     argv = ["run", *SMALL]
-    names = [name.replace("_", "-") for name in RunConfig.model_fields]
+    names = [name.replace("_", "-") for name in RUN_FIELDS]
     for _ in range(int(rng.integers(1, 4))):
         argv += [f"--{names[rng.integers(len(names))]}", odd_text(rng)]
     return [*argv, "--out", str(folder / "out")]

@@ -20,6 +20,7 @@ import eldr_sim
 from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import _POOL_OPTIONS, config_from_options
 from eldr_sim.policies.choice import split
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 from ..paths import ROOT
@@ -134,7 +135,7 @@ def test_every_command_line_parses(page, tmp_path, monkeypatch):
     Path("docs").symlink_to(ROOT / "docs")  # files that pages ship
     for words in commands(page):
         command, options = parsed(words)
-        run = RunConfig.model_fields.keys() | _POOL_OPTIONS.keys() | {"goodput", "config_file"}
+        run = RUN_FIELDS.keys() | _POOL_OPTIONS.keys() | {"goodput", "config_file"}
         if {"request_rate", "seed", "model"} <= options.keys() and command != "trace synthesize":
             given = {key: value for key, value in options.items() if key in run}
             if not Path(str(options["model"])).suffix and options["model"] != "live/model":

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from fuzz_cases import BASES, VALUES, base_of, may_be_quiet, with_field
 
-from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
+from eldr_sim.simulator.setup.config.run_config import Pool
 
 FUZZ = Path(__file__).with_name("fuzz.py")
 
@@ -29,7 +30,7 @@ def test_hostile_input_is_refused_in_a_line(cases, seed):
 
 def test_every_field_of_a_config_file_has_values_to_try():
     pools = {f"{role}.{name}" for role in ("prefill", "decode") for name in Pool.model_fields}
-    fields = set(RunConfig.model_fields) - {"prefill", "decode"} | pools
+    fields = set(RUN_FIELDS) - {"prefill", "decode"} | pools
     assert fields - set(VALUES) == {"events", "tables"}  # files: tests/cli/test_without_effect.py
     assert set(VALUES) <= fields
 

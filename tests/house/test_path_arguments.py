@@ -51,7 +51,10 @@ def test_written_and_read(kind, tmp_path):
     (tmp_path / "gpu.json").write_text(gpu.model_dump_json())
     assert load_gpu(at("gpu.json")) == gpu
     config = RunConfig(gpu=at("gpu.json"), tables=at("none"), trace=at("x"), workload=at("log"))
-    assert (config.gpu, config.trace) == (str(tmp_path / "gpu.json"), str(tmp_path / "x"))
+    assert (config.cluster.gpu, config.routing.trace) == (
+        str(tmp_path / "gpu.json"),
+        str(tmp_path / "x"),
+    )
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config
 
 

@@ -64,7 +64,7 @@ def test_import_is_light():
     code = (
         "import sys, eldr_sim; heavy = {'numpy', 'numba', 'pyarrow', 'pydantic'};"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules);"
-        "from eldr_sim import RunConfig; assert RunConfig().topology == '8P16D'"
+        "from eldr_sim import RunConfig; assert RunConfig().cluster.topology == '8P16D'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -22,14 +22,18 @@ def attained(config, luck=0.0):
 
     Engines that share experts lose some of their speed in prefill and gain some in decoding.
     """
-    x, y = parse_topology(config.topology)
-    rate = config.request_rate
+    x, y = parse_topology(config.cluster.topology)
+    rate = config.requests.request_rate
     prefill = config.pool("prefill")
     speed = 6.0 * prefill.tensor_parallel_size * prefill.data_parallel_size**0.9
-    ttft = _in_time(rate, x, speed, config.goodput.ttft / 1e3)
-    speed = SPEED[config.gpu] * LOCALITY[config.policy] * config.tensor_parallel_size**0.5
-    speed *= config.data_parallel_size**1.5
-    tpot = _in_time(rate * (1 + luck), y, speed, config.goodput.tpot / 1e3)
+    ttft = _in_time(rate, x, speed, config.output.goodput.ttft / 1e3)
+    speed = (
+        SPEED[config.cluster.gpu]
+        * LOCALITY[config.policies.policy]
+        * config.cluster.tensor_parallel_size**0.5
+    )
+    speed *= config.cluster.data_parallel_size**1.5
+    tpot = _in_time(rate * (1 + luck), y, speed, config.output.goodput.tpot / 1e3)
     return ttft, tpot
 
 
@@ -52,22 +56,22 @@ class Analytic:
         return self.summary(config)
 
     def summary(self, config):
-        luck = self.spread * np.random.default_rng([config.seed, 5]).normal()
+        luck = self.spread * np.random.default_rng([config.requests.seed, 5]).normal()
         ttft, tpot = attained(config, luck)
-        busy = config.request_rate / (config.n_decode * SPEED[config.gpu])
-        tokens = 64 * config.request_rate
+        busy = config.requests.request_rate / (config.cluster.n_decode * SPEED[config.cluster.gpu])
+        tokens = 64 * config.requests.request_rate
         price = config.price_per_hour
         return {
-            "gpu": config.gpu,
+            "gpu": config.cluster.gpu,
             "num_prompts": 100_000,
             "slo_attainment": ttft * tpot,
             "slo_attainment_by_metric": {"ttft": ttft, "tpot": tpot},
             "median_ttft_ms": 100.0,
             "p99_ttft_ms": 200.0,
-            "median_tpot_ms": 10.0 * (1 + busy) / LOCALITY[config.policy],
+            "median_tpot_ms": 10.0 * (1 + busy) / LOCALITY[config.policies.policy],
             "p99_tpot_ms": 12.0 * (1 + busy),
             "output_throughput": tokens,
-            "prefill_throughput": 100 * config.request_rate,
+            "prefill_throughput": 100 * config.requests.request_rate,
             "mean_decode_batch": 8.0,
             "kv_blocks_per_worker": 1000.0,
             "mean_active_experts_per_step": 80.0,

@@ -25,11 +25,11 @@ class Ordered(Analytic):
 
     def summary(self, config):
         found = super().summary(config)
-        if config.n_prefill == 0:
+        if config.cluster.n_prefill == 0:
             return found | {"slo_attainment": 0.0}
-        speed = 1.5 if config.queue_order == "sjf" else 1.0
+        speed = 1.5 if config.policies.queue_order == "sjf" else 1.0
         ttft, _ = attained(config)
-        _, tpot = attained(config.replace(request_rate=config.request_rate / speed))
+        _, tpot = attained(config.replace(request_rate=config.requests.request_rate / speed))
         return found | {"slo_attainment": ttft * tpot}
 
 
@@ -69,11 +69,12 @@ def test_an_axis_has_the_memory_share_of_its_own_engine_and_gpu():
     base = make_config({"engine": "sglang", "policy": "jsq"})
     values = {"engine": ["vllm", "sglang", "trtllm"], "gpu": ["H100", "H200"]}
     for found in Axes(values).configs(base):
-        own = make_config({"engine": found.engine, "gpu": found.gpu, "policy": "jsq"})
-        assert found.gpu_memory_utilization == own.gpu_memory_utilization
-        assert found.block_size == own.block_size
+        engine, gpu = found.engine.engine, found.cluster.gpu
+        own = make_config({"engine": engine, "gpu": gpu, "policy": "jsq"})
+        assert found.engine.gpu_memory_utilization == own.engine.gpu_memory_utilization
+        assert found.engine.block_size == own.engine.block_size
     said = base.replace(gpu_memory_utilization=0.5)
-    assert {one.gpu_memory_utilization for one in Axes(values).configs(said)} == {0.5}
+    assert {one.engine.gpu_memory_utilization for one in Axes(values).configs(said)} == {0.5}
 
 
 def test_of_clusters_as_cheap_the_smallest_tiers_are_the_answer():
@@ -83,7 +84,7 @@ def test_of_clusters_as_cheap_the_smallest_tiers_are_the_answer():
     answer = found.record()["answer"]
     assert found.best.policy.endswith("kv_tier=host:8GB,load=20GB/s")
     made = make_config(BASE | {"topology": answer["topology"]})
-    assert answer["kv_tiers_gb"] == 8 * (made.n_prefill or made.n_decode)
+    assert answer["kv_tiers_gb"] == 8 * (made.cluster.n_prefill or made.cluster.n_decode)
     everywhere = total_bytes(make_config({
         "topology": "3P4D", "tensor_parallel_size": 4, "kv_tier": [
             "a:1GB,load=1GB/s", "b:10GB,load=1GB/s,scope=node", "c:100GB,load=1GB/s,scope=cluster",
@@ -100,7 +101,7 @@ def test_axes_are_parsed():
     }
     tiers = parse_axes(["kv_tier=default,host:126GB,load=20GB/s"])
     configs = list(Axes(tiers).configs(make_config({})))
-    assert [config.kv_tier for config in configs] == [(), ("host:126GB,load=20GB/s",)]
+    assert [config.kv.kv_tier for config in configs] == [(), ("host:126GB,load=20GB/s",)]
     assert Axes(tiers).label(configs[0]) == "round_robin, kv_tier=none"
     assert parse_axes(["block_size=[16, 32]"]) == {"block_size": [16, 32]}
     assert parse_axes(["kv_tier=host:0GB..64GB,load=20GB/s"])["kv_tier"] == [
@@ -146,7 +147,7 @@ def test_other_inputs_have_the_answers_that_their_own_plans_have():
     seen = {}
     for each in found.sensitivity:
         factor = 1 + each.change
-        level, rate = LEVEL.model_dump(exclude_none=True), base.request_rate
+        level, rate = LEVEL.model_dump(exclude_none=True), base.requests.request_rate
         if each.name.endswith("bound"):
             level[each.name.split()[0].lower()] *= factor
         if each.name == "time of everything":
@@ -155,7 +156,9 @@ def test_other_inputs_have_the_answers_that_their_own_plans_have():
             rate *= factor
         least = cheapest(evaluate, base.replace(request_rate=rate, goodput=level))
         assert each.trial.config.n_gpus == least, each
-        assert each.changes == (str(each.trial.config.topology) != str(found.best.config.topology))
+        assert each.changes == (
+            str(each.trial.config.cluster.topology) != str(found.best.config.cluster.topology)
+        )
         seen[each.name, round(each.change, 3)] = each.changes
     names = ("request rate", "output tokens", "TTFT bound", "TPOT bound", "time of everything")
     assert set(seen) == {(name, sign) for name in names for sign in (-0.1, 0.1)}
@@ -178,7 +181,7 @@ def test_prices_that_are_near_each_other_are_told():
         gpu = each.name.removeprefix("price of ")
         changed = {name: c * (1 + each.change * (name == gpu)) for name, c in costs.items()}
         best = min(changed, key=changed.get)
-        assert each.trial.config.gpu == best
+        assert each.trial.config.cluster.gpu == best
         assert each.changes == (best != found.best.gpu)
 
 
@@ -258,7 +261,7 @@ def test_a_default_that_leaves_no_memory_is_a_shape_that_does_not_fit():
     wide = [
         shape
         for shape in shapes(base.replace(max_num_batched_tokens=2048), [1], [1, 16])
-        if shape.data_parallel_size == 16
+        if shape.cluster.data_parallel_size == 16
     ]
     assert wide
     for shape in wide:

@@ -47,8 +47,8 @@ def fake_runs(monkeypatch):
     """Figures that are the seed's luck times what the policy makes of it."""
 
     def fake(config):
-        factor = {"round_robin": 1.0, "jsq": 0.9, "eldr": 0.8}[config.policy]
-        figures = dict.fromkeys(HEADLINE, (10.0 + config.seed) * factor)
+        factor = {"round_robin": 1.0, "jsq": 0.9, "eldr": 0.8}[config.policies.policy]
+        figures = dict.fromkeys(HEADLINE, (10.0 + config.requests.seed) * factor)
         counts = {"num_prompts": 5, "completed": 5, "failed": 0}
         return figures | counts | {"p99_ttft_ms": None, "provenance": {}}
 

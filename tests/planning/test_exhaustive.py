@@ -35,7 +35,7 @@ def every_cluster(config, policies, sizes, gpus):
     found = {}
     for each in clusters_to_plan(config, axes, {}):
         for template in make_candidate(each, axes, OBJECTIVE, gpus, sizes).templates:
-            apart = template.config.n_prefill > 0
+            apart = template.config.cluster.n_prefill > 0
             for x in range(1 if apart else 0, gpus + 1 if apart else 1):
                 for y in range(1, gpus + 1):
                     config = template.at(x, y)
@@ -83,7 +83,8 @@ def test_the_search_finds_what_all_runs_of_the_space_find(rate, space, monkeypat
     print(
         f"\n{rate}/s, {space}: {len(clusters)} clusters, {len(good)} meet it, the cheapest {least} "
         f"GPUs: {len(every)} runs, {took[2]:.1f} s; the search: "
-        f"{found.best and found.best.config.topology}, {found.best and found.best.cost} GPUs, "
+        f"{found.best and found.best.config.cluster.topology}, "
+        f"{found.best and found.best.cost} GPUs, "
         f"{len(alone.runs)} runs, {took[0]:.1f} s; with margin, savings and front "
         f"{len(found.runs)} runs, {took[1]:.1f} s"
     )

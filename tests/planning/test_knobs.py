@@ -28,12 +28,12 @@ def rows(answer):
 
 
 def test_the_base_is_where_a_guide_begins(rows):
-    assert str(rows[BASE].config.topology) == "4C"
+    assert str(rows[BASE].config.cluster.topology) == "4C"
     assert value_of(rows[BASE].config, SEATS) == 4
-    assert rows[BASE].config.tensor_parallel_size == 1
+    assert rows[BASE].config.cluster.tensor_parallel_size == 1
     for name in (SIZES, APART):
         assert value_of(rows[name].config, SEATS) == 4
-    assert str(rows[SEATS].config.topology) == "4C"
+    assert str(rows[SEATS].config.cluster.topology) == "4C"
 
 
 def test_all_together_is_the_best_split_and_none_alone_is_better(rows):
@@ -55,8 +55,8 @@ def test_a_choice_that_is_set_back_is_that_of_the_base(rows):
     ]
     small = rows[f"all but {SIZES}"].config
     assert {pool.own.parallelism.n_gpus for pool in small.pools} == {1}
-    assert (small.n_prefill > 0) == (every.n_prefill > 0)
-    assert (f"all but {APART}" in rows) == (every.n_prefill > 0)
+    assert (small.cluster.n_prefill > 0) == (every.cluster.n_prefill > 0)
+    assert (f"all but {APART}" in rows) == (every.cluster.n_prefill > 0)
 
 
 def test_gains_are_paired_with_the_base(answer, rows):

@@ -224,7 +224,7 @@ def test_wide_groups_are_launched_node_by_node(made):
 
 def test_tensorrt_llm_has_its_keys(made):
     kind, config, files = made
-    if not config.n_prefill:
+    if not config.cluster.n_prefill:
         return
     if kind == "drafts":
         assert "no mapped speculative method ngram" in files["trtllm.txt"]
@@ -260,7 +260,7 @@ def test_what_is_launched_is_what_was_simulated(kind, engine, tmp_path):
     config = make_config(CONFIGS[kind] | given)
     files, prepared = launch_files(config, "1", (1000.0, 300.0, 20.0)), prepare(config)
     for pool in config.pools:
-        role = ("decode" if pool.decodes else "prefill") if config.n_prefill else "serve"
+        role = ("decode" if pool.decodes else "prefill") if config.cluster.n_prefill else "serve"
         name = "decode" if pool.decodes else "prefill"
         if engine == "trtllm":
             file = tmp_path / "options.yaml"
@@ -269,15 +269,17 @@ def test_what_is_launched_is_what_was_simulated(kind, engine, tmp_path):
         else:
             words = commands(files[f"{engine}.sh"])[role]
             line = {"engine_args": shlex.join(word for word in words if "$" not in word)}
-        read = make_config({"engine": engine, "model": config.model, "gpu": config.gpu} | line)
+        read = make_config(
+            {"engine": engine, "model": config.engine.model, "gpu": config.cluster.gpu} | line
+        )
         own = prepared.spec.pools[config.pools.index(pool)].engine
-        known = {field: getattr(config.pool(name), field, getattr(config, field, None))
+        known = {field: getattr(config.pool(name), field, config.value(field))
                  for field in READ}  # fmt: skip
         known |= {"max_num_seqs": own.max_num_seqs, "gpu_memory_utilization": own.memory_share}
         known["max_num_batched_tokens"] = own.max_num_batched_tokens
         if own.parallelism.n_gpus == 1 or engine == "sglang":
             known["enable_expert_parallel"] = own.parallelism.expert_parallel
-        assert {field: getattr(read, field) for field in READ} == known, role
+        assert {field: read.value(field) for field in READ} == known, role
 
 
 def test_other_engines_have_their_own_share_of_the_memory():

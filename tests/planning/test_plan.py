@@ -61,7 +61,10 @@ def test_the_cheapest_cluster_is_that_of_the_whole_grid():
         assert not answer.notes
     assert [a.cost for a in found.rows] == sorted(a.cost for a in found.rows)
     assert (found.best.gpu, found.best.policy) == ("MI300X", "eldr")
-    assert found.runner_up.config.gpu == "MI300X" or found.runner_up.config.policy == "eldr"
+    assert (
+        found.runner_up.config.cluster.gpu == "MI300X"
+        or found.runner_up.config.policies.policy == "eldr"
+    )
 
 
 def test_prices_decide_where_there_are_some():
@@ -81,7 +84,7 @@ def test_a_pool_may_keep_its_gpu_and_its_price():
     found = ask(evaluate, prices=prices, config={"prefill": {"gpu": "a100"}})
     assert [answer.gpu for answer in found.rows[:2]] == ["A100 + H100", "A100 + H100"]
     config = found.best.trial.config
-    assert config.price_per_hour == config.n_prefill * 0.5 + config.n_decode * 1.0
+    assert config.price_per_hour == config.cluster.n_prefill * 0.5 + config.cluster.n_decode * 1.0
     # Both pools fixed: what --gpu lists makes no difference, and one candidate a policy is left.
     found = ask(config={"prefill": {"gpu": "h100"}, "decode": {"gpu": "h100"}})
     assert len(found.rows) == 2
@@ -99,7 +102,7 @@ def test_the_sizes_of_both_pools_are_searched():
     tried = {
         tuple(t.config.pool(role).tensor_parallel_size for role in ("prefill", "decode"))
         for t in found.best.trials
-        if t.config.n_prefill > 0
+        if t.config.cluster.n_prefill > 0
     }
     assert tried == set(pairs)
     assert {s.shape for s in found.best.shapes} == {
@@ -113,10 +116,10 @@ class Together(Analytic):
 
     def summary(self, config):
         found = super().summary(config)
-        if config.n_prefill == 0:
-            budget = config.max_num_batched_tokens
+        if config.cluster.n_prefill == 0:
+            budget = config.engine.max_num_batched_tokens
             speed = 7.0 if budget == 2048 else 6.0
-            good = float(config.request_rate <= config.n_decode * speed)
+            good = float(config.requests.request_rate <= config.cluster.n_decode * speed)
             found |= {"slo_attainment": good, "slo_attainment_by_metric": dict.fromkeys(
                 ("ttft", "tpot"), good)}  # fmt: skip
         return found
@@ -126,20 +129,20 @@ def test_colocated_workers_and_their_token_budget_are_searched():
     found = ask(Together(), gpus=["h100"], config={"request_rate": 19}, policies=["jsq", "eldr"])
     by_policy = {each.policy: each for each in found.rows}
     best = by_policy["jsq"].trial.config  # eldr needs prefill workers, which make signatures
-    assert (best.topology, best.max_num_batched_tokens) == ("3C", 2048)
-    assert by_policy["jsq"].beside(decode=-1).config.topology == "2C"
-    assert all(t.config.n_prefill > 0 for t in by_policy["eldr"].trials)
+    assert (best.cluster.topology, best.engine.max_num_batched_tokens) == ("3C", 2048)
+    assert by_policy["jsq"].beside(decode=-1).config.cluster.topology == "2C"
+    assert all(t.config.cluster.n_prefill > 0 for t in by_policy["eldr"].trials)
 
 
 def test_hopeless_clusters_take_one_run_and_clear_ones_the_fewest_seeds():
     evaluate = Analytic()
     found = ask(evaluate, policies=["jsq"], gpus=["h100"])
-    tried = {t.config.topology: t for t in found.best.trials}
+    tried = {t.config.cluster.topology: t for t in found.best.trials}
     hopeless = [t for t in tried.values() if t.hopeless]
     assert hopeless
     for trial in hopeless:
-        runs = [c for c in evaluate.configs if c.topology == trial.config.topology]
-        assert [c.seed for c in runs] == [0]
+        runs = [c for c in evaluate.configs if c.cluster.topology == trial.config.cluster.topology]
+        assert [c.requests.seed for c in runs] == [0]
     assert all(len(t.summaries) == 3 for t in tried.values() if t.verdict is Verdict.MEETS)
     # Every run is made once.
     assert len({c.model_dump_json() for c in evaluate.configs}) == len(evaluate.configs)
@@ -152,14 +155,14 @@ class Hole(Analytic):
 
     def summary(self, config):
         found = super().summary(config)
-        if config.topology == "6P11D":
+        if config.cluster.topology == "6P11D":
             found |= {"slo_attainment": 0.2}
         return found
 
 
 def test_a_hole_beside_the_answer_is_told():
     best = ask(policies=["jsq"], gpus=["h100"]).best.trial.config
-    assert best.topology == "5P11D"
+    assert best.cluster.topology == "5P11D"
     found = ask(Hole(), policies=["jsq"], gpus=["h100"])
     assert found.best.trial.config == best
     told = "xPyD TP1: not monotone: 5P11D meets the objective and 6P11D does not"
@@ -171,7 +174,7 @@ class Borderline(Analytic):
 
     def summary(self, config):
         found = super().summary(config)
-        if config.n_gpus < 17 and config.seed == 0:
+        if config.n_gpus < 17 and config.requests.seed == 0:
             found |= {"slo_attainment": 1.0}
         return found
 
@@ -196,7 +199,7 @@ def test_margin_is_the_rate_at_which_the_target_is_just_attained():
     assert found.margin.rate.mean <= exact
     assert found.margin.percent.mean == pytest.approx(100 * (found.margin.rate.mean / 20 - 1))
     lost = found.margin.lost_decode
-    assert lost.config.n_decode == config.n_decode - 1
+    assert lost.config.cluster.n_decode == config.cluster.n_decode - 1
     assert lost.attainment.mean == pytest.approx(math.prod(attained(lost.config)))
     assert lost.verdict is Verdict.MISSES
 
@@ -282,7 +285,7 @@ def test_arithmetic_alone_rules_out_what_it_can():
 def test_a_model_takes_the_workers_that_hold_it():
     """Qwen3-235B-A22B in bfloat16 does not fit on four H100, see docs/parallelism.md."""
     found = ask(config={"model": "Qwen3-235B-A22B"}, tensor_parallel_sizes=[], gpus=["H100"])
-    assert {t.config.tensor_parallel_size for a in found.rows for t in a.trials} == {8}
+    assert {t.config.cluster.tensor_parallel_size for a in found.rows for t in a.trials} == {8}
 
 
 def test_bounds_hold_in_simulations():
@@ -291,7 +294,7 @@ def test_bounds_hold_in_simulations():
         {"request_rate": 60, "duration": 8, "warmup": 2, "output_len": 16, "gpu": "A100"}
         | {"goodput": {"ttft": 1000, "tpot": 12}}
     )
-    objective = Objective(config.goodput, 0.95)
+    objective = Objective(config.output.goodput, 0.95)
     found = bounds(config.model_copy(update={"request_rate": 400}), objective)
     assert found.n_prefill > 1
     short = config.model_copy(
@@ -307,7 +310,7 @@ def test_bounds_hold_in_simulations():
 def test_prompts_that_decode_workers_compute_bound_no_prefill_workers():
     load = {"request_rate": 400, "duration": 8, "output_len": 16, "gpu": "A100"}
     config = make_config(load | {"goodput": {"ttft": 1000}, "topology": "1P16D"})
-    objective = Objective(config.goodput, 0.95)
+    objective = Objective(config.output.goodput, 0.95)
     assert bounds(config, objective).n_prefill > 1
     local = config.model_copy(update={"conditional_disagg": "noncached:4096"})
     assert bounds(local, objective).n_prefill == 1
@@ -318,7 +321,9 @@ def test_a_plan_of_sessions_measures_all_their_turns():
     objective = Objective(LEVEL)
     same = _with_window(config, objective, {"num_requests": None, "warmup": None})
     assert same == config
-    assert same.n_sessions == 60  # 30 s of sessions whose users think for a minute have one turn
+    assert (
+        same.requests.n_sessions == 60
+    )  # 30 s of sessions whose users think for a minute have one turn
     check_requests(config, 1.0)
     with pytest.raises(InputError, match="3 turns in the measured window are too few"):
         check_requests(config.replace(sessions=3, turns="1"), 1.0)
@@ -383,7 +388,7 @@ def test_the_best_split_is_that_of_all_splits():
         return brentq(above, 1e-6, 200.0)
 
     best = max(range(1, 12), key=highest)
-    assert found.best.config.topology == f"{best}P{12 - best}D"
+    assert found.best.config.cluster.topology == f"{best}P{12 - best}D"
     assert found.best.figure.mean == pytest.approx(highest(best), rel=0.011)
     assert len(found.best.by_seed) == 3
     assert all(each.config.n_gpus <= 12 for each in found.rows)
@@ -459,7 +464,10 @@ def test_a_plan_chooses_redundant_experts():
     )  # fmt: skip
     trials = {each.policy: each.trial for each in found.rows}
     assert set(trials) == {f"jsq, num_redundant_experts={n}" for n in (0, 32)}
-    assert len({(trial.config.topology, trial.config.n_gpus) for trial in trials.values()}) == 1
+    assert (
+        len({(trial.config.cluster.topology, trial.config.n_gpus) for trial in trials.values()})
+        == 1
+    )
     blocks = [t.summaries[0]["kv_blocks_per_worker"] for t in trials.values()]
     model = load_model("Qwen3-30B-A3B")
     paid = 16 * model.n_moe_layers * model.bytes_per_expert  # 32 more instances on 2 GPUs
@@ -483,7 +491,7 @@ def test_engines_of_a_worker_are_searched_in_each_pool():
         policies=["eldr"], gpus=["h100"], data_parallel_sizes=engines, config={"request_rate": 40}
     )
     best = found.best.trial.config
-    assert (best.pool("prefill").data_parallel_size, best.data_parallel_size) == (1, 4)
+    assert (best.pool("prefill").data_parallel_size, best.cluster.data_parallel_size) == (1, 4)
     costs = [
         x * p + y * d
         for p, d, x, y in itertools.product(engines, engines, range(1, 33), range(1, 33))
@@ -544,7 +552,7 @@ def test_a_cluster_that_is_none_is_told(text):
 
 def test_groups_have_no_bound_and_fill_their_gpus():
     config = make_config(GROUPS | {"tensor_parallel_size": 2, "goodput": {"tpot": 1.0}})
-    found = bounds(config, Objective(config.goodput))
+    found = bounds(config, Objective(config.output.goodput))
     assert (found.n_prefill, found.n_decode, found.impossible) == (1, 1, "")
     template = ClusterTemplate(config, found, max_gpus=17)
     assert template.max_workers == 4
@@ -555,21 +563,23 @@ def test_experts_on_gpus_of_their_own_are_a_dimension():
     """AFD beside wide EP: each pool's workers, the GPUs of both sides, and what is simulated."""
     config = make_config({name: GROUPS[name] for name in GROUPS if name != "expert_placement"})
     made = list(shapes(config, [1], [1, 2], [0, 2]))
-    both = {(str(shape.topology), shape.pool("prefill").parallelism.n_gpus) for shape in made}
+    both = {
+        (str(shape.cluster.topology), shape.pool("prefill").parallelism.n_gpus) for shape in made
+    }
     assert {("1P2A2F", 1), ("1P2A2F", 2), ("1P1D", 1), ("1P1D", 2), ("1C", 1)} <= both
     only = list(shapes(config, [1], [1, 2], [2]))
-    assert {str(shape.topology) for shape in only} == {"1P2A2F"}
+    assert {str(shape.cluster.topology) for shape in only} == {"1P2A2F"}
     objective = Objective(parse_slo(["ttft:2000,tpot:100"]), attainment=0.9, looks=(2,))
     template = ClusterTemplate(only[0], bounds(only[0], objective), max_gpus=16)
     assert template.worker_sizes == (2, 4)
-    assert [str(template.at(3, y).topology) for y in (1, 2)] == ["3P2A2F", "3P2x2A2F"]
+    assert [str(template.at(3, y).cluster.topology) for y in (1, 2)] == ["3P2A2F", "3P2x2A2F"]
     assert template.at(3, 2).n_gpus == template.cost(3, 2) == 14
     found = plan(
         config, objective, max_gpus=8, tensor_parallel_sizes=(1,), data_parallel_sizes=(2,),
         ffn_ranks=(2,), runs=Runs(1), why_not=["1P2A4F:tp1"],
     )  # fmt: skip
     best = found.best.trial
-    assert best.config.topology == "1P2A2F"
+    assert best.config.cluster.topology == "1P2A2F"
     assert best.summaries[0]["group"]["ffn_ranks"] == 2
     assert "takes 7 GPUs where the answer takes 6" in found.why_not[0][1]
     short = make_config(config.model_dump(exclude_unset=True) | {"duration": 1.5, "warmup": 0.5})
@@ -630,7 +640,9 @@ def test_a_rate_of_few_requests_is_found_in_a_longer_window():
     rate = brentq(above, 0.01, 5.9)
     assert rate * 10 < 100
     assert found.best.figure.mean == pytest.approx(rate, rel=0.01)
-    assert all(c.request_rate * c.duration >= 100 - 1e-9 for c in evaluate.configs)
+    assert all(
+        c.requests.request_rate * c.requests.duration >= 100 - 1e-9 for c in evaluate.configs
+    )
 
 
 def test_the_rate_of_a_dense_model_and_of_priced_co_located_workers():

@@ -50,12 +50,12 @@ def test_the_fixed_fleet_is_the_smallest_that_meets(answer):
     ]
     fixed = next(row for row in answer.rows if row.policy.startswith("none"))
     assert fixed.policy == f"none:n={min(meet)}"
-    assert fixed.trial.config.topology == f"{min(meet)}C"
+    assert fixed.trial.config.cluster.topology == f"{min(meet)}C"
 
 
 def test_a_rule_is_the_cheapest_of_all_its_fleets_and_settings(answer):
     row = next(row for row in answer.rows if row.policy.startswith("seconds"))
-    runs, found, (first,) = Runs(1), [], row.trial.config.initial_workers
+    runs, found, (first,) = Runs(1), [], row.trial.config.scaling.initial_workers
     for least, most in ((1, 2), (1, 3), (2, 3)):
         for word in chain(*_settings(RULE, OBJECTIVE, 30.0, True)):
             config = CONFIG.replace(
@@ -137,22 +137,22 @@ def test_a_setting_that_meets_under_one_seed_alone_gives_way_to_the_next(monkeyp
         return CONFIG.replace(autoscale=word, goodput=OBJECTIVE.level)
 
     def summary(config):
-        n = words.index(config.autoscale)
-        attained = 0.5 if n == 0 and config.seed else 0.95 + n / 100
+        n = words.index(config.scaling.autoscale)
+        attained = 0.5 if n == 0 and config.requests.seed else 0.95 + n / 100
         scaling = {"gpu_hours": n + 1.0, "cost_per_1000_good": None}
         return {"slo_attainment": attained, "num_prompts": 10_000, "scaling": scaling}
 
     search = day._best_of("hpa", SimpleNamespace(span_s=30.0, of=of), (0, 2), OBJECTIVE)
     configs, first = next(search), []
     while configs is not None:
-        first += [config.autoscale for config in configs]
+        first += [config.scaling.autoscale for config in configs]
         try:
             configs = search.send([summary(config) for config in configs])
         except StopIteration as end:
             row, configs = end.value, None
     assert first[:3] == [words[3], words[2], words[0]]
-    assert [trial.config.autoscale for trial in row.trials] == words[:2]
-    assert row.trial.config.autoscale == words[1]
+    assert [trial.config.scaling.autoscale for trial in row.trials] == words[:2]
+    assert row.trial.config.scaling.autoscale == words[1]
 
 
 def test_a_load_that_no_fleet_serves_has_no_answer():

@@ -28,15 +28,15 @@ SPEED = {"async_ep": 1.5, "dp_ep": 1.3, "tp": 1.0, "tp_ep": 0.9, "pp": 1.4}
 def speed(config):
     """Requests/s of a worker: strategies differ, each has a best budget, sizes scale badly."""
     size = config.pool("prefill").parallelism.n_gpus
-    budget = config.max_num_batched_tokens
-    best = 32_768 if config.expert_gather or config.offload_window else 8192
+    budget = config.engine.max_num_batched_tokens
+    best = 32_768 if config.experts.expert_gather or config.experts.offload_window else 8192
     fit = 1 - 0.1 * abs(math.log2(budget / best))
     return 12 * size**0.9 * SPEED[strategy_of(config).kind] * fit
 
 
 def attained(config):
     """M/M/c: nobody may wait longer than the bound."""
-    rate, each, servers = config.request_rate, speed(config), config.n_prefill
+    rate, each, servers = config.requests.request_rate, speed(config), config.cluster.n_prefill
     if rate >= each * servers:
         return 0.0
     wait = erlang_c(servers, rate / each) * math.exp(-(each * servers - rate) * 0.4)
@@ -44,12 +44,12 @@ def attained(config):
 
 
 def evaluate(config):
-    share = attained(config) if math.isfinite(config.request_rate) else 1.0
-    tokens = 100 * speed(config) * config.n_prefill * (1 + 0.01 * config.seed)
-    at_once = (config.num_requests or 10) / (speed(config) * config.n_prefill)
+    share = attained(config) if math.isfinite(config.requests.request_rate) else 1.0
+    tokens = 100 * speed(config) * config.cluster.n_prefill * (1 + 0.01 * config.requests.seed)
+    at_once = (config.requests.num_requests or 10) / (speed(config) * config.cluster.n_prefill)
     return {
-        "gpu": config.gpu, "num_prompts": 100_000, "slo_attainment": share,
-        "completed": config.num_requests or 10, "makespan_s": at_once,
+        "gpu": config.cluster.gpu, "num_prompts": 100_000, "slo_attainment": share,
+        "completed": config.requests.num_requests or 10, "makespan_s": at_once,
         "slo_attainment_by_metric": {"ttft": share}, "failed": 0, "prefill_throughput": tokens,
         "computed_prompt_throughput": tokens, "prefill_mfu": tokens / 1e6, "p99_ttft_ms": 300.0,
         "median_ttft_ms": 100.0, "median_tpot_ms": None, "p99_tpot_ms": None,
@@ -118,11 +118,13 @@ def test_the_fastest_is_that_of_the_whole_grid():
     best = {}
     for kind, size, each in every_cluster(4, (2, 4), BUDGETS):
         if each.n_gpus == 4:
-            best[kind, size] = max(best.get((kind, size), 0.0), 101 * speed(each) * each.n_prefill)
+            best[kind, size] = max(
+                best.get((kind, size), 0.0), 101 * speed(each) * each.cluster.n_prefill
+            )
     assert [each.figure.mean for each in found.rows] == pytest.approx(
         sorted(best.values(), reverse=True)
     )
-    assert found.best.config.max_num_batched_tokens == 32_768
+    assert found.best.config.engine.max_num_batched_tokens == 32_768
     assert found.best.policy == "AsyncEP on 2 GPUs"
 
 
@@ -147,7 +149,7 @@ def test_prompts_are_whole_where_no_kv_cache_has_room():
     fields = {"num_gpu_blocks_override": 2, "max_num_batched_tokens": 8192}
     objective = Objective(LEVEL, 0.9, (3,))
     (made,) = prefill_candidates(make_config(BASE | fields), objective, 1, [1], ["tp"])
-    assert [template.config.kv_cache_free for template in made.templates] == [True]
+    assert [template.config.experts.kv_cache_free for template in made.templates] == [True]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,10 @@ class Run:
     num_requests: None = None
     replays_log: bool = False
 
+    @property
+    def requests(self):
+        return self
+
     def model_copy(self, update):
         names = {"duration": "duration_s", "warmup": "warmup_s"}
         return dataclasses.replace(self, **{names.get(k, k): v for k, v in update.items()})
@@ -157,8 +161,8 @@ class Batched(Analytic):
         self.field = field
 
     def summary(self, config):
-        speed = 1.0 - abs(math.log2((getattr(config, self.field) or 1) / 64)) / 8
-        changed = config.replace(request_rate=config.request_rate / speed)
+        speed = 1.0 - abs(math.log2((config.value(self.field) or 1) / 64)) / 8
+        changed = config.replace(request_rate=config.requests.request_rate / speed)
         return super().summary(config) | {
             "slo_attainment": super().summary(changed)["slo_attainment"]
         }

@@ -46,18 +46,23 @@ def fake_runs(monkeypatch):
     ran = []
 
     def fake(config):
-        if config.policy == FAILS:
+        if config.policies.policy == FAILS:
             raise InputError("policy", "unknown")
-        ran.append((config.policy, config.request_rate, config.seed))
-        figure = config.request_rate * (1 + len(config.policy)) + 0.1 * config.seed
+        ran.append((config.policies.policy, config.requests.request_rate, config.requests.seed))
+        figure = (
+            config.requests.request_rate * (1 + len(config.policies.policy))
+            + 0.1 * config.requests.seed
+        )
         return {
-            "policy": config.policy,
+            "policy": config.policies.policy,
             "median_tpot_ms": figure / 3,
-            "median_ttft_ms": None if config.policy == "jsq" and config.seed else figure,
+            "median_ttft_ms": None
+            if config.policies.policy == "jsq" and config.requests.seed
+            else figure,
             "failed_reasons": {},
-            "completed": config.seed + 1,
+            "completed": config.requests.seed + 1,
             "weakest_provenance": "imported",
-            "lookups_outside_tables": {"moe_batch": 3 * (config.request_rate == 20)},
+            "lookups_outside_tables": {"moe_batch": 3 * (config.requests.request_rate == 20)},
             "latency_warnings": [],
             "decode_steps": 10,
             "num_prompts": 8,

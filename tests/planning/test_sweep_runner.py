@@ -154,8 +154,8 @@ def test_runs_of_a_question_are_made_once_and_told_in_order(monkeypatch):
     ran = []
 
     def fake(config):
-        ran.append(config.seed)
-        return {"seed": config.seed}
+        ran.append(config.requests.seed)
+        return {"seed": config.requests.seed}
 
     monkeypatch.setattr("eldr_sim.planning.runs.runner.simulate_summary", fake)
     seen = []
@@ -165,7 +165,7 @@ def test_runs_of_a_question_are_made_once_and_told_in_order(monkeypatch):
     assert [s["seed"] for s in runs.summaries([two, three])] == [2, 3]
     assert ran == [3, 1, 2]
     assert seen == [(1, 2), (2, 2), (3, 3)]
-    assert [config.seed for config, _ in runs.made()] == [3, 1, 2]
+    assert [config.requests.seed for config, _ in runs.made()] == [3, 1, 2]
     assert runs.summaries([]) == []
 
 
@@ -185,8 +185,10 @@ def test_searches_go_on_side_by_side(monkeypatch):
 
     def fake_points(points, _jobs, started):
         assert not started
-        batches.append([point.config.seed for point in points])
-        yield from (Outcome(p.key, {"seed": p.config.seed}, "", 0.0) for p in reversed(points))
+        batches.append([point.config.requests.seed for point in points])
+        yield from (
+            Outcome(p.key, {"seed": p.config.requests.seed}, "", 0.0) for p in reversed(points)
+        )
 
     monkeypatch.setattr("eldr_sim.planning.runs.shared_runs.run_points", fake_points)
 

@@ -34,12 +34,12 @@ def test_grid_is_every_combination_with_paired_seeds():
     ]
     assert spec.confidence == 0.9
     for point in spec.points:
-        assert [config.seed for config in point.configs] == [7, 8, 9]
+        assert [config.requests.seed for config in point.configs] == [7, 8, 9]
         for config in point.configs:
-            assert config.topology == "1P1D"
-            assert config.goodput.ttft == 500.0  # what is not swept stays
-            assert config.goodput.tpot == point.parameters["goodput.tpot"]
-            assert config.policy == point.parameters["policy"]
+            assert config.cluster.topology == "1P1D"
+            assert config.output.goodput.ttft == 500.0  # what is not swept stays
+            assert config.output.goodput.tpot == point.parameters["goodput.tpot"]
+            assert config.policies.policy == point.parameters["policy"]
     assert spec.points[0].name == "policy=jsq, request_rate=5, goodput.tpot=20"
 
 
@@ -49,7 +49,7 @@ def test_zip_goes_through_its_lists_together():
           type: zip
           parameters: {domain_mix.code: [0.25, 0.5], domain_mix.math: [0.75, 0.5]}
     """)
-    assert [point.configs[0].domain_mix for point in spec.points] == [
+    assert [point.configs[0].routing.domain_mix for point in spec.points] == [
         {"code": 0.25, "math": 0.75},
         {"code": 0.5, "math": 0.5},
     ]
@@ -66,10 +66,10 @@ def test_scenarios_merge_into_the_base():
             - {name: dotted, goodput.tpot: 10, policy: {name: eldr, layer_mask: [0, 2]}}
     """)
     assert [point.name for point in spec.points] == ["base", "strict", "dotted"]
-    assert [point.configs[0].goodput.ttft for point in spec.points] == [500.0] * 3
+    assert [point.configs[0].output.goodput.ttft for point in spec.points] == [500.0] * 3
     # The parameters of all, also where a scenario keeps the base's.
     assert [point.parameters["goodput.tpot"] for point in spec.points] == [30.0, 20.0, 10.0]
-    assert [point.configs[0].policy for point in spec.points] == [
+    assert [point.configs[0].policies.policy for point in spec.points] == [
         "round_robin",
         "round_robin",
         "eldr:layer_mask=0,2",
@@ -80,7 +80,7 @@ def test_a_policys_parameters_are_dot_paths():
     spec = spec_of(
         "{config: {policy: eldr}, sweep: {type: grid, parameters: {policy.tau: [0.1, 0.2]}}}"
     )
-    assert [point.configs[0].policy for point in spec.points] == ["eldr", "eldr:tau=0.2"]
+    assert [point.configs[0].policies.policy for point in spec.points] == ["eldr", "eldr:tau=0.2"]
     assert [point.parameters["policy.tau"] for point in spec.points] == [0.1, 0.2]
 
 
@@ -89,7 +89,7 @@ def test_a_base_seed_is_the_first_seed():
         "{config: {seed: 5}, sweep: {type: grid, parameters: {burstiness: [0.1]}}, "
         "multiRun: {numRuns: 2}}"
     )
-    assert [config.seed for config in spec.points[0].configs] == [5, 6]
+    assert [config.requests.seed for config in spec.points[0].configs] == [5, 6]
 
 
 def test_key_tells_configurations_apart():

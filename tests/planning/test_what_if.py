@@ -14,8 +14,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.compare.what_if import FIGURES, REQUEST_FIELDS, change_fields, read_base
 from eldr_sim.planning.compare.what_if import what_if as make_what_if
-from eldr_sim.simulator.setup.config.groups import RoutingConfig, WorkloadConfig
-from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS, RoutingConfig, WorkloadConfig
+from eldr_sim.simulator.setup.config.run_config import make_config
 
 BASE = {"topology": "1P2D", "request_rate": 10, "duration": 3, "warmup": 1, "output_len": 20}
 
@@ -31,12 +31,14 @@ class Analytic:
         return self.summary(config)
 
     def summary(self, config):
-        luck = np.random.default_rng([config.seed, 1]).normal(10.0, 1.0)
+        luck = np.random.default_rng([config.requests.seed, 1]).normal(10.0, 1.0)
         value = (
-            luck * {"jsq": 1.0, "eldr": 0.9}.get(config.policy, 1.2) * config.gpu_memory_utilization
+            luck
+            * {"jsq": 1.0, "eldr": 0.9}.get(config.policies.policy, 1.2)
+            * config.engine.gpu_memory_utilization
         )
         return dict.fromkeys(FIGURES, value) | {
-            "seed": config.seed,
+            "seed": config.requests.seed,
             "num_prompts": 30,
             "completed": 30,
             "failed": 0,
@@ -66,8 +68,8 @@ def test_a_redundant_expert_is_priced_in_kv_blocks():
     )
     changes = [f"decode.num_redundant_experts={n}" for n in (16, 64)]
     found = make_what_if(base, changes, n_seeds=1, jobs=1)
-    model = load_model(base.model)
-    block_bytes = base.block_size * model.kv_bytes_per_token
+    model = load_model(base.engine.model)
+    block_bytes = base.engine.block_size * model.kv_bytes_per_token
     each = model.n_moe_layers * model.bytes_per_expert
     assert each % block_bytes == 0  # of this model: no rounding hides a byte
     for change, slots in zip(found.changes, (16 // 4, 64 // 4), strict=True):
@@ -83,7 +85,10 @@ def test_pairs_share_their_luck_and_changes_stand_alone():
     found = what_if(
         base, ["policy=eldr", "gpu_memory_utilization=0.55"], evaluate, n_seeds=4, together=True
     )
-    asked = [(c.policy, c.gpu_memory_utilization, c.seed) for c in evaluate.configs]
+    asked = [
+        (c.policies.policy, c.engine.gpu_memory_utilization, c.requests.seed)
+        for c in evaluate.configs
+    ]
     assert asked == [
         (policy, share, seed)
         for policy, share in (("jsq", 0.5), ("eldr", 0.5), ("jsq", 0.55), ("eldr", 0.55))
@@ -108,7 +113,9 @@ def test_pairs_share_their_luck_and_changes_stand_alone():
 def test_interval_is_students_t_over_the_seeds():
     class Noisy(Analytic):
         def summary(self, config):
-            noise = np.random.default_rng([config.seed, config.policy == "eldr"]).normal(0, 0.5)
+            noise = np.random.default_rng(
+                [config.requests.seed, config.policies.policy == "eldr"]
+            ).normal(0, 0.5)
             return super().summary(config) | {"median_tpot_ms": 10.0 + noise}
 
     evaluate = Noisy()
@@ -168,7 +175,7 @@ def test_values_are_yaml_and_fields_are_dot_paths():
     }
     assert values == {"decode": {"max_num_seqs": 8, "gpu": None}, "policy": "jsq"}
     assert change_fields({}, "max_num_seqs=null") == {"max_num_seqs": None}
-    default = RunConfig.model_fields["policy"].default
+    default = RUN_FIELDS["policy"].default
     assert change_fields({}, "policy.tau=1") == {"policy": {"name": default, "tau": 1}}
     named = change_fields({"policy": {"name": "eldr", "tau": 1}}, "policy.name=jsq")
     assert named == {"policy": {"name": "jsq", "tau": 1}}

@@ -79,7 +79,7 @@ def test_the_example_package_is_found_by_name(installed, monkeypatch):
     assert everyone.select(RequestInfo(0, 1, 0), Workers.idle([3, 2, 1, 0, 2, 3])) == 3
     with pytest.raises(InputError, match=r"policy\.choices: '0'"):
         registry.decode_policy("p3c:choices=0", context())
-    assert make_config({"policy": {"name": "p3c", "choices": 2}}).policy == "p3c:choices=2"
+    assert make_config({"policy": {"name": "p3c", "choices": 2}}).policies.policy == "p3c:choices=2"
     again = registry.decode_policy("p3c", context())
     assert [again.select(RequestInfo(0, 10, 0), Workers.idle(loads)) for _ in range(600)] == picks
 
@@ -412,8 +412,11 @@ def test_classes_of_a_file_are_policies_of_the_decision_that_asks(tmp_path, monk
     assert set(served.decode_worker) == {2}
     assert set(served.prefill_worker) == {1}
     back = config.replace(policy="./mine.py:Back:back=2", prefill_policy="round_robin")
-    assert back.policy == "./mine.py:Back:back=2"
-    assert make_config({**fields, "policy": "./mine.py:Back:back=1"}).policy == "./mine.py:Back"
+    assert back.policies.policy == "./mine.py:Back:back=2"
+    assert (
+        make_config({**fields, "policy": "./mine.py:Back:back=1"}).policies.policy
+        == "./mine.py:Back"
+    )
     assert set(simulate(back).requests.to_pandas().decode_worker) == {1}
     # A result's configuration runs again from any folder.
     write_result(result, tmp_path / "deep" / "out")

@@ -109,10 +109,10 @@ def from_command(text):
 def test_the_command_is_the_state(state):
     config = config_of(state, BASE)
     assert from_command(command_of(config)) == config
-    assert {own.request_rate for own in around(config)} >= {config.request_rate}
+    assert {own.requests.request_rate for own in around(config)} >= {config.requests.request_rate}
     for own in around(config):
         assert from_command(command_of(own)) == own
-    assert (config in plane(config)) == (config.n_prefill > 0)
+    assert (config in plane(config)) == (config.cluster.n_prefill > 0)
 
 
 def test_a_state_s_stream_is_its_run(site):

@@ -247,12 +247,12 @@ def test_pictures_have_requests_where_they_are(changes, tmp_path):
     sum to it, where some requests stay with their prompts, too. Some are refused."""
     load = {"num_requests": 40, "request_rate": 60, "trace": "reference-moe", "seed": 2}
     config = make_config(load | {"max_model_len": 650} | changes)
-    if config.generates:
+    if config.cluster.generates:
         config = config.replace(output_len=560)
     result = simulate(config)
     write_result(result, tmp_path / "run")
     rows = [r for r in result.requests.to_pylist() if r["outcome"] == "completed"]
-    assert len(rows) < 40 or not config.generates
+    assert len(rows) < 40 or not config.cluster.generates
     shown = pictures_of(tmp_path / "run")
     end = max(r["finish_s"] for r in rows)
 

@@ -247,7 +247,7 @@ def survive(n_events, seed):
     sim = Simulation(config)
     sim.env.process(random_operator(sim, np.random.default_rng(seed), n_events))
     record = sim.run().record
-    assert (np.sort(record.numbers) == np.arange(config.num_requests)).all()
+    assert (np.sort(record.numbers) == np.arange(config.requests.num_requests)).all()
     outcomes = record.outcomes()
     assert set(outcomes) == {"completed"}, set(outcomes)
     assert len(record.states) > n_events / 2

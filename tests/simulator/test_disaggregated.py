@@ -198,7 +198,7 @@ def test_several_decode_workers_are_spelled():
     spelled, filed = (make_config(RUN | {"topology": each}) for each in ("3P2x4A2F", named))
     assert spelled.pools == filed.pools
     assert spelled.n_gpus == 3 + 2 * 6
-    assert (spelled.n_prefill, spelled.n_decode) == (3, 2)
+    assert (spelled.cluster.n_prefill, spelled.cluster.n_decode) == (3, 2)
 
 
 @pytest.mark.parametrize(

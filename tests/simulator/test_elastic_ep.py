@@ -221,7 +221,9 @@ def test_a_rule_knows_what_a_group_of_each_width_takes(width, monkeypatch):
     known = {}
 
     def note(config, *rest):
-        known[config.enable_elastic_ep] = (facts := scaling_facts(config, *rest)).of("decode")
+        known[config.cluster.enable_elastic_ep] = (facts := scaling_facts(config, *rest)).of(
+            "decode"
+        )
         return facts
 
     monkeypatch.setattr("eldr_sim.simulator.run.scaling_facts", note)

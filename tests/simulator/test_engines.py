@@ -312,9 +312,9 @@ def test_defaults_are_the_engines():
     assert (sglang.max_num_batched_tokens, sglang.max_num_seqs) == (8192, 2048)
     assert spec_of(engine="sglang", gpu="B200").decode.max_num_batched_tokens == 16384
     assert (trtllm.max_num_batched_tokens, trtllm.max_num_seqs) == (8192, 2048)
-    assert make_config({"engine": "trtllm"}).block_size == 32
+    assert make_config({"engine": "trtllm"}).engine.block_size == 32
     # H200: 143,771 MiB, less 512 + 1.5 x 8192 + 2 x 256 + 128
-    share = make_config({"engine": "sglang", "gpu": "H200"}).gpu_memory_utilization
+    share = make_config({"engine": "sglang", "gpu": "H200"}).engine.gpu_memory_utilization
     assert share == pytest.approx(1 - 13440 / 143771, abs=0.01)
 
 
@@ -334,18 +334,21 @@ def test_launch_lines_are_read():
     line = "python -m sglang.launch_server --model-path Llama-3.1-8B --tp 2 --max-running-requests"
     line += " 64 --mem-fraction-static=0.8 --disable-radix-cache --chunked-prefill-size 4096"
     config = make_config({"engine": "sglang", "engine_args": line, "topology": "1C"})
-    assert (config.model, config.tensor_parallel_size) == ("Llama-3.1-8B", 2)
-    assert (config.max_num_seqs, config.max_num_batched_tokens) == (64, 4096)
-    assert (config.gpu_memory_utilization, config.enable_prefix_caching) == (0.8, False)
+    assert (config.engine.model, config.cluster.tensor_parallel_size) == ("Llama-3.1-8B", 2)
+    assert (config.engine.max_num_seqs, config.engine.max_num_batched_tokens) == (64, 4096)
+    assert (config.engine.gpu_memory_utilization, config.engine.enable_prefix_caching) == (
+        0.8,
+        False,
+    )
     line = "vllm serve --max-num-seqs 32 --no-enable-prefix-caching -tp 4"
     config = make_config({"engine_args": line, "max_num_seqs": 8})
-    assert (config.max_num_seqs, config.enable_prefix_caching) == (8, False)
-    assert config.tensor_parallel_size == 4
+    assert (config.engine.max_num_seqs, config.engine.enable_prefix_caching) == (8, False)
+    assert config.cluster.tensor_parallel_size == 4
     line = "--tp 8 --dp 8 --enable-dp-attention --ep-size 8 --chunked-prefill-size 16384"
     config = make_config({"engine": "sglang", "engine_args": line})
-    assert (config.tensor_parallel_size, config.data_parallel_size) == (1, 8)
-    assert config.enable_expert_parallel
-    assert config.max_num_batched_tokens == 2048
+    assert (config.cluster.tensor_parallel_size, config.cluster.data_parallel_size) == (1, 8)
+    assert config.cluster.enable_expert_parallel
+    assert config.engine.max_num_batched_tokens == 2048
 
 
 def test_prompts_run_eagerly_where_the_engine_captures_none(tmp_path):
@@ -384,24 +387,26 @@ def test_the_model_behind_a_command_is_read():
     for command in ("vllm serve", "trtllm-serve"):
         engine = {"vllm serve": "vllm", "trtllm-serve": "trtllm"}[command]
         line = f"{command} Llama-3.1-8B --port 8000"
-        assert make_config({"engine": engine, "engine_args": line}).model == "Llama-3.1-8B"
+        assert make_config({"engine": engine, "engine_args": line}).engine.model == "Llama-3.1-8B"
     with pytest.raises(InputError, match="model"):
         prepare(make_config({"engine_args": "vllm serve no/such-model --max-num-seqs 8"}))
     line = "--tp-size 8 --attn-dp-size 4 --ep-size 8 --chunked-prefill-size 8192"
     config = make_config({"engine": "sglang", "engine_args": line})
-    assert (config.tensor_parallel_size, config.data_parallel_size) == (2, 4)
-    assert config.max_num_batched_tokens == 2048
+    assert (config.cluster.tensor_parallel_size, config.cluster.data_parallel_size) == (2, 4)
+    assert config.engine.max_num_batched_tokens == 2048
 
 
 def test_what_is_taken_for_something_else_is_said(tmp_path):
     with pytest.warns(EldrSimWarning, match="KV cache of nvfp4$"):
-        assert make_config({"engine_args": "--kv-cache-dtype nvfp4"}).kv_cache_dtype == "auto"
+        assert (
+            make_config({"engine_args": "--kv-cache-dtype nvfp4"}).engine.kv_cache_dtype == "auto"
+        )
     line = "--tp 8 --ep-size 4"
     with pytest.warns(EldrSimWarning, match="spread over 4 GPUs"):
-        assert make_config({"engine": "sglang", "engine_args": line}).enable_expert_parallel
+        assert make_config({"engine": "sglang", "engine_args": line}).cluster.enable_expert_parallel
     file = tmp_path / "eager.yaml"
     file.write_text("cuda_graph_config: null\n")
-    assert make_config({"extra_llm_api_options": str(file)}).enforce_eager
+    assert make_config({"extra_llm_api_options": str(file)}).steps.enforce_eager
 
 
 @pytest.mark.parametrize(
@@ -434,7 +439,7 @@ def test_each_pool_has_its_own_default_share_of_the_memory():
     fields = {"engine": "sglang", "topology": "1P1D", "gpu": "H100"}
     spec = spec_of(**fields, decode={"gpu": "H200"}, prefill={"gpu": "H100"})
     for pool, gpu in zip(spec.pools, ("H100", "H200"), strict=True):
-        alone = make_config(fields | {"gpu": gpu}).gpu_memory_utilization
+        alone = make_config(fields | {"gpu": gpu}).engine.gpu_memory_utilization
         assert pool.engine.memory_share == alone
     said = spec_of(**fields, decode={"gpu": "H200"}, gpu_memory_utilization=0.7)
     assert {pool.engine.memory_share for pool in said.pools} == {0.7}
@@ -454,11 +459,14 @@ def test_an_option_file_is_read(tmp_path):
         "attention_dp_config:\n  enable_balance: true\n  timeout_iters: 60\n"
     )
     config = make_config({"extra_llm_api_options": str(file)})
-    assert config.engine == "trtllm"
-    assert (config.gpu_memory_utilization, config.kv_cache_dtype) == (0.8, "fp8")
-    assert (config.batch_wait_timeout_iters, config.enable_prefix_caching) == (20, False)
-    assert (config.tensor_parallel_size, config.data_parallel_size) == (1, 4)
-    assert not config.enable_expert_parallel  # its default cuts the experts
+    assert config.engine.engine == "trtllm"
+    assert (config.engine.gpu_memory_utilization, config.engine.kv_cache_dtype) == (0.8, "fp8")
+    assert (config.scheduler.batch_wait_timeout_iters, config.engine.enable_prefix_caching) == (
+        20,
+        False,
+    )
+    assert (config.cluster.tensor_parallel_size, config.cluster.data_parallel_size) == (1, 4)
+    assert not config.cluster.enable_expert_parallel  # its default cuts the experts
     rules = rules_of("trtllm", config, 8192, 4)
     assert (rules.balance_steps, rules.batching_steps) == (60, 10)
     assert rules_of("trtllm", config, 8192, 1).balance_steps == 0

@@ -33,7 +33,7 @@ def decode_steps(result):
 
 
 def test_real_is_the_default():
-    assert make_config({}).routing == "real"
+    assert make_config({}).routing.routing == "real"
 
 
 def test_uniform_is_uniform_and_dummy_weights_repeat(real):

@@ -15,7 +15,7 @@ SHORT = {"topology": "1P1D", "num_requests": 30, "request_rate": 20, "output_len
 
 def test_the_default_is_what_the_model_has():
     config = make_config(SHORT)
-    longest = load_model(config.model).max_position_embeddings
+    longest = load_model(config.engine.model).max_position_embeddings
     setting = prepare(config)
     assert setting.spec.max_model_len == setting.step_time.max_model_len == longest
     assert prepare(config.replace(max_model_len=longest)).spec == setting.spec
@@ -23,7 +23,7 @@ def test_the_default_is_what_the_model_has():
 
 def test_beyond_the_model_is_simulated_with_a_warning():
     config = make_config(SHORT | {"num_requests": 5})
-    longest = load_model(config.model).max_position_embeddings
+    longest = load_model(config.engine.model).max_position_embeddings
     result = simulate(config.replace(max_model_len=2 * longest))
     said = [w for w in result.summary["latency_warnings"] if "max_model_len" in w]
     assert said

@@ -174,7 +174,7 @@ def test_flags_of_the_command_line(tmp_path):
         config = json.loads((out / "config.json").read_text())["config"]
         assert config["enable_prefix_caching"] is expected
         assert config["prompts"] == "shared"
-    assert make_config({}).enable_prefix_caching
+    assert make_config({}).engine.enable_prefix_caching
 
 
 # --- a recorded log ---------------------------------------------------------------------------

@@ -22,16 +22,20 @@ def test_a_printed_preset_is_the_preset(name, tmp_path):
     file.write_text(printed.stdout)
     config = config_from_options({"config_file": file})
     assert config == config_from_options({"preset": name})
-    assert config.model == name.partition(":")[2].removesuffix("+warm-up")
+    assert config.engine.model == name.partition(":")[2].removesuffix("+warm-up")
 
 
 def test_eldr_artifact_is_what_the_authors_gave_their_engines():
     """Section 1 of the artifact's facts: 8P16D, no window, 64-token blocks for gpt-oss."""
     config = config_from_options({"preset": "eldr-artifact:gpt-oss-120b", "request_rate": "100"})
-    assert (config.n_prefill, config.n_decode, config.n_gpus) == (8, 16, 24)
-    assert (config.block_size, config.max_model_len, config.output_len) == (64, 4096, 512)
-    assert (config.num_requests, config.warmup_s) == (12_000, 0.0)
-    assert config_from_options({"preset": "eldr-artifact"}).block_size == 16
+    assert (config.cluster.n_prefill, config.cluster.n_decode, config.n_gpus) == (8, 16, 24)
+    assert (config.engine.block_size, config.engine.max_model_len, config.routing.output_len) == (
+        64,
+        4096,
+        512,
+    )
+    assert (config.requests.num_requests, config.requests.warmup_s) == (12_000, 0.0)
+    assert config_from_options({"preset": "eldr-artifact"}).engine.block_size == 16
 
 
 def test_options_and_files_override_a_preset(tmp_path):
@@ -40,21 +44,31 @@ def test_options_and_files_override_a_preset(tmp_path):
     config = config_from_options(
         {"preset": "eldr-artifact", "config_file": file, "block_size": "8", "prefill_gpu": "H100"}
     )
-    assert (config.block_size, config.num_requests) == (8, 2400)
+    assert (config.engine.block_size, config.requests.num_requests) == (8, 2400)
     assert config.pool("prefill").gpu == "H100"
-    assert config_from_options({"preset": "eldr-artifact", "num_requests": "5"}).num_requests == 5
-    assert config_from_options({"preset": "eldr-artifact", "duration": "9"}).num_requests is None
+    assert (
+        config_from_options({"preset": "eldr-artifact", "num_requests": "5"}).requests.num_requests
+        == 5
+    )
+    assert (
+        config_from_options({"preset": "eldr-artifact", "duration": "9"}).requests.num_requests
+        is None
+    )
     by_model = config_from_options({"preset": "eldr-artifact", "model": "GPT-OSS-120B"})
-    assert (by_model.model, by_model.block_size) == ("GPT-OSS-120B", 64)
+    assert (by_model.engine.model, by_model.engine.block_size) == ("GPT-OSS-120B", 64)
 
 
 def test_a_warm_up_comes_before_the_cell_and_is_drained():
     """3,840 requests at 64/s, a minute without any, then 120 s at the rate, which alone count."""
     options = {"preset": "eldr-artifact+warm-up", "request_rate": "20", "policy": "eldr"}
     config = config_from_options(options)
-    assert (config.num_requests, config.warmup_s, config.duration_s) == (None, 120.0, 120.0)
-    shape = load_shape(config.load)
-    arrival_s = shape.draw(config.effective_rate, 1.0, 360.0, None, 0)
+    assert (config.requests.num_requests, config.requests.warmup_s, config.requests.duration_s) == (
+        None,
+        120.0,
+        120.0,
+    )
+    shape = load_shape(config.requests.load)
+    arrival_s = shape.draw(config.requests.effective_rate, 1.0, 360.0, None, 0)
     counts = np.histogram(arrival_s, [0.0, 60.0, 120.0, 240.0, 360.0])[0]
     assert counts[1] == counts[3] == 0
     assert counts[0] == pytest.approx(3840, abs=4 * 3840**0.5)

@@ -104,7 +104,7 @@ def test_one_rank_through_masks_gives_the_same_bytes(tmp_path, monkeypatch):
 
     def everything_on_rank_zero(config, setting, *_):
         one = Placement.of_ranks(np.zeros((1, setting.model.n_experts), int), 2)
-        return [one] * (config.n_prefill + config.n_decode), []
+        return [one] * (config.cluster.n_prefill + config.cluster.n_decode), []
 
     write_result(simulate(config), tmp_path / "plain")
     monkeypatch.setattr(run_module.placing, "placements_of", everything_on_rank_zero)
@@ -131,7 +131,7 @@ def test_masks_of_eldr_differ_between_workers():
     config = make_config(LARGE | {"policy": "eldr", "expert_placement": "eldr"})
     setting = prepare(config)
     masks = build_cluster(config, setting, *offered_load(config, setting.trace)).arrays.masks
-    n = config.n_prefill
+    n = config.cluster.n_prefill
     assert masks.shape == (n + 8, 4, 94 * 2)
     assert (masks[:n] == masks[0]).all()  # linear
     assert (masks[n] != masks[n + 1]).any()

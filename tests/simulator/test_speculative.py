@@ -340,7 +340,7 @@ def test_runs_that_cannot_draft(fields, message):
 )  # fmt: skip
 def test_other_engines_spellings(theirs, ours):
     names = {name.removeprefix("--"): value for name, value in theirs.items()}
-    drafting = make_config(RUN | {"speculative_config": names}).speculative_config
+    drafting = make_config(RUN | {"speculative_config": names}).steps.speculative_config
     assert (drafting.method, drafting.num_speculative_tokens, drafting.depth,
             drafting.eagle_topk) == ours  # fmt: skip
 

@@ -49,8 +49,12 @@ def test_there_are_180_cells_of_three_models_and_six_policies(main):
 def test_runs_send_as_many_requests_as_the_authors_did(main):
     for cell in main:
         config = make_config(cell.fields)
-        assert config.num_requests == 120 * cell.rate
-        assert (config.topology, config.n_decode, config.gpu) == ("8P16D", 16, "MI300X")
+        assert config.requests.num_requests == 120 * cell.rate
+        assert (config.cluster.topology, config.cluster.n_decode, config.cluster.gpu) == (
+            "8P16D",
+            16,
+            "MI300X",
+        )
         assert config.pool("prefill").enforce_eager
         assert not config.pool("decode").enforce_eager
     assert {c.fields["num_requests"] for c in cells_of("16", "published", False)} == {12_000}

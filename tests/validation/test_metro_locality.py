@@ -21,9 +21,9 @@ class Multiplied(Runner):
         return [self.summary(config) for config in configs]
 
     def summary(self, config):
-        routed = 0.9 if config.policy != "jsq" else 1.0
+        routed = 0.9 if config.policies.policy != "jsq" else 1.0
         spread = 1.05 if config.pool("decode").num_redundant_experts else 1.0
-        value = (10 + config.seed) * routed * spread
+        value = (10 + config.requests.seed) * routed * spread
         return {
             "mean_busiest_rank_experts_per_step": value,
             "median_tpot_ms": value,

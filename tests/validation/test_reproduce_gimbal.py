@@ -44,9 +44,9 @@ class Linear:
     def search(self, search):
         configs = next(search)
         while True:
-            rate = configs[0].request_rate
+            rate = configs[0].requests.request_rate
             self.asked.append(rate)
-            assert configs[0].trace == "gpt-oss-20b"  # of the runner, as all other runs
+            assert configs[0].routing.trace == "gpt-oss-20b"  # of the runner, as all other runs
             try:
                 configs = search.send([{P99: self.ms * rate}] * len(configs))
             except StopIteration as end:

@@ -211,7 +211,7 @@ def explanations(bench: Bench, summary: Mapping[str, Any], config: RunConfig) ->
             " cache are computed here."
         )
     measured, found = known.get("mean_ttft_ms", (1.0, 1.0))
-    if found < 0.9 * measured and config.frontend in (None, "none"):
+    if found < 0.9 * measured and config.front_end.frontend in (None, "none"):
         said.append("TTFT: no API server is simulated, see --frontend.")
     elif found < 0.9 * measured:
         said.append("TTFT: the host launches or tokenises more slowly, or requests waited.")

@@ -11,6 +11,7 @@ from typing import Any
 
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.simulator.plane.state import OF_PROMPT, OF_SHARE, TO_THE_END
+from eldr_sim.simulator.setup.config.groups import SchedulerConfig
 from eldr_sim.simulator.setup.config.pools import Engine, Pool
 
 #: Options that not all engines know, and who does: fields of `groups.EngineConfig` and
@@ -57,7 +58,9 @@ class EngineRules:
     eager_prompts: bool = False  #: steps with prompts run without CUDA graphs, uncompiled
 
 
-def rules_of(engine: Engine, options: Any, budget: int, engines_of_worker: int) -> EngineRules:
+def rules_of(
+    engine: Engine, options: SchedulerConfig, budget: int, engines_of_worker: int
+) -> EngineRules:
     """Return an engine's rules by :data:`OPTIONS`; ``budget``: tokens of a step."""
     if engine == "sglang":
         # `_handle_data_parallelism` of server_args.py
@@ -144,10 +147,9 @@ def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 def memory_share(config: Any, engine: Engine, pool: Pool) -> float:
     """Return ``gpu_memory_utilization`` of a pool's engines: the run's, or their engine's default
     on their GPUs where nothing was said. ``config``: a `RunConfig`."""
-    name = "gpu_memory_utilization"
-    usual = type(config).model_fields[name].default
-    run = {field: getattr(config, field) for field in _SHARE}
-    said = config.gpu_memory_utilization
+    name, said = "gpu_memory_utilization", config.engine.gpu_memory_utilization
+    usual = type(config.engine).model_fields[name].default
+    run = {field: config.value(field) for field in _SHARE}
     if said != default_fields(run).get(name, usual):
         return float(said)
     own = run | {f: v for f in _SHARE if (v := getattr(pool, f, None)) is not None}

@@ -139,17 +139,19 @@ def check_fits(faults: Sequence[Fault], workers: Mapping[str, int], hands_over: 
 
 def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPlan | None:
     """Return what goes wrong; None where nothing does."""
-    if not config.fail and config.events is None:
+    if not config.faults.fail and config.faults.events is None:
         return None
     faults: list[Fault] = []
     cancels: list[Cancel] = []
-    if config.events is not None:
-        faults, cancels = read_events(config.events)
+    if config.faults.events is not None:
+        faults, cancels = read_events(config.faults.events)
     if cancels and spec.front_end is not None:
         problem = "clients that give up while API servers have their requests are not simulated"
         raise InputError("events", f"cancel beside --frontend: {problem}", "one of the two")
-    faults += [parse_fail(text) for text in config.fail]
-    check_fits(faults, {pool.name: pool.workers for pool in config.pools}, config.hands_over)
+    faults += [parse_fail(text) for text in config.faults.fail]
+    check_fits(
+        faults, {pool.name: pool.workers for pool in config.pools}, config.cluster.hands_over
+    )
     engines = {pool.name: pool.engine for pool in spec.pools}
     for fault in faults:
         layout = engines[fault.pool].layout
@@ -157,10 +159,10 @@ def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPl
         if own and fault.kind not in ("drain", "link"):
             problem = "workers that stream weights or have stages are not simulated"
             raise InputError("events", f"{fault}: faults of {problem}")
-        if config.eplb_interval is not None and fault.kind in ("fail", "join"):
+        if config.experts.eplb_interval is not None and fault.kind in ("fail", "join"):
             problem = "beside experts that move (eplb_interval) are not simulated"
             raise InputError("events", f"{fault}: dead workers {problem}")
-    rng, cancel_s = stream(config.seed, "cancel"), np.full(len(workload), np.inf)
+    rng, cancel_s = stream(config.requests.seed, "cancel"), np.full(len(workload), np.inf)
     patient = np.zeros(len(workload), np.bool_)
     for cancel in cancels:
         gives_up = rng.random(len(workload)) < cancel.share
@@ -170,9 +172,9 @@ def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPl
     return FaultPlan(
         tuple(faults),
         cancel_s if cancels else None,
-        config.health_delay_ms / 1e3,
-        config.retry,
-        config.max_retries,
+        config.faults.health_delay_ms / 1e3,
+        config.faults.retry,
+        config.faults.max_retries,
         patient if cancels else None,
-        config.user_retry_s,
+        config.faults.user_retry_s,
     )

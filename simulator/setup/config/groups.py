@@ -1,6 +1,9 @@
 """The fields of a run's configuration, in groups."""
 
-from typing import Annotated, Any, Literal
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
@@ -16,11 +19,15 @@ from eldr_sim.simulator.setup.config.pools import (
     StartUp,
     Topology,
     policy_word,
+    pools_of,
 )
 from eldr_sim.simulator.setup.config.speculative import Speculative
 from eldr_sim.traces.requests.length_shapes import LengthShape
+from eldr_sim.traces.requests.session_shape import LANES_S, check_history
 from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
-from eldr_sim.traces.requests.session_shape import check_history
+
+if TYPE_CHECKING:
+    from eldr_sim.traces.requests.load_shapes import LoadShape
 
 #: Marks a field of the engine that the compiled loop reads as it is: by its name, of its pool.
 LOOP = "read by the loop"
@@ -151,6 +158,52 @@ class WorkloadConfig(Fields):
         """Whether the workload is a file of recorded requests."""
         return self.workload not in WORKLOADS
 
+    @property
+    def warmup_s(self) -> float:
+        """Time before the measured window, s."""
+        if self.warmup is not None:
+            return self.warmup
+        all_count = self.num_requests is not None or self.measures_whole_log or bool(self.load)
+        all_count = all_count or self.arrivals == "agentx"
+        return 0.0 if all_count or self.n_sessions is not None else 30.0
+
+    @property
+    def duration_s(self) -> float | None:
+        """Length of the measured window, s; None where a log or a number of requests says it."""
+        if self.num_requests is not None or self.chooses_part or self.measures_whole_log:
+            return None
+        if self.duration is None and self.arrivals == "agentx":
+            return LANES_S
+        if self.duration is None and self.load is not None:
+            return _shape_of(self.load).span_s
+        if self.n_sessions is not None:
+            return None
+        return 120.0 if self.duration is None else self.duration
+
+    @property
+    def effective_rate(self) -> float | None:
+        """Mean requests per second; None where a file's timestamps rule."""
+        if self.request_rate is None and self.load is not None:
+            return _shape_of(self.load).mean
+        if self.request_rate is not None or self.from_file:
+            return self.request_rate
+        if self.workload not in SESSIONS:
+            return 60.0
+        return 1.0 if self.max_active_sessions is None else math.inf
+
+    @property
+    def n_sessions(self) -> int | None:
+        """Sessions that are drawn, all of which are measured; None where there are none such."""
+        if self.workload not in SESSIONS or self.duration is not None or self.load is not None:
+            return None
+        return self.num_requests or self.sessions or 500
+
+
+def _shape_of(load: str) -> LoadShape:
+    from eldr_sim.traces.requests.load_shapes import load_shape  # NumPy: --help does without
+
+    return load_shape(load)
+
 
 #: Fields of a run that measures no part of a log.
 NO_PART = dict.fromkeys(("log_from", "log_to", "busiest"))
@@ -252,6 +305,27 @@ class ClusterConfig(Fields):
     """How long a new worker takes to serve: ``120``, or in parts as measured, ``vllm`` or
     ``vllm:node=90,gb_s=2`` (docs/elastic.md); 0 when not given."""
 
+    @property
+    def n_prefill(self) -> int:
+        """Number of workers that compute prompts alone; 0 where all workers are co-located."""
+        pools = pools_of(self.topology).root.values()
+        return sum(pool.workers for pool in pools if pool.then is not None)
+
+    @property
+    def n_decode(self) -> int:
+        """Number of decode or co-located workers; 0 where requests end with their prompts."""
+        return sum(pool.workers for pool in pools_of(self.topology).root.values()) - self.n_prefill
+
+    @property
+    def generates(self) -> bool:
+        """Whether requests go on when their prompts are computed, and do not end."""
+        return self.n_decode > 0
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether other workers than those that computed their prompts may decode requests."""
+        return self.generates and self.n_prefill > 0
+
 
 class KVTierConfig(Fields):
     """Where KV blocks are kept beside the workers' own caches."""
@@ -278,8 +352,8 @@ class KVTierConfig(Fields):
     sent to a worker of late."""
 
 
-class EngineConfig(KVTierConfig):
-    """The engine of a worker, mostly in vLLM's terms, and its KV tiers."""
+class EngineConfig(Fields):
+    """The engine of a worker, mostly in vLLM's terms."""
 
     engine: Engine = "vllm"
     """Whose rules the workers' engines follow, and whose defaults they have."""
@@ -500,18 +574,14 @@ class OutputConfig(Fields):
     """Service-level objective of good requests."""
 
 
-#: Groups by names that they had before.
-FORMER = {
-    "sessions": "workload", "lengths": "routing", "cache_tiers": "engine", "speculation": "steps",
-    "relocation": "experts", "streaming": "experts",
-}  # fmt: skip
-#: The groups, by the names that files may give them.
-GROUPS: dict[str, type[BaseModel]] = {
+#: The groups of a configuration, by the attribute of `RunConfig` that holds each.
+GROUPS: dict[str, type[Fields]] = {
     "policies": PolicyConfig,
-    "workload": WorkloadConfig,
+    "requests": WorkloadConfig,
     "routing": RoutingConfig,
     "cluster": ClusterConfig,
     "engine": EngineConfig,
+    "kv": KVTierConfig,
     "scheduler": SchedulerConfig,
     "steps": StepConfig,
     "front_end": FrontEndConfig,
@@ -520,3 +590,7 @@ GROUPS: dict[str, type[BaseModel]] = {
     "scaling": ScalingConfig,
     "output": OutputConfig,
 }
+#: The group of every field. A field has one name in all groups, which is what users type.
+GROUP_OF = {name: title for title, group in GROUPS.items() for name in group.model_fields}
+#: Every field of a configuration.
+RUN_FIELDS = {name: GROUPS[title].model_fields[name] for name, title in GROUP_OF.items()}

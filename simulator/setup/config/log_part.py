@@ -10,14 +10,14 @@ from eldr_sim.traces.requests.logs.request_logs import RequestLog
 
 def check_window(config: RunConfig) -> None:
     """Raise InputError where fields that say which requests are measured contradict each other."""
-    asked = [name for name in NO_PART if getattr(config, name) is not None]
-    if config.arrivals == "agentx":
+    asked = [name for name in NO_PART if config.value(name) is not None]
+    if config.requests.arrivals == "agentx":
         others = ("num_requests", "request_rate", "warmup", *asked)
         for name in others:
-            if getattr(config, name) is not None:
+            if config.value(name) is not None:
                 problem = "beside arrivals agentx, whose window opens when caches are warm"
                 raise InputError(name, problem, "none, or --arrivals closed")
-        if config.max_active_sessions is None:
+        if config.requests.max_active_sessions is None:
             raise InputError(
                 "max_active_sessions", "missing: arrivals agentx needs it", "1 or more"
             )
@@ -25,13 +25,13 @@ def check_window(config: RunConfig) -> None:
     if not asked:
         return
     name = asked[0]
-    if not config.from_file:
-        problem = f"workload {config.workload} is no log"
+    if not config.requests.from_file:
+        problem = f"workload {config.requests.workload} is no log"
         raise InputError(name, problem, "--workload with the path of a request log")
-    if not config.replays_log:
+    if not config.requests.replays_log:
         raise InputError(name, "beside arrivals that are drawn", "--arrivals recorded")
     for other in ("num_requests", "duration"):
-        if getattr(config, other) is not None:
+        if config.value(other) is not None:
             raise InputError(other, f"beside {name}, which says how long it is", "one of the two")
     if "busiest" in asked and len(asked) > 1:
         raise InputError("busiest", f"beside {name}", "one of the two")
@@ -39,21 +39,27 @@ def check_window(config: RunConfig) -> None:
 
 def log_of(config: RunConfig) -> RequestLog | None:
     """Return the log whose arrivals a run replays as they come; None where it replays none."""
-    if not config.replays_log or config.length_shape is not None:
+    if not config.requests.replays_log or config.routing.length_shape is not None:
         return None
     output_len = config.effective_output_len
-    return named_log(config.workload, config.columns, config.sessions_file, output_len)
+    return named_log(
+        config.requests.workload, config.requests.columns, config.requests.sessions_file, output_len
+    )
 
 
 def part_of(config: RunConfig, log: RequestLog | None) -> LogPart | None:
     """Return what a run replays of its log, or None; raises InputError."""
-    if log is None or config.duration_s is not None or config.num_requests is not None:
+    if (
+        log is None
+        or config.requests.duration_s is not None
+        or config.requests.num_requests is not None
+    ):
         return None
     return choose_part(
         log,
-        since=config.log_from,
-        until=config.log_to,
-        busiest=config.busiest,
-        warmup_s=config.warmup_s,
-        rate=config.request_rate,
+        since=config.requests.log_from,
+        until=config.requests.log_to,
+        busiest=config.requests.busiest,
+        warmup_s=config.requests.warmup_s,
+        rate=config.requests.request_rate,
     )

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text
 from eldr_sim.policies.choice import DECISION_OF, parse
 from eldr_sim.simulator.setup.config.groups import (
-    FORMER,
+    GROUP_OF,
     GROUPS,
+    RUN_FIELDS,
     WORKLOADS,
     ClusterConfig,
     EngineConfig,
     ExpertsConfig,
     FaultConfig,
     FrontEndConfig,
+    KVTierConfig,
     OutputConfig,
     PolicyConfig,
     RoutingConfig,
@@ -34,17 +41,14 @@ from eldr_sim.simulator.setup.config.groups import (
 )
 from eldr_sim.simulator.setup.config.paths import resolved
 from eldr_sim.simulator.setup.config.pools import (
+    Fields,
     OwnPool,
     Pool,
     WorkerPool,
     parse_topology,
     pools_of,
 )
-from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS, LANES_S
-from eldr_sim.traces.requests.session_shape import PRESETS as SESSIONS
-
-if TYPE_CHECKING:
-    from eldr_sim.traces.requests.load_shapes import LoadShape
+from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS
 
 __all__ = [
     "WORKLOADS", "Pool", "RunConfig", "ServiceLevel", "flat", "get_field", "make_config",
@@ -52,27 +56,34 @@ __all__ = [
 ]  # fmt: skip
 
 
-class RunConfig(
-    OutputConfig,
-    ScalingConfig,
-    FaultConfig,
-    ExpertsConfig,
-    FrontEndConfig,
-    EngineConfig,
-    SchedulerConfig,
-    StepConfig,
-    ClusterConfig,
-    RoutingConfig,
-    WorkloadConfig,
-    PolicyConfig,
-):
-    """One run of the simulator. Durations are seconds of simulated time unless named otherwise.
+class RunConfig(Fields):
+    """One run of the simulator, composed of groups. Durations are seconds of simulated time unless
+    named otherwise.
 
-    A field is given by its own name, or in its group: ``engine={"block_size": 32}``."""
+    Users name a field without its group, ``tau`` or ``max_num_seqs``, or within it,
+    ``engine={"block_size": 32}``: fields are sorted into groups here, and written without them."""
+
+    policies: PolicyConfig
+    requests: WorkloadConfig
+    routing: RoutingConfig
+    cluster: ClusterConfig
+    engine: EngineConfig
+    kv: KVTierConfig
+    scheduler: SchedulerConfig
+    steps: StepConfig
+    front_end: FrontEndConfig
+    experts: ExpertsConfig
+    faults: FaultConfig
+    scaling: ScalingConfig
+    output: OutputConfig
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **fields: Any) -> None: ...
 
     @model_validator(mode="before")
     @classmethod
-    def _flat(cls, values: Any) -> Any:
+    def _sorted(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
         values = flat(values)
@@ -82,7 +93,20 @@ class RunConfig(
             )
 
             values = with_launch(values)
-        return values
+        grouped: dict[str, dict[str, Any]] = {title: {} for title in GROUPS}
+        for name, value in values.items():
+            if name not in GROUP_OF:
+                raise _unknown(name)
+            grouped[GROUP_OF[name]][name] = value
+        return grouped
+
+    @model_serializer(mode="wrap")
+    def _without_groups(self, groups: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for group in groups(self).values() for name, value in group.items()}
+
+    def value(self, name: str) -> Any:
+        """Return the value of a field by its name alone."""
+        return getattr(getattr(self, GROUP_OF[name]), name)
 
     def replace(self, **changes: Any) -> Self:
         """Return a configuration with other fields; raises InputError as `make_config` does.
@@ -110,7 +134,7 @@ class RunConfig(
         values = self.model_dump(mode=mode)
         usual = default_fields(values)
         for name in ("gpu_memory_utilization", "block_size"):
-            if values[name] == usual.get(name, type(self).model_fields[name].default):
+            if values[name] == usual.get(name, RUN_FIELDS[name].default):
                 del values[name]
         return values
 
@@ -121,53 +145,13 @@ class RunConfig(
     @property
     def effective_output_len(self) -> int | Literal["recorded"]:
         """Output tokens of every request, or ``recorded``; 1 where they end with their prompts."""
-        if not self.generates:
+        if not self.cluster.generates:
             return 1
-        if self.output_len is not None:
-            return self.output_len
-        if self.workload in ANSWER_TOKENS:
-            return ANSWER_TOKENS[self.workload]
-        return 512 if self.workload in ("task", "language") else "recorded"
-
-    @property
-    def warmup_s(self) -> float:
-        """Time before the measured window, s."""
-        if self.warmup is not None:
-            return self.warmup
-        all_count = self.num_requests is not None or self.measures_whole_log or bool(self.load)
-        all_count = all_count or self.arrivals == "agentx"
-        return 0.0 if all_count or self.n_sessions is not None else 30.0
-
-    @property
-    def duration_s(self) -> float | None:
-        """Length of the measured window, s; None where a log or a number of requests says it."""
-        if self.num_requests is not None or self.chooses_part or self.measures_whole_log:
-            return None
-        if self.duration is None and self.arrivals == "agentx":
-            return LANES_S
-        if self.duration is None and self.load is not None:
-            return _shape_of(self.load).span_s
-        if self.n_sessions is not None:
-            return None
-        return 120.0 if self.duration is None else self.duration
-
-    @property
-    def effective_rate(self) -> float | None:
-        """Mean requests per second; None where a file's timestamps rule."""
-        if self.request_rate is None and self.load is not None:
-            return _shape_of(self.load).mean
-        if self.request_rate is not None or self.from_file:
-            return self.request_rate
-        if self.workload not in SESSIONS:
-            return 60.0
-        return 1.0 if self.max_active_sessions is None else math.inf
-
-    @property
-    def n_sessions(self) -> int | None:
-        """Sessions that are drawn, all of which are measured; None where there are none such."""
-        if self.workload not in SESSIONS or self.duration is not None or self.load is not None:
-            return None
-        return self.num_requests or self.sessions or 500
+        if self.routing.output_len is not None:
+            return self.routing.output_len
+        if self.requests.workload in ANSWER_TOKENS:
+            return ANSWER_TOKENS[self.requests.workload]
+        return 512 if self.requests.workload in ("task", "language") else "recorded"
 
     @property
     def n_gpus(self) -> int:
@@ -177,11 +161,13 @@ class RunConfig(
     @cached_property
     def pools(self) -> tuple[WorkerPool, ...]:
         """The pools, in the order in which workers are numbered."""
-        named = pools_of(self.topology)
+        named = pools_of(self.cluster.topology)
         return tuple(
             WorkerPool(
                 name,
-                "co-located" if not self.n_prefill and isinstance(self.topology, str) else name,
+                "co-located"
+                if not self.cluster.n_prefill and isinstance(self.cluster.topology, str)
+                else name,
                 pool.workers,
                 pool.takes_over,
                 pool.then is None,
@@ -192,34 +178,16 @@ class RunConfig(
             for pool in [named.root[name]]
         )
 
-    @property
-    def n_prefill(self) -> int:
-        """Number of workers that compute prompts alone; 0 where all workers are co-located."""
-        pools = pools_of(self.topology).root.values()
-        return sum(pool.workers for pool in pools if pool.then is not None)
-
-    @property
-    def n_decode(self) -> int:
-        """Number of decode or co-located workers; 0 where requests end with their prompts."""
-        return sum(pool.workers for pool in pools_of(self.topology).root.values()) - self.n_prefill
-
-    @property
-    def generates(self) -> bool:
-        """Whether requests go on when their prompts are computed, and do not end."""
-        return self.n_decode > 0
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether others than those that computed their prompts may decode requests."""
-        return self.generates and self.n_prefill > 0
-
     def pool(self, role: str, named: OwnPool | None = None) -> OwnPool:
         """Return what holds for the workers of ``prefill`` or ``decode``, or of a named pool."""
-        own: dict[str, Any] = getattr(self, role).model_dump(exclude_none=True)
+        own: dict[str, Any] = getattr(self.cluster, role).model_dump(exclude_none=True)
         if named is not None:
             own |= named.model_dump(exclude_none=True)
-        values = {name: own.get(name, getattr(self, name, None)) for name in OwnPool.model_fields}
-        if role == "prefill" and "expert_placement" not in own and self.generates:
+        values = {
+            name: own.get(name, self.value(name) if name in GROUP_OF else None)
+            for name in OwnPool.model_fields
+        }
+        if role == "prefill" and "expert_placement" not in own and self.cluster.generates:
             values["expert_placement"] = "linear"
         return OwnPool(**values)
 
@@ -234,21 +202,11 @@ class RunConfig(
         return total
 
 
-def _shape_of(load: str) -> LoadShape:
-    from eldr_sim.traces.requests.load_shapes import load_shape  # NumPy: --help does without
-
-    return load_shape(load)
-
-
-def _group(name: str) -> type[BaseModel] | None:
-    return GROUPS.get(FORMER.get(name, name))
-
-
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return field values without groups; raises InputError if one is given twice."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        group = _group(name) if isinstance(value, Mapping) else None
+        group = GROUPS.get(name) if isinstance(value, Mapping) else None
         for field, what in value.items() if group is not None else ((name, value),):
             if group is not None and field not in group.model_fields:
                 raise InputError(f"{name}.{field}", "no such field", ", ".join(group.model_fields))
@@ -261,7 +219,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 def _fields_of(path: str) -> list[str]:
     """Return the parts of a dot path without the group that may lead it."""
     parts = path.split(".")
-    group = _group(parts[0])
+    group = GROUPS.get(parts[0])
     inside = group is not None and parts[1:2] and parts[1] in group.model_fields
     return parts[1:] if inside else parts
 
@@ -272,22 +230,26 @@ def make_config(values: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part not in _UNION_TAGS)
-        if first["type"] == "extra_forbidden":
-            if where in _OF_POLICIES:
-                hint = f"policy.{where}, as in --policy eldr:{where}=..."
-                raise InputError(where, "is a parameter of the policy", hint) from None
-            raise InputError(where, "no such field", ", ".join(RunConfig.model_fields)) from None
+        where = ".".join(str(part) for part in first["loc"][1:] if part not in _UNION_TAGS)
+        if first["type"] == "extra_forbidden":  # within a mapping, such as a pool's
+            raise _unknown(where) from None
         if isinstance(own := first.get("ctx", {}).get("error"), InputError):
             raise own from None
         raise InputError(where, f"{first['input']!r}: {first['msg'].lower()}") from None
 
 
-#: Fields of earlier versions that are parameters of a policy now.
+#: Parameters of ELDR's policy, which are often taken for fields of a run.
 _OF_POLICIES = {
     "tau", "artifact", "signature", "layer_mask", "clustering", "capture_overhead_ms",
     "routing_overhead_ms",
 }  # fmt: skip
+
+
+def _unknown(name: str) -> InputError:
+    if name in _OF_POLICIES:
+        hint = f"policy.{name}, as in --policy eldr:{name}=..."
+        return InputError(name, "is a parameter of the policy", hint)
+    return InputError(name, "no such field", ", ".join(RUN_FIELDS))
 
 
 def set_field(values: dict[str, Any], path: str, value: Any) -> None:
@@ -298,7 +260,7 @@ def set_field(values: dict[str, Any], path: str, value: Any) -> None:
         if part in DECISION_OF and not isinstance(inner, Mapping):
             inner = parse(inner, part).mapping
         elif part in DECISION_OF and not inner:
-            inner = parse(RunConfig.model_fields[part].default, part).mapping
+            inner = parse(RUN_FIELDS[part].default, part).mapping
         if not isinstance(inner, dict):
             raise InputError(path, f"{part!r} has no fields of its own")
         values[part] = values = dict(inner)
