@@ -5,20 +5,26 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-setuptools = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["setuptools"]
-folders = {package: Path(folder) for package, folder in setuptools["package-dir"].items()}
+APART = {"_eldr_sim", "docs", "reference_model", "studies", "tests"}
+rooms = {path.parent.name for path in Path().glob("*/__init__.py")} - APART
+folders = {"eldr_sim": Path("_eldr_sim")} | {f"eldr_sim.{room}": Path(room) for room in rooms}
 expected = set()
 for package, folder in folders.items():
     root = package.replace(".", "/")
-    expected |= {f"{root}/{path.relative_to(folder)}" for path in folder.rglob("*.py")}
-    for pattern in setuptools["package-data"].get(package, []):
-        files = {f"{root}/{path.relative_to(folder)}" for path in folder.glob(pattern)}
-        if not files:
-            sys.exit(f"{package}: no file matches {pattern}")
-        expected |= files
+    files = {*folder.rglob("*.py")}
     for name in ("assets", "data", "templates"):
-        unlisted = [path for path in (folder / name).rglob("*") if path.is_file()]
-        expected |= {f"{root}/{path.relative_to(folder)}" for path in unlisted}
+        files |= {path for found in folder.rglob(name) for path in found.rglob("*")}
+    expected |= {f"{root}/{path.relative_to(folder)}" for path in files if path.is_file()}
+patterns = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+for package, listed in patterns.items():
+    root, room = package.replace(".", "/"), package.removeprefix("eldr_sim").lstrip(".")
+    folder = Path(room.replace(".", "/") or "_eldr_sim")
+    for pattern in listed:
+        found = [path for path in folder.glob(pattern) if path.is_file()]
+        if not found:
+            sys.exit(f"{package}: no file matches {pattern}")
+        expected |= {f"{root}/{path.relative_to(folder)}" for path in found}
+expected = {name for name in expected if "__pycache__" not in name}
 
 with zipfile.ZipFile(sys.argv[1]) as wheel:
     names = {name for name in wheel.namelist() if not name.split("/")[0].endswith(".dist-info")}
