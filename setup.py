@@ -1,4 +1,4 @@
-"""Find the packages: `_eldr_sim/` is the root, and each room at the top level is `eldr_sim.<room>`."""
+"""Find the packages: `_eldr_sim/` is the root, each room at the top level `eldr_sim.<room>`."""
 
 from pathlib import Path
 
