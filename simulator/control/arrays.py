@@ -110,7 +110,7 @@ def make_run(
     longest, engines = int(tokens.max(initial=0)), [pool.engine for pool in spec.pools]
     for engine in engines:
         check_tables(engine, min(longest, spec.max_model_len))
-    pools = make_pools(spec, inputs.shards, workload, inputs.prompts is not None)
+    pools = make_pools(spec, inputs.shards, inputs.prompts is not None)
     pools["reports"] = routers[0].needs.blocks & (pools["router"] == 0)
     reporting = (pools["first_worker"] + pools["n_workers"])[pools["reports"]].max(initial=0)
     matches = workload.prefix_block_tokens and any(router.needs.matched for router in routers)
@@ -132,7 +132,7 @@ def make_run(
     if spec.reserves_early:  # perhaps for all at once
         most_pending += n_requests
     tiers = None
-    if spec.tiers and caching:
+    if spec.tiers and caching and workload.prefix_block_tokens:
         n_listed = int((tokens // spec.block_size).sum())
         if workload.prefixes_to_come:
             n_listed = np.iinfo(np.int64).max
@@ -202,9 +202,7 @@ def _first_events(
     return clock, events
 
 
-def make_pools(
-    spec: ClusterSpec, shards: Sequence[ModelDims], workload: Workload, own_experts: bool
-) -> Records:
+def make_pools(spec: ClusterSpec, shards: Sequence[ModelDims], own_experts: bool) -> Records:
     """Return the settings of the pools: ``POOL [pools]``."""
     pools, engines = np.zeros(len(spec.pools), POOL), [pool.engine for pool in spec.pools]
     pools["first_worker"] = [spec.workers_of(name).start for name in spec.names]
@@ -217,9 +215,8 @@ def make_pools(
         _fill(pools[number : number + 1], engine)
         _fill(pools[number : number + 1], engine.rules)
     pools["group_size"] = [engine.group_size for engine in engines]
-    caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
     whole = np.array([e.layout is not None and e.layout.whole_prompts for e in engines])
-    pools["prefix_caching"] = caching & ~whole
+    pools["prefix_caching"] = spec.enable_prefix_caching & ~whole
     pools["whole_prompts"] |= whole
     takes_over = np.isin(pools["router"], pools["then"])  # who fetches KV caches
     pools["whole_prompts"] &= ~takes_over
@@ -234,7 +231,8 @@ def make_pools(
     pools["long_prefill_token_threshold"][whole | [e.engine != "vllm" for e in engines]] = 0
     heads = np.array([e.speculation is not None and e.speculation.has_head for e in engines])
     pools["drops_block"] &= heads & bool((pools["then"] >= 0).any())
-    pools["rides_on"] &= pools["async_scheduling"]
+    for name in ("rides_on", "frees_late"):
+        pools[name] &= pools["async_scheduling"]
     for number, (pool, shard) in enumerate(zip(spec.pools, shards, strict=True)):
         n_bytes, n_tensors = shard.kv_bytes_per_token, shard.n_kv_tensors
         speculation = pool.engine.speculation

@@ -148,12 +148,12 @@ def _signature_rows(cluster: Cluster, request: int) -> Ranges:
     cache carry that of the prompt that was computed into them."""
     workload, engines = cluster.workload, cluster.arrays.engines
     size, n_tokens = cluster.spec.block_size, int(workload.prompt_len[request])
-    found = int(engines.tables["found"][request, 0])
+    first, end = engines.kv.first_listed[request : request + 2].tolist()
+    found = min(int(engines.tables["found"][request, 0]), end - first)
     if found == 0:
         if workload.prefix_block_tokens == 0:
             return ((int(workload.text[request]), 0, n_tokens),)
         return workload.prompt_ranges(request)
-    first = int(engines.kv.first_listed[request])
     blocks = engines.kv.listed[0, first : first + found]
     worker = int(cluster.requests["worker"][request])
     parts: list[tuple[int, int, int]] = []

@@ -104,22 +104,32 @@ TRY = (
     "transfer_end_s", "decode_start_s", "cached_tokens", "decode_cached_tokens",
 )  # fmt: skip
 
-#: The KV blocks of a request on one worker: ``found`` of its ``listed`` blocks were in the prefix
-#: cache when it was admitted, ``private`` ones nobody can find. Two records a request: on a worker
-#: that computes its prompt for others, and on the one where it decodes.
-BLOCK_TABLE = np.dtype([("found", np.int32), ("listed", np.int32), ("private", np.int32)])
+#: The KV blocks of a request on one worker. Two records a request: on a worker that computes its
+#: prompt for others, and on the one where it decodes.
+BLOCK_TABLE = np.dtype(
+    [
+        ("found", np.int32),  # blocks that were in the prefix cache when it was admitted
+        ("listed", np.int32),  # blocks whose contents other requests may share
+        ("private", np.int32),  # all others
+        ("full", np.int32),  # full blocks, listed or private, of tokens that are scheduled
+        ("run", np.int32),  # the record + 1 of its private full blocks that are free; 0: none
+    ]
+)
 
-#: A full KV block that can be found by its hash.
+#: A full KV block that can be found by its hash; or a run of free blocks, full of tokens of one
+#: request that no other shares.
 BLOCK = np.dtype(
     [
         ("block_hash", np.int64),
-        ("writer", np.int32),  # request whose prompt was computed into it
+        ("run", np.int32),  # blocks of the run; 0: one block with a hash
+        ("writer", np.int32),  # request whose tokens were computed into it
         ("n_held", np.int32),  # requests that hold it
         ("before", np.int32),  # neighbours in the list of blocks that nobody holds
         ("behind", np.int32),  # (or the next spare block)
         ("copy", np.int32),  # next block of the same contents
         ("loader", np.int32),  # request for which it is on its way from a tier, or -1
-    ]
+    ],
+    align=True,
 )
 
 #: What is going on with sessions.
@@ -176,6 +186,8 @@ POOL = np.dtype(
         ("token_with_kv", np.bool_),
         ("drops_block", np.bool_),
         ("rides_on", np.bool_),
+        ("frees_late", np.bool_),
+        ("forgets_outputs", np.bool_),
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these
         ("drafts", np.int64),  # most of a sequence and step
@@ -212,6 +224,10 @@ WORKER = np.dtype(
         # Sequences that have ended and ride in the next step, and the tokens that it computes.
         ("riding", np.int64),
         ("riding_tokens", np.int64),
+        # Sequences that the last step completed and that keep their places and KV blocks until the
+        # next step is planned; those with blocks to release are linked by REQUEST.next.
+        ("ended_places", np.int64),
+        ("ended_head", np.int64),
         ("joined", np.int64),  # last sequences of the batch, new since the last step
         ("filled", np.int64),  # prefill workers: sequences whose prompts end in the next step
         ("chunk_tokens", np.int64),  # tokens of contexts that the next step computes
@@ -233,7 +249,7 @@ WORKER = np.dtype(
         ("computed_tokens", np.int64),  # and of the steps that had ended at the last boundary
         ("context", np.int64),  # tokens of KV cache of the batch
         ("n_blank", np.int64),  # KV blocks without contents
-        ("n_idle", np.int64),  # KV blocks with contents that nobody holds
+        ("n_idle", np.int64),  # free KV blocks with contents
         ("n_made", np.int64),  # records of BLOCK in use so far
         ("spare", np.int64),  # first of the records that are free again
         ("idle_head", np.int64),  # least recently freed

@@ -194,6 +194,7 @@ def one_engine(make_cluster, make_workload):
             },
             block_size=size,
             async_scheduling=True,
+            enable_prefix_caching=False,
         )  # fmt: skip
         return cluster.run()
 

@@ -17,8 +17,8 @@ from .twin.kv_blocks import KVBlocks
 
 
 @numba.njit
-def find(kv, w, request, tokens, size, prefix):
-    return kv_cache.find(kv, w, 0, request, tokens, size, prefix)
+def find(kv, tables, w, request, tokens, size, prefix):
+    return kv_cache.find(kv, tables, w, 0, request, tokens, size, prefix)
 
 
 @numba.njit
@@ -51,6 +51,11 @@ def block_at(kv, w, key):
 @numba.njit
 def block_hash(kv, request, number, size, prefix):
     return kv_cache.block_hash(kv, request, number, size, prefix)
+
+
+def own_key(request, number):
+    """Return the hash of a full block whose tokens no other request shares."""
+    return (-1 - request) << 32 | number
 
 
 W = 1  # the worker that is tested; nothing may happen to the others
@@ -95,7 +100,7 @@ class Cache:
     def allocate(self, request, tokens=None):
         """Take the blocks of a context as the engine does; return cached tokens, None: no room."""
         tokens = self.lengths[request] if tokens is None else tokens
-        found, idle = find(self.kv, W, request, tokens, self.size, self.prefix)
+        found, idle = find(self.kv, self.tables, W, request, tokens, self.size, self.prefix)
         new = -(-tokens // self.size) - found
         if new + idle > self.n_free:
             return None
@@ -122,7 +127,12 @@ class Cache:
             record = self.kv.blocks[W, block]
             assert record["n_held"] == 0
             assert record["before"] == before
-            hashes.append(int(record["block_hash"]))
+            if record["run"]:
+                shared = len(self.keys[record["writer"]])
+                numbers = range(shared, shared + int(record["run"]))
+                hashes += [own_key(int(record["writer"]), n) for n in reversed(numbers)]
+            else:
+                hashes.append(int(record["block_hash"]))
             before, block = block, int(record["behind"])
         assert before == self.worker["idle_tail"]
         assert len(hashes) == self.worker["n_idle"]
@@ -148,7 +158,7 @@ class SlowCache:
     def allocate(self, request, tokens=None):
         cache, found = self.cache, []
         tokens = cache.lengths[request] if tokens is None else tokens
-        for key in cache.keys[request][: (tokens - 1) // cache.size]:
+        for key in self.keys(request, tokens - 1):
             block = self.blocks.find(key)
             if block is None:
                 break
@@ -162,9 +172,12 @@ class SlowCache:
         return len(found) * cache.size
 
     def publish(self, request, tokens):
-        keys = self.cache.keys[request][: tokens // self.cache.size]
-        for key, block in zip(keys, self.tables[request], strict=False):
+        for key, block in zip(self.keys(request, tokens), self.tables[request], strict=False):
             self.blocks.publish(block, key, request)
+
+    def keys(self, request, tokens):
+        n, shared = tokens // self.cache.size, self.cache.keys[request]
+        return (shared + [own_key(request, number) for number in range(len(shared), n)])[:n]
 
     def grow(self, request):
         self.tables[request].append(self.blocks.take())
@@ -180,7 +193,7 @@ def assert_same_state(cache, slow):
         expected = [(b.holders, b.writer) for b in slow.blocks.published if b.key == key]
         assert cache.copies(key) == expected
     in_use = np.count_nonzero(cache.kv.hash_slots[W])
-    assert in_use == len({block.key for block in slow.blocks.published})
+    assert in_use == len({block.key for block in slow.blocks.published if block.key >= 0})
     assert not cache.kv.hash_slots[[0, 2]].any()
 
 
@@ -202,18 +215,18 @@ def test_cache_equals_vllms_pool(seed, n_blocks, size, prefix):
         for tokens in lengths
     ]
     cache = Cache(n_blocks, size, lengths, paths, prefix)
-    slow, waiting, published = SlowCache(cache), list(range(n)), {}
+    slow, waiting, published, back = SlowCache(cache), list(range(n)), {}, set()
     for _ in range(60):
         action = rng.choice(["allocate", "allocate", "publish", "grow", "release"])
         if action == "allocate" and waiting:
             request = waiting[0]
-            # What preemption lost is longer than the prompt by the tokens that were generated.
+            # A context that comes back is longer by the tokens that were generated, one at least.
             tokens = lengths[request] + rng.choice([0, 0, 0, 1, 2 * size])
+            tokens = lengths[request] = int(tokens + (request in back))
             cached = cache.allocate(request, tokens)
             assert cached == slow.allocate(request, tokens)
             if cached is not None:
                 assert cached < tokens
-                assert cached <= lengths[request]
                 waiting.pop(0)
                 published[request] = cached
             else:
@@ -231,6 +244,7 @@ def test_cache_equals_vllms_pool(seed, n_blocks, size, prefix):
             request = int(rng.choice(list(published)))
             del published[request]
             waiting.append(request)  # it may come again
+            back.add(request)
             cache.release(request)
             slow.release(request)
         assert_same_state(cache, slow)

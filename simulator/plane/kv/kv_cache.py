@@ -1,12 +1,16 @@
 """KV blocks of the workers, with a prefix cache and a signature row beside each block.
 
 The rules are vLLM's (``vllm/v1/core/block_pool.py``, ``kv_cache_manager.py``): a full block has a
-hash that stands for its tokens and all before them, and is shared by reference. One that nobody
-holds keeps its contents until it is needed: blocks without contents go first, then the least
-recently freed; a prompt's are freed from its last to its first. A hit never covers the last token
-of a context, whose logits are needed. ELDR's signature cache (Sec. 4.4) is a row a block: the
-experts that its tokens chose, here kept as the request whose prompt was computed into it. Blocks
-that nobody can find (generated tokens, unshared prompts, the last partial one) are only counted."""
+hash that stands for its tokens and all before them, and is shared by reference. A free block keeps
+its contents until it is needed: blocks without a hash are reused first, then the least recently
+freed; those of a request are freed from its last to its first. A hit never covers the last token of
+a context, whose logits are needed. ELDR's signature cache (Sec. 4.4) is a row a block: the experts
+that its tokens chose, here kept as the request whose prompt was computed into it.
+
+Full blocks that no other request shares (generated tokens, the unshared end of a prompt) have a
+hash, too, by which their request finds them again after a preemption. They are not listed one by
+one: while they are held they are counted, and when they are freed they are one run in the order of
+release, of which the last block is reused first."""
 
 from typing import Any, NamedTuple
 
@@ -26,6 +30,10 @@ from eldr_sim.simulator.plane.kv.block_lists import (
 from eldr_sim.simulator.plane.kv.kv_tiers import Tiers, forget_stores, no_tiers, touch, write_back
 from eldr_sim.simulator.plane.state import BLOCK
 from eldr_sim.traces.workload import Workload
+
+#: Runs of free blocks that a worker's cache has records of where prompts share nothing, for
+#: requests that come back after a preemption.
+_MOST_RUNS = 256
 
 
 class KVCache(NamedTuple):
@@ -60,15 +68,15 @@ def make_kv_cache(
     """Return empty caches of at most ``n_blocks`` blocks a worker; memory is taken as they are
     written. What happens to blocks of the first ``listened`` workers is noted."""
     size = workload.prefix_block_tokens
-    if size == 0:
-        n_workers = n_blocks = 1
     context = workload.prompt_len.astype(np.int64)
     if workload.answered is not None:
         context += np.where(workload.answered, workload.output_len - 1, 0)
     covered = np.minimum(context, np.diff(workload.prefix_indptr) * size)
     first_listed = np.concatenate([[0], np.cumsum(covered // block_size)])
     room = len(workload.prefix_hash) if workload.prefixes_to_come else int(first_listed[-1])
-    slots = 1 << max(2, int(2 * n_blocks - 1).bit_length())
+    if size == 0:  # a record stands for all full blocks of a request
+        n_blocks = min(n_blocks, _MOST_RUNS)
+    slots = 1 << max(2, int(2 * n_blocks - 1).bit_length()) if size else 4
     return KVCache(
         np.zeros((n_workers, n_blocks), BLOCK),
         np.zeros((n_workers, slots), np.int32),
@@ -113,21 +121,29 @@ def blocks_of(tokens: int, block_size: int) -> Any:
 
 
 @compiled()
+def n_shared(kv: Any, request: int) -> Any:
+    """Return how many of a request's first full KV blocks other requests may share."""
+    return np.int64(kv.first_listed[request + 1] - kv.first_listed[request])
+
+
+@compiled()
 def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_tokens: int) -> Any:
     """Return the hash of a full KV block: its number, and its last token's prefix block."""
+    if number >= n_shared(kv, request):
+        return (-np.int64(request) - 1) << 32 | number
     last = ((number + 1) * block_size - 1) // prefix_tokens
     return (np.int64(kv.prefix_hash[kv.prefix_indptr[request] + last]) << 32) | number
 
 
 @compiled()
 def find(
-    kv: Any, w: int, side: int, request: int, tokens: int, block_size: int, prefix_tokens: int
+    kv: Any, tables: Any, w: int, side: int, request: int, tokens: int, block_size: int,
+    prefix_tokens: int,
 ) -> Any:  # fmt: skip
-    """Note the cached blocks of a context; returns how many, and how many nobody holds."""
-    first = kv.first_listed[request]
-    limit = min(kv.first_listed[request + 1] - first, (tokens - 1) // block_size)
-    idle = 0
-    for number in range(limit):
+    """Note the cached blocks of a context; returns how many, and how many of them are free."""
+    first, shared = kv.first_listed[request], n_shared(kv, request)
+    limit, idle = (tokens - 1) // block_size, 0
+    for number in range(min(shared, limit)):
         key = block_hash(kv, request, number, block_size, prefix_tokens)
         block = kv.hash_slots[w, slot_of(kv.hash_slots, kv.blocks, w, key)] - 1
         if block < 0:
@@ -135,7 +151,19 @@ def find(
         kv.listed[side, first + number] = block
         if kv.blocks[w, block].n_held == 0:
             idle += 1
-    return max(limit, 0), idle
+    own: Any = np.int64(0)
+    if limit > shared:
+        own = min(limit - shared, _own_blocks(kv, tables, w, side, request))
+    return min(shared, limit) + own, idle + own
+
+
+@compiled()
+def _own_blocks(kv: Any, tables: Any, w: int, side: int, request: int) -> Any:
+    """Return how many free blocks of a worker hold a request's tokens behind the shared ones."""
+    block = tables[request, side].run - 1
+    if block < 0 or kv.blocks[w, block].writer != request:
+        return np.int64(0)
+    return np.int64(kv.blocks[w, block].run)
 
 
 @compiled()
@@ -166,14 +194,30 @@ def hold(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, ne
     """Hold ``found`` blocks of a request, and ``new`` free ones, the least recently freed first."""
     table = tables[request, side]
     first = kv.first_listed[request]
-    for number in range(table.found):
+    listed = min(np.int64(table.found), n_shared(kv, request))
+    for number in range(listed):
         block = np.int64(kv.listed[side, first + number])
         if kv.blocks[w, block].n_held == 0:
             take_out(kv.blocks, workers, w, block)
         kv.blocks[w, block].n_held += 1
-    table.listed = table.found
-    table.private = new
+    own = table.found - listed
+    if own > 0:
+        _take_of_run(kv, workers, w, table.run - 1, own)
+    table.run = 0
+    table.listed, table.full, table.private = listed, table.found, own + new
     take_blank(kv, workers, w, new)
+
+
+@compiled()
+def _take_of_run(kv: Any, workers: Any, w: int, block: int, n: int) -> None:
+    """Take ``n`` blocks out of a run of free ones."""
+    record = kv.blocks[w, block]
+    record.run -= n
+    workers[w].n_idle -= n
+    if record.run == 0:
+        take_out(kv.blocks, workers, w, block)
+        workers[w].n_idle += 1  # it is not a block
+        give_up_record(kv.blocks, workers, w, block)
 
 
 @compiled()
@@ -193,13 +237,13 @@ def publish(
     scheduled: a layer writes all keys and values of a step before it reads any (vLLM)."""
     first = kv.first_listed[request]
     table = tables[request, side]
-    end = min(kv.first_listed[request + 1] - first, tokens // block_size)
-    for number in range(table.listed, end):
+    table.full = max(np.int64(table.full), tokens // block_size)
+    for number in range(table.listed, min(n_shared(kv, request), table.full)):
         key = block_hash(kv, request, number, block_size, prefix_tokens)
         block = new_record(kv.blocks, workers, w)
         record = kv.blocks[w, block]
         record.block_hash, record.writer, record.n_held, record.copy = key, request, 1, -1
-        record.loader = -1
+        record.loader, record.run = -1, 0
         kv.listed[side, first + number] = block
         slot = slot_of(kv.hash_slots, kv.blocks, w, key)
         known = kv.hash_slots[w, slot] - 1
@@ -218,7 +262,11 @@ def publish(
 def release(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int) -> None:
     """Give the blocks of a request back; contents that can be found stay until evicted."""
     table = tables[request, side]
-    first = kv.first_listed[request]
+    first, own = kv.first_listed[request], np.int64(0)
+    if table.listed == n_shared(kv, request):
+        own = np.int64(table.full - table.listed)
+    if own > 0:
+        _free_run(kv, table, workers, w, request, own)
     for number in range(table.listed - 1, -1, -1):
         block = np.int64(kv.listed[side, first + number])
         kv.blocks[w, block].n_held -= 1
@@ -226,20 +274,49 @@ def release(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int)
             append(kv.blocks, workers, w, block)
             if kv.tiers.links.shape[1] > 0:
                 touch(kv.tiers, w, kv.blocks[w, block].block_hash, request)
-    workers[w].n_blank += table.private
-    table.listed = table.private = table.found = 0
+    workers[w].n_blank += table.private - own
+    table.listed = table.private = table.found = table.full = 0
+
+
+@compiled()
+def _free_run(kv: Any, table: Any, workers: Any, w: int, request: int, n: int) -> None:
+    """Free the ``n`` full blocks of a request that no other shares: the most recently freed."""
+    if workers[w].spare < 0 and workers[w].n_made == kv.blocks.shape[1]:
+        _evict(kv, workers, w, kv.blocks[w, workers[w].idle_head].run)  # it is the next to go
+    block = new_record(kv.blocks, workers, w)
+    record = kv.blocks[w, block]
+    record.run, record.writer, record.n_held = n, request, 0
+    append(kv.blocks, workers, w, block)
+    workers[w].n_idle += n - 1
+    table.run = block + 1
+    if kv.tiers.links.shape[1] > 0:
+        size, prefix = kv.block_size, kv.prefix_block_tokens
+        for number in range(table.full - 1, table.full - 1 - n, -1):
+            touch(kv.tiers, w, block_hash(kv, request, number, size, prefix), request)
 
 
 @compiled()
 def _evict(kv: Any, workers: Any, w: int, n: int) -> None:
     """Make the ``n`` least recently freed blocks blank, their signature rows with them."""
-    for _ in range(n):
+    left: Any = np.int64(n)
+    tiers, size, prefix = kv.tiers.links.shape[1] > 0, kv.block_size, kv.prefix_block_tokens
+    while left > 0:
         block = workers[w].idle_head
-        take_out(kv.blocks, workers, w, block)
-        key = kv.blocks[w, block].block_hash
-        if _lose_contents(kv, workers, w, block) and kv.tiers.links.shape[1] > 0:
-            write_back(kv.tiers, w, key)
-        workers[w].n_blank += 1
+        record = kv.blocks[w, block]
+        gone: Any = np.int64(1)
+        if record.run > 0:  # its last blocks
+            gone = min(left, np.int64(record.run))
+            request, end = np.int64(record.writer), record.run + n_shared(kv, record.writer)
+            _take_of_run(kv, workers, w, block, gone)
+            for number in range(end - 1, end - 1 - gone if tiers else end - 1, -1):
+                write_back(kv.tiers, w, block_hash(kv, request, number, size, prefix))
+        else:
+            take_out(kv.blocks, workers, w, block)
+            key = record.block_hash
+            if _lose_contents(kv, workers, w, block) and tiers:
+                write_back(kv.tiers, w, key)
+        workers[w].n_blank += gone
+        left -= gone
 
 
 @compiled()
@@ -273,6 +350,7 @@ def withdraw(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int
         _lose_contents(kv, workers, w, block)
         table.listed -= 1
         table.private += 1
+        table.full = table.listed
 
 
 def forget_blocks(kv: KVCache, w: int) -> None:

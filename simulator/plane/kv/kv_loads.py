@@ -12,7 +12,14 @@ import numpy as np
 from eldr_sim.jit import njit
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.kv import kv_tiers
-from eldr_sim.simulator.plane.kv.kv_cache import block_hash, find, hold, matched_tokens, publish
+from eldr_sim.simulator.plane.kv.kv_cache import (
+    block_hash,
+    find,
+    hold,
+    matched_tokens,
+    n_shared,
+    publish,
+)
 from eldr_sim.simulator.plane.state import HERE
 from eldr_sim.traces.requests.caches import session_lists
 
@@ -31,7 +38,7 @@ def look(engines: Any, w: int, side: int, request: int, found: int) -> Any:
     if engines.workers[w].loading_head < 0:
         return taken
     in_flight = tiers.loading[0].in_flight
-    for number in range(found):
+    for number in range(min(taken, n_shared(kv, request))):
         loader = kv.blocks[w, kv.listed[side, first + number]].loader
         if loader < 0:
             continue
@@ -158,7 +165,7 @@ def begin(engines: Any, w: int, side: int, request: int, more: int, pulled: int)
             _ask_by_session(engines, s, t, request, found + more if more > 0 else _NONE)
     for t in range(tiers.links.shape[1]):
         if tiers.rules[t].write == kv_tiers.SELECTIVE and tiers.links[w, t].store >= 0:
-            for number in range(found):
+            for number in range(min(found, n_shared(kv, request))):
                 key = block_hash(kv, request, number, size, prefix)
                 kv_tiers.put(tiers, w, t, key, tiers.clock[0].now)
     if engines.requests[request].prefill_start_s < 0.0:  # later ones are after a preemption
@@ -186,7 +193,7 @@ def begin(engines: Any, w: int, side: int, request: int, more: int, pulled: int)
         publish(kv, engines.tables, engines.workers, w, side, request, tokens, size, prefix)
         for number in range(found + more, end_of_all):
             kv.blocks[w, kv.listed[side, kv.first_listed[request] + number]].loader = request
-        held, _ = find(kv, peer, 1 - side, request, tokens + 1, size, prefix)
+        held, _ = find(kv, engines.tables, peer, 1 - side, request, tokens + 1, size, prefix)
         engines.tables[request, 1 - side].found = held
         hold(kv, engines.tables, engines.workers, peer, 1 - side, request, _NONE)
         tiers.links[w, tiers.loading[0].pulls].loaded += pulled
@@ -244,7 +251,7 @@ def keep(engines: Any, w: int, side: int, request: int, tokens: int, at_s: float
     kv, tiers, settings = engines.kv, engines.kv.tiers, engines.settings[0]
     size, prefix = settings.block_size, settings.prefix_block_tokens
     load = tiers.loads[request]
-    n = min(engines.tables[request, side].listed, tokens // size)
+    n = min(engines.tables[request, side].full, tokens // size)
     for t in range(tiers.links.shape[1]):
         s = tiers.links[w, t].store
         if s >= 0 and tiers.stores[s].by_session:

@@ -138,9 +138,11 @@ def _find(engines: Engines, w: int, request: int, tokens: int) -> Any:
     """Note the cached blocks of a context that are used; returns those, and how many are idle."""
     size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
     side = side_of(engines, w)
-    found, idle = find(engines.kv, w, side, request, tokens, size, prefix)
+    found, idle = find(engines.kv, engines.tables, w, side, request, tokens, size, prefix)
     if found > 0 and engines.pools[engines.pool_of[w]].drops_block:
-        found, idle = find(engines.kv, w, side, request, (found - 1) * size + 1, size, prefix)
+        found, idle = find(
+            engines.kv, engines.tables, w, side, request, (found - 1) * size + 1, size, prefix
+        )
     return found, idle
 
 
@@ -172,13 +174,18 @@ def keep_tokens(engines: Engines, w: int, request: int, tokens: int, at_s: float
 
 
 @compiled()
-def release_context(engines: Engines, w: int, request: int, slots: int) -> None:
-    """Give the blocks of a sequence back that have room for ``slots`` tokens."""
-    side = side_of(engines, w)
-    table = engines.tables[request, side]
+def count_context(engines: Engines, w: int, request: int, slots: int) -> None:
+    """Note the blocks of a sequence that have room for ``slots`` tokens, to release them."""
+    table = engines.tables[request, side_of(engines, w)]
     held = blocks_of(slots, engines.settings[0].block_size)
     table.private = held + engines.requests[request].window_blocks - table.listed
-    release(engines.kv, engines.tables, engines.workers, w, side, request)
+
+
+@compiled()
+def release_context(engines: Engines, w: int, request: int, slots: int) -> None:
+    """Give the blocks of a sequence back that have room for ``slots`` tokens."""
+    count_context(engines, w, request, slots)
+    release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
 
 
 @compiled()

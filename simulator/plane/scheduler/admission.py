@@ -145,7 +145,7 @@ def _is_open(engines: Engines, w: int, drafts: int) -> Any:
     """Whether the next step has a place and tokens of its budget left: one, and ``drafts``."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     places = pool.max_num_seqs - worker.batch - worker.prefilling - worker.leaving
-    places -= worker.riding
+    places -= worker.riding + worker.ended_places
     return bool(places > 0 and budget_left(engines, w) > drafts)
 
 
@@ -302,6 +302,7 @@ def _longest_chunk(engines: Engines, w: int) -> Any:
     if threshold <= 0:
         return _ANY
     n = worker.batch + worker.prefilling + worker.leaving + worker.riding + worker.n_waiting
+    n += worker.ended_places
     late: Any = np.int64(worker.late_head)
     while late >= 0:  # they came when the step had been scheduled
         n -= not requests[late].kv_here

@@ -15,8 +15,9 @@ token, and chunks of contexts that are still being computed.
 - With a KV connector blocks are reserved before the transfer starts, and only those that are not
   cached are fetched; requests whose KV cache has arrived come before others. Where blocks are
   reserved early, a prompt goes to who computes it when it has them (SGLang).
-- With asynchronous scheduling the next step is scheduled when one starts: who comes meanwhile joins
-  the one after. Other engines are values of this one (`setup.engines`)."""
+- With asynchronous scheduling the next step is scheduled when one starts: requests that come
+  meanwhile join the one after, and completed sequences keep their places and blocks until it has
+  been scheduled. Other engines are values of this one (`setup.engines`)."""
 
 from typing import Any
 
@@ -198,6 +199,7 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
             _finish(clock, engines, w)
     balances = pool.balance_steps > 0 and waits_for_engines(engines, w)
     if _is_idle(worker):
+        _free_ended(engines, w)
         worker.share = pool.first_share
         _append_late(engines.requests, worker)  # no step has been scheduled yet
     defers = balances or defers_prompts(engines, w)
@@ -216,6 +218,12 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
         worker.one_step = True  # look again before the next step
     if has_step(worker):
         schedule_step(clock, events, engines.workers, w)
+    if worker.ended_places > 0 or worker.ended_head >= 0:
+        _free_ended(engines, w)
+        if has_step(worker):
+            worker.one_step = True  # others may take their places in the step after it
+        else:
+            wake(clock, events, engines.workers, w)
     if worker.late_head >= 0:
         if _looks(worker, pool) or not has_step(worker):
             _append_late(engines.requests, worker)
@@ -249,7 +257,7 @@ def _is_idle(worker: Any) -> Any:
 def _end_prompts(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> None:
     """Take out sequences whose prompts are computed; places stay until the last stage."""
     worker, sequences = engines.workers[w], engines.sequences
-    kept = 0
+    frees_late, kept = engines.pools[engines.pool_of[w]].frees_late, 0
     for i in range(worker.prefilling):
         if sequences[w, i].todo == 0:
             request = sequences[w, i].request
@@ -258,7 +266,8 @@ def _end_prompts(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -
                 worker.leaving_tokens += sequences[w, i].computed
                 schedule(clock, events, worker.exit_s, state.PROMPT_END, request)
             else:
-                end_prompt(clock, engines, w, request)
+                worker.ended_places += frees_late
+                end_prompt(clock, engines, w, request, frees_late)
             continue
         if kept != i:
             sequences[w, kept] = sequences[w, i]
@@ -274,13 +283,15 @@ def leave_stages(
     worker, record = engines.workers[w], engines.requests[request]
     worker.leaving -= 1
     worker.leaving_tokens -= record.prompt_len + record.generated
-    end_prompt(clock, engines, w, request)
+    end_prompt(clock, engines, w, request, False)
     if worker.new_head >= 0:
         wake(clock, events, engines.workers, w)
 
 
 @compiled()
-def end_prompt(clock: Any, engines: kv_manager.Engines, w: int, request: int) -> None:
+def end_prompt(
+    clock: Any, engines: kv_manager.Engines, w: int, request: int, frees_late: bool
+) -> None:
     """Hand a request over whose prompt is computed, or end it."""
     record = engines.requests[request]
     record.prefill_end_s = clock[0].now
@@ -288,8 +299,36 @@ def end_prompt(clock: Any, engines: kv_manager.Engines, w: int, request: int) ->
         leave(clock, engines, state.PENDING_HAND_OVER, request)
         return
     record.first_token_s = record.finish_s = clock[0].now
-    release(engines.kv, engines.tables, engines.workers, w, kv_manager.side_of(engines, w), request)
+    _release(engines, w, request, frees_late)
     leave(clock, engines, state.PENDING_END, request)
+
+
+@compiled()
+def _release(engines: kv_manager.Engines, w: int, request: int, late: bool) -> None:
+    """Release the KV blocks of a completed request, now or when the next step is planned."""
+    if late:
+        engines.requests[request].next = engines.workers[w].ended_head
+        engines.workers[w].ended_head = request
+    else:
+        side = kv_manager.side_of(engines, w)
+        release(engines.kv, engines.tables, engines.workers, w, side, request)
+
+
+@compiled()
+def _free_ended(engines: kv_manager.Engines, w: int) -> None:
+    """Free the places and KV blocks of the sequences that the last step completed."""
+    worker, side = engines.workers[w], kv_manager.side_of(engines, w)
+    before: Any = np.int64(-1)
+    at: Any = np.int64(worker.ended_head)
+    while at >= 0:  # the last one stands first
+        behind = np.int64(engines.requests[at].next)
+        engines.requests[at].next = before
+        before, at = at, behind
+    while before >= 0:
+        behind = np.int64(engines.requests[before].next)
+        release(engines.kv, engines.tables, engines.workers, w, side, before)
+        before = behind
+    worker.ended_head, worker.ended_places = np.int64(-1), np.int64(0)
 
 
 @compiled()
@@ -298,7 +337,7 @@ def _finish(clock: Any, engines: kv_manager.Engines, w: int) -> None:
     scheduling only those whose drafts might all have been rejected (vLLM 0.32); any other rides
     on."""
     worker, sequences = engines.workers[w], engines.sequences
-    rides_on, places = engines.pools[engines.pool_of[w]].rides_on, sequences.shape[1] // 2
+    pool, places = engines.pools[engines.pool_of[w]], sequences.shape[1] // 2
     kept = 0
     for i in range(worker.batch):
         if sequences[w, i].tokens_left == 0:
@@ -312,9 +351,14 @@ def _finish(clock: Any, engines: kv_manager.Engines, w: int) -> None:
             worker.tokens -= sequences[w, i].tokens
             kv_manager.publish_tokens(engines, w, request, context)
             kv_manager.keep_tokens(engines, w, request, context, clock[0].now)
-            kv_manager.release_context(engines, w, request, context + sequences[w, i].free_slots)
+            kv_manager.count_context(engines, w, request, context + sequences[w, i].free_slots)
+            rides = pool.rides_on and sequences[w, i].got > 1
+            record.ticket = -1 if rides else sequences[w, i].ticket  # while it waits to be freed
+            _release(engines, w, request, pool.frees_late)
             leave(clock, engines, state.PENDING_END, request)
-            if rides_on and sequences[w, i].got > 1:
+            if not rides:
+                worker.ended_places += pool.frees_late
+            else:
                 sequences[w, places + worker.riding] = sequences[w, i]
                 worker.riding += 1
                 worker.riding_tokens += sequences[w, i].tokens
@@ -341,7 +385,7 @@ def make_workers(pools: Records, pool_of: Ints) -> Records:
     workers["width"] = size
     workers["leader"] = first + (np.arange(len(pool_of)) - first) // size * size
     for name in ("wake", "spare", "idle_head", "idle_tail", "new_head", "oldest", "newest",
-                 "arrived_head", "preempted_head", "loading_head", "late_head",
+                 "arrived_head", "preempted_head", "loading_head", "late_head", "ended_head",
                  "balanced_step"):  # fmt: skip
         workers[name] = -1
     return workers

@@ -27,6 +27,8 @@ def preempt(clock: Any, engines: Engines, w: int) -> None:
     while not fits(engines, w, _NONE):
         preempts = True
         victim = _victim(engines, w)
+        if worker.ended_head >= 0 and _free_one_ended(engines, w, victim):
+            continue
         request = sequences[w, victim].request
         worker.chunk_tokens -= sequences[w, victim].chunk
         record = engines.requests[request]
@@ -45,7 +47,8 @@ def preempt(clock: Any, engines: Engines, w: int) -> None:
                 record.last_token_s = clock[0].now
             context = record.prompt_len - 1 + record.generated
             worker.context -= context
-            publish_tokens(engines, w, request, context)
+            if not engines.pools[engines.pool_of[w]].forgets_outputs:
+                publish_tokens(engines, w, request, context)
             keep_tokens(engines, w, request, context, clock[0].now)
             release_context(engines, w, request, context + sequences[w, victim].free_slots)
         for i in range(victim, worker.batch + worker.prefilling):
@@ -56,6 +59,37 @@ def preempt(clock: Any, engines: Engines, w: int) -> None:
         append_preempted(engines, w, request)
     if preempts and engines.pools[engines.pool_of[w]].reserve == OF_SHARE:
         _raise_share(engines, w)
+
+
+@compiled()
+def _free_one_ended(engines: Engines, w: int, victim: int) -> Any:
+    """Free the completed sequence that comes behind all others, as vLLM preempts it where its
+    output has not been processed; False if the running ``victim`` comes behind it."""
+    worker, requests, sequence = engines.workers[w], engines.requests, engines.sequences[w, victim]
+    by_key = engines.pools[engines.pool_of[w]].preempt_by_key
+    last, before, previous = np.int64(-1), np.int64(-1), np.int64(-1)
+    at: Any = np.int64(worker.ended_head)
+    while at >= 0:
+        behind = False
+        if requests[at].ticket < 0:  # the next step has been scheduled with it
+            pass
+        elif by_key:
+            behind = _comes_first(requests, sequence.request if last < 0 else last, at)
+        else:
+            ticket = np.int64(sequence.ticket if last < 0 else requests[last].ticket)
+            behind = ticket < requests[at].ticket
+        if behind:
+            last, before = at, previous
+        previous, at = at, np.int64(requests[at].next)
+    if last < 0:
+        return False
+    if before < 0:
+        worker.ended_head = requests[last].next
+    else:
+        requests[before].next = requests[last].next
+    worker.ended_places -= 1
+    release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), last)
+    return True
 
 
 @compiled()
@@ -86,10 +120,9 @@ def _victim(engines: Engines, w: int) -> Any:
         return victim
     pool = engines.pools[engines.pool_of[w]]
     if not pool.preempt_by_key:
-        if pool.long_prefill_token_threshold > 0:  # prompts do not end as they began
-            for i in range(last):
-                if sequences[w, i].ticket > sequences[w, victim].ticket:
-                    victim = np.int64(i)
+        for i in range(last):
+            if sequences[w, i].ticket > sequences[w, victim].ticket:
+                victim = np.int64(i)
         return victim
     for i in range(last):
         if _comes_first(requests, sequences[w, victim].request, sequences[w, i].request):

@@ -50,9 +50,13 @@ class EngineRules:
     least_share: float = 0.0  #: at last,
     share_step: float = 0.0  #: and how much less each step of decoding
     fewest_first: bool = False  #: the sequence with the fewest outputs is preempted first
+    forgets_outputs: bool = False  #: a preempted sequence's generated tokens leave the cache
     token_with_kv: bool = False  #: the first token comes with a KV cache that is handed over
     #: Where it schedules ahead, who ends sooner than it had to, by its drafts, rides a step more.
     rides_on: bool = True
+    #: Where it schedules ahead, a completed sequence keeps its place and its KV blocks until its
+    #: output has been processed, which is after the next step has been planned.
+    frees_late: bool = True
     #: Where KV caches are handed over, an EAGLE or MTP head computes the last cached block again.
     drops_block: bool = True
     eager_prompts: bool = False  #: steps with prompts run without CUDA graphs, uncompiled
@@ -75,8 +79,10 @@ def rules_of(
             least_share=_LEAST * first,
             share_step=(1.0 - _LEAST) * first / _STEPS,
             fewest_first=True,
+            forgets_outputs=True,
             token_with_kv=True,
             rides_on=False,
+            frees_late=False,
             drops_block=False,
             eager_prompts=options.piecewise_cuda_graph is False,
         )
@@ -95,6 +101,7 @@ def rules_of(
             reserve=int(OF_PROMPT if evicts else TO_THE_END),
             token_with_kv=True,
             rides_on=False,
+            frees_late=False,
             drops_block=False,
             eager_prompts=not options.piecewise_cuda_graph,
         )

@@ -67,7 +67,7 @@ class Twin:
     def make_pools(self, workload, own_experts):
         spec = self.spec
         colocated = spec.n_prefill == 0
-        caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
+        caching = spec.enable_prefix_caching
         whole = spec.prefill.layout is not None and spec.prefill.layout.whole_prompts
         prefill = Pool(
             PREFILL if spec.n_decode else PREFILL_ONLY, 0, spec.n_prefill, spec.prefill,

@@ -51,6 +51,7 @@ class Worker:
         self.taken = self.admitted = 0
         self.joined = []  # decode for the first time in the next step
         self.riding = []  # have ended, and the next step has been scheduled with them
+        self.ended = []  # have ended, and hold their blocks until the next step is planned
         self.step_end = -math.inf
         self.boundary_at = None
         self.closed = False  # nobody joins the next step any more
@@ -134,6 +135,7 @@ class Worker:
         balances = self.group[0].balance()
         waiting = self.arrived or self.preempted or self.new
         if not (self.running() or self.riding or waiting):
+            self.free_ended()
             self.queue_late()  # no step has been scheduled yet
         defers = balances or self.defers_prompts()
         if self.preempt():
@@ -147,6 +149,12 @@ class Worker:
             self.closed = True  # there is a boundary before the next step
         if self.has_step():
             self.start_when_all_have_come()
+        if self.ended:
+            self.free_ended()
+            if self.has_step():
+                self.closed = True  # others may take their places in the step after it
+            else:
+                self.wake()
         if self.late:
             self.queue_late()
             if self.has_step():
@@ -166,6 +174,8 @@ class Worker:
                     self.leaving.append(sequence.request)
                     twin.schedule(self.exit_s, partial(self.leave_stages, sequence.request))
                 else:
+                    if self.frees_late():
+                        self.ended.append(sequence)
                     self.end_prompt(sequence.request)
             return
         done = [s for s in self.decoding if s.request.generated == s.request.output]
@@ -177,8 +187,11 @@ class Worker:
                 request.prefill_end_s = request.decode_start_s = request.first_token_s
             self.requests.remove(sequence.request)
             self.publish(sequence.request, sequence.request.prompt - 1 + sequence.request.output)
-            self.release(sequence.request)
             twin.todo.append((twin.complete, sequence.request))
+            if self.frees_late():
+                self.ended.append(sequence)
+            else:
+                self.release(sequence.request)
             if self.pool.async_scheduling and self.pool.spec.rules.rides_on and sequence.got > 1:
                 self.riding.append(sequence)  # it might have got one token alone
 
@@ -190,8 +203,20 @@ class Worker:
             twin.todo.append((twin.hand_over, request))
             return
         request.first_token_s = request.finish_s = twin.now
-        self.release(request)
+        if request not in [sequence.request for sequence in self.ended]:
+            self.release(request)
         twin.todo.append((twin.complete, request))
+
+    def frees_late(self):
+        """Whether the next step is scheduled before a completed sequence's output is processed."""
+        return self.pool.async_scheduling and self.pool.spec.rules.frees_late
+
+    def free_ended(self):
+        """Free places and blocks, except those of prompts that a decode worker fetches."""
+        for sequence in self.ended:
+            if self.role != PREFILL:
+                self.release(sequence.request)
+        self.ended = []
 
     def leave_stages(self, request):
         self.leaving.remove(request)
@@ -206,14 +231,16 @@ class Worker:
         """
         victims, by_key = 0, self.twin.spec.preempt_by_key
         while not self.fits(0):
-            victim = (
-                max(self.running(), key=lambda s: place(s.request))
-                if by_key
-                else max(self.running(), key=lambda s: s.ticket)
-                if self.threshold
-                else self.running()[-1]
+            victims += 1
+            victim = max(
+                self.running() + [s for s in self.ended if s not in self.riding],
+                key=lambda s: place(s.request) if by_key else s.ticket,
             )
             request = victim.request
+            if victim in self.ended:  # it has all its tokens
+                self.ended.remove(victim)
+                self.release(request)
+                continue
             if victim in self.prefilling:
                 self.prefilling.remove(victim)
             else:
@@ -228,7 +255,6 @@ class Worker:
             self.preempted.insert(0, request)
             if by_key:
                 self.preempted.sort(key=place)
-            victims += 1
         return victims > 0
 
     def defers_prompts(self):
@@ -344,7 +370,8 @@ class Worker:
 
     def is_open(self, tokens=1):
         """Whether the next step has a place and tokens of its budget left."""
-        seats = self.pool.spec.max_num_seqs - len(self.leaving) - len(self.riding)
+        seats = self.pool.spec.max_num_seqs - len(self.leaving)
+        seats -= len({id(sequence) for sequence in self.riding + self.ended})
         return len(self.running()) < seats and self.budget() >= tokens
 
     def budget(self):
@@ -354,7 +381,8 @@ class Worker:
 
     def longest_chunk(self):
         """A long prompt leaves the others room, if the engine has any."""
-        others = len(self.requests) + len(self.leaving) + len(self.riding)
+        others = len(self.requests) + len(self.leaving)
+        others += len({id(sequence) for sequence in self.riding + self.ended})
         others -= sum(not request.kv_here for request in self.late)
         return self.threshold if self.threshold and others > 1 else math.inf
 
@@ -405,7 +433,7 @@ class Worker:
         size, found = self.twin.spec.block_size, []
         slots = min(tokens + ahead, self.twin.spec.max_model_len)
         if self.pool.prefix_caching:
-            for key in request.block_keys[: (tokens - 1) // size]:  # one token must be computed
+            for key in self.keys(request, tokens - 1):  # one token must be computed
                 block = self.blocks.find(key)
                 if block is None:
                     break
@@ -424,9 +452,15 @@ class Worker:
     def publish(self, request, tokens):
         """Let others find the full blocks of the first ``tokens`` tokens."""
         if self.pool.prefix_caching:
-            full = request.block_keys[: tokens // self.twin.spec.block_size]
+            full = self.keys(request, tokens)
             for key, block in zip(full, request.tables[self], strict=False):
                 self.blocks.publish(block, key, request.number)
+
+    def keys(self, request, tokens):
+        """Return what tells the full blocks of its first tokens from all others."""
+        n, shared = tokens // self.twin.spec.block_size, request.block_keys
+        own = [(number, request) for number in range(len(shared), n)]
+        return (shared + own)[:n]
 
     def release(self, request):
         self.blocks.give_back(request.tables.pop(self) + request.windows.pop(self))
