@@ -319,10 +319,8 @@ def _print_run(summary: dict[str, Any], alone: bool) -> None:
     _line(label("request_rate"), "recorded" if rate is None else rate)
     if "arrivals" in trace:
         _line("Arrivals", trace["arrivals"])
-    if part := trace.get("log_window"):
-        from eldr_sim.traces.requests.logs.log_window import part_in_words
-
-        _text(f"Measured: {part_in_words(part)}")
+    for line in _log_lines(trace):
+        _text(line)
     if summary["max_concurrency"] is not None:
         _figures(summary, "max_concurrency")
     for name in ("isl", "osl"):
@@ -468,11 +466,20 @@ def _print_basis(summary: dict[str, Any]) -> None:
 
 
 def print_log_part(summary: Mapping[str, Any]) -> None:
-    """Print what of a log is measured, if anything is."""
-    from eldr_sim.traces.requests.logs.log_window import part_in_words
+    """Print what was read of a log, and what of it is measured, if anything is."""
+    for line in _log_lines(summary["trace"]):
+        click.echo(line)
 
-    if part := summary["trace"].get("log_window"):
-        click.echo(f"Measured: {part_in_words(part)}")
+
+def _log_lines(trace: Mapping[str, Any]) -> Iterator[str]:
+    if header := trace.get("log"):
+        from eldr_sim.traces.requests.logs.log_header import header_in_words
+
+        yield f"Read: {header_in_words(header)}"
+    if part := trace.get("log_window"):
+        from eldr_sim.traces.requests.logs.log_window import part_in_words
+
+        yield f"Measured: {part_in_words(part)}"
 
 
 def _text(text: str, indent: str = "") -> None:

@@ -366,9 +366,8 @@ def _note_long_log(config: RunConfig) -> None:
     if config.requests.measures_whole_log and config.routing.length_shape is None:
         from eldr_sim.traces.requests.load import named_log
 
-        log = named_log(
-            config.requests.workload, config.requests.columns, None, config.effective_output_len
-        )
+        length, asked = config.effective_output_len, config.requests
+        log = named_log(asked.workload, asked.columns, None, length, asked.time_unit)
         if len(log.arrival_s) > _MANY_REQUESTS:
             click.echo(
                 f"Every run replays all {len(log.arrival_s):,} requests of the log, "
@@ -383,9 +382,9 @@ def _long_output(config: RunConfig) -> float:
 
     from eldr_sim.traces.requests.logs.request_logs import known_log
 
-    return float(
-        np.quantile(known_log(config.requests.workload, config.requests.columns).output_len, 0.9)
-    )
+    asked = config.requests
+    log = known_log(asked.workload, asked.columns, time_unit=asked.time_unit)
+    return float(np.quantile(log.output_len, 0.9))
 
 
 def _list(text: str | None) -> list[str]:

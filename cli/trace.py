@@ -59,6 +59,21 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 
 
 @trace.command()
+def formats() -> None:
+    """List the formats of request logs, each with its first lines.
+
+    `--workload FILE` replays logs and `--load FILE` follows rates; what is not read says what to
+    give instead. `--columns` reads any other table."""
+    from eldr_sim.traces.requests.logs.formats import known_formats
+
+    for known in known_formats():
+        use = f"--{known.use}" if known.use else f"not read; instead: {known.way}"
+        click.echo(f"{known.name} ({use}): {known.about}")
+        for line in known.example.splitlines():
+            click.echo(f"    {line}")
+
+
+@trace.command()
 @click.argument(
     "name", default=REFERENCE_TRACE, metavar="[NAME|DIR]", shell_complete=complete(traces, "dir")
 )

@@ -31,6 +31,7 @@ import click
 import eldr_sim
 from eldr_sim.cli.main import cli
 from eldr_sim.outputs import write_rows
+from eldr_sim.traces.requests.logs.formats import known_formats
 from eldr_sim.validation.reproduce.reproduction import Claim
 
 DOCS = Path(__file__).parent
@@ -200,6 +201,15 @@ def commands(*_: object) -> str:
     return markdown(lines)
 
 
+def formats(*_: object) -> str:
+    """Return a table of the formats of request logs."""
+    lines = [["format", "what it is", "read by"]]
+    for known in known_formats():
+        use = f"`--{known.use}`" if known.use else f"not read: {known.way}"
+        lines.append([f"`{known.name}`", known.about.replace("|", ","), use])
+    return markdown(lines)
+
+
 def python(*_: object) -> str:
     """Return every public name with its first sentence."""
     names = {name: getattr(eldr_sim, name) for name in eldr_sim.__all__}
@@ -245,7 +255,8 @@ def checked(which: str, rows: list[Row]) -> str:
 
 
 KINDS: dict[str, Callable[[str, list[Row]], str]] = {
-    "claims": claims, "data": data, "commands": commands, "python": python, "checked": checked,
+    "claims": claims, "data": data, "commands": commands, "python": python, "formats": formats,
+    "checked": checked,
 }  # fmt: skip
 
 

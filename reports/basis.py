@@ -7,6 +7,7 @@ from typing import Any
 from eldr_sim.kernel_profiles.tables.format import PROVENANCES, weakest
 from eldr_sim.reports.cells import Table, number, table
 from eldr_sim.simulator.outcome.metrics import warnings_of
+from eldr_sim.traces.requests.logs.log_header import header_in_words
 from eldr_sim.traces.requests.logs.log_window import part_in_words
 
 #: Most runs named in a line.
@@ -51,8 +52,10 @@ def basis(
 
 def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return origin, tiling and reuse of the routing traces, a line each."""
+    headers = (trace["log"] for trace in traces if trace.get("log"))
     parts = (trace["log_window"] for trace in traces if trace.get("log_window"))
-    lines = list(dict.fromkeys(f"Measured: {part_in_words(part)}." for part in parts))
+    said = [f"Read: {header_in_words(header)}." for header in headers]
+    lines = list(dict.fromkeys([*said, *(f"Measured: {part_in_words(part)}." for part in parts)]))
     by_trace: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for trace in traces:
         if trace.get("name") is None:  # a dense model's run

@@ -75,6 +75,7 @@ CASES = {
     "decode_expert_placement": ("--decode-expert-placement eplb", "expert_placement"),
     "replica_choice": f"{GROUP} --replica-choice metro",
     "columns": ("--columns time_s=t,input=i,output=o", "columns"),
+    "time_unit": ("--time-unit s", "time_unit"),
     "arrivals": "--arrivals poisson",
     "burstiness": "--request-rate inf --burstiness 2",
     "log_from": ("--from 3", "log_from"),

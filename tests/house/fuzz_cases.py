@@ -453,6 +453,7 @@ VALUES: dict[str, list[Any]] = {
     "policy": ["p2c", "eldr", "vllm_dp", "gimbal"], "prefill_policy": ["round_robin", "saturation"],
     "queue_order": ["sjf", "sjf_aging:age=0.01"], "expert_placement": ["eplb", "affinity"],
     "replica_choice": ["source", "metro"], "columns": ["time_s=a,input=b,output=c"],
+    "time_unit": ["s"],
     "arrivals": ["recorded"], "burstiness": [0.2], "max_concurrency": [2],
     "load": ["ladder:2000,500@0.004"],
     "autoscale": ["hpa:interval=0.004,target=2", "seconds:interval=0.004", "none:n=1"],

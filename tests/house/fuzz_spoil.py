@@ -74,7 +74,7 @@ def good_model() -> dict[str, Any]:
 
 def good_log() -> list[dict[str, Any]]:
     return [
-        {"timestamp": 10 * i, "input_length": 700, "output_length": 3, "hash_ids": [0, i]}
+        {"timestamp": 300 * i, "input_length": 700, "output_length": 3, "hash_ids": [0, i]}
         for i in range(5)
     ]
 

@@ -20,7 +20,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.inputs import check_arrays, parse_json, parse_yaml, read_text, regular_file, within
 from eldr_sim.kernel_profiles.tables.format import load_table
 from eldr_sim.parquet import read_table
-from eldr_sim.traces.requests.logs.column_logs import column_rows
+from eldr_sim.traces.requests.logs.request_logs import read_request_log
 from eldr_sim.traces.routing.manifest import load_ids
 
 DEEP = "[" * 100_000
@@ -87,7 +87,7 @@ def test_a_column_s_name_that_is_no_text(tmp_path):
     with pytest.raises(InputError, match=r"cannot read .*can't decode"):
         load_table(file)
     with pytest.raises(InputError, match=r"no Parquet file: .*can't decode"):
-        list(column_rows(file, "input=abcdefgh,output=x")[1])
+        read_request_log(file, "input=abcdefgh,output=x")
 
 
 @pytest.mark.parametrize("parse", [parse_json, parse_yaml])

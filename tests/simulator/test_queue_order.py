@@ -335,7 +335,8 @@ def test_priorities_of_a_log_rule_queue_and_preemption(tmp_path):
     path = log(tmp_path, [{"priority": i % 2} for i in range(60)])
     config = make_config({
         "workload": str(path), "topology": "1C", "num_requests": 60, "max_num_seqs": 16,
-        "queue_order": "priority", "gpu_memory_utilization": 0.766, "policy": "jsq",
+        "time_unit": "ms", "queue_order": "priority", "gpu_memory_utilization": 0.766,
+        "policy": "jsq",
     })  # fmt: skip
     result = simulate(config)
     assert result.summary["completed"] == 60
@@ -347,7 +348,8 @@ def test_priorities_of_a_log_rule_queue_and_preemption(tmp_path):
 
 
 def test_priority_needs_priorities(tmp_path):
-    for workload in ("task", str(log(tmp_path, [{}] * 20))):
-        config = make_config({"queue_order": "priority", "workload": workload, "num_requests": 5})
+    file = str(log(tmp_path, [{}] * 20))
+    for fields in ({"workload": "task"}, {"workload": file, "time_unit": "ms"}):
+        config = make_config({"queue_order": "priority", "num_requests": 5} | fields)
         with pytest.raises(InputError, match="queue_order: 'priority' needs priorities"):
             simulate(config)

@@ -109,13 +109,13 @@ def test_mooncake(tmp_path):
             (
                 '{"timestamp": 1000, "input_length": 513, "output_length": 5, "hash_ids": [7, 9]}\n'
                 "\n"
-                '{"timestamp": 1500.25, "input_length": 1024, "output_length": 6, '
+                '{"timestamp": 2500, "input_length": 1024, "output_length": 6, '
                 '"hash_ids": [7, 8]}\n'
             ),
         )
     )
     assert log.format == "mooncake"
-    assert log.arrival_s.tolist() == [0.0, 0.50025]
+    assert log.arrival_s.tolist() == [0.0, 1.5]
     assert log.prefix_block_tokens == 512
     assert log.prefix_hash.tolist() == [7, 9, 7, 8]
     assert log.prefix_indptr.tolist() == [0, 2, 4]
@@ -148,10 +148,10 @@ MOONCAKE = '{"timestamp": 0, "input_length": 8, "output_length": 1}\n'
     ("text", "message"),
     [
         ("", "unknown format, first line ''"),
-        ("a,b,c\n1,2,3\n", "unknown format.*Azure CSV.*BurstGPT CSV.*Mooncake"),
+        ("a,b,c\n1,2,3\n", "unknown format.*a, b, c.*trace formats"),
         (
             "timestamp,prompt_tokens,completion_tokens\n1,2,3\n",
-            "--columns time_s=timestamp,input=prompt_tokens,output=completion_tokens",
+            "--columns time_UNIT=timestamp,input=prompt_tokens,output=completion_tokens",
         ),
         (AZURE + "yesterday,1,1\n", "line 3: got 'yesterday,1,1'"),
         (AZURE + "2023-11-16 18:15:46,1.5,1\n", "line 3: got"),
@@ -175,7 +175,7 @@ MOONCAKE = '{"timestamp": 0, "input_length": 8, "output_length": 1}\n'
         ),
         (
             '{"timestamp": 0, "input_length": 8, "output_length": 1, "hash_ids": [-1]}',
-            "hash id is out of range",
+            "a hash id or a number is out of range",
         ),
         (
             '{"timestamp": 0, "input_length": 8, "output_length": 1, "hash_ids": [1, 2, 3, 4, 5]}',
@@ -236,7 +236,7 @@ def test_real_small_block_log():
         ("Timestamp,Request tokens,Response tokens,priority\n1,5,6,3\n", [3]),
         (
             '{"timestamp": 0, "input_length": 5, "output_length": 6, "priority": 7}\n'
-            '{"timestamp": 1, "input_length": 5, "output_length": 6}\n',
+            '{"timestamp": 1000, "input_length": 5, "output_length": 6}\n',
             [7, 0],
         ),
         ('{"timestamp": 0, "input_length": 5, "output_length": 6}\n', None),
@@ -308,7 +308,8 @@ def test_records_of_aiperf(tmp_path):
     assert log.prompt_len.tolist() == [550, 700]
     assert log.output_len.tolist() == [62, 63]
     assert log.session.tolist() == [0, 0]
-    assert log.n_dropped == 1
+    assert log.header.left_out == {"of the warm-up": 1, "without an answer": 1}
+    assert (log.n_dropped, log.header.rows) == (2, 4)
 
 
 def test_a_conversation_that_aiperf_sends_again_is_another_session(tmp_path):
@@ -326,7 +327,7 @@ def test_session_0_is_one_and_null_is_none(tmp_path):
     import pandas as pd
 
     lines = [
-        {"timestamp": i, "input_length": 9, "output_length": 2, "session_id": session}
+        {"timestamp": 1000 * i, "input_length": 9, "output_length": 2, "session_id": session}
         for i, session in enumerate([0, None, 0, None])
     ]
     path = tmp_path / "log"
@@ -341,7 +342,7 @@ def test_session_0_is_one_and_null_is_none(tmp_path):
 
 def test_sessions_beside_a_log_that_is_not_in_order_are_refused(tmp_path):
     path, sessions = tmp_path / "log", tmp_path / "sessions.csv"
-    lines = [{"timestamp": at, "input_length": 9, "output_length": 2} for at in (5, 0, 9)]
+    lines = [{"timestamp": at, "input_length": 9, "output_length": 2} for at in (5, 0, 2000)]
     path.write_text("\n".join(map(json.dumps, lines)))
     sessions.write_text("request,parent,gap_s\n2,0,1.5\n")
     with pytest.raises(InputError, match="not in order of arrival"):
@@ -387,10 +388,10 @@ def test_columns_of_any_table(tmp_path):
         ("a,b\n1,2\n", "input=a,output=c", "has no column 'c'"),
         ("a,b\n1,2\n", "input=a,output=b,inputs=a", "columns: 'inputs=a'"),
         ("a,b\n1,2\n", "input=a,output=b,time_s=a,time=b", "columns: more than one time"),
-        ("a,b\n1,2\n1,x\n", "input=a,output=b", "row 2: could not convert"),
-        ("a,b\n1,2\n1\n", "input=a,output=b", "row 2: "),
-        ("a,b\n1.5,2\n", "input=a,output=b", "row 1: '1.5' is no whole number"),
-        ('{"a": 1, "b": 2}\n{"a": 1}\n', "input=a,output=b", "row 2: no column 'b'"),
+        ("a,b\n1,2\n1,x\n", "input=a,output=b", "line 3: got '1,x' (could not convert 'x'"),
+        ("a,b\n1,2\n1\n", "input=a,output=b", "line 3: got '1' (no 'b')"),
+        ("a,b\n1.5,2\n", "input=a,output=b", "line 2: got '1.5,2' ('1.5' is no whole number)"),
+        ('{"a": 1, "b": 2}\n{"a": 1}\n', "input=a,output=b", "line 2: got '1' (no 'b')"),
         ("{]\n", "input=a,output=b", "an object a line"),
         ("PAR1x", "input=a,output=b", "no Parquet file"),
         (json.dumps(VLLM | {"output_lens": [1]}), None, "differ in length"),
@@ -432,7 +433,7 @@ def test_sessions_by_name_and_by_parent(tmp_path):
     path.write_text(
         "\n".join(
             json.dumps({"timestamp": at, "session_id": name, "delay": delay} | lengths)
-            for at, name, delay in ((0, "a", None), (10, "b", None), (20, "a", 500))
+            for at, name, delay in ((0, "a", None), (1000, "b", None), (2000, "a", 500))
         )
     )
     log = read_request_log(path)
@@ -446,7 +447,7 @@ def test_rows_that_wait_for_others(tmp_path):
     lengths = {"input_length": 20, "output_length": 3, "hash_ids": [1, 2]}
     path.write_text(
         "\n".join(
-            json.dumps({"timestamp": at, "request_id": name, "wait_for": waits} | lengths)
+            json.dumps({"timestamp": 500 * at, "request_id": name, "wait_for": waits} | lengths)
             for at, (name, waits) in enumerate(rows)
         )
     )

@@ -80,7 +80,9 @@ def test_a_seeds_log_is_the_same_for_all_systems_and_poisson():
 
 
 def test_lengths_are_those_of_a_log_that_is_given(tmp_path):
-    lines = [{"timestamp": i, "input_length": 7 + i, "output_length": 100 + i} for i in range(60)]
+    lines = [
+        {"timestamp": 100 * i, "input_length": 7 + i, "output_length": 100 + i} for i in range(60)
+    ]
     (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
     made = Experiment(Linear(1.0), TINY, str(tmp_path / "log.jsonl"))
     log = read_request_log(made.workload("random", 0))

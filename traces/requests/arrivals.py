@@ -112,4 +112,7 @@ def describe_arrivals(
     if log is None or drawn:
         law = "Poisson" if burstiness == 1 else f"gamma with shape {burstiness:g}"
         return law if log is None else f"{law}, lengths recorded ({log.format})"
-    return f"recorded ({log.format})" + ("" if rate is None else ", stretched to the rate")
+    if not log.timed:
+        return f"Poisson at the rate, once, lengths recorded ({log.format})"
+    how = "drawn at the file's rate" if log.header.times.startswith("drawn") else "recorded"
+    return f"{how} ({log.format})" + ("" if rate is None else ", stretched to the rate")

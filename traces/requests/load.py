@@ -48,7 +48,8 @@ class Load:
     prompts: Literal["unique", "shared"] = "unique"
     #: Draw ``num_requests`` of a log by their prompt lengths, see `length_shapes`.
     length_shape: LengthShape | None = None
-    columns: str | None = None  #: names of a log's columns, see `column_logs`
+    columns: str | None = None  #: names of a log's columns, see `table_columns`
+    time_unit: str | None = None  #: of a log's times, where nothing in it says it
     #: ``recorded`` (default), stretched; ``poisson``: drawn at ``request_rate``, a short log begins
     #: again; ``closed``: turns come a gap after the turn before; ``agentx``:
     #: ``max_active_sessions`` lanes go on from the middle of sessions, for ``lanes_s`` (`lanes`).
@@ -144,7 +145,9 @@ class Load:
         """Return the log that the workload names, None for a named workload; raises InputError."""
         log = None
         if not self.is_named:
-            log = named_log(self.workload, self.columns, self.sessions_file, self.output_len)
+            log = named_log(
+                self.workload, self.columns, self.sessions_file, self.output_len, self.time_unit
+            )
         if self.arrivals not in (None, *get_args(Arrivals)):
             raise InputError("arrivals", f"got {self.arrivals!r}", ", ".join(get_args(Arrivals)))
         if self.arrivals in ("closed", "agentx") and (log is None or log.parent is None):
@@ -153,9 +156,10 @@ class Load:
         if log is None:
             if self.sessions_file is not None:
                 raise InputError("sessions_file", f"workload {self.workload} is no log", "none")
-            if self.columns is not None:
-                problem = f"workload {self.workload} has none"
-                raise InputError("columns", problem, "the path of a request log")
+            for name in ("columns", "time_unit"):
+                if getattr(self, name) is not None:
+                    problem = f"workload {self.workload} has none"
+                    raise InputError(name, problem, "the path of a request log")
             if self.arrivals == "recorded":
                 problem = f"workload {self.workload} has no recorded ones"
                 raise InputError("arrivals", problem, "poisson")
@@ -165,6 +169,9 @@ class Load:
             field = "prefix_len" if self.input_len is None else "input_len"
             problem = f"the blocks of {log.path.name} say how long prompts are and what they share"
             raise InputError(field, problem, "a log without hash_ids")
+        if log is not None and not log.timed and self.request_rate is None:
+            problem = f"missing: {log.path.name} does not say when requests come"
+            raise InputError("request_rate", problem, "a number > 0, inf")
         if self.length_shape is not None and (log is None or self.num_requests is None):
             problem = "without a request log" if log is None else "without num_requests"
             raise InputError("length_shape", problem, "a request log and num_requests")
@@ -176,6 +183,7 @@ def named_log(
     columns: str | None,
     sessions: str | None = None,
     output_len: int | Literal["recorded"] = "recorded",
+    time_unit: str | None = None,
 ) -> RequestLog:
     """Return the log that a workload names; raises InputError where it names none."""
     if not Path(name).is_file():
@@ -183,4 +191,4 @@ def named_log(
         raise InputError("workload", f"{name!r} is neither a named workload nor a file", allowed)
     # Where requests end with their prompts it is 1, which says nothing of answers in a history.
     answers = None if output_len == "recorded" or output_len == 1 else int(output_len)
-    return known_log(name, columns, sessions, answers)
+    return known_log(name, columns, sessions, answers, time_unit)

@@ -2,10 +2,11 @@
 
 ``sine:LOW,HIGH,period=900``: requests per second from LOW, at 0, to HIGH and back in each period;
 ``ladder:15,2,10@150``: these rates, each for so many seconds; a CSV with columns ``t_s,rate``, each
-rate to the next line's time, the last for as long as the one before; or a request log, counted
-minute by minute. A shape begins again when it ends. Arrivals are drawn at the rate 1 and moved by
-the integral of the rate (inversion; Cinlar, Introduction to Stochastic Processes, 1975, sec. 4.7):
-two rates under one seed have the same n-th request, and a Poisson process stays one."""
+rate to the next line's time, the last for as long as the one before; an export of usage or of
+Prometheus's (`aggregates`); or a request log, counted minute by minute. A shape begins again when
+it ends. Arrivals are drawn at the rate 1 and moved by the integral of the rate (inversion; Cinlar,
+Introduction to Stochastic Processes, 1975, sec. 4.7): two rates under one seed have the same n-th
+request, and a Poisson process stays one."""
 
 import csv
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text, seconds
 from eldr_sim.traces.requests.arrivals import MAX_REQUESTS, draw_arrivals
-from eldr_sim.traces.requests.logs.request_logs import known_log
+from eldr_sim.traces.requests.logs.request_logs import known_log, rates_of_file
 
 #: Pieces of a sine's period, in each of which the rate is its mean there; s of a log's pieces.
 _PIECES, _LOG_PIECE_S = 360, 60.0
@@ -94,7 +95,7 @@ def _known(text: str, _changed: int) -> LoadShape:
         rates = _numbers(text, values)
         found = LoadShape(np.arange(len(rates) + 1.0) * each, np.array(rates))
     elif Path(text).is_file():
-        found = _rates(text) or _of_log(text)
+        found = _rates(text) or _of_counts(text) or _of_log(text)
     else:
         raise InputError("load", f"{text!r} is neither a shape nor a file", _ALLOWED)
     if not (found.rates >= 0.0).all() or not np.isfinite(found.rates).all() or found.mean <= 0.0:
@@ -143,8 +144,17 @@ def _rates(path: str) -> LoadShape | None:
     return LoadShape(np.append(times, 2.0 * times[-1] - times[-2]), rates)
 
 
+def _of_counts(path: str) -> LoadShape | None:
+    """Read a file of counts over time; None where it is none."""
+    rates = rates_of_file(Path(path))
+    return None if rates is None else LoadShape(*rates)
+
+
 def _of_log(path: str) -> LoadShape:
-    arrival_s = known_log(path, None, None).arrival_s
+    log = known_log(path)
+    if not log.timed:
+        raise InputError("load", f"{path} does not say when requests come", _ALLOWED)
+    arrival_s = log.arrival_s
     pieces = max(1, int(np.ceil(float(arrival_s[-1]) / _LOG_PIECE_S)))
     edges = np.arange(pieces + 1.0) * _LOG_PIECE_S
     counts = np.histogram(arrival_s, edges)[0]

@@ -216,6 +216,7 @@ def _arrivals(load: Load, log: RequestLog | None) -> tuple[Floats, dict[str, Any
         "log_checksum": None if log is None else log.checksum,
         **({} if load.length_shape is None else {"length_shape": load.length_shape}),
         "n_dropped_from_log": 0 if log is None else log.n_dropped,
+        **({} if log is None else {"log": log.header.as_dict()}),
         "last_arrival_s": float(arrival_s[-1]),
         **repeats,
     }

@@ -72,11 +72,13 @@ class WorkloadConfig(Fields):
 
     workload: PathText = "task"
     """``task``, ``language``, ``trace`` (domains and lengths of the trace's own requests), ``chat``
-    or ``agent`` (sessions, docs/conversations.md), or a log (Azure, Mooncake, BurstGPT, Bailian,
-    Weka, ``vllm bench serve``, AIPerf, or any table with ``columns``)."""
+    or ``agent`` (sessions, docs/conversations.md), or a log (Azure, Mooncake, ``vllm bench serve``,
+    AIPerf and others that ``eldr-sim trace formats`` lists, or any table with ``columns``)."""
     columns: str | None = None
     """Of a table: ``time_s=start,input=prompts,output=outputs``; also ``time``, ``time_ms``,
     ``session``, ``priority``."""
+    time_unit: Literal["s", "ms", "us", "ns"] | None = None
+    """Unit of a log's times, where they are numbers and nothing in the file says it."""
     arrivals: Literal["recorded", "poisson", "closed", "agentx"] | None = None
     """Of a log: ``recorded``, stretched evenly to a rate, or drawn at that rate; ``closed``: turns
     come a gap after the turn before has ended; ``agentx``: from the middle of sessions, with warm
@@ -88,8 +90,8 @@ class WorkloadConfig(Fields):
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier."""
     load: PathText | None = None
     """How the rate changes: ``sine:1,24,period=900``, ``ladder:15,2,10@150``, a file of
-    ``t_s,rate``, or a log, counted by minutes; once over when no duration is given.
-    ``request_rate`` is then its mean, its own when not given."""
+    ``t_s,rate``, a usage export, a range of Prometheus's, or a log, counted by minutes; once over
+    when no duration is given. ``request_rate`` is then its mean, its own when not given."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """At most this many requests in flight; the others wait at the client."""
     log_from: Annotated[field_types.Seconds, Field(ge=0)] | None = None

@@ -42,9 +42,13 @@ def log_of(config: RunConfig) -> RequestLog | None:
     if not config.requests.replays_log or config.routing.length_shape is not None:
         return None
     output_len = config.effective_output_len
-    return named_log(
-        config.requests.workload, config.requests.columns, config.requests.sessions_file, output_len
-    )
+    asked = config.requests
+    log = named_log(asked.workload, asked.columns, asked.sessions_file, output_len, asked.time_unit)
+    most = log.header.max_concurrency
+    if most is not None and asked.max_concurrency is None and asked.request_rate is None:
+        problem = f"missing: {log.path.name} was sent with {most} requests in flight at most"
+        raise InputError("max_concurrency", problem, f"--max-concurrency {most}, or another")
+    return log
 
 
 def part_of(config: RunConfig, log: RequestLog | None) -> LogPart | None:

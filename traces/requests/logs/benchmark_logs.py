@@ -1,18 +1,25 @@
-"""Requests of benchmark results: ``vllm bench serve``, AIPerf and GuideLLM.
+"""Requests of benchmark results: ``vllm bench serve``, SGLang's, AIPerf and GuideLLM.
 
 ``vllm bench serve --save-result --save-detailed``: ``input_lens``, ``output_lens`` (none: failed)
-and, in newer versions, ``start_times`` (s). AIPerf's ``profile_export.jsonl``, a line a request:
-``metadata.request_start_ns`` (or ``timestamp_ns``), ``metrics.input_sequence_length`` and
-``output_sequence_length`` (none: failed), without the warm-up. GuideLLM's ``run --output
-kind=json``: of its one benchmark the successful requests, ``request_start_time`` (s),
-``prompt_tokens`` and ``output_tokens``."""
+and, in newer versions, ``start_times`` (s). Without these, and in SGLang's ``bench_serving
+--output-details``, arrivals are drawn, once, as these benchmarks draw them: gamma-distributed gaps
+at the file's ``request_rate`` and ``burstiness``, stretched to that mean. AIPerf's
+``profile_export.jsonl``, a line a request: ``metadata.request_start_ns`` (or ``timestamp_ns``),
+``metrics.input_sequence_length`` and ``output_sequence_length`` (none: failed), without the
+warm-up. GuideLLM's ``run --output kind=json``: of its one benchmark the successful requests,
+``request_start_time`` (s), ``prompt_tokens`` and ``output_tokens``."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from eldr_sim.arrays import Ints
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.logs.log_rows import Row, scaled_ns, session_of
+from eldr_sim.traces.streams import stream
 
 
 def is_vllm_result(record: Any) -> bool:
@@ -20,13 +27,71 @@ def is_vllm_result(record: Any) -> bool:
     return isinstance(record, dict) and ("input_lens" in record or "total_input_tokens" in record)
 
 
-def vllm_rows(file: Path, record: Mapping[str, Any]) -> Iterator[Row]:
+class StatedLoad(NamedTuple):
+    """What a result of ``vllm bench serve`` or SGLang's says of its load."""
+
+    rate: float  #: requests per second; infinite: all at once
+    burstiness: float
+    max_concurrency: int | None
+    has_times: bool
+    model: str
+    engine: str
+
+    @property
+    def times(self) -> str:
+        """Where the times of its requests come from, in words."""
+        if self.has_times:
+            return "as sent"
+        if math.isinf(self.rate):
+            return "all 0 (its request rate is inf)"
+        return f"drawn at its request rate of {self.rate:g}/s"
+
+
+def stated_load(file: Path, record: Mapping[str, Any]) -> StatedLoad:
+    """Return what a result says of its load; raises InputError."""
+    try:
+        given = record.get("request_rate")
+        rate = math.inf if given is None else float(given)
+        burstiness = float(record.get("burstiness") or 1.0)
+        limit = record.get("max_concurrency")
+        most = None if limit in (None, "") else int(limit)
+        if not rate > 0 or not 0 < burstiness < 1e9 or (most is not None and most < 1):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        problem = f"request_rate {given!r:.20}, max_concurrency {record.get('max_concurrency')!r}"
+        raise InputError(str(file), problem, "numbers above 0, as its benchmark writes") from None
+    has_times = record.get("start_times") is not None
+    if record.get("ramp_up_strategy") and not has_times:
+        problem = "its rate rose while it ran, and it has no start_times"
+        raise InputError(str(file), problem, "--save-detailed of a newer vLLM")
+    model = record.get("model_id") or record.get("model")
+    if not model and isinstance(info := record.get("server_info"), Mapping):
+        model = info.get("model_path") or info.get("served_model_name")
+    backend = record.get("backend") or record.get("endpoint_type") or ""
+    return StatedLoad(rate, burstiness, most, has_times, str(model or ""), str(backend))
+
+
+def drawn_times_ns(n: int, rate: float, burstiness: float) -> Ints:
+    """Return ``n`` arrival times with gamma-distributed gaps, whose mean rate is as said."""
+    gaps = stream(0, "arrivals of a file").gamma(burstiness, 1.0 / (rate * burstiness), n)
+    when = np.cumsum(gaps)
+    if when[-1] > 0:
+        when *= n / rate / when[-1]
+    return np.rint(when * 1e9).astype(np.int64)
+
+
+def vllm_rows(file: Path, record: Mapping[str, Any], stated: StatedLoad) -> Iterator[Row]:
     """Return the requests of a result, in the order in which they were sent; raises InputError."""
     if "input_lens" not in record:
-        raise InputError(str(file), "has no lengths of requests", "a result of --save-detailed")
+        allowed = "a result of vllm's --save-detailed, or SGLang's --output-details"
+        raise InputError(str(file), "has no lengths of requests", allowed)
     columns = [record["input_lens"], record.get("output_lens"), record.get("start_times")]
-    if columns[2] is None:
-        columns[2] = [0.0] * len(columns[0])
+    if columns[2] is None and isinstance(columns[0], list):
+        n = len(columns[0])
+        times = np.zeros(n, np.int64)
+        if n and not math.isinf(stated.rate):
+            times = drawn_times_ns(n, stated.rate, stated.burstiness)
+        columns[2] = (times / 1e9).tolist()
     if len({len(c) if isinstance(c, list) else -1 for c in columns}) != 1:
         problem = "input_lens, output_lens and start_times differ in length"
         raise InputError(str(file), problem, "one of each for every request")
@@ -46,12 +111,14 @@ def is_aiperf(record: Any) -> bool:
     return isinstance(record, dict) and isinstance(record.get("metadata"), dict)
 
 
-def aiperf_rows(file: Path, records: Iterable[Any]) -> Iterator[Row]:
-    """Return the requests of AIPerf's records; raises InputError."""
+def aiperf_rows(file: Path, records: Iterable[Any], left_out: dict[str, int]) -> Iterator[Row]:
+    """Return the requests of AIPerf's records, and count those of the warm-up in ``left_out``;
+    raises InputError."""
     for number, record in enumerate(records, start=1):
         try:
             metadata, metrics = record["metadata"], record.get("metrics") or {}
             if metadata.get("benchmark_phase", metadata.get("credit_phase")) == "warmup":
+                left_out["of the warm-up"] = left_out.get("of the warm-up", 0) + 1
                 continue
             when = metadata.get("request_start_ns", metadata.get("timestamp_ns"))
             lengths = [
@@ -78,11 +145,16 @@ def is_guidellm(record: Any) -> bool:
     return isinstance(record, dict) and isinstance(record.get("benchmarks"), list)
 
 
-def guidellm_rows(file: Path, report: Mapping[str, Any]) -> Iterator[Row]:
-    """Return the requests of a report of one benchmark; raises InputError."""
+def guidellm_rows(file: Path, report: Mapping[str, Any], left_out: dict[str, int]) -> Iterator[Row]:
+    """Return the requests of a report of one benchmark, and count those that failed in
+    ``left_out``; raises InputError."""
     benchmarks = report["benchmarks"]
     if len(benchmarks) != 1:
         raise InputError(str(file), f"holds {len(benchmarks)} benchmarks", "a report of one rate")
+    requests = benchmarks[0].get("requests") if isinstance(benchmarks[0], Mapping) else None
+    for kind in ("errored", "incomplete"):
+        if isinstance(requests, Mapping) and requests.get(kind):
+            left_out[kind] = len(requests[kind])
     return guidellm_requests(file, benchmarks[0])
 
 

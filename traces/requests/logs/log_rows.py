@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from eldr_sim.traces.requests.logs.request_logs import RequestLog
 
 
-_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?")
+_TIMESTAMP = re.compile(
+    r"(\d{4}-\d\d-\d\d)(?:[ T](\d\d:\d\d(?::\d\d)?)(?:\.(\d{1,9}))? ?(Z|[+-]\d\d:?\d\d)?)?"
+)
 
 
 class Row(NamedTuple):
@@ -49,9 +51,11 @@ def timestamp_ns(text: str) -> int:
     # By hand for the fraction: Azure writes 100 ns digits, which datetime would drop.
     match = _TIMESTAMP.fullmatch(text.strip())
     if match is None:
-        raise ValueError(text)
-    seconds, fraction, zone = match.groups()
-    moment = datetime.fromisoformat(seconds + (zone or "+00:00"))
+        raise ValueError(f"{text!r:.40} is no ISO 8601 time")
+    day, clock, fraction, zone = match.groups()
+    if zone is not None and len(zone) == 5:
+        zone = f"{zone[:3]}:{zone[3:]}"
+    moment = datetime.fromisoformat(f"{day}T{clock or '00:00'}{zone or '+00:00'}")
     return _checked_ns(int(moment.timestamp()) * 10**9 + int((fraction or "").ljust(9, "0")))
 
 
@@ -70,38 +74,6 @@ def _checked_ns(ns: int) -> int:
 
 #: ``session``, ``parent``, ``gap_s``, ``after_end``, ``joins`` as in `request_logs.RequestLog`.
 Sessions = dict[str, Any]
-
-
-def sessions_of(rows: Sequence[Row]) -> Sessions:
-    """Return the sessions of requests in order of arrival; one goes on with the request that it
-    names, or else with the one before it of its session."""
-    numbers: dict[str | int, int] = {}
-    last: dict[str, int] = {}
-    session: list[int] = []
-    parent, gap_s, after = [], [], []
-    joins: list[tuple[int, int]] = []
-    for i, row in enumerate(rows):
-        before = last.get(row.parent or row.session, -1) if row.parent or row.session else -1
-        others = {last[name] for name in row.joins if name in last}
-        if before < 0 and others:
-            before = max(others)
-        joins += [(i, other) for other in sorted(others - {before})]
-        if before >= 0 and not row.session:
-            session.append(session[before])
-        else:
-            session.append(numbers.setdefault(row.session or i, len(numbers)))
-        parent.append(before)
-        since = (row.when_ns - rows[before].when_ns) / 1e9 if before >= 0 else 0.0
-        gap_s.append(since if row.after_s is None else row.after_s)
-        after.append(row.after_s is not None)
-        last.update(dict.fromkeys(filter(None, (row.session, row.name)), i))
-    found = {"session": np.array(session, np.int32)}
-    if max(parent) < 0:
-        return found
-    more = {"parent": np.array(parent, np.int32), "gap_s": np.array(gap_s)}
-    if joins:
-        more["joins"] = np.array(joins, np.int32)
-    return found | more | {"after_end": np.array(after)}
 
 
 def read_sessions(path: Path, log: RequestLog) -> Sessions:

@@ -1,62 +1,55 @@
 """Request logs in the formats that serving traces are published in (docs/formats.md).
 
-Azure CSV (2023, 2024); BurstGPT CSV (5.3 million rows, 246 MB, take 21 s and 1.9 GB of memory);
-Mooncake JSONL: ``timestamp`` or ``timestamp_ms`` (ms), ``input_length``, ``output_length`` and
-optionally ``hash_ids`` (equal ones mean equal prefixes; the block size is found from the data),
-``session_id``, ``delay`` (ms from the answer before), ``request_id`` and ``wait_for``; Bailian
-JSONL with ``chat_id``, ``parent_chat_id`` (-1: none) and seconds. All may have a ``priority``, as
-in vLLM's API. Others: `agent_logs`, `conversation_files`, `multi_turn_files`, `benchmark_logs`, and
-any table whose columns are named (`column_logs`)."""
+Tables, whose columns a format (`formats`) or ``--columns`` names, are read by `table_files`;
+`agent_logs`, `chat_files`, `conversation_files`, `multi_turn_files` and `benchmark_logs` read what
+is no table. What a file holds and what was left out is its `LogHeader`. What is no log of requests
+is refused in a sentence that says what it is, what is unknown with the columns that it may have."""
 
 import csv
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from eldr_sim.arrays import Array, Bools, Floats, Int32s, Ints, Words
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
-from eldr_sim.traces.requests.logs import benchmark_logs
+from eldr_sim.traces.requests.logs import aggregates, benchmark_logs, chat_files, table_files
 from eldr_sim.traces.requests.logs.agent_logs import agent_rows, is_agent_session
-from eldr_sim.traces.requests.logs.column_logs import column_rows, likely_columns
 from eldr_sim.traces.requests.logs.conversation_files import conversation_rows, is_conversations
-from eldr_sim.traces.requests.logs.log_rows import (
-    Row,
-    read_sessions,
-    scaled_ns,
-    session_of,
-    sessions_of,
-    timestamp_ns,
-)
+from eldr_sim.traces.requests.logs.formats import LogFormat, refused_format, table_format
+from eldr_sim.traces.requests.logs.log_columns import NO_PRIORITY, Columns, sessions_of
+from eldr_sim.traces.requests.logs.log_header import LogHeader, check_unit, told_lengths
+from eldr_sim.traces.requests.logs.log_rows import Row, read_sessions
 from eldr_sim.traces.requests.logs.multi_turn_files import is_multi_turn, multi_turn_rows
+from eldr_sim.traces.requests.logs.table_columns import (
+    DATE,
+    TableColumns,
+    columns_of,
+    guessed_columns,
+    parse_columns,
+)
 
-_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
-_SESSION = "Session ID"
-_PRIORITY = "priority"
-_MOONCAKE = "timestamp or timestamp_ms, input_length, output_length, hash_ids"
-_BAILIAN = "chat_id, parent_chat_id, timestamp, input_length, output_length, hash_ids"
 _BLOCK_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 1024, 2048)
 _MAX_TOKENS = 2**31 - 1
+_FIRST_RECORDS = 100  #: of JSON lines, which say which columns there are
+_FOUR_BYTES = "token counts estimated, four bytes each"
 
 
 @dataclass(frozen=True, eq=False)
 class RequestLog:
     """Requests as a serving system recorded them, in order of arrival."""
 
-    #: Where it was read from, and as what: ``azure``, ``burstgpt``, ``mooncake``, ``bailian``,
-    #: ``weka``, ``guidellm``, ``aiperf``, ``aiperf multi_turn``, ``vllm bench`` or
-    #: ``conversations``, or a table.
     path: Path
-    format: str
+    format: str  #: a name of `formats.FORMATS`, or the kind of table
+    header: LogHeader  #: what the file says, and what of it was read
     #: float64 ``[n]``, seconds since the first request, rounded to 1 ns.
     arrival_s: Floats
     #: ``prompt_len``, ``output_len``: int32 ``[n]``, tokens, each at least 1.
@@ -71,10 +64,11 @@ class RequestLog:
     prefix_hash: Words
     prefix_indptr: Ints
     prefix_block_tokens: int  #: tokens of a prefix block; 0 without block hashes
-    #: Requests left out because they have no prompt or no output tokens: they failed.
-    n_dropped: int
+    n_dropped: int  #: requests left out, as the header says
     checksum: str  #: SHA-256 of the file
     in_order: bool = True  #: whether the file's lines are in order of arrival
+    #: Whether the file says when requests come; if not, arrivals are Poisson's at a rate of 1/s.
+    timed: bool = True
     #: int32, float64 ``[n]``, or None: the request that one goes on with, -1: none; seconds from
     #: its arrival, or its end where the log says so (`after_end`).
     parent: Int32s | None = None
@@ -94,94 +88,302 @@ class RequestLog:
         return np.rint(np.maximum(self.gap_s - own, 0.0) * 1e9) / 1e9
 
 
+@dataclass
+class _Found:
+    """What a reader found in a file."""
+
+    kind: str
+    columns: Columns
+    times: str = ""  #: see `LogHeader`
+    left_out: dict[str, int] = field(default_factory=dict)  #: of rows that are not in ``columns``
+    engine: str = ""
+    max_concurrency: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """How a file is to be read."""
+
+    columns: str | None  #: what ``--columns`` says
+    output_len: int | None  #: tokens of answers that a file leaves open
+    time_unit: str | None  #: what ``--time-unit`` says
+
+    def of_table(self, file: Path, known: LogFormat | None, names: list[str]) -> TableColumns:
+        """Return the columns of a table; raises InputError."""
+        given = {} if self.columns is None else parse_columns(self.columns)
+        found = columns_of(known, given, names, self.time_unit)
+        if found.output is None and self.output_len is None:
+            problem = "has no lengths of answers"
+            raise InputError(str(file), problem, "--output-len N, of all of them")
+        return found
+
+    def only_tables(self, file: Path, kind: str) -> None:
+        """Raise InputError where options name columns or units of what is no table."""
+        for name in ("columns", "time_unit"):
+            if getattr(self, name) is not None:
+                raise InputError(name, f"{file.name} ({kind}) says itself what they are", "none")
+
+
 def read_request_log(
-    path: str | os.PathLike[str], columns: str | None = None, output_len: int | None = None
+    path: str | os.PathLike[str],
+    columns: str | None = None,
+    output_len: int | None = None,
+    time_unit: str | None = None,
 ) -> RequestLog:
-    """Read a request log in the format that its first line shows, or by ``columns``
-    (`column_logs`). ``output_len``: tokens of answers that a file leaves open (`multi_turn_files`).
-    Raises InputError."""
+    """Read a request log in the format that its beginning shows, or by ``columns``.
+
+    ``output_len``: tokens of answers that a file leaves open; ``time_unit``: ``s``, ``ms``, ``us``
+    or ``ns``, where a file's times are numbers whose unit it does not say. Raises InputError."""
     file = Path(path)
+    asked = _Asked(columns, output_len, time_unit)
     try:
         source = regular_file(file, str(file))
-        if columns is not None:
-            return _assemble(file, *column_rows(file, columns))
-        with source.open(encoding="utf-8-sig", newline="") as lines:
-            first = lines.readline()
-            if first.lstrip().startswith("{"):
-                return _assemble(file, *_json_rows(file, first, lines, output_len))
-            lines.seek(0)
-            header = [cell.strip() for cell in first.split(",")]
-            if all(name in header for name in _AZURE):
-                return _assemble(file, "azure", _csv_rows(file, lines, _AZURE, timestamp_ns))
-            if all(name in header for name in _BURSTGPT):
-                rows = _csv_rows(file, lines, _BURSTGPT, lambda s: scaled_ns(float(s), 1e9))
-                return _assemble(file, "burstgpt", rows)
+        with source.open("rb") as start:
+            begins = start.read(64).lstrip(b"\xef\xbb\xbf \r\n\t")
+        if begins.startswith(b"PAR1"):
+            return _assemble(file, _parquet(file, asked))
+        if begins.startswith((b"{", b"[")):
+            return _assemble(file, _json_content(file, asked))
+        return _assemble(file, _text_content(file, asked))
     except OSError as error:
         raise InputError(str(file), error.strerror or "cannot be read") from None
     except csv.Error as error:
         raise InputError(str(file), f"not valid CSV: {error}") from None
     except UnicodeDecodeError:
         raise InputError(str(file), "is not UTF-8 text") from None
-    allowed = (
-        f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL, "
-        "Weka's sessions, a result of vllm bench serve, AIPerf or GuideLLM, or any table with "
-        f"--columns {likely_columns(header)}"
+
+
+def rates_of_file(file: Path) -> tuple[Floats, Floats] | None:
+    """Return the edges, s from 0, and the rates, 1/s, of a file of counts over time; None where it
+    holds something else. Raises InputError for one that cannot be meant."""
+    source = regular_file(file, str(file))
+    try:
+        with source.open("rb") as start:
+            begins = start.read(64).lstrip(b"\xef\xbb\xbf \r\n\t")
+        if begins.startswith(b"PAR1"):
+            return None
+        if begins.startswith((b"{", b"[")):
+            text = source.read_text(encoding="utf-8-sig")
+            record = _json(text)
+            if aggregates.is_prometheus(record):
+                return aggregates.prometheus_rates(file, record)
+            records = aggregates.unfolded(record)
+            if records is None and record is not None:
+                records = record if isinstance(record, list) else _inside(record)
+            if records is None:
+                records = [_json(line) for line in text.splitlines() if line.strip()]
+            records = [each for each in records if isinstance(each, dict)]
+            names = table_files.json_names(records)
+        else:
+            names, records = table_files.sniff(file)
+            if aggregates.count_column(names, records) is not None:
+                records = [record for _, record in table_files.csv_rows(file)]
+    except OSError as error:
+        raise InputError(str(file), error.strerror or "cannot be read") from None
+    except UnicodeDecodeError:
+        raise InputError(str(file), "is not UTF-8 text") from None
+    known = table_format(names)
+    counts = None if known is not None else aggregates.count_column(names, records)
+    return None if counts is None else aggregates.bucket_rates(file, names, records, counts)
+
+
+def _text_content(file: Path, asked: _Asked) -> _Found:
+    names, records = table_files.sniff(file)
+    with file.open(encoding="utf-8-sig", errors="replace") as lines:
+        first = lines.readline()
+    if (refused := refused_format(first, None)) is not None:
+        raise _refusal(file, refused)
+    known = _known_table(file, asked, names, records, first)
+    if known is not None and known.name == "frontier sessions":
+        asked.only_tables(file, known.name)
+        numbered = table_files.csv_rows(file)
+        rows = chat_files.frontier_rows(file, numbered)
+        return _Found(known.name, _columns(file, rows), "s of sessions, then think times")
+    made, found = table_files.read_csv(
+        file, lambda header: asked.of_table(file, known, header), asked.output_len
     )
+    return _table(file, "csv", known, made, found)
+
+
+def _parquet(file: Path, asked: _Asked) -> _Found:
+    names, records = table_files.parquet_start(file)
+    known = _known_table(file, asked, names, records, f"Parquet with columns {', '.join(names)}")
+    made, found = table_files.read_parquet(
+        file, lambda header: asked.of_table(file, known, header), asked.output_len
+    )
+    return _table(file, "parquet", known, made, found)
+
+
+def _json_content(file: Path, asked: _Asked) -> _Found:
+    """Return what a file of JSON holds: a document, or a line for each request or session."""
+    with file.open(encoding="utf-8-sig") as lines:
+        first = next(filter(str.strip, lines), "")
+        record = _json(first)
+        following = None if record is None else next(filter(str.strip, lines), None)
+        if record is None:  # one document over many lines?
+            record = _json(first + lines.read())
+            if record is None:
+                problem = f"got {first.strip()!r:.80}"
+                raise InputError(f"{file} line 1", problem, "JSON: an object a line, or a document")
+        rest = [] if following is None else [following]
+        if following is None:
+            return _document(file, asked, record)
+        if benchmark_logs.is_vllm_result(record):
+            raise InputError(str(file), "holds more than one result", "one result a file")
+        others = map(_json, chain(rest, filter(str.strip, lines)))
+        head = list(islice(others, _FIRST_RECORDS))
+        found = _sessions(file, asked, chain([record], head, others), record)
+        if found is not None:
+            return found
+    if not isinstance(record, dict):
+        problem = f"got {first.strip()!r:.60}"
+        raise InputError(f"{file} line 1", problem, "an object a line")
+    records = [record, *(each for each in head if isinstance(each, dict))]
+    names = table_files.json_names(records)
+    known = _known_table(file, asked, names, records, first)
+    made = asked.of_table(file, known, names)
+    allowed = ", ".join(made.names) + ("" if asked.output_len else " (or --output-len)")
+    found_rows = table_files.read_json_lines(file, made, allowed, asked.output_len)
+    return _table(file, "json lines", known, made, found_rows)
+
+
+def _document(file: Path, asked: _Asked, record: Any) -> _Found:
+    """Return what a JSON document holds."""
+    if benchmark_logs.is_vllm_result(record):
+        asked.only_tables(file, "vllm bench")
+        stated = benchmark_logs.stated_load(file, record)
+        found = _Found("vllm bench", _columns(file, benchmark_logs.vllm_rows(file, record, stated)))
+        found.times, found.engine = stated.times, stated.engine
+        found.columns.models = {stated.model} if stated.model else set()
+        found.max_concurrency = None if stated.has_times else stated.max_concurrency
+        return found
+    if is_conversations(record):
+        asked.only_tables(file, "vllm conversations")
+        return _Found(
+            "vllm conversations", _columns(file, conversation_rows(file, record)), "from 0 on"
+        )
+    if benchmark_logs.is_guidellm(record):
+        asked.only_tables(file, "guidellm")
+        left_out: dict[str, int] = {}
+        rows = benchmark_logs.guidellm_rows(file, record, left_out)
+        return _Found("guidellm", _columns(file, rows), "in s", left_out)
+    if (buckets := aggregates.unfolded(record)) is not None:
+        aggregates.refuse(file, buckets, "num_model_requests")
+    if aggregates.is_prometheus(record):
+        problem = "is a range of Prometheus's: rates, not requests"
+        raise InputError(str(file), problem, f"--load {file.name}, --input-len and --output-len")
+    if (refused := refused_format("", record)) is not None:
+        raise _refusal(file, refused)
+    if isinstance(record, dict) and (whole := _sessions(file, asked, [record], record)) is not None:
+        return whole
+    records = record if isinstance(record, list) else _inside(record)
+    head = next((each for each in records if isinstance(each, dict)), None)
+    if head is None:
+        raise InputError(str(file), "holds no records", "JSON objects, one for each request")
+    found_sessions = None if head is record else _sessions(file, asked, records, head)
+    if found_sessions is not None:
+        return found_sessions
+    names = table_files.json_names(records)
+    known = _known_table(file, asked, names, records[:_FIRST_RECORDS], json.dumps(head))
+    made = asked.of_table(file, known, names)
+    allowed = ", ".join(made.names) + ("" if asked.output_len else " (or --output-len)")
+    what = "line" if head is record else "request"
+    rows_found = table_files.read_records(file, records, made, allowed, asked.output_len, what)
+    return _table(file, "json", known, made, rows_found)
+
+
+def _sessions(file: Path, asked: _Asked, records: Iterable[Any], first: Any) -> _Found | None:
+    """Return what records hold that are no rows of a table; None where they are."""
+    left_out: dict[str, int] = {}
+    if benchmark_logs.is_aiperf(first):
+        asked.only_tables(file, "aiperf")
+        rows = benchmark_logs.aiperf_rows(file, records, left_out)
+        return _Found("aiperf", _columns(file, rows), "in ns", left_out)
+    if is_agent_session(first):
+        asked.only_tables(file, "weka")
+        return _Found("weka", _columns(file, agent_rows(file, records)), "of sessions, in s")
+    if is_multi_turn(first):
+        asked.only_tables(file, "aiperf multi_turn")
+        rows = multi_turn_rows(file, records, asked.output_len)
+        note = (_FOUR_BYTES,)
+        return _Found("aiperf multi_turn", _columns(file, rows), "of turns, in ms", notes=note)
+    if chat_files.is_talk(first):
+        asked.only_tables(file, "sharegpt")
+        rows = chat_files.talk_rows(file, records, left_out)
+        return _Found("sharegpt", _columns(file, rows), "", left_out, notes=(_FOUR_BYTES,))
+    if chat_files.is_tool_session(first):
+        asked.only_tables(file, "llmservingsim sessions")
+        rows = chat_files.tool_session_rows(file, records)
+        return _Found("llmservingsim sessions", _columns(file, rows), "of sessions, in ns")
+    return None
+
+
+def _inside(record: Any) -> list[Any]:
+    """Return the records that a document holds: those of its one list of objects, or itself."""
+    if not isinstance(record, dict):
+        return []
+    lists = [
+        value
+        for value in record.values()
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
+    ]
+    if table_format(table_files.json_names([record])) is None and len(lists) == 1:
+        return list(lists[0])
+    return [record]
+
+
+def _columns(file: Path, rows: Iterable[Row]) -> Columns:
+    try:
+        return Columns.of_rows(rows)
+    except (OverflowError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(str(file), "a hash id or a number is out of range", "0..2^64-1") from None
+
+
+def _known_table(
+    file: Path, asked: _Asked, names: list[str], records: list[Any], first: str
+) -> LogFormat | None:
+    """Return the format of a table, None where only ``--columns`` says it; raises InputError."""
+    known = table_format(names)
+    if known is not None:
+        return known
+    if (counts := aggregates.count_column(names, records)) is not None:
+        aggregates.refuse(file, records, counts)
+    if asked.columns is not None:
+        return None
+    allowed = "eldr-sim trace formats lists those that are known"
+    if (guess := guessed_columns(names, records)) is not None:
+        unit = ", UNIT s, ms, us or ns" if "time_UNIT=" in guess else ""
+        allowed = f"--columns {guess}{unit}; {allowed}"
+    elif len(names) > 1:
+        there = ", ".join(names)
+        allowed = f"--columns time_UNIT=NAME,input=NAME,output=NAME of {there:.200}; {allowed}"
     raise InputError(str(file), f"unknown format, first line {first.strip()!r:.80}", allowed)
 
 
-def known_log(
-    path: str | os.PathLike[str],
-    columns: str | None = None,
-    sessions: str | None = None,
-    output_len: int | None = None,
-) -> RequestLog:
-    """Return a log as `read_request_log` does; not read again unless the file has changed.
-    ``sessions``: a file that says which requests go on with which, see `log_rows`."""
-    file = regular_file(Path(path), str(path))
-    about = file.stat()
-    stamp = about.st_mtime_ns, about.st_size
-    log = _known(str(file), str(file.resolve()), columns, stamp, output_len)
-    if sessions is None:
-        return log
-    return replace(log, **read_sessions(Path(sessions), log))
+def _refusal(file: Path, known: LogFormat) -> InputError:
+    return InputError(str(file), f"holds no requests: {known.about}", known.way)
 
 
-@lru_cache(maxsize=2)
-def _known(
-    path: str, _: str, columns: str | None, stamp: tuple[int, int], output_len: int | None
-) -> RequestLog:
-    return read_request_log(path, columns, output_len)
-
-
-def _json_rows(
-    file: Path, first: str, lines: TextIO, output_len: int | None
-) -> tuple[str, Iterator[Row]]:
-    """Return the format of a file of JSON, and its requests; ``first`` is its first line."""
-    record = _json(first)
-    if record is None:  # one result over many lines?
-        record, whole = _json(first + lines.read()), True
+def _table(
+    file: Path, kind: str, known: LogFormat | None, made: TableColumns, found: Columns
+) -> _Found:
+    """Return what a table holds; raises InputError where its times or rows cannot be meant."""
+    notes: tuple[str, ...] = (_FOUR_BYTES,) if made.text else ()
+    if made.time is None:
+        return _Found(kind if known is None else known.name, found, notes=notes)
+    if known is None and aggregates.is_even(found.when_ns, found.prompt):
+        aggregates.refuse(file, [], None)
+    if made.unit == DATE:
+        times = "are dates"
     else:
-        whole = False
-    if benchmark_logs.is_vllm_result(record):
-        if not whole and any(line.strip() for line in lines):
-            raise InputError(str(file), "holds more than one result", "one result a file")
-        return "vllm bench", benchmark_logs.vllm_rows(file, record)
-    if is_conversations(record):
-        return "vllm conversations", conversation_rows(file, record)
-    if benchmark_logs.is_guidellm(record):
-        return "guidellm", benchmark_logs.guidellm_rows(file, record)
-    others = map(_json, filter(str.strip, lines))
-    if benchmark_logs.is_aiperf(record):
-        return "aiperf", benchmark_logs.aiperf_rows(file, chain([record], others))
-    if is_agent_session(record):
-        return "weka", agent_rows(file, chain([record], others))
-    if is_multi_turn(record):
-        return "aiperf multi_turn", multi_turn_rows(file, chain([record], others), output_len)
-    lines.seek(0)
-    if isinstance(record, dict) and "parent_chat_id" in record:
-        return "bailian", _json_lines(file, lines, _BAILIAN, _bailian_row)
-    return "mooncake", _json_lines(file, lines, _MOONCAKE, _mooncake_row)
+        times = f"in {made.unit}"
+        longest = 31 * 86400.0 if known is None else known.longest_s
+        doubt = check_unit(file, found.when_ns, made.unit, made.time, longest, asks=made.ambiguous)
+        notes += (doubt,) if doubt else ()
+    return _Found(kind if known is None else known.name, found, times, notes=notes)
 
 
 def _json(text: str) -> Any:
@@ -191,120 +393,117 @@ def _json(text: str) -> Any:
         return None
 
 
-def _csv_rows(
-    file: Path, lines: Iterator[str], columns: tuple[str, str, str], to_ns: Callable[[str], int]
-) -> Iterator[Row]:
-    rows = csv.reader(lines)
-    header = [cell.strip() for cell in next(rows)]
-    when, prompt, output = (header.index(name) for name in columns)
-    session = header.index(_SESSION) if _SESSION in header else None
-    priority = header.index(_PRIORITY) if _PRIORITY in header else None
-    for row in rows:
-        if not row:
-            continue
-        try:
-            yield Row(
-                to_ns(row[when]),
-                int(row[prompt]),
-                int(row[output]),
-                (),
-                "" if session is None else row[session],
-                None if priority is None else int(row[priority]),
-            )
-        except (ValueError, IndexError, OverflowError):
-            raise InputError(
-                f"{file} line {rows.line_num}", f"got {','.join(row)!r:.80}", ",".join(columns)
-            ) from None
-
-
-def _json_lines(
-    file: Path, lines: Iterator[str], fields: str, row: Callable[[Any], Row]
-) -> Iterator[Row]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            yield row(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            raise InputError(f"{file} line {number}", f"got {line.strip()!r:.80}", fields) from None
-
-
-def _mooncake_row(entry: Any) -> Row:
-    when = entry["timestamp"] if "timestamp" in entry else entry["timestamp_ms"]
-    priority, delay = entry.get(_PRIORITY), entry.get("delay")
-    if priority is not None and type(priority) is not int:
-        raise TypeError
-    after = None if delay is None else float(delay) / 1e3
-    session, name = session_of(entry.get("session_id")), session_of(entry.get("request_id"))
-    joins = [str(other) for other in entry.get("wait_for") or ()]
-    when_ns = scaled_ns(float(when), 1e6)
-    return Row(when_ns, *_sizes(entry), session, priority, after, name, joins=joins)
-
-
-def _bailian_row(entry: Any) -> Row:
-    parent, name = str(entry["parent_chat_id"]), str(entry["chat_id"])
-    when = scaled_ns(float(entry["timestamp"]), 1e9)
-    return Row(when, *_sizes(entry), name=name, parent="" if parent == "-1" else parent)
-
-
-def _sizes(entry: Any) -> tuple[int, int, list[int]]:
-    """Return the tokens of prompt and answer, and the prompt's blocks."""
-    hashes, lengths = entry.get("hash_ids", []), (entry["input_length"], entry["output_length"])
-    if not all(type(n) is int for n in (*lengths, *hashes)):
-        raise TypeError
-    return *lengths, hashes
-
-
-def _assemble(file: Path, kind: str, rows: Iterator[Row]) -> RequestLog:
-    kept: list[Row] = []
-    dropped = 0
-    for row in rows:
-        if min(row[1], row[2]) < 0 or max(row[1], row[2]) > _MAX_TOKENS:
-            problem = f"{row[1]} prompt and {row[2]} output tokens"
-            allowed = f"0..{_MAX_TOKENS}"
-            raise InputError(f"{file} request {len(kept) + dropped + 1}", problem, allowed)
-        if row[1] and row[2]:
-            kept.append(row)
-        else:
-            dropped += 1
-    if not kept:
+def _assemble(file: Path, found: _Found) -> RequestLog:
+    """Return the log of what was found, in order of arrival; raises InputError."""
+    columns, left_out = found.columns, dict(found.left_out)
+    lengths = (columns.prompt, columns.output)
+    bad = np.zeros(len(columns), np.bool_)
+    for length in lengths:
+        bad |= (length < 0) | (length > _MAX_TOKENS)
+    if bad.any():
+        which = int(np.argmax(bad))
+        problem = f"{lengths[0][which]} prompt and {lengths[1][which]} output tokens"
+        raise InputError(f"{file} request {which + 1}", problem, f"0..{_MAX_TOKENS}")
+    rows = len(columns) + sum(left_out.values())
+    gone = np.zeros(len(columns), np.bool_)
+    for why, which_ones in (
+        ("without an answer", columns.output == 0),
+        ("without a prompt", columns.prompt == 0),
+        ("failed", np.zeros(len(columns), np.bool_) if columns.failed is None else columns.failed),
+    ):
+        if n := int((which_ones & ~gone).sum()):
+            left_out[why] = left_out.get(why, 0) + n
+        gone |= which_ones
+    if gone.all():
         raise InputError(str(file), "holds no request with prompt and output tokens")
-    in_order = all(one[0] <= other[0] for one, other in pairwise(kept))
-    kept.sort(key=lambda row: row[0])
-    when = np.array([row[0] for row in kept], dtype=np.int64)
-    prompt = np.array([row[1] for row in kept], dtype=np.int32)
-    blocks = np.array([len(row[3]) for row in kept], dtype=np.int64)
-    indptr = np.concatenate([[0], np.cumsum(blocks)])
-    try:
-        hashes = np.fromiter(
-            (h for row in kept for h in row[3]), dtype=np.uint64, count=int(indptr[-1])
-        )
-    except (OverflowError, ValueError):
-        raise InputError(str(file), "a hash id is out of range", "0..2^64-1") from None
+    if gone.any():
+        columns = columns.taken(np.flatnonzero(~gone))
+    timed = bool(found.times)
+    if not timed:
+        columns.when_ns = benchmark_logs.drawn_times_ns(len(columns), 1.0, 1.0)
+    when = columns.when_ns
+    in_order = bool((when[1:] >= when[:-1]).all())
+    if not in_order:
+        columns = columns.taken(np.argsort(when, kind="stable"))
+        when = columns.when_ns
+    span = (int(when[-1]) - int(when[0])) / 1e9
+    n = len(columns)
+    header = LogHeader(
+        file=file.name,
+        format=found.kind,
+        rows=rows,
+        left_out=left_out,
+        times=found.times,
+        span_s=span if timed else 0.0,
+        rate=(n - 1) / span if span > 0 and timed else None,
+        prompts=told_lengths(columns.prompt),
+        outputs=told_lengths(columns.output),
+        models=tuple(sorted(columns.models)),
+        engine=found.engine,
+        max_concurrency=found.max_concurrency,
+        notes=found.notes,
+    )
+    indptr = np.zeros(n + 1, np.int64)
+    np.cumsum(columns.blocks, out=indptr[1:])
+    prompt = columns.prompt.astype(np.int32)
+    with file.open("rb") as content:
+        checksum = hashlib.file_digest(content, "sha256").hexdigest()
     return RequestLog(
         path=file,
-        format=kind,
+        format=found.kind,
+        header=header,
         arrival_s=(when - when[0]) / 1e9,
         prompt_len=prompt,
-        output_len=np.array([row[2] for row in kept], dtype=np.int32),
-        **sessions_of(kept),
-        priority=_priorities(file, [row[5] for row in kept]),
-        prefix_hash=hashes,
-        prefix_indptr=indptr.astype(np.int64),
-        prefix_block_tokens=_block_tokens(file, prompt, blocks),
-        n_dropped=dropped,
-        checksum=hashlib.sha256(file.read_bytes()).hexdigest(),
+        output_len=columns.output.astype(np.int32),
+        **sessions_of(columns),
+        priority=_priorities(file, columns.priority),
+        prefix_hash=columns.hashes.astype(np.uint64, copy=False),
+        prefix_indptr=indptr,
+        prefix_block_tokens=_block_tokens(file, prompt, columns.blocks),
+        n_dropped=sum(left_out.values()),
+        checksum=checksum,
         in_order=in_order,
+        timed=timed,
     )
 
 
-def _priorities(file: Path, given: list[int | None]) -> Int32s | None:
-    if all(priority is None for priority in given):
+def _priorities(file: Path, given: Ints | None) -> Int32s | None:
+    if given is None or (given == NO_PRIORITY).all():
         return None
-    try:
-        return np.array([priority or 0 for priority in given], np.int32)
-    except OverflowError:
-        raise InputError(str(file), "a priority is out of range", "32 bits") from None
+    known = np.where(given == NO_PRIORITY, 0, given)
+    if (np.abs(known) >= 2**31).any():
+        raise InputError(str(file), "a priority is out of range", "32 bits")
+    return known.astype(np.int32)
+
+
+def known_log(
+    path: str | os.PathLike[str],
+    columns: str | None = None,
+    sessions: str | None = None,
+    output_len: int | None = None,
+    time_unit: str | None = None,
+) -> RequestLog:
+    """Return a log as `read_request_log` does; not read again unless the file has changed.
+    ``sessions``: a file that says which requests go on with which, see `log_rows`."""
+    file = regular_file(Path(path), str(path))
+    about = file.stat()
+    stamp = about.st_mtime_ns, about.st_size
+    log = _known(str(file), str(file.resolve()), columns, stamp, output_len, time_unit)
+    if sessions is None:
+        return log
+    return replace(log, **read_sessions(Path(sessions), log))
+
+
+@lru_cache(maxsize=2)
+def _known(
+    path: str,
+    _: str,
+    columns: str | None,
+    stamp: tuple[int, int],
+    output_len: int | None,
+    time_unit: str | None,
+) -> RequestLog:
+    return read_request_log(path, columns, output_len, time_unit)
 
 
 def _block_tokens(file: Path, prompt: Int32s, blocks: Ints) -> int:
