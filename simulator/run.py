@@ -493,10 +493,11 @@ def _calibration(
     workload: str,
     domain_mix: tuple[tuple[str, float], ...] | None,
     score: PromptScore,
+    at_least: int = 1,
 ) -> CalibrationSet:
     """Pick calibration requests; those picked before are not read again by this process."""
     mix = None if domain_mix is None else dict(domain_mix)
-    return calibration_set(trace, workload=workload, domain_mix=mix, score=score)
+    return calibration_set(trace, workload=workload, domain_mix=mix, score=score, at_least=at_least)
 
 
 @lru_cache(maxsize=16)
@@ -513,7 +514,7 @@ def _fit(
         trace,
         workload,
         None if domain_mix is None else dict(domain_mix),
-        lambda: _calibration(trace, workload, domain_mix, score_of(options.transform)),
+        lambda: _calibration(trace, workload, domain_mix, score_of(options.transform), n_decoders),
         n_decoders,
         seed,
         options,

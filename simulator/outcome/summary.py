@@ -11,6 +11,7 @@ from eldr_sim.arrays import Ints, Records
 from eldr_sim.kernel_profiles.kernels.flops import mfu, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables.format import weakest
+from eldr_sim.policies import registry
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import BYTES_ALONE, PROVENANCE
 from eldr_sim.simulator.outcome.bottleneck import limits_of
@@ -58,9 +59,19 @@ def copies_met(
     return {"copies_share": round(beside, 6), "copies_share_expected": round(expected, 6)}
 
 
-def trace_warnings(trace: RoutingTrace, copies: dict[str, float], trace_replay: str) -> list[str]:
-    """Say what the trace cannot stand for, a line each."""
+def trace_warnings(
+    trace: RoutingTrace, copies: dict[str, float], trace_replay: str, n_clusters: int = 0
+) -> list[str]:
+    """Return what the trace cannot stand for, a line each.
+
+    ``n_clusters``: clusters that the router fitted to its calibration requests; 0 without a fit."""
     warnings = []
+    n_fitted = int(trace.for_calibration.is_calibration.sum()) if n_clusters else 0
+    if n_fitted < n_clusters:
+        warnings.append(
+            f"the router's {n_clusters} clusters were fitted to {n_fitted} calibration requests, "
+            "each cut into pieces"
+        )
     if not trace.has_prompts:
         warnings.append(
             "the routing trace is decode-only: prompts are priced at uniform routing, first tokens "
@@ -435,7 +446,11 @@ def summary_of(
             f"{config.front_end.handover}: {HAND_OVERS[config.front_end.handover].source}"
         )
     experts = None if trace is None else "recorded" if trace.has_prompts else "uniform"
-    warned = [] if trace is None else trace_warnings(trace, copies, config.routing.trace_replay)
+    warned: list[str] = []
+    if trace is not None:
+        fits = config.cluster.hands_over and registry.needs("policy", policies.policy).signature
+        n_clusters = len(spec.routers[-1]) if fits else 0
+        warned = trace_warnings(trace, copies, config.routing.trace_replay, n_clusters)
     return summary | {
         "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
         "provenance": provenance,

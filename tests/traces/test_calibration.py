@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
+from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.writer import write_trace
@@ -140,6 +141,31 @@ def test_domain_without_calibration_requests(tmp_path):
         tool_versions={},
         provenance="synthetic",
     )
+    assert calibration_set(trace, workload="log").requests.tolist() == [0]  # y was never fitted
     with pytest.raises(InputError, match="no calibration request of domain 'y'"):
-        calibration_set(trace, workload="log")
+        calibration_set(trace, workload="log", domain_mix={"y": 1})
     assert calibration_set(trace, workload="log", domain_mix={"x": 1}).requests.tolist() == [0]
+
+
+def test_few_requests_are_cut_into_as_many_pieces_as_are_asked_for():
+    """Pieces of all requests together are the requests, token by token."""
+    trace = open_trace("qwen3-30b-a3b")
+    whole = calibration_set(trace, workload="trace")
+    assert whole.pieces == 1
+    cut = calibration_set(trace, workload="trace", at_least=16)
+    n = len(whole.requests)
+    assert n < 16 <= len(cut.requests) < 16 + n
+    assert cut.pieces * n == len(cut.requests)
+
+    def tokens(calibration):
+        trace = calibration.trace
+        chosen = calibration.counts.sum(axis=0, dtype=np.int64)
+        answers = trace.output_len[calibration.requests][:, None, None]
+        return chosen + (calibration.decode_activation * answers).sum(axis=0).round()
+
+    assert np.array_equal(tokens(cut), tokens(whole))
+    assert np.array_equal(cut.domain, np.repeat(whole.domain, cut.pieces))
+    shares = whole.trace.prompt_len / (whole.trace.prompt_len + whole.trace.output_len)
+    made = cut.trace.prompt_len / (cut.trace.prompt_len + cut.trace.output_len)
+    assert np.allclose(made, np.repeat(shares[whole.requests], cut.pieces), atol=0.05)
+    fit(cut, 16, seed=0)

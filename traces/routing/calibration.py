@@ -1,7 +1,7 @@
 """Calibration sets: the requests on which a routing policy is fitted before it serves."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -32,6 +32,7 @@ class CalibrationSet:
     gate_scores: GateScores | None = None  #: the trace's gate scores, or None where it carries none
     #: The trace that the requests are of, for what is counted when first asked for; or None.
     trace: RoutingTrace | None = field(default=None, repr=False)
+    pieces: int = 1  #: pieces that each recorded request was cut into, as there were too few
 
     def coactivation(self, tokens: Tokens = "all") -> Ints:
         """Return how many tokens chose each pair of experts (`coactivation.coactivation`), counted
@@ -61,10 +62,27 @@ def calibration_set(
     workload: str,
     domain_mix: Mapping[str, float] | None = None,
     score: PromptScore = "count",
+    at_least: int = 1,
 ) -> CalibrationSet:
-    """Pick calibration requests in proportion to a workload's domain mix: of N, domain d gives the
-    first ``round(N share_d)``, at least one, with the largest N that none runs out of. ``score``:
-    only with this gate score. Raises InputError if the mix is not valid, or a domain has none."""
+    """Pick calibration requests in proportion to a workload's domain mix.
+
+    Of N requests, domain d gives the first ``round(N share_d)``, at least one, with the largest N
+    that no domain runs out of. A domain without calibration requests is left out: a router in
+    production meets such domains, too.
+
+    Args:
+        trace: the recording, or what was drawn from one.
+        workload: a named workload, ``trace``, or a log.
+        domain_mix: weights of domains; the workload's when not given.
+        score: pick only requests with this gate score.
+        at_least: where there are fewer requests, each is cut into equal pieces, as few as reach
+            this number. A piece is a run of a request's tokens, divided into prompt and answer as
+            the request is.
+
+    Raises:
+        InputError: the mix is not valid, no domain of it has a calibration request, or one lacks
+            the gate scores.
+    """
     shares, _ = resolve_domain_mix(trace.texts, workload, domain_mix)
     trace = trace.for_calibration
     pools = {name: trace.requests_of([name], calibration=True) for name in shares}
@@ -72,10 +90,11 @@ def calibration_set(
         covered, _ = of_kind(trace.gate_scores, score)
         pools = {name: np.intersect1d(pool, covered) for name, pool in pools.items()}
     empty = [name for name, pool in pools.items() if not len(pool)]
-    if empty:
+    if empty and (score != "count" or len(empty) == len(pools)):
         which = "" if score == "count" else f" with gate scores ({score})"
         problem = f"{trace.path.name} has no calibration request{which} of domain {empty[0]!r}"
         raise InputError("trace", problem)
+    pools = {name: pool for name, pool in pools.items() if len(pool)}
     # 1e-9 keeps a quotient that should be whole from falling one short.
     total = min(int(len(pool) / shares[name] + 1e-9) for name, pool in pools.items())
     taken = {
@@ -84,6 +103,11 @@ def calibration_set(
     }
     requests = np.concatenate([pool[: taken[name]] for name, pool in pools.items()])
     requests.sort()
+    pieces = -(-at_least // len(requests)) if trace.has_prompts and score == "count" else 1
+    if pieces > 1 and int(trace.recorded_rows(requests)[1].min()) >= 2 * pieces:
+        trace, requests = _cut(trace, requests, pieces), np.arange(len(requests) * pieces)
+    else:
+        pieces = 1
     return CalibrationSet(
         counts=trace.prompt_counts(requests) if trace.has_prompts else None,
         decode_activation=trace.decode_activation(requests),
@@ -93,6 +117,26 @@ def calibration_set(
         trace_checksum=trace.manifest.checksum,
         gate_scores=trace.gate_scores,
         trace=trace,
+        pieces=pieces,
+    )
+
+
+def _cut(trace: RoutingTrace, requests: Ints, pieces: int) -> RoutingTrace:
+    """Return a trace of equal pieces of some requests, all of the calibration split."""
+    first, rows = trace.recorded_rows(requests)
+    starts = rows[:, None] * np.arange(pieces + 1) // pieces
+    length = np.diff(starts, axis=1).ravel()
+    share = np.repeat(trace.prompt_len[requests] / rows, pieces)
+    prompt_len = np.clip(np.rint(length * share), 1, length - 1).astype(np.int32)
+    return replace(
+        trace,
+        domain=np.repeat(trace.domain[requests], pieces),
+        prompt_len=prompt_len,
+        output_len=(length - prompt_len).astype(np.int32),
+        first_row=(first[:, None] + starts[:, :-1]).ravel(),
+        session=np.repeat(trace.session[requests], pieces),
+        is_calibration=np.ones(len(length), np.bool_),
+        gate_scores=None,
     )
 
 
