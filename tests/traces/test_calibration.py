@@ -127,12 +127,12 @@ def test_never_served(trace):
 def test_domain_without_calibration_requests(tmp_path):
     trace = write_trace(
         tmp_path / "t",
-        experts=np.zeros((4, 1, 1), int),
-        request_id=["0", "1"],
-        domain=["x", "y"],
-        prompt_len=[1, 1],
-        output_len=[1, 1],
-        is_calibration=[True, False],
+        experts=np.zeros((6, 1, 1), int),
+        request_id=["0", "1", "2"],
+        domain=["x", "y", "x"],
+        prompt_len=[1, 1, 1],
+        output_len=[1, 1, 1],
+        is_calibration=[True, False, False],
         model="m",
         n_experts=1,
         domains=["x", "y"],
