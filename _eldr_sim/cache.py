@@ -20,8 +20,8 @@ from eldr_sim.outputs import whole_file
 
 FOLDER_VARIABLE = "ELDR_SIM_CACHE"
 SIZE_VARIABLE = "ELDR_SIM_CACHE_SIZE"
-BITSETS, FITS, NUMBA, TRACES = "bitsets", "fits", "numba", "traces"
-_LIMITED = BITSETS, FITS, TRACES  # compiled code is small, and slow to make
+BITSETS, FITS, NUMBA, TABLES, TRACES = "bitsets", "fits", "numba", "tables", "traces"
+_LIMITED = BITSETS, FITS, TABLES, TRACES  # compiled code is small, and slow to make
 
 #: What lies in each part of the folder, finished or left by a killed process. Nothing else is
 #: touched: the variable may name a folder with other things in it.
@@ -29,6 +29,7 @@ _OURS = {
     BITSETS: ("*.bits", ".*.bits-*"),
     FITS: ("*.npz", ".*.npz-*"),
     NUMBA: ("*/*/*.nbi", "*/*/*.nbc", "*/*/*.nb[ic].tmp.*"),
+    TABLES: ("*/*.parquet",),
     TRACES: ("*/experts.npy", "*/gate_scores.npz", "*/manifest.json", "*/requests.parquet"),
 }
 _DEFAULT_LIMIT = 2 << 30
@@ -131,15 +132,17 @@ def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | No
     return path
 
 
-def keep_folder(part: str, name: str, write: Callable[[Path], object]) -> Path | None:
+def keep_folder(
+    part: str, name: str, write: Callable[[Path], object], doing: str = "drawing routing"
+) -> Path | None:
     """Make a folder of the cache by ``write``, whole or not at all, and make room for it; one made
-    meanwhile stays. Returns its path, or None, after a warning."""
+    meanwhile stays. Returns its path, or None, after a warning. ``doing``: what is said of it."""
     limit = size_limit()
     place = writable_folder(part)
     if place is None:
         return None
     path, temporary = place / name, place / f".{name}-{os.getpid()}"
-    tell(f"drawing routing, once on this machine: {name.rpartition('-')[0]}")
+    tell(f"{doing}, once on this machine: {name.rpartition('-')[0]}")
     try:
         write(temporary)
         temporary.rename(path)

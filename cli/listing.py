@@ -1,9 +1,12 @@
 """``eldr-sim gpus``, ``models``, ``presets``, ``tables`` and ``cache``: what there is.
 Each imports what it needs when it is called: listing models should not wait for tables."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from pathlib import Path
 from time import localtime, strftime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +15,13 @@ from eldr_sim.cli.console import print_table
 from eldr_sim.cli.option import complete, model_option, option, parallel_options
 from eldr_sim.cli.option import gpus as gpu_names
 from eldr_sim.errors import InputError
+
+if TYPE_CHECKING:
+    from eldr_sim.kernel_profiles.gpus import GPU
+    from eldr_sim.kernel_profiles.models import ModelDims
+    from eldr_sim.kernel_profiles.parallel import Parallelism
+    from eldr_sim.kernel_profiles.tables.format import LatencyTable
+    from eldr_sim.kernel_profiles.tables.library import Engine
 
 
 @click.group(short_help="List the known GPUs.", invoke_without_command=True)
@@ -224,24 +234,78 @@ def list_tables() -> None:
 @model_option("Tables of this model's shapes.", default=None)
 @parallel_options("tables")
 @option("--data-parallel-size", int, "Engines that share experts.", default=1, metavar="N")
-@option("--engine", ["vllm", "sglang", "trtllm"], "Whose kernels; what an engine has no table of "
-        "is left out.", default="vllm")  # fmt: skip
+@option("--engine", None, "Whose kernels, and up to which version (the newest); what an engine has "
+        "no table of is left out.", default="vllm", metavar="NAME[==VERSION]")  # fmt: skip
 @option("--out", Path, required=True)
 def import_(gpu: str, model: str | None, engine: str, out: Path, **parallel: Any) -> None:
-    """Import a GPU's tables from the package aiconfigurator-core.
+    """Import a GPU's tables from aisimulate or aiconfigurator-core, whichever is installed.
 
-    Use them with `eldr-sim run --tables DIR`. Needs `pip install eldr-sim[aiconfigurator]`."""
+    Says what it took, of which version of the engine, and what is still missing. Use the tables
+    with `eldr-sim run --tables DIR`. Needs `pip install eldr-sim[aiconfigurator]`, or `pip install
+    --no-deps aisimulate==0.13.0.dev202610270000000085`, which has more."""
+    from eldr_sim.kernel_profiles.gpus import load_gpu
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.kernel_profiles.parallel import Parallelism
     from eldr_sim.kernel_profiles.sources.aiconfigurator_import import import_tables
+    from eldr_sim.kernel_profiles.tables.format import load_table
+    from eldr_sim.kernel_profiles.tables.library import Engine
+    from eldr_sim.simulator.setup.config.pools import Pool
 
     if out.exists() and not out.is_dir():
         raise InputError("out", f"{out} is a file", "a folder")
     dims = None if model is None else load_model(model)
     names = ("tensor_parallel_size", "enable_expert_parallel", "data_parallel_size")
     layout = Parallelism(*(parallel[name] for name in names))
-    paths = import_tables(gpu, dims, out, layout, engine=engine)
+    try:
+        told = Pool.model_validate({"engine": engine})
+    except ValueError:
+        allowed = "vllm, sglang or trtllm, and a version behind ==, such as vllm==0.24"
+        raise InputError("engine", repr(engine), allowed) from None
+    name, version = told.engine or "vllm", told.engine_version or ""
+    known = load_gpu(gpu)
+    paths = import_tables(known.name, dims, out, layout, engine=name, version=version)
+    found = [load_table(path) for path in paths]
+    rows = [
+        [
+            t.metadata.kind,
+            _shape(t.metadata.shape),
+            t.metadata.dtype,
+            t.metadata.framework,
+            str(len(t)),
+        ]
+        for t in found
+    ]
+    print_table("Imported", ["kernel", "shape", "type", "engine", "rows"], rows)
     click.echo(f"Wrote {len(paths)} tables to {out}")
+    if dims is not None:
+        click.echo(_still_missing(dims, known, layout, Engine(name, version), found))
+
+
+def _shape(shape: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in shape.items())
+
+
+def _still_missing(
+    model: ModelDims, gpu: GPU, layout: Parallelism, engine: Engine, tables: list[LatencyTable]
+) -> str:
+    """Say which parts of the model have no table, shipped or imported, and which are another
+    engine's."""
+    from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+
+    steps = build_step_time_model(
+        model, gpu, max_num_seqs=64, max_model_len=8192, max_num_batched_tokens=8192,
+        parallelism=layout, engine=engine, tables=tables,
+    )  # fmt: skip
+    others = [
+        f"{part} ({source['framework']})"
+        for part, source in steps.provenance.items()
+        if source.get("framework", engine.name).split()[0] not in (engine.name, "nccl")
+    ]
+    said = f"of {model.name} on {gpu.name} under {engine.name}: "
+    return (
+        f"Still missing {said}{', '.join(steps.missing) or 'nothing'}\n"
+        f"Other engines' kernels stand in for: {', '.join(others) or 'nothing'}"
+    )
 
 
 @click.group(short_help="Show or clear the cache folder.")
@@ -281,6 +345,7 @@ def clear() -> None:
         user_cache.BITSETS: "bit sets",
         user_cache.FITS: "fits",
         user_cache.NUMBA: "compiled code",
+        user_cache.TABLES: "imported tables",
         user_cache.TRACES: "drawn traces",
     }
     for part, what in parts.items():
@@ -293,7 +358,11 @@ def clear() -> None:
 
 def _name(file: user_cache.CacheFile) -> str:
     name = file.path.name
-    return f"{file.path.parent.name}/{name}" if file.part == user_cache.TRACES else name
+    return (
+        f"{file.path.parent.name}/{name}"
+        if file.part in (user_cache.TABLES, user_cache.TRACES)
+        else name
+    )
 
 
 def _megabytes(size: int) -> str:

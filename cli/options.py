@@ -124,18 +124,21 @@ def _names(param: click.Parameter) -> list[str]:
 
 #: Fields that are mappings and have options of their own.
 _MAPPINGS = ("goodput", "prefill", "decode")
+#: Fields that are said in another option: ``--engine vllm==0.24``.
+_SAID_ELSEWHERE = ("engine_version",)
 #: Options of one pool's workers, such as ``prefill_gpu``, and the fields they stand for.
 _POOL_OPTIONS = {
     f"{role}_{name}": (role, name)
     for role in ("prefill", "decode")
     for name in Pool.model_fields
-    if name != "all2all_backend"  # a plan's, or a file's: help has room for a screen
+    # A plan's, or a file's: help has room for a screen; the version is a part of the engine's word.
+    if name not in ("all2all_backend", "engine_version")
 }
 
 
 def run_options(*, without: tuple[str, ...] = ()) -> Decorator:
     """Add an option for each field of :class:`RunConfig`, plus ``--config`` and ``--goodput``."""
-    hidden = (*_MAPPINGS, *without)
+    hidden = (*_MAPPINGS, *_SAID_ELSEWHERE, *without)
     options = [_option(name) for name in RUN_FIELDS if name not in hidden]
     options += [_pool_option(name) for name in _POOL_OPTIONS]
     bounds = (
@@ -282,6 +285,8 @@ def plot_extras(plot: bool, out: Path | None, name: str = "") -> list[Callable[[
 
 
 def _metavar(name: str) -> str:
+    if name == "engine":
+        return "|".join(_choices(name)) + "[==VERSION]"
     if choices := _choices(name):
         return "|".join(choices)
     if name in DECISION_OF:

@@ -1,5 +1,4 @@
-"""Import measured kernel tables from the optional package ``aiconfigurator-core`` (Apache-2.0),
-Parquet under ``systems/data/<gpu>/<kind>/<backend>/<version>``. What it takes to read them:
+"""Read the measured kernel tables of NVIDIA's packages (`sources.packages`). What it takes:
 
 - MoE rows give tokens, not distinct experts. ``balanced`` routing activates ``min(E, k * tokens)``;
   ``power_law_*`` rows are unseeded draws: their expectation follows the package's generator.
@@ -14,19 +13,18 @@ Parquet under ``systems/data/<gpu>/<kind>/<backend>/<version>``. What it takes t
 import datetime
 from collections.abc import Iterator
 from functools import lru_cache
-from importlib import metadata as package_metadata
-from importlib import resources
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.kernel_latency import GemmLatency
 from eldr_sim.kernel_profiles.kernels.table_errors import left_out_errors
 from eldr_sim.kernel_profiles.models import LONGEST, ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.kernel_profiles.sources.packages import SYSTEMS, Source, first_rows, sources
 from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
     Kind,
@@ -37,19 +35,6 @@ from eldr_sim.kernel_profiles.tables.format import (
     linear_attention_shape,
     moe_shape_of,
 )
-
-SYSTEMS = {
-    "H100": "h100_sxm",
-    "H200": "h200_sxm",
-    "A100": "a100_sxm",
-    "B200": "b200_sxm",
-    "B300": "b300_sxm",
-    "GB200": "gb200",
-    "GB300": "gb300",
-    "L40S": "l40s",
-    "RTX PRO 6000": "rtx_pro_6000_server",
-}
-"""GPUs that can be imported, and their folder in the package."""
 
 #: Kinds of tables of attention, the package's word for each, and the column that tells its tokens.
 _ATTENTION: tuple[tuple[Kind, str, str], ...] = (
@@ -122,57 +107,6 @@ def expected_distinct(
     return float(np.mean(distinct))
 
 
-def data_folder(gpu: str) -> Path:
-    """Return the package's folder of a GPU's tables; raises InputError without package or GPU."""
-    if gpu not in SYSTEMS:
-        raise InputError("gpu", f"no tables to import for {gpu!r}", ", ".join(SYSTEMS))
-    try:
-        root = Path(str(resources.files("aiconfigurator_core")))
-    except ModuleNotFoundError:
-        raise InputError(
-            "aiconfigurator",
-            "the package aiconfigurator-core is not installed",
-            "pip install 'eldr-sim[aiconfigurator]'",
-        ) from None
-    return root / "systems" / "data" / SYSTEMS[gpu]
-
-
-class Source(NamedTuple):
-    """A file of the package: what one version of one engine took on a GPU."""
-
-    gpu: str
-    part: str  #: ``moe``, ``attention``, ``mla``, ``gemm`` or ``comm``
-    engine: str
-    version: str
-    file: str = ""  #: empty for all files of the version
-
-    @property
-    def path(self) -> Path:
-        """Where it lies."""
-        return data_folder(self.gpu) / self.part / self.engine / self.version / self.file
-
-    @property
-    def rows(self) -> pd.DataFrame:
-        """Its rows, none if it is missing."""
-        return pd.read_parquet(self.path) if self.path.is_file() else pd.DataFrame()
-
-    def chosen(self, **wanted: Any) -> pd.DataFrame:
-        """Return its rows with these values; a version without such a column has 0 in it."""
-        frame = self.rows
-        if not frame.empty:
-            frame = frame.assign(**{name: 0 for name in wanted if name not in frame})
-            frame = frame[(frame[list(wanted)] == list(wanted.values())).all(axis=1)]
-        return frame
-
-
-def sources(gpu: str, part: str, engine: str, file: str = "") -> list[Source]:
-    """Return a file in all versions that there are, newest first."""
-    folder = data_folder(gpu) / part / engine
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    names.sort(key=lambda name: [int(p) for p in name.split(".") if p.isdigit()])
-    return [Source(gpu, part, engine, name, file) for name in names[::-1]]
-
-
 def median_rows(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """One row per point: the median latency of repeated rows, sorted by point."""
     return frame.groupby(keys, sort=True)["latency"].median().reset_index()
@@ -191,8 +125,6 @@ def package_table(
 ) -> LatencyTable:
     """Table of some points; the rest of its source is of the package's rows. ``points``: the kind's
     columns, and ``latency``, ms, or ``latency_s``; ``about``: metadata."""
-    _, part, engine, version, file = source
-    path = "/".join(filter(None, (SYSTEMS[source.gpu], part, engine, version, file)))
     said: dict[str, Any] = {
         "kernel_source": " + ".join(sorted(set(frame.get("kernel_source", ())))),
         "device": str(frame["device"].iloc[0]) if "device" in frame else SYSTEMS[source.gpu],
@@ -206,9 +138,9 @@ def package_table(
             gpu=source.gpu,
             shape=shape,
             dtype=dtype,
-            framework=f"{engine} {version}",
+            framework=f"{source.engine} {source.version}",
             provenance="imported",
-            origin=f"aiconfigurator-core {package_metadata.version('aiconfigurator-core')}: {path}",
+            origin=source.origin,
             date=datetime.date.today().isoformat(),
             **(said | about),
         ),
@@ -218,7 +150,11 @@ def package_table(
 
 
 def moe_tables(
-    gpu: str, model: ModelDims, parallelism: Parallelism = SINGLE_GPU, engine: str = "vllm"
+    gpu: str,
+    model: ModelDims,
+    parallelism: Parallelism = SINGLE_GPU,
+    engine: str = "vllm",
+    version: str = "",
 ) -> Iterator[LatencyTable]:
     """Fused-MoE tables of one GPU's part of a model's layer, the newest version of every kernel, of
     ``engine``: ``vllm``, ``sglang`` or ``trtllm``, whose MXFP4 weights take MXFP8 activations on
@@ -231,7 +167,7 @@ def moe_tables(
     ranks = parallelism.n_expert_ranks
     shard = parallelism.shard(model)
     seen: set[str] = set()
-    for file in sources(gpu, "moe", engine, "moe_perf.parquet"):
+    for file in sources(gpu, "moe", engine, "moe_perf.parquet", version):
         frame = file.chosen(
             hidden_size=model.hidden_size, inter_size=model.expert_intermediate_size,
             num_experts=model.n_experts, topk=model.top_k, moe_dtype=dtype,
@@ -297,37 +233,37 @@ def routed_distinct(routing: str, tokens: int, model: ModelDims, n_ranks: int = 
     return expected_distinct(tokens, model.n_experts, model.top_k, alpha, n_ranks)
 
 
-def attention_tables(gpu: str, model: ModelDims, engine: str = "vllm") -> Iterator[LatencyTable]:
+def attention_tables(
+    gpu: str, model: ModelDims, engine: str = "vllm", version: str = ""
+) -> Iterator[LatencyTable]:
     """Decode and prefill attention of every kind of layer of a model and its type of KV cache,
-    newest version. Of multi-head latent attention whole modules were measured, with the projections
-    (``ModelDims.attention_linears``), of DeepSeek-V3's widths."""
+    newest version (up to ``version``). Of multi-head latent attention whole modules were measured,
+    with the projections (``ModelDims.attention_linears``), of DeepSeek-V3's widths."""
     mla = model.attention == "mla"
     if model.compressed_layers:
-        yield from _compressed_attention_tables(gpu, model, engine)
+        yield from _compressed_attention_tables(gpu, model, engine, version)
         return
     if model.index_topk:
-        yield from _sparse_attention_tables(gpu, model, engine)
+        yield from _sparse_attention_tables(gpu, model, engine, version)
         return
     if mla and (model.q_lora_rank, model.kv_lora_rank, model.hidden_size) != (1536, 512, 7168):
         return
     for kind, name, axis in _ATTENTION:
         name = f"mla_{name}_module" if mla else f"{name}_attention"
         part = "mla" if mla else "attention"
-        for file in sources(gpu, part, engine, f"{name}_perf.parquet")[:1]:
-            for _, _, shape in attention_shapes(model, model.kv_cache_dtype):
-                wanted: dict[str, Any] = {"num_heads": model.n_heads}
-                wanted |= {"kv_cache_dtype": model.kv_cache_dtype}
-                if mla:
-                    wanted |= {"model": "deepseek-ai/DeepSeek-V3", "gemm_type": model.linear_dtype}
-                else:
-                    wanted |= {"num_key_value_heads": shape["n_kv_heads"]}
-                    wanted |= {"head_dim": shape["head_dim"], "window_size": shape["window"]}
-                rows = file.chosen(**wanted)
-                if rows.empty:
-                    continue
+        for _, _, shape in attention_shapes(model, model.kv_cache_dtype):
+            wanted: dict[str, Any] = {"num_heads": model.n_heads}
+            wanted |= {"kv_cache_dtype": model.kv_cache_dtype}
+            if mla:
+                wanted |= {"model": "deepseek-ai/DeepSeek-V3", "gemm_type": model.linear_dtype}
+            else:
+                wanted |= {"num_key_value_heads": shape["n_kv_heads"]}
+                wanted |= {"head_dim": shape["head_dim"], "window_size": shape["window"]}
+            found = first_rows(gpu, part, engine, f"{name}_perf.parquet", version, **wanted)
+            if found is not None:
                 dtype = model.linear_dtype if mla else "bfloat16"
-                yield _attention_table(kind, axis, file, rows, shape, dtype)
-    yield from linear_attention_tables(gpu, model, engine)
+                yield _attention_table(kind, axis, *found, shape, dtype)
+    yield from linear_attention_tables(gpu, model, engine, version)
 
 
 def _attention_table(
@@ -340,54 +276,67 @@ def _attention_table(
     return package_table(kind, file, rows, points, shape=shape, dtype=dtype)
 
 
-def _sparse_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterator[LatencyTable]:
+def _sparse_attention_tables(
+    gpu: str, model: ModelDims, engine: str, version: str
+) -> Iterator[LatencyTable]:
     """Decode and prefill of whole modules of sparse attention, projections and indexer included.
     Prompts of no more tokens than are attended to take dense attention, as SGLang does."""
     names = {7168: "DeepseekV32ForCausalLM", 6144: "GlmMoeDsaForCausalLM"}
     (_, _, shape), *_ = attention_shapes(model, model.kv_cache_dtype)
     for kind, name, axis in _ATTENTION:
-        for file in sources(gpu, "sparse_attention", engine, f"dsa_{name}_module_perf.parquet")[:1]:
-            rows = file.chosen(
-                op_name=f"dsa_{name}_module", num_heads=model.n_heads,
-                kv_cache_dtype=model.kv_cache_dtype, gemm_type=model.linear_dtype,
-                architecture=names.get(model.hidden_size, ""),
-            )  # fmt: skip
-            if kind == "attention_prefill" and not rows.empty:
-                dense = rows.kernel_source.str.contains("dense")
-                short = rows.isl <= model.index_topk
-                rows = rows[(rows.step == 0) & ((dense == short) if dense.any() else ~dense)]
-            if rows.empty:
-                continue
+        found = first_rows(
+            gpu, "sparse_attention", engine, f"dsa_{name}_module_perf.parquet", version,
+            op_name=f"dsa_{name}_module", num_heads=model.n_heads,
+            kv_cache_dtype=model.kv_cache_dtype, gemm_type=model.linear_dtype,
+            architecture=names.get(model.hidden_size, ""),
+        )  # fmt: skip
+        if found is None:
+            continue
+        file, rows = found
+        if kind == "attention_prefill":
+            dense = rows.kernel_source.str.contains("dense")
+            short = rows.isl <= model.index_topk
+            rows = rows[(rows.step == 0) & ((dense == short) if dense.any() else ~dense)]
+        if not rows.empty:
             yield _attention_table(kind, axis, file, rows, shape, model.linear_dtype)
 
 
-def _compressed_attention_tables(gpu: str, model: ModelDims, engine: str) -> Iterator[LatencyTable]:
+def _compressed_attention_tables(
+    gpu: str, model: ModelDims, engine: str, version: str
+) -> Iterator[LatencyTable]:
     """Decode and prefill of DeepSeek-V4's attention: the mean of its two kinds of layers. Of whole
     modules, projections included, with the hyper-connections around the layer (``mhc``) where their
     time is known for the tokens of a row."""
     (_, _, shape), *_ = attention_shapes(model, model.kv_cache_dtype)
-    around = next(iter(sources(gpu, "mhc", engine, "mhc_module_perf.parquet")), None)
+    around = {
+        name: first_rows(
+            gpu, "mhc", engine, "mhc_module_perf.parquet", version,
+            hidden_size=model.hidden_size, op_name=name,
+        )
+        for name in ("pre", "post")
+    }  # fmt: skip
     for kind, phase, axis in _ATTENTION:
         keys, parts = ["batch_size", axis], []
         for (name, ratio), (_, layers) in zip(_COMPRESSED, model.compressed_layers, strict=True):
             named = f"dsv4_{name}_{phase}_module_perf.parquet"
-            for file in sources(gpu, "sparse_attention", engine, named)[:1]:
-                rows = file.chosen(
-                    num_heads=model.n_heads, compress_ratio=ratio, tp_size=1,
-                    kv_cache_dtype=model.kv_cache_dtype, gemm_type=model.linear_dtype,
-                )  # fmt: skip
+            found = first_rows(
+                gpu, "sparse_attention", engine, named, version,
+                num_heads=model.n_heads, compress_ratio=ratio, tp_size=1,
+                kv_cache_dtype=model.kv_cache_dtype, gemm_type=model.linear_dtype,
+            )  # fmt: skip
+            if found is not None:
+                file, rows = found
                 rows = rows[rows.step == 0] if kind == "attention_prefill" else rows
                 latency = median_rows(rows, keys).set_index(keys)["latency"]
                 parts.append((file, rows, latency * layers / model.n_layers))
-        if len(parts) < len(_COMPRESSED) or parts[0][1].empty or around is None:
+        if len(parts) < len(_COMPRESSED) or None in around.values():
             continue
         (file, rows, csa), (_, _, hca) = parts
         mean = (csa + hca).dropna().reset_index()
         tokens = mean.batch_size * (mean[axis] if kind == "attention_prefill" else 1)
-        for name in ("pre", "post"):
-            own = median_rows(
-                around.chosen(hidden_size=model.hidden_size, op_name=name), ["num_tokens"]
-            )
+        for of_layer in around.values():
+            assert of_layer is not None
+            own = median_rows(of_layer[1], ["num_tokens"])
             mean["latency"] += np.interp(tokens, own.num_tokens, own.latency)
         said = rows.iloc[[0]].drop(columns=[*keys, "latency"])
         yield _attention_table(
@@ -396,7 +345,7 @@ def _compressed_attention_tables(gpu: str, model: ModelDims, engine: str) -> Ite
 
 
 def linear_attention_tables(
-    gpu: str, model: ModelDims, engine: str = "vllm"
+    gpu: str, model: ModelDims, engine: str = "vllm", version: str = ""
 ) -> Iterator[LatencyTable]:
     """Decode and prefill of a model's linear attention (Gated DeltaNet), newest version. A row is
     the convolution and the delta rule together, the median over models of these heads."""
@@ -405,24 +354,29 @@ def linear_attention_tables(
     shape = linear_attention_shape(model)
     names = {"num_k_heads": "n_key_heads", "num_v_heads": "n_value_heads"}
     names |= {"head_k_dim": "head_dim", "head_v_dim": "head_dim"}
-    for file in sources(gpu, "linear_attention", engine, "gdn_perf.parquet")[:1]:
-        for kind, phase, _ in _ATTENTION:
-            rows = file.chosen(phase=phase, **{name: shape[own] for name, own in names.items()})
-            if rows.empty:
-                continue
-            keys = ["batch_size", "seq_len"]
-            points = median_rows(rows, ["kernel_source", *keys])
-            whole = points.groupby(keys)["latency"].transform("size")
-            both = points[whole == rows.kernel_source.nunique()]
-            points = both.groupby(keys)["latency"].sum().reset_index()
-            if kind == "attention_decode":  # as long for every context
-                points = pd.concat([points.assign(seq_len=length) for length in (1, LONGEST)])
-            axis = "context" if kind == "attention_decode" else "new_tokens"
-            points = points.rename(columns={"batch_size": "batch", "seq_len": axis})
-            yield package_table(kind, file, rows, points, shape=shape, dtype="bfloat16")
+    for kind, phase, _ in _ATTENTION:
+        wanted = {name: shape[own] for name, own in names.items()}
+        found = first_rows(
+            gpu, "linear_attention", engine, "gdn_perf.parquet", version, phase=phase, **wanted
+        )
+        if found is None:
+            continue
+        file, rows = found
+        keys = ["batch_size", "seq_len"]
+        points = median_rows(rows, ["kernel_source", *keys])
+        whole = points.groupby(keys)["latency"].transform("size")
+        both = points[whole == rows.kernel_source.nunique()]
+        points = both.groupby(keys)["latency"].sum().reset_index()
+        if kind == "attention_decode":  # as long for every context
+            points = pd.concat([points.assign(seq_len=length) for length in (1, LONGEST)])
+        axis = "context" if kind == "attention_decode" else "new_tokens"
+        points = points.rename(columns={"batch_size": "batch", "seq_len": axis})
+        yield package_table(kind, file, rows, points, shape=shape, dtype="bfloat16")
 
 
-def gemm_tables(gpu: str, dtype: str = "bfloat16", engine: str = "vllm") -> Iterator[LatencyTable]:
+def gemm_tables(
+    gpu: str, dtype: str = "bfloat16", engine: str = "vllm", version: str = ""
+) -> Iterator[LatencyTable]:
     """Dense GEMMs of one GPU in a type of weights: every (n, k) of the package, a subset of m.
 
     The newest vLLM that has rows, or SGLang (same kernels) where vLLM's rows time the launch: FP8
@@ -431,7 +385,13 @@ def gemm_tables(gpu: str, dtype: str = "bfloat16", engine: str = "vllm") -> Iter
     SGLang's."""
     engines = ("sglang",) if dtype == "fp8_block" else ("vllm", "sglang")
     engines = engines if engine == "vllm" else (engine, *engines)
-    found = [file for name in engines for file in sources(gpu, "gemm", name, "gemm_perf.parquet")]
+    found = [
+        file
+        for name in engines
+        for file in sources(
+            gpu, "gemm", name, "gemm_perf.parquet", version if name == engine else ""
+        )
+    ]
     for file in found:
         rows = file.chosen(gemm_dtype=dtype)
         if rows.empty:
@@ -441,7 +401,12 @@ def gemm_tables(gpu: str, dtype: str = "bfloat16", engine: str = "vllm") -> Iter
         if rows.empty or (least.latency > _LAUNCH_MS).any():
             continue
         points = median_rows(rows, ["n", "k", "m"])
-        yield package_table(
+        table = package_table(
             "gemm", file, rows, points, shape={}, dtype=dtype, latency_dtype=np.float32
         )
+        try:
+            GemmLatency.from_table(table)
+        except InputError:  # versions of a few models' matrices
+            continue
+        yield table
         return

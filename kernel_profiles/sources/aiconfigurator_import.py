@@ -1,4 +1,4 @@
-"""Tables of one GPU, and of one model on it, written from what ``aiconfigurator-core`` measured.
+"""Tables of one GPU, and of one model on it, written from what NVIDIA's packages measured.
 
 Of what GPUs send each other:
 
@@ -22,7 +22,7 @@ import pandas as pd
 
 from eldr_sim.kernel_profiles.models import KVDtype, ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.sources import aiconfigurator
+from eldr_sim.kernel_profiles.sources import aiconfigurator, packages
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, save_tables
 
 _SMS = 20  # of the GPU, for DeepEP's high-throughput kernels
@@ -38,9 +38,7 @@ def collective_tables(gpu: str) -> Iterator[LatencyTable]:
          "vLLM_custom_graph"),
     ):  # fmt: skip
         files = [
-            file
-            for file in aiconfigurator.sources(gpu, "comm", backend, name)
-            if file.path.is_file()
+            file for file in packages.sources(gpu, "comm", backend, name) if file.path.is_file()
         ]
         rows = pd.DataFrame()
         if files:
@@ -63,7 +61,7 @@ def all_to_all_tables(gpu: str) -> Iterator[LatencyTable]:
     """Dispatch and combine of DeepEP's kernels: newest version of each source and node count."""
     for framework, read in (("sglang", _benchmark_rows), ("vllm", _engine_rows)):
         seen: set[int] = set()
-        for folder in aiconfigurator.sources(gpu, "comm", framework):
+        for folder in packages.sources(gpu, "comm", framework):
             rows = read(folder, _NODE_GPUS.get(gpu, 8))
             if rows.empty:
                 continue
@@ -83,7 +81,7 @@ def all_to_all_tables(gpu: str) -> Iterator[LatencyTable]:
                 )
 
 
-def _benchmark_rows(folder: aiconfigurator.Source, node_gpus: int) -> pd.DataFrame:
+def _benchmark_rows(folder: packages.Source, node_gpus: int) -> pd.DataFrame:
     """Rows of DeepEP's own benchmarks, one a phase."""
     found = []
     for backend, file, suffixes in (
@@ -109,7 +107,7 @@ def _benchmark_rows(folder: aiconfigurator.Source, node_gpus: int) -> pd.DataFra
     return pd.concat(found).rename(columns=names | {"num_experts": "n_experts"})
 
 
-def _engine_rows(folder: aiconfigurator.Source, _node_gpus: int) -> pd.DataFrame:
+def _engine_rows(folder: packages.Source, _node_gpus: int) -> pd.DataFrame:
     """Rows of DeepEP's kernels as vLLM calls them."""
     frame = folder._replace(file="moe_a2a_perf.parquet").rows
     if frame.empty:
@@ -127,26 +125,30 @@ def import_tables(
     parallelism: Parallelism = SINGLE_GPU,
     kv_dtypes: tuple[KVDtype, ...] = get_args(KVDtype),
     engine: str = "vllm",
+    version: str = "",
+    parts: str = "all",
 ) -> list[Path]:
-    """Write latency tables of one GPU into ``out_dir``; returns the files, none if the package has
-    no rows of the model. Raises InputError: the package is missing, knows no such GPU, or cannot
-    spread so.
+    """Write latency tables of one GPU into ``out_dir``; returns the files, none if the packages
+    have no rows of the model. Raises InputError: no package, no such GPU in it, or the model cannot
+    be spread so.
 
     ``model``: whose MoE and attention tables, and FP8 GEMMs where its layers are of these; None:
     the GPU's bfloat16 GEMMs, collectives, dispatch and combine; ``parallelism``: of one GPU's part;
-    ``kv_dtypes``: of attention; ``engine``: ``vllm``, ``sglang`` or ``trtllm``."""
+    ``kv_dtypes``: of attention; ``engine``: ``vllm``, ``sglang`` or ``trtllm``; ``version``: of it,
+    rows up to which come before newer ones; ``parts``: ``all``, ``attention`` or ``moe``."""
+    tables: list[LatencyTable] = []
     if model is None:
-        tables = [
-            *aiconfigurator.gemm_tables(gpu, engine=engine),
-            *collective_tables(gpu),
-            *all_to_all_tables(gpu),
-        ]
-    else:
-        shard = parallelism.shard(model)
-        tables = [*aiconfigurator.moe_tables(gpu, model, parallelism, engine)]
+        tables += aiconfigurator.gemm_tables(gpu, "bfloat16", engine, version)
+        tables += collective_tables(gpu)
+        tables += all_to_all_tables(gpu)
+        return save_tables(tables, out_dir)
+    shard = parallelism.shard(model)
+    if parts != "attention":
+        tables += aiconfigurator.moe_tables(gpu, model, parallelism, engine, version)
+    if parts != "moe":
         for kv_dtype in kv_dtypes:
             own = shard.model_copy(update={"kv_cache_dtype": kv_dtype})
-            tables += aiconfigurator.attention_tables(gpu, own, engine)
-        if model.linear_dtype != "bfloat16":
-            tables += aiconfigurator.gemm_tables(gpu, model.linear_dtype, engine)
+            tables += aiconfigurator.attention_tables(gpu, own, engine, version)
+    if parts == "all" and model.linear_dtype != "bfloat16":
+        tables += aiconfigurator.gemm_tables(gpu, model.linear_dtype, engine, version)
     return save_tables(tables, out_dir)

@@ -15,7 +15,6 @@ cost ``a'`` (sorting, launches) is the intercept of the source's rows over disti
 that of the target's own table of the later kernel. Nothing here has seen an end-to-end run."""
 
 import datetime
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -24,7 +23,8 @@ from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.sources.aiconfigurator import SYSTEMS, data_folder, routed_distinct
+from eldr_sim.kernel_profiles.sources.aiconfigurator import routed_distinct
+from eldr_sim.kernel_profiles.sources.packages import Source, sources
 from eldr_sim.kernel_profiles.tables import format
 from eldr_sim.kernel_profiles.tables.library import find_table
 
@@ -52,8 +52,9 @@ def derive_marlin_table(
     if gpu not in ("H100", "H200") or parallelism.n_expert_ranks > 1:
         problem = f"no Marlin rows of {gpu} with these ranks"
         raise InputError("gpu", problem, "H100 or H200, experts cut")
-    path = f"moe/vllm/{_VERSION}/moe_perf.parquet"
-    frame = _marlin_rows(data_folder(gpu) / path, parallelism.tensor_parallel_size)
+    files = sources(gpu, "moe", "vllm", "moe_perf.parquet")
+    file = next(file for file in files if file.version == _VERSION)
+    frame = _marlin_rows(file, parallelism.tensor_parallel_size)
     row = frame.iloc[0]
     shape = format.moe_shape_of(parallelism.shard(model))
     later = find_table("moe", gpu, shape=shape, dtype=_DTYPE)
@@ -77,7 +78,7 @@ def derive_marlin_table(
             kernel_source="vllm marlin mxfp4, carried over from a layer of 896 experts",
             framework=f"vllm {_VERSION}",
             provenance="derived",
-            origin=f"aiconfigurator-core: {SYSTEMS[gpu]}/{path}, rows of {row.kernel_source}",
+            origin=f"{file.origin}, rows of {row.kernel_source}",
             device=str(row.device),
             date=datetime.date.today().isoformat(),
             notes="equal rows per expert; fixed cost of the later kernel's own table"
@@ -86,8 +87,8 @@ def derive_marlin_table(
     )
 
 
-def _marlin_rows(path: Path, size: int) -> pd.DataFrame:
-    frame = pd.read_parquet(path)
+def _marlin_rows(file: Source, size: int) -> pd.DataFrame:
+    frame = file.rows
     frame = frame[
         (frame.moe_dtype == _DTYPE)
         & frame.kernel_source.str.contains("marlin")

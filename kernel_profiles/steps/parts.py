@@ -20,14 +20,20 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
 )
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
-from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.models import ModelDims, shipped_json
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
 from eldr_sim.kernel_profiles.tables import format
+from eldr_sim.kernel_profiles.tables.library import Engine
 
 NORMS_S = 8e-6
 """Norms, rotary embedding and the like of one layer under CUDA graphs, small batches, on H100
 and H200. Chosen so that the sum of kernels meets the measured TPOT of GPT-OSS-120B on one H200 at
 concurrency 4 to 64: five of the rows that ``validate silicon`` is judged by, hence ``derived``."""
+
+FITTED_KERNELS = 4
+"""Small kernels of a layer of GPT-OSS-120B, which :data:`NORMS_S` was chosen with: two norms,
+rotary embedding, KV cache write. Each that another model has beside them takes what such a kernel
+takes in a CUDA graph (``data/small_kernels.json``)."""
 
 HOST_GAP_S = 0.0
 """Engine time per step that no kernel hides, for engines with asynchronous scheduling.
@@ -70,6 +76,15 @@ def _small_kernels(model: ModelDims) -> int:
     return model.norms_per_layer + 2 + (model.qk_norm != "none") + dense
 
 
+def small_kernel_s(gpu: GPU) -> float:
+    """Return what a small kernel takes in a CUDA graph: the GPU's, its sibling's, or H100's."""
+    known: dict[str, float] = _SMALL_KERNELS["seconds"]
+    return known.get(gpu.name) or known.get(gpu.sibling, known["H100"])
+
+
+_SMALL_KERNELS = shipped_json("small_kernels")
+
+
 def bytes_alone(model: ModelDims, gpu: GPU) -> format.LatencyTable:
     """Return a table of what these move alone, without :data:`NORMS_S`: a bound from below."""
     bandwidth = roofline.efficiency_of(gpu).bandwidth * gpu.memory_bandwidth
@@ -107,12 +122,15 @@ class Parts:
         tables: Sequence[format.LatencyTable],
         max_model_len: int,
         moe_backend: MoEBackend = "auto",
+        engine: Engine = Engine(),  # noqa: B008
     ) -> None:
+        self.engine = engine
         self.model, self.gpu, self.tables = parallelism.shard(whole), gpu, tables
         self.moe_backend = moe_backend
         self.whole, self.parallelism = whole, parallelism
         self.provenance: dict[str, dict[str, Any]] = {}
         self.warnings: list[str] = []
+        self.missing: list[str] = []  #: parts without a table
         self.moe = self._moe()
         self.engine_step = self._engine_step()
         if self.engine_step is None or self.model.attention == "mla":
@@ -128,6 +146,12 @@ class Parts:
             self.collective_tables = self._collectives()
             self.elementwise = self._elementwise()
 
+    def _table(
+        self, kind: format.Kind, model: ModelDims | None = None, **asked: Any
+    ) -> format.LatencyTable | None:
+        """Find a table of the GPU, its own or its sibling's, the engine's before others'."""
+        return gpu_table(kind, self.gpu, model, engine=self.engine, extra=self.tables, **asked)
+
     def _record(self, component: str, table: format.LatencyTable, **more: Any) -> None:
         share = bounds.below(table, self.gpu, self.model) if table in self.tables else 0.0
         if share > 0.01:
@@ -142,11 +166,8 @@ class Parts:
 
     def _record_roofline(self, component: str) -> None:
         efficiency = roofline.efficiency_of(self.gpu)
-        if self.provenance.get(component, {}).get("origin") != efficiency.source:
-            self.warnings.append(
-                f"{component}: no table of {self.model.name} on {self.gpu.name}, "
-                f"times are {efficiency.provenance} from bytes and FLOPs"
-            )
+        if component not in self.missing:
+            self.missing.append(component)
         self.provenance[component] = format.provenance_of(efficiency.provenance, efficiency.source)
 
     def _moe(self) -> moe_latency.MoELatency:
@@ -160,14 +181,12 @@ class Parts:
         untuned = self.moe_backend == "auto" and self.gpu.name in TRITON
 
         def find(size: int) -> format.LatencyTable | None:
-            table = gpu_table(
+            table = self._table(
                 "moe",
-                self.gpu,
                 model,
                 shape=format.moe_shape_of(model, size),
                 dtype=format.MOE_DTYPES[model.expert_dtype],
                 kernel="" if self.moe_backend == "auto" else self.moe_backend,
-                extra=self.tables,
             )
             optional = table is not None and "AITER" in table.metadata.kernel_source
             return None if untuned and optional and table not in self.tables else table
@@ -257,7 +276,7 @@ class Parts:
         """All but MoE layers and attention, where an engine was measured as a whole."""
         model = self.whole
         shape = format.engine_step_shape(model.n_layers, model.hidden_size, model.vocab_size)
-        table = gpu_table("engine_step", self.gpu, shape=shape, extra=self.tables)
+        table = self._table("engine_step", shape=shape)
         if table is None:
             return None
         fitted = EngineStepLatency.from_table(table)
@@ -265,7 +284,7 @@ class Parts:
         return fitted
 
     def _gemm(self, dtype: str) -> GemmLatency | None:
-        table = gpu_table("gemm", self.gpu, dtype=dtype, extra=self.tables)
+        table = self._table("gemm", dtype=dtype)
         if table is None:
             self._record_roofline("gemm")
             return None
@@ -274,7 +293,7 @@ class Parts:
 
     def _elementwise(self) -> format.LatencyTable | None:
         shape = format.elementwise_shape(self.model)
-        table = gpu_table("elementwise", self.gpu, shape=shape, extra=self.tables)
+        table = self._table("elementwise", shape=shape)
         efficiency = roofline.efficiency_of(self.gpu)
         if table is not None:
             self._record("norms", table)
@@ -283,12 +302,32 @@ class Parts:
             self.provenance["norms"] = said
         else:
             taken = "" if self.gpu.name in ("H100", "H200") else ", taken over"
-            self.provenance["norms"] = format.provenance_of(
-                "derived",
+            origin = (
                 f"8 us a layer on H100 and H200 under CUDA graphs (TPOT less kernels){taken}; "
-                "large batches from bytes over bandwidth",
+                "large batches from bytes over bandwidth"
             )
+            more = self._more_kernels
+            if more:
+                each = small_kernel_s(self.gpu)
+                origin += (
+                    f"; {more} more kernels of {1e6 * each:.2f} us: {_SMALL_KERNELS['source']}"
+                )
+            said = format.provenance_of("derived", origin)
+            if self.model.qk_norm != "none":
+                # Fused into the rotary kernel; by AISimulate 0.13's own estimate on H100.
+                said["band_us_per_layer"] = [8.0 + 1e6 * (more - 2) * each, 35.0]
+            self.provenance["norms"] = said
         return table
+
+    @property
+    def _more_kernels(self) -> int:
+        """Small kernels of a layer beside those that `NORMS_S` stands for; MLA's are its module's.
+        Queries and keys have a norm each (vllm-project/vllm pull requests 38621 and 49744 time and
+        count the chain)."""
+        model = self.model
+        if model.attention == "mla":
+            return 0
+        return max(_small_kernels(model) + (model.qk_norm != "none") - FITTED_KERNELS, 0)
 
     def host_gap(self, given: float | None) -> tuple[float, dict[str, dict[str, Any]]]:
         """Engine time per step, s (given, a profile's median, the default), and its provenance."""
@@ -298,7 +337,7 @@ class Parts:
                 raise InputError("host_gap_s", problem, "none given")
             return 0.0, {}
         shape = {"n_layers": self.whole.n_layers, "hidden_size": self.whole.hidden_size}
-        table = gpu_table("host_gap", self.gpu, shape=shape, extra=self.tables)
+        table = self._table("host_gap", shape=shape)
         if given is None and table is not None:
             gap_s = float(np.median(table.columns["latency_s"]))
             return gap_s, {"host_gap": table.source | {"device": table.metadata.device}}
@@ -314,7 +353,7 @@ class Parts:
         if n_gpus == 1:
             return found
         for name, dtype in (("custom", "bfloat16"), ("nccl", "float16")):  # 2-byte elements both
-            table = gpu_table("collective", self.gpu, dtype=dtype, extra=self.tables)
+            table = self._table("collective", dtype=dtype)
             if table is None:
                 continue
             latency = CollectiveLatency.from_table(table)
@@ -428,10 +467,7 @@ class Parts:
         """Decode and prefill attention of a shape; without rows of an FP8 cache, of bfloat16's."""
 
         def find(of: dict[str, int]) -> list[format.LatencyTable | None]:
-            return [
-                gpu_table(kind, self.gpu, self.model, shape=of, dtype=dtype, extra=self.tables)
-                for kind in _ATTENTION
-            ]
+            return [self._table(kind, self.model, shape=of, dtype=dtype) for kind in _ATTENTION]
 
         if self.model.kv_cache_dtype == "bfloat16":
             return find(shape)
@@ -504,9 +540,9 @@ class Parts:
     def _elementwise_s(self, rows: Floats) -> Floats:
         """Norms, rotary embedding, KV cache writes of all layers, and the embedding lookup.
 
-        Small batches take :data:`NORMS_S` a layer; large ones move 2-byte elements: two fused
-        residual norms 8 hidden, rotary embedding queries and keys, the cache keys and values. A
-        profile's table replaces both."""
+        Small batches take :data:`NORMS_S` a layer, and the kernels that GPT-OSS has not; large ones
+        move 2-byte elements: two fused residual norms 8 hidden, rotary embedding queries and keys,
+        the cache keys and values. A profile's table replaces both."""
         model = self.model
         bandwidth = roofline.efficiency_of(self.gpu).bandwidth * self.gpu.memory_bandwidth
         if self.elementwise is not None:
@@ -520,7 +556,11 @@ class Parts:
         else:
             moved_s = elementwise_bytes(model) * rows / bandwidth
             kernel_s = roofline.efficiency_of(self.gpu).small_kernel_s
-            least_s = NORMS_S if kernel_s is None else _small_kernels(model) * kernel_s
+            least_s = (
+                NORMS_S + self._more_kernels * small_kernel_s(self.gpu)
+                if kernel_s is None
+                else _small_kernels(model) * kernel_s
+            )
             layers = model.n_layers * np.maximum(least_s, moved_s)
         return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
 

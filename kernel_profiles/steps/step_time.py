@@ -25,6 +25,7 @@ from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
 from eldr_sim.kernel_profiles.steps.cuda_graphs import pad, padded_sizes
 from eldr_sim.kernel_profiles.steps.parts import MoELayer, Parts
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, Provenance, weakest
+from eldr_sim.kernel_profiles.tables.library import Engine, shipped_tables
 
 if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.steps.step_cost import StepParts
@@ -62,6 +63,7 @@ class StepTimeModel:
     warnings: tuple[str, ...]  #: what a reader of results must know, one line each
     cost: StepCost = field(repr=False)  #: the tables of its step times
     layer: MoELayer = field(repr=False)  #: the MoE layer that was measured, for :meth:`rank_moe`
+    missing: tuple[str, ...] = ()  #: components that no table was found of
 
     @property
     def label(self) -> Provenance:
@@ -164,6 +166,7 @@ def build_step_time_model(
     enforce_eager: bool = False,
     eager_prompts: bool = False,
     moe_backend: MoEBackend = "auto",
+    engine: Engine = Engine(),  # noqa: B008
     tables: Sequence[LatencyTable] = (),
     linears: Sequence[tuple[int, int]] = (),
     tokens_per_sequence: int = 1,
@@ -198,7 +201,7 @@ def build_step_time_model(
     if host_gap_s is not None and not (np.isfinite(host_gap_s) and host_gap_s >= 0):
         raise InputError("host_gap_s", f"{host_gap_s!r}", "0 or more seconds")
 
-    parts = _parts(dims, device, parallelism, tuple(tables), max_model_len, moe_backend)
+    parts = _parts(dims, device, parallelism, tuple(tables), max_model_len, moe_backend, engine)
     gap, gap_provenance = parts.host_gap(host_gap_s)
     if cudagraph_padding != "none" and parts.engine_step is not None:
         problem = "an engine_step table contains what its engine padded"
@@ -216,6 +219,7 @@ def build_step_time_model(
         cost = cost._replace(launch_s=launch_s, prompt_launch_s=launch_s)
     elif eager_prompts and device.launch_s is not None:
         cost = cost._replace(prompt_launch_s=parts.launches_s(rotates_inside=True))
+    parts_missing = _missing(parts, cost)
     measured = [decode for _, decode, _ in parts.attention]
     return StepTimeModel(
         cost=pad(
@@ -236,8 +240,9 @@ def build_step_time_model(
         attention_tokens_max=min(decode.tokens_max for decode in measured),
         host_gap_s=gap,
         provenance=parts.provenance | gap_provenance,
-        warnings=tuple(parts.warnings),
+        warnings=(*parts_missing, *parts.warnings),
         layer=parts.layer,
+        missing=tuple(parts.missing),
     )
 
 
@@ -274,6 +279,49 @@ def _tabulate(
         prompt_floor_s=float(sum(n * p.floor_s for n, _, p in parts.attention)),
         prompt_token_s=float(sum(n * p.token_s for n, p in parts.rereads)),
     )
+
+
+#: Parts of a step that a component's times are in.
+_OF_STEP = {
+    "moe": ("moe",),
+    "attention": ("attention",),
+    "linear_attention": ("attention",),
+    "gemm": ("dense", "head"),
+    "collectives": ("collectives",),
+}
+_TYPICAL = 16  #: sequences of the decode step whose shares are named
+
+
+def _missing(parts: Parts, cost: StepCost) -> list[str]:
+    """Return a warning for each component without a table: its share of a decode step, and the
+    command that brings one."""
+    from eldr_sim.kernel_profiles.steps.step_cost import step_parts
+
+    if not parts.missing:
+        return []
+    whole, gpu, size = parts.whole, parts.gpu, parts.parallelism.tensor_parallel_size
+    batch = min(_TYPICAL, len(cost.attention_s) - 1)
+    context = min(4096, cost.context_stride * (cost.attention_s.shape[1] - 1))
+    ranks = parts.parallelism.n_expert_ranks
+    experts = np.full(max(whole.n_moe_layers, 1), min(whole.n_experts / ranks, batch * whole.top_k))
+    none = np.zeros(0, np.int64)
+    seconds = step_parts(cost, batch, batch, batch * context, none, none, batch, experts, False)
+    shares = seconds._asdict()
+    how = roofline.efficiency_of(gpu).provenance
+    command = f"eldr-sim profile --model {whole.name} --out tables on that GPU"
+    if any(one.gpu == gpu.name and "imported" in one.document for one in shipped_tables()):
+        command = f"eldr-sim tables import --gpu {gpu.name!r} --model {whole.name}"
+        command += f" -tp {size}" if size > 1 else ""
+        command += f" --engine {parts.engine.name} --out tables"
+    lines = []
+    for component in parts.missing:
+        part = sum(shares[name] for name in _OF_STEP.get(component, ())) / sum(seconds)
+        lines.append(
+            f"{component}: no table of {whole.name} on {gpu.name}, times are {how} from bytes and "
+            f"FLOPs: {part:.0%} of a decode step of {batch} sequences of {context} tokens. To do "
+            f"better: {command}, then --tables tables"
+        )
+    return lines
 
 
 def _with_states(

@@ -7,6 +7,7 @@ tables of a folder (as ``profile`` and the makers in ``sources`` write them) to 
 a table of the same name is replaced."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,13 @@ from eldr_sim.parquet import numbers
 
 _INDEX = "index"
 _COLUMNS = ("name", "kind", "gpu", "shape", "group", "first", "rows", "columns", "metadata")
+
+
+class Engine(NamedTuple):
+    """Whose kernels are wanted, where several engines' were measured."""
+
+    name: str = "vllm"  #: as a table's framework begins: ``vllm``, ``sglang`` or ``trtllm``
+    version: str = ""  #: rows up to it come before newer ones; empty: the newest
 
 
 class ShippedTable(NamedTuple):
@@ -121,12 +129,13 @@ def find_table(
     dtype: str | None = None,
     library: str | None = None,
     kernel: str = "",
+    engine: Engine | None = None,
     extra: Sequence[format.LatencyTable] = (),
 ) -> format.LatencyTable | None:
     """The best table for a kernel, or None: the user's own (``extra``) in their order, then the
-    strongest provenance, the newest framework. ``dtype``, ``library`` (a framework's name): None
-    accepts any; ``shape``: equal; ``kernel``: part of the name of the kernel that ran, such as
-    ``triton``."""
+    strongest provenance, the ``engine``'s own, the newest version (up to its). ``dtype``,
+    ``library`` (a framework's name): None accepts any; ``shape``: equal; ``kernel``: part of the
+    name of the kernel that ran, such as ``triton``."""
     wanted = dict(shape or {})
 
     def fits(metadata: format.TableMetadata) -> bool:
@@ -146,15 +155,27 @@ def find_table(
     key = (kind, gpu, _shape_key(wanted))
     named = [one for one in shipped_tables() if (one.kind, one.gpu, one.shape) == key]
     candidates = [one for one in named if fits(one.metadata)]
-    return max(candidates, key=_rank).load() if candidates else None
+    if not candidates:
+        return None
+    return max(candidates, key=lambda one: _rank(one, engine or Engine())).load()
 
 
-def _rank(table: ShippedTable) -> tuple[int, tuple[int, ...], str]:
-    """Order tables of one kernel by trust: provenance, version, name."""
+def version_numbers(version: str) -> list[int]:
+    """Return the numbers of a version: 1, 3, 0, 20 of ``1.3.0rc20``."""
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
+def _rank(table: ShippedTable, engine: Engine) -> tuple[int, int, bool, list[int], str]:
+    """Order tables of one kernel: by trust, the engine's before vLLM's before others, by version
+    and name. Where all are newer than the engine, the oldest is the nearest."""
     metadata = table.metadata
-    digits = "".join(c if c.isdigit() else " " for c in metadata.framework).split()
-    version = tuple(int(part) for part in digits)
-    return -format.PROVENANCES.index(metadata.provenance), version, table.name
+    version, limit = version_numbers(metadata.framework), version_numbers(engine.version)
+    whose = metadata.framework.split()[0]
+    own = 2 * (whose == engine.name) + (whose == "vllm")
+    within = not (whose == engine.name and limit) or version[: len(limit)] <= limit
+    if not within:
+        version = [-number for number in version]
+    return -format.PROVENANCES.index(metadata.provenance), own, within, version, table.name
 
 
 def write_library(tables: Iterable[format.LatencyTable], folder: Path) -> int:

@@ -7,6 +7,7 @@ room for are redundant experts, as in vLLM's ``ElasticEPScalingExecutor.switch_a
 
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 from eldr_sim.errors import InputError
@@ -15,7 +16,7 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import load_tables
-from eldr_sim.kernel_profiles.tables.library import note_use, noting_use
+from eldr_sim.kernel_profiles.tables.library import Engine, note_use, noting_use
 from eldr_sim.policies.placement.base import ExpertGroup
 from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
@@ -69,6 +70,8 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     assert pool.gpu is not None
     gpu, parallelism = load_gpu(pool.gpu), pool.parallelism
     engine, n_engines = pool.engine or config.engine.engine, parallelism.data_parallel_size
+    version = pool.engine_version
+    kernels = Engine(engine, version or "")
     budget = pool.max_num_batched_tokens or engines.default_budget(engine, gpu, n_engines)
     rules = engines.rules_of(engine, config.scheduler, budget, n_engines)
     drafts = pool.speculative_config
@@ -109,7 +112,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
             max_model_len=longest, max_num_batched_tokens=budget,
             parallelism=of, host_gap_s=host_s, cudagraph_padding=config.steps.cudagraph_padding,
             enforce_eager=bool(pool.enforce_eager), eager_prompts=rules.eager_prompts,
-            moe_backend=config.steps.moe_backend,
+            moe_backend=config.steps.moe_backend, engine=kernels,
             linears=tuple(linears), tokens_per_sequence=each,
         )  # fmt: skip
         note_use(used)
@@ -123,7 +126,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
         problem = "drafts beside layers that stream or lie in stages are not simulated"
         raise InputError("speculative_config", problem, "not given")
     share = engines.memory_share(config, engine, pool)
-    held = parallelism, slots * model.n_moe_layers, 0
+    held = parallelism, slots * model.n_moe_layers, engines.activation_bytes(engine, version)
     if experts is not None:
         held = SINGLE_GPU, *experts
     n_blocks = pool_blocks(config, engine, share, model, gpu, *held, speculation)
@@ -147,6 +150,16 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
 @lru_cache(maxsize=8)
 def _step_time(tables: str | None, **about: Any) -> tuple[StepTimeModel, frozenset[str]]:
     """Return the step times, and the user's ``tables`` that they come from."""
+    own = load_tables(tables)
     with noting_use() as used:
-        built = build_step_time_model(tables=load_tables(tables), **about)
+        built = build_step_time_model(tables=own, **about)
+    if built.missing and any(
+        find_spec(module) for module in ("aisimulate_core", "aiconfigurator_core")
+    ):
+        # An instrument, which only runs load that lack a table and can have it.
+        from eldr_sim.kernel_profiles.sources.on_demand import cached_tables
+
+        of = about["gpu"].name, about["model"], about["parallelism"], about["engine"]
+        if imported := cached_tables(*of):
+            built = build_step_time_model(tables=(*own, *imported), **about)
     return built, frozenset(used)

@@ -13,7 +13,7 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import balanced_distinct, expected_distinct
 from eldr_sim.kernel_profiles.sources.aiconfigurator_import import import_tables
 from eldr_sim.kernel_profiles.tables.format import load_table, mla_shape, moe_shape
-from eldr_sim.kernel_profiles.tables.library import shipped_tables
+from eldr_sim.kernel_profiles.tables.library import shipped_tables, version_numbers
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
@@ -323,6 +323,75 @@ def test_fp8_models_bring_fp8_gemms(package, tmp_path):
 def test_models_without_rows_write_nothing(package, tmp_path):
     assert import_tables("H100", load_model("OLMoE-1B-7B"), tmp_path) == []
     assert list(tmp_path.glob("*.parquet")) == []
+
+
+@pytest.fixture
+def newer(package, tmp_path):
+    """The package that goes on with the tables: newer versions, of some operations only. Its
+    modules cannot be imported here."""
+    root = tmp_path / "site" / "aisimulate_core"
+    info = tmp_path / "site" / "aisimulate-0.13.0.dev1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: aisimulate\nVersion: 0.13.0.dev1\n"
+    )
+    root.mkdir()
+    (root / "__init__.py").write_text("import no_such_runtime")
+
+    def write(path, rows):
+        file = root / "systems" / "data" / "h100_sxm" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pd.DataFrame(rows).to_parquet(file)
+
+    write("moe/vllm/0.25.0/moe_perf.parquet", _moe_rows("0.25.0", "new", scale=11.0))
+    write("moe/vllm/dev-1aa0e962/moe_perf.parquet", _moe_rows("dev", "new", scale=13.0))
+    # A version that has other shapes alone, and one without the file.
+    rows = [row | {"num_heads": 7} for row in _attention_rows("step")]
+    write("attention/vllm/0.25.0/generation_attention_perf.parquet", rows)
+    write("attention/vllm/0.31.0/other_perf.parquet", rows)
+    return write
+
+
+def _imported(folder, kind):
+    tables = [load_table(path) for path in sorted(folder.glob(f"*_{kind}_*.parquet"))]
+    assert tables
+    return tables
+
+
+def test_the_newer_package_comes_first_and_the_older_stays_readable(newer, tmp_path):
+    """The newest version of each kernel; what a version lacks an older one has."""
+    model = load_model("Qwen3-30B-A3B")
+    import_tables("H100", model, tmp_path / "out")
+    moe = [t for t in _imported(tmp_path / "out", "moe") if t.metadata.kernel_source == "new"]
+    assert [t.metadata.framework for t in moe] == ["vllm 0.25.0"]
+    assert moe[0].metadata.origin.startswith("aisimulate 0.13.0.dev1: h100_sxm/moe/vllm/0.25.0")
+    decode = _imported(tmp_path / "out", "attention_decode")
+    assert {t.metadata.framework for t in decode} == {"vllm 0.24.0"}
+    assert all(t.metadata.origin.startswith("aiconfigurator-core 9.9.9") for t in decode)
+
+
+def test_a_version_takes_rows_up_to_it(newer, tmp_path):
+    model = load_model("Qwen3-30B-A3B")
+    for version, newest in (("0.24", "0.24.0"), ("0.9", "0.9.0"), ("0.31", "0.25.0")):
+        folder = tmp_path / version
+        import_tables("H100", model, folder, version=version, parts="moe")
+        found = {t.metadata.framework.split()[1] for t in _imported(folder, "moe")}
+        assert max(found, key=version_numbers) == newest
+
+
+def test_the_command_says_what_it_took_and_what_is_missing(newer, run_cli, tmp_path):
+    code, printed, _ = run_cli(
+        "tables", "import", "--gpu", "H100-SXM5-80GB", "--model", "Qwen3-30B-A3B", "--engine",
+        "vllm==0.24", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert code == 0
+    assert "vllm 0.24.0" in printed
+    assert "vllm 0.25.0" not in printed
+    assert "Still missing of Qwen3-30B-A3B on H100 under vllm: nothing" in printed
+    code, _, error = run_cli(
+        "tables", "import", "--gpu", "H100", "--engine", "x", "--out", tmp_path
+    )
+    assert (code, "vllm==0.24" in error) == (2, True)
 
 
 def test_a_missing_package_is_named_with_what_to_install(monkeypatch, tmp_path):

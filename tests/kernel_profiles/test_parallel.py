@@ -6,7 +6,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels import roofline
-from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency
+from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency, GemmLatency
 from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
@@ -15,8 +15,6 @@ from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import moe_shape
 from eldr_sim.kernel_profiles.tables.library import find_table
 from eldr_sim.simulator.setup.memory import kv_blocks
-
-from ..step_times import fixed_s
 
 LARGE = load_model("Qwen3-235B-A22B")
 TP4, EP4 = Parallelism(4), Parallelism(4, True)
@@ -168,27 +166,16 @@ def test_collectives_of_a_step_by_hand():
     spread = build()
     custom = CollectiveLatency.from_table(find_table("collective", "H200", dtype="bfloat16"))
     nccl = CollectiveLatency.from_table(find_table("collective", "H200", dtype="float16"))
-    batch = 64
+    gemm = GemmLatency.from_table(find_table("gemm", "H200", dtype="bfloat16"))
+    batch, tokens = 64, 2048  # 2,048 tokens are 16.8 MB: beyond the custom kernel
+    assert 2 * 4096 * batch < CUSTOM_ALL_REDUCE_BYTES < 2 * 4096 * tokens
     sums = 189 * custom.time_s("all_reduce", 4, 2 * 4096 * batch)
-    gather = nccl.time_s("all_gather", 4, 2 * 151936 * batch)
-    free = _without_collectives()
-    assert fixed_s(spread)[batch] - fixed_s(free)[batch] == pytest.approx(float(sums + gather))
-    tokens = 2048  # 16.8 MB: beyond the custom kernel
-    assert 2 * 4096 * tokens > CUSTOM_ALL_REDUCE_BYTES
+    assert spread.cost.collectives_s[batch] == pytest.approx(float(sums))
     sums = 189 * nccl.time_s("all_reduce", 4, 2 * 4096 * tokens)
-    gather = nccl.time_s("all_gather", 4, 2 * 151936)
-    more = spread.prefill_s([tokens], [0]) - free.prefill_s([tokens], [0])
-    assert more == pytest.approx(float(sums + gather))
-
-
-def _without_collectives():
-    """The same worker with tables of collectives that take next to no time."""
-    tables = []
-    for dtype in ("bfloat16", "float16"):
-        table = find_table("collective", "H200", dtype=dtype)
-        columns = dict(table.columns) | {"latency_s": np.full(len(table), 1e-300)}
-        tables.append(type(table)(table.metadata, columns))
-    return build(tables=tables)
+    assert spread.cost.collectives_s[tokens] == pytest.approx(float(sums))
+    gather = nccl.time_s("all_gather", 4, 2 * 151936 * batch)
+    head = gemm.time_s(151936 // 4, 4096, batch)
+    assert spread.cost.head_s[batch] == pytest.approx(float(head + gather))
 
 
 def test_links_of_a_mesh_carry_their_share_only():

@@ -18,7 +18,7 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
 )
 from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.models import list_models, load_model
-from eldr_sim.kernel_profiles.steps.parts import NORMS_S, bytes_alone
+from eldr_sim.kernel_profiles.steps.parts import NORMS_S, bytes_alone, small_kernel_s
 from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, mla_shape, moe_shape
 from eldr_sim.kernel_profiles.tables.library import find_table, shipped_tables
@@ -146,12 +146,16 @@ def test_prefill_attention_meets_single_prompts(shipped):
         attention.alone_s[table.columns["new_tokens"][alone]] / table.columns["latency_s"][alone]
     )
     assert np.log(ratio).mean() == pytest.approx(0.0, abs=1e-3)  # neither fast nor slow
-    assert (np.abs(ratio - 1) < 0.15).all()
+    # Engines switch from dense to sparse attention where prompts outgrow what is attended to, and
+    # long ones are then faster than shorter ones; the curve rises.
+    most = 0.6 if "index_heads" in table.metadata.shape else 0.25
+    assert (np.abs(ratio - 1) < most).all()
     assert (np.diff(attention.alone_s) >= 0).all()
     assert (np.diff(attention.share_s) >= 0).all()
     assert attention.share_s[0] == 0
     # Past the last row: the pairs under the causal mask, counted here one by one.
-    window = table.metadata.shape.get("window", 0) or 70_000
+    linear = "n_value_heads" in table.metadata.shape  # a token attends to the state alone
+    window = 1 if linear else table.metadata.shape.get("window", 0) or 70_000
     last = int(table.columns["new_tokens"].max())
     pairs = np.cumsum(np.minimum(np.arange(1, 2 * last + 1), window))
     growth = attention.alone_s[2 * last] / attention.alone_s[last]
@@ -264,7 +268,8 @@ def test_shared_experts_have_three_matrices():
     gemm = GemmLatency.from_table(find_table("gemm", "H100", dtype="bfloat16"))
     hidden, width, rows = model.hidden_size, model.shared_intermediate_size, np.array([1, 16, 64])
     pair = gemm.time_s(2 * width, hidden, rows) + gemm.time_s(hidden, width, rows)
-    np.testing.assert_allclose(more[rows], model.n_moe_layers * pair)
+    activation = small_kernel_s(load_gpu("H100"))  # the MLP's own
+    np.testing.assert_allclose(more[rows], model.n_moe_layers * (pair + activation))
 
 
 def test_host_gap_is_added_once_per_step():
@@ -298,7 +303,9 @@ def test_small_batches_take_the_norms_time_and_large_ones_their_bytes():
         _build(tables=[bytes_alone(load_model("Qwen3-30B-A3B"), load_gpu("H100"))]),
     )
     more = plain.cost.dense_s - bare.cost.dense_s
-    assert 0.99 * 48 * NORMS_S < more[1] < 48 * NORMS_S  # a token's bytes take no time to speak of
+    # Norms of queries and of keys come to the four kernels of a model without them.
+    least = 48 * (NORMS_S + 2 * small_kernel_s(load_gpu("H100")))
+    assert 0.99 * least < more[1] < least  # a token's bytes take no time to speak of
     assert more[-1] == pytest.approx(0.0, abs=1e-12)
 
 

@@ -515,10 +515,9 @@ class TestMarlin:
     )
     def test_carries_the_source_rows_over_at_equal_rows_per_expert(self, size, padding, weights):
         """At 128 and 224 tokens an expert gets 4 rows in both layers; weights as vLLM pads them."""
-        import pandas as pd
 
-        from eldr_sim.kernel_profiles.sources.aiconfigurator import data_folder
         from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
+        from eldr_sim.kernel_profiles.sources.packages import sources
 
         model = load_model("GPT-OSS-120B")
         table = derive_marlin_table("H200", model, Parallelism(size), padding=padding)
@@ -526,7 +525,8 @@ class TestMarlin:
         time = dict(
             zip(table.columns["batch"][even], table.columns["latency_s"][even], strict=True)
         )
-        frame = pd.read_parquet(data_folder("H200") / "moe/vllm/0.24.0/moe_perf.parquet")
+        files = sources("H200", "moe", "vllm", "moe_perf.parquet")
+        frame = next(file for file in files if file.version == "0.24.0").rows
         frame = frame[
             frame.kernel_source.str.contains("marlin")
             & (frame.moe_dtype == "w4a16_mxfp4")

@@ -36,7 +36,7 @@ from eldr_sim.kernel_profiles.steps.parts import bytes_alone
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, table_name
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.plane.front_end import Mode
-from eldr_sim.simulator.setup.config.engines import default_fields
+from eldr_sim.simulator.setup.config.engines import HOST_WAIT_MS, default_fields
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.published import silicon_rows
 from eldr_sim.validation.published.launch_scripts import HOPPER, MOE_RUNNERS, Script
@@ -75,10 +75,6 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 #: published it for these prompts: that of each engine's row of 4 streams with 1k prompts and
 #: outputs, which is not judged (DeepSeek-R1 FP8, 8 H200 under TensorRT-LLM, 8 B200 under SGLang).
 ACCEPTANCE = {"trtllm": 0.774, "sglang": 0.631}
-
-#: What vLLM without asynchronous scheduling waits for its host between two steps: 9.6 ms measured,
-#: 5.5 of kernels (A100, Qwen3-30B-A3B; `steps.parts.HOST_GAP_S`).
-HOST_WAIT_MS = 4.1
 
 _PROMPTS_PER_SLOT, _MOST_PROMPTS = 10, 5120
 _GPT_OSS = MEASURED_MODELS["gpt-oss-120b"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.kernel_profiles.tables.library import version_numbers
 from eldr_sim.simulator.plane.state import OF_PROMPT, OF_SHARE, TO_THE_END
 from eldr_sim.simulator.setup.config.groups import SchedulerConfig
 from eldr_sim.simulator.setup.config.pools import Engine, Pool
@@ -30,6 +31,13 @@ OPTIONS: dict[str, tuple[Engine, ...]] = {
     "attention_dp_batching_wait_iters": ("trtllm",),
     "piecewise_cuda_graph": ("sglang", "trtllm"),
 }
+#: Step time that no kernel hides where vLLM schedules a step when the last one has ended, ms: 9.6
+#: measured, 5.5 of kernels (A100, Qwen3-30B-A3B; `steps.parts.HOST_GAP_S`).
+HOST_WAIT_MS = 4.1
+#: Activation memory that vLLM before 0.17 holds beside later versions': 5.64 and 2.23 GiB of
+#: Qwen3-14B on H100 (0.15 and 0.16, 0.17 to 0.19: jgchn/llm-d-planner,
+#: accuracy/blog-gpu-capacity.md); other models' differs.
+OLD_ACTIVATION_BYTES = int((5.64 - 2.23) * 2**30)
 _FIRST, _LEAST, _STEPS = 0.7, 0.14, 600  # SGLang's new_token_ratio: start, of it at last, steps
 _MIB = 2**20
 
@@ -128,17 +136,53 @@ def default_seats(engine: Engine, gpu: GPU, engines_of_worker: int = 1) -> int:
     return 2048 if engine == "trtllm" else gpu.max_num_seqs
 
 
+def before(version: str | None, *numbers: int) -> bool:
+    """Return whether a version, if there is one, came before that of these numbers."""
+    return bool(version) and version_numbers(str(version))[: len(numbers)] < list(numbers)
+
+
+def activation_bytes(engine: Engine, version: str | None) -> int:
+    """Return the memory that an engine of this version holds beyond the GPU's usual reserve."""
+    return OLD_ACTIVATION_BYTES if engine == "vllm" and before(version, 0, 17) else 0
+
+
+def version_fields(engine: str, version: str | None) -> dict[str, Any]:
+    """Return the fields that a version of an engine has other defaults of; none without a version.
+
+    vLLM schedules ahead since 0.14, tokenises prompts one after the other since 0.15 and in a pool
+    of threads since 0.24 (`simulator.plane.front_end`), and its graphs' padding rows choose no
+    experts since 0.32 (vllm-project/vllm pull request 46428). SGLang's steps with prompts are
+    graphs in pieces since 0.5.9 (``server_args.py``)."""
+    if not version:
+        return {}
+    if engine == "sglang":
+        return {"piecewise_cuda_graph": False} if before(version, 0, 5, 9) else {}
+    if engine != "vllm":
+        return {}
+    found: dict[str, Any] = {"cudagraph_padding": "dense"}
+    if before(version, 0, 32):
+        found["cudagraph_padding"] = "experts"
+    if before(version, 0, 24):
+        found["tokenizer_mode"] = "microbatch_sequential"
+    if before(version, 0, 15):
+        found["tokenizer_mode"] = "microbatch_parallel"
+    if before(version, 0, 14):
+        found |= {"async_scheduling": False, "host_gap_ms": HOST_WAIT_MS}
+    return found
+
+
 def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a run that an engine has other defaults of.
+    """Return the fields of a run that an engine, or its version, has other defaults of.
 
     SGLang's share of memory is ``mem_fraction_static`` (``server_args.py``), TensorRT-LLM's
     ``free_gpu_memory_fraction``. SGLang's blocks stay at 16 tokens: its pages of one hold at most
     15 tokens a sequence less."""
-    engine = values.get("engine")
+    engine = values.get("engine") or "vllm"
+    found = version_fields(engine, values.get("engine_version"))
     if engine == "trtllm":
-        return {"gpu_memory_utilization": 0.9, "block_size": 32}
+        return found | {"gpu_memory_utilization": 0.9, "block_size": 32}
     if engine != "sglang":
-        return {}
+        return found
     try:
         gpu = load_gpu(values.get("gpu", "H100"))
         width, engines = (
@@ -146,9 +190,9 @@ def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:
             int(values.get("data_parallel_size", 1)),
         )
     except (TypeError, ValueError):
-        return {}  # the field itself says what is wrong
+        return found  # the field itself says what is wrong
     chunk = values.get("max_num_batched_tokens") or default_budget("sglang", gpu, engines)
-    return {"gpu_memory_utilization": _static_share(gpu, width, engines, int(chunk))}
+    return found | {"gpu_memory_utilization": _static_share(gpu, width, engines, int(chunk))}
 
 
 def memory_share(config: Any, engine: Engine, pool: Pool) -> float:

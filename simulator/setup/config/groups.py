@@ -13,6 +13,7 @@ from eldr_sim.kernel_profiles.parallel import Backend, MoEBackend, Padding
 from eldr_sim.simulator.setup.config import field_types
 from eldr_sim.simulator.setup.config.pools import (
     Engine,
+    EngineVersion,
     Fields,
     PathText,
     Pool,
@@ -358,7 +359,11 @@ class EngineConfig(Fields):
     """The engine of a worker, mostly in vLLM's terms."""
 
     engine: Engine = "vllm"
-    """Whose rules the workers' engines follow, and whose defaults they have."""
+    """Whose rules the workers' engines follow, and whose defaults they have. A version may stand
+    behind: ``vllm==0.24``, ``sglang==0.5.8``, ``trtllm==1.2`` (docs/engines.md)."""
+    engine_version: EngineVersion | None = None
+    """Version of the engine, whose rules, memory and kernels hold where they changed; the newest
+    when not given."""
     model: PathText = "Qwen3-30B-A3B"
     """A known model, or a Hugging Face ``config.json`` (or its folder)."""
     max_model_len: int | None = Field(default=None, ge=1, le=LONGEST)

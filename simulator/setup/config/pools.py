@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     RootModel,
+    StringConstraints,
     ValidationError,
     model_serializer,
     model_validator,
@@ -49,6 +50,18 @@ NOBODY = "nobody"  #: who goes on when a prompt is computed: nobody, the request
 Engine = Literal["vllm", "sglang", "trtllm"]
 #: What a pool's workers do: compute prompts for others or for nobody, or decode.
 Role = Literal["prefill", "decode"]
+
+
+#: A version of an engine: ``0.24``, ``1.3.0rc20``.
+EngineVersion = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)*((rc|post|dev)\d+)?$")]
+
+
+def with_version(values: Any) -> Any:
+    """Split ``engine: vllm==0.24`` into the engine and its version."""
+    if isinstance(values, Mapping) and "==" in str(values.get("engine") or ""):
+        engine, _, version = str(values["engine"]).partition("==")
+        return {**values, "engine": engine.strip(), "engine_version": version.strip().lstrip("v")}
+    return values
 
 
 class Fields(BaseModel):
@@ -97,7 +110,9 @@ class Pool(Fields):
     gpu: PathText | None = None
     """A known GPU or a gpu.json."""
     engine: Engine | None = None
-    """Whose rules the engines follow."""
+    """Whose rules the engines follow; ``vllm==0.24`` says the version, too."""
+    engine_version: EngineVersion | None = None
+    """And which version's."""
     tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """GPUs of a worker."""
     enable_expert_parallel: bool | None = None
@@ -124,6 +139,11 @@ class Pool(Fields):
     """Price of a GPU-hour, $."""
     start_up: StartUp = None
     """Until a new worker serves."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _versioned(cls, values: Any) -> Any:
+        return with_version(values)
 
     @property
     def parallelism(self) -> Parallelism:

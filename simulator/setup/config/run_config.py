@@ -47,6 +47,7 @@ from eldr_sim.simulator.setup.config.pools import (
     WorkerPool,
     parse_topology,
     pools_of,
+    with_version,
 )
 from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS
 
@@ -86,8 +87,11 @@ class RunConfig(Fields):
     def _sorted(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        values = flat(values)
-        if any(values.get(n) for n in ("engine", "engine_args", "extra_llm_api_options")):
+        values = with_version(flat(values))
+        if any(
+            values.get(n)
+            for n in ("engine", "engine_version", "engine_args", "extra_llm_api_options")
+        ):
             from eldr_sim.simulator.setup.config.launch import (
                 with_launch,  # NumPy: --help does without
             )
@@ -133,7 +137,7 @@ class RunConfig(Fields):
 
         values = self.model_dump(mode=mode)
         usual = default_fields(values)
-        for name in ("gpu_memory_utilization", "block_size"):
+        for name in {"gpu_memory_utilization", "block_size", *usual}:
             if values[name] == usual.get(name, RUN_FIELDS[name].default):
                 del values[name]
         return values
@@ -187,6 +191,8 @@ class RunConfig(Fields):
             name: own.get(name, self.value(name) if name in GROUP_OF else None)
             for name in OwnPool.model_fields
         }
+        if values["engine"] != self.engine.engine:  # the run's version is another engine's
+            values["engine_version"] = own.get("engine_version")
         if role == "prefill" and "expert_placement" not in own and self.cluster.generates:
             values["expert_placement"] = "linear"
         return OwnPool(**values)
