@@ -1,4 +1,5 @@
 # docker build -t eldr-sim . && docker run --rm -p 127.0.0.1:8050:8050 eldr-sim explore --host 0.0.0.0
+# Then http://127.0.0.1:8050; by a name, add --allowed-host NAME
 FROM python:3.12-slim AS build
 COPY . /source
 RUN pip wheel --no-cache-dir --wheel-dir /wheels '/source[live]'

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 DOCUMENT_LIMIT = 64 * 2**20  #: bytes of a configuration, manifest or result in JSON or YAML
 ARRAY_LIMIT = 16 * 2**30  #: bytes to which the arrays of a file may unpack
 _NODE_LIMIT = 1_000_000  # values of a YAML document, aliases written out
+#: YAML's types of plain values; ``!!binary`` and others would make texts that are not seen as such.
+_YAML_TAGS = {
+    f"tag:yaml.org,2002:{name}"
+    for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp", "merge", "value")
+}
 _NPY_HEADER = 64 * 2**10
 _NPY_MAGIC = b"\x93NUMPY"
 
@@ -112,6 +117,8 @@ def parse_yaml(text: str, field: str, what: str) -> Any:
                 return None
             if _size(node, {}) > _NODE_LIMIT:
                 raise InputError(field, f"{what} has over {_NODE_LIMIT:,} values, aliases counted")
+            for tag in {each.tag for each in _nodes(node)} - _YAML_TAGS:
+                raise InputError(field, f"{what} has a value of YAML type {tag!r}", "plain values")
             for key in _twice(node):
                 raise InputError(field, f"{what} has {key!r} twice in one mapping", "each key once")
             return loader.construct_document(node)
@@ -137,22 +144,27 @@ def _size(node: yaml.Node, known: dict[int, int]) -> int:
     return known[number]
 
 
-def _twice(root: yaml.Node) -> Iterator[str]:
-    """Yield keys that stand more than once in a mapping; PyYAML takes the last of them."""
+def _nodes(root: yaml.Node) -> Iterator[yaml.Node]:
+    """Yield the nodes of a document, each once."""
     todo: list[yaml.Node] = [root]
     seen: set[int] = set()
     while todo:
         node = todo.pop()
-        parts: list[Any] = node.value if isinstance(node.value, list) else []
-        if id(node) in seen or not parts:
+        if id(node) in seen:
             continue
         seen.add(id(node))
-        if not isinstance(parts[0], tuple):
-            todo += parts
-            continue
-        keys = Counter((key.tag, key.value) for key, _ in parts if isinstance(key.value, str))
-        yield from (key for (_, key), n in keys.items() if n > 1)
-        todo += [value for _, value in parts]
+        yield node
+        parts: list[Any] = node.value if isinstance(node.value, list) else []
+        todo += [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
+
+
+def _twice(root: yaml.Node) -> Iterator[str]:
+    """Yield keys that stand more than once in a mapping; PyYAML takes the last of them."""
+    for node in _nodes(root):
+        parts: list[Any] = node.value if isinstance(node.value, list) else []
+        if parts and isinstance(parts[0], tuple):
+            keys = Counter((key.tag, key.value) for key, _ in parts if isinstance(key.value, str))
+            yield from (key for (_, key), n in keys.items() if n > 1)
 
 
 #: What a .npy file begins with.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click import IntRange
+from click import FloatRange, IntRange
 
 from eldr_sim.cli.console import print_table
 from eldr_sim.cli.option import option
@@ -81,12 +81,31 @@ _START = {"topology": "2P4D", "request_rate": "12", "goodput": ("ttft:500,tpot:3
 @option("--port", IntRange(1, 65535), "Port to listen on.", default=8050, metavar="N")
 @option("--host", default="127.0.0.1", metavar="ADDRESS")
 @option("--read-only", bool, "Show what the options say, and nothing else.")
+@option("--allowed-host", None, "A name that requests may use for this server, besides IP "
+        "addresses, localhost and the machine's name: gpu7, .example.com, * for any; repeat for "
+        "more.", multiple=True, metavar="NAME")  # fmt: skip
+@option("--point-timeout", FloatRange(0.0, min_open=True), "Seconds that a point may take.",
+        default=120.0, metavar="S")  # fmt: skip
+@option("--point-memory-gib", FloatRange(0.5), "Memory of a process that computes points.",
+        default=4.0, metavar="GIB")  # fmt: skip
+@option("--point-requests", IntRange(1), "Requests of a point, at most.", default=20_000,
+        metavar="N")  # fmt: skip
 @run_options()
-def explore(port: int, host: str, read_only: bool, **options: Any) -> None:
+def explore(
+    port: int,
+    host: str,
+    read_only: bool,
+    allowed_host: tuple[str, ...],
+    point_timeout: float,
+    point_memory_gib: float,
+    point_requests: int,
+    **options: Any,
+) -> None:
     """Serve a page on which model, GPUs, P and D, rate and policy are moved, and TTFT, TPOT,
     goodput and cost follow (docs/explore.md). Options say what it begins with.
 
     Needs `pip install 'eldr-sim[live]'`, and no network."""
+    from eldr_sim.reports.explorer.processes import PointLimits
     from eldr_sim.reports.explorer.server import explore as serve_page
 
     for name, value in _START.items():
@@ -94,6 +113,7 @@ def explore(port: int, host: str, read_only: bool, **options: Any) -> None:
             options[name] = value
     config = config_from_options(options)
     serve_page(
-        config, host=host, port=port, read_only=read_only,
+        config, host=host, port=port, read_only=read_only, allowed_host=allowed_host,
+        limits=PointLimits(point_timeout, point_memory_gib, point_requests),
         announce=lambda line: click.echo(line, err=True),
     )  # fmt: skip

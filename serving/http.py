@@ -1,17 +1,20 @@
 """Access to aiohttp, which only live runs need, and what our servers share."""
 
+import asyncio
 import logging
 import resource
+import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from eldr_sim.errors import InputError, needed
+from eldr_sim.guard import Guard, middleware, shown_url
 
-#: A prompt of a million token ids is about 7 MB.
-MAX_BODY = 64 << 20
+_MIB = 1 << 20
 
 
 def import_aiohttp() -> Any:
@@ -39,21 +42,164 @@ class Registry:
         return web.Response(body=self.text(), headers=headers)
 
 
-def application(run: Callable[[Any], Any], complete: Any, **asked: Any) -> Any:
-    """Return an ``aiohttp.web.Application`` behind OpenAI's paths; ``handler_cancellation=True``
-    lets a client that leaves cancel its request. ``run``: an async generator as long as it;
-    ``complete``, ``asked``: answer completions, and ``/health``, ``/metrics`` and
-    ``/v1/models``."""
+class Limits(NamedTuple):
+    """What a server accepts at a time."""
+
+    max_concurrent_requests: int = 4096  #: requests in progress; beyond it the answer is 429
+    max_body_mib: float = 64.0  #: largest body; a prompt of a million token ids is about 7 MB
+    #: Bodies and unstreamed answers in memory, in all; beyond it the answer is 503.
+    max_buffered_mib: float = 1024.0
+
+
+class Refused(Exception):
+    """A request that is not served: status and message of the answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Intake:
+    """Requests in progress, and the bytes of them that are held in memory. ``draining``: whether
+    the server has been told to stop; ``stopping``: whether the grace period is over."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.n_requests = self.n_bytes = 0
+        self._held: dict[int, int] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.draining = self.stopping = False
+
+    async def admit(self, request: Any, handler: Any) -> Any:
+        """Serve a request with a body, a middleware; raises Refused beyond the limit."""
+        if request.method != "POST":
+            return await handler(request)
+        most = self.limits.max_concurrent_requests
+        if self.n_requests >= most:
+            raise Refused(429, f"{most} requests are in progress (--max-concurrent-requests)")
+        self.n_requests += 1
+        self._held[id(request)] = 0
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await handler(request)
+        finally:
+            self.n_requests -= 1
+            self.n_bytes -= self._held.pop(id(request))
+            self._tasks.discard(task)
+
+    def stop(self) -> None:
+        """Cancel what is in progress; its handlers may still say so to their clients."""
+        self.draining = self.stopping = True
+        for task in self._tasks:
+            task.cancel()
+
+    def hold(self, request: Any, n_bytes: int) -> None:
+        """Count bytes that are held until a request ends; raises Refused beyond the limit."""
+        if self.n_bytes + n_bytes > self.limits.max_buffered_mib * _MIB:
+            raise Refused(503, "too many bytes are in progress (--max-buffered-mib)")
+        self.n_bytes += n_bytes
+        self._held[id(request)] += n_bytes
+
+    async def body(self, request: Any) -> bytes:
+        """Return a request's body; raises Refused beyond the limits."""
+        most, parts, total = self.limits.max_body_mib * _MIB, [], request.content_length or 0
+        if total <= most:
+            total = 0
+            async for part in request.content.iter_any():
+                total += len(part)
+                if total > most:
+                    break
+                self.hold(request, len(part))
+                parts.append(part)
+        if total > most:
+            raise Refused(413, f"body: more than {self.limits.max_body_mib:g} MiB (--max-body-mib)")
+        return b"".join(parts)
+
+
+def application(
+    run: Callable[[Any], Any],
+    intake: Intake,
+    guard: Guard,
+    posts: Mapping[str, Any],
+    gets: Mapping[str, Any],
+) -> Any:
+    """Return an ``aiohttp.web.Application``; ``handler_cancellation=True`` of its runner lets a
+    client that leaves cancel its request. ``run``: an async generator that lasts as long as the
+    application; ``posts``, ``gets``: handlers by path."""
     from aiohttp import web
 
     logging.getLogger("aiohttp.server").addFilter(is_our_error)
-    app = web.Application(client_max_size=MAX_BODY, middlewares=[web.middleware(in_json)])
+    middlewares = [
+        web.middleware(in_json),
+        middleware(guard, error_answer),
+        web.middleware(partial(intake.admit)),
+    ]
+    app = web.Application(middlewares=middlewares)
     app.cleanup_ctx.append(run)
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        app.router.add_post(path, complete)
-    for path, answer in asked.items():
-        app.router.add_get(f"/{'v1/' * (path == 'models')}{path}", answer)
+    for path, answer in posts.items():
+        app.router.add_post(path, answer)
+    for path, answer in gets.items():
+        app.router.add_get(path, answer)
     return app
+
+
+class Site(NamedTuple):
+    """An application at a socket; ``said``: announced when it listens."""
+
+    app: Any
+    listening: socket.socket
+    intake: Intake
+    said: str
+
+
+async def serve_sites(
+    sites: Sequence[Site],
+    announce: Callable[[str], None],
+    *,
+    grace_s: float,
+    idle_s: float = 75.0,
+    failures: Sequence[asyncio.Future[None]] = (),
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. Then ``Intake.draining`` is set and requests in progress have
+    ``grace_s`` to end; a second signal ends them at once. ``idle_s``: time that a connection is
+    kept open between requests; ``failures``: futures that end it too, with their exception."""
+    from aiohttp import web
+
+    loop, told, at_once = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        (at_once if told.is_set() else told).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    runners = []
+    how = {"handler_cancellation": True, "access_log": None, "shutdown_timeout": 1.0}
+    try:
+        for site in sites:
+            runners.append(web.AppRunner(site.app, keepalive_timeout=idle_s, **how))
+            await runners[-1].setup()
+            await web.SockSite(runners[-1], site.listening).start()
+            announce(site.said)
+        waits: list[asyncio.Future[Any]] = [*failures, asyncio.ensure_future(told.wait())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for site in sites:
+            site.intake.draining = True
+        busy = sum(site.intake.n_requests for site in sites)
+        if told.is_set() and busy:
+            text = "a second signal ends them at once"
+            announce(f"Stopping: {busy} requests have {grace_s:g} s to end; {text}")
+            await _at_rest(sites, grace_s, at_once)
+    finally:
+        for site in sites:
+            site.intake.stop()
+        await _at_rest(sites, 1.0, asyncio.Event())
+        for runner in runners:
+            await runner.cleanup()
+    for failure in failures:
+        if failure.done():
+            failure.result()
 
 
 def open_session(timeout_s: float | None = None) -> Any:
@@ -69,22 +215,40 @@ def open_session(timeout_s: float | None = None) -> Any:
     )
 
 
+async def _at_rest(sites: Sequence[Site], limit_s: float, at_once: asyncio.Event) -> None:
+    """Wait until no request is in progress, for ``limit_s`` at most, or until ``at_once``."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while any(site.intake.n_requests for site in sites) and not at_once.is_set():
+                await asyncio.sleep(0.02)
+
+
 async def in_json(request: Any, handler: Any) -> Any:
-    """Word all errors alike, those of unknown paths and methods too."""
+    """Answer all errors in one format, those of unknown paths and methods too."""
     from aiohttp import web
 
     try:
         return await handler(request)
+    except Refused as refused:
+        retry = {"Retry-After": "1"} if refused.status in (429, 503) else None
+        return error_answer(refused.status, str(refused), retry)
     except web.HTTPException as error:
         return error_answer(error.status, f"{request.method} {request.path}: {error.reason}")
+    except ConnectionError:
+        if request.transport is not None and not request.transport.is_closing():
+            raise
+        return web.Response(status=499)  # the client has left; aiohttp would log a traceback
 
 
 def is_our_error(record: logging.LogRecord) -> bool:
-    """Whether a line of aiohttp's log is of something else than HTTP that a client gets wrong. Such
-    a client has its answer, 400; a line with a traceback for each would fill a disk."""
+    """Whether a line of aiohttp's log is about this server. Clients that send malformed HTTP (they
+    are answered 400) or leave would fill a disk with tracebacks."""
+    from aiohttp.client_exceptions import ClientPayloadError
     from aiohttp.http import HttpProcessingError
+    from aiohttp.web import RequestPayloadError
 
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    clients = (HttpProcessingError, RequestPayloadError, ClientPayloadError, ConnectionError)
+    return not (record.exc_info and isinstance(record.exc_info[1], clients))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -99,14 +263,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 def url_of(listening: socket.socket) -> str:
     """Return the URL of a socket that listens."""
-    host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return shown_url(*listening.getsockname()[:2])
 
 
 def open_log(path: Path) -> IO[str]:
-    """Open a file for what arrives; raises InputError where it cannot be written."""
+    """Open a file to append what arrives; raises InputError where it cannot be written."""
     try:
-        return path.open("w", encoding="utf-8")
+        return path.open("a", encoding="utf-8")
     except OSError as error:
         raise InputError("log", f"{path}: {error.strerror}") from None
 

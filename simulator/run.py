@@ -2,7 +2,7 @@
 
 import math
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache, partial
 from importlib.metadata import version
@@ -272,9 +272,13 @@ def offered_load(
 
 
 def build_cluster(
-    config: RunConfig, prepared: PreparedRun, workload: Workload, window: tuple[float, float]
+    config: RunConfig,
+    prepared: PreparedRun,
+    workload: Workload,
+    window: tuple[float, float],
+    on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
 ) -> Cluster:
-    """Put the cluster of a run together, policies fitted."""
+    """Put the cluster of a run together, policies fitted; ``on_blocks``: see `control.inputs`."""
     trace, model, spec = prepared.trace, prepared.model, prepared.spec
     mix = None if config.routing.domain_mix is None else tuple(config.routing.domain_mix.items())
 
@@ -347,6 +351,7 @@ def build_cluster(
         faults=planned(config, spec, workload),
         replica_policy=_replica_policy(config, prepared, placements, relocations),
         elastic=elastic,
+        on_blocks=on_blocks,
     )
     return Cluster(inputs)
 

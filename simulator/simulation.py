@@ -17,7 +17,7 @@
 and transfers run compiled between two of its events. At one instant processes come first."""
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +52,9 @@ class Simulation:
     ``arrivals``: whether the configuration's load arrives; else all requests come from processes,
     measured after the warm-up. ``prefixes``: whether requests bring the blocks of their prompts
     (`Control.request`), those of the workload forgotten; only without ``arrivals``. ``absent``:
-    workers of the topology that are not there before `Control.start`: ``("decode:4",)``."""
+    workers of the topology that are not there before `Control.start`: ``("decode:4",)``.
+    ``on_blocks``: called with a worker, and the numbers of the prefix blocks that its cache has got
+    and lost."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class Simulation:
         arrivals: bool = True,
         prefixes: bool = False,
         absent: Sequence[str] = (),
+        on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
         self._config, self._prepared = config, prepare(config)
         workload, window = offered_load(config, self._prepared.trace)
@@ -74,7 +77,7 @@ class Simulation:
             raise InputError("prefixes", "requests that arrive bring none", "arrivals=False")
         if prefixes:
             workload = without_prefixes(workload, self._prepared.spec.block_size)
-        cluster = build_cluster(config, self._prepared, workload, window)
+        cluster = build_cluster(config, self._prepared, workload, window, on_blocks)
         cluster.sent = SentPrefixes() if prefixes else None
         for pool in cluster.spec.pools:
             check_tables(pool.engine, cluster.spec.max_model_len)

@@ -1,17 +1,20 @@
 """A state of the page: its configuration, the command that gives it, and its figures."""
 
 import json
+import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.planning.slo import parse_slo
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
+from eldr_sim.simulator.setup.config.paths import known_names
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
 
@@ -30,17 +33,19 @@ _SHOWN = (
     "gpus", "cost_per_million_output_tokens", "completed", "failed", "mean_decode_batch",
     "mean_active_experts_per_step", "weakest_provenance", "label",
 )  # fmt: skip
-_BANDWIDTH = re.compile(r"[\d.]+[kMGT]?i?B/s")  #: what looks like a path and is none
+#: What has a slash and is no path, and what may stand between the parts of a text.
+_BANDWIDTH = re.compile(r"(?<![^\s=,:@+(])[\d.]+[kMGT]?i?B/s(?![^\s,:;@+)])")
+_SEPARATORS, _NAME = re.compile(r"([^\w.-]+)"), re.compile(r"[\w.-]")
+#: Parts of a text, and workers of a cluster, at most.
+_PARTS, _WORKERS = 64, 1024
 _PICTURES = ("Activated experts against batch", "Components of TTFT", "TPOT over time")
 
 
-def config_of(state: Mapping[str, Any], base: RunConfig) -> RunConfig:
+def config_of(state: Mapping[str, Any], base: RunConfig, most: int | None = None) -> RunConfig:
     """Return the run of a state; what it leaves out is the base's. Its window is short, unless
     ``more`` says otherwise: a point takes a fraction of a second. Raises InputError: names the
-    field that is wrong; paths are allowed where the base has the same."""
+    field that is wrong; paths are allowed where the base has the same. ``most``: requests."""
     values = base.said("json")
-    # Before anything is read: a policy of a file would run it.
-    _check_paths((str(value) for value in state.values()), base)
     for name in FIELDS:
         text = str(state.get(name) or "").strip()
         if name == "goodput" and text:
@@ -49,33 +54,76 @@ def config_of(state: Mapping[str, Any], base: RunConfig) -> RunConfig:
             values[name] = text.split()
         elif text:
             values[name] = text
+    _check_texts(values, base)  # before anything reads them: a policy of a file would run it
     rate = make_config(values).requests.request_rate
     if rate is None or not 0.0 < rate < 1e6:
         raise InputError("request_rate", f"{rate}", "requests/s, such as 12")
     values["warmup"], values["duration"] = _WARMUP_S, max(_WINDOW_S, round(_REQUESTS / rate, 2))
     if more := str(state.get("more") or "").strip():
         values = change_fields(values, more)
-    return make_config(values)
+        _check_texts(values, base)
+    config = make_config(values)
+    _check_texts(config.model_dump(mode="json"), base)
+    _check_size(config, most)
+    return config
 
 
-def _check_paths(texts: Iterable[str], base: RunConfig) -> None:
-    """Raise InputError for what may be a path and is none of the base's."""
-    known = set(_texts(base.model_dump(mode="json")))
-    for text in texts:
-        for word in re.split(r"[\s=,]+", text):
-            if word in known or not word or _BANDWIDTH.fullmatch(word):
-                continue
-            if "/" in word or "\\" in word or ".py" in word or Path(word).exists():
-                allowed = "names, and paths that it was started with"
-                raise InputError("explore", f"{word!r} is a path", allowed)
+def _check_size(config: RunConfig, most: int | None) -> None:
+    """Raise InputError for a point of more than ``most`` requests, or of too many workers."""
+    load = config.requests
+    times = (load.request_rate or 0.0) * ((load.warmup or 0.0) + (load.duration or 0.0))
+    n = max(times, load.num_requests or 0, config.value("sessions") or 0)
+    if most is not None and n > most:
+        problem = f"a point of {n:,.0f} requests"
+        raise InputError("explore", problem, f"at most {most:,} (--point-requests)")
+    within("topology", sum(pool.workers for pool in config.pools), _WORKERS, " workers")
+
+
+def _check_texts(values: Any, base: RunConfig) -> None:
+    """Raise InputError for a text that may be a path and is none of the base's, and for values
+    that JSON does not have, which may become texts."""
+    known = set(_texts(base.model_dump(mode="json"))) | set(_texts(base.said("json")))
+    names = {name.lower() for name in known_names()}
+    for text in set(_texts(values)) - known:
+        if not text.isprintable():
+            raise InputError("explore", f"{text[:80]!r} has characters that are not printable")
+        if text.lower() not in names and _may_be_path(text):
+            allowed = "names, and paths that it was started with"
+            raise InputError("explore", f"{text[:80]!r} is a path", allowed)
+
+
+def _may_be_path(text: str) -> bool:
+    """Whether a text, or a part of it between separators, names a file that may be read."""
+    plain = _BANDWIDTH.sub("", text)
+    parts = _SEPARATORS.split(text)
+    if any(mark in plain for mark in ("/", "\\", "~", "\0")) or ".py" in text.lower():
+        return True
+    if len(parts) > 2 * _PARTS:
+        raise InputError("explore", f"{text[:40]!r} ... has too many parts", f"at most {_PARTS}")
+    words = ("".join(parts[a:b]) for a in range(len(parts)) for b in range(a + 1, len(parts) + 1))
+    return any(_NAME.search(word) and _exists(word) for word in words)
+
+
+def _exists(name: str) -> bool:
+    try:
+        return os.path.lexists(name)
+    except (OSError, ValueError):  # too long, or with a null byte
+        return False
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts of values as JSON has them, keys too; raises InputError for others."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _texts(key)
             yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+    elif not isinstance(value, int | float | None):
+        raise InputError("explore", f"a value of type {type(value).__name__}", "text and numbers")
 
 
 def around(config: RunConfig) -> list[RunConfig]:
@@ -146,6 +194,8 @@ def run_point(values: str, pictures: bool) -> dict[str, Any]:
         result = simulate(config)
     except InputError as error:
         return {"error": str(error)}
+    except MemoryError:
+        raise
     except Exception as error:  # of any kind: the page goes on
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     summary = result.summary

@@ -1,29 +1,34 @@
 """The explorer's page, and the stream of points that it asks for, line by line (JSON): the state's
-point, its run's pictures, the curve over the rate, the plane of P and D, by two warm processes.
-Asked anew, a page closes its last stream; what that has not begun is dropped."""
+point, its run's pictures, the curve over the rate, the plane of P and D, by warm processes. A page
+that asks again closes its last stream; points that no stream waits for are dropped."""
 
 import asyncio
 import json
-import multiprocessing
+import logging
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from importlib.resources import files
 from typing import Any, get_args
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError, needed
+from eldr_sim.guard import Guard, middleware, shown_url
 from eldr_sim.kernel_profiles.gpus import list_gpus
 from eldr_sim.kernel_profiles.models import list_models
 from eldr_sim.policies.choice import BUILT_IN
-from eldr_sim.reports.explorer.points import FIELDS, around, command_of, config_of, plane, run_point
+from eldr_sim.reports.explorer.points import FIELDS, around, command_of, config_of, plane
+from eldr_sim.reports.explorer.processes import PointLimits, PointLost, Processes
 from eldr_sim.simulator.setup.config.pools import Engine
 from eldr_sim.simulator.setup.config.run_config import WORKLOADS, RunConfig
 
+_LOG = logging.getLogger(__name__)
 #: Results that are kept.
 _KEPT = 4096
 _MAX_BODY = 64 << 10
+#: Streams at a time, and how long a point that no stream waits for may go on, s: a slider that is
+#: moved leaves points that take a fraction of a second, and ending a process costs more.
+_STREAMS, _LEFT_S = 64, 2.0
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -32,19 +37,31 @@ _POLICY = (
 
 class Explorer:
     """The page of one base configuration. ``base``: what states leave out; ``read_only``: whether
-    it shows the base alone; ``jobs``: processes."""
+    it shows the base alone; ``jobs``: processes; ``limits``: of a point; ``guard``: which requests
+    are accepted."""
 
-    def __init__(self, base: RunConfig, *, read_only: bool = False, jobs: int = 2) -> None:
-        self._base, self._read_only = base, read_only
+    def __init__(
+        self,
+        base: RunConfig,
+        *,
+        read_only: bool = False,
+        jobs: int = 2,
+        limits: PointLimits | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        self._base, self._read_only, self._jobs = base, read_only, jobs
+        self._limits, self._guard = limits or PointLimits(), guard or Guard()
         self._start = _state_of(base)
-        config_of(self._start, base)  # what is wrong from the start is said there
-        spawn = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(jobs, spawn, initializer=_quiet)
-        self._free = asyncio.Semaphore(jobs)
+        self._first = self._config(self._start)  # what is wrong from the start is said there
+        self._processes: Processes | None = None
         self._known: OrderedDict[tuple[str, bool], dict[str, Any]] = OrderedDict()
-        self._running: dict[tuple[str, bool], asyncio.Future[dict[str, Any]]] = {}
+        self._running: dict[tuple[str, bool], _Point] = {}
+        self._streams = 0
         #: Points that have been given to the processes.
         self.n_run = 0
+
+    def _config(self, state: dict[str, str]) -> RunConfig:
+        return config_of(state, self._base, self._limits.requests)
 
     def app(self) -> Any:
         """Return the ``aiohttp.web.Application``; its runner needs ``handler_cancellation``."""
@@ -65,7 +82,11 @@ class Explorer:
             headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
             return web.Response(text=body, content_type=kind, charset="utf-8", headers=headers)
 
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[web.middleware(_own_host)])
+        def refuse(status: int, text: str) -> Any:
+            return web.Response(status=status, text=text)
+
+        checked = middleware(self._guard, refuse)
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[checked])
         for path in texts:
             app.router.add_get(path, text)
         app.router.add_post("/points", self._points)
@@ -73,12 +94,13 @@ class Explorer:
         return app
 
     async def _run(self, _app: Any) -> AsyncIterator[None]:
-        first = config_of(self._start, self._base)  # for both processes, so that they are warm
+        self._processes = Processes(self._jobs, self._limits)
+        first = self._first  # for all processes, so that they are warm
         tasks = [asyncio.ensure_future(self._result(first, pictures=p)) for p in (False, True)]
         yield
-        for task in tasks:
+        for task in (*tasks, *(point.task for point in self._running.values())):
             task.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
 
     def _page(self) -> str:
         from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -97,30 +119,41 @@ class Explorer:
     async def _points(self, request: Any) -> Any:
         from aiohttp import web
 
+        if self._streams >= _STREAMS:
+            return web.Response(status=503, text=f"{_STREAMS} pages are being computed")
         try:
-            asked = await request.json()
-            if request.content_type != "application/json" or not isinstance(asked, dict):
+            asked = json.loads(await request.read())
+            if not isinstance(asked, dict):
                 raise ValueError
             state = {str(key): str(value) for key, value in asked.items()}
-        except ValueError:
-            return web.Response(status=400, text="no JSON object of type application/json")
+        except (ValueError, RecursionError, web.RequestPayloadError):
+            return web.Response(status=400, text="no JSON object")
         parts = state.pop("parts", "point pictures curve plane").split()
         if self._read_only and state != self._start:
             return web.Response(status=403, text="this page is read-only")
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await answer.prepare(request)
+        self._streams += 1
+        try:
+            await answer.prepare(request)
+            await self._stream(answer, state, parts)
+        except ConnectionError:  # the client has left
+            request.transport.abort() if request.transport is not None else None
+        finally:
+            self._streams -= 1
+        return answer
 
+    async def _stream(self, answer: Any, state: dict[str, str], parts: list[str]) -> None:
         async def say(kind: str, **more: Any) -> None:
             await answer.write(json.dumps({"kind": kind} | more).encode() + b"\n")
 
         try:
-            config = config_of(state, self._base)
+            config = self._config(state)
             if "point" in parts:
                 await say("command", command=command_of(config), cost=config.price_per_hour)
                 found = await self._result(config, pictures=False)
                 await say("point", **found)
                 if "error" in found:
-                    return answer
+                    return
             many = [("pictures", config, True)] if "pictures" in parts else []
             for part, of in (("curve", around), ("plane", plane)):
                 many += [(part, own, False) for own in of(config)] if part in parts else []
@@ -128,7 +161,11 @@ class Explorer:
             await say("end")
         except InputError as error:
             await say("error", error=str(error))
-        return answer
+        except ConnectionError:
+            raise
+        except Exception as error:  # of any kind: the page goes on
+            _LOG.exception("a state of the page: %r", state)
+            await say("error", error=f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     async def _all(self, many: list[tuple[str, RunConfig, bool]], say: Callable[..., Any]) -> None:
         """Say the results of several points in the order in which they come."""
@@ -147,31 +184,53 @@ class Explorer:
                 task.cancel()
 
     async def _result(self, config: RunConfig, *, pictures: bool) -> dict[str, Any]:
-        """Return a point's figures: known ones, or from the next process that is free. Who is
-        cancelled while it waits leaves its place; what runs goes on, and is kept."""
+        """Return a point's figures: known ones, or from the next process that is free. If this is
+        cancelled, and no other stream waits for the point, it is dropped."""
         key = (config.model_dump_json(), pictures)
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
-        if key not in self._running:
-            await self._free.acquire()
-            if key in self._known or key in self._running:  # while it waited
-                self._free.release()
-                return await self._result(config, pictures=pictures)
-            self.n_run += 1
-            loop = asyncio.get_running_loop()
-            future = loop.run_in_executor(self._pool, run_point, *key)
-            self._running[key] = future
-            future.add_done_callback(lambda done: self._keep(key, done))
-        return await asyncio.shield(self._running[key])
+        point = self._running.get(key)
+        if point is None:
+            point = self._running[key] = _Point()
+            point.task = asyncio.ensure_future(self._compute(key, point.begun))
+            point.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        point.waiting += 1
+        try:
+            return await asyncio.shield(point.task)
+        except PointLost as lost:
+            return {"error": f"this point {lost}"}
+        finally:
+            point.waiting -= 1
+            if not point.waiting and not point.task.done():
+                wait_s = _LEFT_S if point.begun.is_set() else 0.0
+                asyncio.get_running_loop().call_later(wait_s, self._drop, key, point)
 
-    def _keep(self, key: tuple[str, bool], done: asyncio.Future[dict[str, Any]]) -> None:
-        self._free.release()
-        self._running.pop(key, None)
-        if not done.cancelled() and done.exception() is None:
-            self._known[key] = done.result()
-            if len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+    async def _compute(self, key: tuple[str, bool], begun: asyncio.Event) -> dict[str, Any]:
+        assert self._processes is not None
+        limited = key[0] != self._first.model_dump_json()  # compiling may take minutes
+        try:
+            found: dict[str, Any] = await self._processes.run(key, begun, limited=limited)
+        finally:
+            self._running.pop(key, None)
+            self.n_run += begun.is_set()
+        self._known[key] = found
+        if len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return found
+
+    def _drop(self, key: tuple[str, bool], point: "_Point") -> None:
+        if not point.waiting and not point.task.done():
+            self._running.pop(key, None)
+            point.task.cancel()
+
+
+class _Point:
+    """A point that is computed, or waits for a process. ``waiting``: streams that want it."""
+
+    def __init__(self) -> None:
+        self.begun, self.waiting = asyncio.Event(), 0
+        self.task: asyncio.Future[dict[str, Any]]
 
 
 def _state_of(base: RunConfig) -> dict[str, str]:
@@ -185,45 +244,30 @@ def _state_of(base: RunConfig) -> dict[str, str]:
     return {name: "" if v is None else str(v) for name, v in values.items()} | {"more": ""}
 
 
-def _quiet() -> None:
-    """Let a process of the pool end with the explorer and not by Ctrl-C."""
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-async def _own_host(request: Any, handler: Any) -> Any:
-    """Refuse what another site's page may send: its name is not that of this server."""
-    from aiohttp import web
-
-    address, port = request.transport.get_extra_info("sockname")[:2]
-    names = {"localhost", f"[{address}]" if ":" in address else address}
-    own = {f"{name}:{port}" for name in names} | (names if port == 80 else set())
-    origin = request.headers.get("Origin")
-    if request.host not in own or (origin and origin.partition("//")[2] not in own):
-        return web.Response(status=403, text=f"host {request.host!r} is not {sorted(own)[0]}")
-    return await handler(request)
-
-
 def explore(
     base: RunConfig,
     *,
     host: str = "127.0.0.1",
     port: int = 8050,
     read_only: bool = False,
+    allowed_host: Sequence[str] = (),
+    limits: PointLimits | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve the page until told to stop; InputError without aiohttp, address or a right base."""
     web = needed("aiohttp.web", "explore")
     jobs = max(1, min(4, os.cpu_count() or 1))
 
+    guard = Guard(host, allowed_host)
+
     async def run() -> Any:
-        app = Explorer(base, read_only=read_only, jobs=jobs).app()
+        explorer = Explorer(base, read_only=read_only, jobs=jobs, limits=limits, guard=guard)
+        app = explorer.app()
         app.on_startup.append(said)
         return app
 
     async def said(_app: Any) -> None:
-        announce(f"Exploring at http://{host}:{port} (Ctrl-C ends it)")
+        announce(f"Exploring at {shown_url(host, port)} (Ctrl-C ends it)")
 
     how = {"print": None, "access_log": None, "handler_cancellation": True}
     try:

@@ -29,8 +29,19 @@ def _each_once(urls: list[str]) -> list[str]:
     return urls
 
 
+def _endpoint(text: str) -> str:
+    """Return an endpoint of ZeroMQ to connect to; ValueError if it is none."""
+    parts = urlsplit(text)
+    tcp = parts.scheme == "tcp" and parts.hostname not in (None, "*") and parts.port
+    if not (tcp or (parts.scheme in ("ipc", "inproc") and text.partition("://")[2])):
+        raise ValueError(f"{text!r} is no endpoint such as tcp://127.0.0.1:5557")
+    return text
+
+
 Urls = Annotated[list[Annotated[str, AfterValidator(_engine_url)]], AfterValidator(_each_once)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Mib = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Endpoints = Annotated[list[Annotated[str, AfterValidator(_endpoint)]], AfterValidator(_each_once)]
 
 
 class ProxyConfig(BaseModel):
@@ -50,15 +61,24 @@ class ProxyConfig(BaseModel):
     capture: list[str] = []
     #: Where the engines that compute prompts publish what their KV caches hold (vLLM's
     #: ``--kv-events-config``), each in the order of its URL; for policies that read caches.
-    kv_events: list[str] = []
+    kv_events: Endpoints = []
     #: Whether clients have prompts computed by engines not named here (``kv_transfer_params``).
     prefilled: bool = False
     #: How often the engines' metrics are read, ms, for policies that look at them.
     signal_interval_ms: float = Field(default=100.0, gt=0)
-    #: File that gets a line of JSON for each request when it is routed to a decode engine.
+    #: File to which a line of JSON is appended for each request routed to a decode engine.
     log: str | None = None
     #: How often a request goes to another engine when one fails before its first token.
     retries: int = Field(default=1, ge=0)
+    #: Host names besides IP addresses and localhost that requests may name.
+    allowed_host: list[str] = []
+    max_concurrent_requests: int = Field(default=4096, ge=1)  #: beyond it the answer is 429
+    max_body_mib: Mib = 64.0  #: largest body of a request
+    #: Bodies and unstreamed answers in memory, in all; beyond it the answer is 503.
+    max_buffered_mib: Mib = 1024.0
+    max_answer_mib: Mib = 64.0  #: largest answer of an engine that is not streamed
+    #: Time that requests in progress have to end after SIGTERM.
+    grace_period_s: float = Field(default=180.0, ge=0, allow_inf_nan=False)
     #: Longest time until a client has sent its headers, and after them its body. A connection that
     #: is kept alive is closed when it rests as long.
     request_timeout_s: Seconds = 30.0

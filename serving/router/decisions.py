@@ -1,6 +1,7 @@
 """A router over live engines: a policy object of the simulator, and what it sees of them."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Wor
 from eldr_sim.policies.registry import decode_policy
 from eldr_sim.serving.router.kv_events import CachedPrefixes
 from eldr_sim.traces.streams import stream
+
+_LOG = logging.getLogger(__name__)
 
 
 class EngineSignals(NamedTuple):
@@ -70,7 +73,13 @@ class Router:
             request = request._replace(prompt_len=max(1, request.prompt_len))
             matched = self.prefixes.matched(request.prefix_hash, request.prompt_len)
             view = view._replace(matched=matched)
-        engine = self._policy.select(request, view)
+        try:
+            engine = self._policy.select(request, view)
+        except InputError:
+            raise
+        except Exception as error:  # of any kind: a policy may be the user's
+            what = f"{self._policy.name!r} failed: {type(error).__name__}: {error}"
+            raise InputError("policy", what) from error
         if engine is None:
             return None
         if engine not in usable:
@@ -104,6 +113,8 @@ class Router:
         try:
             if self._listener is not None:
                 self._listener.on_complete(request_id, engine)
+        except Exception:  # a policy may be the user's; the request has its answer
+            _LOG.exception("policy %r failed when a request ended", self._policy.name)
         finally:
             self._ask_again()
 

@@ -1,5 +1,5 @@
-"""The engines behind the router: pools, each with a policy, and their health. Engines publish of
-themselves what vLLM's ``/metrics`` says; the router counts in the same format."""
+"""The engines behind the router: pools, each with a policy, and their health; what the router
+counts."""
 
 import asyncio
 import json
@@ -7,62 +7,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from math import prod
 from typing import Any
 
-from eldr_sim.errors import InputError, needed
+from eldr_sim.errors import InputError
 from eldr_sim.policies.base import RequestInfo, RouterPolicy
-from eldr_sim.serving.http import Registry, import_aiohttp
+from eldr_sim.serving.http import Registry
 from eldr_sim.serving.router.bodies import one_token_body
 from eldr_sim.serving.router.config import ProxyConfig
-from eldr_sim.serving.router.decisions import EngineSignals, Router
+from eldr_sim.serving.router.decisions import Router
 from eldr_sim.serving.router.engine import Engine
-from eldr_sim.serving.router.kv_events import CachedPrefixes, require_zmq, watch_events
+from eldr_sim.serving.router.kv_events import CachedPrefixes, EventWatch, require_zmq
+from eldr_sim.serving.router.signals import SignalWatch
+from eldr_sim.serving.router.tasks import Supervisor, silent_if_broken
 from eldr_sim.serving.router.upstream import EngineFailure, Post, ask
-
-
-def parse_metrics(text: str) -> EngineSignals:
-    """Return what an engine says in Prometheus' format, data-parallel ones added up (KV usage:
-    mean). Raises InputError if a metric or prometheus-client is missing."""
-    parser = needed("prometheus_client.parser", "live run")
-    values: dict[str, list[float]] = {}
-    n_tokens = 0
-    for family in parser.text_string_to_metric_families(text):
-        for sample in family.samples:
-            values.setdefault(sample.name, []).append(sample.value)
-            if sample.name == "vllm:cache_config_info":
-                said = [sample.labels.get(name, "0") for name in ("num_gpu_blocks", "block_size")]
-                n_tokens += prod(map(int, said)) if all(map(str.isdigit, said)) else 0
-    names = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
-    try:
-        waiting, running, usage = (values[f"vllm:{name}"] for name in names)
-    except KeyError as missing:
-        raise InputError("metrics", f"{missing} is not there", "those of a vLLM engine") from None
-    share = sum(usage) / len(usage)
-    return EngineSignals(int(sum(waiting)), int(sum(running)), share, round(share * n_tokens))
-
-
-async def watch_engines(
-    session: Any, urls: Sequence[str], router: Router, interval_s: float
-) -> None:
-    """Tell a router what its engines publish, every ``interval_s`` seconds, until cancelled. Of one
-    that does not answer within it (a second at least) what it said before stands."""
-    while True:
-        found = await asyncio.gather(*(_ask(session, url, max(1.0, interval_s)) for url in urls))
-        router.publish(found)
-        await asyncio.sleep(interval_s)
-
-
-async def _ask(session: Any, url: str, timeout_s: float) -> EngineSignals | None:
-    """Return what an engine publishes; None if it does not answer as one."""
-    aiohttp = import_aiohttp()
-    limit = aiohttp.ClientTimeout(total=timeout_s)
-    try:
-        async with session.get(url.rstrip("/") + "/metrics", timeout=limit) as response:
-            return parse_metrics(await response.text()) if response.status == 200 else None
-    except (TimeoutError, aiohttp.ClientError, OSError, InputError):
-        return None
-
 
 OUTCOMES = {
     "ok": "a whole answer",
@@ -102,6 +59,10 @@ class Counters(Registry):
         text = "KV blocks that the engine's events say it holds."
         self._blocks = made(gauge, "engine_cached_blocks", text, ["pool", "engine"])
         self._held = made(gauge, "held_requests", "Requests that the policy holds.", ["pool"])
+        text = "Metrics or KV events of an engine that could not be read."
+        self.watch_errors = made(counter, "watch_errors", text, ["pool", "engine", "source"])
+        text = "Background tasks that ended unexpectedly and were started again."
+        self.task_failures = made(counter, "task_failures", text, ["task"])
         text = "Time until the first token that passed in the router, not with engines or held."
         added = made(histogram, "added_latency_seconds", text, buckets=_ADDED_S)
         text = "Time until the first token of a streamed answer, or all of another."
@@ -221,7 +182,7 @@ class Fleet:
         counters: Counters,
         notify: Callable[[str], None],
     ) -> None:
-        self.config, self.counters = config, counters
+        self.config, self.counters, notify = config, counters, silent_if_broken(notify)
         told, events = (counters, notify), config.kv_events  # those of who computes prompts
         alone = events if prefill_policy is None else ()
         self.decode = Pool("decode", config.decode_urls, decode_policy, *told, alone)
@@ -229,7 +190,8 @@ class Fleet:
         if prefill_policy is not None:
             self.prefill = Pool("prefill", config.prefill_urls, prefill_policy, *told, events)
         self.session: Any = None
-        self._releases: set[asyncio.Task[None]] = set()
+        self._notify = notify
+        self._tasks = Supervisor(lambda name: counters.task_failures.labels(name).inc(), notify)
 
     @property
     def pools(self) -> list[Pool]:
@@ -248,25 +210,52 @@ class Fleet:
         engines = [engine for pool in self.pools for engine in pool.engines]
         timeout_s = config.health_timeout_s
         await asyncio.gather(*(engine.probe(session, timeout_s, first=True) for engine in engines))
-        tasks = [
-            asyncio.create_task(engine.watch(session, config.health_interval_s, timeout_s))
-            for engine in engines
-        ]
+        for engine in engines:
+            watch = partial(engine.watch, session, config.health_interval_s, timeout_s)
+            self._tasks.keep(f"health of {engine.name}", watch)
         for pool in self.pools:
             if pool.reads_signals:
-                urls = [engine.url for engine in pool.engines]
-                every_s = config.signal_interval_ms / 1e3
-                watching = watch_engines(session, urls, pool.router, every_s)
-                tasks.append(asyncio.create_task(watching))
+                self._watch_signals(pool)
             if pool.router.prefixes is not None:
-                hearing = watch_events(pool.router.prefixes, config.kv_events)
-                tasks.append(asyncio.create_task(hearing))
+                self._watch_caches(pool, pool.router.prefixes)
         try:
             yield
         finally:
-            for task in (*tasks, *self._releases):
-                task.cancel()
-            await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
+            await self._tasks.close()
+
+    def _watch_signals(self, pool: Pool) -> None:
+        urls = [engine.url for engine in pool.engines]
+        problems = [self._problems(pool, engine, "metrics") for engine in pool.engines]
+        interval_s = self.config.signal_interval_ms / 1e3
+        watch = SignalWatch(pool.router, urls, interval_s, lambda i, text: problems[i](text))
+        for index, engine in enumerate(pool.engines):
+            read = partial(watch.read, self.session, index)
+            self._tasks.keep(f"metrics of {engine.name}", read)
+        self._tasks.keep(f"metrics of {pool.name} engines", watch.publish)
+
+    def _watch_caches(self, pool: Pool, prefixes: CachedPrefixes) -> None:
+        for index, engine in enumerate(pool.engines):
+            problem = self._problems(pool, engine, "kv_events")
+            watch = EventWatch(prefixes, index, self.config.kv_events[index], problem)
+            self._tasks.keep(f"KV events of {engine.name}", watch.listen)
+
+    def _problems(self, pool: Pool, engine: Engine, source: str) -> Callable[[str | None], None]:
+        """Return a function that counts what cannot be read of an engine, and logs the first of
+        several problems in a row and the end of them."""
+        count = self.counters.watch_errors.labels(pool.name, engine.url, source)
+        wrong = False
+
+        def note(problem: str | None) -> None:
+            nonlocal wrong
+            if problem is not None:
+                count.inc()
+                if not wrong:
+                    self._notify(f"{engine.name} ({engine.url}) {source}: {problem}")
+            elif wrong:
+                self._notify(f"{engine.name} ({engine.url}) {source}: can be read again")
+            wrong = problem is not None
+
+        return note
 
     def release(
         self, path: str, body: dict[str, Any], headers: Mapping[str, str], without: Collection[int]
@@ -281,9 +270,7 @@ class Fleet:
             self.counters.releases.labels("left").inc()
             return
         data = json.dumps(one_token_body(body, body["kv_transfer_params"])).encode()
-        task = asyncio.create_task(self._fetch(engine, Post(path, data, headers)))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        self._tasks.once("release of a KV cache", self._fetch(engine, Post(path, data, headers)))
 
     async def _fetch(self, engine: Engine, post: Post) -> None:
         status, limit_s = 0, self.config.first_token_timeout_s

@@ -5,8 +5,8 @@ number that counts up, a batch in MessagePack (``vllm/distributed/kv_events.py``
 has its tokens and the block before it, so prompts are compared by tokens, not vLLM's hashes."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from eldr_sim.arrays import Ints
 from eldr_sim.errors import needed
@@ -17,6 +17,11 @@ _ROOT = 0
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _REMOVED = ("block_hashes", "medium")
 _NUMBER_BYTES = 8
+_HASH = (int, bytes, str)
+#: Most tokens of a block, blocks of an engine (16 tokens each: 64 million tokens) and bytes of a
+#: message that are believed.
+_MOST_BLOCK_SIZE, _MOST_BLOCKS, _MOST_BYTES = 1 << 16, 4_000_000, 64 << 20
+_RECONNECT_S = 0.2
 
 
 def prefix_keys(tokens: Sequence[int], size: int, parent: int = _ROOT) -> list[int]:
@@ -58,34 +63,55 @@ class CachedPrefixes:
         self._published.on_blocks(engine, (), list(self._keys[engine].values()))
         self._keys[engine].clear()
 
-    def hear(self, engine: int, batch: Sequence[Any]) -> None:
-        """Take note of a batch of events: its time, and the events, each a mapping or a list."""
+    def hear(self, engine: int, batch: object) -> None:
+        """Apply a batch of events: its time, and the events, each a mapping or a list. Events of
+        unknown kinds are ignored. Raises MalformedEvent, and then has applied a part at most."""
+        if not (isinstance(batch, list | tuple) and len(batch) > 1 and _is_list(batch[1])):
+            raise MalformedEvent("a batch is a list of a time and events")
         for event in batch[1]:
             if isinstance(event, Mapping):
-                kind, about = event["type"], event
-            else:
+                kind, about = event.get("type"), event
+            elif _is_list(event) and event:
                 kind, values = event[0], event[1:]
                 names = _STORED if kind == "BlockStored" else _REMOVED
                 about = dict(zip(names, values, strict=False))
+            else:
+                kind, about = None, {}
+            if not isinstance(kind, str):
+                raise MalformedEvent("an event without a type")
             if about.get("group_idx") or about.get("medium") not in (None, "GPU"):
                 continue
             if kind == "BlockStored":
                 self._stored(engine, about)
             elif kind == "BlockRemoved":
-                self._removed(engine, about["block_hashes"])
+                self._removed(engine, _hashes(about))
             elif kind == "AllBlocksCleared":
                 self.cleared(engine)
 
     def _stored(self, engine: int, about: Mapping[str, Any]) -> None:
-        known, size = self._keys[engine], int(about["block_size"])
-        self.block_size = self.block_size or size
-        parent = about["parent_block_hash"]
+        known, size, hashes = self._keys[engine], about.get("block_size"), _hashes(about)
+        tokens, parent = about.get("token_ids"), about.get("parent_block_hash")
+        if type(size) is not int or not 1 <= size <= _MOST_BLOCK_SIZE:
+            raise MalformedEvent(f"block_size is no whole number from 1 to {_MOST_BLOCK_SIZE}")
+        if not _is_list(tokens) or len(tokens) < size * len(hashes):
+            raise MalformedEvent("token_ids is no list of the blocks' tokens")
+        if not all(type(token) is int for token in tokens):
+            raise MalformedEvent("token_ids holds something else than whole numbers")
+        if parent is not None and not isinstance(parent, _HASH):
+            raise MalformedEvent("parent_block_hash is no number or bytes")
         begins = _ROOT if parent is None else known.get(parent)
         extra = about.get("extra_keys") or ()
-        if begins is None or size != self.block_size or any(extra) or about.get("lora_id"):
+        if not _is_list(extra):
+            raise MalformedEvent("extra_keys is no list")
+        salted = any(extra) or about.get("lora_id") or about.get("lora_name")
+        if begins is None or salted or size != (self.block_size or size):
             return
-        keys = prefix_keys(about["token_ids"], size, begins)
-        known |= zip(about["block_hashes"], keys, strict=False)
+        if len(known) + len(hashes) > _MOST_BLOCKS:
+            raise MalformedEvent(f"more than {_MOST_BLOCKS:,} blocks that were not removed")
+        self.block_size = size
+        keys = prefix_keys(tokens, size, begins)[: len(hashes)]
+        self._removed(engine, hashes)  # what is stored again would be counted twice
+        known |= zip(hashes, keys, strict=True)
         self._published.on_blocks(engine, keys, ())
 
     def _removed(self, engine: int, hashes: Sequence[Any]) -> None:
@@ -94,32 +120,74 @@ class CachedPrefixes:
         self._published.on_blocks(engine, (), gone)
 
 
+class MalformedEvent(ValueError):
+    """A message that does not follow vLLM's schema."""
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
+
+
+def _hashes(about: Mapping[str, Any]) -> Sequence[Any]:
+    hashes = about.get("block_hashes")
+    if not (_is_list(hashes) and all(isinstance(one, _HASH) for one in hashes)):
+        raise MalformedEvent("block_hashes is no list of numbers or bytes")
+    return hashes
+
+
 def require_zmq() -> None:
     """Raise InputError if what reads events is not installed."""
     for package in ("zmq", "msgspec"):
         needed(package, "kv_events")
 
 
-async def watch_events(prefixes: CachedPrefixes, endpoints: Sequence[str]) -> None:
-    """Tell which prefixes are cached by what engines publish at ``endpoints`` (``tcp://...``, in
-    their order), until cancelled. Where messages do not follow each other, what was known is
-    forgotten."""
-    with needed("zmq.asyncio", "kv_events").Context() as context:
-        await asyncio.gather(
-            *(_listen(context, prefixes, i, endpoint) for i, endpoint in enumerate(endpoints))
-        )
+class EventWatch:
+    """What an engine publishes at ``endpoint`` (``tcp://...``), applied to ``prefixes``.
+    ``problem``: called with what was wrong with a message, None after a good one."""
 
+    def __init__(
+        self,
+        prefixes: CachedPrefixes,
+        engine: int,
+        endpoint: str,
+        problem: Callable[[str | None], None] = lambda _problem: None,
+    ) -> None:
+        self._prefixes, self._engine, self._endpoint = prefixes, engine, endpoint
+        self._problem, self._expected = problem, -1
 
-async def _listen(context: Any, prefixes: CachedPrefixes, engine: int, endpoint: str) -> None:
-    decode = needed("msgspec.msgpack", "kv_events").decode
-    with context.socket(needed("zmq", "kv_events").SUB) as socket:
-        socket.subscribe(b"")
-        socket.connect(endpoint)
-        expected = None
-        while True:
-            _topic, number, batch = await socket.recv_multipart()
-            told = int.from_bytes(number[:_NUMBER_BYTES], "big")
-            if expected not in (None, told):
-                prefixes.cleared(engine)
-            expected = told + 1
-            prefixes.hear(engine, decode(batch))
+    async def listen(self) -> None:
+        """Apply messages until cancelled. Where they do not follow each other, or one is malformed,
+        what was known of the engine is forgotten; after a malformed one the connection is made
+        anew."""
+        zmq, contexts = needed("zmq", "kv_events"), needed("zmq.asyncio", "kv_events")
+        with contexts.Context() as context:
+            while True:
+                self._prefixes.cleared(self._engine)
+                self._expected = -1
+                with context.socket(zmq.SUB) as socket:
+                    socket.set(zmq.LINGER, 0)
+                    socket.set(zmq.MAXMSGSIZE, _MOST_BYTES)
+                    socket.subscribe(b"")
+                    socket.connect(self._endpoint)
+                    try:
+                        while True:
+                            self._apply(await socket.recv_multipart())
+                            await asyncio.sleep(0)  # a flood must not stop the router
+                    except MalformedEvent as error:
+                        self._problem(str(error))
+                await asyncio.sleep(_RECONNECT_S)
+
+    def _apply(self, parts: Sequence[bytes]) -> None:
+        msgspec = needed("msgspec", "kv_events")
+        if len(parts) != 3 or len(parts[1]) != _NUMBER_BYTES:
+            raise MalformedEvent("a message has a topic, a number of 8 bytes and a batch")
+        number = int.from_bytes(parts[1], "big")
+        if self._expected not in (-1, number):
+            self._prefixes.cleared(self._engine)
+        self._expected = number + 1
+        try:
+            batch = msgspec.msgpack.decode(parts[2])
+        except (msgspec.DecodeError, ValueError, RecursionError, MemoryError, TypeError) as error:
+            raise MalformedEvent(f"no MessagePack: {error}") from None
+        self._prefixes.hear(self._engine, batch)
+        self._problem(None)

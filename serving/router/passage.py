@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import AnyPath
 from eldr_sim.policies.base import RequestInfo
-from eldr_sim.serving.http import error_answer, error_body
+from eldr_sim.serving.http import Intake, error_answer, error_body
 from eldr_sim.serving.router.bodies import TOKENIZED, Ask, prefill_body
 from eldr_sim.serving.router.decisions import NoEngine
 from eldr_sim.serving.router.engine import Engine
@@ -85,7 +86,7 @@ class Passage:
     replaced, ``ProxyConfig.retries`` times. A cache that a decode engine may have fetched is not
     offered to the next, as its blocks may hold other tokens: the prompt is computed again, unless
     the client had that done itself. ``signatures``: None if the policy reads none; ``write``: a
-    line of the log."""
+    line of the log; ``intake``: counts the bytes that are held."""
 
     def __init__(
         self,
@@ -94,7 +95,9 @@ class Passage:
         write: Callable[..., None],
         asked: Ask,
         route: Route,
+        intake: Intake,
     ) -> None:
+        self._intake = intake
         self._fleet, self._config, self._counters = fleet, fleet.config, fleet.counters
         self._signatures, self._write, self._asked = signatures, write, asked
         self._path, self._headers, number, self._name = route
@@ -108,12 +111,19 @@ class Passage:
         self._begun_s = time.monotonic()
         self._elsewhere_s = 0.0  # with engines, or held
         self._answer: Any = None
+        self._hold: Callable[[int], None]
 
     async def run(self, request: Any) -> tuple[Any, str]:
         """Serve the request; return the ``aiohttp.web`` response and its outcome, unless
         cancelled."""
+        self._hold = partial(self._intake.hold, request)
         try:
             return await self._run(request)
+        except asyncio.CancelledError:
+            if self._intake.stopping and self._answer is not None:
+                await self._break_off(request, "the router stops")
+                return self._answer, "broken_off"
+            raise
         finally:
             if self._cached:
                 self._let_go()
@@ -145,6 +155,7 @@ class Passage:
                     await self._break_off(request, str(failure))
                     return self._answer, "broken_off"
                 spent = failure.reached and bool(self._asked.body.get("kv_transfer_params"))
+                spent = spent or failure.final
                 if retries == 0 or spent or not pool.router.usable(self._without[pool.name]):
                     timed_out = failure.status == 504 and failure.body is None
                     return _failure_answer(failure), "timed_out" if timed_out else "failed"
@@ -272,7 +283,8 @@ class Passage:
     ) -> Reply:
         begun_s, post = time.monotonic(), Post(self._path, data, self._headers, streamed)
         try:
-            return await ask(self._fleet.session, engine, post, self._config, limit_s)
+            session = self._fleet.session
+            return await ask(session, engine, post, self._config, limit_s, self._hold)
         finally:
             self._elsewhere_s += time.monotonic() - begun_s
 

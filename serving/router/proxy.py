@@ -18,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from eldr_sim.errors import InputError
+from eldr_sim.guard import Guard
 from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.serving import http
@@ -26,6 +27,7 @@ from eldr_sim.serving.router.config import ProxyConfig, read_config
 from eldr_sim.serving.router.decisions import build_decode_policy
 from eldr_sim.serving.router.fleet import Counters, Fleet
 from eldr_sim.serving.router.passage import Passage, Route, SignatureReader
+from eldr_sim.serving.router.tasks import silent_if_broken
 
 #: Headers that engines get as clients send them, besides all that begin with ``x-``.
 _PASSED_ON = ("authorization", "traceparent", "tracestate")
@@ -40,33 +42,19 @@ def make_app(
     """Return the router, an ``aiohttp.web.Application``; ``policy``: in place of ``config``'s;
     ``notify``: called with a line when an engine is ejected and returns. Raises InputError if
     aiohttp or prometheus-client is missing, or a policy cannot be used here."""
-    http.import_aiohttp()
-    proxy = _Proxy(config, policy, notify)
-    asked = {"models": proxy.models, "health": proxy.health, "metrics": proxy.counters.answer}
-    return http.application(proxy.run, proxy.complete, **asked)
+    return _Proxy(config, policy, notify).app()
 
 
 def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> None:
     """Serve until told to stop. ``announce``: called with the URL, and when an engine is ejected or
     returns. Raises InputError: a policy of no use here, an address taken."""
-    app = make_app(config, notify=announce)
-    from aiohttp import web
-
-    async def say(_app: Any) -> None:
-        announce(f"Routing at {http.url_of(listening)}")
-
+    proxy = _Proxy(config, None, announce)
     http.allow_files()
     listening = http.listen(config.host, config.port)
-    app.on_startup.append(say)
-    web.run_app(
-        app,
-        sock=listening,
-        print=None,
-        access_log=None,
-        keepalive_timeout=config.request_timeout_s,  # also of a connection without a request
-        shutdown_timeout=1.0,
-        handler_cancellation=True,
-    )
+    said = f"Routing at {http.url_of(listening)}"
+    site = http.Site(proxy.app(), listening, proxy.intake, said)
+    say, idle_s = silent_if_broken(announce), config.request_timeout_s
+    asyncio.run(http.serve_sites([site], say, grace_s=config.grace_period_s, idle_s=idle_s))
 
 
 class _Proxy:
@@ -75,7 +63,14 @@ class _Proxy:
     def __init__(
         self, config: ProxyConfig, policy: RouterPolicy | None, notify: Callable[[str], None]
     ) -> None:
-        self._config = config
+        http.import_aiohttp()
+        self._config, self._notify = config, silent_if_broken(notify)
+        self._guard = Guard(config.host, config.allowed_host)
+        self.intake = http.Intake(
+            http.Limits(
+                config.max_concurrent_requests, config.max_body_mib, config.max_buffered_mib
+            )
+        )
         n_prefill, n_decode = len(config.prefill_urls), len(config.decode_urls)
         if policy is None:
             alone = not (n_prefill or config.prefilled)
@@ -92,6 +87,13 @@ class _Proxy:
         self._numbers = count()
         self._log: IO[str] | None = None
 
+    def app(self) -> Any:
+        """Return the ``aiohttp.web.Application``."""
+        posts = dict.fromkeys(("/v1/completions", "/v1/chat/completions"), self.complete)
+        gets = {"/v1/models": self.models, "/health": self.health}
+        gets["/metrics"] = self.counters.answer
+        return http.application(self.run, self.intake, self._guard, posts, gets)
+
     async def run(self, _app: Any) -> AsyncIterator[None]:
         """Hold the log and the connections open while the application runs."""
         with ExitStack() as stack:
@@ -102,14 +104,16 @@ class _Proxy:
                     yield
 
     async def health(self, _request: Any) -> Any:
-        """Answer whether a request would find its engines: 200, or 503."""
+        """Answer whether a request would be served: 200, or 503 also once the router is told to
+        stop."""
         from aiohttp import web
 
         found = {
             pool.name: [{"url": e.url, "up": e.up, "problem": e.problem} for e in pool.engines]
             for pool in self._fleet.pools
         }
-        return web.json_response(found, status=200 if self._fleet.serves else 503)
+        good = self._fleet.serves and not self.intake.draining
+        return web.json_response(found, status=200 if good else 503)
 
     async def models(self, request: Any) -> Any:
         """Answer with what an engine says that it serves."""
@@ -133,7 +137,13 @@ class _Proxy:
         """Serve one completion."""
         outcome = "failed"
         try:
+            if self.intake.draining:
+                outcome = "unavailable"
+                raise http.Refused(503, "the router stops")
             answer, outcome = await self._complete(request)
+        except http.Refused as refused:
+            outcome = "unavailable" if refused.status == 503 else "refused"
+            raise
         except asyncio.CancelledError:
             outcome = "client_left"
             raise
@@ -150,25 +160,29 @@ class _Proxy:
             name = uuid.uuid4().hex
         try:
             async with asyncio.timeout(self._config.request_timeout_s):
-                raw = await request.read()
+                raw = await self.intake.body(request)
             asked = parse_body(raw, handed_over=bool(self._config.prefill_urls))
             if self._config.prefilled and not asked.body.get("kv_transfer_params"):
                 raise ValueError("kv_transfer_params: missing")
             headers = _passed_on(request.headers, name)
         except TimeoutError:
             return await _hung_up(request), "client_left"
-        except web.HTTPRequestEntityTooLarge:
-            return http.error_answer(413, f"body: more than {http.MAX_BODY >> 20} MiB"), "refused"
         except (ValueError, web.RequestPayloadError, aiohttp.ClientError) as error:
             return http.error_answer(400, str(error)), "refused"
         to = Route(request.path, headers, next(self._numbers), name)
-        passage = Passage(self._fleet, self._signatures, self._write, asked, to)
+        fleet, signatures = self._fleet, self._signatures
+        passage = Passage(fleet, signatures, self._write, asked, to, self.intake)
         return await passage.run(request)
 
     def _write(self, **entry: object) -> None:
-        if self._log is not None:
+        if self._log is None:
+            return
+        try:
             self._log.write(json.dumps(entry) + "\n")
             self._log.flush()
+        except (OSError, ValueError) as error:  # a full disk ends the log, not the requests
+            self._notify(f"log: {self._config.log}: {error}; nothing more is written")
+            self._log = None
 
 
 def _signature_reader(config: ProxyConfig, policy: RouterPolicy) -> SignatureReader | None:

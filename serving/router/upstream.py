@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,13 +20,19 @@ _TOKENIZED_S = 1.0  #: longest time to wait for the tokens of a prompt
 class EngineFailure(Exception):
     """An engine has not answered as a living one does. ``status``: what to tell the client, if
     nobody else answers; ``reached``: whether it may have seen the request; ``body``: its own words,
-    JSON."""
+    JSON; ``final``: whether another engine is not to be tried."""
 
     def __init__(
-        self, problem: str, status: int = 502, *, reached: bool = True, body: bytes | None = None
+        self,
+        problem: str,
+        status: int = 502,
+        *,
+        reached: bool = True,
+        body: bytes | None = None,
+        final: bool = False,
     ) -> None:
         super().__init__(problem)
-        self.status, self.reached, self.body = status, reached, body
+        self.status, self.reached, self.body, self.final = status, reached, body, final
 
 
 class Reply:
@@ -95,10 +101,16 @@ async def tokenized(
 
 
 async def ask(
-    session: Any, engine: Engine, post: Post, limits: ProxyConfig, limit_s: float | None = None
+    session: Any,
+    engine: Engine,
+    post: Post,
+    limits: ProxyConfig,
+    limit_s: float | None = None,
+    hold: Callable[[int], None] = lambda _n: None,
 ) -> Reply:
     """Post a request; return the answer when its first token is there. Raises EngineFailure without
-    one within ``limit_s`` (or ``limits``), or at a status of 500 or more."""
+    one within ``limit_s`` (or ``limits``), or at a status of 500 or more. ``hold``: called with the
+    bytes of an unstreamed answer as they come; what it raises ends the request."""
     aiohttp = import_aiohttp()
     if limit_s is None:
         limit_s = limits.first_token_timeout_s if post.streamed else limits.answer_timeout_s
@@ -109,7 +121,15 @@ async def ask(
         async with engine.patience(limit_s):
             response = await session.post(engine.url + post.path, allow_redirects=False, **sent)
             streams = response.status == 200 and response.content_type == "text/event-stream"
-            first = await (response.content.readany() if streams else response.read())
+            if streams:
+                first = await response.content.readany()
+            else:
+                first = await _whole(response, limits.max_answer_mib, hold)
+    except _TooLong:
+        response.close()
+        problem = f"an unstreamed answer of more than {limits.max_answer_mib:g} MiB"
+        engine.failed(problem)
+        raise EngineFailure(f"{engine.name}: {problem}", final=True) from None
     except aiohttp.ConnectionTimeoutError:
         problem = f"no connection in {limits.connect_timeout_s:g} s"
         engine.failed(problem, lately_heard_s=limits.connect_timeout_s)
@@ -145,6 +165,22 @@ async def ask(
     else:
         engine.served()
     return reply
+
+
+class _TooLong(Exception):
+    """An answer beyond the limit."""
+
+
+async def _whole(response: Any, most_mib: float, hold: Callable[[int], None]) -> bytes:
+    """Return a body; raises _TooLong beyond ``most_mib``."""
+    parts, total = [], 0
+    async for part in response.content.iter_any():
+        total += len(part)
+        if total > most_mib * (1 << 20):
+            raise _TooLong
+        hold(len(part))
+        parts.append(part)
+    return b"".join(parts)
 
 
 def _breaks_off(engine: Engine, error: Exception) -> EngineFailure:

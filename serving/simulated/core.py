@@ -4,6 +4,7 @@ handed out at their own time; what they are late is the event loop's doing (`Cor
 
 import asyncio
 import json
+import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
+from eldr_sim.simulator.plane.kv.kv_cache import forget_blocks
 from eldr_sim.simulator.plane.state import COMPLETED, OUTCOMES
 from eldr_sim.simulator.run import Result
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
@@ -27,11 +29,16 @@ _WARM = 100, 3
 class Stream:
     """A request in flight. ``reason``: why its answer ends, as OpenAI says; ``tokens``: numbers of
     tokens as they are due, at last a text of `state.OUTCOMES`; ``times_s``: simulated time of
-    each."""
+    each; ``letters``: characters of the answer, where a stop string cuts it; ``adapter``: of LoRA;
+    ``blocks``: numbers of its prefix blocks."""
 
-    def __init__(self, number: int, prompt_len: int, output_len: int, most: int | None) -> None:
+    def __init__(
+        self, number: int, prompt_len: int, output_len: int, reason: str, blocks: list[int]
+    ) -> None:
         self.number, self.prompt_len, self.output_len = number, prompt_len, output_len
-        self.reason = "length" if output_len == most else "stop"
+        self.reason, self.blocks = reason, blocks
+        self.letters: int | None = None
+        self.adapter: str | None = None
         self.tokens: asyncio.Queue[int | str] = asyncio.Queue()
         self.times_s: list[tuple[int, float]] = []
         self.known = self.given = 0
@@ -47,7 +54,8 @@ class Stream:
 class Core:
     """A cluster that serves; raises InputError if it cannot serve requests of any length.
     ``config``: also of answers' lengths and routing; ``speed``: simulated seconds a second;
-    ``log``: see `replay`; ``lag``: called with what tokens are late, s of the wall clock."""
+    ``log``: see `replay`; ``lag``: called with what tokens are late, s of the wall clock;
+    ``on_blocks``: called with a worker, and the blocks that its prefix cache has got and lost."""
 
     def __init__(
         self,
@@ -56,6 +64,7 @@ class Core:
         speed: float = 1.0,
         log: IO[str] | None = None,
         lag: Callable[[float], None] = lambda _s: None,
+        on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
         if not config.cluster.generates:
             raise InputError(
@@ -65,7 +74,7 @@ class Core:
         warm.cluster.submit(*_WARM)  # what cannot be sent so is refused here
         warm.advance(60.0)
         self.config, self.speed, self.lag = config, speed, lag
-        self.simulation = Simulation(config, arrivals=False, prefixes=True)
+        self.simulation = Simulation(config, arrivals=False, prefixes=True, on_blocks=on_blocks)
         self.cluster = self.simulation.cluster
         self.open: dict[int, Stream] = {}
         self.ended: Callable[[Stream, str], None] = lambda _stream, _outcome: None
@@ -77,7 +86,8 @@ class Core:
     def start(self) -> None:
         """Let time begin, in the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self.failure, self._start = self._loop.create_future(), self._loop.time()
+        self.failure = self.failure or self._loop.create_future()
+        self._start = self._loop.time()
         self._tick()
 
     @property
@@ -97,22 +107,44 @@ class Core:
         least: int = 1,
         most: int | None = None,
         prefix: Callable[[int], Sequence[Hashable]] = lambda _output_len: (),
+        stop: Callable[[int], tuple[int, int | None]] = lambda output_len: (output_len, None),
     ) -> Stream:
         """Let a request arrive now; its answer is as long as the workload's next, within ``least``
-        and ``most``; ``prefix``: see `Control.request`."""
+        and ``most``. ``prefix``: names of its blocks, see `Control.request`; ``stop``: what a stop
+        string leaves of an answer, see `asked.stopped`."""
         self._advance()
-        output_len = max(least, min(self.cluster.coming()[1], most or 1 << 30))
+        drawn = max(least, min(self.cluster.coming()[1], most or 1 << 30))
+        output_len, letters = stop(drawn)
         names = prefix(output_len)
         number = self.cluster.submit(prompt_len, output_len, names)
-        stream = self.open[number] = Stream(number, prompt_len, output_len, most)
         entry: dict[str, Any] = {"prompt_len": prompt_len, "output_len": output_len}
+        blocks: list[int] = []
         if len(names):
             workload = self.cluster.cluster.workload
             first, end = workload.prefix_indptr[number : number + 2].tolist()
-            entry["prefix"] = workload.prefix_hash[first:end].tolist()
+            blocks = entry["prefix"] = workload.prefix_hash[first:end].tolist()
+        reason = "length" if output_len == most and letters is None else "stop"
+        stream = self.open[number] = Stream(number, prompt_len, output_len, reason, blocks)
+        stream.letters = letters
         self._write(t=self.simulation.env.now, **entry)
         self._soon()
         return stream
+
+    def forget(self) -> None:
+        """Let the prefix caches of all workers be empty."""
+        self._advance()
+        arrays = self.cluster.cluster.arrays.engines
+        for worker in range(len(arrays.workers)):
+            forget_blocks(arrays.kv, worker)
+        self.cluster.cluster.asking.hear()
+
+    def set_speed(self, speed: float) -> None:
+        """Let simulated time pass at another speed from now on."""
+        self._advance()
+        now_s = self.now_s
+        self.speed = speed
+        self._start = self._loop.time() - now_s / speed
+        self._soon()
 
     def cached_tokens(self, stream: Stream) -> int:
         """Return the tokens of a request's prompt that were found in a prefix cache."""
@@ -165,6 +197,7 @@ class Core:
             stream, at = self.open.pop(number), float(record["finish_s"])
             at = at if at >= 0.0 else float(self.simulation.env.now)
             self._loop.call_at(self._wall(at), self._end, stream, int(record["outcome"]), at)
+        self.cluster.cluster.asking.hear()
 
     def _wall(self, at_s: float) -> float:
         return self._start + at_s / self.speed
@@ -181,21 +214,28 @@ class Core:
         self.ended(stream, OUTCOMES[outcome])
 
     def _write(self, **entry: Any) -> None:
-        if self._log is not None:
+        if self._log is None:
+            return
+        try:
             self._log.write(json.dumps(entry) + "\n")
             self._log.flush()
+        except OSError as error:  # a full disk ends the log, not the server
+            logging.getLogger(__name__).error("the log ends here: %s", error)
+            self._log = None
 
 
 def replay(path: str | Path) -> Result:
-    """Run what a server has logged again, without waiting; raises InputError if it is no such
-    log."""
+    """Run what a server has logged again, without waiting: the last start of it, where a log has
+    several. Raises InputError if it is no such log."""
     lines = read_text(path, "replay", limit=1 << 32).splitlines()
     entries = [parse_json(line, "replay", f"{path}, line {n}") for n, line in enumerate(lines, 1)]
-    if not entries or not isinstance(entries[0], dict) or "config" not in entries[0]:
+    heads = [n for n, entry in enumerate(entries) if isinstance(entry, dict) and "config" in entry]
+    if not heads or heads[0] > 0:
         raise InputError("replay", f"{path} is no log of eldr-sim serve")
+    entries, skipped = entries[heads[-1] :], heads[-1]
     simulation = Simulation(make_config(entries[0]["config"]), arrivals=False, prefixes=True)
     cluster = simulation.cluster
-    for line, entry in enumerate(entries[1:], 2):
+    for line, entry in enumerate(entries[1:], skipped + 2):
         try:
             at = float(entry["t"])
             if at > simulation.env.now:

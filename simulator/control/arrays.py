@@ -114,7 +114,7 @@ def make_run(
     pools["reports"] = routers[0].needs.blocks & (pools["router"] == 0)
     reporting = (pools["first_worker"] + pools["n_workers"])[pools["reports"]].max(initial=0)
     matches = workload.prefix_block_tokens and any(router.needs.matched for router in routers)
-    if matches and spec.signal_interval_s > 0:
+    if (matches and spec.signal_interval_s > 0) or inputs.on_blocks is not None:
         reporting = n_workers
     caching = bool(pools["prefix_caching"].any())
     pool_of = np.repeat(np.arange(len(pools)), pools["n_workers"])

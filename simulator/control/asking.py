@@ -44,16 +44,18 @@ class Asking:
         )
         #: What routers know of prefix caches, where they do not see them as they are.
         self._known: PublishedBlocks | SentBlocks | None = None
-        published: Callable[[int, Sequence[int], Sequence[int]], None] | None = None
+        published: list[Callable[[int, Sequence[int], Sequence[int]], None]] = []
         told = parse_kv_signal(spec.kv_signal)
         if prefix_tokens and any(router.needs.matched for router in routers):
             if told.approximate:
                 self._known = SentBlocks(spec.n_workers, told, prefix_tokens)
             elif stale:
                 self._known = PublishedBlocks(spec.n_workers)
-                published = self._known.on_blocks
+                published.append(self._known.on_blocks)
+        if inputs.on_blocks is not None:
+            published.append(inputs.on_blocks)
         self.reports: PrefillReports | None = None
-        if pools["reports"].any() or published is not None:
+        if pools["reports"].any() or published:
             entry = len(spec.routers[0])
             self.reports = PrefillReports(inputs.policies[0], arrays, entry, stale, published)
         # Views of fields that each decision reads: to make one takes a microsecond.
@@ -173,7 +175,7 @@ class PrefillReports:
 
     def __init__(
         self, listener: RouterPolicy, arrays: loop.Run, n_workers: int, stale: bool,
-        on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
+        on_blocks: Sequence[Callable[[int, Sequence[int], Sequence[int]], None]] = (),
     ) -> None:  # fmt: skip
         self.listener, self._on_blocks = listener, on_blocks
         self._listens = listener.needs.blocks
@@ -214,5 +216,5 @@ class PrefillReports:
             told = worker, part if came else (), () if came else part
             if self._listens and worker < len(self._computed):
                 self.listener.on_blocks(*told)
-            if self._on_blocks is not None:
-                self._on_blocks(*told)
+            for hear in self._on_blocks:
+                hear(*told)

@@ -35,7 +35,8 @@ class Inputs:
     `policies.queue.orders`, None: first come, first served; ``replicas``: experts with several
     instances, not in ``expert_masks``; ``relocations``: what moves experts; ``faults``: what goes
     wrong; ``replica_policy``: chooses among ``replicas`` in Python; ``elastic``: groups whose
-    engines come and go."""
+    engines come and go; ``on_blocks``: called with a worker, and the numbers of the prefix
+    blocks that have come to its cache, or gone."""
 
     spec: ClusterSpec
     shards: Sequence[ModelDims]
@@ -53,3 +54,4 @@ class Inputs:
     faults: FaultPlan | None = None
     replica_policy: ReplicaPolicy | None = None
     elastic: Sequence[ElasticGroup] = ()
+    on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None

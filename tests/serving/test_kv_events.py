@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.serving.router.config import make_config
 from eldr_sim.serving.router.decisions import build_decode_policy
-from eldr_sim.serving.router.kv_events import CachedPrefixes, watch_events
+from eldr_sim.serving.router.kv_events import CachedPrefixes, EventWatch
 from eldr_sim.serving.router.proxy import make_app
 from eldr_sim.validation.live.engines.servers import free_port
 
@@ -115,7 +115,7 @@ def test_what_is_lost_counts_as_gone(publishers):
     prefixes = CachedPrefixes(1)
 
     async def scene():
-        task = asyncio.create_task(watch_events(prefixes, endpoints[:1]))
+        task = asyncio.create_task(EventWatch(prefixes, 0, endpoints[0]).listen())
         number = 0
         while not prefixes.block_size:  # until it has subscribed
             publish(first, number, stored([number], None, [8, 9]))

@@ -30,6 +30,7 @@ from .fake_engine import FakeEngine, fail, fail_in_stream, hang, refuse, reset  
 from .router_scene import Scene, process, running, until  # noqa: E402
 
 NOWHERE = "http://127.0.0.1:1"
+JSON = {"Content-Type": "application/json"}
 
 
 # --- what passes through ---
@@ -43,7 +44,7 @@ def test_answers_pass_as_they_are(tmp_path):
     async def scene():
         engine = FakeEngine("e")
         async with running([engine], log=str(log)) as at:
-            key = {"Authorization": "Bearer sk-secret", "X-Request-Id": "mine"}
+            key = {"Authorization": "Bearer sk-secret", "X-Request-Id": "mine", **JSON}
             for path, prompt in (
                 ("/v1/completions", {"prompt": "text"}),
                 ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
@@ -435,17 +436,18 @@ def test_what_a_decode_engine_would_refuse_is_refused_before_the_prefill():
                 b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}",
                 b'{"prompt": "a", "x": ' + b"[" * 900 + b"]" * 900 + b"}",
             ):  # fmt: skip
-                async with at.session.post(address, data=raw) as answer:
+                async with at.session.post(address, data=raw, headers=JSON) as answer:
                     assert answer.status in (400, 200), raw[:20]
                     assert "Traceback" not in await answer.text()
             with suppress(aiohttp.ClientOSError):  # it may stop to listen before all is sent
-                async with at.session.post(address, data=b" " * (65 << 20)) as answer:
+                long = b" " * (65 << 20)
+                async with at.session.post(address, data=long, headers=JSON) as answer:
                     assert answer.status == 413
             assert len(prefill.seen) <= 1
             outcomes = await at.outcomes()
             assert sum(outcomes.values()) == 13 + 9 + 1
             assert set(outcomes) <= {"refused", "ok"}
-            packed = {"Content-Encoding": "gzip"}
+            packed = {"Content-Encoding": "gzip", **JSON}
             async with at.session.post(address, data=b"no gzip", headers=packed) as answer:
                 assert answer.status == 400
 
@@ -589,7 +591,8 @@ def test_clients_that_do_not_send_and_that_send_no_http():
     """They are answered and let go within the time limit, and fill no log."""
     port = free_port()
     decode = ["--decode", f"http://127.0.0.1:{port}", "--port", "0", "--request-timeout", "1.5"]
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 50\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 50\r\n"
+    head += b"Content-Type: application/json\r\n"
     waits = [b"", b"POST /v1/com", head, head + b"\r\n", head + b"\r\n{"]
     wrong = [b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", head + b"a\x00: b\r\n\r\n",
              head + b"Transfer-Encoding: chunked\r\n\r\n",

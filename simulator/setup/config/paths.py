@@ -41,6 +41,11 @@ def _is_path(field: str, text: str) -> bool:
     return text.lower() not in {name.lower() for name in _names(field)} and Path(text).exists()
 
 
+def known_names() -> set[str]:
+    """Return the names that win over paths, of all fields."""
+    return {name for field in _FIELDS for name in _names(field)}
+
+
 def _names(field: str) -> list[str]:
     from eldr_sim.kernel_profiles.acceptance import list_acceptances
     from eldr_sim.kernel_profiles.gpus import list_gpus
@@ -56,9 +61,8 @@ def _names(field: str) -> list[str]:
         "gpu": list_gpus,
         "frontend": list_front_ends,
         "acceptance": list_acceptances,
-        "load": list,
     }
-    return sources[field]()
+    return sources.get(field, list)()
 
 
 def _changed(values: Mapping[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:

@@ -1,0 +1,265 @@
+"""The explorer computes points within limits, and reads no file that it was not started with."""
+
+import asyncio
+import base64
+import json
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from eldr_sim.errors import InputError
+from eldr_sim.guard import Guard
+from eldr_sim.reports.explorer.points import FIELDS, config_of, run_point
+from eldr_sim.reports.explorer.processes import PointLimits
+from eldr_sim.reports.explorer.server import Explorer, _state_of
+from eldr_sim.simulator.setup.config.run_config import make_config
+
+BASE = make_config(
+    {
+        "topology": "1P1D",
+        "trace": "reference-moe",
+        "output_len": 4,
+        "request_rate": 20,
+        "policy": "jsq",
+    }
+)
+STATE = _state_of(BASE)
+EVIL = "class X:\n    pass\nopen({!r}, 'a').write('x')\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The server's folder, with files that must not be read."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("evil.py", "evil", "log.csv", "a b.csv", "x=y", "+z"):
+        (tmp_path / name).write_text(EVIL.format(str(tmp_path / "RUN")))
+    return tmp_path
+
+
+def spellings(name):
+    """Return ways to write a text in YAML, within a shell's word."""
+    coded = base64.b64encode(name.encode()).decode()
+    escaped = "".join(f"\\x{ord(c):02x}" for c in name)
+    return [
+        name, f"'{name}'", f'"{name}"', f"'\"{name}\"'", f"'!!binary {coded}'", f"'!!str {name}'",
+        f"'\"{escaped}\"'", name[:-1] + f"'{name[-1]}'", name[:1] + '""' + name[1:],
+        "\\".join(["", *name]), f"'&a {name}'", f"'!!python/name:{name}'", f"'! {name}'",
+        f"'|\n  {name}'", f"'>-\n  {name}'", f"'{{name: !!binary {coded}}}'",
+        f"'{{name: {name}}}'",
+        f"'[{name}]'", f"'!!set {{{name}}}'", f"' {name}'",
+    ]  # fmt: skip
+
+
+PATHS = (
+    "/etc/passwd", "../x", "./evil.py:X", "evil.py:X", "evil.py:X:n=1", "log.csv", "./log.csv",
+    "~/x",
+    "eldr:artifact=log.csv", "eldr:artifact=/etc/passwd", "/dev/stdin", "file:///etc/passwd",
+    "host:9GB,load=2GB/s,path=/etc/passwd", "2GB/s/../../etc/passwd", "a b.csv", "x=y", "+z",
+    "\\\\x\\y",
+    "EVIL.PY:X", "evil.py::X", "x,log.csv", "x:log.csv",
+)  # fmt: skip
+WHERE = (
+    "policy", "policy.name", "prefill_policy", "queue_order", "expert_placement",
+    "replica_choice", "workload",
+    "model", "gpu", "decode.gpu", "topology", "trace", "tables", "events", "engine_args",
+    "artifact", "load",
+    "frontend", "acceptance", "kv_tier", "autoscale", "policy.artifact",
+    "speculative_config.model",
+    "decode.expert_placement", "fail", "sessions_file", "unknown",
+)  # fmt: skip
+
+
+def test_no_spelling_of_a_path_is_accepted(folder):
+    """Either a state is refused, or no text of its configuration names a file."""
+    rng, refused = random.Random(3), 0
+    cases = [(where, path) for where in WHERE for path in PATHS]
+    for where, path in rng.sample(cases, 250):
+        for text in rng.sample(spellings(path), 4):
+            state = STATE | ({where: path} if where in FIELDS and rng.random() < 0.2 else
+                             {"more": f"{where}={text}"})  # fmt: skip
+            try:
+                made = config_of(state, BASE)
+            except InputError as error:
+                refused += 1 + 1000 * ("root:" in str(error))
+            else:
+                known = json.dumps(BASE.model_dump(mode="json"))
+                for field in made.model_dump(mode="json").values():
+                    words = json.dumps(field)
+                    assert words in known or "passwd" not in words
+                    assert words in known or "evil" not in words
+                    assert words in known or "log.csv" not in words
+            assert not (folder / "RUN").exists(), text
+    assert 700 < refused <= 1000
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "policy=evil.p'y':X", 'policy=evil.p"y":X', "policy=./evil.p''y:X",
+        "policy.name='!!binary ZXZpbC5weTpY'", "'policy={name: \"./evi\\x6c.p\\x79:X\"}'",
+        "workload='!!binary L2V0Yy9wYXNzd2Q='", "workload='\"log\\u002ecsv\"'",
+    ],
+)  # fmt: skip
+def test_known_escapes_are_refused(folder, more):
+    with suppress(InputError):
+        made = config_of(STATE | {"more": more}, BASE)
+        found = run_point(made.model_dump_json(), False)  # a name that no file has
+        assert "root:" not in found["error"]
+        assert "neither a named workload nor a file" in found["error"]
+    assert not (folder / "RUN").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("duration=200000", "requests (allowed: at most 20,000"),
+        ("num_requests=9000000", "at most 20,000"),
+        ("topology=900P900D", "1,800 workers is above the limit"),
+    ],
+)
+def test_points_that_are_too_large_are_refused(more, said):
+    with pytest.raises(InputError) as caught:
+        config_of(STATE | {"more": more}, BASE, 20_000)
+    assert said in str(caught.value)
+
+
+async def ask(session, url, leaves_after_s=None, **state):
+    """Return the kinds and lines of a state's point; leave after a while."""
+    body = {"parts": "point"} | state
+    try:
+        timeout = aiohttp.ClientTimeout(total=leaves_after_s or 60)
+        async with session.post(f"{url}/points", json=body, timeout=timeout) as answer:
+            if answer.status != 200:
+                return answer.status
+            return [json.loads(line) for line in (await answer.text()).splitlines()]
+    except TimeoutError:
+        return "left"
+
+
+def exploring(scene, limits=None, jobs=1):
+    """Run ``scene(session, url, explorer)`` with a warm explorer."""
+
+    async def run():
+        explorer = Explorer(BASE, jobs=jobs, limits=limits)
+        runner = web.AppRunner(explorer.app(), handler_cancellation=True, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            async with aiohttp.ClientSession() as session:
+                assert (await ask(session, url))[-1]["kind"] == "end"
+                return await scene(session, url, explorer)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+#: A point that takes long, of a run that is allowed to.
+LONG = {"more": "duration=900 output_len=400"}
+
+
+def test_a_dead_process_is_replaced():
+    async def scene(session, url, explorer):
+        while not explorer._processes._idle:  # it draws the first pictures
+            await asyncio.sleep(0.05)
+        first = explorer._processes._idle[0].process
+        long = asyncio.ensure_future(ask(session, url, **LONG))
+        while not explorer._processes._busy:
+            await asyncio.sleep(0.01)
+        os.kill(first.pid, signal.SIGKILL)
+        lines = await long
+        assert "its process ended (exit code -9" in lines[-1]["error"]
+        again = await ask(session, url, request_rate="21")
+        assert again[-1]["kind"] == "end"
+        os.kill(explorer._processes._idle[0].process.pid, signal.SIGKILL)  # while it rests
+        await asyncio.sleep(0.2)
+        assert (await ask(session, url, request_rate="22"))[-1]["kind"] == "end"
+
+    exploring(scene)
+
+
+def test_a_point_ends_at_its_time_limit_and_when_its_client_leaves():
+    async def scene(session, url, explorer):
+        lines = await ask(session, url, **LONG)
+        assert "takes more than 1.5 s (--point-timeout)" in lines[-1]["error"]
+        worker = explorer._processes._idle[0].process
+        assert await ask(session, url, leaves_after_s=0.3, more=LONG["more"] + " seed=3") == "left"
+        begun = time.monotonic()
+        while worker.is_alive() and time.monotonic() < begun + 20:
+            await asyncio.sleep(0.05)
+        assert not worker.is_alive()
+        assert not explorer._running
+
+    # A point that its client has left ends after 2 s, or at its limit.
+    exploring(scene, PointLimits(timeout_s=1.5))
+
+
+def test_memory_is_limited():
+    code = (
+        "import json, resource; from eldr_sim.reports.explorer import processes\n"
+        "processes.run_point = lambda values, pictures: {'n': len(bytearray(1 << 30))}\n"
+        "class Pipe:\n"
+        "    asked = [json.dumps(['', False]).encode()]\n"
+        "    def recv_bytes(self):\n"
+        "        if not self.asked: raise EOFError\n"
+        "        return self.asked.pop()\n"
+        "    def send_bytes(self, data): print(data.decode())\n"
+        "processes._serve(Pipe(), 0.75)\n"
+    )
+    import subprocess
+    import sys
+
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "takes more than 0.75 GiB" in found.stdout
+
+
+def test_hostile_bodies(capfd):
+    async def scene(session, url, explorer):
+        rng, statuses = random.Random(1), set()
+        kinds = [None, 1, "x", [], {}, {"more": {}}, {"more": "'"}, {"more": "a"},
+        {"more": "a=[" * 99},
+                 {"parts": "x"}, {"parts": None}, {"topology": "9" * 60_000},
+                 {"more": "x=" + "[" * 5000},
+                 {"more": "'a=&a [*a]'"}, {"request_rate": "1e999"}, {"request_rate": "nan"},
+                 {"more": "policy.x=" + "1e9 " * 500}, {"goodput": "²"}, {"kv_tier": "\0"},
+                 {"model": "\ud800"}, {"more": "\ud800=1"}, {"": ""}]  # fmt: skip
+        sent = [json.dumps(kind).encode() for kind in kinds]
+        sent += [b"[" * 60_000, b"\xff", b"", b"{", b"x" * 70_000, b'{"a":1,"a":2}']
+        for name in FIELDS:
+            odd = rng.choice(
+                ["²", "-1", "1e9", "", "None", "{}", "[]", "'", '"', "!!x", "a\nb", "%s"]
+            )
+            sent.append(json.dumps({name: odd}).encode())
+        for body in sent:
+            headers = {"Content-Type": "application/json"}
+            timeout = aiohttp.ClientTimeout(total=60)
+            async with session.post(
+                f"{url}/points", data=body, headers=headers, timeout=timeout
+            ) as answer:
+                statuses.add(answer.status)
+                await answer.read()
+        assert statuses <= {200, 400, 413}
+        assert (await ask(session, url))[-1]["kind"] == "end"
+
+    exploring(scene)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_the_printed_address_works_and_names_can_be_allowed():
+    guard = Guard("0.0.0.0", ["gpu7"])
+    from multidict import CIMultiDict
+
+    for host, good in (("127.0.0.1:8050", True), ("0.0.0.0:8050", True), ("gpu7:1", True),
+                       ("localhost:9000", True), ("gpu8:1", False)):  # fmt: skip
+        assert (guard.problem("GET", CIMultiDict(Host=host)) is None) == good
+
+
+def test_run_point_is_one_line_for_any_error():
+    assert "error" in run_point('{"topology": "x"}', False)
