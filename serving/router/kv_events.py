@@ -64,11 +64,15 @@ class CachedPrefixes:
         self._keys[engine].clear()
 
     def hear(self, engine: int, batch: object) -> None:
-        """Apply a batch of events: its time, and the events, each a mapping or a list. Events of
-        unknown kinds are ignored. Raises MalformedEvent, and then has applied a part at most."""
-        if not (isinstance(batch, list | tuple) and len(batch) > 1 and _is_list(batch[1])):
-            raise MalformedEvent("a batch is a list of a time and events")
-        for event in batch[1]:
+        """Apply a batch of events: a time, and the events; batch and events are mappings or, in
+        older versions of vLLM, lists. Events of unknown kinds are ignored. Raises MalformedEvent,
+        and then has applied a part at most."""
+        events = batch.get("events") if isinstance(batch, Mapping) else None
+        if _is_list(batch) and len(batch) > 1:
+            events = batch[1]
+        if not _is_list(events):
+            raise MalformedEvent("a batch is a time and a list of events")
+        for event in events:
             if isinstance(event, Mapping):
                 kind, about = event.get("type"), event
             elif _is_list(event) and event:

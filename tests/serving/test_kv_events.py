@@ -48,6 +48,12 @@ def test_a_prompt_finds_the_blocks_whose_tokens_it_begins_with():
     assert matched(prefixes, [1, 2, 3, 4, 5, 6, 7]) == [0, 0]
 
 
+def test_batches_are_mappings_or_lists():
+    prefixes = CachedPrefixes(1)
+    prefixes.hear(0, {"ts": 0.0, "events": [stored([7], None, [1, 2])], "data_parallel_rank": 0})
+    assert matched(prefixes, [1, 2, 3]) == [2]
+
+
 def test_events_of_older_versions_are_lists():
     prefixes = CachedPrefixes(1)
     prefixes.hear(0, [0.0, [["BlockStored", [b"a"], None, [1, 2], SIZE, None]]])
