@@ -140,7 +140,7 @@ class Parser:
         raise ValueError(f"model: {name!r} is not served (allowed: {allowed})")
 
     def _prompts(self, body: Mapping[str, Any], kind: str) -> list[Prompt]:
-        if kind == "chat":
+        if kind != "completion":
             messages = body.get("messages")
             if not isinstance(messages, list) or not messages:
                 raise ValueError("messages: missing (allowed: a list of messages)")
