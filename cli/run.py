@@ -20,14 +20,33 @@ from eldr_sim.errors import InputError
 
 @click.command(cls=GroupedCommand, short_help="Simulate one cluster.")
 @run_options()
+@option("--from-manifest", Path, "Engines, flags, replicas and pools of a deployment: values of "
+        "vLLM's production stack or llm-d's modelservice, a DynamoGraphDeployment, or docker "
+        "compose. Options override it.", metavar="FILE")  # fmt: skip
 @output("Write the result.", "the result in --out", plot=True)
 @option("--timeline", bool, "Write timeline.json, a Chrome trace, into --out.")
-def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: Any) -> None:
+def run(
+    out: Path | None,
+    force: bool,
+    plot: bool,
+    timeline: bool,
+    from_manifest: Path | None,
+    **options: Any,
+) -> None:
     """Simulate one cluster and print its latencies as `vllm bench serve` does."""
     # The simulator takes long to import: --help does without.
     from eldr_sim.simulator.results import write_result
     from eldr_sim.simulator.run import simulate
 
+    if from_manifest is not None:
+        from eldr_sim.planning.launch.manifest import read_manifest
+
+        if options.get("config_file") is not None:
+            raise InputError("from_manifest", "beside --config", "one of them")
+        manifest = read_manifest(from_manifest)
+        for line in manifest.lines():
+            click.echo(line, err=True)
+        options["config_file"] = manifest.values
     config = config_from_options(options)
     if timeline and out is None:
         raise InputError("timeline", "--timeline without --out", "--out DIR beside it")

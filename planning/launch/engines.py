@@ -16,7 +16,7 @@ from eldr_sim.planning.launch.deployment import REPLACE, Deployment, Role
 
 VLLM, SGLANG, TRTLLM = "vLLM 0.32.0", "SGLang 0.5.23", "TensorRT-LLM 1.3.0rc"
 #: Backends by the engines' names.
-_VLLM_BACKENDS = {
+VLLM_BACKENDS = {
     "allgather_reducescatter": "allgather_reducescatter",
     "deepep_ll": "deepep_low_latency",
     "deepep_ht": "deepep_high_throughput",
@@ -43,15 +43,15 @@ def vllm_arguments(role: Role, apart: bool, *, spread: bool = True) -> list[str]
     operator adds."""
     found = ["--tensor-parallel-size", str(role.layout.tensor_parallel_size)]
     if role.is_group:
-        if role.backend not in _VLLM_BACKENDS:
-            raise _refuse(VLLM, "all-to-all backend", role.backend, list(_VLLM_BACKENDS))
+        if role.backend not in VLLM_BACKENDS:
+            raise _refuse(VLLM, "all-to-all backend", role.backend, list(VLLM_BACKENDS))
         found += ["--data-parallel-size", str(role.layout.data_parallel_size)]
         if role.nodes > 1 and spread:
             start = f"$(({role.local_engines}*node))"
             found += ["--data-parallel-size-local", str(role.local_engines)]
             found += ["--data-parallel-start-rank", start, "--data-parallel-hybrid-lb"]
             found += ["--data-parallel-address", '"$HEAD"', "--data-parallel-rpc-port", "29550"]
-        found += ["--all2all-backend", _VLLM_BACKENDS[role.backend]]
+        found += ["--all2all-backend", VLLM_BACKENDS[role.backend]]
     if role.layout.expert_parallel and role.gpus > 1:
         found.append("--enable-expert-parallel")
     if role.spec.n_redundant or role.placement == "eplb":

@@ -99,7 +99,8 @@ def dynamo_graph(deployment: Deployment) -> str:
         {"name": "Frontend", "type": "frontend", "replicas": 1, "podTemplate": pod(frontend)}
     ]
     for role in deployment.roles:
-        arguments = ["--model", REPLACE]
+        model = str(deployment.config.engine.model)
+        arguments = ["--model", REPLACE, "--served-model-name", model]
         if deployment.apart:
             arguments += ["--disaggregation-mode", role.name]
         arguments += vllm_arguments(role, deployment.apart, spread=False)
