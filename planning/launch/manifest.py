@@ -122,7 +122,9 @@ def _finished(found: Manifest) -> Manifest:
         values |= _apart(fields)
     if found.policy is not None:
         values["policy"] = found.policy
-    found.left_out.append("which GPU (--gpu), and what is asked for (--request-rate, --workload)")
+    if "gpu" not in values:
+        found.left_out.append("which GPU (--gpu)")
+    found.left_out.append("the load (--request-rate, --workload)")
     return found
 
 
@@ -241,6 +243,18 @@ def _filled(text: str) -> str:
     return _VARIABLE.sub(lambda m: m[0] if m[2] is None else m[2], text)
 
 
+def _gpu(found: Manifest, selector: Any) -> None:
+    """Note the GPU that a node selector names, the first one."""
+    from eldr_sim.kernel_profiles.gpus import list_gpus
+
+    words = set(
+        re.findall(r"[a-z0-9]+", " ".join(map(str, _mapping(selector, "").values())).lower())
+    )
+    for gpu in list_gpus():
+        if gpu.lower() in words:
+            found.values.setdefault("gpu", gpu)
+
+
 def _count(value: Any, name: str, usual: int = 1) -> int:
     if value is None:
         return usual
@@ -285,12 +299,17 @@ def _production_stack(document: Mapping[str, Any]) -> Manifest:
             elif key not in ("extraArgs", "v1", "enableChunkedPrefill"):
                 found.left_out.append(f"{name}: vllmConfig.{key}")
         words += [_filled(str(word)) for word in config.get("extraArgs") or ()]
-        if _mapping(each.get("lmcacheConfig"), "lmcacheConfig").get("enabled"):
+        cache = _mapping(each.get("lmcacheConfig"), "lmcacheConfig")
+        if cache.get("enabled") and not cache.get("kvRole"):
             found.left_out.append(f"{name}: lmcacheConfig (--kv-tier says what a tier is)")
+        _gpu(found, each.get("nodeSelector"))
         gpus = each.get("requestGPU")
+        if isinstance(gpus, float) and not gpus.is_integer():
+            found.left_out.append(f"{name}: requestGPU {gpus:g} (a whole one)")
+            gpus = None
         gpus = None if gpus is None else _count(gpus, "requestGPU")
         replicas = _count(each.get("replicaCount"), "replicaCount")
-        place, model = _place(words), each.get("modelURL")
+        place, model = _place([*words, str(cache.get("kvRole"))]), each.get("modelURL")
         role = Role(name, place, replicas, "vllm", tuple(words), model and str(model), gpus)
         found.roles.append(role)
     if len({role.model for role in found.roles}) > 1:
@@ -320,6 +339,7 @@ def _llm_d(document: Mapping[str, Any]) -> Manifest:
         spec = _mapping(document.get(place), place)
         if not spec or not spec.get("create", True):
             continue
+        _gpu(found, spec.get("nodeSelector"))
         parallel = _mapping(spec.get("parallelism"), "parallelism")
         words: list[str] = []
         for key, option in (("tensor", "tensor"), ("tensorParallel", "tensor"),

@@ -115,6 +115,20 @@ def test_production_stack(tmp_path):
     assert "3 x vllm (serve)" in said
 
 
+def test_production_stack_with_prefill_and_decode_apart(tmp_path):
+    one = """
+  - {{name: {0}, modelURL: Qwen/Qwen3-8B, replicaCount: {1}, requestGPU: 0.5,
+     lmcacheConfig: {{enabled: true, kvRole: kv_{0}}}, nodeSelector: {{gpu: NVIDIA-H200}}}}"""
+    text = (
+        "servingEngineSpec:\n  modelSpec:" + one.format("producer", 1) + one.format("consumer", 3)
+    )
+    found = read(tmp_path, text)
+    config = make_config(found.values)
+    assert config.cluster.topology == "1P3D"
+    assert config.cluster.gpu == "H200"
+    assert any("requestGPU 0.5" in text for text in found.left_out)
+
+
 def test_llm_d(tmp_path):
     config = make_config(read(tmp_path, LLM_D).values)
     assert config.cluster.topology == "6P2D"
