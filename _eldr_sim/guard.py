@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from eldr_sim.errors import InputError
 
 _NAME = re.compile(r"\.?[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
+_SEEN = 1024  #: names of which the answer is kept
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -28,6 +29,7 @@ class Guard:
     def __init__(self, host: str = "127.0.0.1", allowed: Sequence[str] = ()) -> None:
         self._any = "*" in allowed
         self._extra = {_checked(name) for name in allowed if name != "*"}
+        self._seen: dict[str, bool] = {}
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
 
     def problem(self, method: str, headers: Any) -> tuple[int, str] | None:
@@ -48,10 +50,15 @@ class Guard:
         return None
 
     def _knows(self, netloc: str) -> bool:
-        name = _name_of(netloc)
-        if name is None:
-            return False
-        return self._any or _is_address(name) or name in self._names or self._is_extra(name)
+        known = self._seen.get(netloc)
+        if known is None:
+            name = _name_of(netloc)
+            known = name is not None and (
+                self._any or _is_address(name) or name in self._names or self._is_extra(name)
+            )
+            if len(self._seen) < _SEEN:
+                self._seen[netloc] = known
+        return known
 
     def _is_extra(self, name: str) -> bool:
         return name in self._extra or any(

@@ -108,7 +108,7 @@ def _is_prompt(prompt: object) -> bool:
 
 
 def _is_ids(prompt: object) -> TypeGuard[list[int]]:
-    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    return isinstance(prompt, list) and set(map(type, prompt)) <= {int}
 
 
 def _is_count(value: object) -> bool:

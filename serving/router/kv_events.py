@@ -99,7 +99,7 @@ class CachedPrefixes:
             raise MalformedEvent(f"block_size is no whole number from 1 to {_MOST_BLOCK_SIZE}")
         if not _is_list(tokens) or len(tokens) < size * len(hashes):
             raise MalformedEvent("token_ids is no list of the blocks' tokens")
-        if not all(type(token) is int for token in tokens):
+        if not set(map(type, tokens)) <= {int}:
             raise MalformedEvent("token_ids holds something else than whole numbers")
         if parent is not None and not isinstance(parent, _HASH):
             raise MalformedEvent("parent_block_hash is no number or bytes")
