@@ -129,7 +129,7 @@ def compare_drafts(
     """Run numbers of drafts, and none, at concurrencies; raises InputError as `simulate`."""
     given = config.steps.speculative_config
     if given is None:
-        raise InputError("drafts", "nobody says what drafts", "--speculative-config beside it")
+        raise InputError("drafts", "no method or model is given", "--speculative-config beside it")
     for name, values, most in (
         ("drafts", drafts, given.num_speculative_tokens),
         ("concurrencies", concurrencies, 65536),

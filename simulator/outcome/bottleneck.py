@@ -194,7 +194,7 @@ def _bottleneck(
         )
     wait = f"a request waits {waits[phase]:,.{0 if waits[phase] >= 100 else 1}f} ms on average"
     if phase == "client's limit":
-        return "client", f"{wait} at the client, which may have only so many in flight"
+        return "client", f"{wait} at the client, which limits the number in flight"
     if phase == "front end":
         return "front end", f"{wait} for API servers and their tokenizers"
     if phase == "prefill queue" and "prefill_busy" in use:

@@ -26,6 +26,7 @@ from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import PreparedRun
 from eldr_sim.simulator.setup.transfer import HAND_OVERS
+from eldr_sim.traces.routing.calibration import calibration_requests
 from eldr_sim.traces.routing.copies import WARN_ABOVE, copy_share, expected_copy_share
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.manifest import one_phase, rests_on
@@ -60,13 +61,13 @@ def copies_met(
 
 
 def trace_warnings(
-    trace: RoutingTrace, copies: dict[str, float], trace_replay: str, n_clusters: int = 0
+    trace: RoutingTrace, copies: dict[str, float], trace_replay: str, fit: tuple[int, int] = (0, 0)
 ) -> list[str]:
     """Return what the trace cannot stand for, a line each.
 
-    ``n_clusters``: clusters that the router fitted to its calibration requests; 0 without a fit."""
+    ``fit``: the router's calibration requests, and the clusters that it fitted to them."""
     warnings = []
-    n_fitted = int(trace.for_calibration.is_calibration.sum()) if n_clusters else 0
+    n_fitted, n_clusters = fit
     if n_fitted < n_clusters:
         warnings.append(
             f"the router's {n_clusters} clusters were fitted to {n_fitted} calibration requests, "
@@ -448,9 +449,11 @@ def summary_of(
     experts = None if trace is None else "recorded" if trace.has_prompts else "uniform"
     warned: list[str] = []
     if trace is not None:
-        fits = config.cluster.hands_over and registry.needs("policy", policies.policy).signature
-        n_clusters = len(spec.routers[-1]) if fits else 0
-        warned = trace_warnings(trace, copies, config.routing.trace_replay, n_clusters)
+        fit, replayed = (0, 0), config.routing.trace_replay
+        if config.cluster.hands_over and registry.needs("policy", policies.policy).signature:
+            load, mix = config.requests.workload, config.routing.domain_mix
+            fit = len(calibration_requests(trace, load, mix)), len(spec.routers[-1])
+        warned = trace_warnings(trace, copies, replayed, fit)
     return summary | {
         "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
         "provenance": provenance,

@@ -74,11 +74,11 @@ def _of_routers(config: RunConfig, prepared: PreparedRun) -> _Found:
         needs = registry.needs(field, config.value(field))
         if n == 0:
             ends = (
-                "no worker is one"
+                "there is no such worker"
                 if config.cluster.generates
                 else "requests end with their prompts"
             )
-            yield field, f"nobody makes this choice in {config.cluster.topology}: {ends}"
+            yield field, f"{config.cluster.topology} does not make this choice: {ends}"
         elif n == 1 and needs.signature is None:
             yield field, "there is one engine to choose"
         if n > 1:
@@ -124,7 +124,7 @@ def _of_workers(
     if (config.engine.long_prefill_token_threshold or 0) >= max(
         engine.max_num_batched_tokens for engine in engines
     ):
-        yield "long_prefill_token_threshold", "no step has room for so many tokens"
+        yield "long_prefill_token_threshold", "every step has room for fewer tokens"
     if all(engine.layout is not None and engine.layout.whole_prompts for engine in engines):
         yield "long_prefill_token_threshold", "prompts are computed whole"
     if not config.cluster.generates:
@@ -146,7 +146,7 @@ def _of_workers(
             if config.kv.answer_kv != "pull" or name == "kv_overlap":
                 yield name, "there are no tiers (--kv-tier)"
     elif config.kv.kv_overlap == "layers":
-        yield "kv_in_flight", "nobody waits for blocks outside the batch (--kv-overlap layers)"
+        yield "kv_in_flight", "no request waits for blocks outside the batch (--kv-overlap layers)"
     if window_blocks(prepared.model, config.engine.block_size) == NO_WINDOWS:
         yield ("disable_hybrid_kv_cache_manager", f"{prepared.model.name} has no sliding windows")
     if config.experts.kv_cache_free:
@@ -157,7 +157,7 @@ def _of_workers(
         yield "cudagraph_padding", "there are no CUDA graphs (enforce_eager)"
     window = config.experts.offload_window
     if window is not None and window >= prepared.model.n_moe_layers - 1:
-        yield "offload_window", "the GPUs have room for the experts of so many layers: of all"
+        yield "offload_window", "the experts of all layers fit on the GPUs"
     if not config.scheduler.batch_wait_max_tokens_ratio:
         yield "batch_wait_timeout_iters", "prompts wait for no tokens (batch_wait_max_tokens_ratio)"
     if not config.scheduler.batch_wait_timeout_iters:
@@ -184,10 +184,7 @@ def _of_pools(config: RunConfig) -> _Found:
             yield f"{role}.price_per_gpu_hour", "the other pool has no price"
     elif not config.cluster.generates:
         for name in ("price_per_gpu_hour", "prefill.price_per_gpu_hour"):
-            yield (
-                name,
-                f"costs are told of generated tokens, and {config.cluster.topology} {NO_TOKEN}",
-            )
+            yield (name, f"costs are per generated token, and {config.cluster.topology} {NO_TOKEN}")
 
 
 def _of_requests(config: RunConfig) -> _Found:
@@ -237,7 +234,7 @@ def _of_scaling(config: RunConfig) -> _Found:
         yield "width_pause", "no group changes its width (--enable-elastic-ep)"
     if not config.scaling.scales:
         for name in ("start_up", "prefill.start_up", "decode.start_up"):
-            yield name, "nobody starts a worker (--autoscale)"
+            yield name, "no worker is started (--autoscale)"
         for name in ScalingConfig.model_fields:
             if not (elastic and name == "min_workers"):  # which says what a GPU holds
                 yield name, "there is no autoscaler (--autoscale)"

@@ -286,10 +286,8 @@ def test_damaged_trace_is_refused(run_cli, tmp_path, damage):
 
 def test_more_decoders_than_calibration_requests(run_cli):
     code, _, err = run_cli("run", "--policy", "eldr", "--topology", "1P500D", "--duration", "1")
-    assert code == 2
-    assert err.startswith("Error: ")
-    assert "424 requests cannot make 500 clusters" in err
-    assert err.count("\n") == 1
+    assert code == 0
+    assert "500 clusters were fitted to 424 calibration requests, each cut into pieces" in err
 
 
 def test_a_load_that_can_never_be_served_ends_with_its_reason(run_cli):

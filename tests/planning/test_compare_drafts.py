@@ -84,7 +84,7 @@ def test_the_command_prints_and_writes(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "drafts", "concurrencies", "message"),
     [
-        ({}, [1], [4], "drafts: nobody says what drafts"),
+        ({}, [1], [4], "drafts: no method or model is given"),
         ({"num_speculative_tokens": 2}, [3], [4], r"drafts: \[3\]"),
         ({"num_speculative_tokens": 2}, [1], [0], r"concurrencies: \[0\]"),
     ],

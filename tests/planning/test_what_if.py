@@ -191,7 +191,7 @@ def test_values_are_yaml_and_fields_are_dot_paths():
         (["'policy=eldr"], "set: "),
         (["polcy=eldr"], "polcy: no such field"),
         (["decode.gup=h200"], "decode.gup: no such field"),
-        (["topology.x=1"], "topology.x: 'topology' has no fields of its own"),
+        (["topology.x=1"], "topology.x: 'topology' has no fields"),
         (["policy.tau=2"], "policy.tau: 'round_robin' has no such parameter"),
         (["policy=eldr policy.tau=2"], "policy.tau: 2: input should be less than or equal to 1"),
         (["policy=round_robin"], "set: policy=round_robin has no effect on the base run"),

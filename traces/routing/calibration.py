@@ -56,6 +56,34 @@ class CalibrationSet:
         return self.counts
 
 
+def calibration_requests(
+    trace: RoutingTrace,
+    workload: str,
+    domain_mix: Mapping[str, float] | None = None,
+    score: PromptScore = "count",
+) -> Ints:
+    """Return the requests that `calibration_set` picks, in order; raises InputError as it does."""
+    shares, _ = resolve_domain_mix(trace.texts, workload, domain_mix)
+    trace = trace.for_calibration
+    pools = {name: trace.requests_of([name], calibration=True) for name in shares}
+    if score != "count":
+        covered, _ = of_kind(trace.gate_scores, score)
+        pools = {name: np.intersect1d(pool, covered) for name, pool in pools.items()}
+    empty = [name for name, pool in pools.items() if not len(pool)]
+    if empty and (score != "count" or len(empty) == len(pools)):
+        which = "" if score == "count" else f" with gate scores ({score})"
+        problem = f"{trace.path.name} has no calibration request{which} of domain {empty[0]!r}"
+        raise InputError("trace", problem)
+    pools = {name: pool for name, pool in pools.items() if len(pool)}
+    # 1e-9 keeps a quotient that should be whole from falling one short.
+    total = min(int(len(pool) / shares[name] + 1e-9) for name, pool in pools.items())
+    taken = {
+        name: min(len(pool), max(1, int(total * shares[name] + 0.5)))
+        for name, pool in pools.items()
+    }
+    return np.sort(np.concatenate([pool[: taken[name]] for name, pool in pools.items()]))
+
+
 def calibration_set(
     trace: RoutingTrace,
     *,
@@ -83,26 +111,8 @@ def calibration_set(
         InputError: the mix is not valid, no domain of it has a calibration request, or one lacks
             the gate scores.
     """
-    shares, _ = resolve_domain_mix(trace.texts, workload, domain_mix)
+    requests = calibration_requests(trace, workload, domain_mix, score)
     trace = trace.for_calibration
-    pools = {name: trace.requests_of([name], calibration=True) for name in shares}
-    if score != "count":
-        covered, _ = of_kind(trace.gate_scores, score)
-        pools = {name: np.intersect1d(pool, covered) for name, pool in pools.items()}
-    empty = [name for name, pool in pools.items() if not len(pool)]
-    if empty and (score != "count" or len(empty) == len(pools)):
-        which = "" if score == "count" else f" with gate scores ({score})"
-        problem = f"{trace.path.name} has no calibration request{which} of domain {empty[0]!r}"
-        raise InputError("trace", problem)
-    pools = {name: pool for name, pool in pools.items() if len(pool)}
-    # 1e-9 keeps a quotient that should be whole from falling one short.
-    total = min(int(len(pool) / shares[name] + 1e-9) for name, pool in pools.items())
-    taken = {
-        name: min(len(pool), max(1, int(total * shares[name] + 0.5)))
-        for name, pool in pools.items()
-    }
-    requests = np.concatenate([pool[: taken[name]] for name, pool in pools.items()])
-    requests.sort()
     pieces = -(-at_least // len(requests)) if trace.has_prompts and score == "count" else 1
     if pieces > 1 and int(trace.recorded_rows(requests)[1].min()) >= 2 * pieces:
         trace, requests = _cut(trace, requests, pieces), np.arange(len(requests) * pieces)

@@ -37,7 +37,7 @@ WORKLOADS = ("task", "language", "trace", *SESSIONS)
 
 
 class ServiceLevel(BaseModel):
-    """Upper bounds that a good request keeps, as ``vllm bench serve --goodput`` has them."""
+    """Upper bounds that a good request meets, as in ``vllm bench serve --goodput``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -50,31 +50,32 @@ class ServiceLevel(BaseModel):
 
 
 class PolicyConfig(Fields):
-    """Who serves a request, in which order, and where experts live."""
+    """Which worker serves a request, in which order, and where experts live."""
 
     policy: Annotated[str, policy_word("decode")] = "round_robin"
-    """Decode policy: the decode worker of a request after its prefill, or its co-located worker.
-    Parameters follow the name: ``eldr:tau=0.2``; ``eldr-sim policies`` lists them."""
+    """Decode policy: chooses the decode (or co-located) worker of a request. Parameters follow the
+    name: ``eldr:tau=0.2``; ``eldr-sim policies`` lists them."""
     prefill_policy: Annotated[str, policy_word("prefill")] = "prefix_hash"
-    """Prefill policy: the prefill worker of a request."""
+    """Prefill policy: chooses the prefill worker of a request."""
     queue_order: Annotated[str, policy_word("queue")] = "fcfs"
-    """Which waiting request an engine admits next: the first, the shortest, or a request log's
-    lowest priority."""
+    """Order in which an engine admits waiting requests: first come, shortest prompt, or the
+    priority in a request log (lowest number first)."""
     expert_placement: Annotated[str, policy_word("placement")] = "linear"
-    """Which GPU of a decode (or co-located) worker holds which experts under expert parallelism:
-    neighbours together, an even load or activation, or experts that tokens choose together."""
+    """Expert placement under expert parallelism, on the GPUs of a decode (or co-located) worker:
+    neighbours together, even load, even activation, or experts that are chosen together."""
     replica_choice: Annotated[str, policy_word("replica")] = "hash"
-    """Which instance of a redundant expert computes a token: by vLLM's hash of its position, or to
-    spare bytes, even the load or activate few experts."""
+    """Choice among the replicas of an expert for each token: vLLM's hash of the token's position,
+    or a rule that saves bytes, evens the load or activates few experts."""
 
 
 class WorkloadConfig(Fields):
-    """The requests: how many there are, when they come, and which go on with which."""
+    """The requests: how many, when they arrive, and which continue a session."""
 
     workload: PathText = "task"
     """``task``, ``language``, ``trace`` (domains and lengths of the trace's own requests), ``chat``
-    or ``agent`` (sessions, docs/conversations.md), or a log (Azure, Mooncake, ``vllm bench serve``,
-    AIPerf and others that ``eldr-sim trace formats`` lists, or any table with ``columns``)."""
+    or ``agent`` (sessions, docs/conversations.md), or a log (Azure, Mooncake, ``vllm bench
+    serve``, AIPerf and others that ``eldr-sim trace formats`` lists, or any table with
+    ``columns``)."""
     columns: str | None = None
     """Of a table: ``time_s=start,input=prompts,output=outputs``; also ``time``, ``time_ms``,
     ``session``, ``priority``."""
@@ -82,62 +83,68 @@ class WorkloadConfig(Fields):
     """Unit of a log's times, where they are numbers and nothing in the file says it."""
     arrivals: Literal["recorded", "poisson", "closed", "agentx"] | None = None
     """Of a log: ``recorded``, stretched evenly to a rate, or drawn at that rate; ``closed``: turns
-    come a gap after the turn before has ended; ``agentx``: from the middle of sessions, with warm
-    caches, in ``max_active_sessions`` lanes."""
+    come a gap after the turn before has ended; ``agentx``: from the middle of sessions, with
+    warm caches, in ``max_active_sessions`` lanes."""
     request_rate: field_types.Rate | None = None
-    """Mean requests (of ``chat`` and ``agent``: sessions) per second; ``inf``: all at once. 60 (of
-    sessions 1), or as a log has them."""
+    """Mean requests per second (``chat``, ``agent``: sessions per second); ``inf``: all at once.
+    Default: 60 (sessions: 1), or the log's own rate."""
     burstiness: float = Field(default=1.0, ge=0.001, allow_inf_nan=False)
-    """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier."""
+    """Shape of the gamma distribution of the gaps between arrivals: 1 is Poisson, less is
+    burstier."""
     load: PathText | None = None
-    """How the rate changes: ``sine:1,24,period=900``, ``ladder:15,2,10@150``, a file of
-    ``t_s,rate``, a usage export, a range of Prometheus's, or a log, counted by minutes; once over
-    when no duration is given. ``request_rate`` is then its mean, its own when not given."""
+    """A rate that changes over time: ``sine:1,24,period=900``, ``ladder:15,2,10@150``, a file of
+    ``t_s,rate``, a usage export, a Prometheus range export, or a log, counted by the minute. It
+    runs through once unless a duration is given. ``request_rate`` scales it to that mean."""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """At most this many requests in flight; the others wait at the client."""
+    """Maximum number of requests in flight; the others wait at the client."""
     log_from: Annotated[field_types.Seconds, Field(ge=0)] | None = None
-    """Measure a log from this time on, after its first request: 90s, 10m, 2h."""
+    """Start of the measured part of a log, after its first request: 90s, 10m, 2h."""
     log_to: Annotated[field_types.Seconds, Field(gt=0)] | None = None
-    """Measure a log up to this time."""
+    """End of the measured part of a log."""
     busiest: Annotated[field_types.Seconds, Field(gt=0)] | None = None
-    """Measure the part of a log, so long, that has most requests."""
+    """Measure the busiest window of this length in a log: 10m."""
     duration: Annotated[field_types.Seconds, Field(gt=0)] | None = None
-    """Length of the measured window, whose requests make the statistics: 120 s, all of a log, or
-    of ``agentx`` an hour."""
+    """Length of the measured window, s; the statistics are of the requests that arrive in it.
+    Default: 120 s, a whole log, or an hour for ``agentx``."""
     warmup: Annotated[field_types.Seconds, Field(ge=0)] | None = None
-    """Time before it: 30 s, or 0 with ``num_requests`` or a whole log."""
+    """Warm-up before the measured window, s. Default: 30 s, or 0 with ``num_requests`` or a whole
+    log."""
     num_requests: int | None = Field(default=None, ge=1)
-    """Send so many requests instead; of ``chat`` and ``agent`` so many sessions."""
+    """Number of requests (``chat``, ``agent``: sessions) to send, instead of a duration."""
     prompts: Literal["unique", "shared"] = "unique"
-    """Whether requests that replay the same trace request have one prompt (``shared``, which prefix
-    caches find) or one each. A log says itself which share a prefix."""
+    """Give requests that are replayed from one trace request the same prompt (``shared``, which
+    prefix caches find) or unique prompts. Logs say themselves which requests share a prefix."""
     seed: int = Field(default=0, ge=0)
     """Seed of every random stream."""
     sessions: int | None = Field(default=None, ge=1)
-    """Sessions of ``chat`` and ``agent``: 500 when neither this nor a duration is given."""
+    """Number of sessions of ``chat`` and ``agent``. Default: 500, unless a duration is given."""
     max_active_sessions: int | None = Field(default=None, ge=1)
-    """At most this many sessions at a time (vLLM's max-active-conversations): when one ends, the
-    next begins, at once where no rate is given."""
+    """Maximum number of sessions at a time (vLLM's max-active-conversations). When one ends, the
+    next begins; at once if no rate is given."""
     turns: field_types.Counted = None
-    """Turns of a session: ``4``, ``4,sd=2``, ``uniform:1,8``, ``exponential:4`` or
+    """Number of turns in a session: ``4``, ``4,sd=2``, ``uniform:1,8``, ``exponential:4`` or
     ``lognormal:median=3,p95=12``."""
     calls_per_turn: field_types.Counted = None
-    """Requests of a turn: tools answer all but the last."""
+    """Number of requests in a turn; tools answer all but the last."""
     think_time: field_types.Drawn = None
-    """Seconds from an answer to the user's next turn."""
+    """Seconds between an answer and the user's next turn."""
     tool_time: field_types.Drawn = None
-    """Seconds from an answer to that of a tool."""
+    """Seconds between an answer and the tool's result."""
     new_tokens: field_types.Counted = None
-    """Tokens of a prompt beyond what has been said before."""
+    """New tokens in the prompt of a turn, beyond the history."""
     history: Annotated[str, AfterValidator(check_history)] = "all"
-    """What of a context the next turn has: ``all``, ``last:TOKENS`` (the middle is cut),
-    ``no_reasoning:SHARE`` (of each answer is dropped) or ``reset:TOKENS`` (then it begins anew)."""
+    """History that the next turn keeps: ``all``, ``last:TOKENS`` (the middle is cut),
+    ``no_reasoning:SHARE`` (that share of each answer is dropped) or ``reset:TOKENS`` (the
+    context starts over at that length)."""
     sessions_file: PathText | None = None
-    """CSV that says which requests of a log go on with which: ``request,parent,gap_s``."""
+    """CSV of the sessions in a log, ``request,parent,gap_s``: the request that each one
+    continues."""
     recorded_ttft_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """TTFT of the system that recorded a log, ms, which the gaps between its arrivals contain;"""
+    """TTFT of the system that recorded a log, ms. With ``--arrivals closed`` it is subtracted from
+    the gaps between arrivals, which contain it."""
     recorded_tpot_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """and its TPOT, ms: with ``--arrivals closed`` both are taken from the gaps."""
+    """TPOT of the system that recorded a log, ms. With ``--arrivals closed`` it is subtracted from
+    the gaps between arrivals, which contain it."""
 
     @property
     def replays_log(self) -> bool:
@@ -213,100 +220,101 @@ NO_PART = dict.fromkeys(("log_from", "log_to", "busiest"))
 
 
 class RoutingConfig(Fields):
-    """Whose tokens the requests replay, so which experts they choose, and how many they are."""
+    """The tokens that requests replay: which experts they choose, and the number of tokens."""
 
     trace: PathText | None = None
-    """Name of an embedded routing trace or a trace folder; drawn for the model and the workload's
-    domains when not given (docs/synthetic.md)."""
+    """Name of an embedded routing trace, or a trace folder. Default: drawn for the model and the
+    workload's domains (docs/synthetic.md)."""
     routing_band: Literal["low", "middle", "high"] = "middle"
-    """Where in its preset's band routing is drawn: the domains' part in it as recorded of
-    all labels, of those of the task workload (``middle``), or as published (docs/synthetic.md)."""
+    """How much of the variance between requests their domain explains in drawn routing: the low,
+    middle or high end of what recordings and papers show (docs/synthetic.md)."""
     routing: Literal["real", "uniform", "balanced", "round_robin", "dummy-weights"] = "real"
-    """Whether tokens choose experts as in the trace, or as benchmarks of engines force them
-    (docs/routing_evidence.md); ``what-if routing=balanced`` says what that hides."""
+    """Experts as in the trace (``real``), or as benchmarks of engines force them
+    (docs/routing_evidence.md); ``what-if routing=balanced`` shows what that hides."""
     trace_replay: Literal["own", "same_domain"] = "own"
-    """Whose generated tokens a request replays: its own, or those of another request of its domain
-    (then no two requests with equal signatures replay equal tokens)."""
+    """Generated tokens that a request replays: its own, or those of another request in its domain,
+    so that no two requests with equal signatures replay equal tokens."""
     domain_mix: field_types.Mix = None
-    """Weights of the trace's domains, ``code=2,math=1``; the workload's own when not given."""
+    """Weights of the trace's domains: ``code=2,math=1``. Default: the workload's."""
     domain_mix_end: field_types.Mix = None
-    """Weights towards which they move while the run lasts; fits know those at its start."""
+    """Weights of the domains at the end of the run; they drift from ``domain_mix``. Policies are
+    fitted to the weights at the start."""
     input_len: int | None = Field(default=None, ge=1, le=LONGEST)
-    """Prompt tokens of every request, beside a prefix; those of the routing
-    trace, or of the file, when not given. Longer ones replay its tokens more than once."""
+    """Prompt tokens of every request, without a shared prefix. Default: as in the routing trace or
+    the file. Prompts longer than the trace's replay its tokens more than once."""
     prompt_lengths: Literal["trace", "data_sets"] = "trace"
-    """Whether a named workload's prompts are as long as in the routing trace, or as those of ELDR's
-    data sets, as its authors served them (4 to 1,024 tokens)."""
+    """Prompt lengths of a named workload: as in the routing trace, or as in ELDR's data sets as its
+    authors served them (4 to 1,024 tokens)."""
     output_len: Annotated[int, Field(ge=1)] | Literal["recorded"] | None = None
-    """Output tokens of every request, ignoring end-of-sequence, or ``recorded``. 512 for the task
-    and language workloads, ``recorded`` for ``trace`` and a file."""
+    """Output tokens of every request, ignoring end-of-sequence, or ``recorded``. Default: 512 for
+    the task and language workloads, ``recorded`` for ``trace`` and files."""
     random_range_ratio: float = Field(default=0.0, ge=0, lt=1)
-    """Draw input and output lengths that are given evenly from length * (1 - ratio) to length * (1
-    + ratio), as ``vllm bench serve`` does."""
+    """Draw given input and output lengths uniformly between length * (1 - ratio) and length * (1 +
+    ratio), as ``vllm bench serve`` does."""
     prefix_len: int = Field(default=0, ge=0, le=LONGEST)
-    """Tokens with which all prompts begin alike, before the input length: prefix caches find
-    them."""
+    """Length of a shared prefix, tokens, which every prompt begins with in addition to its input
+    length; prefix caches find it."""
     num_prefixes: int = Field(default=1, ge=1, le=2**20)
-    """Number of different prefixes, as many requests of each on average."""
+    """Number of different shared prefixes; each request draws one."""
     length_shape: LengthShape | None = None
-    """Draw a file's requests by prompt length, in one of Gimbal's shapes."""
+    """Resample a file's requests by prompt length, to one of Gimbal's distributions."""
 
 
 class ClusterConfig(Fields):
-    """The workers, their GPUs, and what connects them."""
+    """The workers, their GPUs, and the links between them."""
 
     topology: Topology = "8P16D"
     """``xPyD``: x prefill and y decode WORKERS of ``data_parallel_size`` engines each; ``xC``: x
-    co-located workers, which compute prompts in chunks beside their decode batch; ``xP``: x prefill
-    workers alone, where a request ends with its prompt; ``xPyAzF``: a decode worker of y engines
-    whose experts lie on z GPUs of their own (docs/afd.md); or a file of pools."""
+    co-located workers, which compute prompts in chunks beside their decode batch; ``xP``: x
+    prefill workers alone, where a request ends with its prompt; ``xPyAzF``: a decode worker of y
+    engines whose experts lie on z GPUs of their own (docs/afd.md); or a file of pools."""
     gpu: PathText = "H100"
     """A known GPU or a gpu.json."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
-    """GPUs of every engine, which share attention heads and layers, and every expert unless
-    ``enable_expert_parallel``."""
+    """GPUs per engine (tensor parallelism). They split attention heads and layers, and every expert
+    unless ``enable_expert_parallel``."""
     enable_expert_parallel: bool = False
-    """Spread whole experts over a worker's GPUs; layers wait for the busiest."""
+    """Place whole experts on a worker's GPUs instead of splitting each; layers wait for the busiest
+    GPU."""
     data_parallel_size: int = Field(default=1, ge=1, le=1024)
-    """Engines of every worker, each with its own queue, KV cache and batch. They share experts and
-    so step together; routers choose the engine."""
+    """Engines per worker (data parallelism), each with its own queue, KV cache and batch. They
+    share experts and so step together; routers choose the engine."""
     enable_elastic_ep: bool = False
-    """Let the engines of a worker that share experts start and stop one by one, as its workers
-    do (docs/elastic.md): experts are placed anew, on as many GPUs as there are."""
+    """Let engines that share experts start and stop one by one (docs/elastic.md); experts are
+    placed anew on the GPUs that remain."""
     micro_batches: int = Field(default=2, ge=1, le=16)
-    """Micro-batches of a step of ``xPyAzF``, computed on one side while others are sent."""
+    """Number of micro-batches in a step of ``xPyAzF``: one is computed while others are sent."""
     pipeline_parallel_size: int = Field(default=1, ge=1, le=1024)
-    """Stages of every worker, each with a part of the layers; for prefill workers alone."""
+    """Pipeline stages per worker, each with a part of the layers; prefill workers only."""
     num_redundant_experts: int = Field(default=0, ge=0)
-    """Instances of experts beyond one of each."""
+    """Number of expert replicas beyond one of each expert."""
     gpus_per_node: int = Field(default=8, ge=1)
-    """GPUs of a node, for the all-to-all."""
+    """GPUs per node, for the all-to-all."""
     all2all_backend: Backend = "allgather_reducescatter"
-    """How tokens reach the experts that engines share."""
+    """Communication that takes tokens to the experts which engines share."""
     prefill: Pool = Pool()
-    """What the prefill workers have of their own."""
+    """Overrides for the prefill workers."""
     decode: Pool = Pool()
-    """What the decode workers (or the co-located ones) have of their own."""
+    """Overrides for the decode (or co-located) workers."""
     conditional_disagg: field_types.Conditional = None
-    """When a prompt is computed where it is decoded: few tokens not cached there
-    (``isl_bounding:2048,0.7``, Dynamo's, or ``noncached:512``, llm-d's), prefill workers with much
-    to do (``prefill_load:0.9``), ``either`` or fewer ``seconds``. Never when not given."""
+    """When a decode worker computes a prompt itself: few tokens are not cached there
+    (``isl_bounding:2048,0.7``, Dynamo's rule, or ``noncached:512``, llm-d's), prefill workers
+    are busy (``prefill_load:0.9``), ``either``, or it takes fewer ``seconds``. Default: never."""
     kv_reserve: Literal["arrival", "prompt_end"] | None = None
-    """When a decode worker reserves KV blocks for a request: before its prompt goes to a prefill
-    worker, which waits for that (SGLang's, where the policy needs no signature), or when the prompt
-    is computed (vLLM's)."""
+    """When a decode worker reserves KV blocks for a request: ``arrival``, before the prefill begins
+    (SGLang's default where the policy needs no signature), or ``prompt_end`` (vLLM's)."""
     kv_transfer: Literal["ideal", "observed"] = "observed"
-    """Cost of KV transfers: what NIXL's benchmark reaches, or what serving logs show."""
+    """Bandwidth of KV transfers: what NIXL's benchmark reaches, or what serving logs show."""
     load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Age of the completions that routers have heard of, ms."""
+    """Delay until routers learn that a request completed, ms."""
     signal_interval_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """How often engines publish their waiting and running requests, tokens, KV usage and cached
-    blocks to the routers, ms (vLLM's coordinator: 100); 0: as of each decision."""
+    """Interval at which engines publish waiting and running requests, tokens, KV usage and cached
+    blocks to the routers, ms (vLLM's coordinator: 100); 0: always current."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Dollars a GPU-hour, for costs per token."""
+    """Price of a GPU-hour in dollars, for costs per token."""
     start_up: StartUp = None
-    """How long a new worker takes to serve: ``120``, or in parts as measured, ``vllm`` or
-    ``vllm:node=90,gb_s=2`` (docs/elastic.md); 0 when not given."""
+    """Time until a new worker serves: seconds (``120``), or its measured parts (``vllm`` or
+    ``vllm:node=90,gb_s=2``, docs/elastic.md). Default: 0."""
 
     @property
     def n_prefill(self) -> int:
@@ -331,134 +339,142 @@ class ClusterConfig(Fields):
 
 
 class KVTierConfig(Fields):
-    """Where KV blocks are kept beside the workers' own caches."""
+    """KV tiers: where blocks are kept in addition to the GPU caches of the workers."""
 
     kv_tier: field_types.Tiers = ()
-    """A tier, ``host:126GB,load=20GB/s,write=through``: bytes of each store, bandwidth of a GPU's
-    link, when a block comes to it (``through``: when computed, ``selective``: when used again,
-    ``back``: when evicted). Also ``store``, ``total``, ``latency``, ``scope=worker|node|cluster``,
-    ``exclusive=yes``, ``evict=lru|fifo|arc|session``. Repeat for more."""
+    """A tier, ``host:126GB,load=20GB/s,write=through``: capacity of each store, bandwidth of a
+    GPU's link, and when a block is written (``through``: when computed, ``selective``: when used
+    again, ``back``: when evicted). Also ``store``, ``total``, ``latency``,
+    ``scope=worker|node|cluster``, ``exclusive=yes``, ``evict=lru|fifo|arc|session``. Repeat for
+    more."""
     kv_load: Literal["always", "cheaper"] = "always"
-    """Whether blocks in tiers are loaded always, or only where computing them takes longer."""
+    """Load blocks from tiers always, or only if computing them would take longer."""
     kv_overlap: Literal["none", "layers"] = "none"
-    """Whether a request waits for its blocks outside the batch, as in vLLM, or joins it and layers
-    wait for theirs, as in SGLang."""
+    """A request waits for its blocks outside the batch (``none``, vLLM), or joins it and each layer
+    waits for its own blocks (``layers``, SGLang)."""
     kv_in_flight: Literal["join", "delay", "duplicate"] = "join"
-    """Who wants a block that is on its way to the worker for another request waits for that one and
-    loads its others meanwhile, waits before it does anything (vLLM), or loads it again."""
+    """When another request is already loading a block: ``join`` that load, ``delay`` until it is
+    done (vLLM), or load a ``duplicate``."""
     answer_kv: Literal["recompute", "pull"] = "recompute"
-    """Whether a prefill worker computes the answers in a turn's history, or pulls their KV blocks
-    from the worker that decoded the turn before."""
+    """KV of earlier answers in a turn's history: a prefill worker recomputes it, or pulls it from
+    the worker that decoded the previous turn."""
     kv_signal: field_types.Signal = "exact"
-    """What routers know of prefix caches: ``exact``, what engines hold, as of the last signals, or
-    ``approx:ttl=120,tokens=500000,routers=1``: the prompts that each of so many routers has itself
-    sent to a worker of late."""
+    """What routers know about prefix caches: ``exact``, the blocks that engines hold as of the last
+    signal, or ``approx:ttl=120,tokens=500000,routers=1``, the prompts that each router has
+    recently sent to a worker."""
 
 
 class EngineConfig(Fields):
     """The engine of a worker, mostly in vLLM's terms."""
 
     engine: Engine = "vllm"
-    """Whose rules the workers' engines follow, and whose defaults they have. A version may stand
-    behind: ``vllm==0.24``, ``sglang==0.5.8``, ``trtllm==1.2`` (docs/engines.md)."""
+    """Engine to model: its scheduler rules and defaults. A version may follow: ``vllm==0.24``,
+    ``sglang==0.5.8``, ``trtllm==1.2`` (docs/engines.md)."""
     engine_version: EngineVersion | None = None
-    """Version of the engine, whose rules, memory and kernels hold where they changed; the newest
-    when not given."""
+    """Version of the engine, which selects rules, memory and kernels. Default: the newest."""
     model: PathText = "Qwen3-30B-A3B"
     """A known model, or a Hugging Face ``config.json`` (or its folder)."""
     max_model_len: int | None = Field(default=None, ge=1, le=LONGEST)
-    """Most tokens of a request, prompt and output; the model's limit when not given. More is
-    simulated with a warning."""
+    """Maximum tokens of a request, prompt and output. Default: the model's limit; more is simulated
+    with a warning."""
     max_num_seqs: int | None = Field(default=None, ge=1, le=65536)
-    """Running requests of a worker; the engine's default when not given."""
+    """Maximum number of running requests of an engine. Default: the engine's."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
-    """Tokens computed in one step, SGLang: of prompts; the engine's default when not given."""
+    """Maximum tokens computed in one step (SGLang: of prompts). Default: the engine's."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """Type of the KV cache: bfloat16 (``auto``), or ``fp8``, half as large."""
+    """Data type of the KV cache: bfloat16 (``auto``), or ``fp8``, half the size."""
     disable_hybrid_kv_cache_manager: bool | None = None
-    """Keep whole contexts in sliding-window layers, too; by default where there are KV connectors
-    (vLLM's option)."""
+    """Keep full contexts in sliding-window layers, too (vLLM's option). Default: only with KV
+    connectors."""
     block_size: int = Field(default=16, ge=1)
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
-    """Whether prefill workers keep KV blocks for prompts that begin alike."""
+    """Reuse KV blocks for prompts with a common prefix."""
     async_scheduling: Annotated[bool, LOOP] = True
-    """Whether decoding workers schedule a step ahead (vLLM since 0.14): who comes during one joins
-    the one after the next."""
+    """Schedule a decode step while the previous one runs (vLLM since 0.14); a request that arrives
+    during a step joins the one after the next."""
     prefill_schedule_interval: Annotated[int, LOOP] = Field(default=1, ge=1)
-    """Engines that share experts compute prompts in every so-manieth step, where they decode
-    (vLLM's option)."""
+    """Run prefill only every Nth step while decoding, for engines that share experts (vLLM's
+    option)."""
     long_prefill_token_threshold: Annotated[int | None, LOOP] = Field(default=None, ge=0)
-    """Tokens that a step computes of one prompt at most, unless the engine has no other request
-    (vLLM's option); as many as the step has room for when not given."""
+    """Maximum tokens of one prompt in a step, unless the engine has no other request (vLLM's
+    option). Default: the room left in the step."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
-    """Share of the GPU's memory that an engine may use; SGLang: weights and KV cache alone,
-    TensorRT-LLM: KV cache, of what the weights leave. Their defaults differ."""
+    """Share of the GPU's memory that an engine may use. SGLang: weights and KV cache only;
+    TensorRT-LLM: KV cache, of what the weights leave. Defaults differ by engine."""
     num_gpu_blocks_override: int | None = Field(default=None, ge=2, le=2**31 - 1)
-    """KV blocks of an engine, whatever its memory (vLLM's option; one is the null block)."""
+    """Number of KV blocks of an engine, instead of the number that fits its memory (vLLM's option;
+    one is the null block)."""
 
 
 class SchedulerConfig(Fields):
-    """What SGLang's and TensorRT-LLM's schedulers are told (docs/engines.md)."""
+    """Options of SGLang's and TensorRT-LLM's schedulers (docs/engines.md)."""
 
     engine_args: str | None = None
-    """A launch line of the engine, read as options: ``"--chunked-prefill-size 16384"``. What is not
-    simulated of it is said."""
+    """Launch line of the engine, read as options: ``"--chunked-prefill-size 16384"``. Arguments
+    that are not simulated are listed."""
     extra_llm_api_options: PathText | None = None
-    """TensorRT-LLM's YAML file of options, read likewise."""
+    """TensorRT-LLM's YAML file of options, read as options of a run."""
     enable_mixed_chunk: bool | None = None
-    """SGLang: sequences decode beside the chunks of prompts."""
+    """SGLang: mix decoding sequences with prompt chunks in one step."""
     scheduler_recv_interval: int | None = Field(default=None, ge=1)
-    """SGLang: look for requests every so many steps of decoding, and after each step of prompts."""
+    """SGLang: number of decode steps between polls for new requests; it also polls after each
+    prefill step."""
     schedule_conservativeness: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """SGLang: how much is reserved for tokens to come, times the default."""
+    """SGLang: factor on the default reservation for tokens still to be generated."""
     enable_chunked_prefill: bool | None = None
-    """TensorRT-LLM: prompts are computed in chunks, not whole."""
+    """TensorRT-LLM: compute prompts in chunks instead of whole."""
     capacity_scheduler_policy: Literal["GUARANTEED_NO_EVICT", "MAX_UTILIZATION"] | None = None
-    """TensorRT-LLM: reserve KV blocks to a request's end, or preempt."""
+    """TensorRT-LLM: reserve KV blocks up to a request's end, or preempt when they run out."""
     batch_wait_timeout_iters: int | None = Field(default=None, ge=0)
-    """TensorRT-LLM: steps that prompts wait at most for others to be computed with,"""
+    """TensorRT-LLM: maximum number of steps that a prompt waits for others to be batched with."""
     batch_wait_max_tokens_ratio: float | None = Field(default=None, ge=0, le=1)
-    """until their tokens reach this share of the step's."""
+    """TensorRT-LLM: prompts stop waiting when their tokens reach this share of the step's
+    budget."""
     attention_dp_balance: bool | None = None
-    """TensorRT-LLM: engines of data-parallel attention let prompts wait until each has some,"""
+    """TensorRT-LLM: with attention data parallelism, hold prompts back until every engine has
+    one."""
     attention_dp_timeout_iters: int | None = Field(default=None, ge=1)
-    """for as many steps at most (50),"""
+    """TensorRT-LLM: maximum number of steps that ``attention_dp_balance`` holds prompts back.
+    Default: 50."""
     attention_dp_batching_wait_iters: int | None = Field(default=None, ge=0)
-    """and for as many more once all have (10)."""
+    """TensorRT-LLM: steps that ``attention_dp_balance`` waits for more prompts once every engine
+    has one. Default: 10."""
     piecewise_cuda_graph: bool | None = None
-    """SGLang, TensorRT-LLM: steps with prompts run as CUDA graphs in pieces and do not wait for the
-    host; SGLang's default, not TensorRT-LLM's."""
+    """SGLang, TensorRT-LLM: run prefill steps as piecewise CUDA graphs, which do not wait for the
+    host. Default: on in SGLang, off in TensorRT-LLM."""
 
 
 class StepConfig(Fields):
-    """What a step takes: kernels, graphs, the host; and the drafts that it verifies."""
+    """Step times: kernels, CUDA graphs, the host; and speculative decoding."""
 
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Time of a step that no kernel accounts for, ms; the profile's when not given."""
+    """Time of a step that no kernel accounts for, ms. Default: the profile's."""
     cudagraph_padding: Padding = "none"
-    """Rows that CUDA graphs add: none, without experts (vLLM since July 2026), with."""
+    """Padding rows of CUDA graphs: ``none``, ``dense`` (padding rows choose no experts, vLLM since
+    July 2026), or ``experts`` (they do)."""
     enforce_eager: bool = False
-    """Run without CUDA graphs: a step takes no less than the host needs to launch its kernels,
-    where that is known (vLLM's option)."""
+    """Run without CUDA graphs (vLLM's option): a step takes at least the time that the host needs
+    to launch its kernels, where that is known."""
     moe_backend: MoEBackend = "auto"
-    """Whose kernel computes the experts (vLLM's option): the newest that was measured on the GPU;
-    on MI300X Triton's, unless ``aiter``."""
+    """Kernel that computes the experts (vLLM's option). ``auto``: the newest with measurements on
+    the GPU; Triton's on MI300X."""
     tables: PathText | None = None
-    """Folder of latency tables that take precedence over the embedded ones."""
+    """Folder of latency tables, which take precedence over the embedded ones."""
     moe_dp_chunk_size: int | None = Field(default=None, ge=1, le=2**20)
-    """Tokens of an engine that MoE layers dispatch, compute and combine at once where engines share
-    experts (vLLM's VLLM_MOE_DP_CHUNK_SIZE); by default 256 with pplx, else all of a step."""
+    """Maximum tokens of an engine that MoE layers dispatch, compute and combine at once when
+    engines share experts (vLLM's VLLM_MOE_DP_CHUNK_SIZE). Default: 256 with pplx, else the whole
+    step."""
     speculative_config: Speculative = None
-    """What drafts, and how many tokens, in vLLM's names: ``{"method": "mtp",
-    "num_speculative_tokens": 3}`` (docs/speculative.md); SGLang's and TensorRT-LLM's are known."""
+    """Speculative decoding, in vLLM's JSON: ``{"method": "mtp", "num_speculative_tokens": 3}``
+    (docs/speculative.md); SGLang's and TensorRT-LLM's method names work, too."""
     acceptance: PathText | None = None
-    """How many drafts are accepted, whatever ``speculative_config`` says: a published acceptance,
-    or a file of your engine's: the text of its metrics endpoint, or a benchmark's result."""
+    """Acceptance of drafts, which overrides ``speculative_config``: the name of a published one, or
+    a file from your engine (the text of its metrics endpoint, or a benchmark's result)."""
 
 
 class FrontEndConfig(Fields):
-    """What hosts do: API servers read and tokenise a request, and engines hand it over."""
+    """Work of the hosts: API servers parse and tokenise requests, and engines hand them over."""
 
     frontend: PathText | None = None
     """CPU of the API servers, or a table that ``eldr-sim profile --frontend`` wrote. Prompts come
@@ -466,66 +482,71 @@ class FrontEndConfig(Fields):
     tokenizer_mode: Literal["microbatch_sequential", "microbatch_parallel", "thread_pool"] = (
         "thread_pool"
     )
-    """How an API server tokenises: vLLM 0.10 to 0.14 in batches over CPU cores, then until May 2026
-    in batches one prompt after the other, since then in a pool of threads."""
+    """Tokenisation in the API server: in batches across CPU cores (vLLM 0.10 to 0.14), in batches
+    one prompt after the other (until May 2026), or in a pool of threads (since then)."""
     tokenizer_threads: int = Field(default=1, ge=1)
-    """Threads of the pool (vLLM's renderer_num_workers), or CPU cores that take a batch."""
+    """Threads of the tokenizer pool (vLLM's renderer_num_workers), or CPU cores that share a
+    batch."""
     api_servers: int | None = Field(default=None, ge=1)
-    """API servers, which take requests in turn; one for each worker that requests come to when not
-    given."""
+    """Number of API servers, which take requests in turn. Default: one per worker that receives
+    requests."""
     cpu_slowdown: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """How many times as long as the table says the API servers' CPU takes."""
+    """Factor on the table's times, for a slower API server CPU."""
     handover: Literal["none", "vllm_nixl"] = "none"
-    """What handing a request to a decode worker takes beside the transfer: nothing, a bound, or
-    what a vLLM of August 2026 with its NixlConnector took (110 ms)."""
+    """Overhead of handing a request to a decode worker, in addition to the transfer: ``none`` (a
+    lower bound), or what vLLM of August 2026 took with its NixlConnector (110 ms)."""
 
 
 class ExpertsConfig(Fields):
-    """Experts that move while a run lasts (EPLB), or reach prefill workers by layers (AsyncEP)."""
+    """Experts that move during a run (EPLB), or are streamed to prefill workers by layer
+    (AsyncEP)."""
 
     eplb_interval: int | None = Field(default=None, ge=1)
-    """Steps of a worker after which its experts are placed again, by those that its tokens chose
-    (vLLM's step_interval, 3000 there); never when not given."""
+    """Rebalance a worker's experts every N steps by their recent load (vLLM's step_interval, 3000
+    there). Default: never."""
     eplb_window: int = Field(default=1000, ge=1)
-    """Steps before that whose tokens count (vLLM's window_size)."""
+    """Number of recent steps that count as load when experts are rebalanced (vLLM's
+    window_size)."""
     eplb_async: bool = False
-    """Whether steps go on while the experts move (vLLM's use_async); else the worker waits."""
+    """Keep stepping while experts move (vLLM's use_async); otherwise the worker pauses."""
     eplb_overhead_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """What it takes beside moving the weights, ms."""
+    """Overhead of rebalancing experts, in addition to moving the weights, ms."""
     expert_gather: Literal["collective", "one_sided", "needed"] | None = None
-    """The engines of a prefill worker, of one GPU each, compute their own prompts: while a layer
-    computes, the experts of the next one are gathered from all GPUs, by collectives that wait for
-    each other or by one-sided reads; ``needed`` reads those that a layer's gate has chosen, when it
-    has. Tokens are dispatched to the experts when not given."""
+    """Gather experts instead of dispatching tokens, in prefill workers whose engines have one GPU
+    each: while a layer computes, the next layer's experts are gathered from all GPUs, by
+    ``collective`` operations or ``one_sided`` reads; ``needed`` reads only the experts that a
+    layer's gate has chosen, after it has. Default: tokens are dispatched."""
     offload_window: int | None = Field(default=None, ge=1)
-    """MoE layers whose experts lie on the GPUs of a prefill worker beside the first one; the others
-    are copied from host memory in time. All of them when not given."""
+    """Number of MoE layers, beyond the first, whose experts stay on the GPUs of a prefill worker;
+    the others are copied from host memory in time. Default: all layers."""
     gather_interference: float = Field(default=0.0, ge=0, le=1)
-    """Time that a layer loses for each second of a gather beside it."""
+    """Slowdown of a layer by a concurrent gather: seconds lost per second of gathering."""
     kv_cache_free: bool = False
-    """Keep no KV cache: prompts are computed whole, and the token budget bounds the activations
-    instead. For prefill workers alone."""
+    """Keep no KV cache: prompts are computed whole, and the token budget limits the activations
+    instead. Prefill workers only."""
 
 
 class FaultConfig(Fields):
-    """What goes wrong, and what routers do about it."""
+    """Faults, and how routers respond to them."""
 
     fail: field_types.Faults = ()
-    """A worker that dies, ``decode:3@60s+30s``: when, and how long it takes until a new one serves
-    in its place (never when not given). Times are those of the run, the warm-up included. Repeat
-    for more, or separate by commas."""
+    """A worker that dies: ``decode:3@60s+30s`` fails at 60 s, and a replacement serves 30 s later
+    (never, if not given). Times count from the start of the warm-up. Repeat the option or
+    separate by commas for more."""
     events: PathText | None = None
-    """File of all that goes wrong (docs/faults.md)."""
+    """File of faults (docs/faults.md)."""
     health_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """How long after a worker has died, hangs or is back the routers know it, ms."""
+    """Delay of health information, ms: from a worker's failure, freeze or return until routers
+    learn of it."""
     retry: Literal["migrate", "before_first_token", "never"] = "before_first_token"
-    """What becomes of a dead worker's requests: all go on elsewhere with their tokens (Dynamo's
-    migration), only those without a token begin anew (a gateway's retries), or none."""
+    """Retry policy for requests of a failed worker: ``migrate`` (all continue elsewhere with their
+    tokens, as in Dynamo), ``before_first_token`` (only those without a token start over, as
+    gateways do), or ``never``."""
     max_retries: int = Field(default=5, ge=0)
-    """How often a request is sent again."""
+    """Maximum number of retries of a request."""
     user_retry_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Seconds after which users send a request again that has failed with its worker; when not
-    given it is lost, and with it the rest of its session."""
+    """Seconds until a user resends a request that failed with its worker. Default: it is lost, and
+    with it the rest of its session."""
 
 
 def _counts(value: Any, about: ValidationInfo) -> Any:
@@ -543,30 +564,30 @@ Counts = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_cou
 
 
 class ScalingConfig(Fields):
-    """How many of the topology's workers there are, and who decides it."""
+    """Autoscaling: the number of the topology's workers that serve at a time."""
 
     autoscale: Annotated[str, policy_word("scaling")] = "none"
-    """Autoscaler: how many of the topology's workers serve, of which there are at most so many."""
+    """Autoscaler, which starts and stops workers; the topology is the maximum."""
     min_workers: Counts = (1,)
-    """Fewest workers of every pool, or of each: ``1,2``."""
+    """Minimum number of workers in every pool, or in each: ``1,2``."""
     initial_workers: Counts = ()
-    """Workers at the beginning; those of the topology when not given."""
+    """Number of workers at the start. Default: the topology's."""
     gpu_budget: int | None = Field(default=None, ge=1)
-    """Most GPUs of all pools together."""
+    """Maximum number of GPUs of all pools together."""
     demand: Literal["entry", "exit"] = "entry"
-    """Where an autoscaler counts requests: when they come, or when they are done, as planners do
-    that read engines' metrics."""
+    """When an autoscaler counts a request: at ``entry``, or at ``exit``, as planners that read
+    engine metrics do."""
     metric_delay: Annotated[field_types.Seconds, Field(ge=0)] = 0.0
-    """Age of what an autoscaler sees, s."""
+    """Age of the metrics that an autoscaler reads, s."""
     drain_timeout: Annotated[field_types.Seconds, Field(gt=0)] | None = None
-    """A worker that is to go leaves after so long even if it has requests (``retry``), s; when
-    they have ended when not given."""
+    """Maximum time that a stopping worker drains, s; requests left then are retried (``retry``).
+    Default: until they have ended."""
     width_pause: Annotated[field_types.Seconds, Field(ge=0)] | None = None
-    """How long the engines of ``enable_elastic_ep`` stand still when one comes or goes, s; as long
-    as CUDA graphs (``start_up``) and the moved experts take when not given."""
+    """Pause of the engines of ``enable_elastic_ep`` when one starts or stops, s. Default: the time
+    of CUDA graph capture (``start_up``) and of moving the experts."""
     switch_time: Annotated[field_types.Seconds, Field(ge=0)] | Literal["graphs"] = 10.0
-    """From when a worker has nothing left to when it serves in another pool, s: 0 where it keeps
-    the CUDA graphs of both; ``graphs``: it captures the other pool's (``start_up``)."""
+    """Time to move an idle worker to another pool, s: 0 if it keeps the CUDA graphs of both,
+    ``graphs`` if it captures the other pool's (``start_up``)."""
 
     @property
     def scales(self) -> bool:
@@ -575,10 +596,10 @@ class ScalingConfig(Fields):
 
 
 class OutputConfig(Fields):
-    """What a result says beside the figures that every one has."""
+    """Objectives that a result is judged by."""
 
     goodput: ServiceLevel = ServiceLevel()
-    """Service-level objective of good requests."""
+    """Service-level objective that defines a good request."""
 
 
 #: The groups of a configuration, by the attribute of `RunConfig` that holds each.

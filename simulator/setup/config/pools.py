@@ -105,40 +105,40 @@ def parse_topology(text: str) -> tuple[int, int]:
 
 
 class Pool(Fields):
-    """What the workers of one pool, prefill or decode, have of their own; the run's when None."""
+    """Overrides for the workers of one pool, prefill or decode; None: the run's value."""
 
     gpu: PathText | None = None
     """A known GPU or a gpu.json."""
     engine: Engine | None = None
-    """Whose rules the engines follow; ``vllm==0.24`` says the version, too."""
+    """Engine to model; ``vllm==0.24`` gives the version, too."""
     engine_version: EngineVersion | None = None
-    """And which version's."""
+    """Version of the engine."""
     tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
-    """GPUs of a worker."""
+    """GPUs per engine."""
     enable_expert_parallel: bool | None = None
-    """Whole experts, spread over a worker's GPUs."""
+    """Place whole experts on a worker's GPUs."""
     data_parallel_size: int | None = Field(default=None, ge=1, le=1024)
-    """Engines of a worker."""
+    """Engines per worker."""
     all2all_backend: Backend | None = None
-    """How tokens reach the experts that its engines share."""
+    """Communication with shared experts."""
     pipeline_parallel_size: int | None = Field(default=None, ge=1, le=1024)
-    """Stages of a worker; prefill workers only."""
+    """Pipeline stages; prefill workers only."""
     num_redundant_experts: int | None = Field(default=None, ge=0)
-    """Instances of experts beyond one of each."""
+    """Expert replicas beyond one of each."""
     expert_placement: Annotated[str | None, policy_word("placement")] = None
-    """Experts of each GPU; prefill: linear."""
+    """Expert placement; prefill: linear."""
     max_num_seqs: int | None = Field(default=None, ge=1, le=65536)
-    """Running requests of a worker."""
+    """Maximum number of running requests."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
-    """Tokens computed in one step."""
+    """Maximum tokens computed in one step."""
     enforce_eager: bool | None = None
     """Run without CUDA graphs."""
     speculative_config: Speculative = None
-    """Drafts that its workers verify."""
+    """Speculative decoding."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of a GPU-hour, $."""
     start_up: StartUp = None
-    """Until a new worker serves."""
+    """Time until a new worker serves."""
 
     @model_validator(mode="before")
     @classmethod
@@ -157,7 +157,7 @@ class Pool(Fields):
 
 
 class OwnPool(Pool):
-    """What holds for the workers of a pool, with what a topology alone says."""
+    """All settings of a pool's workers, including those that only a topology sets."""
 
     ffn_ranks: int | None = Field(default=None, ge=1, le=1024)
     """GPUs of a worker that hold its experts, beside those of its engines; decode workers only."""
@@ -171,13 +171,13 @@ class OwnPool(Pool):
 
 
 class NamedPool(OwnPool):
-    """A pool of a file: its workers, who takes over, and what it has of its own."""
+    """A pool of a topology file: its workers, its successor, and its overrides."""
 
     workers: int = Field(ge=1, le=9999)
     """Workers of ``data_parallel_size`` engines each."""
     then: str | tuple[str, ...] | None = None
-    """Who goes on when a prompt is computed: the pool or pools named, behind one router;
-    ``nobody``, and the request ends; or the worker that computed it, when not given."""
+    """Where a request continues when its prompt is computed: in the named pool or pools, behind
+    one router; ``nobody``: the request ends. Default: on the worker that computed the prompt."""
 
     @property
     def takes_over(self) -> tuple[str, ...]:

@@ -268,7 +268,7 @@ def set_field(values: dict[str, Any], path: str, value: Any) -> None:
         elif part in DECISION_OF and not inner:
             inner = parse(RUN_FIELDS[part].default, part).mapping
         if not isinstance(inner, dict):
-            raise InputError(path, f"{part!r} has no fields of its own")
+            raise InputError(path, f"{part!r} has no fields")
         values[part] = values = dict(inner)
     values[name] = value
 
