@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 
 Config = RunConfig | Mapping[str, Any] | AnyPath
 F = TypeVar("F", bound=Callable[..., Any])
-#: Options that say where a command's output goes; results have methods for it.
-_OUTPUT = {"out", "emit", "resume", "force", "plot", "timeline", "verbose", "help"}
+#: Options of commands that are no fields of a configuration: where output goes, for which results
+#: have methods, and what runs it.
+_OUTPUT = {"out", "emit", "resume", "force", "plot", "timeline", "verbose", "help", "backend"}
 
 
 class _Told:
@@ -234,11 +235,20 @@ def _shown(bar: Any, progress: bool | None) -> Any:
 
 
 @_like(run_command.run)
-def run(config: Config | None = None, *, progress: bool | None = None, **options: Any) -> Run:
+def run(
+    config: Config | None = None,
+    *,
+    progress: bool | None = None,
+    backend: simulator_run.Backend = "compiled",
+    workers: Mapping[str, type[Any]] | None = None,
+    **options: Any,
+) -> Run:
     """Simulate one cluster, as ``eldr-sim run`` does.
 
     ``config``: what options override; None: the defaults; ``progress``: whether to show how far it
-    is; None: on a terminal and in a notebook; ``options``: those of the command; a mapping for the
+    is; None: on a terminal and in a notebook; ``backend``: ``simpy`` runs the model as SimPy
+    processes, with ``workers`` in place of a pool's (``{"decode": MyDecoder}``,
+    docs/change_engine.md); ``options``: those of the command; a mapping for the
     workers of a pool (``decode={"gpu": "H200"}``) and for a policy (``policy={"name": "eldr",
     "tau": 0.2}``). Raises InputError if anything does not exist or does not fit together.
 
@@ -252,7 +262,8 @@ def run(config: Config | None = None, *, progress: bool | None = None, **options
     with _shown(progress_bar, progress)(
         f"{made.policies.policy} on {made.cluster.topology}"
     ) as update:
-        return Run._of(simulator_run.simulate(made, update))
+        ran = simulator_run.simulate(made, update, backend=backend, workers=workers)
+        return Run._of(ran)
 
 
 @_like(compare_command.compare)
@@ -320,7 +331,7 @@ class Simulation(simulation.Simulation):
     ``arrivals``: whether the configuration's load arrives. Without it all requests come from
     processes, and each that arrives after the warm-up is measured; ``prefixes``: whether these
     bring what their prompts begin with (``request(prefix=[...])``); ``absent``: workers of the
-    topology that are not there at first: ``("decode:4",)``.
+    topology that are not there at first: ``("decode:4",)``; ``backend``, ``workers``: as of `run`.
 
     Examples
     --------
@@ -339,12 +350,15 @@ class Simulation(simulation.Simulation):
         arrivals: bool = True,
         prefixes: bool = False,
         absent: Sequence[str] = (),
+        backend: simulator_run.Backend = "compiled",
+        workers: Mapping[str, type[Any]] | None = None,
         **options: Any,
     ) -> None:
         made = config
         if options or not isinstance(made, RunConfig):
             made = config_from_options(_options(run_command.run, config, options))
-        super().__init__(made, arrivals=arrivals, prefixes=prefixes, absent=absent)
+        how: dict[str, Any] = {"prefixes": prefixes, "absent": absent}
+        super().__init__(made, arrivals=arrivals, backend=backend, workers=workers, **how)
 
     def run(self, until: float | None = None) -> Run:
         """Let things happen until a simulated time, s; returns what happened so far."""

@@ -17,6 +17,11 @@ from eldr_sim.cli.options import (
 )
 from eldr_sim.errors import InputError
 
+_BACKENDS = (
+    "Compiled code, or the same model as SimPy processes, to be read and changed "
+    "(docs/change_engine.md)."
+)
+
 
 @click.command(cls=GroupedCommand, short_help="Simulate one cluster.")
 @run_options()
@@ -25,11 +30,13 @@ from eldr_sim.errors import InputError
         "compose. Options override it.", metavar="FILE")  # fmt: skip
 @output("Write the result.", "the result in --out", plot=True)
 @option("--timeline", bool, "Write timeline.json, a Chrome trace, into --out.")
+@option("--backend", ["compiled", "simpy"], _BACKENDS, default="compiled")
 def run(
     out: Path | None,
     force: bool,
     plot: bool,
     timeline: bool,
+    backend: Any,
     from_manifest: Path | None,
     **options: Any,
 ) -> None:
@@ -53,7 +60,7 @@ def run(
     check_out(out, force)
     extras = plot_extras(plot, out, f"{config.policies.policy} on {config.cluster.topology}")
     with progress_bar(f"{config.policies.policy} on {config.cluster.topology}") as update:
-        result = simulate(config, update)
+        result = simulate(config, update, backend=backend)
     if out is not None:
         if timeline:
             from eldr_sim.reports.run_pictures import write_timeline

@@ -2,11 +2,11 @@
 
 import math
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache, partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +43,7 @@ from eldr_sim.simulator.outcome.metrics import slo_blocks
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.outcome.tables import requests_table, step_tables
 from eldr_sim.simulator.plane.steps.group_state import ASKED
+from eldr_sim.simulator.reference.cluster import ReferenceCluster
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, PoolSpec
 from eldr_sim.simulator.setup.config.fault_spellings import planned
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
@@ -74,6 +75,8 @@ from eldr_sim.traces.routing.gate_scores import PromptScore
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload, join_routing
 
+#: What runs a cluster: compiled code, or the same as SimPy processes.
+Backend = Literal["compiled", "simpy"]
 #: Arrivals go on for this many measured windows after the warm-up, so that the requests measured
 #: last still see the load; the run stops when they have ended.
 _WINDOWS_OF_ARRIVALS = 2.0
@@ -116,10 +119,19 @@ class Result(Shown):
         return step_tables(self.record, self.n_moe_layers)
 
 
-def simulate(config: RunConfig, progress: Callable[[float], None] | None = None) -> Result:
+def simulate(
+    config: RunConfig,
+    progress: Callable[[float], None] | None = None,
+    *,
+    backend: Backend = "compiled",
+    workers: Mapping[str, type[Any]] | None = None,
+) -> Result:
     """Run one configuration; raises InputError if something in it does not exist or fit.
-    ``progress``: called with the share of measured requests that have ended, 0 to 1."""
-    return result_of(config, *_run(config, progress))
+
+    ``progress``: called with the share of measured requests that have ended, 0 to 1; ``backend``:
+    ``compiled``, or ``simpy``, the reference model, equal and slower; ``workers``: for ``simpy``,
+    the class of a pool's workers, by the pool's name (docs/change_engine.md)."""
+    return result_of(config, *_run(config, progress, backend, workers))
 
 
 def result_of(
@@ -145,11 +157,20 @@ def simulate_summary(config: RunConfig) -> dict[str, Any]:
 
 
 def _run(
-    config: RunConfig, progress: Callable[[float], None] | None
+    config: RunConfig,
+    progress: Callable[[float], None] | None,
+    backend: Backend = "compiled",
+    workers: Mapping[str, type[Any]] | None = None,
 ) -> tuple[PreparedRun, Workload, RunRecord]:
     prepared = prepare(config)
     workload, window = offered_load(config, prepared.trace)
-    cluster = build_cluster(config, prepared, workload, window)
+    inputs = make_inputs(config, prepared, workload, window)
+    if backend == "simpy":
+        reference = reference_of(config, inputs, workers)
+        return replace(prepared, spec=inputs.spec), workload, reference.run(progress)
+    if workers:
+        raise InputError("workers", "the compiled engines are not replaced", "backend simpy")
+    cluster = Cluster(inputs)
     tell_of_compiling()
     if not config.scaling.scales:
         return replace(prepared, spec=cluster.spec), workload, cluster.run(progress)
@@ -159,7 +180,19 @@ def _run(
     return replace(prepared, spec=cluster.spec), workload, record
 
 
-def fault_plan(config: RunConfig, cluster: Cluster) -> FaultPlan:
+def reference_of(
+    config: RunConfig,
+    inputs: Inputs,
+    workers: Mapping[str, type[Any]] | None,
+    arrivals: bool = True,
+) -> ReferenceCluster:
+    """Return a run as SimPy processes; raises InputError for what these do not model."""
+    if config.scaling.scales:
+        raise InputError("autoscale", "the SimPy backend does not model it", "--backend compiled")
+    return ReferenceCluster(inputs, workers, arrivals)
+
+
+def fault_plan(config: RunConfig, cluster: Cluster | ReferenceCluster) -> FaultPlan:
     """Return what goes wrong in a cluster, and what its routers do about workers that leave."""
     health = config.faults.health_delay_ms / 1e3
     return cluster.faults or FaultPlan(
@@ -271,14 +304,14 @@ def offered_load(
     return workload, window
 
 
-def build_cluster(
+def make_inputs(
     config: RunConfig,
     prepared: PreparedRun,
     workload: Workload,
     window: tuple[float, float],
     on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
-) -> Cluster:
-    """Put the cluster of a run together, policies fitted; ``on_blocks``: see `control.inputs`."""
+) -> Inputs:
+    """Put what a cluster runs together, policies fitted; ``on_blocks``: see `control.inputs`."""
     trace, model, spec = prepared.trace, prepared.model, prepared.spec
     mix = None if config.routing.domain_mix is None else tuple(config.routing.domain_mix.items())
 
@@ -323,7 +356,7 @@ def build_cluster(
     elastic = placing.elastic_groups(config, prepared, artifact, calibration)
     most = [each.most_instances() for each in elastic]
     last_arrival = float(workload.arrival_s[-1])
-    inputs = Inputs(
+    return Inputs(
         spec,
         [pool.engine.parallelism.shard(model) for pool in spec.pools],
         workload,
@@ -337,6 +370,7 @@ def build_cluster(
         expert_masks=None
         if placements is None
         else rank_masks(placements, model.n_experts, model.n_moe_layers),
+        placements=placements,
         replicas=None
         if placements is None
         else make_replicas(
@@ -353,7 +387,13 @@ def build_cluster(
         elastic=elastic,
         on_blocks=on_blocks,
     )
-    return Cluster(inputs)
+
+
+def build_cluster(
+    config: RunConfig, prepared: PreparedRun, workload: Workload, window: tuple[float, float]
+) -> Cluster:
+    """Return the compiled cluster of a run, policies fitted."""
+    return Cluster(make_inputs(config, prepared, workload, window))
 
 
 def _queue_order(config: RunConfig, prepared: PreparedRun) -> QueueOrder:

@@ -13,11 +13,12 @@
         sim.env.process(user(1.0))
     result = sim.run(until=60)
 
-``sim.env`` is a plain `simpy.Environment`; its time is that of the cluster, whose engines, routers
-and transfers run compiled between two of its events. At one instant processes come first."""
+``sim.env`` is a `simpy.Environment`; its time is that of the cluster, whose engines, routers and
+transfers run compiled between two of its events, or are processes in it (``backend="simpy"``). At
+one instant users' processes come first."""
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,17 +26,21 @@ import simpy
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.arrays import check_tables
-from eldr_sim.simulator.control.cluster import Clock
+from eldr_sim.simulator.control.clock import Clock
+from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.control import Control, Ended, Pool, Worker, parse_worker
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.sent_prefixes import SentPrefixes, without_prefixes
-from eldr_sim.simulator.plane import loop
+from eldr_sim.simulator.reference.cluster import ReferenceCluster
+from eldr_sim.simulator.reference.control import ReferenceControl
 from eldr_sim.simulator.run import (
+    Backend,
     Result,
     autoscale,
-    build_cluster,
     fault_plan,
+    make_inputs,
     offered_load,
+    reference_of,
     result_of,
 )
 from eldr_sim.simulator.setup.config.run_config import RunConfig
@@ -54,7 +59,7 @@ class Simulation:
     (`Control.request`), those of the workload forgotten; only without ``arrivals``. ``absent``:
     workers of the topology that are not there before `Control.start`: ``("decode:4",)``.
     ``on_blocks``: called with a worker, and the numbers of the prefix blocks that its cache has got
-    and lost."""
+    and lost; ``backend``, ``workers``: of `simulate`."""
 
     def __init__(
         self,
@@ -64,6 +69,8 @@ class Simulation:
         prefixes: bool = False,
         absent: Sequence[str] = (),
         on_blocks: Callable[[int, Sequence[int], Sequence[int]], None] | None = None,
+        backend: Backend = "compiled",
+        workers: Mapping[str, type[Any]] | None = None,
     ) -> None:
         self._config, self._prepared = config, prepare(config)
         workload, window = offered_load(config, self._prepared.trace)
@@ -77,19 +84,26 @@ class Simulation:
             raise InputError("prefixes", "requests that arrive bring none", "arrivals=False")
         if prefixes:
             workload = without_prefixes(workload, self._prepared.spec.block_size)
-        cluster = build_cluster(config, self._prepared, workload, window, on_blocks)
-        cluster.sent = SentPrefixes() if prefixes else None
-        for pool in cluster.spec.pools:
-            check_tables(pool.engine, cluster.spec.max_model_len)
-        self._cluster, self._stopped = cluster, False
-        clock = cluster.arrays.clock
-        clock["n_events"] = 0  # arrivals are a process, or none
+        inputs = make_inputs(config, self._prepared, workload, window, on_blocks)
+        for pool in inputs.spec.pools:
+            check_tables(pool.engine, inputs.spec.max_model_len)
+        if backend == "simpy":
+            if prefixes:
+                raise InputError("prefixes", "the SimPy backend takes none", "backend compiled")
+            reference = reference_of(config, inputs, workers, arrivals=False)
+            self._cluster: Cluster | ReferenceCluster = reference
+            plan = fault_plan(config, reference)
+            self.cluster: Control = ReferenceControl(reference, plan, arrivals)
+        else:
+            self._cluster = cluster = Cluster(inputs)
+            cluster.sent = SentPrefixes() if prefixes else None
+            cluster.arrays.clock["n_events"] = 0  # arrivals are a process, or none
+            self.cluster = Control(cluster, fault_plan(config, cluster), arrivals)
         if not arrivals:
-            clock["open_measured"] = 0
-        self.env: Clock = cluster.env
-        self.cluster = Control(cluster, fault_plan(config, cluster), arrivals)
+            self._cluster.open_measured = 0
+        self.env: Clock = self._cluster.env
         for text in absent:
-            self.cluster.absent(parse_worker(text, "absent", cluster.spec.names))
+            self.cluster.absent(parse_worker(text, "absent", inputs.spec.names))
         autoscale(config, self._prepared, workload, self.cluster)
         self._open_load = arrivals
         if arrivals:
@@ -98,12 +112,11 @@ class Simulation:
     def _arrivals(self, arrival_s: Any) -> Generator[simpy.Event, Any, None]:
         """Send the configuration's requests when they arrive."""
         start, end = self._cluster.window
-        clock = self._cluster.arrays.clock
         for at in arrival_s.tolist():
             if at > self.env.now:
                 yield self.env.at(at)
             self.cluster.submit()
-            clock["open_measured"] -= start <= at < end  # it has counted since the beginning
+            self._cluster.open_measured -= start <= at < end  # it has counted since the beginning
 
     def run(self, until: float | None = None) -> Result:
         """Let things happen; returns the result so far, with what is open as unserved.
@@ -128,24 +141,20 @@ class Simulation:
         cluster, env = self._cluster, self.env
         if until is not None and not until > env.now:
             raise InputError("until", f"{until:g} s", f"above {env.now:g} s, the time now")
-        clock = cluster.arrays.clock
         holds = 0 if until is None and self._open_load else 1
         limit = until
         if limit is None:
             limit = cluster.time_limit_s if self._open_load else math.inf
-        clock["open_measured"] += holds
+        cluster.open_measured += holds
         try:
-            while (why := cluster.advance(float(limit))) == loop.PAUSED:
-                pass
+            cluster.advance_to(float(limit))
+            ended = cluster.open_measured == 0
         finally:
-            clock["open_measured"] -= holds
-            env.move(float(clock["now"][0]))
-        if why == loop.UNTIL:
-            if limit < math.inf:
-                clock["now"] = limit
-            elif int(clock["open_measured"][0]) and self._open_load:
-                cluster.check_left(self.cluster.acts)
-            env.move(float(clock["now"][0]))
+            cluster.open_measured -= holds
+        if not ended and limit < math.inf:
+            cluster.move(limit)
+        elif not ended and cluster.open_measured and self._open_load:
+            cluster.check_left(self.cluster.acts)
 
     @property
     def max_model_len(self) -> int:
@@ -155,9 +164,7 @@ class Simulation:
     @property
     def next_s(self) -> float:
         """When the next thing happens, s; infinite where nothing is left."""
-        arrays = self._cluster.arrays
-        due = float(arrays.events[0]["time"]) if int(arrays.clock["n_events"][0]) else math.inf
-        return min(due, float(self.env.peek()))
+        return self._cluster.next_s
 
     def _record(self) -> RunRecord:
         return self.cluster.recorded(self._cluster.record(float(self.env.now), self.cluster.acts))

@@ -44,7 +44,9 @@ def _go_on(world: Any, request: int) -> None:
 
 @njit(_nrt=False)
 def _submit(world: Any, request: int) -> None:
-    choose.submit(world.run.routers[0], world.run.engines.requests, request)
+    engines = world.run.engines
+    entry = 1 if engines.settings[0].reserves_early else 0  # as `loop._first_router`
+    choose.submit(world.run.routers[entry], engines.requests, request)
 
 
 @njit(_nrt=False)
@@ -127,6 +129,7 @@ class Actions:
 
     def scale(self, engines: range, share: float) -> None:
         """Let a worker's links have a share of their bandwidth."""
+        self.make_room()
         for w in engines:
             _scale(self.cluster.world(), w, float(share))
 
@@ -268,6 +271,7 @@ class Actions:
 
     def cancel(self, request: int) -> None:
         """Let a client give up; who runs leaves at the end of the step in progress."""
+        self.make_room()
         record = self.requests[request]
         if record["outcome"] != state.OPEN:
             return
@@ -289,6 +293,15 @@ class Actions:
             return
         self._hear(request)
         self._give_up(request, state.CANCELLED)
+
+    @property
+    def of_sessions(self) -> bool:
+        """Whether requests go on with others."""
+        return len(self.cluster.arrays.engines.sessions.waits) > 0
+
+    def first_token_s(self, request: int) -> float:
+        """Return when a request got its first token, s."""
+        return float(self.requests["first_token_s"][request])
 
     def _detach(self, request: int) -> None:
         _detach(self.cluster.world(), request)

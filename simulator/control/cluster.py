@@ -2,24 +2,21 @@
 (:mod:`~eldr_sim.simulator.plane.loop` tells a request's life), and the routers' decisions. The
 control plane's clock is a SimPy environment, a guest of that loop."""
 
-import heapq
 import operator
 import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
-import simpy
-from simpy.events import NORMAL, Event
 
 from eldr_sim.arrays import Int32s, Ints, Records
-from eldr_sim.errors import EldrSimWarning, InputError, ProcessError
+from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.references import Reference
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.arrays import make_groups, make_requests, make_run
 from eldr_sim.simulator.control.asking import Asking
+from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.fault_processes import start_faults
 from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.control.record import RunRecord, TierRecord, by_role, with_columns
@@ -31,43 +28,8 @@ from eldr_sim.simulator.plane.front_end import make_front_end, no_front_end
 from eldr_sim.simulator.plane.router import PolicyRouter, grown, make_fleet, with_room
 from eldr_sim.simulator.plane.steps import disaggregated, group_step, plain, streamed
 from eldr_sim.simulator.plane.steps.group_state import CHOOSE, no_groups
+from eldr_sim.simulator.setup.fault_plan import FaultPlan
 from eldr_sim.simulator.setup.streaming import make_prompt_layers
-
-
-class Clock(simpy.Environment):
-    """A SimPy environment whose time is the loop's, which calls `step`."""
-
-    def at(self, time_s: float, callback: Callable[[Event], None] | None = None) -> Event:
-        """Return an event at exactly ``time_s``, not in the past, which calls ``callback``:
-        ``timeout(t - now)`` may miss ``t`` by a rounding error, on the wrong side of a step."""
-        event = Event(self)
-        event._ok = True
-        event._value = None
-        if callback is not None:
-            event.callbacks.append(callback)
-        heapq.heappush(self._queue, (time_s, NORMAL, next(self._eid), event))
-        return event
-
-    def move(self, time_s: float) -> None:
-        """Let it be as late as the loop is."""
-        self._now = time_s
-
-    def step(self) -> None:
-        """Let the next event happen; raises ProcessError if it is a process that failed."""
-        event = self._queue[0][3] if self._queue else None
-        try:
-            super().step()
-        except Exception:
-            if isinstance(event, simpy.Process):
-                # SimPy raises a copy, which not every class of errors allows.
-                cause: Any = event.value
-                raise ProcessError(event.name, self.now, cause) from cause
-            raise
-
-    def run(self, until: Any = None) -> None:
-        """Raise RuntimeError: alone it would leave the cluster behind."""
-        raise RuntimeError("the loop drives this environment: call run of the simulation")
-
 
 #: Events after which the loop comes back for progress and Ctrl-C.
 _EVENTS_A_CALL = 1 << 17
@@ -141,6 +103,38 @@ class Cluster:
             progress(1.0)
         record = self.record(end_s, acts)
         return record if acts is None else acts.recorded(record)
+
+    @property
+    def open_measured(self) -> int:
+        """Measured requests that have not ended."""
+        return int(self.arrays.clock["open_measured"][0])
+
+    @open_measured.setter
+    def open_measured(self, n: int) -> None:
+        self.arrays.clock["open_measured"] = n
+
+    @property
+    def next_s(self) -> float:
+        """When the next thing happens, s; infinite where nothing is left."""
+        due = float(self.arrays.events[0]["time"]) if self.arrays.clock["n_events"][0] else np.inf
+        return min(due, float(self.env.peek()))
+
+    def make_acts(self, plan: FaultPlan) -> Actions:
+        """Return what processes do to the cluster."""
+        return Actions(plan, self)
+
+    def advance_to(self, until: float) -> None:
+        """Let happen what happens before ``until``, s."""
+        try:
+            while self.advance(until) == loop.PAUSED:
+                pass
+        finally:
+            self.env.move(float(self._now[0]))
+
+    def move(self, time_s: float) -> None:
+        """Let it be as late, nothing having happened."""
+        self.arrays.clock["now"] = time_s
+        self.env.move(time_s)
 
     def check_left(self, acts: Actions | None) -> None:
         """End what nobody is left to serve; raise if requests are open that nothing will end."""

@@ -11,7 +11,6 @@ import simpy
 
 from eldr_sim.arrays import Floats
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.fault_processes import leave, start_faults
 from eldr_sim.simulator.control.growth import grow, set_lengths
@@ -132,8 +131,8 @@ class Control:
             self._patience_s = plan.cancel_s - cluster.workload.arrival_s
             plan = replace(plan, cancel_s=None)
         self.cluster, self._env = cluster, cluster.env
-        self._clock, self._arrived = cluster.arrays.clock, cluster.arrays.clock["arrived"]
-        self.acts = Actions(plan, cluster)
+        self._bind()
+        self.acts: Any = cluster.make_acts(plan)
         start_faults(self.acts)
         self.acted = bool(plan.faults or self._patience_s is not None) or plan.cancel_s is not None
         self._waited: dict[int, simpy.Event] = {}
@@ -144,6 +143,11 @@ class Control:
         self.states = {name: [READY] * len(self.pool(name)) for name in cluster.spec.names}
         self._log: list[tuple[float, int, int, int]] = []
         cluster.on_end = self._ended
+
+    def _bind(self) -> None:
+        """Keep views of what each request changes: to make one takes a microsecond."""
+        self._clock = self.cluster.arrays.clock
+        self._arrived = self._clock["arrived"]
 
     def request(
         self,
@@ -160,9 +164,13 @@ class Control:
         InputError if the workload's prefixes or the queue order hang on a length that is given, or
         for a prefix without ``Simulation(prefixes=True)``."""
         number = self.submit(prompt_len, output_len, prefix)
-        self.cluster.requests["watched"][number] = True
+        self._watch(number)
         event = self._waited[number] = simpy.Event(self._env)
         return event
+
+    def _watch(self, number: int) -> None:
+        """Hear of the end of a request."""
+        self.cluster.requests["watched"][number] = True
 
     def submit(
         self,
@@ -190,12 +198,17 @@ class Control:
             cluster.requests["measured"][number] = False
         cluster.arrays.engines.sessions.order[number] = number
         self._arrived[0] = number + 1
+        self._let_leave(number)
+        return number
+
+    def _let_leave(self, number: int) -> None:
+        """Let the client of a request that comes now give up, if it ever does."""
         if self._patience_s is not None:
             client = number % len(self._patience_s)
             patience_s = float(self._patience_s[client])
             if patience_s < math.inf:
-                self._env.at(now + patience_s, lambda _event: leave(self.acts, number, client))
-        return number
+                at = float(self._env.now) + patience_s
+                self._env.at(at, lambda _event: leave(self.acts, number, client))
 
     def coming(self) -> tuple[int, int]:
         """Return the lengths of prompt and output of the workload's next request."""
@@ -263,7 +276,8 @@ class Control:
         """Return a run's record with what was done to it."""
         if not self.acted:
             return record
-        return replace(self.acts.recorded(record), states=np.array(self._log, STATE))
+        changed: RunRecord = self.acts.recorded(record)
+        return replace(changed, states=np.array(self._log, STATE))
 
     def start(self, worker: Worker) -> simpy.Event:
         """Let a worker serve that does not: a new, empty one, when its start-up is over

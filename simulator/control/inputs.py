@@ -7,6 +7,7 @@ from typing import TypeAlias
 from eldr_sim.arrays import Array, Floats, Words
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.base import RouterPolicy
+from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.control.elastic import ElasticGroup
 from eldr_sim.simulator.control.relocation import Relocations
 from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
@@ -30,12 +31,12 @@ class Inputs:
     windows that requests replay; ``signatures``: prefill counts ``[layers, experts]`` (or summed
     gate scores) of the trace rows of a prompt, and a number for them; ``window``: measured
     arrivals, s; ``time_limit_s``: then the rest is unserved; ``expert_masks``: experts on each GPU
-    of each worker (`setup.replay.rank_masks`), None where all have one rank; ``prompts``: rows of
-    prompts' tokens (`setup.replay.prompt_rows`), None: uniform routing; ``queue_keys``: of
-    `policies.queue.orders`, None: first come, first served; ``replicas``: experts with several
-    instances, not in ``expert_masks``; ``relocations``: what moves experts; ``faults``: what goes
-    wrong; ``replica_policy``: chooses among ``replicas`` in Python; ``elastic``: groups whose
-    engines come and go; ``on_blocks``: called with a worker, and the numbers of the prefix
+    of each worker (`setup.replay.rank_masks`), None where all have one rank; ``placements``: where
+    these lie; ``prompts``: rows of prompts' tokens (`setup.replay.prompt_rows`), None: uniform
+    routing; ``queue_keys``: of `policies.queue.orders`, None: FCFS; ``replicas``: experts of
+    several instances, not in ``expert_masks``; ``relocations``: what moves experts; ``faults``:
+    what goes wrong; ``replica_policy``: chooses among ``replicas`` in Python; ``elastic``: groups
+    whose engines come and go; ``on_blocks``: called with a worker, and the numbers of the prefix
     blocks that have come to its cache, or gone."""
 
     spec: ClusterSpec
@@ -48,6 +49,7 @@ class Inputs:
     time_limit_s: float
     expert_masks: Words | None = None
     prompts: PromptRows | None = None
+    placements: Sequence[Placement] | None = None
     queue_keys: Floats | None = None
     replicas: Replicas | None = None
     relocations: Relocations | None = None

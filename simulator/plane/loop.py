@@ -186,7 +186,7 @@ def detach(
         give_back(clock, events, engines, record.reserved, request)
     for side in range(2):
         table = engines.tables[request, side]
-        table.found = table.listed = table.private = table.full = table.run = 0
+        table.found = table.listed = table.private = table.full = 0
 
 
 @compiled()

@@ -100,7 +100,7 @@ def test_the_help_is_in_groups_of_a_screen(command):
     assert options[0] < options[1]
     fields = {name.replace("_", "-") for name in RUN_FIELDS}
     assert len(fields & options[0]) <= 20 < 60 < len(fields & options[1])
-    assert command != "run" or len(options[0]) <= 25
+    assert command != "run" or len(options[0]) <= 27
 
 
 def test_the_help_names_the_policies(run_cli):

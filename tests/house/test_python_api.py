@@ -47,8 +47,9 @@ def test_notebooks_run(notebook, tmp_path, monkeypatch):
     assert shown >= 3 or notebook.stem == "own_policy"
 
 
-def test_notebooks_are_three():
-    assert [path.stem for path in NOTEBOOKS] == ["first_question", "own_policy", "own_processes"]
+def test_notebooks_are_four():
+    names = ["change_engine", "first_question", "own_policy", "own_processes"]
+    assert [path.stem for path in NOTEBOOKS] == names
 
 
 def test_every_name_is_there_and_is_the_documented_one():

@@ -21,6 +21,7 @@ from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.inputs import Inputs
 from eldr_sim.simulator.plane.front_end import FrontEndSpec, Mode
+from eldr_sim.simulator.reference.cluster import ReferenceCluster
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, make_pools
 from eldr_sim.simulator.setup.config.groups import EngineConfig
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
@@ -158,7 +159,7 @@ class Holds(RouterPolicy):
 
 
 def policies_of(spec, prefill, decode, prefix):
-    """Return new policies: the compiled cluster and its twin get their own."""
+    """Return new policies: each backend gets its own."""
 
     def context(n, stream):
         return PolicyContext(
@@ -240,12 +241,23 @@ def with_engines(spec, prefill, decode=None, **changes):
     return dataclasses.replace(spec, pools=pools, **changes)
 
 
-def cluster_of(*, spec, model, prefill_policy, decode_policy, **arguments):
-    """Return the cluster of a random one's arguments and policies."""
+def inputs_of(*, spec, model, prefill_policy, decode_policy, **arguments):
+    """Return what a cluster runs, of a random one's arguments and policies."""
     policies = [prefill_policy] if spec.n_prefill else []
     policies += [decode_policy] if spec.n_decode else []
     shards = [model] * len(spec.pools)
-    return Cluster(Inputs(spec=spec, shards=shards, policies=policies, **arguments))
+    arguments = {"signatures": lambda ranges: (0, None)} | arguments
+    return Inputs(spec=spec, shards=shards, policies=policies, **arguments)
+
+
+def cluster_of(**arguments):
+    """Return the compiled cluster of a random one's arguments and policies."""
+    return Cluster(inputs_of(**arguments))
+
+
+def reference_of(workers=None, **arguments):
+    """Return the same as SimPy processes."""
+    return ReferenceCluster(inputs_of(**arguments), workers)
 
 
 def random_cluster(

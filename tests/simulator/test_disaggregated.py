@@ -1,4 +1,4 @@
-"""Attention and experts on GPUs of their own, against a brute-force twin and closed forms."""
+"""Attention and experts on GPUs of their own, on both backends and against closed forms."""
 
 import dataclasses
 
@@ -27,14 +27,14 @@ AFD = GROUPED | {
 
 @settings(max_examples=50)
 @given(decode=st.sampled_from(["jsq", "round_robin", "holds"]), **AFD)
-def test_steps_equal_their_twin(decode, **drawn):
+def test_steps_equal_the_reference(decode, **drawn):
     assert_equal_steps(*run_pair(grouped_cluster(**drawn), decode=decode))
 
 
 PLAIN = {"prefix": 0, "async_scheduling": False, "slow_transfers": False}
 
 
-def test_the_twin_sees_micro_batches_overlap_preempt_and_compute_prompts():
+def test_micro_batches_overlap_preempt_and_compute_prompts():
     """The property would be empty if nothing overlapped."""
     overlapped = preempted = prompts = 0
     for seed in range(20):

@@ -1,8 +1,7 @@
-"""The compiled cluster against its brute-force twin.
+"""The compiled plane against the reference model, SimPy processes.
 
-The twin (`twin`) is given random small clusters: KV caches that hardly hold the largest request,
-requests that come together, prompts that begin alike. Every step, time and outcome must be the
-same.
+Both run random small clusters: KV caches that hardly hold the largest request, requests that come
+together, prompts that begin alike. Every step, time and outcome must be the same.
 """
 
 import dataclasses
@@ -26,14 +25,13 @@ from .random_clusters import (
     policies_of,
     random_cluster,
     random_workload,
+    reference_of,
     with_engines,
 )
-from .twin.cluster import Twin
-from .twin.experts import prompt_sources
 
 
 def make_pair(arguments, prefill="least_loaded", decode="jsq"):
-    """Return functions that make the compiled cluster and its twin."""
+    """Return functions that make the compiled cluster, and the same as SimPy processes."""
 
     def policies():
         prefix = arguments["workload"].prefix_block_tokens
@@ -41,8 +39,8 @@ def make_pair(arguments, prefill="least_loaded", decode="jsq"):
         return {"prefill_policy": first, "decode_policy": second}
 
     return (
-        lambda: cluster_of(**arguments, **policies(), signatures=lambda ranges: (0, None)),
-        lambda: Twin(**arguments, **policies()),
+        lambda: cluster_of(**arguments, **policies()),
+        lambda: reference_of(**arguments, **policies()),
     )
 
 
@@ -59,49 +57,35 @@ COUNTS = (
 )  # fmt: skip
 
 
-def assert_same(record, twin):
-    """Compare a run with its twin's, step by step and request by request."""
-    n_prefill, close = twin.spec.n_prefill, {"rtol": 1e-12, "atol": 1e-15}
-    of_pool = [], []
-    for step in twin.steps:
-        if step["worker"] >= n_prefill:
-            of_pool[1].append(step | {"worker": step["worker"] - n_prefill})
-        elif step["end"] <= record.end_s * (1 + 1e-12):
-            of_pool[0].append(step)
-    for steps, twins in zip((record.prefill_steps, record.decode_steps), of_pool, strict=True):
-        got = [dict(zip(COUNTS, row, strict=True)) for row in steps[list(COUNTS)].tolist()]
-        assert got == [{name: step[name] for name in COUNTS} for step in twins]
-        for name in ("start", "end"):
-            np.testing.assert_allclose(steps[name], [step[name] for step in twins], **close)
-    if record.drafted is not None and not twin.faults:
-        accepted = [twin.accepted[n] for n in range(len(record.drafted) - 1)]
-        assert record.drafted[:-1].tolist() == accepted
-    requests = twin.requests[: twin.arrived]
-    assert record.outcomes() == [r.outcome for r in requests]
+def assert_same(record, reference):
+    """Compare the records of a run on both backends, step by step and request by request."""
+    close = {"rtol": 1e-12, "atol": 1e-15}
+    for name in ("prefill_steps", "decode_steps"):
+        steps, others = getattr(record, name), getattr(reference, name)
+        assert steps[list(COUNTS)].tolist() == others[list(COUNTS)].tolist()
+        for column in ("start", "end", "draft_s"):
+            np.testing.assert_allclose(steps[column], others[column], **close)
+    if record.drafted is not None and not record.faults:
+        assert record.drafted.tolist() == reference.drafted.tolist()
+    assert record.outcomes() == reference.outcomes()
     for name in NUMBERS:
-        assert record.requests[name].tolist() == [getattr(r, name) for r in requests], name
-    done = record.completed if n_prefill == 0 else slice(None)
+        assert record.requests[name].tolist() == reference.requests[name].tolist(), name
     for name in TIMES:
-        # Co-located workers note the end of a prompt when the request ends.
-        which = done if name in ("prefill_end_s", "decode_start_s") else slice(None)
-        mine = np.array([getattr(r, name) for r in requests])
-        np.testing.assert_allclose(record.requests[name][which], mine[which], **close, err_msg=name)
-    gaps = np.array(twin.gaps).reshape(-1, 2)
-    np.testing.assert_allclose(record.gaps["last_token_s"], gaps[:, 0], **close)
-    np.testing.assert_allclose(record.gaps["resumed_s"], gaps[:, 1], **close)
+        times, others = record.requests[name], reference.requests[name]
+        np.testing.assert_allclose(times, others, **close, err_msg=name)
+    for name in ("last_token_s", "resumed_s"):
+        np.testing.assert_allclose(record.gaps[name], reference.gaps[name], **close)
     if "no_worker_left" in record.outcomes():
-        return  # how long the last events go on which change nothing is nobody's business
-    ended = twin.now if twin.open_measured == 0 else twin.time_limit_s
-    np.testing.assert_allclose(record.end_s, ended, **close)
+        return  # the last events, which change nothing, may go on for longer
+    np.testing.assert_allclose(record.end_s, reference.end_s, **close)
 
 
-@examples(70, 1000, early=st.booleans(), **POLICIES, **RANDOM_CLUSTER)
-def test_cluster_equals_its_twin(prefill, decode, **drawn):
-    make, make_twin = make_pair(random_cluster(**drawn), prefill, decode)
-    cluster, twin = make(), make_twin()
-    assert_same(cluster.run(), twin.run())
-    policies = [policy for policy in twin.policies if policy is not None]
-    for router, policy in zip(cluster.routers, policies, strict=True):
+@examples(120, 3000, early=st.booleans(), **POLICIES, **RANDOM_CLUSTER)
+def test_the_plane_equals_the_reference(prefill, decode, **drawn):
+    make, make_reference = make_pair(random_cluster(**drawn), prefill, decode)
+    cluster, reference = make(), make_reference()
+    assert_same(cluster.run(), reference.run())
+    for router, policy in zip(cluster.routers, reference.inputs.policies, strict=True):
         for name in ("placed", "seen"):  # what Books and Holds have been told
             assert getattr(router.policy, name, None) == getattr(policy, name, None)
 
@@ -122,9 +106,9 @@ def test_a_long_run_sees_every_kind_of_hit():
         enable_prefix_caching=True,
     )
     arguments |= {"window": (0.0, np.inf), "time_limit_s": np.inf}
-    make, make_twin = make_pair(arguments)
-    record, twin = make().run(), make_twin().run()
-    assert_same(record, twin)
+    make, make_reference = make_pair(arguments)
+    record, reference = make().run(), make_reference()
+    assert_same(record, reference.run())
     prompts, hit = record.requests["prompt_len"], record.requests["cached_tokens"]
     assert record.prefill_steps["chunk_tokens"].sum() == (prompts - hit).sum()
     most = (prompts - 1) // 3 * 3
@@ -132,7 +116,9 @@ def test_a_long_run_sees_every_kind_of_hit():
         "miss": np.sum(hit == 0),
         "partial": np.sum((hit > 0) & (hit < most)),
         "full": np.sum((hit > 0) & (hit == most)),
-        "evicted": sum(worker.blocks.evictions for worker in twin.workers[0]),
+        "evicted": sum(
+            worker.scheduler.kv.pool.evictions for worker in reference.workers[: spec.n_prefill]
+        ),
         "preempted": record.requests["preemptions"].sum(),
     }
     assert min(happened.values()) >= 30, happened
@@ -167,6 +153,17 @@ def test_macro_steps_equal_single_steps(prefill, decode, cut_s, **drawn):
 def expand(ranges):
     """Return (trace request, token) of every token of ranges."""
     return [(request, token) for request, start, stop in ranges for token in range(start, stop)]
+
+
+def prompt_sources(workload, request):
+    """Return (trace request, token) of each prompt token: what it replays."""
+    first, end = workload.prefix_indptr[request : request + 2]
+    blocks = workload.prefix_text[first:end].tolist()
+    own, size = int(workload.text[request]), workload.prefix_block_tokens
+    return [
+        (blocks[token // size] if size and token // size < len(blocks) else own, token)
+        for token in range(int(workload.prompt_len[request]))
+    ]
 
 
 class Reader(Books):

@@ -18,7 +18,7 @@ from eldr_sim.simulator.setup.replay import prompt_rows, rank_masks
 from eldr_sim.traces.routing.bitsets import bit_sets
 from eldr_sim.traces.routing.format import open_trace
 
-from .twin.experts import TraceSets, expert_set, prompt_token_experts
+from .expert_sets import TraceSets, expert_set, prompt_token_experts
 
 
 def random_bits(rng, rows, n_layers, n_experts):

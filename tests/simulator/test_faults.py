@@ -25,11 +25,11 @@ from .random_clusters import (
     policies_of,
     random_cluster,
     random_workload,
+    reference_of,
     with_engines,
 )
 from .test_engine import assert_same
 from .test_groups import GROUPED, grouped_cluster
-from .twin.cluster import Twin
 
 RETRIES = "migrate", "before_first_token", "never"
 
@@ -92,64 +92,61 @@ def assert_ordered(record):
 
 
 def make_pair(arguments, prefill, decode):
-    """Return a cluster and its twin."""
+    """Return a cluster on both backends."""
 
     def policies():
         prefix = arguments["workload"].prefix_block_tokens
         first, second = policies_of(arguments["spec"], prefill, decode, prefix)
         return {"prefill_policy": first, "decode_policy": second}
 
-    known = {name: value for name, value in arguments.items() if name != "placements"}
-    return (
-        cluster_of(**known, **policies(), signatures=lambda ranges: (0, None)),
-        Twin(**arguments, **policies()),
-    )
+    return cluster_of(**arguments, **policies()), reference_of(**arguments, **policies())
+
+
+#: Requests that are sent again compete for KV blocks with prompts that wait for reserved ones.
+SENT_AGAIN_EARLY = {
+    "prefill": "least_loaded", "decode": "jsq", "seed": 54010786, "topology": (1, 1), "prefix": 0,
+    "grid": 0, "n_ranks": 1, "own_experts": False, "async_scheduling": False,
+    "slow_transfers": False, "signal_intervals": 0, "preempt_by_key": False, "n_queue_keys": 1,
+    "aging": None, "windows": None, "front_end": None, "drafts": 0, "threshold": None,
+    "early": True,
+}  # fmt: skip
 
 
 @examples(
-    40, 500, prefill=POLICIES["prefill"],
+    70, 1200, SENT_AGAIN_EARLY, early=st.booleans(), prefill=POLICIES["prefill"],
     decode=st.sampled_from(["jsq", "round_robin", "p2c", "holds"]), **RANDOM_CLUSTER,
 )  # fmt: skip
-def test_faults_equal_their_twin(prefill, decode, **drawn):
+def test_faults_equal_the_reference(prefill, decode, **drawn):
     arguments = random_cluster(**drawn)
     rng = np.random.default_rng([drawn["seed"], 7])
     until = max(0.05, 2 * float(arguments["workload"].arrival_s[-1]))
     plan = random_plan(rng, arguments["spec"], arguments["workload"], until)
     if arguments["spec"].front_end is not None:
         plan = dataclasses.replace(plan, cancel_s=None)  # refused
-    cluster, twin = make_pair(arguments | {"faults": plan}, prefill, decode)
+    cluster, reference = make_pair(arguments | {"faults": plan}, prefill, decode)
     record = cluster.run()
     assert_ordered(record)
-    assert_same(record, twin.run())
-    policies = [policy for policy in twin.policies if policy is not None]
-    for router, policy in zip(cluster.routers, policies, strict=True):
+    assert_same(record, reference.run())
+    for router, policy in zip(cluster.routers, reference.inputs.policies, strict=True):
         assert getattr(router.policy, "seen", None) == getattr(policy, "seen", None)
 
 
 @settings(max_examples=25, deadline=None)
 @given(decode=st.sampled_from(["jsq", "round_robin", "holds"]), **GROUPED)
-def test_faults_of_groups_equal_their_twin(decode, **drawn):
+def test_faults_of_groups_equal_the_reference(decode, **drawn):
     """A worker is all its engines: they die, hang and slow down together."""
     arguments = grouped_cluster(**drawn)
     rng = np.random.default_rng([drawn["seed"], 7])
     until = max(0.05, 2 * float(arguments["workload"].arrival_s[-1]))
     plan = random_plan(rng, arguments["spec"], arguments["workload"], until, drawn["size"])
-    cluster, twin = make_pair(arguments | {"faults": plan}, "least_loaded", decode)
+    cluster, reference = make_pair(arguments | {"faults": plan}, "least_loaded", decode)
     record = cluster.run()
     assert_ordered(record)
-    assert_same(record, twin.run())
-    for role, steps in (
-        ("prefill", record.prefill_group_steps),
-        ("decode", record.decode_group_steps),
-    ):
-        twins = [
-            step["end"]
-            for step in twin.group_steps
-            if (step["pool"] == "prefill") == (role == "prefill")
-        ]
-        if role == "prefill":
-            twins = [end for end in twins if end <= record.end_s]
-        np.testing.assert_allclose(steps["end"], twins, rtol=1e-12)
+    other = reference.run()
+    assert_same(record, other)
+    for name in ("prefill_group_steps", "decode_group_steps"):
+        ends = [getattr(each, name)["end"] for each in (record, other)]
+        np.testing.assert_allclose(*ends, rtol=1e-12)
 
 
 # -- conservation ------------------------------------------------------------------------------
@@ -186,7 +183,7 @@ def run_with(arguments, plan):
     first, second = policies_of(arguments["spec"], "least_loaded", "jsq", 4)
     cluster = cluster_of(
         **arguments, prefill_policy=first, decode_policy=second,
-        signatures=lambda ranges: (0, None), faults=plan,
+        faults=plan,
     )  # fmt: skip
     return cluster, cluster.run()
 

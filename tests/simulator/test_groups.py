@@ -1,4 +1,4 @@
-"""Engines that share experts against their brute-force twin, and what must hold of any group."""
+"""Engines that share experts on both backends, and what must hold of any group."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -34,10 +34,16 @@ from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 
 from ..properties import examples
 from ..random_rows import random_prompts
-from .random_clusters import N_TRACE, cluster_of, policies_of, random_cluster, with_engines
+from .random_clusters import (
+    N_TRACE,
+    cluster_of,
+    policies_of,
+    random_cluster,
+    reference_of,
+    with_engines,
+)
 from .test_engine import assert_same
-from .twin.cluster import Twin
-from .twin.group import Traffic, rank_seconds
+from .traffic import Traffic, rank_seconds
 
 SUMS = (
     "start", "end", "own_s", "moe_s", "dispatch_s", "combine_s", "choice_s", "wait_s",
@@ -183,9 +189,8 @@ def run_pair(arguments, prefill="least_loaded", decode="jsq"):
         first, second = policies_of(arguments["spec"], prefill, decode, prefix)
         return {"prefill_policy": first, "decode_policy": second}
 
-    known = {name: value for name, value in arguments.items() if name != "placements"}
-    cluster = cluster_of(**known, **policies(), signatures=lambda ranges: (0, None))
-    return cluster.run(), Twin(**arguments, **policies()).run()
+    cluster = cluster_of(**arguments, **policies())
+    return cluster.run(), reference_of(**arguments, **policies()).run()
 
 
 #: The last sequence that decodes is preempted in a step that defers prompts.
@@ -197,35 +202,27 @@ DEFERS = {
 }  # fmt: skip
 
 
-@examples(25, 300, DEFERS, decode=st.sampled_from(["jsq", "round_robin", "holds"]), **GROUPED)
-def test_groups_equal_their_twin(decode, **drawn):
+@examples(40, 800, DEFERS, decode=st.sampled_from(["jsq", "round_robin", "holds"]), **GROUPED)
+def test_groups_equal_the_reference(decode, **drawn):
     assert_equal_steps(*run_pair(grouped_cluster(**drawn), decode=decode))
 
 
-def assert_equal_steps(record, twin):
-    assert_same(record, twin)
-    for role, steps in (
-        ("prefill", record.prefill_group_steps),
-        ("decode", record.decode_group_steps),
-    ):
-        twins = [
-            step for step in twin.group_steps if (step["pool"] == "prefill") == (role == "prefill")
-        ]
-        if role == "prefill":
-            twins = [step for step in twins if step["end"] <= record.end_s]
-        assert steps["n_busy"].tolist() == [step["n_busy"] for step in twins]
-        for name in ("pairs", "busiest_pairs"):
-            assert steps[name].tolist() == [step[name] for step in twins], name
-        for name in SUMS:
-            expected = np.array([step[name] for step in twins])
-            np.testing.assert_allclose(steps[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
+def assert_equal_steps(record, reference):
+    assert_same(record, reference)
+    for name in ("prefill_group_steps", "decode_group_steps"):
+        steps, others = getattr(record, name), getattr(reference, name)
+        for column in ("n_busy", "pairs", "busiest_pairs", "leader"):
+            assert steps[column].tolist() == others[column].tolist(), column
+        for column in SUMS:
+            close = {"rtol": 1e-9, "atol": 1e-12, "err_msg": column}
+            np.testing.assert_allclose(steps[column], others[column], **close)
 
 
 @settings(max_examples=20)
 @given(**GROUPED)
 def test_pairs_are_the_tokens_times_their_experts(**drawn):
     arguments = grouped_cluster(**drawn)
-    record, twin = run_pair(arguments)
+    record, _ = run_pair(arguments)
     for steps, groups in (
         (record.prefill_steps, record.prefill_group_steps),
         (record.decode_steps, record.decode_group_steps),
@@ -234,12 +231,14 @@ def test_pairs_are_the_tokens_times_their_experts(**drawn):
         assert (groups["busiest_pairs"] <= groups["pairs"]).all()
         ranks = drawn["size"] * drawn["per_engine"]
         assert (groups["busiest_pairs"] * ranks >= groups["pairs"]).all()
-    done = [request for request in twin.requests if request.outcome == "completed"]
-    if len(done) == len(twin.requests) and not any(r.preemptions for r in twin.requests):
-        decoded = sum(
-            len(request.decode_experts(k)) for request in done for k in range(request.output)
-        )
-        if drawn["topology"][0]:
+    workload, replay = arguments["workload"], arguments["replay"]
+    if record.completed.all() and not record.requests["preemptions"].any() and drawn["topology"][0]:
+        decoded = 0
+        for i, window in enumerate(workload.decode_request):
+            fed = workload.replay_offset[i] + np.arange(workload.output_len[i])
+            rows = replay.first_row[window] + fed % replay.length[window]
+            decoded += int(np.bitwise_count(replay.bits[rows]).sum())
+        if len(record.requests) == len(workload):
             assert record.decode_group_steps["pairs"].sum() == decoded
 
 
@@ -340,12 +339,10 @@ def test_engines_of_a_node_may_change_places(seed):
     arguments = grouped_cluster(
         seed, (0, 1), 4, 1, 8, ALL, prefix=0, async_scheduling=True, slow_transfers=False
     )
-    known = {name: value for name, value in arguments.items() if name != "placements"}
     runs = []
     for number_of in ([0, 1, 2, 3], [2, 0, 3, 1]):
         cluster = cluster_of(
-            **known, prefill_policy=None, decode_policy=Renamed(number_of),
-            signatures=lambda ranges: (0, None),
+            **arguments, prefill_policy=None, decode_policy=Renamed(number_of)
         )  # fmt: skip
         runs.append(cluster.run())
     one, other = runs
@@ -360,7 +357,7 @@ def test_engines_of_a_node_may_change_places(seed):
 
 @pytest.mark.parametrize("copy_per", [ALL, EXPERT, RANK, NODE])
 def test_more_tokens_never_shorten_a_step(copy_per):
-    """Token after token, by the rules of the twin, which the engine follows."""
+    """Token after token, by rules written once more."""
     before, grew = 0.0, 0
     for n in range(1, 9):
         arguments = grouped_cluster(

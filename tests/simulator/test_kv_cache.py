@@ -1,4 +1,4 @@
-"""The compiled prefix cache against a block-by-block twin of vLLM's pool."""
+"""The compiled prefix cache against the reference model's pool, block by block."""
 
 from types import SimpleNamespace
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.plane.kv import block_lists, kv_cache
+from eldr_sim.simulator.reference.kv_blocks import BlockPool
 from eldr_sim.traces.requests.logs.request_logs import chain_blocks
 
 from ..kv_hashes import block_hashes
-from .twin.kv_blocks import KVBlocks
 
 
 @numba.njit
@@ -150,10 +150,10 @@ class Cache:
 
 
 class SlowCache:
-    """The same with the twin's blocks."""
+    """The same with the reference model's blocks."""
 
     def __init__(self, cache):
-        self.cache, self.blocks, self.tables = cache, KVBlocks(cache.n_blocks), {}
+        self.cache, self.blocks, self.tables = cache, BlockPool(cache.n_blocks), {}
 
     def allocate(self, request, tokens=None):
         cache, found = self.cache, []
@@ -167,7 +167,7 @@ class SlowCache:
         if new + sum(block.holders == 0 for block in found) > len(self.blocks.free):
             return None
         for block in found:
-            self.blocks.hold(block)
+            self.blocks.touch(block)
         self.tables[request] = found + [self.blocks.take() for _ in range(new)]
         return len(found) * cache.size
 
@@ -190,10 +190,10 @@ def assert_same_state(cache, slow):
     assert cache.n_free == len(slow.blocks.free)
     assert cache.idle() == [block.key for block in slow.blocks.free if block.key is not None]
     for key in {key for keys in cache.keys for key in keys}:
-        expected = [(b.holders, b.writer) for b in slow.blocks.published if b.key == key]
+        expected = [(b.holders, b.writer) for b in slow.blocks.cached.get(key, [])]
         assert cache.copies(key) == expected
     in_use = np.count_nonzero(cache.kv.hash_slots[W])
-    assert in_use == len({block.key for block in slow.blocks.published if block.key >= 0})
+    assert in_use == sum(key >= 0 for key in slow.blocks.cached)
     assert not cache.kv.hash_slots[[0, 2]].any()
 
 

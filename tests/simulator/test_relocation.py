@@ -1,4 +1,4 @@
-"""Experts that move while a run lasts: against the brute-force twin, by hand, and in whole runs."""
+"""Experts that move while a run lasts: on both backends, by hand, and in whole runs."""
 
 import dataclasses
 
@@ -31,11 +31,10 @@ from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.replay import make_replicas
 
 from ..properties import examples
-from .random_clusters import cluster_of, policies_of
+from .random_clusters import cluster_of, policies_of, reference_of
+from .slow_relocation import SlowRelocations, relocating
 from .test_engine import assert_same
-from .test_groups import GROUPED, SUMS, grouped_cluster
-from .twin.cluster import Twin
-from .twin.relocation import TwinRelocations
+from .test_groups import GROUPED, assert_equal_steps, grouped_cluster
 
 MODEL = load_model("Qwen3-30B-A3B")
 
@@ -82,7 +81,7 @@ def movable(arguments, drawn, policy, links):
 
 
 def run_pair(drawn, rule, policy=ByLoad, decode="jsq"):
-    """Run a random cluster whose groups relocate, and its twin."""
+    """Run a random cluster whose groups relocate, on both backends."""
     arguments = grouped_cluster(**drawn)
     spec, prefix = arguments["spec"], drawn["prefix"]
     cost = spec.decode.step_time.cost
@@ -95,23 +94,19 @@ def run_pair(drawn, rule, policy=ByLoad, decode="jsq"):
         return {"prefill_policy": first, "decode_policy": second}
 
     n_engines = spec.n_prefill + spec.n_decode
-    twin = Twin(
-        **arguments, **policies(),
-        relocations=TwinRelocations(
-            rule, movable(arguments, drawn, policy, links), n_layers, n_experts
-        ),
-    )  # fmt: skip
+    slow = SlowRelocations(rule, movable(arguments, drawn, policy, links), n_layers, n_experts)
+    prefiller, decoder, colocated = relocating(slow)
+    workers = {"prefill": prefiller, "decode": decoder if spec.n_prefill else colocated}
+    reference = reference_of(**arguments, **policies(), workers=workers)
     relocations = Relocations(
         rule, movable(arguments, drawn, policy, links), n_engines, n_layers, n_experts
     )
-    placements = arguments.pop("placements")
+    placements = arguments["placements"]
     arguments["replicas"] = make_replicas(
         placements, n_experts, n_layers, most=relocations.most_instances
     )
-    cluster = cluster_of(
-        **arguments, **policies(), signatures=lambda ranges: (0, None), relocations=relocations
-    )
-    return cluster.run(), twin.run(), relocations
+    cluster = cluster_of(**arguments, **policies(), relocations=relocations)
+    return cluster.run(), (reference.run(), slow.log), relocations
 
 
 RULE = st.builds(
@@ -123,8 +118,8 @@ RULE = st.builds(
 )
 
 
-def assert_relocations_are_the_same(record, twin):
-    log, asked = record.relocations, twin.relocations.log
+def assert_relocations_are_the_same(record, asked):
+    log = record.relocations
     assert len(log) == len(asked)
     for name in log.dtype.names:
         expected = np.array([entry[name] for entry in asked])
@@ -132,15 +127,10 @@ def assert_relocations_are_the_same(record, twin):
 
 
 @examples(16, 200, rule=RULE, decode=st.sampled_from(["jsq", "holds"]), **GROUPED)
-def test_relocating_groups_equal_their_twin(rule, decode, **drawn):
-    record, twin, _ = run_pair(drawn, rule, decode=decode)
-    assert_same(record, twin)
-    assert_relocations_are_the_same(record, twin)
-    steps = record.decode_group_steps
-    twins = [step for step in twin.group_steps if step["pool"] != "prefill"]
-    for name in SUMS:
-        expected = np.array([step[name] for step in twins])
-        np.testing.assert_allclose(steps[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
+def test_relocating_groups_equal_the_reference(rule, decode, **drawn):
+    record, (other, log), _ = run_pair(drawn, rule, decode=decode)
+    assert_equal_steps(record, other)
+    assert_relocations_are_the_same(record, log)
 
 
 def drawn(seed, topology=(0, 2), **more):
@@ -158,9 +148,10 @@ def test_the_property_is_not_empty():
     moved = between = apart = in_force = late = 0
     for seed in range(8):
         for rule in (RelocationRule(4, 6), RelocationRule(3, 2, True, 2e-3)):
-            record, twin, _ = run_pair(drawn(seed, gpus_per_node=1 + 2 * (seed % 2)), rule)
-            assert_same(record, twin)
-            assert_relocations_are_the_same(record, twin)
+            apart_by = 1 + 2 * (seed % 2)
+            record, (other, moves), _ = run_pair(drawn(seed, gpus_per_node=apart_by), rule)
+            assert_same(record, other)
+            assert_relocations_are_the_same(record, moves)
             log = record.relocations
             moved += (log["experts"] > 0).sum()
             between += (log["between_bytes"] > 0).sum()
@@ -264,12 +255,12 @@ def random_placement(rng, layers, n_experts, redundant, ranks):
     gpus_per_node=st.sampled_from([1, 2, 4, 8]),
     redundant=st.sampled_from([0, 3, 20]),
 )
-def test_moves_are_those_of_the_twin(seed, ranks, gpus_per_node, redundant):
+def test_moves_are_those_of_the_rules(seed, ranks, gpus_per_node, redundant):
     rng = np.random.default_rng(seed)
     before, after = (random_placement(rng, 3, 10, redundant, ranks) for _ in range(2))
     moves = expert_moves(before, after, 10, gpus_per_node)
     counted = np.zeros_like(moves)
-    for layer, source, to in TwinRelocations.moves(before, after, gpus_per_node):
+    for layer, source, to in SlowRelocations.moves(before, after, gpus_per_node):
         counted[layer, source, to] += 1
     np.testing.assert_array_equal(moves, counted)
     assert moves.sum() == (after.held(10) & ~before.held(10)).sum()

@@ -24,7 +24,7 @@ from eldr_sim.validation.reproduce.expert_traffic import (
     prompt_batches,
 )
 
-from ..simulator.twin.group import Traffic as Twin
+from ..simulator.traffic import Traffic as Twin
 
 NODES = np.array([0, 0, 1, 1])
 

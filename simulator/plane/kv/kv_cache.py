@@ -367,3 +367,4 @@ def forget_blocks(kv: KVCache, w: int) -> None:
                 kv.events[int(kv.n_events[0])] = w, at, 0
                 kv.n_events[0] += 1
     kv.hash_slots[w] = 0
+    kv.blocks["run"][w] = 0

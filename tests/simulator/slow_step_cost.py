@@ -1,4 +1,4 @@
-"""What a step costs, from the tables of a ``StepCost``."""
+"""What a step costs, from the tables of a ``StepCost``, in plain Python."""
 
 
 def moe_seconds(layer_s, activated):
@@ -23,25 +23,6 @@ def chunk_attention_seconds(cost, chunks):
         together += max(pairs, cost.prompt_token_s * end)
         alone.append(cost.prompt_floor_s + cost.prompt_alone_s[end] - cost.prompt_alone_s[cached])
     return max(together, *alone)
-
-
-def draft_seconds(drafts, own_experts, batch, decoded, context, chunks, first, later):
-    """Seconds of the passes behind a step, or of one look-up.
-
-    The first is over all that the step computes, the others over a token a sequence; ``first`` and
-    ``later`` are what they activate.
-    """
-    k, seconds = int(drafts.k_of[batch]), 0.0
-    if drafts.lookup_s >= 0:
-        return drafts.lookup_s if k and batch else 0.0
-    for i in range(k if batch else min(k, 1)):
-        tokens, of, context = (batch, later, context + batch) if i else (
-            decoded, first, context + decoded
-        )  # fmt: skip
-        own = own_experts or i > 0
-        part = chunks if i == 0 else []
-        seconds += step_seconds(drafts.cost, own, batch, context, tokens, part, batch, of)
-    return seconds
 
 
 def step_seconds(cost, own_experts, batch, context, decoded, chunks, rows, activated):

@@ -1,11 +1,14 @@
-"""Experts that move while a run lasts, expert by expert."""
+"""Experts that move while a run lasts, expert by expert: an extension of the reference model."""
 
 from collections import Counter
 
 import numpy as np
 
+from eldr_sim.simulator.reference.group import ExpertGroup
+from eldr_sim.simulator.reference.worker import Colocated, Decoder, Prefiller
 
-class TwinRelocations:
+
+class SlowRelocations:
     """Remembers every step's tokens; takes what `Relocations` takes."""
 
     def __init__(self, rule, groups, n_layers, n_experts):
@@ -93,3 +96,27 @@ class TwinRelocations:
                     moved.append((layer, sources[turns[asker] % len(sources)], to))
                     turns[asker] += 1
         return moved
+
+
+def relocating(relocations):
+    """Return the classes of workers whose groups move their experts: for prefill and decode."""
+
+    class RelocatingGroup(ExpertGroup):
+        def step(self):
+            moved = relocations.placement(self.engines[0].number, self.env.now)
+            self.placement = moved or self.placement
+            super().step()
+
+        def relocated(self, busy, end):
+            tokens = [
+                pair
+                for engine, batch in busy.items()
+                for rows in engine.experts(*batch)
+                for _, *pair in np.argwhere(self.chosen(rows)).tolist()
+            ]
+            return relocations.stepped(self.engines[0].number, map(tuple, tokens), end)
+
+    def of(worker):
+        return type(worker.__name__, (worker,), {"group_class": RelocatingGroup})
+
+    return of(Prefiller), of(Decoder), of(Colocated)

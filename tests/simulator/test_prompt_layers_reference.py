@@ -1,4 +1,4 @@
-"""Engines that stream experts, or whose layers lie in stages, against their brute-force twin."""
+"""Engines that stream experts, or whose layers lie in stages, on both backends."""
 
 import dataclasses
 
@@ -12,9 +12,9 @@ from eldr_sim.kernel_profiles.steps.weight_streaming import Stream, StreamPlan
 from eldr_sim.simulator.setup.memory import StreamedExperts
 from eldr_sim.simulator.setup.streaming import PromptLayout
 
-from .random_clusters import random_cluster, with_engines
+from .prompt_layers import LayeredPrefiller
+from .random_clusters import cluster_of, policies_of, random_cluster, reference_of, with_engines
 from .test_engine import assert_same
-from .test_groups import run_pair
 
 
 def random_layout(rng, kind, size, n_layers, whole):
@@ -72,11 +72,26 @@ LAYERED = {
 }
 
 
+def run_pair(arguments, prefill="least_loaded"):
+    """Return the record of the plane, the reference model, and its record."""
+
+    def policies():
+        prefix = arguments["workload"].prefix_block_tokens
+        first, second = policies_of(arguments["spec"], prefill, "jsq", prefix)
+        return {"prefill_policy": first, "decode_policy": second}
+
+    workers = {}
+    if arguments["spec"].prefill.layout.has_steps_of_its_own:
+        workers = {"prefill": LayeredPrefiller}
+    reference = reference_of(**arguments, **policies(), workers=workers)
+    return cluster_of(**arguments, **policies()).run(), reference, reference.run()
+
+
 @settings(max_examples=80)
 @given(prefill=st.sampled_from(["least_loaded", "round_robin", "holds"]), **LAYERED)
-def test_layers_that_stream_or_lie_in_stages_equal_their_twin(prefill, **drawn):
-    record, twin = run_pair(layered_cluster(**drawn), prefill=prefill)
-    assert_same(record, twin)
+def test_layers_that_stream_or_lie_in_stages_are_equal(prefill, **drawn):
+    record, _, other = run_pair(layered_cluster(**drawn), prefill=prefill)
+    assert_same(record, other)
 
 
 def test_the_random_clusters_wait_for_weights_and_fill_their_stages():
@@ -85,10 +100,10 @@ def test_the_random_clusters_wait_for_weights_and_fill_their_stages():
     for seed in range(12):
         common = {"prefix": 0, "own_experts": True, "async_scheduling": True, "size": 3}
         common |= {"slow_transfers": False, "topology": (1, 0), "whole": False}
-        record, _ = run_pair(layered_cluster(seed, "collective", **common))
+        record, _, _ = run_pair(layered_cluster(seed, "collective", **common))
         stalls += record.stall_s > 0.01 * record.streamed_s > 0
-        record, twin = run_pair(layered_cluster(seed, "stages", **common))
-        (stages,) = twin.layers.values()
+        record, reference, _ = run_pair(layered_cluster(seed, "stages", **common))
+        stages = reference.workers[0].group.layers
         ends = record.prefill_steps["end"]
         overlaps += any(exit_s > end for exit_s, end in zip(stages.exits, ends, strict=False))
     assert min(stalls, overlaps) >= 4

@@ -1,27 +1,27 @@
-"""Steps of prefill workers whose experts stream, or whose layers lie in stages, event by event."""
+"""Steps of prefill workers whose experts stream, or whose layers lie in stages, event by event: an
+extension of the reference model."""
 
+import numpy as np
 import simpy
 
-from .step_seconds import chunk_attention_seconds
+from eldr_sim.kernel_profiles.steps.step_cost import chunk_attention_s
+from eldr_sim.simulator.reference.worker import EngineGroup, Prefiller, chunk_columns
 
 
 def layer_seconds(worker, chunked):
     """Seconds that each MoE layer of a step computes, and those of lm_head; experts activated."""
     cost, layers = worker.cost, worker.cost.n_moe_layers
-    chunks = [(s.cached, s.chunk) for s in chunked]
-    tokens = sum(n for _, n in chunks)
-    others = chunk_attention_seconds(cost, chunks) + cost.dense_s[tokens]
+    tokens = sum(s.chunk for s in chunked)
+    others = chunk_attention_s(cost, *chunk_columns(chunked)) + cost.dense_s[tokens]
     others += cost.collectives_s[tokens]
     moe, active, counts = [cost.uniform_moe_s[tokens]] * layers, 0, [cost.n_experts] * layers
-    if worker.pool.own_experts:
-        union = set().union(*worker.token_experts([], chunked))
-        active = len(union)
-        counts = [sum(at == layer for at, _ in union) for layer in range(layers)]
+    if worker.cluster.own_experts:
+        active, counts = worker.activated(np.concatenate(worker.experts([], chunked)))
         moe = [cost.mixed_moe_s[tokens][count] for count in counts]
     kernels = others + sum(moe) + cost.head_s[len(chunked)]
     others += max(cost.prompt_launch_s - kernels, 0.0)
     seconds = [others / layers + own for own in moe]
-    layout = worker.pool.spec.layout
+    layout = worker.pool.engine.layout
     if layout.on_demand:  # the gate has chosen: the layer waits for its experts
         for layer in range(1, layers):
             share = counts[layer] / cost.n_experts
@@ -115,46 +115,46 @@ class Stages:
         return max(self.free[0], left), at
 
 
-def make_layers(spec, n_workers, n_layers):
-    """Return what the workers of a pool share or have: by its first worker's number."""
-    layout = spec.layout
-    if layout is None or not layout.has_steps_of_its_own:
-        return {}
-    size = spec.group_size
-    if layout.pipeline is not None:
-        return {w: Stages(layout.pipeline) for w in range(n_workers)}
-    stream = layout.stream.stream
-    if layout.on_demand:
-        stream = stream._replace(gather_s=0.0)
-    return {
-        w: Gatherers(stream, layout.stream.window, size, n_layers)
-        for w in range(0, n_workers, size)
-    }
+class LayeredGroup(EngineGroup):
+    """Workers that gather together, or one of stages."""
 
+    def __init__(self, cluster, engines):
+        super().__init__(cluster, engines)
+        pool = engines[0].pool
+        layout, n_layers = pool.engine.layout, engines[0].cost.n_moe_layers
+        if layout.pipeline is not None:
+            self.layers = Stages(layout.pipeline)
+            return
+        stream = layout.stream.stream
+        if layout.on_demand:
+            stream = stream._replace(gather_s=0.0)
+        self.layers = Gatherers(stream, layout.stream.window, len(engines), n_layers)
 
-def prompt_step(twin, group, layers):
-    """Let the workers that gather together, or one of stages, compute what is planned."""
-    now, pool, cost = twin.now, group[0].pool, group[0].cost
-    start, planned, head = now + cost.host_s, [], 0.0
-    by_rank = []
-    for worker in group:
-        _, chunked = worker.reserve()
-        seconds, own_head, active = [0.0] * cost.n_moe_layers, 0.0, 0
-        if chunked:
-            seconds, own_head, active = layer_seconds(worker, chunked)
-        by_rank.append(seconds)
-        head = max(head, own_head)
-        planned.append((worker, chunked, active))
-    head += pool.capture_s
-    if isinstance(layers, Stages):
-        tokens = sum(s.chunk for s in planned[0][1])
-        end, exit_s = layers.step(start, sum(by_rank[0]), head, tokens)
-    else:
-        end = exit_s = max(layers.step(start, by_rank)) + head
-    for worker, chunked, active in planned:
-        worker.exit_s = exit_s
-        if chunked:
-            worker.move([], chunked, end, active, active)
+    def step(self):
+        now, cost = self.env.now, self.engines[0].cost
+        start, planned, head, by_rank = now + cost.host_s, [], 0.0, []
+        for worker in self.engines:
+            _, chunked = worker.scheduler.begin_step()
+            seconds, own_head, active = [0.0] * cost.n_moe_layers, 0.0, 0
+            if chunked:
+                seconds, own_head, active = layer_seconds(worker, chunked)
+            by_rank.append(seconds)
+            head = max(head, own_head)
+            planned.append((worker, chunked, active))
+        head += self.engines[0].capture_s
+        if isinstance(self.layers, Stages):
+            tokens = sum(s.chunk for s in planned[0][1])
+            end, exit_s = self.layers.step(start, sum(by_rank[0]), head, tokens)
         else:
-            worker.step_end = end
-        worker.decided = False
+            end = exit_s = max(self.layers.step(start, by_rank)) + head
+        for worker, chunked, active in planned:
+            worker.exit_s = exit_s
+            if chunked:
+                worker.move([], chunked, end, active, active)
+            worker.step_end, worker.decided = end, False
+
+
+class LayeredPrefiller(Prefiller):
+    """Computes prompts with layers that stream or lie in stages."""
+
+    group_class = LayeredGroup

@@ -1,0 +1,375 @@
+"""vLLM's scheduler: which requests run in the next step, with how many tokens.
+
+The rules are those of ``vllm/v1/core/sched/scheduler.py`` (`Scheduler`). What a worker calls is the
+protocol of an engine's scheduler, so that another one, vLLM's too, can stand in its place:
+
+- ``add_request``: a request comes, or the KV cache that it takes over does;
+- ``schedule``: plan the next step; called again when something happens before it starts;
+- ``begin_step``: what runs, which has its KV blocks now;
+- ``finish_step``: take out what has ended with the step (vLLM: ``update_from_output``);
+- ``abort``: a request leaves; ``has_step``, ``n_waiting`` and the like tell how things stand."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from eldr_sim.simulator.reference.kv_blocks import KVCacheManager
+from eldr_sim.simulator.reference.requests import Request, Sequence
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.reference.worker import Worker
+
+
+class Scheduler:
+    """The queues, running sequences and KV blocks of one engine.
+
+    ``only_prompts``: it computes prompts and hands them over, or ends with them; else the last
+    token of a context is decoded, in the step of its last chunk."""
+
+    def __init__(self, worker: Worker, *, only_prompts: bool) -> None:
+        self.worker, self.only_prompts = worker, only_prompts
+        self.spec, self.engine = worker.cluster.spec, worker.pool.engine
+        self.rules, self.config = self.engine.rules, self.spec.scheduler
+        speculation, whole = self.engine.speculation, worker.whole_prompts
+        #: KV slots beyond a step's tokens, for drafts that are computed (``num_lookahead_tokens``).
+        self.lookahead = 0
+        if speculation is not None and worker.pool.decodes:
+            self.lookahead = speculation.lookahead
+        hands_over = any(pool.then >= 0 for pool in self.spec.pools)
+        heads = speculation is not None and speculation.has_head
+        self.kv = KVCacheManager(
+            self.engine.n_blocks, self.spec.block_size, self.spec.max_model_len,
+            caching=worker.cluster.caching and not whole, lookahead=self.lookahead,
+            drops_block=self.rules.drops_block and hands_over and heads,
+        )  # fmt: skip
+        self.threshold = 0 if whole else self.config.long_prefill_token_threshold or 0
+        self.requests: set[Request] = set()  #: that the engine has not finished or handed over
+        self.decoding: list[Sequence] = []  #: get a token a step, or more with drafts
+        self.prefilling: list[Sequence] = []  #: their context is still being computed
+        self.waiting: list[Request] = []  #: wait for the first time
+        self.kv_ready: list[Request] = []  #: the KV cache that they take over is here
+        self.preempted: list[Request] = []  #: wait for blocks to recompute their context
+        self.late: list[Request] = []  #: came when the next step had been scheduled
+        self.leaving: list[Request] = []  #: later stages of the worker still have them
+        self.joined: list[Sequence] = []  #: decode for the first time in the next step
+        self.riding: list[Sequence] = []  #: have ended, and ride in the next step
+        self.ended: list[Sequence] = []  #: keep their places and blocks, see `finish_step`
+        self.frees_late = self.config.async_scheduling and self.rules.frees_late
+        self.closed = False  #: nobody joins the next step any more
+        self._taken = self._admitted = 0
+
+    # --- requests come and go ---
+
+    def add_request(self, request: Request) -> None:
+        """Take a new request, or one whose KV cache has arrived.
+
+        With asynchronous scheduling the next step was scheduled when this one started: who comes
+        meanwhile joins the one after."""
+        self.requests.add(request)
+        if not request.kv_here:
+            request.queued_s = self.worker.env.now
+        if self.config.async_scheduling and (self.running or self.riding):
+            self.late.append(request)
+        else:
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        if request.kv_here:  # in the order in which their blocks were reserved
+            self.kv_ready.append(request)
+            self.kv_ready.sort(key=lambda other: other.fetched)
+        else:
+            self._taken += 1
+            request.ticket = self._taken
+            self.waiting.append(request)
+
+    def queue_late(self) -> None:
+        """Queue those that came too late for the step that is scheduled."""
+        late, self.late = self.late, []
+        for request in late:
+            self._queue(request)
+
+    def abort(self, request: Request) -> None:
+        """Take a request out, wherever it is, and its KV blocks."""
+        for queue in (self.waiting, self.kv_ready, self.preempted, self.late, self.leaving):
+            if request in queue:
+                queue.remove(request)
+        for running in (self.decoding, self.prefilling, self.joined):
+            running[:] = [s for s in running if s.request is not request]
+        self.requests.discard(request)
+        if self.kv in request.tables:
+            self.kv.release(request)
+
+    # --- how things stand ---
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that have a place in the batch, those that decode first."""
+        return self.decoding + self.prefilling
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do, but perhaps for who has just come."""
+        queued = self.kv_ready or self.preempted or self.waiting
+        return not (self.running or self.riding or queued)
+
+    @property
+    def n_gone(self) -> int:
+        """The sequences that have ended and still have a place."""
+        return len({*self.riding, *self.ended})
+
+    def has_step(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self.decoding or self.riding) or any(s.chunk for s in self.prefilling)
+
+    def signals(self) -> tuple[int, int, int, int, float]:
+        """Return what the engine publishes: waiting and running requests, the tokens of both, and
+        the share of its KV blocks in use."""
+        running = {sequence.request for sequence in self.running}
+        waiting = [request for request in self.requests if request not in running]
+        contexts = sum(s.context for s in self.running) + sum(r.tokens for r in self.leaving)
+        n_running = len(running) + len(self.leaving)
+        return len(waiting), n_running, sum(r.tokens for r in waiting), contexts, self.kv.usage
+
+    # --- a step has ended ---
+
+    def finish_step(self) -> list[Sequence]:
+        """Take out the sequences that have ended, and return them (``update_from_output``).
+
+        The KV blocks of a prompt that is handed over stay until they have been fetched. With
+        asynchronous scheduling the next step is planned before the output of this one is
+        processed: a sequence that has ended keeps its place and its blocks until then; one that
+        might have had a token more to go (its drafts were accepted, which was not known) is in
+        the plan, and rides along."""
+        if self.only_prompts:
+            done = [s for s in self.prefilling if s.prompt_done]
+            self.prefilling = [s for s in self.prefilling if not s.prompt_done]
+            self.requests.difference_update(s.request for s in done)
+            if self.frees_late and self.worker.exit_s <= self.worker.env.now:
+                self.ended += done
+            return done
+        done = [s for s in self.decoding if s.request.generated == s.request.output_len]
+        self.decoding = [s for s in self.decoding if s not in done]
+        for sequence in done:
+            request = sequence.request
+            self.requests.remove(request)
+            self.kv.cache_blocks(request, request.prompt_len - 1 + request.output_len)
+            if self.frees_late:
+                self.ended.append(sequence)
+            else:
+                self.kv.release(request)
+            if self.config.async_scheduling and self.rules.rides_on and sequence.got > 1:
+                self.riding.append(sequence)
+        return done
+
+    # --- the next step ---
+
+    def schedule(self, defers_prompts: bool) -> None:
+        """Plan the next step: preempt, then admit and give out the token budget (``schedule``).
+
+        ``defers_prompts``: prompts are left alone in it, engines of a group decode meanwhile."""
+        if self.is_idle:  # no step has been scheduled yet
+            self.free_ended()
+            self.queue_late()
+        if self.preempt():
+            defers_prompts = defers_prompts and bool(self.decoding)  # else nothing is computed
+            if not defers_prompts:
+                self.fill()
+            self.closed = self.has_step()  # after a preemption nobody is admitted in the step
+        if not self.closed:
+            self.admit(defers_prompts)
+        if defers_prompts and self.has_step():
+            self.closed = True  # it is planned again before the step after
+
+    def process_output(self) -> bool:
+        """Free what has ended, and queue those that came too late, once a step is planned, which
+        nobody joins any more; returns whether to plan anew, as there is none."""
+        if not (self.ended or self.late):
+            return False
+        self.free_ended()
+        self.queue_late()
+        self.closed = self.closed or self.has_step()
+        return not self.has_step()
+
+    def free_ended(self) -> None:
+        """Free the places and blocks of what has ended, but for those that are to be fetched."""
+        ended, self.ended = self.ended, []
+        for sequence in ended if self.worker.pool.then < 0 else ():
+            self.kv.release(sequence.request)
+
+    def preempt(self) -> bool:
+        """Take sequences back until the others have the KV blocks that they need; returns whether.
+
+        The one that was admitted last goes, or under priority scheduling the last in the queue
+        order. It loses its blocks, waits before all others, and recomputes its context
+        (``_preempt_request``). One that has ended and not been freed goes for good."""
+        preempts, by_key = False, self.spec.preempt_by_key
+        while not self.fits(0):
+            preempts = True
+            victims = self.running + [s for s in self.ended if s not in self.riding]
+            victim = max(victims, key=lambda s: s.request.priority if by_key else s.ticket)
+            request = victim.request
+            if victim in self.ended:
+                self.ended.remove(victim)
+                self.kv.release(request)
+                continue
+            if victim in self.prefilling:
+                self.prefilling.remove(victim)
+            else:
+                self.decoding.remove(victim)
+                self.kv.cache_blocks(request, request.tokens - 1)
+                if victim in self.joined:  # there has been no step since
+                    self.joined.remove(victim)
+                else:
+                    request.last_token_s = self.worker.env.now
+            self.kv.release(request)
+            request.preemptions += 1
+            self.preempted.insert(0, request)
+            if by_key:
+                self.preempted.sort(key=lambda other: other.priority)
+        return preempts
+
+    def admit(self, defers_prompts: bool) -> None:
+        """Admit who holds KV blocks already, then who lost them, then who is new.
+
+        It takes a place in the batch, tokens of the budget, and KV blocks for the whole context;
+        nobody overtakes who is next. Under priority scheduling, who lost its blocks and who is new
+        wait in one queue."""
+        if not defers_prompts:
+            self.fill()
+        while self.kv_ready and self.is_open(1 + self.lookahead):
+            if not self.admit_kv_ready(self.kv_ready[0]):
+                return
+            self.kv_ready.pop(0)
+        while (self.preempted or self.waiting) and self.is_open():
+            self.sort_waiting()
+            queue, rule = self.preempted, self.admit_preempted
+            if not queue or (
+                self.waiting
+                and self.spec.preempt_by_key
+                and self.waiting[0].priority < queue[0].priority
+            ):
+                queue, rule = self.waiting, self.admit_new
+            computes = queue is self.preempted or not self.worker.fetches(queue[0])
+            if (defers_prompts and computes) or not rule(queue[0]):
+                return
+            queue.pop(0)
+
+    def sort_waiting(self) -> None:
+        """Sort those that wait for the first time: by key, but the aged ones first, as they
+        came."""
+
+        def order(request: Request) -> tuple[int, float, int]:
+            aged = self.worker.env.now - request.queued_s >= self.spec.aging_s
+            return (0, 0.0, request.ticket) if aged else (1, request.queue_key, request.ticket)
+
+        self.waiting.sort(key=order)
+
+    def admit_kv_ready(self, request: Request) -> bool:
+        """Let a request decode whose KV cache is here, but for the last token of the prompt."""
+        context = request.tokens - 1
+        sequence = self.sequence(request, context, context)
+        if self.lookahead and self.running and not self.fits(self.kv.needed(sequence)):
+            return False  # there is no room for its drafts
+        request.decode_start_s = self.worker.env.now
+        self.join(sequence)
+        return True
+
+    def admit_preempted(self, request: Request) -> bool:
+        """Let a preempted request recompute its context."""
+        cached = self.allocate(request, request.tokens, 2 * self.lookahead)
+        if cached is None:
+            return False
+        self.prefilling.append(self.sequence(request, cached, request.tokens - 1))
+        self.fill()
+        return True
+
+    def admit_new(self, request: Request) -> bool:
+        """Let a request compute its prompt, or reserve the KV blocks into which it is fetched.
+
+        A retried request brings the tokens that it has got."""
+        tokens, fetches = request.tokens, self.worker.fetches(request)
+        if self.worker.whole_prompts and tokens > self.budget():
+            return False
+        cached = self.allocate(request, tokens, 0 if fetches else 2 * self.lookahead)
+        if cached is None:
+            return False
+        if fetches:
+            request.decode_cached_tokens = cached
+            self.worker.blocks_reserved(request)
+            return True
+        request.prefill_start_s, request.cached_tokens = self.worker.env.now, cached
+        context = tokens if self.only_prompts else tokens - 1
+        self.prefilling.append(self.sequence(request, cached, context))
+        self.fill()
+        return True
+
+    def sequence(self, request: Request, cached: int, context: int) -> Sequence:
+        """Let a request run. One that computes no context is padded with placeholders to the size
+        of a verify step (vLLM: ``spec_token_ids`` of -1)."""
+        self._admitted += 1
+        tokens = 1 + (self.lookahead if cached == context else 0)
+        return Sequence(request, cached, context, self._admitted, tokens)
+
+    def is_open(self, tokens: int = 1) -> bool:
+        """Whether the next step has a place and ``tokens`` of its budget left."""
+        places = self.engine.max_num_seqs - len(self.leaving) - self.n_gone
+        return len(self.running) < places and self.budget() >= tokens
+
+    def budget(self) -> int:
+        """Return the tokens that the next step has room for (``max_num_batched_tokens``)."""
+        tokens = sum(s.chunk for s in self.running)
+        tokens += sum(s.tokens for s in self.decoding) + sum(s.tokens for s in self.riding)
+        return self.engine.max_num_batched_tokens - tokens
+
+    def longest_chunk(self) -> float:
+        """Return the most tokens of one prompt in a step: a long one leaves the others room
+        (``long_prefill_token_threshold``)."""
+        others = len(self.requests) + len(self.leaving) + self.n_gone
+        others -= sum(not request.kv_here for request in self.late)
+        return self.threshold if self.threshold and others > 1 else math.inf
+
+    def fill(self) -> None:
+        """Fill the token budget with contexts to compute, the one begun first (chunked prefill).
+
+        One whose last chunk is in the step decodes its next token in it."""
+        most = self.longest_chunk()
+        for sequence in list(self.prefilling):
+            left = sequence.context - sequence.cached - sequence.chunk
+            n = int(min(left, self.budget(), most - sequence.chunk))
+            if n > 0:
+                sequence.chunk += n
+                self.kv.cache_blocks(sequence.request, sequence.cached + sequence.chunk)
+            if sequence.cached + sequence.chunk < sequence.context or self.only_prompts:
+                continue
+            if sequence.chunk + sequence.tokens > most:
+                continue
+            if self.budget() < sequence.tokens:
+                return  # too little is left for what it decodes
+            self.prefilling.remove(sequence)
+            self.join(sequence)
+
+    def join(self, sequence: Sequence) -> None:
+        """Let a sequence get a token in the next step."""
+        self.decoding.append(sequence)
+        self.joined.append(sequence)
+
+    # --- KV blocks ---
+
+    def fits(self, n: int) -> bool:
+        """Whether ``n`` blocks are free beside those that the running sequences need."""
+        free = len(self.kv.pool.free) - n
+        return free >= 0 and free >= sum(map(self.kv.needed, self.decoding))
+
+    def allocate(self, request: Request, tokens: int, ahead: int) -> int | None:
+        """Take the blocks of a context beside those that running sequences need."""
+        return self.kv.allocate(request, tokens, ahead, sum(map(self.kv.needed, self.decoding)))
+
+    # --- a step begins ---
+
+    def begin_step(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Take the KV blocks of the next step's tokens; return who decodes and who computes a part
+        of a context. Those that ride along stand first and have no blocks."""
+        for sequence in self.decoding:
+            self.kv.grow(sequence)
+        return self.riding + self.decoding, [s for s in self.running if s.chunk]
