@@ -1,4 +1,8 @@
-"""Launch lines and option files of vLLM, SGLang and TensorRT-LLM as fields of a run."""
+"""Launch lines and option files of vLLM, SGLang and TensorRT-LLM as fields of a run.
+
+What changes the answer is a field, refused, or named in a warning; what changes nothing is named
+apart. A line of ``vllm bench serve`` or SGLang's ``bench_serving`` gives the load, by its own
+rules. Options may be abbreviated where the engine's parser takes that (argparse's)."""
 
 import shlex
 import warnings
@@ -6,8 +10,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from eldr_sim.errors import EldrSimWarning, InputError
-from eldr_sim.inputs import parse_yaml, read_text
+from eldr_sim.inputs import parse_json, parse_yaml, read_text
 from eldr_sim.simulator.setup.config.engines import default_fields
+from eldr_sim.simulator.setup.config.launch_options import (
+    BENCH,
+    CHANGES,
+    SGLANG_MODES,
+    VLLM_BACKENDS,
+    WITHOUT_EFFECT,
+    full_name,
+)
 
 _SAME = (
     "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "block_size",
@@ -21,7 +33,11 @@ _PARALLEL = {"tp": "tensor_parallel_size", "dp": "data_parallel_size",
              "pp": "pipeline_parallel_size"}  # fmt: skip
 #: Fields by each engine's names; ``!``: of the opposite.
 _NAMES: dict[str, dict[str, str]] = {
-    "vllm": {name: name for name in _SAME} | _PARALLEL,
+    "vllm": {name: name for name in _SAME} | _PARALLEL | {
+        "all2all_backend": "all2all", "nnodes": "nodes", "data_parallel_size_local": "local",
+        "dpl": "local", "quantization": "weights", "q": "weights",
+        "eplb_config.num_redundant_experts": "num_redundant_experts",
+    },
     "sglang": {
         "model_path": "model", "model": "model", "context_length": "max_model_len",
         "chunked_prefill_size": "max_num_batched_tokens", "max_running_requests": "max_num_seqs",
@@ -35,6 +51,8 @@ _NAMES: dict[str, dict[str, str]] = {
         "scheduler_recv_interval": "scheduler_recv_interval",
         "schedule_conservativeness": "schedule_conservativeness",
         "enable_dp_attention": "attention_dp", "attn_dp_size": "attention_dp",
+        "moe_a2a_backend": "a2a", "deepep_mode": "deepep_mode", "nnodes": "nodes",
+        "quantization": "weights", "disaggregation_mode": "disaggregation",
         "ep": "experts", "ep_size": "experts",
         "expert_parallel_size": "experts", "ep_num_redundant_experts": "num_redundant_experts",
         "tp_size": _PARALLEL["tp"], "dp_size": _PARALLEL["dp"], "pp_size": _PARALLEL["pp"],
@@ -66,18 +84,15 @@ _NAMES: dict[str, dict[str, str]] = {
         "speculative_config": "speculative_config",
     },
 }  # fmt: skip
-#: What changes nothing that is simulated here.
-_ABOUT = {"host", "port", "trust_remote_code", "served_model_name", "print_iter_log", "log_level",
-          "disable_log_requests", "backend", "tokenizer_path", "random_seed"}  # fmt: skip
 #: Commands that a model's name may follow.
-_COMMANDS = ("serve", "vllm", "trtllm-serve")
+_COMMANDS = ("serve", "vllm", "trtllm-serve", "sglang")
 _EIGHT, _SIXTEEN = ("fp8", "fp8_e4m3", "fp8_e5m2"), ("bfloat16", "bf16", "float16", "half", "fp16")
 
 
 def with_launch(values: dict[str, Any]) -> dict[str, Any]:
     """Return field values with what their launch line and engine say, unless given. Warns of
-    options that are not simulated, in one line. Raises InputError for a line that cannot be
-    read."""
+    options that are not simulated, and of those without effect, in a line each. Raises InputError
+    for a line that cannot be read, or asks for what is not simulated."""
     values = dict(values)
     line, file = values.pop("engine_args", None), values.pop("extra_llm_api_options", None)
     engine = values.get("engine") or ("trtllm" if file else "vllm")
@@ -94,30 +109,48 @@ def with_launch(values: dict[str, Any]) -> dict[str, Any]:
             raise InputError("extra_llm_api_options", f"{file} holds no mapping", "option: value")
         said += _nested(options)
         values["engine"] = engine
+    bench = ""
     if line is not None:
-        said += _options(str(line))
-    found = _fields(engine, said)
+        bench = _bench_of(str(line))
+        said += _options(str(line), engine, bench)
+    found = _bench_fields(bench, said) if bench else _fields(engine, said, values)
+    for role in ("prefill", "decode"):
+        if role in found and isinstance(values.get(role), Mapping):
+            found[role] = found[role] | values[role]
+            values.pop(role)
     values = found | values
     return default_fields(values) | values
 
 
-def _fields(engine: str, said: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields that options stand for; warns of those that stand for none."""
+def _fields(engine: str, said: list[tuple[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that options stand for; warns of those that stand for none.
+
+    ``values``: fields of the run that are given by themselves."""
     found: dict[str, Any] = {}
     speculative: dict[str, Any] = {}
-    unknown: list[str] = []
+    changes: list[str] = []
+    idle: list[str] = []
     for name, value in said:
         field = _NAMES[engine].get(name)
         if name.startswith(("speculative_config.", "speculative_")) and field is None:
-            speculative[name.removeprefix("speculative_config.")] = value
+            if name in CHANGES:
+                changes.append(name)
+            else:
+                speculative[name.removeprefix("speculative_config.")] = value
+        elif name == "eplb_config" and isinstance(value, str):
+            config = parse_json(value, "engine_args", "--eplb-config")
+            if isinstance(config, Mapping) and "num_redundant_experts" in config:
+                found["num_redundant_experts"] = config["num_redundant_experts"]
         elif field is not None:
             if field.startswith("!"):
                 field, value = field[1:], not value
             found[field] = value
         elif engine == "vllm" and name.startswith("no_") and name[3:] in _NAMES[engine]:
             found[name[3:]] = not value
-        elif name not in _ABOUT:
-            unknown.append(name)
+        elif _is_idle(engine, name, value):
+            idle.append(name)
+        else:
+            changes.append(name)
     if speculative:
         found["speculative_config"] = speculative
     kind = str(found.get("kv_cache_dtype", "auto")).lower()
@@ -127,25 +160,198 @@ def _fields(engine: str, said: list[tuple[str, Any]]) -> dict[str, Any]:
         found["kv_cache_dtype"] = "auto"
     elif kind != "auto":
         del found["kv_cache_dtype"]
-        unknown.append(f"KV cache of {kind}")
-    _spread(engine, found, unknown)
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        warnings.warn(EldrSimWarning(f"not simulated of the launch line: {names}"), stacklevel=2)
+        changes.append(f"KV cache of {kind}")
+    _check_weights(found, values, idle)
+    backend = _backend(engine, found)
+    nodes, local = found.pop("nodes", None), found.pop("local", None)
+    disaggregation = found.pop("disaggregation", None)
+    _spread(engine, found, changes, idle)
+    topology = values.get("topology", "8P16D")
+    together = isinstance(topology, str) and topology.upper().endswith("C")
+    if disaggregation not in (None, "null", "none"):
+        if together:
+            problem = f"--disaggregation-mode {disaggregation} in a cluster of {topology}"
+            raise InputError("engine_args", problem, "--topology xPyD, such as 1P1D")
+        idle.append("disaggregation_mode")
+    _place(found, nodes, local, idle)
+    _send(engine, found, backend, together, changes, idle)
+    if changes:
+        names = ", ".join(sorted(changes))
+        text = f"not simulated of the launch line, and may change the answer: {names}"
+        warnings.warn(EldrSimWarning(text), stacklevel=3)
+    if idle:
+        names = ", ".join(sorted(set(idle)))
+        text = f"of the launch line, without effect on the answer: {names}"
+        warnings.warn(EldrSimWarning(text), stacklevel=3)
     return found
 
 
-def _spread(engine: str, found: dict[str, Any], unknown: list[str]) -> None:
+def _is_idle(engine: str, name: str, value: Any) -> bool:
+    """Whether an option has no effect on the answer."""
+    if name == "dtype":
+        return str(value).lower() in ("auto", *_SIXTEEN)
+    if name == "enable_chunked_prefill":  # vLLM's engine has no other
+        return engine == "vllm" and value is True
+    return name in WITHOUT_EFFECT or name.removeprefix("no_") in WITHOUT_EFFECT
+
+
+def _check_weights(found: dict[str, Any], values: Mapping[str, Any], idle: list[str]) -> None:
+    """Check that the model's weights are of the type that ``--quantization`` asks for; in place."""
+    asked = found.pop("weights", None)
+    if asked in (None, "None", "none", False):
+        return
+    from eldr_sim.kernel_profiles.models import load_model
+
+    word = str(asked).lower()
+    name = str(values.get("model") or found.get("model") or "Qwen3-30B-A3B")
+    try:
+        dims = load_model(name)
+    except InputError:
+        return  # the field itself says what is wrong
+    stored = {str(dims.expert_dtype), str(dims.linear_dtype)}
+    bits = "4" if "4" in word or word in ("awq", "gptq", "awq_marlin", "gptq_marlin") else "8"
+    if word == "modelopt":
+        bits = "8"
+    if stored == {"bfloat16"} or not any(bits in kind for kind in stored):
+        allowed = "a model that is stored so, such as X-FP8, or the config.json of one"
+        problem = (
+            f"--quantization {asked}, but weights of {name} are {' and '.join(sorted(stored))}"
+        )
+        raise InputError("engine_args", problem, allowed)
+    idle.append("quantization")
+
+
+def _backend(engine: str, found: dict[str, Any]) -> str | None:
+    """Return how tokens reach experts, taken out of the fields: ours, ``auto`` or None."""
+    if engine == "vllm":
+        word = found.pop("all2all", None)
+        if word is not None and word not in VLLM_BACKENDS:
+            problem = f"--all2all-backend {word} is not simulated"
+            raise InputError("engine_args", problem, ", ".join(VLLM_BACKENDS))
+        return None if word is None else VLLM_BACKENDS[word]
+    word, mode = found.pop("a2a", None), found.pop("deepep_mode", "auto")
+    if word in (None, "none", "None"):
+        return None
+    if word == "pplx":
+        return "pplx"
+    if word != "deepep" or mode not in SGLANG_MODES:
+        problem = f"--moe-a2a-backend {word}" + (f", mode {mode}" if word == "deepep" else "")
+        allowed = f"none, deepep with --deepep-mode {', '.join(SGLANG_MODES)}, pplx"
+        raise InputError("engine_args", f"{problem} is not simulated", allowed)
+    return SGLANG_MODES[mode]
+
+
+def _place(found: dict[str, Any], nodes: Any, local: Any, idle: list[str]) -> None:
+    """Say how many GPUs a node has, by the nodes of a worker or its engines on one; in place."""
+    each = int(found.get("tensor_parallel_size", 1)) * int(found.get("pipeline_parallel_size", 1))
+    engines = int(found.get("data_parallel_size", 1))
+    if nodes is not None and int(nodes) > 1:
+        gpus = each * engines
+        if gpus % int(nodes):
+            problem = f"--nnodes {nodes}, but {gpus} GPUs of a worker"
+            raise InputError("engine_args", problem, "nodes that divide them")
+        found["gpus_per_node"] = gpus // int(nodes)
+    elif local is not None and 0 < int(local) < engines:
+        found["gpus_per_node"] = each * int(local)
+    elif nodes is not None or local is not None:
+        idle.append("nnodes" if nodes is not None else "data_parallel_size_local")
+
+
+def _send(
+    engine: str,
+    found: dict[str, Any],
+    backend: str | None,
+    together: bool,
+    changes: list[str],
+    idle: list[str],
+) -> None:
+    """Set how tokens reach the experts that engines share; in place."""
+    if backend is None:
+        return
+    shares = int(found.get("data_parallel_size", 1)) > 1
+    if engine == "vllm":
+        if not shares or not found.get("enable_expert_parallel"):
+            idle.append("all2all_backend")  # FusedMoEParallelConfig.use_all2all_kernels
+            return
+    elif not shares:
+        problem = "DeepEP between GPUs of one engine of attention is not simulated"
+        allowed = "--enable-dp-attention --dp-size N beside it, or --moe-a2a-backend none"
+        raise InputError("engine_args", problem, allowed)
+    else:
+        found["enable_expert_parallel"] = True  # SGLang: ep_size is then tp_size
+    if backend != "auto":
+        found["all2all_backend"] = backend
+        return
+    found["all2all_backend"] = "deepep_ll"
+    if together:
+        changes.append("DeepEP's normal mode for prompts (taken as low_latency, as decoding)")
+    else:
+        found["prefill"] = {"all2all_backend": "deepep_ht"}
+
+
+def _bench_of(line: str) -> str:
+    """Return whose benchmark a line starts, ``vllm`` or ``sglang``; empty for an engine's line."""
+    before = line.partition(" -")[0].split() + line.split()[:3]
+    if any("bench_serving" in word for word in line.split()[:4]):
+        return "sglang"
+    return "vllm" if "bench" in before or any("benchmark_serving" in w for w in before) else ""
+
+
+def _bench_fields(bench: str, said: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the load of a benchmark's line as fields; raises InputError.
+
+    ``--random-range-ratio R``: vLLM draws lengths from N (1 - R) to N (1 + R), SGLang from R N to
+    N (``bench_serving.py``, ``sample_random_requests``), which stands here as the range around its
+    middle."""
+    found: dict[str, Any] = {}
+    changes: list[str] = []
+    idle: list[str] = []
+    ratio: Any = None
+    for name, value in said:
+        if name == "random_range_ratio":
+            ratio = value
+        elif name in BENCH:
+            found[BENCH[name]] = value
+        elif name in ("goodput", "model", "backend", "dataset_name", *WITHOUT_EFFECT):
+            if name == "dataset_name" and value not in ("random", "random-ids"):
+                problem = f"--dataset-name {value} of a benchmark's line"
+                raise InputError("engine_args", problem, "random; --workload FILE for a data set")
+            idle.append(name)
+        else:
+            changes.append(name)
+    lengths = [name for name in ("input_len", "output_len") if name in found]
+    if bench == "vllm" and ratio is not None:
+        found["random_range_ratio"] = ratio
+    if bench == "sglang" and lengths:
+        share = 0.0 if ratio is None else ratio
+        if isinstance(share, str) or not 0 <= share <= 1:
+            raise InputError("engine_args", f"--random-range-ratio {share}", "0 to 1, as SGLang's")
+        found["random_range_ratio"] = min((1.0 - share) / (1.0 + share), 0.999)
+        for name in lengths:
+            found[name] = max(1, round(int(found[name]) * (1.0 + share) / 2.0))
+    if changes:
+        text = f"not simulated of the launch line, and may change the answer: {', '.join(changes)}"
+        warnings.warn(EldrSimWarning(text), stacklevel=3)
+    if idle:
+        names = ", ".join(sorted(idle))
+        text = f"of the launch line, without effect on the answer: {names}"
+        warnings.warn(EldrSimWarning(text), stacklevel=3)
+    return found
+
+
+def _spread(engine: str, found: dict[str, Any], changes: list[str], idle: list[str]) -> None:
     """Turn SGLang's and TensorRT-LLM's words for data-parallel attention into vLLM's; in place."""
     experts, attention = int(found.pop("experts", 1) or 1), found.pop("attention_dp", False)
     width = int(found.get("tensor_parallel_size", 1))
     engines = int(found.get("data_parallel_size", width if engine == "trtllm" else 1))
     if not isinstance(attention, bool):  # SGLang's newer word says how many engines
         attention, engines = int(attention) > 1, int(attention)
+    if attention and engines == 1 and engine == "sglang":
+        idle.append("enable_dp_attention (of one engine)")
     if experts > 1:
         found["enable_expert_parallel"] = True
         if experts < width:
-            unknown.append(f"experts spread over {experts} GPUs (taken as over all)")
+            changes.append(f"experts spread over {experts} GPUs (taken as over all)")
     if engine == "vllm":
         return
     if attention and engines > 1:
@@ -157,9 +363,9 @@ def _spread(engine: str, found: dict[str, Any], unknown: list[str]) -> None:
             for name in ("max_num_batched_tokens", "max_num_seqs"):
                 if name in found:
                     found[name] = max(1, int(found[name]) // engines)
-    elif "data_parallel_size" in found:
+    elif "data_parallel_size" in found and engines > 1:
         del found["data_parallel_size"]
-        unknown.append("data parallelism without attention's (give more workers)")
+        changes.append("data parallelism without attention's (give more workers)")
 
 
 def _nested(options: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -174,12 +380,20 @@ def _nested(options: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
-def _options(line: str) -> Iterator[tuple[str, Any]]:
-    words = shlex.split(line)
+def _options(line: str, engine: str, bench: str) -> Iterator[tuple[str, Any]]:
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise InputError("engine_args", f"{error}", "--option value ...") from None
     before: list[str] = []
     while words and (words[0] == "-m" or not words[0].startswith("-")):  # python -m sglang ...
         before.append(words.pop(0))
-    if before[-1:] and before[-1] not in _COMMANDS and any(word in _COMMANDS for word in before):
+    if (
+        before[-1:]
+        and not bench
+        and before[-1] not in _COMMANDS
+        and any(word in _COMMANDS for word in before)
+    ):
         yield "model", before[-1]  # vllm serve MODEL
     while words:
         word = words.pop(0)
@@ -190,7 +404,32 @@ def _options(line: str) -> Iterator[tuple[str, Any]]:
             value, equals = words.pop(0), "="
         while words and not _is_option(words[0]):
             value += " " + words.pop(0)
-        yield name.replace("-", "_"), _value(value) if equals else True
+        name = name.replace("-", "_")
+        if word.startswith("--"):
+            name = _in_full(name, engine, bench)
+        yield name, _value(value) if equals else True
+
+
+#: Of SGLang's drafts, the options that `speculative` reads.
+_DRAFTS = (
+    "speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps",
+    "speculative_eagle_topk", "speculative_num_draft_tokens",
+)  # fmt: skip
+
+
+def _in_full(name: str, engine: str, bench: str) -> str:
+    """Return an option's whole name; raises InputError where it may be several.
+
+    TensorRT-LLM's parser takes no abbreviations."""
+    if engine == "trtllm" and not bench:
+        return name
+    fields = BENCH | {"random_range_ratio": "ratio"} if bench else _NAMES[engine]
+    drafts = _DRAFTS if engine == "sglang" and not bench else ()
+    head, dot, rest = name.partition(".")
+    whole = full_name(head, {*fields, *drafts, *CHANGES, *WITHOUT_EFFECT}, fields)
+    if isinstance(whole, str):
+        return whole + dot + rest
+    raise InputError("engine_args", f"--{name} may be {' or '.join(whole)}", "the whole option")
 
 
 def _is_option(word: str) -> bool:
