@@ -19,6 +19,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.simulator.setup.config.field_types import parse_mix
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.validation.live.calibration.engine_calibration import read_calibration
 from eldr_sim.validation.live.campaign import (
     LOADS,
@@ -170,6 +171,13 @@ def published(
     click.echo(f"Wrote {out / 'record.md'}")
 
 
+#: Options of a load, which a result has itself.
+_LOAD = (
+    "workload", "request_rate", "num_requests", "duration", "burstiness", "load", "arrivals",
+    "max_concurrency", "input_len", "output_len", "random_range_ratio", "columns", "time_unit",
+)  # fmt: skip
+
+
 @validate.command(cls=GroupedCommand)
 @click.argument(
     "results",
@@ -190,30 +198,45 @@ def bench(
 ) -> None:
     """Hold results of `vllm bench serve` (SGLang's alike), aiperf or GuideLLM against predictions.
 
-    The load is the results'; the cluster is what the options say. Beside the errors: what would
-    explain them."""
+    The load and, where they say it, the model are the results'; the cluster is what the options
+    say. Beside the errors: what would explain them. Also reads inference-perf's requests."""
     from eldr_sim.validation.published import bench as own
     from eldr_sim.validation.published.bench import beside, read_steps
 
     config = config_from_options(options)
     found = [each for path in results for each in own.read_bench(path)]
+    for each in found:
+        if clash := [name for name in _LOAD if options.get(name) is not None]:
+            raise InputError(clash[0], f"{each.name} says its own load", "a result without it")
+    given = config.engine.model != RUN_FIELDS["model"].default or any(
+        options.get(name) for name in ("model", "config_file", "preset")
+    )
+    configs = [own.with_model(each, config, given=given) for each in found]
     with TemporaryDirectory() as work:
         if calibrate is not None:
-            gap_ms = own.calibrate(found[::2], config, Path(work))
-            config = config.replace(host_gap_ms=gap_ms)
+            if len({each.engine.model for each in configs}) > 1:
+                raise InputError("calibrate", "results of several models", "one model at a time")
+            gap_ms = own.calibrate(found[::2], configs[0], Path(work))
+            configs = [each.replace(host_gap_ms=gap_ms) for each in configs]
+            config = configs[0]
             with whole_file(calibrate, "calibrate") as file:
                 file.write_text(f"host_gap_ms: {gap_ms:g}\n", encoding="utf-8")
             click.echo(f"host_gap_ms {gap_ms:g}, of {', '.join(b.name for b in found[::2])}")
-        for number, each in enumerate(found):
-            summary = own.predict_bench(each, config, Path(work))
+        for number, (each, of) in enumerate(zip(found, configs, strict=True)):
+            summary = own.predict_bench(each, of, Path(work))
             held = " (held out)" if calibrate is not None and number % 2 else ""
             cells = [
                 [key, f"{measured:.4g}", f"{predicted:.4g}", f"{error:+.1f}"]
                 for key, measured, predicted, error in own.errors(each, summary)
             ]
+            cluster = f"{summary['model_id']} on {summary['gpu']}, {summary['topology']}"
+            click.echo(f"Measured: {each.in_words()}")
+            click.echo(f"Predicted: {cluster}, {of.engine.engine}'s rules")
+            for note in each.notes:
+                click.echo(f"Warning: {each.name}: {note}", err=True)
             print_table(each.name + held, ["figure", "measured", "predicted", "error, %"], cells)
             click.echo(f"Bottleneck of the prediction: {summary['limits']['bottleneck']}")
-            for line in own.explanations(each, summary, config):
+            for line in own.explanations(each, summary, of):
                 click.echo(line)
         if steps is not None:
             lines = [

@@ -1,8 +1,4 @@
-"""A user's own benchmark beside the simulator's prediction of the same load.
-
-Results of ``vllm bench serve`` (``--save-result``, better with ``--save-detailed``), which SGLang's
-``bench_serving`` writes alike, of aiperf (``profile_export_aiperf.json``) and of GuideLLM
-(``guidellm run --output kind=json``), whose TPOT divides by all tokens: its ITL is our TPOT.
+"""A user's own benchmark (`bench_files`) beside the simulator's prediction of the same load.
 
 Engine steps are lines of JSON, as Dynamo, SGLang (``--enable-forward-pass-metrics``) and vLLM
 publish them (`ForwardPassMetrics`): ``wall_time``, s, and ``scheduled_requests``: prompts and
@@ -14,7 +10,6 @@ import datetime
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,148 +17,19 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
-from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
-from eldr_sim.traces.requests.logs.benchmark_logs import guidellm_requests, is_guidellm
+from eldr_sim.validation.published.bench_files import Bench, read_bench
 
-_METRICS = ("ttft", "tpot", "itl", "e2el")
-_STATISTICS = ("mean", "median", "p90", "p99")
-#: aiperf's names of metrics and statistics.
-_AIPERF = {"time_to_first_token": "ttft", "inter_token_latency": "tpot", "request_latency": "e2el"}
-_AIPERF_STATISTICS = {"avg": "mean", "p50": "median", "p90": "p90", "p99": "p99"}
-#: GuideLLM's names of metrics, and what makes milliseconds of them.
-_GUIDELLM = {
-    "time_to_first_token_ms": ("ttft", 1.0),
-    "inter_token_latency_ms": ("tpot", 1.0),
-    "request_latency": ("e2el", 1e3),
-}
+__all__ = [
+    "Bench", "Step", "beside", "calibrate", "errors", "explanations", "predict_bench",
+    "predicted_s", "read_bench", "read_steps", "with_model",
+]  # fmt: skip
+
 _LARGEST_GAP_MS = 50.0
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A result of a benchmark."""
-
-    name: str
-    figures: Mapping[str, float]  #: ms, by the names of ``vllm bench serve``
-    load: Mapping[str, Any]  #: fields of a run
-    #: Prompt and output tokens of each request, where the file has them.
-    lengths: tuple[tuple[int, int], ...] = ()
-    #: When each was sent, s, where the load came at given times.
-    arrivals_s: tuple[float, ...] = ()
-
-
-def read_bench(path: Path) -> list[Bench]:
-    """Read a benchmark's result, of a sweep several; raises InputError if it is none."""
-    try:
-        found = json.loads(read_text(path, "bench"))
-    except ValueError:
-        raise InputError("bench", f"{path} is no JSON", "a result of vllm bench serve") from None
-    try:
-        if isinstance(found, dict) and any(name in found for name in _AIPERF):
-            return [_aiperf(path.name, found)]
-        if is_guidellm(found):
-            return [_guidellm(path, each) for each in found["benchmarks"]]
-        return [_vllm(path, found)]
-    except InputError:
-        raise
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        problem = f"{path} is not read: {type(error).__name__}: {error}"
-        raise InputError("bench", problem, "numbers, as its benchmark writes them") from None
-
-
-def _vllm(path: Path, found: Any) -> Bench:
-    keys = [f"{s}_{m}_ms" for m in _METRICS for s in _STATISTICS]
-    if not isinstance(found, dict) or "mean_ttft_ms" not in found:
-        problem = f"{path} has no mean_ttft_ms"
-        raise InputError("bench", problem, "a result of vllm bench serve, aiperf or GuideLLM")
-    figures = {key: float(found[key]) for key in keys if found.get(key) is not None}
-    n = int(found.get("completed") or found.get("num_prompts") or 0)
-    if n < 1:
-        raise InputError("bench", f"{path}: no request completed", "a run that did something")
-    rate = found.get("request_rate", "inf")
-    load: dict[str, Any] = {"num_requests": n, "request_rate": rate if rate is not None else "inf"}
-    if found.get("max_concurrency"):
-        load["max_concurrency"] = int(found["max_concurrency"])
-    if found.get("burstiness") and not math.isinf(float(rate or "inf")):
-        load["burstiness"] = float(found["burstiness"])
-    prompts, outputs = found.get("input_lens") or [], found.get("output_lens") or []
-    lengths = tuple((int(a), int(b)) for a, b in zip(prompts, outputs, strict=False) if b)
-    if not lengths:
-        load["input_len"] = max(1, round(float(found["total_input_tokens"]) / n))
-        load["output_len"] = max(1, round(float(found["total_output_tokens"]) / n))
-    return Bench(path.name, figures, load, lengths)
-
-
-def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:
-    figures = {
-        f"{of}_{ours}_ms": float(found[theirs][statistic])
-        for theirs, ours in _AIPERF.items()
-        for statistic, of in _AIPERF_STATISTICS.items()
-        if theirs in found and found[theirs].get(statistic) is not None
-    }
-    given = _aiperf_load(name, found.get("input_config", {}))
-    load: dict[str, Any] = {"request_rate": given.get("request_rate") or "inf"}
-    pattern = given.get("arrival_pattern") or given.get("request_rate_mode")
-    if given.get("request_rate") and pattern == "constant":
-        load["burstiness"] = MOST_BURSTINESS
-    elif given.get("request_rate") and pattern == "gamma":
-        load["burstiness"] = float(given.get("arrival_smoothness") or 1.0)
-    if given.get("concurrency"):
-        load["max_concurrency"] = int(given["concurrency"])
-    load["num_requests"] = int(found.get("request_count", {}).get("avg") or 0)
-    for theirs, ours in (("input", "input_len"), ("output", "output_len")):
-        tokens = found.get(f"{theirs}_sequence_length", {}).get("avg")
-        if tokens is None or not load["num_requests"]:
-            raise InputError("bench", f"{name} lacks request_count or {theirs}_sequence_length")
-        load[ours] = max(1, round(float(tokens)))
-    return Bench(name, figures, load)
-
-
-def _aiperf_load(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the load by its names in older versions; since 0.13 it is a phase."""
-    phases = [p for p in config.get("phases") or () if p.get("kind") == "profiling"]
-    if not phases:
-        if "loadgen" in config:
-            known: Mapping[str, Any] = config["loadgen"]
-            return known
-        raise InputError("bench", f"{name} does not say its load", "input_config of aiperf")
-    phase = phases[-1]
-    if phase["type"] not in ("concurrency", "poisson", "gamma", "constant"):
-        problem = f"{name} has arrivals of {phase['type']}"
-        raise InputError("bench", problem, "a rate or a concurrency; run --workload replays others")
-    return {
-        "request_rate": phase.get("rate"),
-        "arrival_pattern": phase["type"],
-        "arrival_smoothness": phase.get("smoothness"),
-        "concurrency": phase.get("concurrency"),
-    }
-
-
-def _guidellm(path: Path, found: Mapping[str, Any]) -> Bench:
-    figures = {}
-    for theirs, (ours, factor) in _GUIDELLM.items():
-        known = (found["metrics"].get(theirs) or {}).get("successful") or {}
-        known = known | {f"p{n}": known.get("percentiles", {}).get(f"p{n}") for n in (90, 99)}
-        for of in _STATISTICS:
-            if known.get(of) is not None:
-                figures[f"{of}_{ours}_ms"] = factor * float(known[of])
-    strategy = found["config"]["strategy"]
-    kind, rate = strategy["type_"], strategy.get("rate")
-    name = f"{path.name}, {kind}"
-    requests = list(guidellm_requests(path, found))
-    if not requests:
-        raise InputError("bench", f"{name}: no request completed", "a run that did something")
-    lengths = tuple((request.prompt, request.output) for request in requests)
-    if rate is not None:
-        arrivals = tuple(request.when_ns / 1e9 for request in requests)
-        return Bench(f"{name} at {rate:g}/s", figures, {}, lengths, arrivals)
-    together = 1 if kind == "synchronous" else strategy.get("streams", strategy["max_concurrency"])
-    load = {"request_rate": "inf", "max_concurrency": together or len(lengths)}
-    return Bench(f"{name} of {load['max_concurrency']}", figures, load, lengths)
 
 
 def predict_bench(bench: Bench, config: RunConfig, folder: Path) -> dict[str, Any]:
@@ -183,6 +49,28 @@ def predict_bench(bench: Bench, config: RunConfig, folder: Path) -> dict[str, An
         if not bench.arrivals_s and not math.isinf(float(load["request_rate"])):
             load["arrivals"] = "poisson"
     return simulate(config.replace(**load)).summary
+
+
+def with_model(bench: Bench, config: RunConfig, *, given: bool) -> RunConfig:
+    """Return a configuration of the model that a result is of; raises InputError where another is
+    asked for, or none is known. ``given``: whether the configuration's was asked for."""
+    measured = None
+    for name in (bench.model, bench.model.rstrip("/").rpartition("/")[2]):
+        try:
+            measured = load_model(name) if name else None
+            break
+        except InputError:
+            continue
+    asked = config.engine.model
+    if measured is None and not given:
+        what = f"is of {bench.model!r}, no known model" if bench.model else "names no model"
+        raise InputError("model", f"{bench.name} {what}", "--model NAME, or its config.json")
+    if measured is None:
+        return config
+    if given and load_model(asked).name != measured.name:
+        problem = f"got {asked}, but {bench.name} is of {bench.model}"
+        raise InputError("model", problem, f"{measured.name}, or none: the result says it")
+    return config if given else config.replace(model=measured.name)
 
 
 def errors(bench: Bench, summary: Mapping[str, Any]) -> list[tuple[str, float, float, float]]:
