@@ -164,7 +164,12 @@ FILES = {
     "multiRun: {numRuns: 2, confidenceLevel: 0.95}\n",
     "mooncake.jsonl": "".join(
         json.dumps(
-            {"timestamp": 60_000 * i, "input_length": 600, "output_length": 4, "hash_ids": [0, i]}
+            {
+                "timestamp_ms": 60_000 * i,
+                "input_length": 600,
+                "output_length": 4,
+                "hash_ids": [0, i],
+            }
         )
         + "\n"
         for i in range(20)

@@ -141,7 +141,9 @@ def test_a_simulated_plan_is_the_same_however_many_processes(run_cli, tmp_path):
 def day(tmp_path):
     """A log of a request a second, and 20 of them for ten seconds two hours after its begin."""
     times = sorted([*range(0, 10_800, 60), *(7200 + i / 20 for i in range(200))])
-    lines = [{"timestamp": round(1e3 * t), "input_length": 50, "output_length": 4} for t in times]
+    lines = [
+        {"timestamp_ms": round(1e3 * t), "input_length": 50, "output_length": 4} for t in times
+    ]
     path = tmp_path / "day.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -202,7 +204,9 @@ def bursts(tmp_path):
     while now < 110.0:
         times.append(now)
         now += 1 / 40 if now % 75 < 25 else 1 / 20
-    lines = [{"timestamp": round(1e3 * t), "input_length": 1600, "output_length": 4} for t in times]
+    lines = [
+        {"timestamp_ms": round(1e3 * t), "input_length": 1600, "output_length": 4} for t in times
+    ]
     path = tmp_path / "gateway.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -8,6 +8,7 @@ the next step has been planned, as overlapped scheduling sees them.
 import dataclasses
 import json
 import math
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -447,8 +448,94 @@ def test_each_pool_has_its_own_default_share_of_the_memory():
 
 
 def test_what_is_not_simulated_is_said_in_one_line():
-    with pytest.warns(EldrSimWarning, match="not simulated of the launch line: lora_paths, x$"):
+    with pytest.warns(EldrSimWarning) as said:
         make_config({"engine": "sglang", "engine_args": "--lora-paths a b --x 3 --host 0.0.0.0"})
+    assert [str(each.message) for each in said] == [
+        "not simulated of the launch line, and may change the answer: lora_paths, x",
+        "of the launch line, without effect on the answer: host",
+    ]
+
+
+def fields_of(line, engine="sglang", **more):
+    """Return the fields that a launch line gives, but for defaults of the engine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = make_config({"engine": engine, "engine_args": line} | more)
+    usual = make_config({"engine": engine} | more).model_dump()
+    said = made.model_dump()
+    skipped = ("gpu_memory_utilization", "max_num_batched_tokens")
+    return {k: v for k, v in said.items() if v != usual[k] and k not in skipped}
+
+
+DEEPEP = "--tp 8 --dp 8 --enable-dp-attention --moe-a2a-backend deepep"
+SPREAD = {"data_parallel_size": 8, "enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("line", "more", "wanted"),
+    [
+        (f"{DEEPEP} --deepep-mode low_latency", {}, SPREAD | {"all2all_backend": "deepep_ll"}),
+        (f"{DEEPEP} --deepep-mode normal", {}, SPREAD | {"all2all_backend": "deepep_ht"}),
+        (DEEPEP, {"topology": "2C"}, SPREAD | {"all2all_backend": "deepep_ll"}),
+        ("--tp 16 --nnodes 4", {}, {"tensor_parallel_size": 16, "gpus_per_node": 4}),
+        ("--tp 8 --nnodes 1", {}, {"tensor_parallel_size": 8}),
+        ("--disable-radix", {}, {"enable_prefix_caching": False}),
+        ("--tensor-parallel 4 --page 32", {}, {"tensor_parallel_size": 4, "block_size": 32}),
+    ],
+)
+def test_what_changes_the_answer_is_a_field(line, more, wanted):
+    assert fields_of(line, **more) == wanted
+
+
+def test_deepep_in_its_own_modes_for_prompts_and_decoding():
+    found = fields_of(DEEPEP, topology="1P1D")
+    assert found["all2all_backend"] == "deepep_ll"
+    assert found["prefill"]["all2all_backend"] == "deepep_ht"
+
+
+def test_abbreviations_of_drafts_are_those_of_the_whole_option():
+    drafts = "--speculative-{} EAGLE --speculative-num-steps 3 --speculative-num-draft-tokens 4"
+    short, whole = (fields_of(drafts.format(name)) for name in ("algo", "algorithm"))
+    assert short == whole != {}
+
+
+@pytest.mark.parametrize(
+    ("engine", "line", "message"),
+    [
+        ("sglang", "--tp 8 --moe-a2a-backend deepep", "one engine of attention"),
+        ("sglang", DEEPEP.replace("deepep", "mooncake"), "--moe-a2a-backend mooncake"),
+        ("sglang", "--tp 6 --nnodes 4", "--nnodes 4, but 6 GPUs"),
+        ("sglang", "--disaggregation-mode prefill", "--topology xPyD"),
+        ("vllm", "-dp 8 --enable-expert-parallel --all2all-backend nixl_ep", "nixl_ep"),
+        ("vllm", "--max-num 8", "--max_num may be"),
+        ("vllm", "--quantization fp8", "weights of Qwen3-30B-A3B are bfloat16"),
+        ("vllm", "--served-model-name 'a", "No closing quotation"),
+        ("sglang", "-m sglang.bench_serving --dataset-name sharegpt", "--dataset-name sharegpt"),
+    ],
+)
+def test_what_changes_the_answer_and_is_not_simulated_is_refused(engine, line, message):
+    with pytest.raises(InputError, match=message):
+        make_config({"engine": engine, "engine_args": line, "topology": "1C"})
+
+
+@pytest.mark.parametrize(
+    ("engine", "command", "ratio", "shortest", "longest"),
+    [
+        ("vllm", "vllm bench serve", "0.25", 750, 1250),
+        ("vllm", "vllm bench serve", "", 1000, 1000),
+        ("sglang", "python -m sglang.bench_serving", "0.25", 250, 1000),
+        ("sglang", "python -m sglang.bench_serving", "1.0", 1000, 1000),
+        ("sglang", "python -m sglang.bench_serving", "", 1, 1000),
+    ],
+)
+def test_a_range_has_the_meaning_of_its_benchmark(engine, command, ratio, shortest, longest):
+    line = f"{command} --random-input-len 1000 --random-output-len 100 --num-prompts 9"
+    line += f" --random-range-ratio {ratio}" if ratio else ""
+    found = {"random_range_ratio": 0.0} | fields_of(line, engine)
+    middle, share = found["input_len"], found["random_range_ratio"]
+    assert found["num_requests"] == 9
+    assert abs(max(1, middle * (1 - share)) - shortest) <= 1
+    assert abs(middle * (1 + share) - longest) <= 1
 
 
 def test_an_option_file_is_read(tmp_path):

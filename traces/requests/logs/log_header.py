@@ -13,8 +13,9 @@ from eldr_sim.arrays import Ints
 from eldr_sim.errors import InputError
 
 #: A log whose unit of time is a custom alone is doubted below this span, s, and beyond these mean
-#: rates, requests/s, of that many requests or more.
-_SHORTEST_S, _SLOWEST, _FASTEST, _MANY = 1.0, 0.01, 100.0, 10
+#: rates, requests/s, of that many requests or more: in a unit a thousand times as large or as
+#: small, no log whose rate is between them stays between them.
+_SHORTEST_S, _SLOWEST, _FASTEST, _MANY = 1.0, 0.05, 50.000001, 10
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ def check_unit(
         return ""
     rate = (n - 1) / span
     doubt = ""
-    if asks and unit == "ms" and (when_ns % 1_000_000 != 0).any():
+    # Milliseconds since 1970 are no whole nanoseconds as floating-point numbers.
+    off_ns = np.abs((when_ns + 500_000) % 1_000_000 - 500_000)
+    if asks and unit == "ms" and (off_ns > 999).any():
         doubt = "is a fraction of a millisecond"
     elif span < _SHORTEST_S:
         doubt = f"spans {span:.3g} s"
@@ -96,7 +99,7 @@ def check_unit(
         return ""
     if asks:
         problem = f"{column!r} {doubt} if it is in {unit}, which nothing in the file says"
-        allowed = f"--time-unit s, ms, us or ns, or --columns time_s={column}"
+        allowed = f"--time-unit s, ms, us or ns (or --columns time_UNIT={column}, with its unit)"
         raise InputError(str(file), problem, allowed)
     return f"the log {doubt.rstrip(',')}: is {column!r} in {unit}?" if span < 1 or (
         span > longest_s

@@ -383,7 +383,8 @@ def guessed_time(
     """Return the key and the column of the time; ``time_UNIT`` where nothing says the unit."""
     last = {name: name.rpartition(".")[2].lower() for name in names}
     fit = [name for name in names if not any(word in last[name] for word in _NO_TIMES)]
-    plain = [name for name in fit if last[name] in ("ts", "t", "at", "when")]
+    short = {name: re.sub(r"[_\W](?:ns|us|ms|s)$", "", last[name]) for name in fit}
+    plain = [name for name in fit if short[name] in ("ts", "t", "at", "when")]
     ranked = [n for word in _TIME_WORDS for n in fit if word in last[n]] + plain
     for name in dict.fromkeys(ranked):
         values = _values(records, name)
@@ -394,6 +395,8 @@ def guessed_time(
         if all(is_number(value) for value in values):
             unit = unit_of(name) or _unit_of_epoch([float(value) for value in values])
             return f"time_{unit or 'UNIT'}", name
+        if any(is_number(value) or is_date(str(value)) for value in values):
+            return "time_UNIT", name  # times, and something else
     return None
 
 

@@ -1,0 +1,130 @@
+"""Files of strangers give the right load or one refusal, never a load that is silently another."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.requests.load_shapes import load_shape
+from eldr_sim.traces.requests.logs.formats import known_formats
+from eldr_sim.traces.requests.logs.request_logs import read_request_log
+
+from .odd_logs import odd_log
+
+
+def differs(odd, log):
+    """Return how the load that was read differs from the file's, or nothing."""
+    answered = [i for i, (_, output) in enumerate(odd.lengths) if output]
+    if len(log.arrival_s) != len(answered):
+        return f"{len(log.arrival_s)} requests of {len(answered)}"
+    if log.header.rows != len(odd.lengths) or log.n_dropped != len(odd.lengths) - len(answered):
+        return f"{log.header.rows} rows, {log.n_dropped} left out"
+    when = np.sort([odd.when_s[i] for i in answered])
+    span = float(log.arrival_s[-1])
+    if log.timed != odd.timed:
+        return f"timed: {log.timed}"
+    if odd.timed and abs(span - (when[-1] - when[0])) > odd.rounded_s + 1e-6:
+        return f"{span} s, not {when[-1] - when[0]}"
+    prompts, outputs = (sum(odd.lengths[i][k] for i in answered) for k in (0, 1))
+    if (int(log.prompt_len.sum()), int(log.output_len.sum())) != (prompts, outputs):
+        return "other lengths"
+    return ""
+
+
+def judged(odd):
+    """Return what is wrong with how a file is read, or nothing, and whether it was read."""
+    try:
+        log = read_request_log(odd.path, **odd.options)
+    except InputError as error:
+        if "\n" in str(error):
+            return f"not one line: {error}", False
+        if odd.must_read:
+            return f"refused: {error}", False
+        hint = re.search(r"--columns (\S+=[^;)]+)", str(error))
+        if odd.options or hint is None or "NAME" in hint[1] or "UNIT" in hint[1]:
+            return "", False
+        try:
+            log = read_request_log(odd.path, columns=hint[1].strip())
+        except InputError as second:
+            bad = not odd.must_refuse
+            return (f"the hint {hint[1]} is refused: {second}" if bad else ""), False
+        return (f"the hint {hint[1]} gives {differs(odd, log)}" if differs(odd, log) else ""), True
+    if odd.must_refuse:
+        return f"read: {log.header}", True
+    if "called" in odd.what and log.header.notes:
+        return "", True  # a unit that the user says wrongly is doubted aloud
+    return differs(odd, log), True
+
+
+@pytest.mark.parametrize(
+    ("cases", "seed"), [(400, 1), pytest.param(20_000, 2, marks=pytest.mark.slow)]
+)
+def test_a_strangers_file_gives_the_right_load_or_one_refusal(cases, seed, tmp_path):
+    """Of 400 files, more than half are read."""
+    faults, read = [], 0
+    for number in range(cases):
+        odd = odd_log(seed, number, tmp_path)
+        wrong, was_read = judged(odd)
+        read += was_read
+        if wrong:
+            faults.append((number, odd.what, wrong))
+    assert faults == []
+    assert read > 0.4 * cases
+
+
+@pytest.mark.parametrize("known", known_formats(), ids=lambda known: known.name)
+def test_the_example_of_a_format_is_read_or_refused_by_name(known, tmp_path):
+    path = tmp_path / "example"
+    path.write_text(known.example)
+    if known.use == "workload":
+        log = read_request_log(path)
+        assert (log.format, len(log.arrival_s) > 0) == (known.name, True)
+        return
+    with pytest.raises(InputError) as refused:
+        read_request_log(path)
+    assert "\n" not in str(refused.value)
+    if known.use == "load":
+        assert load_shape(str(path)).mean > 0
+    else:
+        assert known.way in str(refused.value)
+
+
+def test_rates_of_counts_and_of_prometheus(tmp_path):
+    usage = tmp_path / "usage.csv"
+    usage.write_text("start_time,end_time,num_model_requests,input_tokens\n"
+                     "1715299200,1715302800,3600,9\n1715306400,1715310000,7200,9\n")  # fmt: skip
+    shape = load_shape(str(usage))
+    assert shape.rates.tolist() == [1.0, 0.0, 2.0]
+    assert shape.edges_s.tolist() == [0.0, 3600.0, 7200.0, 10800.0]
+    answer = tmp_path / "prometheus.json"
+    series = {"metric": {"__name__": "vllm:request_success_total"},
+              "values": [[100, "5"], [160, "65"], [220, "30"]]}  # fmt: skip
+    answer.write_text(
+        json.dumps({"status": "success", "data": {"resultType": "matrix", "result": [series]}})
+    )
+    assert load_shape(str(answer)).rates.tolist() == [1.0, 0.5]
+
+
+def test_blocks_are_read_alike_by_arrow_and_row_by_row(tmp_path, monkeypatch):
+    """Small blocks, of which some hold a row that Arrow cannot read: the same log."""
+    from eldr_sim.traces.requests.logs import table_files
+
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    lines += [f"2023-11-16 18:15:{i % 60:02d}.5,{100 + i},{1 + i % 7}" for i in range(200)]
+    plain = tmp_path / "plain.csv"
+    plain.write_text("\n".join(lines))
+    lines[77] = lines[77].replace(".5,", ".500000000Z,").replace(",", " , ", 1)
+    odd = tmp_path / "odd.csv"
+    odd.write_text("\n".join(lines))
+    whole = read_request_log(plain)
+    monkeypatch.setattr(table_files, "BLOCK", 500)
+    for path in (plain, odd):
+        log = read_request_log(path)
+        for name in ("arrival_s", "prompt_len", "output_len", "session"):
+            np.testing.assert_array_equal(getattr(log, name), getattr(whole, name))
+    lines[150] = "2023-11-16 18:15:00,x,1"
+    odd.write_text("\n".join(lines))
+    with pytest.raises(InputError, match="line 151: got '2023-11-16 18:15:00,x,1'"):
+        read_request_log(odd)
