@@ -555,9 +555,9 @@ def test_an_option_file_is_read(tmp_path):
     )
     assert (config.cluster.tensor_parallel_size, config.cluster.data_parallel_size) == (1, 4)
     assert not config.cluster.enable_expert_parallel  # its default cuts the experts
-    rules = rules_of("trtllm", config, 8192, 4)
+    rules = rules_of("trtllm", config.scheduler, 8192, 4)
     assert (rules.balance_steps, rules.batching_steps) == (60, 10)
-    assert rules_of("trtllm", config, 8192, 1).balance_steps == 0
+    assert rules_of("trtllm", config.scheduler, 8192, 1).balance_steps == 0
     assert dataclasses.asdict(spec_of(engine="trtllm").decode.rules)["whole_prompts"]
 
 
