@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.simulator.run import offered_load
+from eldr_sim.simulator.setup.config.log_part import log_of
+from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.load_shapes import load_shape
 from eldr_sim.traces.requests.logs.formats import known_formats
 from eldr_sim.traces.requests.logs.request_logs import read_request_log
@@ -128,3 +131,32 @@ def test_blocks_are_read_alike_by_arrow_and_row_by_row(tmp_path, monkeypatch):
     odd.write_text("\n".join(lines))
     with pytest.raises(InputError, match="line 151: got '2023-11-16 18:15:00,x,1'"):
         read_request_log(odd)
+
+
+def test_the_unit_of_a_logs_times_holds_for_its_rate_too(tmp_path):
+    rows = [{"timestamp": i / 2, "input_length": 9, "output_length": 2} for i in range(120)]
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(InputError, match="--time-unit"):
+        load_shape(str(path))
+    assert load_shape(str(path), "s").rates.tolist() == [2.0]
+
+
+def test_a_results_own_limit_and_rate_are_its_load(tmp_path):
+    lens = {"input_lens": [100] * 40, "output_lens": [5] * 40, "completed": 40}
+    path = tmp_path / "result.json"
+    fields = {"workload": str(path), "topology": "1C", "model": "Llama-3.1-8B"}
+    path.write_text(json.dumps(lens | {"request_rate": "inf", "max_concurrency": 3}))
+    with pytest.raises(InputError, match="--max-concurrency 3"):
+        log_of(make_config(fields))
+    assert log_of(make_config(fields | {"max_concurrency": 5})) is not None
+    path.write_text(json.dumps(lens | {"request_rate": 4.0, "max_concurrency": None}))
+    log = log_of(make_config(fields))
+    assert log is not None
+    assert log.header.times == "drawn at its request rate of 4/s"
+    assert 39 / log.arrival_s[-1] == pytest.approx(4.0, rel=0.2)
+    path.write_text(json.dumps([{"number_input_tokens": 9, "number_output_tokens": 3}] * 4))
+    with pytest.raises(InputError, match="request_rate: missing"):
+        offered_load(make_config(fields), None)
+    workload, _ = offered_load(make_config(fields | {"request_rate": 2.0}), None)
+    assert 3 / workload.arrival_s[-1] == pytest.approx(2.0)

@@ -7,7 +7,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
-from eldr_sim.validation.published.bench import calibrate, errors, predict_bench
+from eldr_sim.validation.published.bench import calibrate, errors, predict_bench, with_model
 from eldr_sim.validation.published.bench import read_bench as read_benches
 
 CONFIG = {"model": "Llama-3.1-8B", "gpu": "H100", "topology": "1C"}
@@ -230,3 +230,50 @@ def test_a_report_of_guidellm_that_lacks_something_is_one_line(tmp_path, changes
     path.write_text(json.dumps({"benchmarks": [benchmark]}))
     with pytest.raises(InputError, match=r"guide\.json"):
         read_benches(path)
+
+
+def test_the_model_is_the_files_or_refused(result_file, tmp_path):
+    config = make_config(CONFIG)
+    (found,) = read_benches(result_file(model_id="openai/gpt-oss-120b", backend="vllm"))
+    assert with_model(found, config, given=False).engine.model == "GPT-OSS-120B"
+    with pytest.raises(
+        InputError, match=r"model: got Llama-3\.1-8B, but result\.json is of openai"
+    ):
+        with_model(found, config, given=True)
+    for name, said in (("", "names no model"), ("my-own", "no known model")):
+        (other,) = read_benches(result_file(model_id=name))
+        with pytest.raises(InputError, match=said):
+            with_model(other, config, given=False)
+        assert with_model(other, config, given=True) is config
+    assert "openai/gpt-oss-120b on vllm: 6 requests" in found.in_words()
+
+
+def test_means_alone_warn_where_requests_keep_in_step(result_file):
+    (alone,) = read_benches(result_file())
+    assert "waves" in alone.notes[0]
+    (at_a_rate,) = read_benches(result_file(request_rate=4.0, max_concurrency=None))
+    assert at_a_rate.notes == ()
+    lens = {"dataset_name": "random", "random_input_len": 150, "random_output_len": 15,
+            "random_range_ratio": 1 / 3}  # fmt: skip
+    (drawn,) = read_benches(result_file(**lens))
+    assert len(drawn.lengths) == 6
+    assert all(50 <= a <= 150 and 5 <= b <= 15 for a, b in drawn.lengths)
+    (others,) = read_benches(result_file(**lens | {"random_input_len": 500}))
+    assert others.lengths == ()
+
+
+def test_requests_of_inference_perf_are_measured_again(tmp_path):
+    records = [
+        {"start_time": 10.0 + i, "end_time": 11.0 + i, "error": None, "info": {
+            "input_tokens": 30, "output_tokens": 3,
+            "output_token_times": [10.1 + i, 10.15 + i, 10.2 + i]}}
+        for i in range(4)
+    ]  # fmt: skip
+    records.append({"start_time": 15.0, "end_time": 15.5, "error": {"x": 1}, "info": {}})
+    path = tmp_path / "per_request_lifecycle_metrics.json"
+    path.write_text(json.dumps(records))
+    found = read_bench(path)
+    assert found.figures["mean_ttft_ms"] == pytest.approx(100.0)
+    assert found.figures["mean_tpot_ms"] == pytest.approx(50.0)
+    assert found.figures["p99_e2el_ms"] == pytest.approx(1000.0)
+    assert (found.arrivals_s, found.sent) == ((10.0, 11.0, 12.0, 13.0), 5)

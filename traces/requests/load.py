@@ -157,7 +157,8 @@ class Load:
             if self.sessions_file is not None:
                 raise InputError("sessions_file", f"workload {self.workload} is no log", "none")
             for name in ("columns", "time_unit"):
-                if getattr(self, name) is not None:
+                of_load = name == "time_unit" and self.load is not None
+                if getattr(self, name) is not None and not of_load:
                     problem = f"workload {self.workload} has none"
                     raise InputError(name, problem, "the path of a request log")
             if self.arrivals == "recorded":

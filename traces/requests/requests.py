@@ -193,7 +193,11 @@ def _arrivals(load: Load, log: RequestLog | None) -> tuple[Floats, dict[str, Any
     how_many = load.horizon_s, load.num_requests
     if drawn:
         assert rate is not None
-        drawing = arrivals.draw_arrivals if load.load is None else load_shape(load.load).draw
+        drawing = (
+            arrivals.draw_arrivals
+            if load.load is None
+            else load_shape(load.load, load.time_unit).draw
+        )
         arrival_s = drawing(rate, load.burstiness, *how_many, load.seed)
     else:
         assert log is not None

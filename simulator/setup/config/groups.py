@@ -185,7 +185,7 @@ class WorkloadConfig(Fields):
         if self.duration is None and self.arrivals == "agentx":
             return LANES_S
         if self.duration is None and self.load is not None:
-            return _shape_of(self.load).span_s
+            return _shape_of(self.load, self.time_unit).span_s
         if self.n_sessions is not None:
             return None
         return 120.0 if self.duration is None else self.duration
@@ -194,7 +194,7 @@ class WorkloadConfig(Fields):
     def effective_rate(self) -> float | None:
         """Mean requests per second; None where a file's timestamps rule."""
         if self.request_rate is None and self.load is not None:
-            return _shape_of(self.load).mean
+            return _shape_of(self.load, self.time_unit).mean
         if self.request_rate is not None or self.from_file:
             return self.request_rate
         if self.workload not in SESSIONS:
@@ -209,10 +209,10 @@ class WorkloadConfig(Fields):
         return self.num_requests or self.sessions or 500
 
 
-def _shape_of(load: str) -> LoadShape:
+def _shape_of(load: str, time_unit: str | None) -> LoadShape:
     from eldr_sim.traces.requests.load_shapes import load_shape  # NumPy: --help does without
 
-    return load_shape(load)
+    return load_shape(load, time_unit)
 
 
 #: Fields of a run that measures no part of a log.
@@ -250,7 +250,8 @@ class RoutingConfig(Fields):
     the task and language workloads, ``recorded`` for ``trace`` and files."""
     random_range_ratio: float = Field(default=0.0, ge=0, lt=1)
     """Draw given input and output lengths uniformly between length * (1 - ratio) and length * (1 +
-    ratio), as ``vllm bench serve`` does."""
+    ratio), as ``vllm bench serve`` does. SGLang's bench_serving draws between length * ratio and
+    length; ``engine_args`` accepts its command line."""
     prefix_len: int = Field(default=0, ge=0, le=LONGEST)
     """Length of a shared prefix, tokens, which every prompt begins with in addition to its input
     length; prefix caches find it."""

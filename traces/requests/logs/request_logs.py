@@ -21,7 +21,7 @@ import numpy as np
 from eldr_sim.arrays import Array, Bools, Floats, Int32s, Ints, Words
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
-from eldr_sim.traces.requests.logs import aggregates, benchmark_logs, chat_files, table_files
+from eldr_sim.traces.requests.logs import aggregates, benchmark_logs, chat_files
 from eldr_sim.traces.requests.logs.agent_logs import agent_rows, is_agent_session
 from eldr_sim.traces.requests.logs.conversation_files import conversation_rows, is_conversations
 from eldr_sim.traces.requests.logs.formats import LogFormat, refused_format, table_format
@@ -34,6 +34,7 @@ from eldr_sim.traces.requests.logs.table_columns import (
     TableColumns,
     columns_of,
     guessed_columns,
+    json_names,
     parse_columns,
 )
 
@@ -157,6 +158,8 @@ def read_request_log(
 def rates_of_file(file: Path) -> tuple[Floats, Floats] | None:
     """Return the edges, s from 0, and the rates, 1/s, of a file of counts over time; None where it
     holds something else. Raises InputError for one that cannot be meant."""
+    from eldr_sim.traces.requests.logs import table_files  # Arrow takes long to import
+
     source = regular_file(file, str(file))
     try:
         with source.open("rb") as start:
@@ -174,7 +177,7 @@ def rates_of_file(file: Path) -> tuple[Floats, Floats] | None:
             if records is None:
                 records = [_json(line) for line in text.splitlines() if line.strip()]
             records = [each for each in records if isinstance(each, dict)]
-            names = table_files.json_names(records)
+            names = json_names(records)
         else:
             names, records = table_files.sniff(file)
             if aggregates.count_column(names, records) is not None:
@@ -189,6 +192,8 @@ def rates_of_file(file: Path) -> tuple[Floats, Floats] | None:
 
 
 def _text_content(file: Path, asked: _Asked) -> _Found:
+    from eldr_sim.traces.requests.logs import table_files  # Arrow takes long to import
+
     names, records = table_files.sniff(file)
     with file.open(encoding="utf-8-sig", errors="replace") as lines:
         first = lines.readline()
@@ -207,6 +212,8 @@ def _text_content(file: Path, asked: _Asked) -> _Found:
 
 
 def _parquet(file: Path, asked: _Asked) -> _Found:
+    from eldr_sim.traces.requests.logs import table_files  # Arrow takes long to import
+
     names, records = table_files.parquet_start(file)
     known = _known_table(file, asked, names, records, f"Parquet with columns {', '.join(names)}")
     made, found = table_files.read_parquet(
@@ -217,6 +224,8 @@ def _parquet(file: Path, asked: _Asked) -> _Found:
 
 def _json_content(file: Path, asked: _Asked) -> _Found:
     """Return what a file of JSON holds: a document, or a line for each request or session."""
+    from eldr_sim.traces.requests.logs import table_files  # Arrow takes long to import
+
     with file.open(encoding="utf-8-sig") as lines:
         first = next(filter(str.strip, lines), "")
         record = _json(first)
@@ -240,7 +249,7 @@ def _json_content(file: Path, asked: _Asked) -> _Found:
         problem = f"got {first.strip()!r:.60}"
         raise InputError(f"{file} line 1", problem, "an object a line")
     records = [record, *(each for each in head if isinstance(each, dict))]
-    names = table_files.json_names(records)
+    names = json_names(records)
     known = _known_table(file, asked, names, records, first)
     made = asked.of_table(file, known, names)
     allowed = ", ".join(made.names) + ("" if asked.output_len else " (or --output-len)")
@@ -250,6 +259,8 @@ def _json_content(file: Path, asked: _Asked) -> _Found:
 
 def _document(file: Path, asked: _Asked, record: Any) -> _Found:
     """Return what a JSON document holds."""
+    from eldr_sim.traces.requests.logs import table_files  # Arrow takes long to import
+
     if benchmark_logs.is_vllm_result(record):
         asked.only_tables(file, "vllm bench")
         stated = benchmark_logs.stated_load(file, record)
@@ -284,7 +295,7 @@ def _document(file: Path, asked: _Asked, record: Any) -> _Found:
     found_sessions = None if head is record else _sessions(file, asked, records, head)
     if found_sessions is not None:
         return found_sessions
-    names = table_files.json_names(records)
+    names = json_names(records)
     known = _known_table(file, asked, names, records[:_FIRST_RECORDS], json.dumps(head))
     made = asked.of_table(file, known, names)
     allowed = ", ".join(made.names) + ("" if asked.output_len else " (or --output-len)")
@@ -328,7 +339,7 @@ def _inside(record: Any) -> list[Any]:
         for value in record.values()
         if isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
     ]
-    if table_format(table_files.json_names([record])) is None and len(lists) == 1:
+    if table_format(json_names([record])) is None and len(lists) == 1:
         return list(lists[0])
     return [record]
 

@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
+from itertools import islice
 from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.logs.formats import LogFormat
 from eldr_sim.traces.requests.logs.log_rows import Row, scaled_ns, session_of, timestamp_ns
 
+_FIRST_RECORDS = 200  #: of JSON, which say which columns there are
 UNITS_NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0}
 DATE = "date"  #: the unit of times that are no numbers
 KEYS = ("time", *(f"time_{unit}" for unit in UNITS_NS), "input", "output", "session", "priority")
@@ -158,6 +160,15 @@ def names_of(record: Mapping[str, Any], above: str = "") -> list[str]:
         else:
             found.append(above + name)
     return found
+
+
+def json_names(records: Iterable[Any]) -> list[str]:
+    """Return the columns of the first JSON objects, nested ones joined by dots."""
+    found: dict[str, None] = {}
+    for record in islice(records, _FIRST_RECORDS):
+        if isinstance(record, Mapping):
+            found |= dict.fromkeys(names_of(record))
+    return list(found)
 
 
 def row_reader(columns: TableColumns, output_len: int | None) -> Callable[[Any], tuple[Row, Any]]:

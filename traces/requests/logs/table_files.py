@@ -23,13 +23,7 @@ from eldr_sim.arrays import Ints, Words
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.logs.log_columns import NO_PRIORITY, Columns, Link, joined
 from eldr_sim.traces.requests.logs.log_rows import Row, session_of
-from eldr_sim.traces.requests.logs.table_columns import (
-    DATE,
-    UNITS_NS,
-    TableColumns,
-    names_of,
-    row_reader,
-)
+from eldr_sim.traces.requests.logs.table_columns import DATE, UNITS_NS, TableColumns, row_reader
 
 BLOCK = 32 * 2**20  #: bytes of a block
 _PARQUET_BATCH = 262_144
@@ -459,12 +453,3 @@ def _coded(values: Any) -> tuple[Ints, list[str]]:
     if "" in names:
         codes = np.where(codes == names.index(""), -1, codes)
     return codes, names
-
-
-def json_names(records: Iterable[Any]) -> list[str]:
-    """Return the columns of JSON objects, nested ones joined by dots."""
-    found: dict[str, None] = {}
-    for record in _with_limit(records):
-        if isinstance(record, Mapping):
-            found |= dict.fromkeys(names_of(record))
-    return list(found)
