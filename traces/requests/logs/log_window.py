@@ -143,6 +143,11 @@ def describe_part(
         begin, stop = (part.replayed[0] + at / part.stretch for at in window)
     found = _rate(n, begin, math.inf if stop >= last else stop, last)
     stop = min(stop, last)
+    whole = _rate(len(times), 0.0, math.inf, end)
+    if not log.timed:  # its seconds are the run's
+        end, begin, stop = (part.stretch * at for at in (end, begin, stop))
+        found, whole = (each / part.stretch if each and part.stretch else None
+                        for each in (found, whole))  # fmt: skip
     return {
         "requests": len(times),
         "measured": n,
@@ -150,7 +155,7 @@ def describe_part(
         "from_s": begin,
         "to_s": stop,
         "rate": found,
-        "log_rate": _rate(len(times), 0.0, math.inf, end),
+        "log_rate": whole,
         **({} if part.busiest_s is None else {"busiest_s": part.busiest_s}),
         **({"has_rate": True} if has_rate else {}),
     }
