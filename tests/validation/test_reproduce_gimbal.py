@@ -96,7 +96,9 @@ def test_conversations_go_on_with_their_own_prefix(tmp_path):
     write_conversations(tmp_path / "log.jsonl", 200, 1)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert len(lines) == 200
-    assert [line["timestamp"] for line in lines] == sorted(line["timestamp"] for line in lines)
+    assert [line["timestamp_ms"] for line in lines] == sorted(
+        line["timestamp_ms"] for line in lines
+    )
     users = {}
     for line in lines:
         assert len(line["hash_ids"]) == line["input_length"] // 16

@@ -99,7 +99,7 @@ def test_set_ups_are_the_papers(tmp_path):
     assert SIMULATED[1].fields(1.5)["max_num_seqs"] == 64
     log = write_log(Dataset("d", "code", 100, 50), 3, 10, tmp_path)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert lines == [{"timestamp": 0, "input_length": 10, "output_length": 5}] * 3
+    assert lines == [{"timestamp_ms": 0, "input_length": 10, "output_length": 5}] * 3
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def write_requests(
     path: Path, at_ms: Iterable[int], prompts: Iterable[int], outputs: Iterable[int]
 ) -> str:
     """Write a request log, a line a request; returns its path."""
-    names = ("timestamp", "input_length", "output_length")
+    names = ("timestamp_ms", "input_length", "output_length")
     rows = (dict(zip(names, row, strict=True)) for row in zip(at_ms, prompts, outputs, strict=True))
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return str(path)

@@ -48,7 +48,7 @@ def write_conversations(path: Path, n: int, seed: int) -> None:
             more = length // _BLOCK - len(blocks)
             blocks = blocks + list(range(fresh, fresh + more))
             fresh += more
-            line = {"timestamp": round(1e3 * when), "input_length": length}
+            line = {"timestamp_ms": round(1e3 * when), "input_length": length}
             line |= {"output_length": answer, "hash_ids": blocks, "session_id": str(user)}
             requests.append((when, line))
             length += answer

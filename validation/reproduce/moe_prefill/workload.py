@@ -148,7 +148,7 @@ def write_log(
     with whole_file(Path(path)) as partial, partial.open("w", encoding="utf-8") as file:
         for prompt, arrival in zip(prompts, times, strict=True):
             line = {
-                "timestamp": arrival,
+                "timestamp_ms": arrival,
                 "input_length": prompt.tokens,
                 "output_length": 1,
                 "hash_ids": prompt.blocks,
