@@ -66,9 +66,10 @@ class GPU(BaseModel):
 
     def most_flops(self, dtype: str) -> float:
         """Highest peak FLOP/s that kernels of a type of weights can reach: of FP4 weights with FP4
-        or FP8 activations, of FP8 weights FP8, of others bfloat16, where the units exist."""
+        or FP8 activations, of FP8 and INT8 weights FP8, of others bfloat16, where the units
+        exist."""
         narrow = self.fp4_flops if "fp4" in dtype else 0.0
-        if narrow or dtype.startswith("fp8"):
+        if narrow or dtype.startswith(("fp8", "mxfp8")) or dtype == "int8":
             return max(narrow, self.fp8_flops, self.bf16_flops)
         return self.bf16_flops
 

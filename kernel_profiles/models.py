@@ -12,14 +12,29 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.hf_config import hf_fields
+from eldr_sim.kernel_profiles.hf_config.fields import hf_fields
 
 KVDtype = Literal["bfloat16", "fp8"]
-WeightDtype = Literal["bfloat16", "fp8", "fp8_block", "mxfp4", "int4", "nvfp4"]
+#: How weights are stored. ``int4`` and ``int8_wo`` are widened to bfloat16 before they are
+#: multiplied (GPTQ, AWQ), ``nvfp4_wo`` likewise; ``int8`` multiplies in INT8 (W8A8).
+WeightDtype = Literal[
+    "bfloat16", "fp8", "fp8_block", "mxfp4", "mxfp8", "int4", "int4_g64", "int4_g128",
+    "int8", "int8_wo",
+    "nvfp4", "nvfp4_wo",
+]  # fmt: skip
+#: What a matrix is part of: attention, linear attention, or a dense or shared MLP.
+MatrixPart = Literal["attention", "state", "mlp"]
 FP8_BLOCK = 128  #: FP8 block scaling: one fp32 scale per 128 x 128 weights
-_MXFP4_GROUP = 32  # MXFP4: one scale byte per 32 weights
-_NVFP4_GROUP = 16  # NVFP4: one FP8 scale per 16 weights
-_INT4_GROUP = 32  # INT4 of compressed-tensors: one bfloat16 scale per 32 weights
+#: Bits of a weight, and of its share of the scale of its group, where scales are of groups.
+_GROUPED_BITS: dict[WeightDtype, float] = {
+    "mxfp4": 4 + 8 / 32,  # a scale byte per 32 weights
+    "mxfp8": 8 + 8 / 32,
+    "nvfp4": 4 + 8 / 16,  # an FP8 scale per 16
+    "nvfp4_wo": 4 + 8 / 16,
+    "int4": 4 + 16 / 32,  # a bfloat16 scale per 32: compressed-tensors, Kimi-K2.5
+    "int4_g64": 4 + (16 + 4) / 64,
+    "int4_g128": 4 + (16 + 4) / 128,  # a float16 scale and a zero point per 128: GPTQ, AWQ
+}
 
 
 LONGEST = 2**24  #: tokens of the longest context: tables have a row for each
@@ -35,12 +50,19 @@ class ModelDims(BaseModel):
     n_layers: int = Field(ge=1, le=1024)  #: transformer layers
     #: Layers with a dense MLP in place of experts: first ones, every other (Llama 4) or all.
     n_dense_layers: int = Field(default=0, ge=0)
+    #: Layers with neither experts nor an MLP (Nemotron-H: its blocks are one or the other).
+    n_bare_layers: int = Field(default=0, ge=0)
     hidden_size: int = Field(ge=1)  #: width of the residual stream
     #: Routed experts per MoE layer; 0 where the model is dense.
     n_experts: int = Field(default=0, ge=0, le=65536)
     top_k: int = Field(default=0, ge=0)  #: routed experts per token
-    #: Inner width of one routed expert (gated MLP: three matrices).
+    #: Inner width of one routed expert.
     expert_intermediate_size: int = Field(default=0, ge=0)
+    #: Width of what routed experts read and write where it is not ``hidden_size`` (latent experts:
+    #: two matrices of a layer project to it and back); 0 otherwise.
+    expert_hidden_size: int = Field(default=0, ge=0)
+    #: Whether experts and MLPs have three matrices (gate, up and down), or two.
+    gated_mlp: bool = True
     #: Inner width of the MLP of a dense layer; 0 when there is none.
     dense_intermediate_size: int = Field(default=0, ge=0)
     #: Combined inner width of the always-on experts; 0 when there is none.
@@ -67,40 +89,63 @@ class ModelDims(BaseModel):
     #: Window of the sliding layers, tokens (Llama 4: its chunks, at most); 0: none.
     sliding_window: int = 0
     n_sliding_layers: int = 0  #: layers that attend only to the window
-    #: Layers of linear attention (Gated DeltaNet, arXiv 2412.06464): a state in place of KV.
+    sliding_n_heads: int = 0  #: query heads of sliding layers where they differ; 0 otherwise
+    #: Layers that keep a state in place of KV: Gated DeltaNet (arXiv 2412.06464), Kimi Delta
+    #: Attention (arXiv 2510.26692) or Mamba-2 (arXiv 2405.21060).
     n_linear_layers: int = 0
-    linear_key_heads: int = 0  #: of these layers: query and key heads,
-    linear_value_heads: int = 0  #: value heads, each with a state of its own,
-    linear_head_dim: int = 0  #: width of all of them,
+    linear_kind: Literal["gdn", "kda", "mamba2"] = "gdn"  #: which of them
+    linear_key_heads: int = 0  #: query and key heads; Mamba-2: groups of B and C,
+    linear_value_heads: int = 0  #: value heads, each with its own state,
+    linear_head_dim: int = 0  #: width of keys; Mamba-2: ``ssm_state_size``,
+    linear_value_head_dim: int = 0  #: width of values where it differs; 0 otherwise,
+    linear_gate_rank: int = 0  #: KDA: rank of the gate of the output, 0 for a whole matrix,
     linear_conv: int = 0  #: tokens that the convolution before them reads,
+    linear_conv_bias: bool = False  #: and whether it has a bias,
     linear_state_bytes_per_value: Literal[2, 4] = 4  #: and bytes of a value of the state
     attention_gate: bool = False  #: whether a gate as wide as the queries scales what heads return
     qk_norm: Literal["none", "per_head", "full_width"] = "none"  #: RMS norm on queries and keys
     #: Biases on the QKV projections, or on these and the output projection.
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    attention_sinks: bool = False  #: one learnt sink logit per head
+    #: Layers with a learnt sink logit per head.
+    attention_sinks: Literal["none", "sliding", "full", "all"] = "none"
     q_lora_rank: int = 0  #: MLA: rank of the query compression, 0 for none
     kv_lora_rank: int = 0  #: MLA: rank of the KV compression
     qk_nope_head_dim: int = 0  #: MLA: query-key width without rotary embedding
     qk_rope_head_dim: int = 0  #: MLA: query-key width with rotary embedding
-    v_head_dim: int = 0  #: MLA: value width per head
-    #: Sparse attention (DeepSeek-V3.2, arXiv 2512.02556): cached tokens that a query attends to, 0
-    #: for all; ``index_heads`` of ``index_head_dim`` choose them by keys of their own.
+    v_head_dim: int = 0  #: value width per head: of MLA; of others where it differs, 0 otherwise
+    #: Sparse attention (DeepSeek-V3.2, arXiv 2512.02556; MiniMax-M3): cached tokens that a query
+    #: attends to, 0 for all; ``index_heads`` of ``index_head_dim`` choose them by index keys.
     index_topk: int = 0
     index_heads: int = 0
     index_head_dim: int = 0
+    n_sparse_layers: int = 0  #: full layers that choose where others attend to all; 0: every one
+    n_index_layers: int = 0  #: layers with an indexer, whose choice the others share; 0: every one
+    index_pool: int = Field(default=1, ge=1)  #: tokens that share an index key (GLM-5.3-Flash)
+    index_bits: Literal[8, 16] = 8  #: of a value of the index keys; FP8 has a scale beside them
     #: Compressed attention (DeepSeek-V4): a cached entry stands for so many tokens, in so many
     #: layers; queries of the layers that compress least choose entries by ``index_topk``, those of
     #: the others attend to all.
     compressed_layers: tuple[tuple[int, int], ...] = ()
+    #: Latest tokens that layers of compressed attention keep whole, too.
+    local_window: int = 0
     output_groups: int = 0  #: of heads, each projected to ``output_rank`` first; 0: none
     output_rank: int = 0
     norms_per_layer: int = 2  #: norm vectors of width ``hidden_size`` per layer
     norm_bias: bool = False  #: whether norms carry a bias (LayerNorm)
+    #: Streams of the residual that learnt matrices mix before and after attention and MLP
+    #: (hyper-connections, arXiv 2409.19606; DeepSeek-V4 and GLM-5.3-Flash); 0: one plain residual.
+    hyper_connections: int = 0
+    #: Layers whose outputs are summed to one that later layers attend to (attention residuals,
+    #: Kimi-K3); 0: none.
+    residual_block: int = 0
     #: Storage of routed experts; ``fp8`` has one scale a tensor, ``fp8_block`` one a block.
     expert_dtype: WeightDtype = "bfloat16"
-    #: Storage of all other matrices but embedding, lm_head and MoE gate, which are bfloat16.
-    linear_dtype: Literal["bfloat16", "fp8", "fp8_block", "nvfp4"] = "bfloat16"
+    #: Storage of the matrices of attention, and of all other ones but embedding, lm_head and MoE
+    #: gate, which are bfloat16.
+    linear_dtype: WeightDtype = "bfloat16"
+    mlp_dtype: WeightDtype | None = None  #: of dense and shared MLPs where it differs
+    state_dtype: WeightDtype | None = None  #: of the matrices of linear attention where it differs
+    head_dtype: WeightDtype = "bfloat16"  #: of lm_head
     #: Parameter count that the publisher states; 0 when unknown.
     published_total_params: float = 0.0
     #: Active parameter count that the publisher states; conventions differ. 0 when unknown.
@@ -113,7 +158,8 @@ class ModelDims(BaseModel):
         if self.top_k > self.n_experts:
             raise ValueError(f"top_k {self.top_k} of {self.n_experts} experts")
         routed = (self.n_experts, self.top_k, self.expert_intermediate_size)
-        if self.n_dense_layers > self.n_layers or any(routed) != (self.n_moe_layers > 0):
+        without = self.n_dense_layers + self.n_bare_layers
+        if without > self.n_layers or any(routed) != (self.n_moe_layers > 0):
             raise ValueError(f"n_dense_layers {self.n_dense_layers} of {self.n_layers} layers")
         if any(routed) and not all(routed):
             raise ValueError(f"{self.n_experts} experts, top_k {self.top_k}, of width {routed[2]}")
@@ -127,11 +173,14 @@ class ModelDims(BaseModel):
         if bool(self.n_sliding_layers) != bool(self.sliding_window):
             raise ValueError("n_sliding_layers and sliding_window go together")
         index = (self.index_topk, self.index_heads, self.index_head_dim)
-        if any(index) != all(index) or (any(index) and self.attention != "mla"):
-            raise ValueError(f"index_topk, heads and width {index} of {self.attention} attention")
+        if any(index) != all(index):
+            raise ValueError(f"index_topk, heads and width {index}")
+        for name in ("n_sparse_layers", "n_index_layers"):
+            if not 0 <= getattr(self, name) <= (self.n_full_layers if self.index_topk else 0):
+                raise ValueError(f"{name} {getattr(self, name)} of {self.n_full_layers} layers")
         compressed = sum(layers for _, layers in self.compressed_layers)
-        if self.compressed_layers and (compressed != self.n_layers or not self.index_topk):
-            raise ValueError(f"compressed_layers {compressed} of {self.n_layers} layers")
+        if self.compressed_layers and (compressed != self.n_full_layers or not self.index_topk):
+            raise ValueError(f"compressed_layers {compressed} of {self.n_full_layers} layers")
         return self
 
     @property
@@ -142,12 +191,39 @@ class ModelDims(BaseModel):
     @property
     def n_moe_layers(self) -> int:
         """Layers with routed experts."""
-        return self.n_layers - self.n_dense_layers
+        return self.n_layers - self.n_dense_layers - self.n_bare_layers
 
     @property
     def n_full_layers(self) -> int:
         """Layers that attend to the whole context."""
         return self.n_layers - self.n_sliding_layers - self.n_linear_layers
+
+    @property
+    def n_choosing_layers(self) -> int:
+        """Layers of sparse attention, of those that attend to the whole context."""
+        return (self.n_sparse_layers or self.n_full_layers) if self.index_topk else 0
+
+    @property
+    def n_indexers(self) -> int:
+        """Layers that have an indexer and cache its keys."""
+        if self.compressed_layers:
+            return min(self.compressed_layers)[1]
+        return (self.n_index_layers or self.n_choosing_layers) if self.index_topk else 0
+
+    @property
+    def expert_width(self) -> int:
+        """Width of what a routed expert reads and writes."""
+        return self.expert_hidden_size or self.hidden_size
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an expert or MLP."""
+        return 3 if self.gated_mlp else 2
+
+    def dtype_of(self, part: MatrixPart) -> WeightDtype:
+        """Storage of a part's matrices."""
+        own = {"attention": None, "state": self.state_dtype, "mlp": self.mlp_dtype}[part]
+        return own or self.linear_dtype
 
     @property
     def attention_kinds(self) -> list[tuple[bool, int]]:
@@ -161,7 +237,12 @@ class ModelDims(BaseModel):
         """Query heads, KV heads and head width of a sliding or a full layer."""
         if not sliding and self.global_head_dim:
             return self.n_heads, self.global_n_kv_heads, self.global_head_dim
-        return self.n_heads, self.n_kv_heads, self.head_dim
+        heads = (self.sliding_n_heads if sliding else 0) or self.n_heads
+        return heads, self.n_kv_heads, self.head_dim
+
+    def value_width(self, sliding: bool) -> int:
+        """Width of a head's values in a sliding or a full layer."""
+        return self.v_head_dim or self.heads(sliding)[2]
 
     def attention_linears(self, sliding: bool = False) -> list[tuple[int, int]]:
         """Matrices of a layer's attention as vLLM fuses them: (out features n, in features k)."""
@@ -174,56 +255,112 @@ class ModelDims(BaseModel):
                 if self.q_lora_rank
                 else [(heads * (nope + rope), hidden)]
             )
-            index = [(self.index_heads * self.index_head_dim, self.q_lora_rank),
-                     (self.index_head_dim, hidden), (self.index_heads, hidden)]  # fmt: skip
             latent = [(rank + rope, hidden), (heads * (nope + value), rank)]
             output = [(hidden, heads * value)]
             if self.output_groups:
                 latent, width = latent[:1], self.output_groups * self.output_rank
                 output = [(width, heads * value // self.output_groups), (hidden, width)]
-            return [*query, *latent, *output, *(index if self.index_topk else ())]
+            gate = [(heads * value, hidden)] if self.attention_gate else []
+            return [*query, *latent, *output, *gate]
         heads, kv_heads, width = self.heads(sliding)
-        projections = 1 if self.global_shared_kv_projection and not sliding else 2
-        queries = heads * (1 + self.attention_gate)
-        return [((queries + projections * kv_heads) * width, hidden), (hidden, heads * width)]
+        value = self.value_width(sliding)
+        keys = kv_heads * (width if self.global_shared_kv_projection and not sliding else
+                           width + value)  # fmt: skip
+        gate_width = heads * value if self.attention_gate else 0
+        return [(heads * width + keys + gate_width, hidden), (hidden, heads * value)]
+
+    @property
+    def index_linears(self) -> list[tuple[int, int]]:
+        """Matrices of one indexer (out features n, in features k): queries, key, and the weights of
+        heads, which MiniMax-M3 has not."""
+        if not self.index_topk:
+            return []
+        hidden, queries = self.hidden_size, self.index_heads * self.index_head_dim
+        if self.attention == "mla":
+            return [(queries, self.q_lora_rank), (self.index_head_dim, hidden),
+                    (self.index_heads, hidden)]  # fmt: skip
+        return [(queries + self.index_head_dim, hidden)]
+
+    @property
+    def linear_widths(self) -> tuple[int, int]:
+        """Features of the keys and of the values of a layer of linear attention."""
+        values = self.linear_value_heads * (self.linear_value_head_dim or self.linear_head_dim)
+        return self.linear_key_heads * self.linear_head_dim, values
 
     @property
     def linear_attention_linears(self) -> list[tuple[int, int]]:
-        """Matrices of one layer of linear attention (out features n, in features k). Queries, keys,
-        values and the gate of the output in one, decay and write strength of each value head in one
-        (``vllm/model_executor/models/qwen3_next.py``)."""
-        keys, values = (
-            heads * self.linear_head_dim
-            for heads in (self.linear_key_heads, self.linear_value_heads)
-        )
-        hidden = self.hidden_size
-        return [
-            (2 * (keys + values), hidden),
-            (2 * self.linear_value_heads, hidden),
-            (hidden, values),
-        ]
+        """Matrices of one layer of linear attention (out features n, in features k).
+
+        Gated DeltaNet: queries, keys, values and the gate of the output in one, decay and write
+        strength of each value head in one (``vllm/model_executor/models/qwen3_next.py``). KDA has
+        a decay for each channel by a matrix of the rank of a head, its gate by one of
+        ``linear_gate_rank`` (``vllm/model_executor/layers/kda.py``). Mamba-2: gate, values, B, C
+        and the step of each head in one (``mamba_mixer2.py``)."""
+        keys, values = self.linear_widths
+        hidden, heads, width = self.hidden_size, self.linear_value_heads, self.linear_head_dim
+        output = (hidden, values)
+        if self.linear_kind == "mamba2":
+            return [(2 * (keys + values) + heads, hidden), output]
+        if self.linear_kind == "gdn":
+            return [(2 * (keys + values), hidden), (2 * heads, hidden), output]
+        rank = self.linear_gate_rank
+        gate = [(values, rank)] if rank else []
+        whole = 2 * keys + values + (0 if rank else values)
+        return [(whole, hidden), (heads + width + rank, hidden), (values, width), *gate, output]
 
     @property
     def _convolved(self) -> int:
         """Features that the convolution of a layer of linear attention runs over."""
-        return (2 * self.linear_key_heads + self.linear_value_heads) * self.linear_head_dim
+        keys, values = self.linear_widths
+        return 2 * keys + values
 
     @property
-    def attention_layer_linears(self) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Layers of each kind, and the matrices of one."""
-        kinds = [(n, self.attention_linears(sliding)) for sliding, n in self.attention_kinds]
-        linear = self.n_linear_layers
-        return kinds + ([(linear, self.linear_attention_linears)] if linear else [])
+    def _state_params(self) -> int:
+        """Parameters of one layer of linear attention."""
+        params = sum(n * k for n, k in self.linear_attention_linears)
+        params += self._convolved * (self.linear_conv + self.linear_conv_bias)
+        heads, (_, values) = self.linear_value_heads, self.linear_widths
+        match self.linear_kind:
+            case "gdn":  # decay, bias of the step, norm
+                return params + 2 * heads + self.linear_head_dim
+            case "kda":  # a bias of the step for each channel
+                return params + heads + values + self.linear_head_dim
+            case "mamba2":  # decay, skip, bias of the step, norm
+                return params + 3 * heads + values
+
+    @property
+    def matrices(self) -> list[tuple[MatrixPart, int, list[tuple[int, int]]]]:
+        """Matrices that every token passes, but MoE gate, embedding and lm_head: what they are part
+        of, how many layers have them, and those of one layer as vLLM fuses them, (out features n,
+        in features k)."""
+        found: list[tuple[MatrixPart, int, list[tuple[int, int]]]] = [
+            ("attention", n, self.attention_linears(sliding)) for sliding, n in self.attention_kinds
+        ]
+        found.append(("attention", self.n_indexers, self.index_linears))
+        if self.n_linear_layers:
+            found.append(("state", self.n_linear_layers, self.linear_attention_linears))
+        hidden, up = self.hidden_size, self.mlp_matrices - 1
+        for layers, width in (
+            (self.n_moe_layers, self.shared_intermediate_size),
+            (self.n_dense_layers, self.dense_intermediate_size),
+        ):
+            if width:
+                found.append(("mlp", layers, [(up * width, hidden), (hidden, width)]))
+        if self.expert_hidden_size:
+            latent = self.expert_hidden_size
+            found.append(("mlp", self.n_moe_layers, [(latent, hidden), (hidden, latent)]))
+        return [one for one in found if one[1]]
 
     def _attention_params(self, sliding: bool) -> int:
         params = sum(n * k for n, k in self.attention_linears(sliding))
         if self.attention == "mla":
-            return params + self.q_lora_rank + self.kv_lora_rank + 2 * self.index_head_dim
+            return params + self.q_lora_rank + self.kv_lora_rank
         heads, kv_heads, width = self.heads(sliding)
         if self.attention_bias != "none":
             params += (heads + 2 * kv_heads) * width
             params += self.hidden_size if self.attention_bias == "all" else 0
-        params += heads if self.attention_sinks else 0
+        sinks = ("all", "sliding" if sliding else "full")
+        params += heads if self.attention_sinks in sinks else 0
         if self.qk_norm == "per_head":
             params += 2 * width
         elif self.qk_norm == "full_width":
@@ -234,16 +371,16 @@ class ModelDims(BaseModel):
     def attention_params(self) -> int:
         """Parameters of attention over all layers."""
         own = sum(n * self._attention_params(sliding) for sliding, n in self.attention_kinds)
-        linear = sum(n * k for n, k in self.linear_attention_linears)
-        linear += self._convolved * self.linear_conv
-        linear += 2 * self.linear_value_heads + self.linear_head_dim  # decay, step bias, norm
-        return own + self.n_linear_layers * linear
+        # An indexer norms its keys (LayerNorm), MiniMax-M3's its queries and keys.
+        index = sum(n * k for n, k in self.index_linears) + 2 * self.index_head_dim
+        state = self.n_linear_layers * self._state_params if self.n_linear_layers else 0
+        return own + self.n_indexers * index + state
 
     @property
     def params_per_expert(self) -> int:
-        """Parameters of one routed expert: gate, up and down matrices, and their biases."""
+        """Parameters of one routed expert: its matrices and their biases."""
         bias = 2 * self.expert_intermediate_size + self.hidden_size if self.expert_bias else 0
-        return 3 * self.hidden_size * self.expert_intermediate_size + bias
+        return self.mlp_matrices * self.expert_width * self.expert_intermediate_size + bias
 
     @property
     def embedding_params(self) -> int:
@@ -257,15 +394,32 @@ class ModelDims(BaseModel):
         return own + (self.vocab_size if self.lm_head_bias else 0)
 
     @property
+    def _hyper_connection_params(self) -> int:
+        """Parameters that mix the streams of the residual: before and after attention and MLP of
+        each layer a matrix from all streams to the weights of reading, writing and mixing them, and
+        one before lm_head (DeepSeek-V4's ``inference/model.py``)."""
+        streams = self.hyper_connections
+        if not streams:
+            return 0
+        mixes, width = streams * (streams + 2), streams * self.hidden_size
+        sites = 2 * self.n_layers - self.n_bare_layers
+        return sites * (mixes * width + mixes + 3) + streams * width + streams + 1
+
+    @property
     def _always_on_params(self) -> int:
         """Parameters that every token touches, but embedding and lm_head."""
         hidden = self.hidden_size
         gate = self.n_moe_layers * (hidden * self.n_experts + self.router_extra_params)
-        shared = self.n_moe_layers * 3 * hidden * self.shared_intermediate_size
-        shared += self.n_moe_layers * hidden if self.shared_expert_gate else 0
-        dense = self.n_dense_layers * 3 * hidden * self.dense_intermediate_size
-        norms = (self.norms_per_layer * self.n_layers + 1) * hidden * (2 if self.norm_bias else 1)
-        return self.attention_params + gate + shared + dense + norms
+        gate += self.n_moe_layers * hidden if self.shared_expert_gate else 0
+        mlps = sum(
+            layers * n * k
+            for part, layers, linears in self.matrices
+            for n, k in linears
+            if part == "mlp"
+        )
+        norms = self.norms_per_layer * self.n_layers - self.n_bare_layers + 1
+        norms *= hidden * (2 if self.norm_bias else 1)
+        return self.attention_params + gate + mlps + norms + self._hyper_connection_params
 
     @property
     def total_params(self) -> int:
@@ -284,49 +438,63 @@ class ModelDims(BaseModel):
     @property
     def bytes_per_expert(self) -> int:
         """Bytes of one routed expert as stored, scales and biases included."""
-        weights = 3 * self.hidden_size * self.expert_intermediate_size
-        bias = 2 * (self.params_per_expert - weights)
-        matrix = self.expert_intermediate_size, self.hidden_size
-        return 3 * stored_bytes(*matrix, self.expert_dtype) + bias
+        matrix, matrices = (self.expert_intermediate_size, self.expert_width), self.mlp_matrices
+        bias = 2 * (self.params_per_expert - matrices * math.prod(matrix))
+        return matrices * stored_bytes(*matrix, self.expert_dtype) + bias
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights as stored."""
         total = 2 * (self._always_on_params + self.embedding_params + self.lm_head_params)
         total += self.n_moe_layers * self.n_experts * self.bytes_per_expert
-        if self.linear_dtype != "bfloat16":
-            linears = [pair for n, own in self.attention_layer_linears for pair in n * own]
-            linears += self.n_moe_layers * 3 * [(self.shared_intermediate_size, self.hidden_size)]
-            linears += self.n_dense_layers * 3 * [(self.dense_intermediate_size, self.hidden_size)]
-            total += sum(stored_bytes(n, k, self.linear_dtype) - 2 * n * k for n, k in linears)
+        for part, layers, linears in self.matrices:
+            dtype = self.dtype_of(part)
+            if dtype != "bfloat16":
+                stored = sum(stored_bytes(n, k, dtype) - 2 * n * k for n, k in linears)
+                total += layers * stored
+        if not self.tie_word_embeddings:
+            head = self.vocab_size, self.hidden_size
+            total += stored_bytes(*head, self.head_dtype) - 2 * math.prod(head)
         return total
 
-    def kv_bytes_per_token_layer(self, sliding: bool = False) -> int:
-        """Bytes that one token adds to one layer's KV cache."""
+    def cached_bytes_per_token(self, sliding: bool) -> int:
+        """Bytes that one token inside the window adds to the KV cache of all layers of a kind."""
         value = 1 if self.kv_cache_dtype == "fp8" else 2
+        layers = self.n_sliding_layers if sliding else self.n_full_layers
         if self.attention == "mla":
-            latent = value * (self.kv_lora_rank + self.qk_rope_head_dim)
-            if self.compressed_layers:
-                latent = round(latent * sum(n / ratio for ratio, n in self.compressed_layers)
-                               / self.n_layers)  # fmt: skip
-            return latent + self.index_bytes_per_token
-        _, kv_heads, width = self.heads(sliding)
-        return 2 * value * kv_heads * width
+            entry: float = value * (self.kv_lora_rank + self.qk_rope_head_dim)
+        else:
+            entry = value * self.heads(sliding)[1] * (self.heads(sliding)[2]
+                                                      + self.value_width(sliding))  # fmt: skip
+        if sliding:
+            return round(layers * entry)
+        if self.compressed_layers:
+            layers, entry = 1, entry * sum(n / ratio for ratio, n in self.compressed_layers)
+        return round(layers * entry + self._index_key_bytes * self.n_indexers)
+
+    def kv_bytes_per_token_layer(self, sliding: bool = False) -> float:
+        """Bytes that one token adds to one layer's KV cache, the mean of the layers of a kind."""
+        layers = self.n_sliding_layers if sliding else self.n_full_layers
+        return self.cached_bytes_per_token(sliding) / layers if layers else 0.0
 
     @property
-    def index_bytes_per_token(self) -> int:
-        """Bytes of a token's index key in a layer: FP8 and a scale; compressed: the layers'
-        mean."""
-        key = self.index_head_dim + 4 if self.index_topk else 0
-        if not self.compressed_layers:
-            return key
-        ratio, layers = min(self.compressed_layers)
-        return round(key * layers / ratio / self.n_layers)
+    def _index_key_bytes(self) -> float:
+        """Bytes of a token's index key in a layer that has one: FP8 and a scale, or bfloat16."""
+        if not self.index_topk:
+            return 0.0
+        key = self.index_head_dim + 4 if self.index_bits == 8 else 2 * self.index_head_dim
+        ratio, _ = min(self.compressed_layers, default=(1, 0))
+        return key / self.index_pool / ratio
+
+    @property
+    def index_bytes_per_token(self) -> float:
+        """Bytes of a token's index keys, the mean of the layers without a window."""
+        return self._index_key_bytes * self.n_indexers / max(self.n_full_layers, 1)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache of one token inside every window, over all layers."""
-        return sum(n * self.kv_bytes_per_token_layer(kind) for kind, n in self.attention_kinds)
+        return self.cached_bytes_per_token(True) + self.cached_bytes_per_token(False)
 
     @property
     def n_kv_tensors(self) -> int:
@@ -334,37 +502,55 @@ class ModelDims(BaseModel):
         return (self.n_layers - self.n_linear_layers) * (1 if self.attention == "mla" else 2)
 
     @property
+    def layer_state_bytes(self) -> int:
+        """Bytes that a sequence keeps in one layer of linear attention, however long it is. A
+        matrix for each value head, and the tokens that the next convolution reads, in bfloat16."""
+        keys, width = self.linear_head_dim, self.linear_value_head_dim or self.linear_head_dim
+        state = self.linear_value_heads * keys * width * self.linear_state_bytes_per_value
+        return state + 2 * self._convolved * max(self.linear_conv - 1, 0)
+
+    @property
     def state_bytes(self) -> int:
-        """Bytes that a sequence keeps in layers of linear attention, however long it is. A matrix
-        for each value head, and the tokens that the next convolution reads, in bfloat16."""
-        state = self.linear_value_heads * self.linear_head_dim**2
-        state *= self.linear_state_bytes_per_value
-        return self.n_linear_layers * (state + 2 * self._convolved * max(self.linear_conv - 1, 0))
+        """Bytes that a sequence keeps whatever its length: states of linear attention, and with
+        compressed attention the latest tokens as they are."""
+        value = 1 if self.kv_cache_dtype == "fp8" else 2
+        local = value * self.local_window * (self.kv_lora_rank + self.qk_rope_head_dim)
+        return self.n_linear_layers * self.layer_state_bytes + self.n_full_layers * local
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of KV cache of ``context`` tokens; sliding layers keep their window, as in vLLM."""
         return self.state_bytes + sum(
-            n * min(context, self.sliding_window if sliding else context)
-            * self.kv_bytes_per_token_layer(sliding)
-            for sliding, n in self.attention_kinds
-        )  # fmt: skip
+            min(context, self.sliding_window if sliding else context)
+            * self.cached_bytes_per_token(sliding)
+            for sliding, _ in self.attention_kinds
+        )
 
 
 def stored_bytes(n: int, k: int, dtype: WeightDtype) -> int:
     """Bytes of an n x k matrix as stored, scales included."""
+    if dtype in _GROUPED_BITS:
+        return round(n * k * _GROUPED_BITS[dtype] / 8)
     match dtype:
         case "bfloat16":
             return 2 * n * k
-        case "fp8":
-            return n * k
         case "fp8_block":
             return n * k + 4 * math.ceil(n / FP8_BLOCK) * math.ceil(k / FP8_BLOCK)
-        case "mxfp4":
-            return n * k // 2 + n * k // _MXFP4_GROUP
-        case "int4":
-            return n * k // 2 + 2 * n * k // _INT4_GROUP
-        case "nvfp4":
-            return n * k // 2 + n * k // _NVFP4_GROUP
+        case "int8" | "int8_wo":
+            return n * k + 2 * n  # a scale a channel
+        case _:
+            return n * k
+
+
+def stored_width(dtype: str) -> float:
+    """Bytes of a weight as stored, scales left out where they are of channels or blocks."""
+    return next((b / 8 for name, b in _GROUPED_BITS.items() if name == dtype), 0.0) or (
+        2.0 if dtype == "bfloat16" else 1.0
+    )
+
+
+def is_fp8(dtype: str) -> bool:
+    """Whether weights are multiplied at the rate of FP8; INT8's is the same."""
+    return dtype in ("fp8", "fp8_block", "mxfp8", "int8")
 
 
 def shipped_json(name: str) -> Any:

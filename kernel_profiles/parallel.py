@@ -134,9 +134,15 @@ class Parallelism:
             for heads in {model.n_kv_heads, model.global_n_kv_heads or model.n_kv_heads}:
                 if size % heads:  # else each GPU holds a copy of one KV head
                     divide("KV heads", heads)
-        for heads in filter(None, (model.linear_key_heads, model.linear_value_heads)):
+        states = {model.linear_key_heads, model.linear_value_heads}
+        if model.linear_kind == "mamba2":  # GPUs beyond its groups hold copies, as of KV heads
+            states = {model.linear_value_heads}
+            if model.linear_key_heads % size and size % model.linear_key_heads:
+                divide("groups of Mamba-2", model.linear_key_heads)
+        for heads in filter(None, states):
             divide("heads of linear attention", heads)
-        linear = FP8_BLOCK if model.linear_dtype == "fp8_block" else 1
+        divide("query heads of sliding layers", model.sliding_n_heads)
+        linear = FP8_BLOCK if model.dtype_of("mlp") == "fp8_block" else 1
         divide("features of a dense layer's MLP", model.dense_intermediate_size, linear)
         divide("features of the shared experts", model.shared_intermediate_size, linear)
         if self.expert_parallel:
@@ -155,10 +161,10 @@ class Parallelism:
         if self.n_ranks == 1:
             return model
         fields = model.model_dump()
-        for name in ("n_heads", "dense_intermediate_size", "shared_intermediate_size",
-                     "linear_key_heads", "linear_value_heads"):  # fmt: skip
+        for name in ("n_heads", "sliding_n_heads", "dense_intermediate_size",
+                     "shared_intermediate_size", "linear_value_heads"):  # fmt: skip
             fields[name] //= size
-        for name in ("n_kv_heads", "global_n_kv_heads"):
+        for name in ("n_kv_heads", "global_n_kv_heads", "linear_key_heads"):
             if fields[name]:
                 fields[name] = max(1, fields[name] // size)
         fields["vocab_size"] = -(-model.vocab_size // size)

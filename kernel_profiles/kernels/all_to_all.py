@@ -197,8 +197,9 @@ def build_all_to_all(
         raise InputError("expert_parallel_size", problem, "2 or more in a node, or whole nodes")
     node = min(n_ranks, gpus_per_node)
     fp8 = backend.startswith("deepep") and model.expert_dtype in ("fp8", "fp8_block")
-    combine_bytes = 2.0 * model.hidden_size
-    dispatch_bytes = _FP8_BYTES * model.hidden_size if fp8 else combine_bytes
+    # Latent experts: what is dispatched is projected already.
+    combine_bytes = 2.0 * model.expert_width
+    dispatch_bytes = _FP8_BYTES * model.expert_width if fp8 else combine_bytes
     found = _Curves(gpu, node, tables)
     if backend in _OPERATIONS:
         near = [found.collective(operation) for operation in _OPERATIONS[backend]]
@@ -333,7 +334,7 @@ def _rows(table: LatencyTable, model: ModelDims, backend: Backend, phase: str) -
     """Rows of a phase, of the measured shape next to the model's: by hidden size, then the rest."""
     columns = table.columns
     rows = np.flatnonzero((columns["backend"] == backend) & (columns["phase"] == phase))
-    shape = np.array((model.hidden_size, model.top_k, model.n_experts))
+    shape = np.array((model.expert_width, model.top_k, model.n_experts))
     measured = np.stack([columns[n][rows] for n in ("hidden_size", "top_k", "n_experts")], axis=1)
     off = np.abs(each(math.log, measured / shape.astype(np.float64)))
     near = measured[np.lexsort((off[:, 2], off[:, 1], off[:, 0]))[0]]

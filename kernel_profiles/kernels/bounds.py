@@ -28,7 +28,7 @@ def linear_s(gpu: GPU, n: int, k: int, rows: ArrayLike, dtype: WeightDtype) -> F
 
 def expert_s(gpu: GPU, model: ModelDims) -> tuple[float, float]:
     """Return the least seconds to read one routed expert, and to compute one token on it."""
-    flops = 6.0 * model.hidden_size * model.expert_intermediate_size
+    flops = 2.0 * model.mlp_matrices * model.expert_width * model.expert_intermediate_size
     read_s = model.bytes_per_expert / gpu.memory_bandwidth
     return read_s, flops / gpu.most_flops(model.expert_dtype)
 
@@ -56,12 +56,13 @@ def attention(gpu: GPU, model: ModelDims, sliding: bool) -> AttentionBound:
     """Return the bound of a layer that slides, or attends to everything or what it chooses."""
     fp8 = model.kv_cache_dtype == "fp8"
     flops = gpu.most_flops("fp8" if fp8 else "bfloat16")
-    cached = model.kv_bytes_per_token_layer(sliding) - model.index_bytes_per_token
+    index_bytes = 0.0 if sliding else model.index_bytes_per_token
+    cached = model.kv_bytes_per_token_layer(sliding) - index_bytes
     decode, prefill = (pair_flops(model, sliding, decode=kind) / flops for kind in (True, False))
-    index_pair_s = index_flops(model) / gpu.most_flops("fp8")
+    index_pair_s = 0.0 if sliding else index_flops(model) / gpu.most_flops("fp8")
     return AttentionBound(
         max(cached / gpu.memory_bandwidth, decode),
-        max(model.index_bytes_per_token / gpu.memory_bandwidth, index_pair_s),
+        max(index_bytes / gpu.memory_bandwidth, index_pair_s),
         prefill,
         index_pair_s,
         model.sliding_window if sliding else model.index_topk,
@@ -72,7 +73,7 @@ def linear_attention(gpu: GPU, model: ModelDims) -> tuple[float, float]:
     """Return the least seconds of one layer's linear attention: of a sequence that decodes, whose
     state is read and written, and of a token of a prompt."""
     compute = state_flops(model) / gpu.bf16_flops
-    moved = 2 * model.state_bytes / model.n_linear_layers / gpu.memory_bandwidth
+    moved = 2 * model.layer_state_bytes / gpu.memory_bandwidth
     return max(moved, compute), compute
 
 

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from eldr_sim.arrays import Floats
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
-from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.models import ModelDims, is_fp8
 
 
 def gpu_intensity(gpu: GPU, *, fp8: bool = False) -> float:
@@ -35,28 +35,33 @@ def pair_flops(model: ModelDims, sliding: bool = False, *, decode: bool = True) 
     """FLOPs of one query token against one cached token in one layer, all heads. MLA decodes
     against the compressed cache (kv_lora_rank + rope per score, kv_lora_rank per value) and
     prefills against the expanded one."""
+    heads, _, width = model.heads(sliding)
     if model.attention == "mla" and decode:
         width = 2 * model.kv_lora_rank + model.qk_rope_head_dim
     elif model.attention == "mla":
         width = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
     else:
-        full = not sliding and model.global_head_dim
-        width = 2 * (model.global_head_dim if full else model.head_dim)
-    return 2.0 * model.n_heads * width
+        width += model.value_width(sliding)
+    return 2.0 * heads * width
 
 
 def index_flops(model: ModelDims) -> float:
-    """FLOPs of a query token on a cached token's index key, one layer; compressed: the layers'
-    mean."""
-    ratio, layers = min(model.compressed_layers, default=(1, model.n_layers))
-    return 2.0 * model.index_heads * model.index_head_dim * layers / ratio / model.n_layers
+    """FLOPs of a query token on a cached token's index key, the mean of the layers that attend to
+    the whole context, some of which may have no indexer."""
+    if not model.index_topk:
+        return 0.0
+    ratio, _ = min(model.compressed_layers, default=(1, 0))
+    share = model.n_indexers / model.n_full_layers / ratio / model.index_pool
+    return 2.0 * model.index_heads * model.index_head_dim * share
 
 
 def state_flops(model: ModelDims) -> float:
     """FLOPs of one token against the states of one layer of linear attention. Three products of a
-    vector and the ``d x d`` state of each value head: what the key reads from it, the update, and
-    what the query reads (Gated DeltaNet, arXiv 2412.06464, Eq. 10)."""
-    return 6.0 * model.linear_value_heads * model.linear_head_dim**2
+    vector and the state of each value head: what the key reads from it, the update, and what the
+    query reads (Gated DeltaNet, arXiv 2412.06464, Eq. 10; KDA, arXiv 2510.26692, Eq. 1). Mamba-2
+    has two, the update and what is read (arXiv 2405.21060, Eq. 1)."""
+    values = model.linear_widths[1]
+    return (4.0 if model.linear_kind == "mamba2" else 6.0) * values * model.linear_head_dim
 
 
 def expert_bytes(model: ModelDims, batch: ArrayLike) -> Floats:
@@ -77,8 +82,9 @@ def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> Fl
     weights = always_on + model.n_moe_layers * expert_bytes(model, tokens)
     window = min(context, model.sliding_window)
     pairs = model.n_sliding_layers * window * pair_flops(model, sliding=True)
-    attended = min(context, model.index_topk or context)
-    pairs += model.n_full_layers * attended * pair_flops(model)
+    chosen, choosing = min(context, model.index_topk), model.n_choosing_layers
+    attended = choosing * chosen + (model.n_full_layers - choosing) * context
+    pairs += attended * pair_flops(model)
     pairs += model.n_full_layers * context * index_flops(model)
     pairs += model.n_linear_layers * state_flops(model)
     flops = tokens * (2.0 * multiplied + pairs)
@@ -88,7 +94,7 @@ def decode_intensity(model: ModelDims, batch: ArrayLike, context: int = 0) -> Fl
 def activation_share(model: ModelDims, batch: ArrayLike) -> Floats:
     """Bytes of a MoE layer's bfloat16 hidden states, read and written once, over its experts'."""
     tokens = np.asarray(batch, dtype=np.float64)
-    return 2 * 2 * model.hidden_size * tokens / expert_bytes(model, tokens)
+    return 2 * 2 * model.expert_width * tokens / expert_bytes(model, tokens)
 
 
 class PrefillWork(NamedTuple):
@@ -126,16 +132,18 @@ def _beyond(tokens: int, window: int) -> int:
 def prefill_work(model: ModelDims) -> PrefillWork:
     """Return what a model's prompts cost; it streams no weights. Sparse attention scores every pair
     and attends to a window's worth of each token's."""
-    full = model.n_full_layers * pair_flops(model, decode=False)
+    pair = pair_flops(model, decode=False)
+    full = (model.n_full_layers - model.n_choosing_layers) * pair
     sliding = model.n_sliding_layers * pair_flops(model, sliding=True, decode=False)
     if model.index_topk:
-        full, sliding = model.n_full_layers * index_flops(model), full
+        full += model.n_full_layers * index_flops(model)
+        sliding += model.n_choosing_layers * pair
     return PrefillWork(
         2.0 * (model.active_params - model.embedding_params - model.lm_head_params)
         + model.n_linear_layers * state_flops(model),
         full,
         sliding,
-        model.sliding_window or model.index_topk,
+        model.index_topk or model.sliding_window,
     )
 
 
@@ -148,8 +156,8 @@ def prefill_flops(model: ModelDims, new: int, cached: int = 0) -> float:
 def peak_flops(model: ModelDims, gpu: GPU) -> float:
     """Return the peak of one GPU for a model's experts, FLOP/s: FP8 where they are FP8, else BF16.
     Of a dense model for its matrices. Narrower weights (MXFP4, INT4) are computed in bfloat16."""
-    dtype = model.linear_dtype if model.is_dense else model.expert_dtype
-    return gpu.peak_flops(fp8=dtype in ("fp8", "fp8_block"))
+    dtype = model.dtype_of("mlp") if model.is_dense else model.expert_dtype
+    return gpu.peak_flops(fp8=is_fp8(dtype))
 
 
 def mfu(flops: float, seconds: float, peak_flops: float) -> float:

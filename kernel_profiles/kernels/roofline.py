@@ -15,7 +15,7 @@ from eldr_sim.kernel_profiles.kernels.bounds import causal_pairs
 from eldr_sim.kernel_profiles.kernels.flops import index_flops, pair_flops, state_flops
 from eldr_sim.kernel_profiles.kernels.kernel_latency import DecodeAttention, PrefillAttention
 from eldr_sim.kernel_profiles.kernels.moe_latency import MoELatency
-from eldr_sim.kernel_profiles.models import LONGEST, ModelDims, shipped_json
+from eldr_sim.kernel_profiles.models import LONGEST, ModelDims, is_fp8, shipped_json, stored_width
 from eldr_sim.kernel_profiles.tables.format import Provenance
 
 
@@ -56,15 +56,17 @@ def efficiency_of(gpu: GPU) -> Efficiency:
 
 
 def gemm_s(
-    gpu: GPU, n: ArrayLike, k: ArrayLike, rows: ArrayLike, weight_bytes: float = 2.0
+    gpu: GPU, n: ArrayLike, k: ArrayLike, rows: ArrayLike, dtype: str = "bfloat16"
 ) -> Floats:
-    """Seconds of ``rows`` rows through an n x k matrix stored in ``weight_bytes`` per weight."""
+    """Seconds of ``rows`` rows through an n x k matrix stored as ``dtype``. NVFP4 is computed at
+    the rate of FP8 at least; what is widened first at that of bfloat16."""
     efficiency = efficiency_of(gpu)
     m, n, k = (np.asarray(size, dtype=np.float64) for size in (rows, n, k))
-    memory = (weight_bytes * n * k + 2 * m * (n + k)) / (
+    memory = (stored_width(dtype) * n * k + 2 * m * (n + k)) / (
         efficiency.bandwidth * gpu.memory_bandwidth
     )
-    compute = 2 * m * n * k / (efficiency.gemm_flops * gpu.peak_flops(fp8=weight_bytes < 2))
+    peak = gpu.peak_flops(fp8=is_fp8(dtype) or dtype == "nvfp4")
+    compute = 2 * m * n * k / (efficiency.gemm_flops * peak)
     return np.where(m > 0, efficiency.gemm_floor_s + np.maximum(memory, compute), 0.0)
 
 
@@ -75,8 +77,9 @@ def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
     experts = np.arange(model.n_experts + 1.0)
     bandwidth = efficiency.moe_bandwidth * gpu.memory_bandwidth
     expert_s = efficiency.moe_floor_s + experts * model.bytes_per_expert / bandwidth
-    flops = 6.0 * model.top_k * model.hidden_size * model.expert_intermediate_size
-    peak = gpu.peak_flops(fp8=model.expert_dtype in ("fp8", "fp8_block"))
+    weights = model.mlp_matrices * model.expert_width * model.expert_intermediate_size
+    flops = 2.0 * model.top_k * weights
+    peak = gpu.peak_flops(fp8=is_fp8(model.expert_dtype))
     token_s = flops / (efficiency.moe_flops * peak)
     batches = np.array([0.0, 1024.0])
     return MoELatency(model.n_experts, model.top_k, expert_s, batches, np.zeros(2), token_s)
@@ -86,8 +89,9 @@ def decode_attention(gpu: GPU, model: ModelDims, sliding: bool) -> DecodeAttenti
     """One layer's decode attention: KV bytes over bandwidth, or FLOPs where MLA makes them more.
     Sparse attention reads all index keys, and what they choose."""
     efficiency = efficiency_of(gpu)
-    token_s, index_s = _token_s(gpu, model, sliding), _index_s(gpu, model)
-    limit = model.sliding_window if sliding else model.index_topk
+    token_s = _token_s(gpu, model, sliding)
+    index_s = 0.0 if sliding else _index_s(gpu, model)
+    limit = model.sliding_window if sliding else _chosen(model)
     last = 2.0 * limit if sliding else float(model.max_position_embeddings)
     context = np.unique([0.0, float(limit), last])
     batch = np.array([0.0, 1024.0])
@@ -98,9 +102,15 @@ def decode_attention(gpu: GPU, model: ModelDims, sliding: bool) -> DecodeAttenti
     return DecodeAttention(batch, context, seconds, token_s, int(batch[-1] * context[-1]))
 
 
+def _chosen(model: ModelDims) -> int:
+    """Cached tokens that a query of sparse attention attends to; 0: all."""
+    return model.index_topk and model.index_topk + model.local_window
+
+
 def _token_s(gpu: GPU, model: ModelDims, sliding: bool) -> float:
     efficiency = efficiency_of(gpu)
-    read = model.kv_bytes_per_token_layer(sliding) - model.index_bytes_per_token
+    read = model.kv_bytes_per_token_layer(sliding)
+    read -= 0.0 if sliding else model.index_bytes_per_token
     memory = read / (efficiency.bandwidth * gpu.memory_bandwidth)
     return max(memory, _pair_s(gpu, model, sliding, decode=True))
 
@@ -129,11 +139,12 @@ def prefill_attention(
     attention scores all of them by index keys and attends to those it chooses."""
     efficiency = efficiency_of(gpu)
     tokens = np.arange(max_tokens + 1.0)
-    pairs = causal_pairs(tokens, model.sliding_window if sliding else model.index_topk)
+    pairs = causal_pairs(tokens, model.sliding_window if sliding else _chosen(model))
     share = pairs * _pair_s(gpu, model, sliding, decode=False)
-    share = share + causal_pairs(tokens) * _index_pair_s(gpu, model)
+    index_s = 0.0 if sliding else _index_pair_s(gpu, model)
+    share = share + causal_pairs(tokens) * index_s
     floor = efficiency.attention_floor_s
-    reread_s = _index_s(gpu, model) or _token_s(gpu, model, sliding)
+    reread_s = (0.0 if sliding else _index_s(gpu, model)) or _token_s(gpu, model, sliding)
     return PrefillAttention(floor, floor + share, share, reread_s)
 
 
@@ -145,7 +156,7 @@ def linear_attention(
     floor = efficiency.attention_floor_s
     bandwidth = efficiency.bandwidth * gpu.memory_bandwidth
     flops_s = state_flops(model) / (efficiency.attention_flops * gpu.bf16_flops)
-    token_s = max(2 * model.state_bytes / model.n_linear_layers / bandwidth, flops_s)
+    token_s = max(2 * model.layer_state_bytes / bandwidth, flops_s)
     batch, context = np.array([0.0, 1024.0]), np.array([0.0, float(LONGEST)])
     seconds = floor + token_s * np.tile(batch[:, None], (1, 2))
     share = flops_s * np.arange(max_tokens + 1.0)

@@ -104,8 +104,8 @@ def _bound_s(table: LatencyTable, of: GPU, sibling: GPU, model: ModelDims | None
     if kind in ("collective", "all_to_all"):
         return _message_s(table, of, sibling)
     if kind == "gemm":
-        width = {"bfloat16": 2.0, "nvfp4": 0.5625}.get(table.metadata.dtype, 1.0)
-        return roofline.gemm_s(of, columns["n"], columns["k"], columns["m"], width)
+        sizes = columns["n"], columns["k"], columns["m"]
+        return roofline.gemm_s(of, *sizes, table.metadata.dtype)
     if model is None:
         return None
     if kind == "moe":
@@ -137,9 +137,8 @@ def _attention_s(table: LatencyTable, of: GPU, model: ModelDims) -> Floats:
         seconds = batch * prompt.share_s[length.astype(np.intp)]
     if "kv_lora_rank" in shape:
         tokens = batch if decode else batch * length
-        width = {"bfloat16": 2.0, "nvfp4": 0.5625}.get(model.linear_dtype, 1.0)
-        for n, k in model.attention_linears():
-            seconds = seconds + roofline.gemm_s(of, n, k, tokens, width)
+        for n, k in [*model.attention_linears(), *model.index_linears]:
+            seconds = seconds + roofline.gemm_s(of, n, k, tokens, model.linear_dtype)
     return np.asarray(seconds, dtype=np.float64)
 
 

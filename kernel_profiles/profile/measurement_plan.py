@@ -83,12 +83,7 @@ class Target:
         """Matrices (n, k) that a step multiplies by, but the experts."""
         model = self.shard
         found = [(model.n_experts, model.hidden_size), (model.vocab_size, model.hidden_size)]
-        for _, linears in model.attention_layer_linears:
-            found += linears
-        for width in (model.shared_intermediate_size, model.dense_intermediate_size):
-            if width:
-                found += [(2 * width, model.hidden_size), (model.hidden_size, width)]
-        return found
+        return found + [matrix for _, _, linears in model.matrices for matrix in linears]
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,10 @@ def _dims(
         if method == "draft_model":
             return dims, [], 0
         return dims, [(hidden, (3 if method == "eagle3" else 2) * hidden)], dims.embedding_params
-    one = {"n_layers": 1, "n_sliding_layers": 0, "sliding_window": 0, "n_linear_layers": 0,
-           "linear_key_heads": 0, "linear_value_heads": 0, "linear_head_dim": 0}  # fmt: skip
+    counts = ("n_sliding_layers", "sliding_window", "n_linear_layers", "linear_key_heads",
+              "linear_value_heads", "linear_head_dim", "linear_value_head_dim", "n_bare_layers",
+              "n_sparse_layers", "n_index_layers")  # fmt: skip
+    one = dict.fromkeys(counts, 0) | {"n_layers": 1}
     if method == "mtp":
         if target.is_dense:
             problem = f"{target.name} has no multi-token-prediction layer"
@@ -114,7 +116,8 @@ def _dims(
         own = {"name": f"{target.name} MTP", "n_dense_layers": 0, "compressed_layers": compressed}
         dims = _changed(target, one | own)
         return dims, [(hidden, 2 * hidden)], 2 * target.embedding_params
-    none = dict.fromkeys(("n_experts", "top_k", "expert_intermediate_size"), 0)
+    experts = ("n_experts", "top_k", "expert_intermediate_size", "expert_hidden_size")
+    none = dict.fromkeys(experts, 0)
     head = one | none | {
         "name": f"{target.name} {method} head",
         "n_dense_layers": 1,
@@ -125,6 +128,7 @@ def _dims(
         "expert_bias": False,
         "expert_dtype": "bfloat16",
         "linear_dtype": "bfloat16",
+        "mlp_dtype": None,
     }  # fmt: skip
     if method == "eagle3":
         head["vocab_size"] = _EAGLE3_TOKENS

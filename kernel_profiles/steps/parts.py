@@ -1,6 +1,6 @@
 """The kernels of one GPU's part of a model, from latency tables or else from rooflines."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
 )
 from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.kernels.tiled_moe import TRITON, TUNED_FILES, triton_moe, tuned_tiles
-from eldr_sim.kernel_profiles.models import ModelDims, shipped_json
+from eldr_sim.kernel_profiles.models import ModelDims, WeightDtype, shipped_json
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, MoEBackend, Parallelism
 from eldr_sim.kernel_profiles.tables import format
 from eldr_sim.kernel_profiles.tables.library import Engine
@@ -67,6 +67,29 @@ def elementwise_bytes(model: ModelDims) -> int:
     module)."""
     heads = 0 if model.attention == "mla" else model.n_heads + 2 * model.n_kv_heads
     return 4 * (4 * model.hidden_size + heads * model.head_dim)
+
+
+def residual_bytes(model: ModelDims) -> float:
+    """Bytes that a token moves through residuals that are more than one stream, of all layers.
+
+    Hyper-connections read all streams before attention or MLP, and read, mix and write them after
+    it; attention residuals read the sums of the blocks of layers before, half of them on average
+    (Kimi-K3)."""
+    sites = 2 * model.n_layers - model.n_bare_layers
+    vectors = 0.0
+    if model.hyper_connections:
+        vectors = 3 * model.hyper_connections + 2
+    elif model.residual_block:
+        vectors = 2 + model.n_layers / model.residual_block / 2
+    return 2.0 * model.hidden_size * sites * vectors
+
+
+def _attending_to_all(model: ModelDims) -> ModelDims:
+    """The same model without sparse attention: its layers that have none."""
+    if not model.index_topk:
+        return model
+    none = ("index_topk", "index_heads", "index_head_dim", "n_sparse_layers", "n_index_layers")
+    return model.model_copy(update=dict.fromkeys(none, 0))
 
 
 def _small_kernels(model: ModelDims) -> int:
@@ -134,9 +157,7 @@ class Parts:
         self.moe = self._moe()
         self.engine_step = self._engine_step()
         if self.engine_step is None or self.model.attention == "mla":
-            self.gemm = self._gemm("bfloat16")
-            own = self.model.linear_dtype
-            self.linear = self.gemm if own == "bfloat16" else self._gemm(own)
+            self.gemms = {dtype: self._gemm(dtype) for dtype in self._dtypes()}
         #: Layers of linear attention with their decode and prefill; None where there are none.
         self.states: tuple[int, DecodeAttention, PrefillAttention] | None = None
         #: Layers that read a prompt's cached tokens again, and their attention.
@@ -251,9 +272,7 @@ class Parts:
         if gpu.launch_s is None:
             problem = f"what launching kernels costs the host of {gpu.name} is not known"
             raise InputError("enforce_eager", problem, "not given, or a gap as host_gap_ms")
-        linears = 2 * (model.n_moe_layers * (model.shared_intermediate_size > 0))
-        linears += 2 * model.n_dense_layers
-        linears += sum(layers * len(own) for layers, own in model.attention_layer_linears)
+        linears = sum(layers * len(own) for _, layers, own in model.matrices)
         small = _small_kernels(model) - (2 if rotates_inside else 0)
         # Layers of linear attention neither attend, rotate, cache, nor norm queries and keys.
         spared = 1 + (0 if rotates_inside else 2) + (model.qk_norm != "none")
@@ -403,7 +422,8 @@ class Parts:
         shared = self.parallelism.data_parallel_size > 1
         gathers = self.model.n_moe_layers if shared else 0
         message = 2 * self.model.hidden_size * rows
-        total = (1 + 2 * self.model.n_layers - gathers) * self._all_reduce_s(message)
+        reduces = 1 + 2 * self.model.n_layers - self.model.n_bare_layers - gathers
+        total = reduces * self._all_reduce_s(message)
         if gathers:
             total = total + gathers * self._gather_s(message)
         return np.where(rows > 0, total, 0.0)
@@ -422,11 +442,13 @@ class Parts:
         model, found = self.model, []
         dtype = model.linear_dtype if model.attention == "mla" else None
         for sliding, layers, shape in format.attention_shapes(model):
+            chooses = model.attention == "mla" or "index_topk" in shape
+            kind = model if chooses else _attending_to_all(model)
             decode, prefill = self._measured("attention", shape, max_tokens, dtype) or (
-                roofline.decode_attention(self.gpu, model, sliding),
-                roofline.prefill_attention(self.gpu, model, sliding, max_tokens),
+                roofline.decode_attention(self.gpu, kind, sliding),
+                roofline.prefill_attention(self.gpu, kind, sliding, max_tokens),
             )
-            least = bounds.attention(self.gpu, model, sliding)
+            least = bounds.attention(self.gpu, kind, sliding)
             tokens = np.arange(max_tokens + 1.0)
             pairs_s = least.pair_s * bounds.causal_pairs(tokens, least.limit)
             pairs_s += least.index_pair_s * bounds.causal_pairs(tokens)
@@ -486,56 +508,42 @@ class Parts:
         if table.metadata.kind == "attention_prefill":
             tokens = tokens * columns["new_tokens"]
         linears = np.zeros_like(tokens)
-        for n, k in self.model.attention_linears():
-            linears += self.linear_s(n, k, tokens)
+        for n, k in [*self.model.attention_linears(), *self.model.index_linears]:
+            linears += self._matrix_s(n, k, tokens, self.model.linear_dtype)
         left = np.maximum(columns["latency_s"] - linears, 0.1 * columns["latency_s"])
         return format.LatencyTable(table.metadata, dict(columns) | {"latency_s": left})
 
     def linear_s(self, n: int, k: int, rows: Floats) -> Floats:
-        """One matrix stored like the model's linear layers."""
-        dtype = self.model.linear_dtype
-        if self.linear is None:
-            width = {"bfloat16": 2.0, "nvfp4": 0.5625}.get(dtype, 1.0)
-            return roofline.gemm_s(self.gpu, n, k, rows, width)
-        least = bounds.linear_s(self.gpu, n, k, rows, dtype)
-        return np.maximum(self.linear.time_s(n, k, rows), least)
+        """One matrix stored like the model's attention."""
+        return self._matrix_s(n, k, rows, self.model.linear_dtype)
 
-    def _plain_s(self, n: int, k: int, rows: Floats) -> Floats:
-        if self.gemm is None:
-            return roofline.gemm_s(self.gpu, n, k, rows)
-        least = bounds.linear_s(self.gpu, n, k, rows, "bfloat16")
-        return np.maximum(self.gemm.time_s(n, k, rows), least)
+    def _matrix_s(self, n: int, k: int, rows: Floats, dtype: WeightDtype = "bfloat16") -> Floats:
+        table = self.gemms[dtype]
+        if table is None:
+            return roofline.gemm_s(self.gpu, n, k, rows, dtype)
+        return np.maximum(table.time_s(n, k, rows), bounds.linear_s(self.gpu, n, k, rows, dtype))
+
+    def _dtypes(self) -> list[WeightDtype]:
+        """How the model's matrices are stored, bfloat16 first."""
+        stored = [self.model.dtype_of(part) for part, _, _ in self.model.matrices]
+        return list(dict.fromkeys(("bfloat16", *stored, self.model.head_dtype)))
 
     def dense_part_s(self, rows: Floats) -> Floats:
         """What a step of ``rows`` tokens computes but for routed experts, attention and lm_head."""
         if self.engine_step is not None:
-            dtype = self.model.linear_dtype
             least = sum(
-                layers * bounds.linear_s(self.gpu, n, k, rows, dtype)
-                for layers, n, k in self._dense_linears()
+                layers * bounds.linear_s(self.gpu, n, k, rows, self.model.dtype_of(part))
+                for part, layers, linears in self.model.matrices
+                for n, k in linears
             )
             return np.maximum(self.engine_step.token_part_s(rows), least)
         model = self.model
         total = np.zeros_like(rows)
-        for layers, n, k in self._dense_linears():
-            total += layers * self.linear_s(n, k, rows)
-        total += model.n_moe_layers * self._plain_s(model.n_experts, model.hidden_size, rows)
-        return total + self._elementwise_s(rows)
-
-    def _dense_linears(self) -> Iterator[tuple[int, int, int]]:
-        """Layers, out and in features of the matrices of attention, dense and shared MLPs."""
-        model = self.model
-        hidden = model.hidden_size
-        for layers, linears in model.attention_layer_linears:
+        for part, layers, linears in model.matrices:
             for n, k in linears:
-                yield layers, n, k
-        for width, layers in (
-            (model.shared_intermediate_size, model.n_moe_layers),
-            (model.dense_intermediate_size, model.n_dense_layers),
-        ):
-            if width and layers:
-                yield layers, 2 * width, hidden
-                yield layers, hidden, width
+                total += layers * self._matrix_s(n, k, rows, model.dtype_of(part))
+        total += model.n_moe_layers * self._matrix_s(model.n_experts, model.hidden_size, rows)
+        return total + self._elementwise_s(rows)
 
     def _elementwise_s(self, rows: Floats) -> Floats:
         """Norms, rotary embedding, KV cache writes of all layers, and the embedding lookup.
@@ -562,13 +570,15 @@ class Parts:
                 else _small_kernels(model) * kernel_s
             )
             layers = model.n_layers * np.maximum(least_s, moved_s)
-        return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
+        moved = 4 * model.hidden_size + residual_bytes(model)
+        return np.asarray(layers + moved * rows / bandwidth, dtype=np.float64)
 
     def sequence_part_s(self, rows: Floats) -> Floats:
         """What ``rows`` sequences that sample add: lm_head, and GPUs' gather of its logits."""
         if self.engine_step is not None:
             return self.engine_step.sequence_part_s(rows)
-        seconds = self._plain_s(self.model.vocab_size, self.model.hidden_size, rows)
+        head = self.model.vocab_size, self.model.hidden_size
+        seconds = self._matrix_s(*head, rows, self.model.head_dtype)
         if self.parallelism.tensor_parallel_size > 1:
             seconds = seconds + self._gather_s(2 * self.whole.vocab_size * rows)
         return np.where(rows > 0, seconds, 0.0)

@@ -88,6 +88,12 @@ MOE_DTYPES = {
     "mxfp4": "w4a16_mxfp4",
     "int4": "int4_wo",
     "nvfp4": "nvfp4",
+    "nvfp4_wo": "w4a16_nvfp4",
+    "int4_g64": "int4_wo_g64",
+    "int4_g128": "int4_wo_g128",
+    "int8": "int8",
+    "int8_wo": "int8_wo",
+    "mxfp8": "mxfp8",
 }
 
 
@@ -328,19 +334,26 @@ def mla_shape(
 
 
 def linear_attention_shape(part: ModelDims) -> dict[str, int]:
-    """Shape of one layer's linear attention as it identifies a table: of Gated DeltaNet. Its tables
-    are those of attention. It takes as long whatever the context."""
-    return {
+    """Shape of one layer's linear attention as it identifies a table: of Gated DeltaNet where
+    nothing else is said. Its tables are those of attention. It takes as long whatever the
+    context."""
+    shape = {
         "n_key_heads": part.linear_key_heads,
         "n_value_heads": part.linear_value_heads,
         "head_dim": part.linear_head_dim,
     }
+    if part.linear_kind == "kda":
+        shape["kda"] = 1
+    elif part.linear_kind == "mamba2":
+        shape["value_head_dim"] = part.linear_value_head_dim or part.linear_head_dim
+    return shape
 
 
 def moe_shape_of(part: ModelDims, expert_parallel_size: int = 1) -> dict[str, int]:
     """Shape of a MoE layer of a GPU's part of a model; see :func:`moe_shape`."""
     width = part.expert_intermediate_size
-    return moe_shape(part.hidden_size, width, part.n_experts, part.top_k, expert_parallel_size)
+    shape = moe_shape(part.expert_width, width, part.n_experts, part.top_k, expert_parallel_size)
+    return shape if part.gated_mlp else shape | {"matrices": part.mlp_matrices}
 
 
 def attention_shapes(
@@ -352,11 +365,20 @@ def attention_shapes(
         shape = mla_shape(part.n_heads, part.hidden_size, *ranks, kv_dtype)
         shape |= {"index_heads": part.index_heads} if part.index_topk else {}
         shape |= {"compression": min(part.compressed_layers)[0]} if part.compressed_layers else {}
-        return [(False, part.n_layers, shape)]
-    return [
-        (kind, n, attention_shape(*part.heads(kind), part.sliding_window if kind else 0, kv_dtype))
-        for kind, n in part.attention_kinds
-    ]
+        windows = [(True, part.n_sliding_layers, shape | {"window": part.sliding_window})]
+        return [*windows[: bool(part.n_sliding_layers)], (False, part.n_full_layers, shape)]
+    found = []
+    for kind, n in part.attention_kinds:
+        shape = attention_shape(*part.heads(kind), part.sliding_window if kind else 0, kv_dtype)
+        if part.v_head_dim:
+            shape["v_head_dim"] = part.v_head_dim
+        choosing = 0 if kind else part.n_choosing_layers
+        if choosing:
+            index = {"index_heads": part.index_heads, "index_topk": part.index_topk}
+            found.append((kind, choosing, shape | index))
+        if n > choosing:
+            found.append((kind, n - choosing, shape))
+    return found
 
 
 def elementwise_shape(part: ModelDims) -> dict[str, int]:
@@ -381,6 +403,11 @@ _LETTERS = {
     "head_dim": "d",
     "window": "w",
     "index_heads": "x",
+    "index_topk": "t",
+    "v_head_dim": "dv",
+    "value_head_dim": "lw",
+    "kda": "kda",
+    "matrices": "mm",
     "compression": "m",
     "n_key_heads": "lk",
     "n_value_heads": "lv",

@@ -105,8 +105,11 @@ def sglang_arguments(role: Role, apart: bool) -> list[str]:
     found += ["--page-size", str(role.config.engine.block_size)]
     if (share := role.share_of("sglang")) is not None:
         found += ["--mem-fraction-static", share]
-    if role.config.engine.kv_cache_dtype == "fp8":
-        found += ["--kv-cache-dtype", "fp8_e4m3"]
+    if role.config.engine.kv_cache_dtype != "auto":
+        kind = {"fp8": "fp8_e4m3"}.get(
+            role.config.engine.kv_cache_dtype, role.config.engine.kv_cache_dtype
+        )
+        found += ["--kv-cache-dtype", kind]
     if not role.config.engine.enable_prefix_caching:
         found.append("--disable-radix-cache")
     if role.speculation is not None and (k := role.speculation.num_speculative_tokens):

@@ -34,7 +34,7 @@ def streamed_experts(
     resident = window or model.n_moe_layers - 1
     buffers = 2 if n_gpus > 1 else 0
     instances = (1 + buffers) * model.n_experts + resident * model.n_experts // n_gpus
-    token = 2 * model.top_k * (2 * model.expert_intermediate_size + model.hidden_size)
+    token = 2 * model.top_k * (2 * model.expert_intermediate_size + model.expert_width)
     beyond = max(max_num_batched_tokens - gpu.max_num_batched_tokens, 0)
     return StreamedExperts(instances, token * beyond)
 
@@ -62,10 +62,10 @@ NO_WINDOWS = WindowBlocks()
 
 def window_blocks(model: ModelDims, block_size: int) -> WindowBlocks:
     """Return what the sliding windows of a request take; nothing where no other layers are."""
-    full = model.n_full_layers * model.kv_bytes_per_token_layer(False)
+    full = model.cached_bytes_per_token(False)
     if not model.n_sliding_layers or not full:
         return NO_WINDOWS
-    sliding = model.n_sliding_layers * model.kv_bytes_per_token_layer(True)
+    sliding = model.cached_bytes_per_token(True)
     return WindowBlocks(sliding / full, -(-(model.sliding_window - 1) // block_size) + 1)
 
 

@@ -51,8 +51,8 @@ def prepare(config: RunConfig) -> PreparedRun:
     """Load model, GPU, tables and trace, kept for later runs, and check that they fit."""
     check_window(config)
     model = load_model(config.engine.model)
-    if config.engine.kv_cache_dtype == "fp8":
-        model = model.model_copy(update={"kv_cache_dtype": "fp8"})
+    if config.engine.kv_cache_dtype != "auto":
+        model = model.model_copy(update={"kv_cache_dtype": config.engine.kv_cache_dtype})
     trace = trace_of(config, model)
     if not config.cluster.n_prefill and config.cluster.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")

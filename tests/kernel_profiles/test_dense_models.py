@@ -98,6 +98,10 @@ def test_what_modelopt_says_beside_the_configuration(tmp_path):
     assert read(tmp_path, LLAMA).linear_dtype == "nvfp4"
     moe = {"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 6}
     model = read(tmp_path, QWEN3 | moe | {"moe_intermediate_size": 1408})
+    assert (model.expert_dtype, model.linear_dtype) == ("nvfp4", "nvfp4")
+    said["quantization"] |= {"exclude_modules": ["model.layers.*.self_attn*", "lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    model = read(tmp_path, QWEN3 | moe | {"moe_intermediate_size": 1408})
     assert (model.expert_dtype, model.linear_dtype) == ("nvfp4", "bfloat16")
     (tmp_path / "hf_quant_config.json").write_text("[]")
     with pytest.raises(InputError, match="hf_quant_config"):

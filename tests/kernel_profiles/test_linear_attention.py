@@ -65,7 +65,7 @@ def test_a_layer_list_says_which_layers_attend(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"linear_value_head_dim": 64}, "linear_value_head_dim 64"),
+        ({"mamba_ssm_dtype": "float8"}, "mamba_ssm_dtype 'float8'"),
         ({"linear_num_key_heads": 0}, "3 linear layers of heads"),
         ({"layer_types": ["linear_attention"] * 4}, "n_linear_layers 4 of 4 layers"),
     ],

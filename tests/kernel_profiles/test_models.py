@@ -191,15 +191,23 @@ def test_llama4_alternates():
         (json.dumps(_config(hidden_size=None)), "hidden_size"),
         (json.dumps(_config(num_experts_per_tok=129)), "129 of 128"),
         (json.dumps(_config(hidden_size=-5)), "hidden_size"),
-        (json.dumps(_config(quantization_config={"quant_method": "awq"})), "awq"),
-        (json.dumps(_config(quantization_config={"quant_method": "compressed-tensors"})), "INT4"),
+        (json.dumps(_config(quantization_config={"quant_method": "gguf"})), "gguf"),
+        (json.dumps(_config(quantization_config={"quant_method": "awq", "bits": 3})), "bits 3"),
+        (
+            json.dumps(_config(quantization_config={"quant_method": "compressed-tensors"})),
+            "config_groups",
+        ),
         (
             json.dumps(_config(quantization_config="fp8")),
             "quantization_config is 'fp8' (allowed: a",
         ),
         (json.dumps(_config(quantization_config=[8])), "quantization_config is [8] (allowed: a"),
         (
-            json.dumps(_config(quantization_config={"quant_method": "x", "config_groups": [1]})),
+            json.dumps(
+                _config(
+                    quantization_config={"quant_method": "compressed-tensors", "config_groups": [1]}
+                )
+            ),
             "config_groups is [1]",
         ),
         (json.dumps(_config(text_config=3)), "text_config is 3"),

@@ -39,7 +39,7 @@ def test_the_indexer_adds_three_matrices_and_a_norm_and_is_whole_on_every_gpu(tm
     assert model.attention_params - dense.attention_params == 3 * index
     shard = Parallelism(4).shard(model)
     assert shard.index_heads == 4
-    assert shard.attention_linears()[-3:] == [(4 * 24, 96), (24, 512), (4, 512)]
+    assert shard.index_linears == [(4 * 24, 96), (24, 512), (4, 512)]
 
 
 def test_a_token_keeps_its_index_key_too(tmp_path):

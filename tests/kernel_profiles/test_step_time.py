@@ -368,7 +368,7 @@ def test_fp8_linear_layers_take_their_own_table():
     without, with_table = (_build("MiniMax-M2", "L40S", tables=own) for own in ((), (fp8,)))
     rows = np.array([16.0])
     guessed = sum(
-        roofline.gemm_s(load_gpu("L40S"), n, k, rows, 1.0)[0] for n, k in dims.attention_linears()
+        roofline.gemm_s(load_gpu("L40S"), n, k, rows, "fp8")[0] for n, k in dims.attention_linears()
     )
     grown = fixed_s(with_table)[16] - fixed_s(without)[16]
     assert grown == pytest.approx(dims.n_layers * (2e-3 - guessed))

@@ -382,8 +382,9 @@ class EngineConfig(Fields):
     """Maximum number of running requests of an engine. Default: the engine's."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
     """Maximum tokens computed in one step (SGLang: of prompts). Default: the engine's."""
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """Data type of the KV cache: bfloat16 (``auto``), or ``fp8``, half the size."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
+    """Data type of the KV cache: ``bfloat16``, or ``fp8``, half the size; ``auto``: as the
+    checkpoint says, bfloat16 where it says nothing."""
     disable_hybrid_kv_cache_manager: bool | None = None
     """Keep full contexts in sliding-window layers, too (vLLM's option). Default: only with KV
     connectors."""

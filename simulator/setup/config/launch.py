@@ -157,7 +157,7 @@ def _fields(engine: str, said: list[tuple[str, Any]], values: Mapping[str, Any])
     if kind in _EIGHT:
         found["kv_cache_dtype"] = "fp8"
     elif kind in _SIXTEEN:
-        found["kv_cache_dtype"] = "auto"
+        found["kv_cache_dtype"] = "bfloat16"
     elif kind != "auto":
         del found["kv_cache_dtype"]
         changes.append(f"KV cache of {kind}")
