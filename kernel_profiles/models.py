@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.hf_config.fields import hf_fields
+from eldr_sim.kernel_profiles.model_names import matching, nearest
 
 KVDtype = Literal["bfloat16", "fp8"]
 #: How weights are stored. ``int4`` and ``int8_wo`` are widened to bfloat16 before they are
@@ -563,20 +564,26 @@ def _registry() -> dict[str, ModelDims]:
     return {entry["name"]: ModelDims(**entry) for entry in shipped_json("models")["models"]}
 
 
+@lru_cache(maxsize=1)
+def _spellings() -> dict[str, tuple[str, str]]:
+    return {name: (name, dims.hf_id or name) for name, dims in _registry().items()}
+
+
 def list_models() -> list[str]:
     """Names of the models that ship with the package."""
     return list(_registry())
 
 
 def load_model(name: str | os.PathLike[str]) -> ModelDims:
-    """Dimensions of a shipped model (or its Hugging Face id; case does not matter), or of a
+    """Dimensions of a shipped model, by its name or Hugging Face id (`model_names`), or of a
     ``config.json`` on disk or its folder, with ModelOpt's ``hf_quant_config.json`` beside it.
     Raises InputError: neither a known name nor a readable configuration."""
-    wanted = os.fspath(name).lower()
-    for dims in _registry().values():
-        if wanted in (dims.name.lower(), dims.hf_id.lower()):
-            return dims
-    path = Path(name)
+    path, known = Path(name), _registry()
+    # A file is a configuration, and so is a folder that has one, whatever they are called.
+    on_disk = path.is_file() or (path / "config.json").is_file()
+    found = None if on_disk else matching(os.fspath(name), _spellings())
+    if found is not None:
+        return known[found]
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         try:
@@ -587,4 +594,8 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
             raise InputError("model", f"{path}: {where}: {first['msg']}") from None
         except (TypeError, ArithmeticError) as error:
             raise InputError("model", f"{path}: a field cannot be: {error}") from None
-    raise InputError("model", f"unknown model {os.fspath(name)!r}", ", ".join(list_models()))
+    near = nearest(os.fspath(name), known)
+    problem = f"unknown model {os.fspath(name)!r}"
+    problem += f": did you mean {' or '.join(near)}?" if near else ""
+    allowed = "a name of `eldr-sim models`, or the path of a Hugging Face config.json"
+    raise InputError("model", problem, allowed)
