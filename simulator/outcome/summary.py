@@ -408,9 +408,7 @@ def summary_of(
         "kv_cache_dtype": model.kv_cache_dtype,
         "seed": config.requests.seed,
         **summarise(record, config, model.n_moe_layers),
-        **reuse_figures(
-            workload, record, config.engine.block_size, config.engine.enable_prefix_caching
-        ),
+        **reuse_figures(workload, record, spec.block_size, config.engine.enable_prefix_caching),
         **session_figures(workload, record, spec),
         **tier_figures(record, spec, _block_bytes(prepared)),
         **scaling_figures(record, config, spec),

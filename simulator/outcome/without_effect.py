@@ -147,7 +147,7 @@ def _of_workers(
                 yield name, "there are no tiers (--kv-tier)"
     elif config.kv.kv_overlap == "layers":
         yield "kv_in_flight", "no request waits for blocks outside the batch (--kv-overlap layers)"
-    if window_blocks(prepared.model, config.engine.block_size) == NO_WINDOWS:
+    if window_blocks(prepared.model, prepared.spec.block_size) == NO_WINDOWS:
         yield ("disable_hybrid_kv_cache_manager", f"{prepared.model.name} has no sliding windows")
     if config.experts.kv_cache_free:
         yield "num_gpu_blocks_override", "workers keep no KV cache (kv_cache_free)"

@@ -219,7 +219,7 @@ def scaling_facts(
             engines=pool.engine.worker_size,
             gpus=made.units[1],
             max_num_seqs=pool.engine.max_num_seqs,
-            kv_tokens=pool.engine.n_blocks * config.engine.block_size,
+            kv_tokens=pool.engine.n_blocks * spec.block_size,
             start_up_s=pool.engine.start_up_s,
             switch_s=pool.engine.graphs_s
             if config.scaling.switch_time == "graphs"

@@ -78,6 +78,20 @@ def check_experts_fit(model: ModelDims, gpu: GPU, utilization: float, instances:
         raise InputError("ffn_ranks", problem, "more FFN GPUs")
 
 
+_PAGE = 16  # tokens by which vLLM enlarges blocks of models that keep states
+
+
+def state_block_size(shard: ModelDims, block_size: int) -> int:
+    """Return the tokens of a KV block of a GPU whose layers of linear attention keep a state: so
+    many that a layer's block is at least as large as a layer's state, because both come from one
+    pool, and prefixes are reused at ends of blocks alone (vLLM's ``vllm/platforms/interface.py``,
+    ``update_block_size_for_backend``; 528 tokens of Qwen3.5-4B, vllm#40696)."""
+    if not shard.n_linear_layers:
+        return block_size
+    token = shard.kv_bytes_per_token_layer() - shard.index_bytes_per_token
+    return max(block_size, _PAGE * math.ceil(shard.layer_state_bytes / (_PAGE * token)))
+
+
 def state_blocks(shard: ModelDims, block_size: int) -> int:
     """Return the KV blocks of a GPU that the states of a request's linear attention take."""
     return -(-shard.state_bytes // (block_size * shard.kv_bytes_per_token))

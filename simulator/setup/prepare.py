@@ -24,7 +24,7 @@ from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 from eldr_sim.simulator.setup.config.speculative import LOOKING_UP
 from eldr_sim.simulator.setup.engine_of import engine_of
 from eldr_sim.simulator.setup.kv_tiers import tiers_of
-from eldr_sim.simulator.setup.memory import state_blocks, windows_of
+from eldr_sim.simulator.setup.memory import state_block_size, state_blocks, windows_of
 from eldr_sim.simulator.setup.run_routing import trace_of
 from eldr_sim.simulator.setup.transfer import HAND_OVERS, PRESETS, TransferModel, pull_between
 from eldr_sim.traces.routing.format import RoutingTrace
@@ -53,6 +53,7 @@ def prepare(config: RunConfig) -> PreparedRun:
     model = load_model(config.engine.model)
     if config.engine.kv_cache_dtype != "auto":
         model = model.model_copy(update={"kv_cache_dtype": config.engine.kv_cache_dtype})
+    config = _with_blocks_for_states(config, model)
     trace = trace_of(config, model)
     if not config.cluster.n_prefill and config.cluster.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
@@ -229,6 +230,18 @@ def _front_end(config: RunConfig) -> FrontEndSpec | None:
         config.front_end.api_servers or sum(p.workers for p in config.pools if p.name in entry),
         config.front_end.tokenizer_threads,
     )
+
+
+def _with_blocks_for_states(config: RunConfig, model: ModelDims) -> RunConfig:
+    """Return the configuration with KV blocks as large as vLLM makes them for such a model."""
+    size = config.engine.block_size
+    sizes = [
+        state_block_size(pool.own.parallelism.shard(model), size)
+        for pool in config.pools
+        if pool.own.engine == "vllm" and model.n_linear_layers
+    ]
+    larger = max(sizes, default=size)
+    return config if larger == size else config.replace(block_size=larger)
 
 
 def _state_blocks(config: RunConfig, model: ModelDims, pools: Sequence[PoolSpec]) -> int:

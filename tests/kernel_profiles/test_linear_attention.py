@@ -18,7 +18,7 @@ from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.simulator.setup.memory import state_blocks
+from eldr_sim.simulator.setup.memory import state_block_size, state_blocks
 from eldr_sim.simulator.setup.prepare import prepare
 
 #: Qwen3.5 with four layers, of which one attends, and few experts.
@@ -155,19 +155,46 @@ def test_tables_hold_for_every_context_and_longer_prompts_go_on_in_a_line():
 
 
 def test_states_take_blocks_and_bound_who_runs(tmp_path):
-    """Room for the states and two more blocks of four requests: no more run at once."""
+    """Room for the state and a block of four requests: no more run at once. Where as many layers
+    attend as keep a state, states fill one block, which is as large as a layer's state."""
     model = load_model(model_file(tmp_path, **ROUTED))
-    size = 16
-    taken = -(-model.state_bytes // (size * model.kv_bytes_per_token))
-    assert state_blocks(model, size) == taken > 1
+    size = state_block_size(model, 16)
+    assert (size, state_blocks(model, size)) == (80, 1)
+    assert state_blocks(model, 16) == -(-model.state_bytes // (16 * model.kv_bytes_per_token)) > 1
     fields = {
         "model": str(tmp_path / "config.json"), "gpu": "H100", "topology": "1C", "seed": 3,
         "num_requests": 30, "request_rate": "inf", "input_len": 16, "output_len": 16,
-        "num_gpu_blocks_override": 4 * (taken + 2) + 2, "enable_prefix_caching": False,
+        "num_gpu_blocks_override": 4 * 2 + 1, "enable_prefix_caching": False,
     }  # fmt: skip
     result = simulate(make_config(fields))
     assert result.record.decode_steps["sequences"].max() == 4
     assert result.record.completed.all()
+
+
+def test_blocks_are_as_large_as_a_layer_s_state(tmp_path):
+    """vLLM says 528 tokens of Qwen3.5-4B on one GPU (vllm#40696): 32 heads of 128 x 128 float32 and
+    a convolution of 4 over 8,192 features, of 4,096 bytes of KV a token."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
+    states = {"linear_num_key_heads": 16, "linear_num_value_heads": 32,
+              "linear_key_head_dim": 128, "linear_value_head_dim": 128}  # fmt: skip
+    model = load_model(model_file(tmp_path, **heads, **states))
+    assert state_block_size(model, 16) == 528
+    assert state_block_size(model, 1024) == 1024
+    assert state_block_size(load_model("Qwen3-8B"), 16) == 16
+
+
+def test_prefixes_of_models_with_states_are_reused_in_whole_blocks(tmp_path):
+    """80 tokens are a block of vLLM's; SGLang keeps its pages of 16."""
+    path = model_file(tmp_path, **ROUTED)
+    hits = {}
+    for engine, prefix in (("vllm", 79), ("vllm", 170), ("sglang", 79)):
+        fields = {"model": str(path), "gpu": "H100", "topology": "1C", "num_requests": 6,
+                  "engine": engine, "request_rate": 1.0, "input_len": 200, "output_len": 2,
+                  "prefix_len": prefix, "num_prefixes": 1, "block_size": 16,
+                  "warmup": 0.0}  # fmt: skip
+        requests = simulate(make_config(fields)).record.requests
+        hits[engine, prefix] = int(requests["cached_tokens"].max())
+    assert hits == {("vllm", 79): 0, ("vllm", 170): 160, ("sglang", 79): 64}
 
 
 def test_a_state_is_handed_over_with_the_kv_cache(tmp_path):
@@ -177,7 +204,7 @@ def test_a_state_is_handed_over_with_the_kv_cache(tmp_path):
         model = model_file(tmp_path, **ROUTED, mamba_ssm_dtype=dtype)
         fields = {"model": str(model), "gpu": "H100", "topology": "1P1D", "num_requests": 1,
                   "request_rate": 1.0, "input_len": 160, "output_len": 4,
-                  "warmup": 0.0}  # fmt: skip
+                  "block_size": 160, "warmup": 0.0}  # fmt: skip
         config = make_config(fields)
         requests = simulate(config).record.requests
         start, end = requests["transfer_start_s"][0], requests["transfer_end_s"][0]
