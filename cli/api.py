@@ -12,6 +12,7 @@ Bad input raises `eldr_sim.errors.InputError`, a ValueError in one line.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -25,6 +26,7 @@ from eldr_sim.cli import compare as compare_command
 from eldr_sim.cli import plan as plan_command
 from eldr_sim.cli import run as run_command
 from eldr_sim.cli.console import is_watched, progress_bar, run_counter
+from eldr_sim.cli.foreign import instead_of
 from eldr_sim.cli.options import config_from_options
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import AnyPath
@@ -199,12 +201,20 @@ def _options(
             values[name] = value
         else:
             near = get_close_matches(name, {*known, *RUN_FIELDS}, 3)
-            raise InputError(name, "no such option", ", ".join(near) or "see eldr-sim run --help")
+            hint = re.sub("--([a-z-]+)", _python_name, instead_of(name))
+            if not hint and near:
+                hint = f"did you mean {' or '.join(near)}?"
+            raise InputError(name, f"no such option: {hint}" if hint else "no such option",
+                             "" if hint else "see eldr-sim run --help")  # fmt: skip
     if isinstance(config, RunConfig):
         values["config_file"] = config.said("python")
     elif config is not None:
         values["config_file"] = config
     return {name: value for name, value in values.items() if name not in _OUTPUT}
+
+
+def _python_name(option: re.Match[str]) -> str:
+    return option.group(1).replace("-", "_")
 
 
 def _typed(param: click.Parameter, value: Any) -> Any:

@@ -38,6 +38,20 @@ class LazyGroup(click.Group):
             self.add_command(command, cmd_name)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; options of engines and benchmarks are refused with ours."""
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            from eldr_sim.cli.foreign import instead_of
+
+            hint = instead_of(error.option_name.lstrip("-").replace("-", "_"))
+            if not hint:
+                raise
+            raise click.UsageError(
+                f"No such option {error.option_name!r}: {hint}", error.ctx
+            ) from None
+
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete the commands' names, and options, without a call of `get_command` above."""
         from click.shell_completion import CompletionItem

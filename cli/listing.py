@@ -14,6 +14,7 @@ from eldr_sim import cache as user_cache
 from eldr_sim.cli.console import print_table
 from eldr_sim.cli.option import complete, model_option, option, parallel_options
 from eldr_sim.cli.option import gpus as gpu_names
+from eldr_sim.cli.option import models as model_names
 from eldr_sim.errors import InputError
 
 if TYPE_CHECKING:
@@ -116,6 +117,32 @@ def models() -> None:
     columns = ["model", "params, B", "active, B", "MoE layers", "experts", "weights"]
     columns += ["weights, GB", "KV, KiB/token", "published params, B"]
     print_table("Models", columns, rows)
+
+
+@click.command(short_help="Show how well a model is known on each GPU.")
+@click.argument("model", metavar="NAME|PATH", shell_complete=complete(model_names, "file"))
+@option("--gpu", None, "Only this GPU.", metavar="NAME|PATH",
+        shell_complete=complete(gpu_names, "file"))  # fmt: skip
+def support(model: str, gpu: str | None) -> None:
+    """Show what a model's step times rest on, by engine, GPU and precision.
+
+    On the fewest GPUs that hold it: `measured`: tables of that engine's kernels; `derived`: of
+    another engine, or of a GPU of the same chip; `roofline`: no table of some part, bytes and FLOPs
+    alone; `not supported`: two nodes do not hold it."""
+    from eldr_sim.kernel_profiles.models import load_model
+    from eldr_sim.kernel_profiles.support import ENGINES, support
+
+    rows = [
+        [
+            one.model,
+            one.precision,
+            one.gpu,
+            str(one.n_gpus or "-"),
+            *(one.known[engine] for engine in ENGINES),
+        ]
+        for one in support(load_model(model), None if gpu is None else [gpu])
+    ]
+    print_table("Support", ["model", "precision", "GPU", "GPUs", *ENGINES], rows)
 
 
 @click.command(short_help="Print the JSON schema of --config.")

@@ -12,7 +12,8 @@ from eldr_sim.kernel_profiles.hf_config.quantization import stored_as
 
 _DENSE = (
     "ernie4_5", "gemma3", "gemma3_text", "granite", "hunyuan_v1_dense", "llama", "mimo", "mistral",
-    "muse_glimmer_text", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_vl_text",
+    "muse_glimmer_text", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text",
+    "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_vl_text",
 )  # fmt: skip
 _ROUTED = (
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "ernie4_5_moe", "glm4_moe",
@@ -119,6 +120,9 @@ def _fields_of(keys: Keys) -> dict[str, Any]:
     keys.only("hidden_size_per_layer_input", 0)
     keys.only("use_double_wide_mlp", False)
     keys.only("mlp_bias", False)
+    keys.only("compression_ratio", 1)
+    keys.only("att_impl_type", "GQA")
+    keys.only("use_mla", "kv_lora_rank" in keys)
     keys.only("language_model_only", False, True)
     shared = fields.get("shared_intermediate_size") and not gemma and "llama4" not in family
     fields |= stored_as(keys, layers, "shared" if shared else "dense")
@@ -146,6 +150,9 @@ def _experts(keys: Keys, family: str) -> dict[str, Any]:
     if width is None:
         width = keys.needed("intermediate_size")
     keys.only("zero_expert_num", 0)
+    keys.only("moe_every_n_layer", 1)
+    keys.only("moe_layer_num_skipped", 0)
+    keys.only("use_moe", True)
     latent = keys.one("moe_latent_size", "routed_expert_hidden_size", default=0)
     return {
         "n_experts": count,

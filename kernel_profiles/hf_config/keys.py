@@ -10,38 +10,45 @@ from eldr_sim.errors import InputError
 #: scored or rotated, how tokens are sampled, and what the library and other parts of it are.
 NEUTRAL = frozenset(
     """
-    _name_or_path activation_situ_beta activation_situ_linear_beta add_cross_attention
-    architectures attention_dropout attention_multiplier attention_value_scale attn_implementation
-    attn_temperature_tuning attn_logit_softcapping attn_pdrop auto_map aux_loss_alpha
-    base_model_ep_plan base_model_tp_plan base_model_pp_plan chunk_size chunk_size_feed_forward
-    compress_rope_theta cross_attention_hidden_size decoder_start_token_id embd_pdrop
-    embedding_multiplier ep_size final_logit_softcapping floor_scale for_llm_compressor hc_eps
-    hc_sinkhorn_iters hidden_act hidden_activation hidden_dropout initial_context_length
-    ignore_index image_grid_pinpoints index_kpool_always_select_tail index_share_for_mtp_iteration
-    index_skip_topk_offset indexer_rope_interleave initializer_range input_jitter_noise
-    language_model_only layer_norm_eps layer_norm_epsilon layer_rope_theta layernorm_epsilon
-    logit_scale logits_scaling mamba_chunk_size mamba_hidden_act max_length mla_use_nope
-    moe_group_expert_selection moe_renormalize moe_router_activation_func moe_router_dtype
-    moe_router_scaling_factor moe_shared_expert_overlap mrope_section mtp_hybrid_override_pattern
+    activation_situ_beta activation_situ_linear_beta add_cross_attention architectures
+    attention_dropout attention_multiplier attention_value_scale attn_implementation
+    attn_logit_softcapping attn_pdrop attn_scale attn_temperature_tuning auto_map aux_loss_alpha
+    base_model_ep_plan base_model_pp_plan base_model_tp_plan cache_implementation chunk_size
+    chunk_size_feed_forward cla_share_factor compress_rope_scaling compress_rope_theta
+    cross_attention_hidden_size decoder_start_token_id dense_list embd_pdrop embedding_multiplier
+    ep_size final_logit_softcapping floor_scale for_llm_compressor freq_allocation
+    fuse_attention_ffn fuse_attention_qkv fuse_rms_norm group_limited_greedy hc_eps
+    hc_sinkhorn_iters hidden_act hidden_activation hidden_dropout ignore_index image_grid_pinpoints
+    index_kpool_always_select_tail index_share_for_mtp_iteration index_skip_topk_offset
+    indexer_rope_interleave init_method init_std initial_context_length initializer_range
+    input_jitter_noise language_model_only layer_norm_eps layer_norm_epsilon layer_rope_theta
+    layernorm_epsilon logit_scale logits_scaling mamba_chunk_size mamba_hidden_act max_length
+    mla_use_nope moe_capacity moe_gate moe_group_expert_selection moe_norm_min moe_renormalize
+    moe_router_activation moe_router_activation_func moe_router_dtype moe_router_scaling_factor
+    moe_shared_expert_overlap moe_use_aux_free mrope_section mtp_hybrid_override_pattern
     mtp_layers_block_type mtp_num_hidden_layers mtp_transformer_layers mtp_use_dedicated_embeddings
-    n_group no_rope_layers norm_eps norm_topk_prob num_expert_group num_hash_layers
-    num_logits_to_keep num_mtp_modules num_nextn_predict_layers num_reward_heads out_hidden_size
-    output_attentions output_gate_type output_hidden_states output_multiplier output_router_logits
-    output_scores partial_rotary_factor post_norm_eps prefix pretraining_tp
-    query_pre_attn_scalar qk_scale_factor rescale_prenorm_residual residual_in_fp32
-    residual_multiplier resid_pdrop rms_norm_eps rope_interleave rope_local_base_freq
-    rope_parameters rope_scaling rope_theta rotary_dim routed_scaling_factor router_aux_loss_coef
-    router_jitter_noise router_z_loss_coef scoring_func seq_aux sliding_window_theta
-    swa_rope_theta swiglu_alpha swiglu_limit time_step_floor time_step_limit time_step_max
-    time_step_min time_step_rank top_k topk_group topk_method tokenizer_class
-    transformers_version use_bidirectional_attention use_cache use_gemma_norm use_grouped_topk
-    use_mamba_kernels use_mrope use_mtp use_routing_bias vocab_size_per_layer_input
+    n_group _name_or_path need_fp32_gate no_rope_layers norm_eps norm_expert_weight norm_topk_prob
+    norm_type num_expert_group num_hash_layers num_logits_to_keep num_mtp_modules
+    num_nextn_predict_layers num_reward_heads org_vocab_size original_max_position_embeddings
+    out_hidden_size output_attentions output_gate_type output_hidden_states output_multiplier
+    output_router_logits output_scores partial_rotary_factor partial_rotary_factors
+    pipeline_parallel_degree pool_type position_embedding_type post_norm_eps prefix pretraining_tp
+    qk_scale_factor query_pre_attn_scalar rescale_prenorm_residual resid_pdrop residual_in_fp32
+    residual_multiplier rms_norm_eps rope_interleave rope_local_base_freq rope_parameters rope_ratio
+    rope_scaling rope_theta rotary_dim routed_scaling_factor router_aux_loss_coef
+    router_jitter_noise router_z_loss_coef scoring_func seq_aux sliding_window_theta swa_rope_theta
+    swiglu_alpha swiglu_limit swiglu_limits swiglu_limits_shared tensor_parallel_degree
+    time_step_floor time_step_limit time_step_max time_step_min time_step_rank tokenizer_class top_k
+    topk_group topk_method transformers_version type_vocab_size use_bidirectional_attention
+    use_cache use_flash_attention use_flash_attn use_gemma_norm use_grouped_topk use_mamba_kernels
+    use_mrope use_mtp use_rope_layers use_routing_bias vocab_size_per_layer_input yarn_only_types
+    zero_centered
     """.split()  # noqa: SIM905
 )
 #: The same, by how names begin or end: other modalities, sampling, and drafts.
 _NEUTRAL_NAMES = re.compile(
     r"(^|_)(vision|visual|image|img|video|audio|speech|talker|code2wav|projector|multimodal|mm"
-    r"|media|mtp|dspark|id2label|label2id|boi|eoi|boa|eoa|encoder|beam|beams)(_|$)"
+    r"|media|vit|anyres|spatial|temporal|mtp|dspark|id2label|label2id|boi|eoi|boa|eoa|encoder|beam|beams)(_|$)"
     r"|_token_(id|index)s?$|_tokens?_ids?$|^num_return_|no_repeat_ngram_size$"
     r"|_(config_name|penalty|placeholder)$|_(dropout|pdrop|coef|alpha|eps|epsilon|theta)$"
 )
@@ -138,11 +145,11 @@ class Keys:
 
     def check_rest(self, *, strict: bool = False) -> None:
         """Raise InputError if a key was not read and its name says that it shapes the model.
-        ``strict``: whatever its name says. Null, false and empty values switch nothing on."""
+        ``strict``: whatever its name says. Null, false, 0 and empty values switch nothing on."""
         for key, value in self.values.items():
             if key in self._known or key in NEUTRAL or _NEUTRAL_NAMES.search(key):
                 continue
-            off = value is None or value is False or value in ("", [], {})
+            off = value in (None, 0, "", [], {})  # False is 0
             if not off and (strict or _SHAPING.search(key)):
                 raise self.refusal(f"{key} {value!r:.60} is not known: it may shape the model")
         for inner in self._inner.values():

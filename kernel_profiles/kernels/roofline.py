@@ -92,7 +92,7 @@ def decode_attention(gpu: GPU, model: ModelDims, sliding: bool) -> DecodeAttenti
     token_s = _token_s(gpu, model, sliding)
     index_s = 0.0 if sliding else _index_s(gpu, model)
     limit = model.sliding_window if sliding else _chosen(model)
-    last = 2.0 * limit if sliding else float(model.max_position_embeddings)
+    last = float(max(model.max_position_embeddings, 2 * limit))
     context = np.unique([0.0, float(limit), last])
     batch = np.array([0.0, 1024.0])
     read = np.minimum(context, limit) if limit else context

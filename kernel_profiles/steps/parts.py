@@ -166,6 +166,9 @@ class Parts:
         if self.engine_step is None:
             self.collective_tables = self._collectives()
             self.elementwise = self._elementwise()
+            if residual_bytes(self.model):
+                said = roofline.efficiency_of(gpu).source
+                self.provenance["residual_streams"] = format.provenance_of("roofline", said)
 
     def _table(
         self, kind: format.Kind, model: ModelDims | None = None, **asked: Any

@@ -119,7 +119,10 @@ def test_signatures_list_the_options():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"topolgy": "1P2D"}, r"topolgy: no such option \(allowed: .*topology"),
+        ({"topolgy": "1P2D"}, r"topolgy: no such option: did you mean topology"),
+        ({"polcy": "jsq"}, r"polcy: no such option: did you mean policy"),
+        ({"quantization": "fp8"}, r"quantization: .* comes with the model: model NAME-FP8"),
+        ({"tp_size": 4}, r"tp_size: no such option: tensor_parallel_size$"),
         ({"topology": "x"}, "topology: "),
         ({"seed": "x"}, "seed: "),
     ],

@@ -89,6 +89,16 @@ _COMMANDS = ("serve", "vllm", "trtllm-serve", "sglang")
 _EIGHT, _SIXTEEN = ("fp8", "fp8_e4m3", "fp8_e5m2"), ("bfloat16", "bf16", "float16", "half", "fp16")
 
 
+def fields_named(name: str) -> list[str]:
+    """Return the fields that engines other than vLLM name so, ``no_`` before those of the opposite;
+    none where that is vLLM's name."""
+    found = {names[name] for names in _NAMES.values() if name in names} - {name}
+    fields = {field.replace("!", "no_") for field in found} - {"experts", "attention_dp"}
+    also = {"enable_expert_parallel"} if "experts" in found else set()
+    also |= {"data_parallel_size"} if "attention_dp" in found else set()
+    return sorted(fields | also)
+
+
 def with_launch(values: dict[str, Any]) -> dict[str, Any]:
     """Return field values with what their launch line and engine say, unless given. Warns of
     options that are not simulated, and of those without effect, in a line each. Raises InputError

@@ -1,0 +1,73 @@
+"""Options that users know from engines and benchmarks: which of ours says the same, or where it
+comes from."""
+
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
+from eldr_sim.simulator.setup.config.launch import fields_named
+
+_PRECISION = ("the precision comes with the model: --model NAME-FP8 or -NVFP4 (`eldr-sim models`), "
+              "or the config.json of a quantized checkpoint")  # fmt: skip
+_NOTHING = "nothing that is simulated depends on it: leave it out"
+#: By option without dashes, underscores between words: what to write, or why there is none.
+_SAID = {
+    "quantization": _PRECISION,
+    "quantize": _PRECISION,
+    "dtype": f"{_PRECISION}; that of the KV cache is --kv-cache-dtype",
+    "compute_dtype": _PRECISION,
+    "gpu_type": "--gpu",
+    "gpu_name": "--gpu",
+    "device": "--gpu",
+    "num_gpus": "--topology and --tensor-parallel-size",
+    "nnodes": "--topology and --tensor-parallel-size",
+    "num_replicas": "--topology, such as 4C for four workers",
+    "replicas": "--topology, such as 4C for four workers",
+    "num_workers": "--topology, such as 4C for four workers",
+    "backend": "--engine",
+    "framework": "--engine",
+    "dataset_name": "--workload",
+    "dataset_path": "--workload FILE",
+    "dataset": "--workload",
+    "trace_file": "--workload FILE",
+    "isl": "--input-len",
+    "osl": "--output-len",
+    "prompt_len": "--input-len",
+    "prompt_tokens": "--input-len",
+    "max_tokens": "--output-len",
+    "output_tokens": "--output-len",
+    "concurrency": "--max-concurrency",
+    "rate": "--request-rate",
+    "qps": "--request-rate",
+    "rps": "--request-rate",
+    "swap_space": "--kv-tier",
+    "cpu_offload_gb": "--kv-tier",
+    "kv_transfer_config": "--kv-transfer",
+    "num_speculative_tokens": "--speculative-config",
+    "speculative_model": "--speculative-config",
+    "speculative_algorithm": "--speculative-config",
+    "enable_chunked_prefill": "prompts are always computed in chunks; --max-num-batched-tokens is "
+    "their budget",
+    "model_path": "--model",
+    "rope_scaling": "--max-model-len",
+    "hf_overrides": "--model, with a config.json that says so",
+    "ttft_slo": "--goodput ttft:MS",
+    "slo": "--goodput, such as ttft:500,tpot:50",
+    "tokenizer": _NOTHING,
+    "trust_remote_code": _NOTHING,
+    "served_model_name": _NOTHING,
+    "load_format": _NOTHING,
+    "download_dir": _NOTHING,
+    "tool_call_parser": _NOTHING,
+    "reasoning_parser": _NOTHING,
+    "attention_backend": "the fastest kernels that were measured are taken; --tables takes yours",
+    "compilation_config": "CUDA graphs are on; --enforce-eager turns them off",
+}
+
+
+def instead_of(name: str) -> str:
+    """Return what to write in place of an option that a command has not; empty: unknown.
+    ``name``: without dashes in front, underscores between words."""
+    if name in _SAID:
+        return _SAID[name]
+    named = [f"--{field.replace('_', '-')}" for field in fields_named(name)]
+    if not named and name in RUN_FIELDS:
+        return f"it is an option of `eldr-sim run`, --{name.replace('_', '-')}"
+    return " or ".join(named)
