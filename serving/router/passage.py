@@ -193,11 +193,15 @@ class Passage:
         try:
             answer = json.loads(reply.first)
             params = answer["kv_transfer_params"]
-            prompt_len = int(answer["usage"]["prompt_tokens"])
+            prompt_len = answer["usage"]["prompt_tokens"]
+        except RecursionError:
+            raise _no_connector("its answer is nested too deeply") from None
         except (ValueError, KeyError, TypeError) as error:
             raise _no_connector(f"its answer lacks {error}") from None
         if not isinstance(params, dict):
             raise _no_connector("its answer has no kv_transfer_params")
+        if type(prompt_len) is not int or not 0 <= prompt_len < 1 << 31:
+            raise _no_connector("its answer has no number of prompt_tokens")
         self._body = self._asked.body | {"kv_transfer_params": params}
         self._cached = True
         self._info = self._info._replace(prompt_len=prompt_len)

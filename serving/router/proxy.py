@@ -28,6 +28,7 @@ from eldr_sim.serving.router.decisions import build_decode_policy
 from eldr_sim.serving.router.fleet import Counters, Fleet
 from eldr_sim.serving.router.passage import Passage, Route, SignatureReader
 from eldr_sim.serving.router.tasks import silent_if_broken
+from eldr_sim.serving.router.upstream import TooLong, whole
 
 #: Headers that engines get as clients send them, besides all that begin with ``x-``.
 _PASSED_ON = ("authorization", "traceparent", "tracestate")
@@ -124,11 +125,12 @@ class _Proxy:
         headers = _passed_on(request.headers, uuid.uuid4().hex)
         for index in self._fleet.decode.router.usable():
             address = self._fleet.decode.engines[index].url + "/v1/models"
-            with suppress(TimeoutError, aiohttp.ClientError, OSError):
+            with suppress(TimeoutError, aiohttp.ClientError, OSError, TooLong):
                 async with self._fleet.session.get(
                     address, headers=headers, timeout=limit, allow_redirects=False
                 ) as response:
-                    body, kind = await response.read(), response.content_type
+                    most_mib = self._config.max_answer_mib
+                    body, kind = await whole(response, most_mib), response.content_type
                     if response.status < 500:
                         return web.Response(body=body, status=response.status, content_type=kind)
         return http.error_answer(503, "no decode engine is up", {"Retry-After": "1"})

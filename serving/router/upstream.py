@@ -14,7 +14,8 @@ from eldr_sim.serving.router.engine import Engine, out_of_files, what
 ERROR_EVENT = b'data: {"error":'
 
 
-_TOKENIZED_S = 1.0  #: longest time to wait for the tokens of a prompt
+#: Longest time to wait for the tokens of a prompt, and their largest text.
+_TOKENIZED_S, _TOKENIZED_MIB = 1.0, 16.0
 
 
 class EngineFailure(Exception):
@@ -92,11 +93,16 @@ async def tokenized(
     """Return the tokens of a prompt that is text, as an engine says; none where it does not."""
     aiohttp = import_aiohttp()
     limit = aiohttp.ClientTimeout(total=_TOKENIZED_S)
-    with suppress(TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError):
+    with suppress(
+        TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError, TooLong,
+        RecursionError,
+    ):  # fmt: skip
         async with session.post(
             url + "/tokenize", json=asked, headers=headers, timeout=limit
         ) as response:
-            return [int(token) for token in (await response.json())["tokens"]]
+            tokens = json.loads(await whole(response, _TOKENIZED_MIB))["tokens"]
+            if isinstance(tokens, list) and set(map(type, tokens)) <= {int}:
+                return tokens
     return []
 
 
@@ -124,8 +130,8 @@ async def ask(
             if streams:
                 first = await response.content.readany()
             else:
-                first = await _whole(response, limits.max_answer_mib, hold)
-    except _TooLong:
+                first = await whole(response, limits.max_answer_mib, hold)
+    except TooLong:
         response.close()
         problem = f"an unstreamed answer of more than {limits.max_answer_mib:g} MiB"
         engine.failed(problem)
@@ -167,17 +173,19 @@ async def ask(
     return reply
 
 
-class _TooLong(Exception):
+class TooLong(Exception):
     """An answer beyond the limit."""
 
 
-async def _whole(response: Any, most_mib: float, hold: Callable[[int], None]) -> bytes:
-    """Return a body; raises _TooLong beyond ``most_mib``."""
+async def whole(
+    response: Any, most_mib: float, hold: Callable[[int], None] = lambda _n: None
+) -> bytes:
+    """Return a body; raises TooLong beyond ``most_mib``."""
     parts, total = [], 0
     async for part in response.content.iter_any():
         total += len(part)
         if total > most_mib * (1 << 20):
-            raise _TooLong
+            raise TooLong
         hold(len(part))
         parts.append(part)
     return b"".join(parts)
@@ -196,6 +204,6 @@ def _error_in(event: bytes) -> tuple[int, bytes]:
     body = text.removeprefix(b"data: ").partition(b"\n")[0]
     try:
         status = json.loads(body)["error"]["code"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return 500, body
     return (status if type(status) is int and 400 <= status <= 599 else 500), body

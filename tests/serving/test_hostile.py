@@ -319,6 +319,75 @@ def test_an_unstreamed_answer_without_end_is_bounded():
     asyncio.run(scene())
 
 
+ODD_ANSWERS = (
+    b"", b"{", b"[" * 50_000, b"[]", b"null", b"{}", b'{"tokens": 3}', b'{"tokens": [1e999]}',
+    b'{"tokens": ["a"]}', b'{"tokens": [NaN]}', b'{"tokens": [' + b"9" * 5000 + b"]}", b"\xff\xfe",
+    b'{"kv_transfer_params": {}, "usage": {"prompt_tokens": 1e999}}',
+    b'{"kv_transfer_params": {}, "usage": {"prompt_tokens": -5}}',
+    b'{"kv_transfer_params": {}, "usage": {"prompt_tokens": "3"}}',
+    b'{"kv_transfer_params": [], "usage": {"prompt_tokens": 3}}', b'{"kv_transfer_params": {}}',
+    b'data: {"error":' + b"[" * 50_000, b'data: {"error": {"code": "x"}}', b'data: {"error": NaN}',
+)  # fmt: skip
+
+
+class Tokenizing(FakeEngine):
+    """An engine whose /tokenize answers what the test says."""
+
+    asked = 0
+
+    @property
+    def app(self):
+        app = super().app
+        app.router.add_post("/tokenize", self.tokenize)
+        return app
+
+    async def tokenize(self, request):
+        self.asked += 1
+        return await self.answer(request)
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream", "x", ""])
+def test_odd_answers_of_engines(kind, tracebacks):
+    """Whatever an engine answers, clients get an answer, and the router goes on."""
+
+    async def scene():
+        engine, prefill = Tokenizing("a"), FakeEngine("p")
+        sent = [b""]
+
+        async def odd(request):
+            headers = {"Content-Type": kind} if kind else {}
+            return web.Response(body=sent[0], headers=headers)
+
+        with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            policy = build_decode_policy("cache_aware", 1, computes_prompts=True)
+            where = [f"tcp://127.0.0.1:{port}"]
+            async with (
+                running([engine], policy=policy, kv_events=where) as one,
+                running([engine], prefill=[prefill]) as apart,
+            ):
+                for answer in ODD_ANSWERS:
+                    sent[0] = answer
+                    engine.trouble = lambda body: odd
+                    engine.answer = odd
+                    status, _ = await one.ask(prompt="text", stream=True)
+                    assert status in (0, 200, 500, 502)
+                    engine.trouble = lambda body: None
+                    prefill.trouble = lambda body: odd
+                    status, _ = await apart.ask()
+                    assert status in (500, 502)
+                    prefill.trouble = lambda body: None
+                assert await one.counted("task_failures") == 0
+                assert engine.asked >= len(ODD_ANSWERS)
+                await until(lambda: ok(one), True)
+
+    async def ok(at):
+        return (await at.ask())[0] == 200
+
+    asyncio.run(scene())
+    assert not tracebacks
+
+
 # --- the end ---
 
 
