@@ -122,7 +122,10 @@ class _Proxy:
         from aiohttp import web
 
         limit = aiohttp.ClientTimeout(total=self._config.health_timeout_s)
-        headers = _passed_on(request.headers, uuid.uuid4().hex)
+        try:
+            headers = _passed_on(request.headers, uuid.uuid4().hex)
+        except ValueError as error:
+            return http.error_answer(400, str(error))
         for index in self._fleet.decode.router.usable():
             address = self._fleet.decode.engines[index].url + "/v1/models"
             with suppress(TimeoutError, aiohttp.ClientError, OSError, TooLong):

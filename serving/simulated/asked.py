@@ -277,8 +277,9 @@ def _count(body: Mapping[str, Any], name: str, usual: int | None, least: int, mo
     if value is None:
         return usual
     if type(value) is not int or not least <= value <= most:
-        shown = repr(value)[:40] if not isinstance(value, int) else f"{value:.6g}"
-        raise ValueError(f"{name}: {shown} (allowed: a whole number from {least} to {most})")
+        raise ValueError(
+            f"{name}: {repr(value)[:40]} (allowed: a whole number from {least} to {most})"
+        )
     return value
 
 

@@ -108,7 +108,8 @@ REFUSED = (
     {"stop": ["a"] * 99},
     {"stop_token_ids": "x"}, {"kv_transfer_params": {"do_remote_decode": True}},
     {"min_tokens": 99},
-    {"max_tokens": 1.5}, {"stream_options": {}}, {"prompt": [[]]}, {"prompt": [1 << 40]},
+    {"max_tokens": 1.5}, {"n": 10**400}, {"max_tokens": 10**400}, {"stream_options": {}},
+    {"prompt": [[]]}, {"prompt": [1 << 40]},
     {"prompt": [-1]},
     {"prompt": {}}, {"model": "other"}, {"audio": {}}, {"prompt_embeds": "x"},
 )  # fmt: skip

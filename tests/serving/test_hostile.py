@@ -527,6 +527,27 @@ def test_hostile_requests_to_the_simulated_server(tracebacks):
     assert service.intake.n_requests == 0
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions"])
+def test_headers_that_cannot_be_sent_on_are_refused(tracebacks, serve_app, path):
+    url = serve_app(FakeEngine("a").app)
+
+    async def scene():
+        app = make_app(make_config(port=0, decode_urls=[url]))
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        head = b"Host: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        head += b"Content-Length: 14\r\nAuthorization: Bearer \xff\r\n\r\n" + b'{"prompt":"a"}'
+        method = b"GET " if path == "/v1/models" else b"POST "
+        port = runner.addresses[0][1]
+        answer = await _send(port, method + path.encode() + b" HTTP/1.1\r\n" + head, False)
+        await runner.cleanup()
+        return int(answer[9:12])
+
+    assert asyncio.run(scene()) == 400
+    assert not tracebacks
+
+
 @pytest.mark.parametrize(
     ("method", "headers", "status"),
     [
