@@ -235,7 +235,8 @@ class PolicyContext:
     kv_token_s: float = 0.0  #: seconds that a token's KV cache takes to a worker, alone on its link
     #: Tokens covered by one entry of ``RequestInfo.prefix_hash``; vLLM's KV block by default.
     prefix_block_tokens: int = 16
-    step_times: StepCost | None = None  #: step times of the model on a decode worker
+    #: Step times of the model on a decode worker, before CUDA graphs pad them.
+    step_times: StepCost | None = None
     #: Times of a MoE layer on a GPU that shares experts with others.
     rank_moe: RankMoE | None = None
     #: Function: what prompts cost a prefill worker and the work it needs at once; where needed.

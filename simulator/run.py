@@ -398,7 +398,7 @@ def build_cluster(
 
 def _queue_order(config: RunConfig, prepared: PreparedRun) -> QueueOrder:
     rng, n_workers = stream(config.requests.seed, "queue order"), len(prepared.spec.routers[-1])
-    context = PolicyContext(n_workers, rng, step_times=prepared.step_time.cost)
+    context = PolicyContext(n_workers, rng, step_times=prepared.step_time.unpadded)
     return queue_order(config.policies.queue_order, context)
 
 
@@ -410,7 +410,7 @@ def _prefill_policy(config: RunConfig, prepared: PreparedRun, workload: Workload
         rng=stream(config.requests.seed, "prefill policy"),
         prefix_block_tokens=workload.prefix_block_tokens or config.engine.block_size,
         prefill_work=lambda: work_of(prepared.model, spec.prefill),
-        step_times=spec.prefill.step_time.cost,
+        step_times=spec.prefill.step_time.unpadded,
         token_budget=spec.prefill.max_num_batched_tokens,
     )
     return prefill_policy(config.policies.prefill_policy, context)
@@ -482,7 +482,7 @@ def _decode_policy(
             rng=stream(config.requests.seed, "decode policy"),
             calibration=calibration,
             artifact=artifact,
-            step_times=step_time.cost if alike else None,
+            step_times=step_time.unpadded if alike else None,
             future=None if prepared.trace is None else future,
             group_size=group_size,
             rank_moe=None if shared is None else shared.moe,

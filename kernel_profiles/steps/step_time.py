@@ -62,6 +62,9 @@ class StepTimeModel:
     provenance: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]  #: what a reader of results must know, one line each
     cost: StepCost = field(repr=False)  #: the tables of its step times
+    #: The same before CUDA graphs pad steps: what policies decide by. Padding makes a step's time
+    #: flat within a graph's size, where the marginal time of a request would vanish.
+    unpadded: StepCost = field(repr=False)
     layer: MoELayer = field(repr=False)  #: the MoE layer that was measured, for :meth:`rank_moe`
     missing: tuple[str, ...] = ()  #: components that no table was found of
 
@@ -227,6 +230,7 @@ def build_step_time_model(
             cudagraph_padding,
             padded_sizes(max_num_seqs, max_num_batched_tokens, tokens_per_sequence),
         ),
+        unpadded=cost,
         model=dims,
         gpu=device,
         parallelism=parallelism,

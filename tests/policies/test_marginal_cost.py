@@ -22,6 +22,7 @@ from eldr_sim.policies.routing.marginal_cost import (
     OraclePolicy,
     expected_step_s,
 )
+from eldr_sim.simulator import run
 from eldr_sim.simulator.plane import router
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -225,6 +226,44 @@ def test_step_times_are_those_of_the_step_time_model():
         expected = model.decode_s(layers, min(int(loads[w]), 64), mean_context[w])
         # 96 requests on 64 seats take turns.
         assert seconds[w] == pytest.approx(expected * (1.5 if loads[w] == 96 else 1.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("padding", ["dense", "experts"])
+def test_policies_decide_on_step_times_before_cuda_graphs_pad_them(padding, monkeypatch):
+    """Padding makes a step's time flat within a graph's size, where the marginal time of a
+    request's own experts vanishes: engines pay for it, and every policy decides without it."""
+    given = {}
+
+    def spied(name):
+        build = getattr(run, name)
+
+        def note(word, context):
+            given[name] = context.step_times
+            return build(word, context)
+
+        monkeypatch.setattr(run, name, note)
+
+    built = ("decode_policy", "prefill_policy", "queue_order")
+    for name in built:
+        spied(name)
+    config = make_config({
+        "trace": "reference-moe", "topology": "1P2D", "policy": "jsq", "num_requests": 5,
+        "output_len": 4, "queue_order": "sjf_residence", "max_num_seqs": 24,
+        "cudagraph_padding": padding,
+    })  # fmt: skip
+    prepared = prepare(config)
+    build_cluster(config, prepared, *offered_load(config, prepared.trace))
+    plain = build_step_time_model(
+        prepared.model, prepared.step_time.gpu, max_num_seqs=24,
+        max_model_len=prepared.step_time.max_model_len,
+    )  # fmt: skip
+    assert given.keys() == set(built)
+    for name, times in given.items():
+        for table in ("moe_s", "mixed_moe_s", "uniform_moe_s", "dense_s", "collectives_s"):
+            n = min(len(getattr(times, table)), len(getattr(plain.cost, table)))
+            assert (getattr(times, table)[:n] == getattr(plain.cost, table)[:n]).all(), name
+    padded = prepared.step_time.cost
+    assert (padded.dense_s[:17] != plain.cost.dense_s[:17]).any()
 
 
 def test_gpus_of_a_worker_share_its_experts():
