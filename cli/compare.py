@@ -263,12 +263,14 @@ def _print_faults(summaries: Sequence[Summary]) -> None:
     seeds = [summary.get("faults", {}).get("events", []) for summary in summaries]
     for events in zip(*seeds, strict=True):
         whens = ("before", "during", "after")
-        means = (_mean(event[f"goodput_{when}"] for event in events) for when in whens)
-        goodput = ", ".join(map("{} {}".format, means, whens))
+        judged = any(event[f"goodput_{when}"] is not None for event in events for when in whens)
+        kind = "goodput" if judged else "throughput"  # without an SLO no request is good
+        means = (_mean(event[f"{kind}_{when}"] for event in events) for when in whens)
+        figures = ", ".join(map("{} {}".format, means, whens))
         times = [event["time_to_recover_s"] for event in events]
         recovered = [time for time in times if time is not None]
         click.echo(
-            f"{events[0]['event']}: goodput {goodput} req/s; {len(recovered)} of {len(times)} "
+            f"{events[0]['event']}: {kind} {figures} req/s; {len(recovered)} of {len(times)} "
             f"seeds recover, in {_mean(recovered)} s"
         )
 

@@ -422,8 +422,10 @@ def _print_parts(summary: dict[str, Any], alone: bool) -> None:
         _heading("Faults")
         for event in faults["events"]:
             click.echo(event["event"])
+            # Without an SLO no request is good: what completes counts.
+            kind = "throughput" if event["goodput_during"] is None else "goodput"
             for when in ("before", "during", "after"):
-                _line(f"  Goodput {when} (req/s)", event[f"goodput_{when}"])
+                _line(f"  {kind.capitalize()} {when} (req/s)", event[f"{kind}_{when}"])
             _line("  Time to recover (s)", event["time_to_recover_s"])
         _line("Requests sent again", faults["retried"])
         _line("Requests lost with their worker", faults["worker_lost"])
@@ -435,11 +437,12 @@ def _print_parts(summary: dict[str, Any], alone: bool) -> None:
             _line(f"Mean {pool} workers that serve", workers)
         for name, hours in scaling["gpu_hours_by_state"].items():
             _line(f"GPU-hours {name}", hours)
-        _line("GPU-hours a 1,000 good requests", scaling["gpu_hours_per_1000_good"])
-        if scaling["cost_per_1000_good"] is not None:
-            _line("Cost of 1,000 good requests ($)", scaling["cost_per_1000_good"])
-        minutes = f"{scaling['minutes_below_95']} of {scaling['minutes']}"
-        _line("Minutes below 95% attainment", minutes)
+        if scaling["minutes_below_95"] is not None:  # without an SLO no request is good
+            _line("GPU-hours a 1,000 good requests", scaling["gpu_hours_per_1000_good"])
+            if scaling["cost_per_1000_good"] is not None:
+                _line("Cost of 1,000 good requests ($)", scaling["cost_per_1000_good"])
+            minutes = f"{scaling['minutes_below_95']} of {scaling['minutes']}"
+            _line("Minutes below 95% attainment", minutes)
         events = "starts", "stops", "switches", "reversals"
         _line(", ".join(events).capitalize(), ", ".join(str(scaling[name]) for name in events))
 

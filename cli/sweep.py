@@ -93,9 +93,9 @@ def _print_points(spec: SweepSpec) -> None:
 
 def _print(result: SweepResult) -> None:
     points = result.aggregate.to_pylist()
-    columns = [name for name in _FIGURES if name in result.aggregate.column_names]
+    columns = [n for n in _FIGURES if any(row.get(n) is not None for row in points)]
     if len({row.get(_MEMORY[1]) for row in points} - {None}) > 1:
-        columns += _MEMORY
+        columns += [n for n in _MEMORY if any(row.get(n) is not None for row in points)]
     shown = ("point", *result.parameters, *columns, "runs_failed")
     rows = [[_cell(row[name]) for name in shown] for row in points[:_MOST_ROWS]]
     runs = result.points.num_rows // len(points)

@@ -98,11 +98,10 @@ def explain_run(run: Folder) -> Explanation:
         lines.append(f"{left} more were refused, cancelled or lost: they are not in this table")
     if limits := summary.get("limits"):
         lines.append(f"Bottleneck: {limits['bottleneck']}: {limits['because']}")
-        used = ", ".join(
-            f"{name.replace('_', ' ')} {value:{'.2f' if name == 'kv_transfers' else '.0%'}}"
-            for name, value in limits["utilisation"].items()
-        )
-        lines.append(f"Utilisation: {used}")
+        used = (f"{name.replace('_', ' ')} {of:.0%}" for name, of in limits["utilisation"].items())
+        lines.append(f"Utilisation: {', '.join(used)}")
+        if (transfers := limits.get("kv_transfers_per_worker")) is not None:
+            lines.append(f"KV transfers in progress on a decode worker: {transfers:.2f}")
     return Explanation(lines, ["phase", "mean", "median", "p99", "share"], rows)
 
 

@@ -94,6 +94,11 @@ def runs_section(folders: Sequence[Folder], colours: Colours) -> dict[str, Any]:
         "basis": basis(summaries),
         "summary": first if single else None,
         "headline": _headline(first) if single else (),
+        "limits": [
+            ("" if single else f"{name}: ", limits["bottleneck"], limits["because"])
+            for name, summary in summaries.items()
+            if (limits := summary.get("limits"))
+        ],
         "names": None if single else _names(summaries),
         "latencies": _latencies(summaries),
         "figures": _figures(folders, summaries),
@@ -152,7 +157,7 @@ def _figures(folders: Sequence[Folder], summaries: Summaries) -> Table:
     ]
     columns = ["figure", *(["value"] if len(summaries) == 1 else summaries)]
     bounds = (f.documents["config"]["config"].get("goodput") or {} for f in folders)
-    none = "none, so every completed request is good"
+    none = "none, so there is no SLO attainment and no goodput"
     levels = dict.fromkeys(", ".join(bounds_in_words(each)) or none for each in bounds)
     note = f"Service level: {'; '.join(levels)}."
     return table("Throughput, goodput and cost", columns, rows, note=note)
@@ -172,7 +177,12 @@ def _failed(summaries: Summaries) -> Table | None:
 def _faults(summaries: Summaries) -> Table | None:
     """Return what each fault did to the requests that came before, while and after it lasted."""
     whens = ("before", "during", "after")
-    names = [f"{figure}_{when}" for figure in ("goodput", "attainment") for when in whens]
+    events = [e for own in summaries.values() for e in own.get("faults", {}).get("events", ())]
+    judged = any(event[f"goodput_{when}"] is not None for event in events for when in whens)
+    figures = (
+        ("goodput", "attainment") if judged else ("throughput",)
+    )  # without an SLO none is good
+    names = [f"{figure}_{when}" for figure in figures for when in whens]
     rows = [
         [name, event["event"], *(event[tag] for tag in names), event["time_to_recover_s"]]
         for name, summary in summaries.items()
@@ -181,7 +191,8 @@ def _faults(summaries: Summaries) -> Table | None:
     if not rows:
         return None
     columns = ["run", "fault", *(name.replace("_", " ") for name in names), "time to recover, s"]
-    return table("Faults: goodput, requests/s, and SLO attainment", columns, rows)
+    caption = "goodput, requests/s, and SLO attainment" if judged else "completed requests/s"
+    return table(f"Faults: {caption}", columns, rows)
 
 
 def _configuration(folders: Sequence[Folder]) -> dict[str, Table | None]:

@@ -48,7 +48,7 @@ from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, PoolSpec
 from eldr_sim.simulator.setup.config.fault_spellings import planned
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.log_part import check_window, log_of, part_of
-from eldr_sim.simulator.setup.config.run_config import RunConfig, ServiceLevel
+from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
 from eldr_sim.simulator.setup.mean_work import MeanWork, scaling_facts
 from eldr_sim.simulator.setup.prepare import PreparedRun, prepare
@@ -151,7 +151,7 @@ def simulate_summary(config: RunConfig) -> dict[str, Any]:
     """Run one configuration for its ``summary.json``, with ``slo_blocks`` of a log."""
     prepared, workload, record = _run(config, None)
     summary = summary_of(config, prepared, workload, record)
-    if "log_window" in workload.description and config.output.goodput != ServiceLevel():
+    if "log_window" in workload.description and config.output.goodput.given:
         summary["slo_blocks"] = slo_blocks(record, config.output.goodput)
     return summary
 

@@ -15,13 +15,15 @@ from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 _WELL = 0.95  #: the best fixed fleet is the cheapest one that serves so many requests well
-#: What is told of a rule, by the heading of its column; means over seeds.
+#: The figures of a rule, by the headings of their columns; means over seeds.
 _FIGURES = {
     "gpu_hours": "GPU-hours", "slo_attainment": "attainment", "minutes_below_95": "minutes < 95%",
     "mean_ttft_ms": "mean TTFT (ms)", "p99_ttft_ms": "p99 TTFT (ms)",
     "gpu_hours_per_1000_good": "GPU-hours / 1,000 good", "starts": "starts", "stops": "stops",
     "switches": "switches", "reversals": "reversals",
 }  # fmt: skip
+#: Of these, what only an SLO judges.
+_JUDGED = {"slo_attainment", "minutes_below_95", "gpu_hours_per_1000_good"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,18 +39,25 @@ class ScalingComparison(Written):
 
     def headline(self) -> Headline:
         """Return a row a rule, the best fixed fleet marked."""
+        shown = {
+            tag: heading
+            for tag, heading in _FIGURES.items()
+            if self.config.output.goodput.given or tag not in _JUDGED
+        }
         rows = [
             (
                 f"{name}{' *' if name == self.fixed else ''}",
                 f"{told['percent']:+.1f}"
                 + ("" if told["low"] is None else f" [{told['low']:+.1f}, {told['high']:+.1f}]"),
-                *(number(told[tag]) for tag in _FIGURES),
+                *(number(told[tag]) for tag in shown),
             )
             for name, told in self.rules.items()
         ]
         cluster = self.config.cluster
         title = f"{self.config.engine.model} on {cluster.gpu}, up to {cluster.topology}"
-        columns = ("autoscaler", "GPU-hours from *, %", *_FIGURES.values())
+        if not self.config.output.goodput.given:
+            title += ": no SLO is given, so * is the cheapest fixed fleet that completes 95%"
+        columns = ("autoscaler", "GPU-hours from *, %", *shown.values())
         return Headline(f"{title}, mean over seeds ({self.n_seeds})", columns, rows)
 
     def record(self) -> dict[str, Any]:
@@ -72,7 +81,8 @@ def compare_autoscalers(
     """Run rules, every fixed fleet and a timetable; raises InputError as `simulate` does.
 
     Pools of fixed fleets are in proportion to the topology's; the best one takes the fewest
-    GPU-hours of those that serve 95% of the requests well, or serves most so."""
+    GPU-hours of those that serve 95% of the requests within the SLO (without one: that complete
+    95%), or serves most so."""
     names = [registry.canonical("scaling", rule) for rule in rules]
     if len(set(names)) != len(names) or "none" in names:
         problem = f"{', '.join(names)} names one twice, or none"
@@ -89,7 +99,10 @@ def compare_autoscalers(
     figures = {name: _figures(own) for name, own in runs.items()}
 
     def cost(name: str) -> tuple[bool, float]:
-        share, hours = (figures[name][tag] or 0.0 for tag in ("slo_attainment", "gpu_hours"))
+        hours, share = figures[name]["gpu_hours"] or 0.0, figures[name]["slo_attainment"]
+        if not config.output.goodput.given:
+            share = mean_known([s["completed"] / max(1, s["num_prompts"]) for s in runs[name]])
+        share = share or 0.0
         return share < _WELL, hours if share >= _WELL else -share
 
     best = min(fixed, key=cost)

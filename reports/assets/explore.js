@@ -115,8 +115,8 @@
   const tiles = (p) => {
     const told = [["TTFT p50, ms", number(p.p50_ttft_ms)], ["TTFT p99, ms", number(p.p99_ttft_ms)],
       ["TPOT p50, ms", number(p.p50_tpot_ms)], ["TPOT p99, ms", number(p.p99_tpot_ms)],
-      ["within the service level", p.slo_attainment === null ? "–" : (100 * p.slo_attainment).toFixed(1) + "%"],
-      ["good requests/s", number(p.request_goodput)], ["output tokens/s", number(p.output_throughput)],
+      ...(p.slo_attainment === null ? [] : [["within the service level", (100 * p.slo_attainment).toFixed(1) + "%"],
+        ["good requests/s", number(p.request_goodput)]]), ["output tokens/s", number(p.output_throughput)],
       ["GPUs", number(p.gpus)], ["$ a million output tokens", number(p.cost_per_million_output_tokens)],
       ["experts a step and layer", number(p.mean_active_experts_per_step)]];
     fill("figures", ...told.map(([name, value]) => {
@@ -126,9 +126,9 @@
     }));
   };
   const notes = (found) => {
-    const because = found.limits ? `What limits it: ${found.limits.bottleneck} (${found.limits.because}). ` : "";
+    byId("limits").textContent = found.limits ? `What limits it: ${found.limits.bottleneck}: ${found.limits.because}.` : "";
     const warned = (found.warnings ?? []).map((text) => `Warning: ${text}. `).join("");
-    byId("notes").textContent = `${because}Step times are ${found.weakest_provenance} or better. ${found.completed} requests measured. ${warned}`;
+    byId("notes").textContent = `Step times are ${found.weakest_provenance} or better. ${found.completed} requests measured. ${warned}`;
   };
 
   // Pictures, in the colours of the style sheet.
@@ -173,18 +173,22 @@
       const theirs = pins.map((pin, n) => line(pin.curve, (p) => p[`p99_${id}_ms`], `p99, ${pin.text || "start"}`, n + 1, "dot"));
       plot(id, `${name} by rate`, "requests/s", "ms", [...own, ...theirs, ...here((p) => p[`p99_${id}_ms`])], level(bound(id)));
     }
-    const good = (p) => p.request_goodput === null ? null : p.request_goodput / p.gpus;
+    // Without a service level no request is good: output tokens stand in the place of goodput.
+    const judged = curve.some((p) => p.request_goodput !== null);
+    const good = judged ? (p) => p.request_goodput === null ? null : p.request_goodput / p.gpus : (p) => p.output_throughput / p.gpus;
+    const named = judged ? "good requests/s a GPU" : "output tokens/s a GPU";
     const cost = curve.some((p) => p.cost_per_million_output_tokens) ? [{ ...line(curve,
       (p) => p.cost_per_million_output_tokens, "$ a million output tokens", 3), yaxis: "y2" }] : [];
-    plot("goodput", "Goodput of a GPU by rate", "requests/s", "good requests/s a GPU",
-      [line(curve, good, "good requests/s a GPU", 0), ...pins.map((pin, n) => line(pin.curve, good, pin.text || "start", n + 1)), ...cost],
+    plot("goodput", `${judged ? "Goodput" : "Output"} of a GPU by rate`, "requests/s", named,
+      [line(curve, good, named, 0), ...pins.map((pin, n) => line(pin.curve, good, pin.text || "start", n + 1)), ...cost],
       cost.length ? { yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, automargin: true, title: { text: "$" } } } : {});
   };
   const drawPlane = () => {
     const cells = shown.plane, ps = [...new Set(cells.map((c) => c.p))].sort((a, b) => a - b),
       ds = [...new Set(cells.map((c) => c.d))].sort((a, b) => a - b), at = (p, d) => cells.find((c) => c.p === p && c.d === d);
     const z = ps.map((p) => ds.map((d) => { const c = at(p, d); return c && c.slo_attainment !== null ? 100 * c.slo_attainment : null; }));
-    plot("plane", cells.length ? "Requests within the service level, %" : "P and D: for clusters whose prefill is apart", "decode workers", "prefill workers",
+    const none = cells.every((c) => c.slo_attainment === null);
+    plot("plane", cells.length ? none ? "Requests within the service level: none is given" : "Requests within the service level, %" : "P and D: for clusters whose prefill is apart", "decode workers", "prefill workers",
       cells.length ? [{ type: "heatmap", x: ds, y: ps, z, zmin: 0, zmax: 100, showscale: false, colorscale: [[0, "var(--card)"], [1, "var(--c0)"]],
         text: z.map((row) => row.map((v) => v === null ? "" : v.toFixed(0))), texttemplate: "%{text}",
         hovertemplate: "%{y}P%{x}D: %{z:.1f}%<extra></extra>" }] : [],

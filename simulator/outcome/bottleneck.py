@@ -1,17 +1,30 @@
-"""What limits a cluster: where requests wait, and how busy what they wait for is."""
+"""What limits a cluster: where requests wait, what keeps them there, and how busy that is.
+
+Engines note at each step how many requests wait, and why the next one was not admitted
+(`state.STEP`), so that a limit is named only where it kept requests waiting."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.arrays import Bools, Floats, Records
+from eldr_sim.arrays import Bools, Floats, Ints, Records
 from eldr_sim.simulator.control.record import DRAINING, READY, RunRecord
 from eldr_sim.simulator.outcome.sums import exact_sum, exact_sums, in_parts
 from eldr_sim.simulator.outcome.worker_hours import worker_seconds
-from eldr_sim.simulator.plane.state import AFTER_WINDOW, COMPLETED, OPEN, OUTCOMES, OVERLOADED
-from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
+from eldr_sim.simulator.plane.state import (
+    AFTER_WINDOW,
+    COMPLETED,
+    NO_BLOCKS,
+    NO_SEAT,
+    NO_TOKENS,
+    OPEN,
+    OUTCOMES,
+    OVERLOADED,
+    PUT_OFF,
+)
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 
 #: By the time that ends it: what a request does until then. It waits in those marked.
 PHASES: dict[str, tuple[str, bool]] = {
@@ -34,9 +47,18 @@ _IN_LINE = (OPEN, COMPLETED, AFTER_WINDOW, OVERLOADED)
 IN_LINE = tuple(OUTCOMES[code] for code in _IN_LINE)
 #: Before the first token; a TTFT counts from when the client has sent the request.
 TTFT_PHASES = tuple(name for name, _ in PHASES.values() if name not in ("client's limit", "decode"))
+_SMALL = 0.1  # of a mean TTFT: a shorter wait is no queue
+#: A larger token budget is worth a name where a budget twice as large saves this share of the time.
+_WORTH = 0.15
+#: A prompt is long beside others if it has so many times the tokens of the median one.
+_LONG = 4.0
 _STEPS = 3.0  # within which a request joins where there is room: it comes during one, and vLLM
 #               schedules one ahead
-_SMALL = 0.1  # of a mean TTFT: no wait that is worth a name
+#: Engines see at least this share of a wait for them; else requests wait before they get there.
+_SEEN = 0.25
+#: Tokens, and the blocks of prefill workers, limit where they keep requests waiting for this share
+#: of the time, even if something else does for longer.
+_TOO, _BACK = 0.3, 0.23
 
 
 def phases_of(
@@ -101,13 +123,25 @@ def is_overload(growth: Mapping[str, float] | None) -> bool:
     return grown > max(0.1 * growth["arrived"], noise)
 
 
+class _Waits(NamedTuple):
+    """What kept requests waiting in the engines of a role, from the window's begin on."""
+
+    role: str  #: ``prefill`` or ``decode``
+    engine: EngineSpec
+    #: ``[codes]``: seconds that requests waited, by why the next was not admitted.
+    by_cause: Floats
+    alone: float  #: share of the wait for tokens of the budget while one prompt took all of it
+    step_s: float  #: mean duration of a step,
+    full_s: float  #: and of those while requests waited for tokens of the budget
+
+
 def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
     """Return the figures ``limits`` of a summary: phases, utilisation, and the bottleneck.
 
-    ``utilisation``: means over the measured window: worker-time in steps, running requests (of
-    ``max_num_seqs``), KV blocks' tokens of the decode batch (shared ones count for each, up to all
-    there are); ``kv_transfers``: in progress on a decode worker. Phases are of requests that were
-    not refused, did not give up and did not lose their worker."""
+    ``utilisation``: means over the measured window, 0 to 1: worker-time in steps, running requests
+    (of ``max_num_seqs``), KV blocks' tokens of the decode batch (shared ones count for each, up to
+    all there are). ``kv_transfers_per_worker``: in progress on a decode worker, mean. Phases are of
+    requests that were not refused, did not give up and did not lose their worker."""
     requests = record.requests
     start, end = record.window[0], min(record.window[1], record.end_s)
     mine = requests["measured"] & np.isin(requests["outcome"], _IN_LINE)
@@ -122,7 +156,7 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
         if values.any()
     }
     use: dict[str, float] = {}
-    step_ms = 0.0
+    batch, transfers = 0.0, None
     there = _there(record, spec, start, end)
     decodes = np.array([pool.decodes for pool in spec.pools])
     windows = spec.block_size * float(np.mean(requests["window_blocks"])) if len(requests) else 0.0
@@ -134,20 +168,57 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
             continue
         of = None if role == "prefill" else windows
         sums = exact_sums(_use(spec, part, start, end, of) for part in in_parts(steps))
-        use[f"{role}_busy"] = sums[0] / float(seconds.sum())
+        use[f"{role}_busy"] = min(1.0, sums[0] / float(seconds.sum()))
         if role == "decode":
-            step_ms = 1e3 * sums[3] / max(1, len(steps))
+            batch = sums[1] / sums[0] if sums[0] else 0.0
             seats = seconds @ [pool.engine.max_num_seqs for pool in spec.pools]
-            use["decode_seats"] = sums[1] / float(seats)
+            use["decode_seats"] = min(1.0, sums[1] / float(seats))
             room = seconds @ [pool.engine.n_blocks for pool in spec.pools] * spec.block_size
-            use["decode_kv"] = sums[2] / float(room)
+            use["decode_kv"] = min(1.0, sums[2] / float(room))
     moved = requests[requests["transfer_start_s"] >= 0.0]
     if len(moved) and spec.n_decode and end > start:
         done = np.where(moved["transfer_end_s"] >= 0.0, moved["transfer_end_s"], record.end_s)
         time = np.clip(done, start, end) - np.clip(moved["transfer_start_s"], start, end)
-        use["kv_transfers"] = _share(time, (there * decodes).sum())
-    name, why = _bottleneck(mean_ms, use, step_ms)
-    return {"bottleneck": name, "because": why, "mean_phase_ms": mean_ms, "utilisation": use}
+        transfers = exact_sum(time) / float((there * decodes).sum())
+
+    decoders = [pool.engine for pool in spec.pools if pool.decodes]
+
+    def waits(role: str) -> _Waits:
+        if role == "prefill" and len(record.prefill_steps):
+            return _waits(role, record.prefill_steps, spec.prefill, start, record.end_s)
+        return _waits("decode", record.decode_steps, decoders[0], start, record.end_s)
+
+    lengths = measured["prompt_len"]
+    ways = _tokenizing_ms(spent, lengths), 1e3 * spec.handover_s, spec.reserves_early
+    name, why, phase = _bottleneck(mean_ms, use, transfers or 0.0, batch, waits, lengths, *ways)
+    limits: dict[str, Any] = {"bottleneck": name, "because": why, "waits_in": phase}
+    limits |= {"mean_phase_ms": mean_ms, "utilisation": use}
+    return limits if transfers is None else limits | {"kv_transfers_per_worker": transfers}
+
+
+def _tokenizing_ms(spent: Mapping[str, Floats], prompt_len: Ints) -> float:
+    """Return the mean time that prompts would take in an idle front end: the least time of a token
+    for all."""
+    if not len(prompt_len):
+        return 0.0
+    token_s = float(np.min(spent["front end"] / prompt_len))
+    return 1e3 * token_s * float(np.mean(prompt_len))
+
+
+def _waits(role: str, steps: Records, engine: EngineSpec, start: float, end: float) -> _Waits:
+    """Return what kept requests waiting from each step of some engines to its next one."""
+    steps = steps[np.lexsort((steps["start"], steps["worker"]))]
+    time = np.clip(steps["end"], start, end) - np.clip(steps["start"], start, end)
+    until = np.append(steps["start"][1:], end)
+    until[:-1][steps["worker"][1:] != steps["worker"][:-1]] = end
+    waited = np.clip(until, start, end) - np.clip(steps["start"], start, end)
+    waited = waited * steps["waiting"]
+    by_cause = np.bincount(steps["stopped"], waited, minlength=PUT_OFF + 1)
+    full = (steps["stopped"] == NO_TOKENS) & (steps["waiting"] > 0)
+    total, alone = exact_sum(waited[full]), exact_sum(waited[full & (steps["chunks"] <= 1)])
+    step_s = exact_sum(time) / max(1, int((time > 0.0).sum()))
+    full_s = exact_sum(time[full]) / max(1, int(full.sum()))
+    return _Waits(role, engine, by_cause, alone / total if total else 0.0, step_s, full_s)
 
 
 def _use(
@@ -172,42 +243,111 @@ def _there(record: RunRecord, spec: ClusterSpec, start: float, end: float) -> Fl
     return np.asarray(spent[:, [READY, DRAINING]].sum(axis=1) * sizes)
 
 
-def _share(values: Floats, whole: float) -> float:
-    return exact_sum(values) / whole
-
-
 def _bottleneck(
-    mean_ms: Mapping[str, float], use: Mapping[str, float], step_ms: float
-) -> tuple[str, str]:
-    """Return what requests wait for longest, and why it is that."""
+    mean_ms: Mapping[str, float],
+    use: Mapping[str, float],
+    transfers: float,
+    batch: float,
+    waits: Callable[[str], _Waits],
+    prompt_len: Ints,
+    tokenizing_ms: float,
+    handover_ms: float,
+    reserves_early: bool,
+) -> tuple[str, str, str | None]:
+    """Return what requests wait for longest, why it is that, and the phase in which they wait.
+
+    The last is None where there is no queue. ``transfers``: in progress on a decode worker;
+    ``batch``: mean of decode steps; ``waits``: of the engines of a role; ``prompt_len``, [N]: of
+    the requests; ``tokenizing_ms``: their mean time in an idle front end; ``handover_ms``: what
+    the hand-over to a decode worker takes; ``reserves_early``: prompts have decode blocks first."""
     ttft = math.fsum(mean_ms.get(name, 0.0) for name in TTFT_PHASES)
-    waits = {name: mean_ms[name] for name, waits in PHASES.values() if waits and name in mean_ms}
-    if use.get("kv_transfers", 0.0) < 1.0:  # a transfer that has the link to itself waits for none
-        waits.pop("KV transfer", None)
-    phase = max(waits, key=waits.__getitem__, default="")
-    if not phase or waits[phase] < _SMALL * ttft:
-        if use.get("decode_busy", 0.0) == 0.0:
-            return "none", "no request waits"
-        return "decode steps", (
-            f"no request waits for a tenth of its TTFT; decode workers compute for "
-            f"{use['decode_busy']:.0%} of the time"
-        )
-    wait = f"a request waits {waits[phase]:,.{0 if waits[phase] >= 100 else 1}f} ms on average"
+    long = _waits_of(mean_ms)
+    if transfers < 1.0:  # a transfer that has the link to itself waits for none
+        long.pop("KV transfer", None)
+    phase = max(long, key=long.__getitem__, default="")
+    if not phase or long[phase] < _SMALL * ttft:
+        return _no_queue(mean_ms, batch)
+    wait = f"a request waits {long[phase]:,.{0 if long[phase] >= 100 else 1}f} ms on average"
     if phase == "client's limit":
-        return "client", f"{wait} at the client, which limits the number in flight"
+        return "client", f"{wait} at the client, which limits the requests in flight", phase
+    if phase == "front end" and long[phase] < 2.0 * tokenizing_ms:
+        return "tokenization", f"{wait} for its tokenization; there is no queue", phase
     if phase == "front end":
-        return "front end", f"{wait} for API servers and their tokenizers"
-    if phase == "prefill queue" and "prefill_busy" in use:
-        return "prefill queue", f"{wait}; prefill workers are busy for {use['prefill_busy']:.0%}"
+        return "front end", f"{wait} for API servers and their tokenizers", phase
     if phase == "KV load":
-        return "KV tiers", f"{wait} for KV blocks from tiers"
+        return "KV tiers", f"{wait} for KV blocks from tiers", phase
     if phase == "KV transfer":
-        return (
-            "link",
-            f"{wait} for its KV cache; {use['kv_transfers']:.2f} come to a worker at once",
-        )
-    seats, blocks = use.get("decode_seats", 0.0), use.get("decode_kv", 0.0)
-    full = f"the batch fills {seats:.0%} of max_num_seqs and {blocks:.0%} of the KV cache"
-    if waits[phase] < _STEPS * step_ms:
-        return "decode steps", f"{wait} for a step that it can join; {full}"
-    return ("decode KV" if blocks >= seats else "decode batch"), f"{wait} to be let in; {full}"
+        why = f"{wait} for its KV cache; {transfers:.2f} arrive at a worker at once"
+        return "link", why, phase
+    if phase == "decode admission" and long[phase] < 2.0 * handover_ms:
+        return "hand-over", f"{wait} for the hand-over to a decode worker", phase
+    found = waits("prefill" if phase == "prefill queue" else "decode")
+    if reserves_early and phase == "prefill queue":  # which may wait for decode blocks instead
+        other = waits("decode")
+        if exact_sum(found.by_cause[1:]) < _SMALL * exact_sum(other.by_cause):
+            found = other
+    stopped = found.by_cause[1:]
+    queued = exact_sum(stopped)
+    if min(long[phase], 1e3 * queued / len(prompt_len)) < _SMALL * ttft:
+        if long[phase] < _STEPS * 1e3 * found.step_s:
+            return _no_queue(mean_ms, batch)
+        if queued + float(found.by_cause[0]) < _SEEN * 1e-3 * long[phase] * len(prompt_len):
+            why = f"{wait} for a worker to take it: the router holds it, or none is ready"
+            return "router", why, phase
+        return _no_queue(mean_ms, batch)
+    code = 1 + int(np.argmax(stopped))
+    if stopped[NO_TOKENS - 1] > _TOO * queued:  # with another place a request would wait for them
+        code = NO_TOKENS
+    if found.role == "prefill" and stopped[NO_BLOCKS - 1] > _BACK * queued:
+        code = NO_BLOCKS  # which decode workers are slow to fetch from
+    part = f"{stopped[code - 1] / queued:.0%} of the queueing"
+    apart = f"{found.role} " if {"prefill_busy", "decode_busy"} <= use.keys() else ""
+    if code == NO_SEAT:
+        seats = f"all {found.engine.max_num_seqs} places of the batch (max_num_seqs) are taken"
+        return f"{apart}batch", f"{wait}, {part} while {seats}", phase
+    if code == NO_BLOCKS:
+        return f"{apart}KV", f"{wait}, {part} for free KV blocks", phase
+    if code == PUT_OFF:
+        why = f"{wait}, {part} while the engine's rule puts prompts off"
+        return "prompt batching", why, phase
+    budget = found.engine.max_num_batched_tokens
+    full = f"{wait}, {part} while the step's {budget:,} tokens (max_num_batched_tokens) are taken"
+    long_ones = prompt_len > max(budget, _LONG * np.median(prompt_len))
+    if found.alone >= 0.5 and 2 * prompt_len[long_ones].sum() > prompt_len.sum():
+        why = f"{full}, {found.alone:.0%} of that by one prompt alone"
+        why += f": chunks of prompts of up to {np.max(prompt_len):,} tokens go before all others"
+        return "head-of-line prompts", why, phase
+    if _larger_steps_pay(found) and long[phase] > 2e3 * found.full_s:
+        return "token budget", f"{full}; larger steps would compute more tokens a second", phase
+    why = f"{full}; larger steps would compute no more tokens a second"
+    return "prompt computation", why, phase
+
+
+def _waits_of(mean_ms: Mapping[str, float]) -> dict[str, float]:
+    return {name: mean_ms[name] for name, waits in PHASES.values() if waits and name in mean_ms}
+
+
+def _larger_steps_pay(found: _Waits) -> bool:
+    """Say whether steps of twice the token budget would compute many more tokens a second.
+
+    Two steps become one, which saves what a step takes whatever its tokens are."""
+    steps, budget = found.engine.step_time, found.engine.max_num_batched_tokens
+    budget = min(budget, steps.max_model_len, len(steps.cost.mixed_moe_s) - 1)
+    if budget < 2:
+        return True
+    whole, half = (steps.prefill_s([n], [0]) for n in (budget, budget // 2))
+    fixed_s = whole - (whole - half) * budget / (budget - budget // 2)
+    return fixed_s > _WORTH * 2.0 * found.full_s
+
+
+def _no_queue(mean_ms: Mapping[str, float], batch: float) -> tuple[str, str, None]:
+    """Say that requests are served at once, and what takes their time."""
+    total = math.fsum(mean_ms.values())
+    if not total:
+        return "none", "no request was served", None
+    waiting = math.fsum(_waits_of(mean_ms).values())
+    computing = math.fsum(mean_ms.get(name, 0.0) for name in ("first decode step", "decode"))
+    prompt = mean_ms.get("prefill", 0.0)
+    what = f"decoding, in batches of {batch:.1f}" if computing >= prompt else "computing its prompt"
+    share = f"{max(computing, prompt) / total:.1%} of a request's time is {what}"
+    return "no queue", f"{share}; it waits for {waiting / total:.1%} of its time", None

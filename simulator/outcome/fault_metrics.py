@@ -1,4 +1,4 @@
-"""What faults do to a run's figures: goodput before, during and after, and the time to recover."""
+"""What faults do to a run's figures: before, during and after, and the time to recover."""
 
 import math
 from typing import Any
@@ -34,11 +34,16 @@ def fault_figures(
         "retries": 0 if retries is None else int(retries[measured].sum()),
         "worker_lost": int((requests["outcome"][measured] == WORKER_LOST).sum()),
         "cancelled": int((requests["outcome"][measured] == CANCELLED).sum()),
-        "events": [_event(fault, ended, good, start, end) for fault in faults],
+        "events": [
+            _event(fault, ended, good, config.output.goodput.given, start, end) for fault in faults
+        ],
     }
 
 
-def _event(fault: Fault, ended: Floats, good: Bools, start: float, end: float) -> dict[str, Any]:
+def _event(
+    fault: Fault, ended: Floats, good: Bools, judged: bool, start: float, end: float
+) -> dict[str, Any]:
+    """Return the figures of an event; goodput and attainment only where an SLO judges."""
     begin = 0.0 if fault.kind == "join" else fault.at_s
     begin, over = (min(max(at, start), end) for at in (begin, fault.end_s))
     figures: dict[str, Any] = {
@@ -52,10 +57,11 @@ def _event(fault: Fault, ended: Floats, good: Bools, start: float, end: float) -
         ("before", start, begin), ("during", begin, over), ("after", over, end),
     ):  # fmt: skip
         inside = good[(ended >= since) & (ended < until)]
+        figures[f"throughput_{name}"] = len(inside) / (until - since) if until > since else None
         figures[f"goodput_{name}"] = (
-            float(inside.sum()) / (until - since) if until > since else None
+            float(inside.sum()) / (until - since) if judged and until > since else None
         )
-        figures[f"attainment_{name}"] = float(inside.mean()) if len(inside) else None
+        figures[f"attainment_{name}"] = float(inside.mean()) if judged and len(inside) else None
     figures["time_to_recover_s"] = (  # nothing is seen of one that comes when the window is over
         time_to_recover(ended, good, start, begin, over, end) if begin < end else None
     )

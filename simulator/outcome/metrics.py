@@ -126,7 +126,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     prompt_tokens = int(prefills["chunk_tokens"][begun].sum())
     prompt_tokens += steps.n["prompt_tokens"]
     prefilled = requests["prompt_len"][computed_inside]
-    good = good_requests(times, config.output.goodput) & measured
+    level = config.output.goodput
+    good = good_requests(times, level) & measured
 
     hours, price = seconds / 3600.0, config.price_per_hour
     gpu_hours = config.n_gpus * hours
@@ -146,9 +147,11 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "total_input_tokens": int(requests["prompt_len"][done].sum()),
         "total_output_tokens": int(requests["output_len"][done].sum()),
         "request_throughput": finished / seconds,
-        "request_goodput": float(good.sum()) / seconds,
-        "slo_attainment": float(good.sum()) / max(1, int(measured.sum())),
-        "slo_attainment_by_metric": _attained(times, config.output.goodput, measured),
+        "request_goodput": float(good.sum()) / seconds if level.given else None,
+        "slo_attainment": (
+            float(good.sum()) / max(1, int(measured.sum())) if level.given else None
+        ),
+        "slo_attainment_by_metric": _attained(times, level, measured),
         "output_throughput": tokens / seconds,
         "total_token_throughput": (tokens + prompt_tokens) / seconds,
         "prefill_throughput": int(prefilled.sum()) / seconds,

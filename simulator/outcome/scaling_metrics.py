@@ -29,7 +29,8 @@ def scaling_figures(record: RunRecord, config: RunConfig, spec: ClusterSpec) -> 
     minutes = _by_minute(record, good)
     known = [minute["attainment"] for minute in minutes]
     seconds = max(end - begin, 1e-9)
-    n_good = int(good.sum())
+    judged = config.output.goodput.given
+    n_good = int(good.sum()) if judged else 0
     return {
         "scaling": {
             "autoscale": config.scaling.autoscale,
@@ -47,9 +48,11 @@ def scaling_figures(record: RunRecord, config: RunConfig, spec: ClusterSpec) -> 
                 1e3 * spent.dollars / n_good if n_good and spent.dollars is not None else None
             ),
             "minutes": len(minutes),
-            "minutes_below_95": sum(share < _WELL for share in known),
+            "minutes_below_95": sum(share < _WELL for share in known) if judged else None,
             **_events(record, spec),
-            "by_minute": minutes,
+            "by_minute": minutes
+            if judged
+            else [minute | {"attainment": None} for minute in minutes],
             "replicas": replicas(record, [pool.units[0] for pool in pools], spec.names),
         }
     }

@@ -248,12 +248,14 @@ def _prefill_mfu(config: RunConfig, prepared: PreparedRun, record: RunRecord) ->
     return mfu(flops, end - start, peak) if end > start else None
 
 
-def _events(spec: ClusterSpec, record: RunRecord) -> list[dict[str, float | int | str]]:
+def _events(spec: ClusterSpec, record: RunRecord) -> list[dict[str, float | int | str | None]]:
+    """Return the relocations; ``in_force_s`` is None where the run ended before."""
     log = record.relocations
     return [
         {"pool": spec.names[row["pool"]], "worker": int(row["group"])}
         | {"experts": int(row["experts"])}
         | {name: float(row[name]) for name in log.dtype.names or () if row[name].dtype == float}
+        | ({"in_force_s": None} if row["in_force_s"] < 0.0 else {})
         for row in log
     ]
 

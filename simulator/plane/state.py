@@ -220,6 +220,7 @@ WORKER = np.dtype(
         ("slowdown", np.float64),  # its steps take so many times as long: 1 but for stragglers
         ("one_step", np.bool_),  # the next step was scheduled ahead, without who came since
         ("blocked", np.bool_),  # who is next has no KV blocks, and another may soon be next
+        ("stopped", np.int32),  # why the next request was not admitted at the last boundary
         ("tokens", np.int64),  # of the batch, that the next step computes, chunks not among them
         # Sequences that have ended and ride in the next step, and the tokens that it computes.
         ("riding", np.int64),
@@ -323,8 +324,13 @@ STEP = np.dtype(
         ("busiest", np.int32),  # those of the layer's busiest rank, summed over the MoE layers
         ("chunks", np.int32),  # sequences whose context was computed further
         ("chunk_tokens", np.int32),  # by so many tokens
+        ("waiting", np.int32),  # requests that the engine had and that did not run
+        ("stopped", np.int32),  # why the next of them was not admitted
     ]
 )
+#: Why an engine did not admit the next request: nothing kept one from it, no place in the batch, no
+#: tokens of the step's budget, no KV blocks, a rule that puts prompts off.
+ADMITTED, NO_SEAT, NO_TOKENS, NO_BLOCKS, PUT_OFF = map(np.int32, range(5))
 
 #: One record a step of a group of engines; seconds, bytes and pairs are summed over the layers.
 GROUP_STEP = np.dtype(

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from eldr_sim.reports.explanation import explain_run, open_run
 from eldr_sim.simulator.outcome.bottleneck import (
     PHASES,
-    _bottleneck,
     is_overload,
     limits_of,
     load_growth,
@@ -107,14 +106,6 @@ def test_waits_for_kv_tiers_are_loads():
     assert limits["mean_phase_ms"]["prefill queue"] == pytest.approx(1e3 * queued / len(rows))
 
 
-def test_the_bottleneck_may_be_kv_tiers():
-    name, why = _bottleneck({"prefill queue": 20.0, "KV load": 80.0, "prefill": 9.0}, {}, 10.0)
-    assert (name, why) == (
-        "KV tiers",
-        "a request waits 80.0 ms on average for KV blocks from tiers",
-    )
-
-
 def test_a_cluster_that_fills_is_not_overloaded():
     """Requests come every second and live for 30: as many end as come once 30 s have passed."""
     arrival = np.arange(100.0)
@@ -161,15 +152,16 @@ BASE = {"trace": "reference-moe", "num_requests": 150, "policy": "jsq", "output_
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("decode steps", {"topology": "2P4D", "request_rate": 5}),
+        ("no queue", {"topology": "2P4D", "request_rate": 5}),
         (
-            "prefill queue",
+            "token budget",
             {
                 "topology": "1P8D",
                 "request_rate": 400,
                 "prefill": {"max_num_batched_tokens": 128, "max_num_seqs": 8},
             },
         ),
+        ("prompt computation", {"topology": "1P8D", "request_rate": 400, "input_len": 4000}),
         ("decode batch", {"topology": "4P1D", "request_rate": 300, "max_num_seqs": 4}),
         ("decode KV", {"topology": "4P1D", "request_rate": 300, "num_gpu_blocks_override": 60}),
         ("client", {"topology": "2P4D", "request_rate": 100, "max_concurrency": 2}),
@@ -178,8 +170,8 @@ BASE = {"trace": "reference-moe", "num_requests": 150, "policy": "jsq", "output_
 def test_the_bottleneck_is_what_was_made_scarce(name, changes):
     limits = simulate_summary(RunConfig(**BASE | changes))["limits"]
     assert limits["bottleneck"] == name, limits
-    for key, share in limits["utilisation"].items():
-        assert 0.0 <= share <= (np.inf if key == "kv_transfers" else 1.0)
+    assert (limits["waits_in"] is None) == (name == "no queue")
+    assert all(0.0 <= share <= 1.0 for share in limits["utilisation"].values())
     if name == "decode KV":
         assert limits["utilisation"]["decode_kv"] > 0.7  # the last block of each is half empty
     if name == "decode batch":
@@ -204,17 +196,18 @@ def test_the_first_to_live_long_say_when_a_cluster_is_full():
 def test_utilisation_by_hand():
     """A window from 10 to 20 s of a run of 30: what lies outside does not count."""
     times = ("arrival_s", "transfer_start_s", "transfer_end_s", "finish_s")
-    request = [("measured", bool), ("outcome", int), ("window_blocks", int)]
+    request = [("measured", bool), ("outcome", int), ("window_blocks", int), ("prompt_len", int)]
     request += [(name, float) for name in times]
     step = [("start", float), ("end", float), ("sequences", int), ("context", int)]
-    step += [("worker", int)]
+    step += [(name, int) for name in ("worker", "waiting", "stopped", "chunks")]
     record = SimpleNamespace(
         # One transfer began before the window, one has not ended, one has not begun.
-        requests=np.array([(True, COMPLETED, 3, 0.0, 5.0, 15.0, 16.0),
-                           (True, OPEN, 3, 0.0, 18.0, -1.0, -1.0),
-                           (True, OPEN, 3, 0.0, -1.0, -1.0, -1.0)], request),
+        requests=np.array([(True, COMPLETED, 3, 9, 0.0, 5.0, 15.0, 16.0),
+                           (True, OPEN, 3, 9, 0.0, 18.0, -1.0, -1.0),
+                           (True, OPEN, 3, 9, 0.0, -1.0, -1.0, -1.0)], request),
         window=(10.0, 20.0), end_s=30.0, states=None, load_start_s=np.full(3, -1.0),
-        prefill_steps=np.array([], step), decode_steps=np.array([(8.0, 12.0, 2, 100, 0)], step),
+        prefill_steps=np.array([], step),
+        decode_steps=np.array([(8.0, 12.0, 2, 100, 0, 0, 0, 0)], step),
     )  # fmt: skip
     engine = SimpleNamespace(max_num_seqs=4, n_blocks=50, worker_size=1)
     pools = [SimpleNamespace(n=1, decodes=decodes, engine=engine) for decodes in (False, True)]
@@ -224,11 +217,14 @@ def test_utilisation_by_hand():
         of_decoders=lambda of: np.array([of(engine)]),
         block_size=16,
         front_end=None,
+        handover_s=0.0,
+        reserves_early=False,
     )
-    used = limits_of(record, spec)["utilisation"]
-    assert used == pytest.approx(
+    limits = limits_of(record, spec)
+    assert limits["utilisation"] == pytest.approx(
         {"prefill_busy": 0.0, "decode_busy": 0.2, "decode_seats": 0.2 * 2 / 4,
-         "decode_kv": 0.2 * (100 + 2 * 3 * 16) / (50 * 16), "kv_transfers": (5 + 2) / 10}
+         "decode_kv": 0.2 * (100 + 2 * 3 * 16) / (50 * 16)}
     )  # fmt: skip
+    assert limits["kv_transfers_per_worker"] == pytest.approx((5 + 2) / 10)
     record.decode_steps["context"] = 9000  # of requests that share blocks: no more than there are
     assert limits_of(record, spec)["utilisation"]["decode_kv"] == pytest.approx(0.2)

@@ -376,7 +376,7 @@ def test_relocations_count_in_the_window_that_they_begin_in():
 
 
 def test_a_run_of_nothing_has_no_figures():
-    figures = summarise(a_record([], []), make_config({}), 2)
+    figures = summarise(a_record([], []), make_config({"goodput": {"tpot": 30}}), 2)
     for key, value in figures.items():
         if key.endswith("_ms") or "per_million" in key or "experts" in key:
             assert value is None, key

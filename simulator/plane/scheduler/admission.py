@@ -23,7 +23,18 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
 )
 from eldr_sim.simulator.plane.scheduler.preemption import comes_back_first
 from eldr_sim.simulator.plane.scheduler.queues import line_remove, queue_remove
-from eldr_sim.simulator.plane.state import HERE, LOADED, OF_SHARE, PENDING_PROMPT, TRANSFER_START
+from eldr_sim.simulator.plane.state import (
+    ADMITTED,
+    HERE,
+    LOADED,
+    NO_BLOCKS,
+    NO_SEAT,
+    NO_TOKENS,
+    OF_SHARE,
+    PENDING_PROMPT,
+    PUT_OFF,
+    TRANSFER_START,
+)
 
 _NONE = np.int64(0)
 _ANY = np.int64(1 << 60)  # tokens
@@ -76,6 +87,27 @@ def admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> No
                 worker.blocked or pool.reserve == OF_SHARE
             )  # which falls with each step
             return
+
+
+@compiled()
+def what_stopped(engines: Engines, w: int, defers: bool) -> Any:
+    """Return why the next request was not admitted at a boundary, such as ``state.NO_BLOCKS``.
+
+    Preempted requests do not count: they have begun."""
+    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
+    if worker.arrived_head < 0 and worker.new_head < 0:
+        return ADMITTED
+    left, new = budget_left(engines, w), np.int64(worker.new_head)
+    if left <= (pool.lookahead if worker.arrived_head >= 0 else _NONE):
+        return NO_TOKENS
+    if pool.whole_prompts and new >= 0 and not _fetches(engines, w, new):
+        prompt = engines.requests[new].prompt_len + engines.requests[new].generated
+        if prompt - cached_tokens(engines, w, new, prompt) > left:
+            return NO_TOKENS
+    places = pool.max_num_seqs - worker.batch - worker.prefilling - worker.leaving
+    if places - worker.riding <= 0:
+        return NO_SEAT
+    return PUT_OFF if defers else NO_BLOCKS
 
 
 @compiled()

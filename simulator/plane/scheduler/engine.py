@@ -29,7 +29,7 @@ from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import leave, schedule, schedule_step, wake
 from eldr_sim.simulator.plane.kv import kv_manager
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
-from eldr_sim.simulator.plane.scheduler.admission import admit, budget_left, fill
+from eldr_sim.simulator.plane.scheduler.admission import admit, budget_left, fill, what_stopped
 from eldr_sim.simulator.plane.scheduler.preemption import preempt
 from eldr_sim.simulator.plane.scheduler.queues import line_add, queue_add
 from eldr_sim.simulator.plane.steps.executor import has_step
@@ -209,9 +209,10 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
         if not defers:
             fill(engines, w)
         # Nobody is admitted in this step if there is one, but perhaps in the next.
-        worker.one_step = has_step(worker)
+        worker.one_step, worker.stopped = has_step(worker), what_stopped(engines, w, defers)
     if not worker.one_step:
         admit(clock, events, engines, w, defers)
+        worker.stopped = what_stopped(engines, w, defers)
     if not pool.mixed_steps and worker.joined == 0 and worker.chunk_tokens == 0:
         preempt(clock, engines, w)  # a step of prompts needs nothing for those that decode
     if defers and has_step(worker):

@@ -311,6 +311,7 @@ def _finish(
         worker.share = max(pool.least_share, worker.share - pool.share_step)
     row.active, row.busiest = scratch.active[w], scratch.busiest[w]
     row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
+    row.waiting, row.stopped = worker.n_waiting, worker.stopped
     row.plain, row.draft_s = scratch.plain[w], scratch.draft_s[w]
     worker.tokens = next_tokens
     worker.begun_tokens += worker.chunk_tokens

@@ -48,6 +48,11 @@ class ServiceLevel(BaseModel):
     e2el: float | None = Field(default=None, gt=0)
     """End-to-end latency, ms."""
 
+    @property
+    def given(self) -> bool:
+        """Whether there is any bound: without one nothing is good or missed."""
+        return any(bound is not None for bound in (self.ttft, self.tpot, self.e2el))
+
 
 class PolicyConfig(Fields):
     """Which worker serves a request, in which order, and where experts live."""
