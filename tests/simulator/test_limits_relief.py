@@ -134,7 +134,7 @@ def test_relieving_the_named_limit_by_half_shortens_its_wait(first, tmp_path):
 
 @pytest.mark.slow
 def test_relieving_the_named_limit_of_400_clusters(tmp_path):
-    """Where two limits are about equal the second takes the place of the first: one in a hundred."""
+    """Where two limits are about equal, the second may take the place of the first at once."""
     names, failed = set(), []
     for seed in range(100, 500):
         try:
