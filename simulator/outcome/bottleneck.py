@@ -213,7 +213,8 @@ def _waits(role: str, steps: Records, engine: EngineSpec, start: float, end: flo
     until[:-1][steps["worker"][1:] != steps["worker"][:-1]] = end
     waited = np.clip(until, start, end) - np.clip(steps["start"], start, end)
     waited = waited * steps["waiting"]
-    by_cause = np.bincount(steps["stopped"], waited, minlength=PUT_OFF + 1)
+    by_cause: Floats = np.zeros(PUT_OFF + 1)
+    np.add.at(by_cause, steps["stopped"], waited)
     full = (steps["stopped"] == NO_TOKENS) & (steps["waiting"] > 0)
     total, alone = exact_sum(waited[full]), exact_sum(waited[full & (steps["chunks"] <= 1)])
     step_s = exact_sum(time) / max(1, int((time > 0.0).sum()))
@@ -297,9 +298,9 @@ def _bottleneck(
         return _no_queue(mean_ms, batch)
     code = 1 + int(np.argmax(stopped))
     if stopped[NO_TOKENS - 1] > _TOO * queued:  # with another place a request would wait for them
-        code = NO_TOKENS
+        code = int(NO_TOKENS)
     if found.role == "prefill" and stopped[NO_BLOCKS - 1] > _BACK * queued:
-        code = NO_BLOCKS  # which decode workers are slow to fetch from
+        code = int(NO_BLOCKS)  # which decode workers are slow to fetch from
     part = f"{stopped[code - 1] / queued:.0%} of the queueing"
     apart = f"{found.role} " if {"prefill_busy", "decode_busy"} <= use.keys() else ""
     if code == NO_SEAT:

@@ -105,7 +105,7 @@ def what_stopped(engines: Engines, w: int, defers: bool) -> Any:
         if prompt - cached_tokens(engines, w, new, prompt) > left:
             return NO_TOKENS
     places = pool.max_num_seqs - worker.batch - worker.prefilling - worker.leaving
-    if places - worker.riding <= 0:
+    if places - worker.riding - worker.ended_places <= 0:
         return NO_SEAT
     return PUT_OFF if defers else NO_BLOCKS
 
