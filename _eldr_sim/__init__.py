@@ -1,4 +1,6 @@
-"""eldr-sim: a discrete-event simulator of MoE serving that replays real expert routing.
+"""eldr-sim: a discrete-event simulator of language-model serving with per-token expert routing.
+
+Routing is drawn from a model's recording by default; ``trace=`` replays a recording.
 
 The commands are functions, and their options are keywords (docs/python.md)::
 

@@ -46,7 +46,9 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "s
     help="Print the traceback of an error, too.",
 )
 def cli() -> None:
-    """Simulate clusters that serve mixture-of-experts models, on real expert routing."""
+    """Simulate clusters that serve language models, on per-token expert routing.
+
+    Routing is drawn from a model's recording by default, and recorded with --trace."""
 
 
 def main() -> None:

@@ -214,6 +214,7 @@ def python(*_: object) -> str:
     """Return every public name with its first sentence."""
     names = {name: getattr(eldr_sim, name) for name in eldr_sim.__all__}
     first = {name: (own.__doc__ or "").strip().split("\n\n")[0] for name, own in names.items()}
+    first["__version__"] = "The version of the installed package, as text."
     lines = [[f"`{name}`", " ".join(text.split())] for name, text in first.items()]
     return markdown([["name", "what it is"], ["---", "---"], *lines])
 

@@ -108,9 +108,10 @@ def _read(path: str, n: int) -> Acceptance:
 def shipped(name: str | None, model: str, method: str, n: int) -> Acceptance:
     """Return a published acceptance of ``n`` drafts a step; raises InputError if there is none.
 
-    ``name``: of one that ships; None takes that of ``model`` and ``method``. Positions beyond the
-    published rates are accepted like the last, given the one before; a length is taken at its own
-    number of drafts, or else each draft's acceptance at the next number that was published."""
+    ``name``: of one that ships; None takes that of ``model`` and ``method``. Drafts beyond the
+    published ones are never accepted, which is a lower bound; between two published numbers of
+    drafts a length lies on the line between theirs, also a lower bound, since each further draft
+    adds less. The source says so."""
     if name is None:
         own = [e for e in _entries().values() if e.get("model") == model and e["method"] == method]
         if not own:
@@ -131,17 +132,25 @@ def _of(entry: dict[str, Any], n: int) -> Acceptance:
     if "rates" in entry:
         rates = list(entry["rates"][:n])
         if len(rates) < n:
-            source += f"; drafts after the {len(rates)}th like it, given the one before"
-        while len(rates) < n:
-            before = rates[-2] if len(rates) > 1 else 1.0
-            rates.append(rates[-1] ** 2 / before if before else 0.0)
+            source += f"; no draft after the {len(rates)}th is known: none is accepted"
+        rates += [0.0] * (n - len(rates))
         return Acceptance(tuple(rates), source)
-    lengths = {int(drafts): length for drafts, length in entry["lengths"].items()}
-    nearest = min(lengths, key=lambda drafts: (abs(drafts - n), drafts))
-    a = rates_of_length(lengths[nearest], nearest)[0]
-    if nearest != n:
-        source += f"; of {nearest} drafts, taken for {n}"
-    return Acceptance(tuple(a**i for i in range(1, n + 1)), f"{source}; {_CONSTANT}")
+    lengths = {int(drafts): float(length) for drafts, length in entry["lengths"].items()}
+    source = f"{source}; {_CONSTANT}"
+    fewer, more = (max((k for k in lengths if k <= n), default=None),
+                   min((k for k in lengths if k >= n), default=None))  # fmt: skip
+    if more is None:
+        assert fewer is not None
+        source += f"; known up to {fewer} drafts: of {n} none after them is accepted"
+        return Acceptance((*rates_of_length(lengths[fewer], fewer), *[0.0] * (n - fewer)), source)
+    if fewer is None:
+        source += f"; known from {more} drafts on: the first {n} of them"
+        return Acceptance(rates_of_length(lengths[more], more)[:n], source)
+    length = lengths[fewer]
+    if fewer != more:
+        length += (lengths[more] - length) * (n - fewer) / (more - fewer)
+        source += f"; {length:.2f} with {n} drafts, on the line between those of {fewer} and {more}"
+    return Acceptance(rates_of_length(length, n), source)
 
 
 def list_acceptances() -> list[str]:

@@ -24,7 +24,7 @@ from eldr_sim.simulator.outcome.without_effect import without_effect
 from eldr_sim.simulator.setup import transfer
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.config.run_config import RunConfig
-from eldr_sim.simulator.setup.prepare import PreparedRun
+from eldr_sim.simulator.setup.prepare import PreparedRun, late_reservation
 from eldr_sim.simulator.setup.transfer import HAND_OVERS
 from eldr_sim.traces.routing.calibration import calibration_requests
 from eldr_sim.traces.routing.copies import WARN_ABOVE, copy_share, expected_copy_share
@@ -380,6 +380,8 @@ def _warnings(config: RunConfig, prepared: PreparedRun) -> list[str]:
         )
     if config.experts.eplb_interval is not None and config.experts.eplb_overhead_ms == 0.0:
         warnings.append(BYTES_ALONE)
+    if late := late_reservation(config):
+        warnings.append(late)
     return list(dict.fromkeys(warnings))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from eldr_sim.arrays import Bools, Floats, Int32s, Ints, Records
 from eldr_sim.simulator.control.record import RunRecord, within
 from eldr_sim.simulator.outcome.sums import exact_sums, in_parts
+from eldr_sim.simulator.setup.config.conditional import parse_conditional
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 
@@ -72,7 +73,7 @@ def window_steps(record: RunRecord, config: RunConfig, start: float, end: float)
 def _computes_prompts(config: RunConfig) -> Bools:
     """Return which workers that decode compute requests' prompts, too."""
     fetching = {name for pool in config.pools for name in pool.takes_over}
-    if config.cluster.conditional_disagg is not None:
+    if parse_conditional(config.cluster.conditional_disagg).entry:
         fetching.clear()
     pools = [pool for pool in config.pools if pool.decodes]
     n_engines = [pool.workers * pool.own.parallelism.data_parallel_size for pool in pools]

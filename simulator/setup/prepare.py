@@ -54,7 +54,6 @@ def prepare(config: RunConfig) -> PreparedRun:
     if config.engine.kv_cache_dtype != "auto":
         model = model.model_copy(update={"kv_cache_dtype": config.engine.kv_cache_dtype})
     config = _with_blocks_for_states(config, model)
-    trace = trace_of(config, model)
     if not config.cluster.n_prefill and config.cluster.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
     if not config.cluster.generates and config.cluster.decode != Pool():
@@ -70,8 +69,6 @@ def prepare(config: RunConfig) -> PreparedRun:
         ):
             problem = f"is {' and '.join(owners)}'s, and the engine is {config.engine.engine}"
             raise InputError(name, problem, f"--engine {' or '.join(owners)}")
-    if trace is not None and any(p.own.parallelism.data_parallel_size > 1 for p in config.pools):
-        trace.require_prompts("the pairs of engines that share experts")
     if config.cluster.enable_elastic_ep and not any(pool.is_elastic for pool in config.pools):
         problem = "no worker has several engines"
         raise InputError("enable_elastic_ep", problem, "--data-parallel-size 2 or more beside it")
@@ -87,7 +84,11 @@ def prepare(config: RunConfig) -> PreparedRun:
     drafting = [pool.own.speculative_config for pool in config.pools if pool.decodes]
     if config.steps.acceptance is not None and not any(drafting):
         raise InputError("acceptance", "nothing is drafted", "--speculative-config beside it")
-    ahead = all(drafts is None or drafts.method not in LOOKING_UP for drafts in drafting)
+    # What looks drafts up needs the last step's tokens first.
+    ahead = not any(
+        drafts and drafts.num_speculative_tokens and drafts.method in LOOKING_UP
+        for drafts in drafting
+    )
     same = {field.name for field in fields(ClusterSpec)} & RUN_FIELDS.keys()
     same -= {"prefill", "decode", "max_model_len"}
     longest = config.engine.max_model_len or model.max_position_embeddings
@@ -112,6 +113,9 @@ def prepare(config: RunConfig) -> PreparedRun:
         n_layers=model.n_layers,
         **{name: config.value(name) for name in same},
     )
+    trace = trace_of(config, model)  # last: routing may have to be drawn, which takes long
+    if trace is not None and any(p.own.parallelism.data_parallel_size > 1 for p in config.pools):
+        trace.require_prompts("the pairs of engines that share experts")
     return PreparedRun(model, trace, spec, frozenset(used))
 
 
@@ -200,20 +204,39 @@ def _reserves_early(config: RunConfig) -> bool:
     """Return whether decode workers reserve KV blocks early; raises InputError."""
     if not config.cluster.hands_over or config.cluster.kv_reserve == "prompt_end":
         return False
+    why = _why_late(config)
+    if config.cluster.kv_reserve is None:
+        return _all_sglang(config) and not why
+    if why:
+        raise InputError("kv_reserve", f"arrival: {why}", "prompt_end")
+    return True
+
+
+def _all_sglang(config: RunConfig) -> bool:
+    engines = {pool.own.engine or config.engine.engine for pool in config.pools if pool.decodes}
+    return engines == {"sglang"}
+
+
+def late_reservation(config: RunConfig) -> str:
+    """Return a warning where SGLang's decode workers cannot reserve KV blocks as it does."""
+    if not config.cluster.hands_over or config.cluster.kv_reserve or not _all_sglang(config):
+        return ""
+    why = _why_late(config)
+    late = "KV blocks are reserved when prompts end (--kv-reserve prompt_end)"
+    return f"{why}: {late}, not before them as SGLang does" if why else ""
+
+
+def _why_late(config: RunConfig) -> str:
+    """Return why decode workers cannot reserve KV blocks before prompts are computed."""
     needs = registry.needs("policy", config.policies.policy)
     why = ""
     if needs.signature is not None or needs.future:
         why = f"{config.policies.policy!r} places by signatures, which only computed prompts have"
-    elif config.cluster.conditional_disagg is not None:
+    elif parse_conditional(config.cluster.conditional_disagg).entry:
         why = "decode workers compute prompts, too (--conditional-disagg)"
     elif len(pools_of(config.cluster.topology).routers) != 2:
         why = "prompts are handed over more than once"
-    if config.cluster.kv_reserve is None:
-        engines = {pool.own.engine or config.engine.engine for pool in config.pools if pool.decodes}
-        return engines == {"sglang"} and not why
-    if why:
-        raise InputError("kv_reserve", f"arrival: {why}", "prompt_end")
-    return True
+    return why
 
 
 def _front_end(config: RunConfig) -> FrontEndSpec | None:

@@ -39,11 +39,23 @@ def test_rates_make_their_length(length, k):
 def test_shipped_acceptances_are_those_of_their_sources():
     assert shipped(None, "GPT-OSS-20B", "eagle3", 3).rates == (0.717, 0.512, 0.334)
     assert shipped("glm-5.2", "", "mtp", 8).length == pytest.approx(4.06)
-    longer = shipped(None, "GPT-OSS-20B", "eagle3", 4)
-    assert longer.rates[3] == pytest.approx(0.334**2 / 0.512)
-    assert "drafts after the 3th" in longer.source
     taken = shipped("qwen3-30b-a3b-eagle3", "", "eagle3", 2)
     assert taken.rates == shipped("qwen3-30b-a3b-eagle3", "", "eagle3", 3).rates[:2]
+
+
+def test_an_acceptance_of_other_numbers_of_drafts_is_a_lower_bound_and_says_so():
+    longer = shipped(None, "GPT-OSS-20B", "eagle3", 4)
+    assert longer.rates[3] == 0.0
+    assert "no draft after the 3th is known" in longer.source
+    between = shipped("deepseek-v3-mtp", "", "mtp", 3)  # published: 1.87 with 1, 3.2 with 7
+    assert between.length == pytest.approx(1.87 + (3.2 - 1.87) * 2 / 6)
+    assert "2.31 with 3 drafts, on the line between those of 1 and 7" in between.source
+    beyond = shipped("qwen3-30b-a3b-eagle3", "", "eagle3", 7)
+    assert beyond.length == pytest.approx(1.86)
+    assert "known up to 3 drafts" in beyond.source
+    first = shipped("qwen3-30b-a3b-eagle3", "", "eagle3", 1)
+    assert "known from 3 drafts on: the first 1 of them" in first.source
+    assert "on the line" not in shipped("glm-5.2", "", "mtp", 5).source
 
 
 def test_counters_are_those_of_the_rates():

@@ -232,6 +232,7 @@ def table_of(
                 line[f"{name}_other"] = 100.0 * (float(said) / measured - 1.0)
         lines.append(line)
     columns = dict.fromkeys(name for line in lines for name in line)
+    columns |= dict.fromkeys(f"{name}_other" for name in _METRICS)  # there may be no other's
     return pa.Table.from_pylist([dict.fromkeys(columns) | line for line in lines])
 
 

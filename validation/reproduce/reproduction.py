@@ -1,6 +1,7 @@
 """Reproduction of a paper's figure: a table, a picture, and the paper's claims with our values."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,13 +176,15 @@ def spread(name: str, found: Interval) -> dict[str, float]:
 
 
 def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]]) -> list[str]:
-    """Return the chosen figures (``11`` is ``figure_11``), or all; raises InputError if unknown."""
+    """Return the chosen figures, or all; raises InputError if unknown. ``11`` is ``figure_11``, and
+    ``1`` all parts of it: ``figure_1a`` and ``figure_1b``."""
     chosen = []
     for name in names:
         full = f"figure_{name}" if name[:1].isdigit() else name.lower().replace("-", "_")
-        if full not in known:
+        found = [each for each in known if re.fullmatch(rf"{re.escape(full)}[a-z]?", each)]
+        if not found:
             raise InputError("figure", repr(name), ", ".join(known))
-        chosen.append(full)
+        chosen += found
     return chosen or list(known)
 
 
