@@ -433,14 +433,14 @@ BENCH = '{"spec_decode_num_drafts": 5, "spec_decode_per_position_acceptance_rate
 @pytest.mark.parametrize(
     ("text", "rates"),
     [
-        (VLLM, (0.8, 0.4, 0.2)),
-        (BENCH, (1.0, 0.6, 0.36)),
+        (VLLM, (0.8, 0.4, 0.0)),
+        (BENCH, (1.0, 0.6, 0.0)),
         (SGLANG, rates_of_length(2.5, 3)),
         ('{"accept_length": 2.5}', rates_of_length(2.5, 3)),
         (
             '{"spec_decode_acceptance_length": 2.5, "spec_decode_draft_tokens": 20, '
             '"spec_decode_num_drafts": 10}',
-            tuple(rates_of_length(2.5, 2)[0] ** i for i in (1, 2, 3)),
+            (*rates_of_length(2.5, 2), 0.0),
         ),
     ],
 )
