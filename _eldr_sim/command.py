@@ -12,7 +12,7 @@ from typing import NoReturn, TextIO
 
 import click
 
-from eldr_sim.errors import EldrSimWarning, InputError
+from eldr_sim.errors import EldrSimWarning, InputError, StalledError
 
 _tracebacks = False
 
@@ -29,7 +29,8 @@ def show_tracebacks() -> None:
 
 def run_command(command: click.Command) -> None:
     """Run a command line. Bad input, and what this machine has too little of, is one line and exit
-    code 2; Ctrl-C is 130, SIGTERM 143. Our own warnings are one line, too."""
+    code 2; a run that gets no further is one line and 1; Ctrl-C is 130, SIGTERM 143. Our own
+    warnings are one line, too."""
     show = warnings.showwarning
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # as it is where a shell has closed it
@@ -72,6 +73,10 @@ def run_command(command: click.Command) -> None:
         if _tracebacks:
             traceback.print_exc()
         _fail(_one_line(error))
+    except StalledError as error:
+        if _tracebacks:
+            traceback.print_exc()
+        _fail(str(error), 1)
     finally:
         warnings.showwarning = show
 
@@ -94,11 +99,11 @@ def _one_line(error: Exception) -> str:
     return str(error)
 
 
-def _fail(problem: str) -> NoReturn:
-    """Print an error and end with exit code 2, also where nothing can be printed."""
+def _fail(problem: str, exit_code: int = 2) -> NoReturn:
+    """Print an error and end with ``exit_code``, also where nothing can be printed."""
     try:
         sys.stdout.flush()
     except OSError:  # the disk is full, or nobody reads: Python must not try again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     click.echo(f"Error: {' '.join(problem.split())}", err=True)
-    sys.exit(2)
+    sys.exit(exit_code)

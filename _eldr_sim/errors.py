@@ -33,6 +33,11 @@ class EldrSimWarning(UserWarning):
     """What a user should know and may mend; the command line prints it as one line."""
 
 
+class StalledError(RuntimeError):
+    """A run that gets no further although requests are open: a fault of a policy, of a SimPy
+    process or of eldr-sim, not of the input; one line, exit code 1."""
+
+
 class ProcessError(RuntimeError):
     """A SimPy process of a simulation has failed: names it, the time and what it raised. ``name``:
     of the process: its generator's; ``time_s``: simulated time, s; ``error``: what it raised."""

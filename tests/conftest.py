@@ -376,6 +376,7 @@ def run_to_rest():
 
     def run(cluster, max_pauses=2):
         pauses = 0
+        cluster.call_s, cluster.events_a_call = np.inf, cluster_module._EVENTS_A_CALL
 
         def paused(share):
             nonlocal pauses

@@ -256,6 +256,8 @@ class Actions:
         self.workers[w] = self._blank[w]
         worker["slowdown"], worker["next_start"] = slowdown, np.inf
         worker["begun_tokens"] = worker["computed_tokens"] = begun
+        if self.cluster.asking.reports is not None:  # the engine notes all blocks that it loses
+            self.cluster.asking.reports.collect()
         forget_blocks(self.cluster.arrays.engines.kv, w)
         self._forget(_OF_ENGINES, (w,))
 

@@ -22,6 +22,7 @@ from eldr_sim.simulator.plane.steps.expert_loads import make_expert_loads
 from eldr_sim.simulator.plane.steps.expert_union import no_prompts
 from eldr_sim.simulator.plane.steps.verify import Drafts, no_drafts
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.config.field_types import parse_kv_signal
 from eldr_sim.simulator.setup.config.groups import LOOP, EngineConfig
 from eldr_sim.simulator.setup.kv_tiers import make_tiers, prompt_table
 from eldr_sim.traces.workload import Workload
@@ -114,7 +115,8 @@ def make_run(
     pools["reports"] = routers[0].needs.blocks & (pools["router"] == 0)
     reporting = (pools["first_worker"] + pools["n_workers"])[pools["reports"]].max(initial=0)
     matches = workload.prefix_block_tokens and any(router.needs.matched for router in routers)
-    if (matches and spec.signal_interval_s > 0) or inputs.on_blocks is not None:
+    published = spec.signal_interval_s > 0 and not parse_kv_signal(spec.kv_signal).approximate
+    if (matches and published) or inputs.on_blocks is not None:
         reporting = n_workers
     caching = bool(pools["prefix_caching"].any())
     pool_of = np.repeat(np.arange(len(pools)), pools["n_workers"])

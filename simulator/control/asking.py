@@ -55,7 +55,7 @@ class Asking:
         if inputs.on_blocks is not None:
             published.append(inputs.on_blocks)
         self.reports: PrefillReports | None = None
-        if pools["reports"].any() or published:
+        if arrays.engines.kv.listened:  # noted by the engines, so somebody must read it
             entry = len(spec.routers[0])
             self.reports = PrefillReports(inputs.policies[0], arrays, entry, stale, published)
         # Views of fields that each decision reads: to make one takes a microsecond.
@@ -186,12 +186,17 @@ class PrefillReports:
         self._tokens_told = np.zeros(n_workers, np.int64)
         self._blocks: list[Ints] = []
 
-    def tell(self, *, at_once: bool = False) -> None:
-        """Tell what has been published since the last time; all there is, if ``at_once``."""
-        kv, listener = self.kv, self.listener
+    def collect(self) -> None:
+        """Take over what engines have noted of their blocks, so that they have room for more."""
+        kv = self.kv
         if kv.n_events[0]:
             self._blocks.append(kv.events[: int(kv.n_events[0])].copy())
             kv.n_events[0] = 0
+
+    def tell(self, *, at_once: bool = False) -> None:
+        """Tell what has been published since the last time; all there is, if ``at_once``."""
+        self.collect()
+        kv, listener = self.kv, self.listener
         if self._stale and not at_once and self._published_s[0] == self._told_s:
             return
         self._told_s = float(self._published_s[0])

@@ -3,6 +3,7 @@
 control plane's clock is a SimPy environment, a guest of that loop."""
 
 import operator
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from eldr_sim.arrays import Int32s, Ints, Records
-from eldr_sim.errors import EldrSimWarning, InputError
+from eldr_sim.errors import EldrSimWarning, InputError, StalledError
 from eldr_sim.references import Reference
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.arrays import make_groups, make_requests, make_run
@@ -19,6 +20,7 @@ from eldr_sim.simulator.control.asking import Asking
 from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.fault_processes import start_faults
 from eldr_sim.simulator.control.inputs import Inputs
+from eldr_sim.simulator.control.progress import Progress, left_open
 from eldr_sim.simulator.control.record import RunRecord, TierRecord, by_role, with_columns
 from eldr_sim.simulator.control.relocation import RELOCATION
 from eldr_sim.simulator.control.sent_prefixes import SentPrefixes
@@ -31,8 +33,8 @@ from eldr_sim.simulator.plane.steps.group_state import CHOOSE, no_groups
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
 from eldr_sim.simulator.setup.streaming import make_prompt_layers
 
-#: Events after which the loop comes back for progress and Ctrl-C.
-_EVENTS_A_CALL = 1 << 17
+#: The most events after which the loop comes back for progress and Ctrl-C, and the first time.
+_EVENTS_A_CALL, _FIRST_CALL = 1 << 17, 1 << 12
 
 
 class Cluster:
@@ -77,6 +79,8 @@ class Cluster:
         self.front_end = make_front_end(self.spec.front_end, self.requests["prompt_len"])
         self._nothing = no_groups(), streamed.no_prompt_layers(), no_front_end()
         self._world: Reference | None = None
+        #: Events after which the loop comes back; fewer where they take longer than ``call_s``, s.
+        self.events_a_call, self.call_s, self._progress = _FIRST_CALL, 0.25, Progress()
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._now, self._guest_s = self.arrays.clock["now"], self.arrays.clock["guest_s"]
 
@@ -141,27 +145,31 @@ class Cluster:
         if acts is not None and acts.nobody_left():
             return
         self._check_held()
-        clock = self.arrays.clock[0]
-        raise RuntimeError(
-            f"no event left at {clock['now']:.3f} s with {clock['open_measured']} requests open"
-        )
+        raise StalledError(f"no event left at {left_open(self)}")
 
     def advance(self, until: float) -> int:
-        """Let happen what happens before ``until``, s; returns `loop.ENDED`, UNTIL or PAUSED."""
+        """Let happen what happens before ``until``, s; returns `loop.ENDED`, UNTIL or PAUSED.
+        Raises StalledError where requests are open and nothing gets further."""
         self._callback.failure.clear()
         if not self.arrays.engines.pools["executor"][0]:
             self._choose_executors()
         self._guest_s[0] = self.env.peek()
         while True:
+            n_events, began = min(self.events_a_call, _EVENTS_A_CALL), time.perf_counter()
             with self._callback.interruptible():
-                why: int = loop.advance(self.world(), until, _EVENTS_A_CALL)
+                why: int = loop.advance(self.world(), until, n_events)
             if why == loop.FAILED:
                 raise self._callback.failure[0]
+            if why in (loop.ENDED, loop.UNTIL):
+                return why
+            self._progress.check(self, n_events, until)
+            if why == loop.PAUSED:
+                faster = time.perf_counter() - began < self.call_s
+                self.events_a_call = n_events * 2 if faster else max(1, n_events // 2)
+                return why
             if why == loop.FULL:
                 self.asking.hear()
                 self._grow_logs()
-            elif why != loop.OTHERS:
-                return why
 
     def world(self) -> Reference:
         """Return all that compiled functions work on, as it is now."""

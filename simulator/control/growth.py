@@ -30,7 +30,7 @@ def grow(cluster: Cluster) -> None:
     cluster.workload, cluster.requests = workload, requests
     for router in cluster.routers:
         router.grow(new)
-    fresh = make_kv_cache(workload, cluster.spec.block_size, 1, 0)
+    fresh = make_kv_cache(workload, cluster.spec.block_size, 1, 1)
     listed = kv.listed  # blocks that are sent have room there
     if cluster.sent is None:
         listed = fresh.listed

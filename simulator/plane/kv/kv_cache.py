@@ -47,13 +47,14 @@ class KVCache(NamedTuple):
     first_listed: NDArray[np.int64]  #: ``[requests + 1]``: where its blocks begin in ``listed``
     prefix_hash: NDArray[np.uint64]  #: as in ``Workload``
     prefix_indptr: NDArray[np.int64]  #: as in ``Workload``
-    #: What a router is told of the blocks of the first ``listened`` workers since it was last told:
-    #: the worker, the index of the prompt's block in ``prefix_hash``, and whether it came or went.
+    #: What has happened to the blocks of the first ``listened`` workers since the listener last
+    #: read it: the worker, the index of the prompt's block in ``prefix_hash``, and whether it was
+    #: stored or evicted.
     events: NDArray[np.int64]  #: ``[capacity, 3]``
     n_events: NDArray[np.int64]  #: ``[1]``
     listened: int
     block_size: int
-    prefix_block_tokens: int  #: as in ``Workload``
+    prefix_block_tokens: int  #: as in ``Workload``; 0 where no pool caches prefixes
     tiers: Tiers  #: where blocks are kept beside these caches, if anywhere
 
 
@@ -66,8 +67,9 @@ def make_kv_cache(
     tiers: Tiers | None = None,
 ) -> KVCache:
     """Return empty caches of at most ``n_blocks`` blocks a worker; memory is taken as they are
-    written. What happens to blocks of the first ``listened`` workers is noted."""
-    size = workload.prefix_block_tokens
+    written. ``n_workers``: 0 where no pool caches prefixes, so that nothing is ever found.
+    ``listened``: the number of workers, from the first, whose blocks are noted in ``events``."""
+    size = workload.prefix_block_tokens if n_workers else 0
     context = workload.prompt_len.astype(np.int64)
     if workload.answered is not None:
         context += np.where(workload.answered, workload.output_len - 1, 0)
