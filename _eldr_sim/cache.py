@@ -1,14 +1,16 @@
-"""The user's cache folder (``docs/formats.md``): what can be made again. Where it cannot be written
-the work goes on, after one warning."""
+"""The user's cache folder (``docs/formats.md``): what can be made again. Where it cannot be
+written, or others may write to it, the work goes on without it, after one warning: compiled code in
+it runs as the user."""
 
 import contextlib
 import functools
 import hashlib
 import os
 import shutil
+import stat
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,12 +103,79 @@ def _files(home: Path, part: str) -> list[CacheFile]:
     return found
 
 
+def distrusted(place: Path) -> str:
+    """Return why nothing in a folder may be used, empty if it may: as for ssh's keys, it and the
+    folders above it, up to the home folder, must belong to the user or root, and nobody else may
+    write to them (a sticky folder above, such as /tmp, or the user's private group may)."""
+    if not hasattr(os, "getuid"):  # Windows: a profile's folder is the user's
+        return ""
+    chains = [(path, *path.parents) for path in dict.fromkeys((place.absolute(), place.resolve()))]
+    for above in chains:
+        for path in above:
+            with contextlib.suppress(OSError):  # not there
+                reason = _open_to_others(path, path.stat(), is_above=path != above[0])
+                if reason:
+                    return reason
+            if str(path) == os.path.expanduser("~"):
+                break
+    return ""
+
+
+def distrusted_files(place: Path) -> str:
+    """Return the same of what lies in a folder, at any depth."""
+    if hasattr(os, "getuid"):
+        for folder, _, names in os.walk(place):
+            for path in (Path(folder), *(Path(folder, name) for name in names)):
+                with contextlib.suppress(OSError):  # another process may have removed it
+                    if reason := _open_to_others(path, path.lstat()):
+                        return reason
+    return ""
+
+
+def _open_to_others(path: Path, about: os.stat_result, is_above: bool = False) -> str:
+    if about.st_uid not in (0, os.getuid()):
+        return f"{path} belongs to another user"
+    mode = about.st_mode
+    by_others = mode & stat.S_IWOTH or (mode & stat.S_IWGRP and not _is_private(about.st_gid))
+    if by_others and not (is_above and mode & stat.S_ISVTX):
+        return f"others may write to {path}: chmod go-w"
+    return ""
+
+
+@functools.cache
+def _is_private(group: int) -> bool:
+    """Whether a group is the user's own, of no other member."""
+    import grp
+    import pwd
+
+    try:
+        name, about = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return about.gr_name == name and set(about.gr_mem) <= {name}
+
+
+@contextlib.contextmanager
+def closed_to_others() -> Iterator[None]:
+    """Make files and folders that others may not write to, whatever the user's umask."""
+    umask = os.umask(0o022)
+    os.umask(umask | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(umask)
+
+
 def find(part: str, name: str) -> Path | None:
-    """Return where bit sets, a fit or a drawn trace is, if it is there; it counts as used now."""
+    """Return where bit sets, a fit or a drawn trace is, if it is there and nobody else may write
+    to it; it counts as used now."""
     home = folder()
     if home is None:
         return None
     path = home / part / name
+    if reason := distrusted(path.parent):
+        warn(reason)
+        return None
     with contextlib.suppress(OSError):  # not there, or another user's, which we may still read
         for file in path.iterdir() if path.is_dir() else (path,):
             os.utime(file)  # few file systems keep times of access
@@ -119,14 +188,21 @@ def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | No
     limit = size_limit()
     home = folder()
     if home is None:
-        _warn("there is no home folder")
+        warn("there is no home folder")
         return None
     path = home / part / name
+    if reason := distrusted(path.parent):
+        warn(reason)
+        return None
     try:
-        with whole_file(path, "cache") as temporary, temporary.open("wb") as file:
+        with (
+            closed_to_others(),
+            whole_file(path, "cache") as temporary,
+            temporary.open("wb") as file,
+        ):
             write(file)
     except (InputError, OSError) as error:
-        _warn(error.problem if isinstance(error, InputError) else f"{path}: {error.strerror}")
+        warn(error.problem if isinstance(error, InputError) else f"{path}: {error.strerror}")
         return None
     _make_room(path, limit)
     return path
@@ -144,13 +220,14 @@ def keep_folder(
     path, temporary = place / name, place / f".{name}-{os.getpid()}"
     tell(f"{doing}, once on this machine: {name.rpartition('-')[0]}")
     try:
-        write(temporary)
+        with closed_to_others():
+            write(temporary)
         temporary.rename(path)
     except (InputError, OSError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if path.is_dir():
             return path
-        _warn(error.problem if isinstance(error, InputError) else f"{path}: {error.strerror}")
+        warn(error.problem if isinstance(error, InputError) else f"{path}: {error.strerror}")
         return None
     _make_room(path, limit)
     return path
@@ -186,25 +263,30 @@ def stamp(modules: tuple[str, ...]) -> str:
 
 
 def writable_folder(part: str) -> Path | None:
-    """Return a folder of the cache, made if need be; None, after a warning, if it is read-only."""
+    """Return a folder of the cache, made if need be; None, after a warning, if it is read-only or
+    others may write to it."""
     home = folder()
     if home is None:
-        _warn("there is no home folder")
+        warn("there is no home folder")
         return None
     place = home / part
+    if reason := distrusted(place):
+        warn(reason)
+        return None
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        with closed_to_others():
+            place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _warn(f"cannot make {place}: {error.strerror}")
+        warn(f"cannot make {place}: {error.strerror}")
         return None
     if not os.access(place, os.W_OK | os.X_OK):
-        _warn(f"cannot write into {place}")
+        warn(f"cannot write into {place}")
         return None
     return place
 
 
-def _warn(problem: str) -> None:
-    """Warn, once a process, that nothing can be kept."""
+def warn(problem: str) -> None:
+    """Warn, once a process, that nothing can be kept, or not all; ``problem``: why."""
     global _warned
     if not _warned:
         _warned = True

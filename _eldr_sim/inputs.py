@@ -1,6 +1,7 @@
 """Users' files, read within bounds. A file is a regular one (a pipe or a device may never end), its
 size is bounded before it is read, what it unpacks to before that is allocated, and what is nested
-or repeats itself without end is refused. Each raises ``InputError`` in one line."""
+or repeats itself without end is refused. Arrays may take half of this process's memory. Each raises
+``InputError`` in one line."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ import os
 import re
 import stat
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DOCUMENT_LIMIT = 64 * 2**20  #: bytes of a configuration, manifest or result in JSON or YAML
-ARRAY_LIMIT = 16 * 2**30  #: bytes to which the arrays of a file may unpack
 _NODE_LIMIT = 1_000_000  # values of a YAML document, aliases written out
 #: YAML's types of plain values; ``!!binary`` and others would make texts that are not seen as such.
 _YAML_TAGS = {
@@ -33,6 +36,28 @@ _YAML_TAGS = {
 }
 _NPY_HEADER = 64 * 2**10
 _NPY_MAGIC = b"\x93NUMPY"
+
+
+#: Files in which Linux says how much memory a container may use.
+_CGROUPS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+_UNKNOWN_MEMORY = 32 * 2**30  # where the operating system does not say
+
+
+@cache
+def array_limit() -> int:
+    """Return the bytes to which the arrays of a file may unpack: half of the memory that this
+    process may use, of the machine, its container (cgroup) or its ``ulimit -v``."""
+    known = []
+    with suppress(OSError, ValueError, AttributeError):  # not on Windows
+        known.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path in _CGROUPS:
+        with suppress(OSError, ValueError):  # "max": no limit
+            known.append(int(Path(path).read_text()))
+    with suppress(ImportError):
+        import resource
+
+        known.append(resource.getrlimit(resource.RLIMIT_AS)[0] // 2)  # libraries take some, too
+    return min((size for size in known if size > 0), default=_UNKNOWN_MEMORY) // 2
 
 
 def within(field: str, value: float, most: float, unit: str = "") -> None:
@@ -171,25 +196,42 @@ def _twice(root: yaml.Node) -> Iterator[str]:
 _NPY = b"\x93NUMPY"
 
 
-def check_arrays(path: str | os.PathLike[str], field: str) -> Path:
-    """Return the path of a .npy or .npz file that may be loaded, or of what numpy will refuse."""
+def check_arrays(path: str | os.PathLike[str], field: str, *, mapped: bool = False) -> Path:
+    """Return the path of a .npy or .npz file that may be loaded, or of what numpy will refuse.
+    ``mapped``: a .npy file is mapped into memory, and so may be as large as any file."""
     path = regular_file(path, field)
     try:
         with path.open("rb") as file:
             begin = file.read(len(_NPY))  # first: what ends a .zip may stand in an array by chance
             if begin != _NPY and zipfile.is_zipfile(file):
                 with zipfile.ZipFile(file) as archive:
-                    total = sum(member.file_size for member in archive.infolist())
-                    _within(total, path, field)
+                    check_archive(archive, path, field)
+                    total = 0
                     for name in archive.namelist():
                         with archive.open(name) as member:
-                            _check_header(member, path, field)
+                            total += _promised(member, path, field)
+                    _within(total, path, field)
             else:
                 file.seek(0)
-                _check_header(file, path, field)
+                size = _promised(file, path, field)
+                _within(size, path, field, path.stat().st_size if mapped else array_limit())
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
         raise InputError(field, _unread(path, field, _line(error))) from None
     return path
+
+
+def check_archive(archive: zipfile.ZipFile, path: Path, field: str) -> None:
+    """Raise InputError where the members of an archive together unpack to too much."""
+    _within(sum(member.file_size for member in archive.infolist()), path, field)
+
+
+def parse_array(data: bytes, path: Path, field: str) -> NDArray[Any]:
+    """Return the array of a .npy file's bytes; ``path``: of the file that they stand in."""
+    import numpy as np
+
+    _within(_promised(BytesIO(data), path, field), path, field, len(data))
+    loaded: NDArray[Any] = np.load(BytesIO(data), allow_pickle=False)
+    return loaded
 
 
 @contextmanager
@@ -203,7 +245,8 @@ def reading(field: str, said: str = "", allowed: str = "") -> Iterator[None]:
     except OSError as error:
         raise InputError(field, error.strerror or "cannot be read") from None
     except (
-        ValueError, KeyError, EOFError, AttributeError, TypeError, zipfile.BadZipFile
+        ValueError, LookupError, EOFError, AttributeError, TypeError, ArithmeticError,
+        zipfile.BadZipFile, zlib.error, NotImplementedError
     ) as error:  # fmt: skip
         if not said:
             raise
@@ -221,13 +264,14 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
         return {name: archive[name] for name in archive.files}
 
 
-def _check_header(file: IO[bytes], path: Path, field: str) -> None:
-    """Raise InputError where a .npy header is longer than any, or promises too large an array."""
+def _promised(file: IO[bytes], path: Path, field: str) -> int:
+    """Return the bytes of the array that a .npy header promises, 0 of another file; raises
+    InputError where the header is longer than any."""
     import ast
 
     head = file.read(12)
     if not head.startswith(_NPY_MAGIC) or len(head) < 12:
-        return
+        return 0
     short = head[6] == 1
     length = int.from_bytes(head[8 : 10 if short else 12], "little")
     if length > _NPY_HEADER:
@@ -236,18 +280,21 @@ def _check_header(file: IO[bytes], path: Path, field: str) -> None:
     text = (head[10:] if short else b"") + file.read(length - (2 if short else 0))
     try:
         entry = ast.literal_eval(re.sub(r"(\d)L", r"\1", text.decode("latin1")).strip())
-        found = re.match(r"[<>|=]?[a-zA-Z](\d*)", entry["descr"])
+        found = re.match(r"[<>|=]?([a-zA-Z])(\d*)", entry["descr"])
         assert found is not None
-        size = int(found[1] or 0) * math.prod(map(operator.index, entry["shape"]))
+        width = int(found[2] or 0) * (4 if found[1] == "U" else 1)
+        shape = [operator.index(n) for n in entry["shape"]]
+        assert min(shape, default=0) >= 0
+        return width * math.prod(shape)
     except Exception:  # of a dozen kinds: the header is whatever the bytes say
         raise InputError(field, _of(path, field, "has a damaged header")) from None
-    _within(size, path, field)
 
 
-def _within(size: int, path: Path, field: str) -> None:
-    if size > ARRAY_LIMIT:
+def _within(size: int, path: Path, field: str, limit: int | None = None) -> None:
+    limit = array_limit() if limit is None else limit
+    if size > limit:
         problem = _of(path, field, f"unpacks to {size:,} bytes")
-        raise InputError(field, problem, f"at most {ARRAY_LIMIT:,}")
+        raise InputError(field, problem, f"at most {limit:,}")
 
 
 def _line(error: Exception) -> str:

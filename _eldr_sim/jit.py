@@ -28,7 +28,7 @@ from numba.np import linalg as blas
 
 import eldr_sim
 from eldr_sim import shipped
-from eldr_sim.cache import NUMBA, stamp, writable_folder
+from eldr_sim.cache import NUMBA, closed_to_others, distrusted_files, stamp, warn, writable_folder
 
 _make_result: Any = CompileResult  # by names that its type does not know
 
@@ -151,12 +151,20 @@ class _Inlined(_Results):
 
 
 class _Cache(FunctionCache):
-    """Keeps compiled functions in the cache folder."""
+    """Keeps compiled functions in the cache folder, as long as it has room for them."""
 
     _impl_class = _Results
 
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep a function; after a warning, the work goes on where that fails."""
+        try:
+            with closed_to_others():
+                super().save_overload(sig, data)
+        except OSError as error:
+            warn(f"{error.filename or self.cache_path}: {error.strerror}")
 
-class InlinedCache(FunctionCache):
+
+class InlinedCache(_Cache):
     """Keeps functions that are inlined there, as intermediate code."""
 
     _impl_class = _Inlined
@@ -241,6 +249,9 @@ def _place() -> str:
         key += f"-{level}"
     place = writable_folder(f"{NUMBA}/{eldr_sim.__version__}-{key}")
     if place is None:
+        return ""
+    if reason := distrusted_files(place):
+        warn(reason)
         return ""
     if level is not None and not any(place.iterdir()):
         shipped.unpack(level, place)

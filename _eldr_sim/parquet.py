@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import ARRAY_LIMIT, regular_file, within
+from eldr_sim.inputs import array_limit, regular_file, within
 
 
 @contextmanager
@@ -28,10 +28,34 @@ def read_table(path: Path) -> pa.Table:
     """Read a file; raises OSError, ``pyarrow.ArrowException`` or InputError (no file, too
     large)."""
     with text_errors(), pq.ParquetFile(regular_file(path, str(path))) as file:
-        groups = range(file.metadata.num_row_groups)
-        unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
-        within(str(path), unpacked, ARRAY_LIMIT, " bytes")
-        return file.read()
+        limit, about = array_limit(), file.metadata
+        fixed, longest = _sizes(about)
+        within(str(path), fixed, limit, " bytes")
+        if about.num_rows * longest <= limit:
+            return file.read()
+        # A text that is kept once may stand in every row: unpacked in parts, which are measured.
+        parts: list[pa.RecordBatch] = []
+        size, rows = 0, int(limit / 4 / longest)
+        for batch in file.iter_batches(max(1, min(rows, 1 << 16))):
+            size += batch.nbytes
+            within(str(path), size, limit, " bytes")
+            parts.append(batch)
+        return pa.Table.from_batches(parts, file.schema_arrow)
+
+
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
+
+
+def _sizes(about: pq.FileMetaData) -> tuple[int, int]:
+    """Return the bytes of a file's numbers, and of the longest text or list that a row may hold:
+    runs of one value and values of a dictionary are kept once."""
+    fixed = longest = 0
+    for group in map(about.row_group, range(about.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            width = _WIDTHS.get(chunk.physical_type)
+            fixed += max(chunk.total_uncompressed_size, (width or 0) * chunk.num_values)
+            longest += chunk.total_uncompressed_size if width is None else 0
+    return fixed, longest
 
 
 def numbers(column: pa.ChunkedArray) -> NDArray[Any]:

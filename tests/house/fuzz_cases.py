@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fuzz_binary
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -56,8 +57,8 @@ class Case:
     spoils_cache: bool = False
 
 
-def case(seed: int, number: int, folder: Path) -> Case:
-    """Write the files of a case into a folder, and return it."""
+def case(seed: int, number: int, folder: Path, only: tuple[str, ...] = ()) -> Case:
+    """Write the files of a case into a folder, and return it; ``only``: of some surfaces."""
     rng = np.random.default_rng([seed, number])
     surfaces: dict[str, tuple[int, Callable[[Any, Path], list[str] | Case]]] = {
         "options": (12, _options), "config": (4, _configs), "sweep": (4, _sweeps),
@@ -67,6 +68,9 @@ def case(seed: int, number: int, folder: Path) -> Case:
         "effect": (14, _effects), "shared cache": (2, _shared_caches), "faults": (6, _faults),
         "part of a log": (4, _parts), "explain": (5, _explained), "compare": (3, _compared),
     }  # fmt: skip
+    surfaces |= {name: (4, make) for name, make in fuzz_binary.SURFACES.items()}
+    if only:
+        surfaces = {name: surfaces[name] for name in only}
     names = [name for name, (weight, _) in surfaces.items() for _ in range(weight)]
     surface = names[rng.integers(len(names))]
     made = surfaces[surface][1](rng, folder)

@@ -444,3 +444,111 @@ def test_two_runs_share_an_empty_cache(home, tmp_path):
     for file in ("summary.json", "requests.parquet", "steps.parquet"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     assert not any(file.unfinished for file in cache.files())
+
+
+# --- who may write to it ----------------------------------------------------------------------
+
+
+needs_owners = pytest.mark.skipif(not hasattr(os, "getuid"), reason="owners and modes are POSIX")
+needs_root = pytest.mark.skipif(
+    not hasattr(os, "getuid") or os.getuid() != 0, reason="only root may give files away"
+)
+
+
+@needs_owners
+def test_what_others_may_write_to_is_not_used(home, monkeypatch):
+    """... the folder, its parts, or a folder above; a sticky one above may be writable."""
+    keep("a.bits")
+    assert cache.distrusted(home) == ""
+    monkeypatch.setattr(cache, "_is_private", lambda group: False)
+    for place, mode in ((home, 0o777), (home / "bitsets", 0o757), (home.parent, 0o775)):
+        before = place.stat().st_mode
+        place.chmod(mode)
+        monkeypatch.setattr(cache, "_warned", False)
+        with pytest.warns(EldrSimWarning, match=f"others may write to {place}: chmod go-w"):
+            assert cache.find(cache.BITSETS, "a.bits") is None
+        assert keep("b.bits") is None
+        assert cache.writable_folder(cache.BITSETS) is None
+        place.chmod(before)
+    home.parent.chmod(0o1777)
+    assert cache.find(cache.BITSETS, "a.bits") == home / "bitsets" / "a.bits"
+    home.chmod(0o1777)  # what is kept in it is another matter
+    assert cache.distrusted(home)
+    home.chmod(0o755)
+    monkeypatch.setattr(cache, "_is_private", lambda group: True)
+    home.chmod(0o775)
+    assert cache.distrusted(home) == ""
+
+
+@needs_root
+def test_another_users_folder_is_not_used(home):
+    keep("a.bits")
+    os.chown(home / "bitsets", 12345, 12345)
+    with pytest.warns(EldrSimWarning, match="bitsets belongs to another user"):
+        assert cache.find(cache.BITSETS, "a.bits") is None
+    os.chown(home / "bitsets", 0, 0)
+    (home / "numba" / "x").mkdir(parents=True)
+    (home / "numba" / "x" / "f.nbi").write_bytes(b"")
+    assert cache.distrusted_files(home / "numba") == ""
+    os.chown(home / "numba" / "x" / "f.nbi", 12345, 12345)
+    assert "f.nbi belongs to another user" in cache.distrusted_files(home / "numba")
+
+
+@needs_owners
+def test_what_is_kept_is_closed_to_others_whatever_the_umask(home):
+    umask = os.umask(0o000)
+    try:
+        keep("a.bits")
+        cache.keep_folder(cache.TRACES, "t", Path.mkdir)
+        cache.writable_folder(f"{cache.NUMBA}/x")
+    finally:
+        os.umask(umask)
+    assert cache.distrusted(home) == cache.distrusted_files(home) == ""
+
+
+COMPILES = """
+import sys
+from eldr_sim.jit import njit
+
+@njit()
+def one_more(x):
+    return x + 1
+
+print(one_more(int(sys.argv[1])))
+"""
+
+
+def one_more(home, tmp_path, limit=""):
+    """Compile and call a function in a process; return what it prints and its standard error."""
+    (tmp_path / "one_more.py").write_text(limit + COMPILES)
+    command = [sys.executable, str(tmp_path / "one_more.py"), "6"]
+    env = os.environ | {"ELDR_SIM_CACHE": str(home)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    return done.stdout.strip(), done.stderr
+
+
+@needs_owners
+def test_a_full_disk_under_compiled_code_does_not_end_a_run(home, tmp_path):
+    full = (
+        "import resource, signal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+    )
+    told, said = one_more(home, tmp_path, full)
+    assert told == "7"
+    assert "nothing can be kept in the cache" in said
+    assert "File too large" in said
+    assert not [path for path in (home / "numba").rglob("*") if path.is_file()]
+
+
+@needs_owners
+def test_code_that_another_may_have_written_does_not_run(home, tmp_path):
+    """A pickle where a function's index is expected: numba would run it."""
+    assert one_more(home, tmp_path) == ("7", "")
+    index = next(path for path in (home / "numba").rglob("*one_more*.nbi"))
+    index.write_bytes(b"cposix\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    index.parent.chmod(0o777)
+    told, said = one_more(home, tmp_path)
+    assert told == "7"
+    assert f"others may write to {index.parent}" in said
+    assert not (tmp_path / "ran").exists()

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eldr_sim import inputs
+from eldr_sim import inputs, parquet
 from eldr_sim.command import run_command
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import check_arrays, parse_json, parse_yaml, read_text, regular_file, within
@@ -50,7 +50,7 @@ def test_sizes_are_checked_before_the_file_is_read(tmp_path, monkeypatch):
         read_text(file, "config", limit=8)
     np.savez_compressed(tmp_path / "a.npz", zeros=np.zeros(1000))
     pq.write_table(pa.table({"zeros": np.zeros(100_000)}), tmp_path / "a.parquet")
-    monkeypatch.setattr(inputs, "ARRAY_LIMIT", 1000)
+    monkeypatch.setattr(inputs, "array_limit", lambda: 1000)
     with pytest.raises(InputError, match="unpacks to 8,1"):
         check_arrays(tmp_path / "a.npz", "trace")
 
@@ -217,3 +217,47 @@ def test_a_signal_leaves_nothing(tmp_path, command, number, code):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGKILL)
     pytest.fail("processes go on")
+
+
+def test_arrays_may_take_half_of_what_the_process_may_use(tmp_path, monkeypatch):
+    """Of the machine, its container, or its ``ulimit -v``, whichever is least."""
+    inputs.array_limit.cache_clear()
+    whole = inputs.array_limit()
+    assert 0 < whole <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    (tmp_path / "memory.max").write_text("1000000\n")
+    monkeypatch.setattr(inputs, "_CGROUPS", (str(tmp_path / "memory.max"),))
+    inputs.array_limit.cache_clear()
+    assert inputs.array_limit() == 500_000
+    (tmp_path / "memory.max").write_text("max\n")
+    inputs.array_limit.cache_clear()
+    assert inputs.array_limit() >= whole
+    inputs.array_limit.cache_clear()
+
+
+def test_a_mapped_array_may_not_be_longer_than_its_file(tmp_path, monkeypatch):
+    """It takes no memory: its size is bounded by the file's, not by the machine's memory."""
+    np.save(tmp_path / "a.npy", np.zeros(1000))
+    monkeypatch.setattr(inputs, "array_limit", lambda: 100)
+    assert check_arrays(tmp_path / "a.npy", "trace", mapped=True)
+    with pytest.raises(InputError, match="unpacks to 8,000 bytes"):
+        check_arrays(tmp_path / "a.npy", "trace")
+    data = (tmp_path / "a.npy").read_bytes()
+    (tmp_path / "a.npy").write_bytes(data.replace(b"(1000,)", b"(9000,)"))
+    with pytest.raises(InputError, match="unpacks to 72,000 bytes"):
+        check_arrays(tmp_path / "a.npy", "trace", mapped=True)
+
+
+def test_a_text_that_a_parquet_file_keeps_once_may_not_fill_the_memory(tmp_path, monkeypatch):
+    """1 kB in each of 20,000 rows: a file of 2 kB."""
+    column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(20_000, np.int32)), ["x" * 1000])
+    pq.write_table(pa.table({"domain": column}), tmp_path / "a.parquet", store_schema=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 5000
+    assert read_table(tmp_path / "a.parquet")["domain"][19_999].as_py() == "x" * 1000
+    monkeypatch.setattr(parquet, "array_limit", lambda: 21_000_000)  # read in parts
+    assert len(read_table(tmp_path / "a.parquet")) == 20_000
+    monkeypatch.setattr(parquet, "array_limit", lambda: 1_000_000)
+    with pytest.raises(InputError, match="bytes is above the limit"):
+        read_table(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"n": np.zeros(1_000_000, np.int64)}), tmp_path / "b.parquet")
+    with pytest.raises(InputError, match=r"8\d{6} bytes is above"):
+        read_table(tmp_path / "b.parquet")

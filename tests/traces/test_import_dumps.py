@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz_binary import Tensor, good_dump, pickled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eldr_sim import inputs
 from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.imports import dumps as import_dumps
-from eldr_sim.traces.routing.imports.dumps import load_tensors
+from eldr_sim.traces.routing.imports.dumps import load_tensors, read_sglang
 from eldr_sim.traces.routing.imports.formats import detect_format
 from eldr_sim.traces.routing.imports.importers import import_trace
 
@@ -254,3 +256,68 @@ def test_vllm_prefill_and_decode_are_spliced(tmp_path):
     path.write_text(json.dumps({**line, "routed_experts": ids[:5].tolist()}) + "\n")
     with pytest.raises(InputError, match="prompt_len 5 of 5 recorded tokens"):
         import_trace(path, tmp_path / "u", n_experts=8, **ABOUT)
+
+
+# --- Files of torch.save that are not what they say ----------------------------------------------
+
+
+def torch_file(path, data, storages):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02" + pickled(data) + b".")
+        for key, raw in storages.items():
+            archive.writestr(f"a/data/{key}", raw)
+    return path
+
+
+@given(
+    shape=st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    stride=st.lists(st.integers(-6, 12), min_size=3, max_size=3),
+    offset=st.integers(-2, 20),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_tensor_reads_its_storage_and_nothing_else(tmp_path_factory, shape, stride, offset):
+    tensor = Tensor(shape, "0")
+    tensor.stride, tensor.offset, tensor.numel = stride[: len(shape)], offset, 24
+    path = torch_file(
+        tmp_path_factory.mktemp("t") / "t.pt", {"t": tensor}, {"0": STORAGE.tobytes()}
+    )
+    places = [
+        offset + sum(i * s for i, s in zip(at, stride, strict=False)) for at in np.ndindex(*shape)
+    ]
+    inside = all(0 <= place < 24 for place in places) and len(places) <= 24
+    if offset < 0 or min(stride[: len(shape)]) < 0 or not inside:
+        with pytest.raises(InputError, match="a tensor"):
+            load_tensors(path)
+    else:
+        read = load_tensors(path)["t"]
+        assert (read.shape, read.ravel().tolist()) == (tuple(shape), STORAGE[places].tolist())
+
+
+STORAGE = np.arange(100, 124)
+
+
+def test_a_small_file_may_not_take_a_large_memory(tmp_path, monkeypatch):
+    repeated = Tensor((4, 10**9, 2), "0")
+    repeated.stride, repeated.numel = [0, 0, 0], 24
+    with pytest.raises(InputError, match="reaches beyond its storage"):
+        load_tensors(torch_file(tmp_path / "a.pt", {"t": repeated}, {"0": STORAGE.tobytes()}))
+    monkeypatch.setattr(import_dumps, "array_limit", lambda: 1000)
+    many = [Tensor((24,), "0") for _ in range(6)]
+    with pytest.raises(InputError, match="tensors of over 1,000 bytes"):
+        load_tensors(torch_file(tmp_path / "b.pt", {"t": many}, {"0": STORAGE.tobytes()}))
+    monkeypatch.setattr(inputs, "array_limit", lambda: 10_000)
+    with pytest.raises(InputError, match="unpacks to"):
+        load_tensors(torch_file(tmp_path / "c.pt", {}, {"0": bytes(1 << 20)}))
+
+
+def test_a_record_without_a_field_is_named(tmp_path):
+    for name in ("topk_ids_of_layer", "positions", "forward_mode", "extend_seq_lens"):
+        data, storages = good_dump()
+        assert read_sglang(torch_file(tmp_path / "good.pt", data, storages)).prompt_len == [3]
+        del data["records"][0][name]
+        with pytest.raises(InputError, match=rf"bad\.pt: record 0: no {name} "):
+            read_sglang(torch_file(tmp_path / "bad.pt", data, storages))
+    with pytest.raises(InputError, match=r"bad\.pt: no records"):
+        read_sglang(torch_file(tmp_path / "bad.pt", {"records": {}}, {}))
+    with pytest.raises(InputError, match="record 0: is a int"):
+        read_sglang(torch_file(tmp_path / "bad.pt", {"records": [1]}, {}))

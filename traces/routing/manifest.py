@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.arrays import Array
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import ARRAY_LIMIT, check_arrays, parse_json, read_text
+from eldr_sim.inputs import array_limit, check_arrays, parse_json, read_text
 
 Encoding = Literal["npy", "xz"]
 
@@ -62,11 +62,11 @@ def load_ids(path: Path, encoding: Encoding) -> Array:
     """Read expert ids: memory-mapped if plain, into memory if compressed; raises InputError."""
     try:
         ids: Array
-        check_arrays(path, str(path))
+        check_arrays(path, str(path), mapped=encoding == "npy")
         if encoding == "npy":
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
-            unpacked = lzma.LZMADecompressor().decompress(path.read_bytes(), ARRAY_LIMIT)
+            unpacked = lzma.LZMADecompressor().decompress(path.read_bytes(), array_limit())
             ids = np.load(BytesIO(unpacked), allow_pickle=False)
     except OSError as error:
         raise InputError(str(path), error.strerror or "cannot be read") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import ARRAY_LIMIT, parse_json, read_text
+from eldr_sim.inputs import array_limit, parse_json, read_text
 from eldr_sim.traces.routing.format import SPLITS
 
 Content = str | list[int] | list[dict[str, Any]]  #: text, token ids, or the messages of a chat
@@ -35,7 +35,7 @@ def read_prompts(
     ``request_id`` without ``need_prompt``), the domain label (``domain_field``), and optionally
     ``request_id`` and ``split`` (``calibration`` or ``serving``)."""
     file = Path(path)
-    lines = read_text(file, str(file), ARRAY_LIMIT).splitlines()
+    lines = read_text(file, str(file), array_limit()).splitlines()
     prompts: list[Prompt] = []
     in_domain: Counter[str] = Counter()
     for number, line in enumerate(lines, 1):

@@ -7,11 +7,13 @@ storages) are read without torch; a pickle may name tensors, storages and plain 
 
 import csv
 import json
+import math
 import pickle
 import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +21,7 @@ import numpy as np
 
 from eldr_sim.arrays import Array, Ints
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import regular_file
+from eldr_sim.inputs import DOCUMENT_LIMIT, array_limit, check_archive, regular_file, within
 from eldr_sim.traces.routing.gate_scores import GateScores
 
 _STORAGES = {
@@ -33,6 +35,9 @@ _STORAGES = {
     "DoubleStorage": np.float64,
     "BoolStorage": np.bool_,
 }
+
+
+_LONGEST = 1 << 32  # of a side of a tensor without values
 
 
 def is_torch_file(path: Path) -> bool:
@@ -51,6 +56,9 @@ def load_tensors(path: Path) -> Any:
             name = next((n for n in archive.namelist() if n.split("/")[-1] == "data.pkl"), None)
             if name is None:
                 raise InputError(str(path), "no data.pkl in it", "a file of torch.save")
+            check_archive(archive, path, str(path))
+            size = archive.getinfo(name).file_size
+            within(str(path), size, DOCUMENT_LIMIT, " bytes of data.pkl")
             with archive.open(name) as file:
                 return _Unpickler(file, archive, name.removesuffix("data.pkl")).load()
     except OSError as error:
@@ -66,33 +74,46 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any, archive: zipfile.ZipFile, folder: str) -> None:
         super().__init__(file)
         self._archive, self._folder = archive, folder
+        self._storages: dict[str, Array] = {}
+        self._left = array_limit()
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _tensor
+            return self._tensor
         if module == "torch" and name in _STORAGES:
             return name
         raise InputError("file", f"holds {module}.{name}", "tensors and plain values")
 
     def persistent_load(self, pid: Any) -> Array:
         _, kind, key, _, size = pid
-        raw = self._archive.read(f"{self._folder}data/{key}")
-        return np.frombuffer(raw, _STORAGES[kind], count=size)
+        if key not in self._storages:
+            raw = self._archive.read(f"{self._folder}data/{key}")
+            self._storages[key] = np.frombuffer(raw, _STORAGES[kind], count=size)
+        return self._storages[key]
 
-
-def _tensor(
-    storage: Array, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any
-) -> Array:
-    """Return a tensor's values; ``stride`` counts elements."""
-    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    if min(shape, default=1) > 0 and not 0 <= offset <= last < len(storage):
-        raise ValueError("a tensor reaches beyond its storage")
-    view = np.lib.stride_tricks.as_strided(
-        storage[offset:], shape, [step * storage.itemsize for step in stride], writeable=False
-    )
-    return np.array(view)
+    def _tensor(
+        self, storage: Array, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any
+    ) -> Array:
+        """Return a tensor's values; ``stride`` counts elements. Each stands once in the storage:
+        one that is repeated by a stride of 0 could take any memory."""
+        shape, stride = tuple(map(index, shape)), tuple(map(index, stride))
+        n_values = math.prod(shape)
+        if min(shape, default=0) < 0 or min(stride, default=0) < 0 or offset < 0:
+            raise ValueError("a tensor of negative sizes or strides")
+        if n_values == 0:
+            return np.zeros(shape if max(shape) < _LONGEST else 0, storage.dtype)
+        last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+        if last >= len(storage) or n_values > len(storage):
+            raise ValueError("a tensor reaches beyond its storage")
+        self._left -= n_values * storage.itemsize
+        if self._left < 0:
+            raise ValueError(f"tensors of over {array_limit():,} bytes")
+        view = np.lib.stride_tricks.as_strided(
+            storage[offset:], shape, [step * storage.itemsize for step in stride], writeable=False
+        )
+        return np.array(view)
 
 
 Phase = Literal["both", "prompt", "generated"]  #: the phase of which a recording has tokens
@@ -167,8 +188,10 @@ def read_sglang(path: Path) -> ImportedRouting:
     for file in _files(path, ".pt"):
         data = load_tensors(file)
         records = data.get("records") if isinstance(data, dict) else None
-        if not records or "topk_ids_of_layer" not in records[0]:
-            raise InputError(str(file), "no topk_ids_of_layer", "a dump of the mode per_token")
+        if not isinstance(records, list) or not records:
+            raise InputError(str(file), "no records", "a dump of SGLang's recorder")
+        for number, record in enumerate(records):
+            _check_record(record, f"{file}: record {number}")
         passes = _Passes()
         for record in sorted(records, key=lambda r: int(r.get("forward_pass_id", 0))):
             passes.add(record, str(file))
@@ -193,6 +216,24 @@ def read_sglang(path: Path) -> ImportedRouting:
     if left_out:
         notes += f" {left_out} requests are left out: their prompt or all generated tokens lack."
     return _gathered(names, requests, "both", n_experts=experts or None, ranked=True, notes=notes)
+
+
+_FIELDS = "topk_ids_of_layer", "positions", "forward_mode"
+
+
+def _check_record(record: Any, where: str) -> None:
+    """Raise InputError unless a record of a forward pass has all that is read of it."""
+    if not isinstance(record, dict):
+        raise InputError(where, f"is a {type(record).__name__}", "a dictionary of a forward pass")
+    extends = np.array_equal(record.get("forward_mode"), _EXTEND)
+    for name in (*_FIELDS, "extend_seq_lens") if extends else _FIELDS:
+        if record.get(name) is None:
+            raise InputError(where, f"no {name}", "a dump of the mode per_token")
+    ids, positions = np.asarray(record["topk_ids_of_layer"]), np.asarray(record["positions"])
+    for name, values, sides in (("topk_ids_of_layer", ids, 3), ("positions", positions, 1)):
+        if values.ndim != sides or (values.size and values.dtype.kind not in "iu"):
+            found = f"{name} is {values.dtype} {list(values.shape)}"
+            raise InputError(where, found, f"integers of {sides} dimensions")
 
 
 def _recorded(ids: Array, where: str) -> tuple[Ints, int]:

@@ -10,7 +10,6 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +220,7 @@ def _read_routed_experts(path: Path) -> dumps.ImportedRouting:
     names: list[str] = []
     domains: list[str] = []
     prompts: list[int] = []
-    lines = inputs.read_text(path, str(path), inputs.ARRAY_LIMIT).splitlines()
+    lines = inputs.read_text(path, str(path), inputs.array_limit()).splitlines()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -280,7 +279,7 @@ def _routed_rows(entry: dict[str, Any], key: str, where: str, folder: Path) -> A
         elif isinstance(value, str):
             data = base64.b64decode(value, validate=True)
             if data.startswith(b"\x93NUMPY"):
-                rows = np.load(BytesIO(data), allow_pickle=False)
+                rows = inputs.parse_array(data, Path(where), where)
             else:
                 rows = np.frombuffer(data, "<i4").reshape(
                     -1, int(entry["n_layers"]), int(entry["top_k"])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import reading
 from eldr_sim.traces.routing.calibration import check_fraction, split_calibration
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.imports.dumps import ImportedRouting
@@ -48,7 +49,8 @@ def import_trace(
     kind = format or detect_format(source)
     if kind not in READERS:
         raise InputError("format", repr(kind), ", ".join(READERS))
-    imported = READERS[kind](source)
+    with reading(str(source), f"not a file of the format {kind}", "what docs/formats.md says"):
+        imported = READERS[kind](source)
     phase = imported.phase
     if prompt_share is not None:
         imported = _parted(imported, prompt_share, source)

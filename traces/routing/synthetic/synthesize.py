@@ -8,7 +8,7 @@ import numpy as np
 
 from eldr_sim.arrays import Array, Ints
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import ARRAY_LIMIT, within
+from eldr_sim.inputs import array_limit, within
 from eldr_sim.traces.requests.prompt_lengths import draw_prompt_lengths
 from eldr_sim.traces.requests.texts import take_turns
 from eldr_sim.traces.routing.format import RoutingTrace
@@ -103,7 +103,7 @@ def _write(
     domain, prompt_len, output_len, is_calibration = (column[first:last] for column in columns)
     tokens = float(prompt_len.sum(dtype=np.float64) + output_len.sum(dtype=np.float64))
     ids = tokens * model.n_layers * model.top_k
-    within("requests", 2 * ids, ARRAY_LIMIT, " bytes of expert ids")
+    within("requests", 2 * ids, array_limit(), " bytes of expert ids")
     n = len(domain)
     prob = np.empty((n, model.n_layers, model.n_experts), np.float32) if gate_scores else None
     experts = sample_experts(model, domain, prompt_len, output_len, seed, progress, prob, first)
