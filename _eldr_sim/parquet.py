@@ -32,7 +32,7 @@ def read_table(path: Path) -> pa.Table:
         fixed, longest = _sizes(about)
         within(str(path), fixed, limit, " bytes")
         if about.num_rows * longest <= limit:
-            return file.read()
+            return _plain(file.read(), path, limit)
         # A text that is kept once may stand in every row: unpacked in parts, which are measured.
         parts: list[pa.RecordBatch] = []
         size, rows = 0, int(limit / 4 / longest)
@@ -40,7 +40,26 @@ def read_table(path: Path) -> pa.Table:
             size += batch.nbytes
             within(str(path), size, limit, " bytes")
             parts.append(batch)
-        return pa.Table.from_batches(parts, file.schema_arrow)
+        return _plain(pa.Table.from_batches(parts, file.schema_arrow), path, limit)
+
+
+def _plain(table: pa.Table, path: Path, limit: int) -> pa.Table:
+    """Return a table whose texts stand in every row, where Arrow has kept each of them once."""
+    for i, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            size = sum(map(_unpacked, table.column(i).chunks))
+            within(str(path), size, limit, " bytes")
+            table = table.set_column(i, field.name, table.column(i).cast(field.type.value_type))
+    return table
+
+
+def _unpacked(chunk: pa.DictionaryArray) -> int:
+    """Return the bytes of the texts of a column's part, each in its row; 0 of numbers."""
+    import pyarrow.compute as pc
+
+    if pa.types.is_primitive(chunk.type.value_type):
+        return 0
+    return int(pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0)
 
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}

@@ -259,5 +259,5 @@ def test_a_text_that_a_parquet_file_keeps_once_may_not_fill_the_memory(tmp_path,
     with pytest.raises(InputError, match="bytes is above the limit"):
         read_table(tmp_path / "a.parquet")
     pq.write_table(pa.table({"n": np.zeros(1_000_000, np.int64)}), tmp_path / "b.parquet")
-    with pytest.raises(InputError, match=r"8\d{6} bytes is above"):
+    with pytest.raises(InputError, match="8,000,000 bytes is above"):
         read_table(tmp_path / "b.parquet")

@@ -9,7 +9,6 @@ served where a group ends there; ids that ascend within few groups compress best
 
 import lzma
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.arrays import Array
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import array_limit, check_arrays, parse_json, read_text
+from eldr_sim.inputs import array_limit, check_arrays, parse_array, parse_json, read_text
 
 Encoding = Literal["npy", "xz"]
 
@@ -67,7 +66,7 @@ def load_ids(path: Path, encoding: Encoding) -> Array:
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
             unpacked = lzma.LZMADecompressor().decompress(path.read_bytes(), array_limit())
-            ids = np.load(BytesIO(unpacked), allow_pickle=False)
+            ids = parse_array(unpacked, path, str(path))
     except OSError as error:
         raise InputError(str(path), error.strerror or "cannot be read") from None
     except (lzma.LZMAError, ValueError, EOFError) as error:
