@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
-from eldr_sim.policies.registry import prefill_policy
+from eldr_sim.policies.registry import decode_policy, prefill_policy
 from eldr_sim.policies.routing.seconds import PromptSeconds, SecondsPolicy, prompt_s
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -301,3 +303,76 @@ def test_what_was_published_is_what_caches_hold(seed, monkeypatch):
 def test_bad_signals_are_refused(text):
     with pytest.raises(InputError, match="kv_signal"):
         make_config(CHAT | {"kv_signal": text})
+
+
+def test_tokens_in_a_cache_are_not_counted_again_as_those_of_a_tier():
+    """What a worker can reach includes what it has cached: 400 cached are worth less than 800 in a
+    tier at 0.75 each."""
+    tiers = {"reachable": [400, 800], "load_s": [0.0, 0.1]}
+    assert pick("dynamo_kv", view([0, 0], [400, 0], **tiers)) == 1
+    assert pick("dynamo_kv:tier=0.49", view([0, 0], [400, 0], **tiers)) == 0
+
+
+def test_blocks_that_decode_count_where_workers_decode():
+    """A worker of a longer match goes behind one whose running requests hold fewer tokens."""
+    policy = decode_policy("dynamo_kv", context(2, computes_prompts=True))
+    for running, chosen in (([699, 0], 0), ([701, 0], 1)):
+        workers = view([1, 1], [700, 0], running_tokens=running, waiting_tokens=[0, 0])
+        assert policy.select(RequestInfo(0, 1000, 0), workers) == chosen
+    alone = prefill_policy("dynamo_kv", context(2))
+    workers = view([1, 1], [700, 0], running_tokens=[10**6, 0])
+    assert alone.select(RequestInfo(0, 1000, 0), workers) == 0
+
+
+def with_dead(loads, matched, **columns):
+    """Return a view of workers of which the first is dead."""
+    workers = view(loads, matched, **columns)
+    return workers._replace(healthy=np.arange(len(loads)) > 0)
+
+
+@pytest.mark.parametrize("word", ["dynamo_kv", "lmetric", "llmd", "cache_aware", "preble"])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_dead_worker_decides_nothing(word, data):
+    """Among the healthy ones the choice is the same whatever the dead one has, holds or waits for.
+
+    `load_aware` compares with the mean load of all, as production-stack does."""
+    columns = ("waiting", "waiting_tokens", "running_tokens")
+    tokens = st.integers(0, 1000)
+    rows = {
+        name: data.draw(st.lists(tokens, min_size=3, max_size=3), name)
+        for name in ("loads", "matched", *columns)
+    }
+    usage = data.draw(st.lists(st.floats(0, 1), min_size=3, max_size=3), "kv_usage")
+    chosen = []
+    for dead in (0, 990):
+        of = {name: [dead, *values] for name, values in rows.items()}
+        workers = with_dead(
+            of["loads"], of["matched"], **{name: of[name] for name in columns},
+            kv_usage=[dead / 1000, *usage],
+        )  # fmt: skip
+        policy = prefill_policy(word, context(4))
+        policy.queued[:] = [dead, *rows["waiting_tokens"]]
+        chosen.append(policy.select(RequestInfo(0, 1000, 0), workers))
+    assert chosen[0] == chosen[1]
+    assert chosen[0] in (1, 2, 3)
+
+
+def test_dead_workers_by_hand():
+    # llm-d: two more waiting requests are the whole span, which outweighs half a match.
+    waiting = {"waiting": [100, 0, 2], "kv_usage": [0.0] * 3}
+    assert pick("llmd", with_dead([0, 0, 0], [0, 0, 500], **waiting)) == 1
+    # SGLang: the longest match of those that live is short, so loads decide.
+    assert pick("cache_aware", with_dead([0, 5, 1], [900, 100, 0])) == 2
+    # Preble: more than half is matched by one that lives, which has more work.
+    policy = prefill_policy("preble", context(3))
+    policy.queued[:] = [0, 2000, 0]
+    assert policy.select(RequestInfo(0, 1000, 0), with_dead([0] * 3, [900, 600, 0])) == 1
+
+
+def test_load_above_a_small_mean_counts_in_requests():
+    """production-stack divides by the mean load, and by one request where that is less."""
+    workers = view([1, 0, 0, 0], [900, 0, 0, 0])  # a quarter of a request on average
+    assert pick("load_aware:beta=0.5", workers) == 0
+    assert pick("load_aware", workers) != 0
+    assert pick("load_aware:beta=0.5", view([9, 3, 3, 3], [400, 0, 0, 0])) != 0
