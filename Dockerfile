@@ -2,7 +2,7 @@
 # Then http://127.0.0.1:8050; by a name, add --allowed-host NAME
 FROM python:3.12-slim AS build
 COPY . /source
-RUN pip wheel --no-cache-dir --wheel-dir /wheels '/source[live]'
+RUN pip wheel --no-cache-dir --wheel-dir /wheels -c /source/constraints.txt '/source[live]'
 
 FROM python:3.12-slim
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
