@@ -376,3 +376,18 @@ def test_load_above_a_small_mean_counts_in_requests():
     assert pick("load_aware:beta=0.5", workers) == 0
     assert pick("load_aware", workers) != 0
     assert pick("load_aware:beta=0.5", view([9, 3, 3, 3], [400, 0, 0, 0])) != 0
+
+
+def test_where_rules_change_sides():
+    # SGLang: loads differ by more than the bound, and by more than the ratio.
+    assert pick("cache_aware:absolute=9", view([9, 0], [400, 0])) == 0
+    assert pick("cache_aware:absolute=5", view([80, 70], [400, 0])) == 0
+    assert pick("cache_aware:absolute=5,relative=1.1", view([80, 70], [400, 0])) == 1
+    # llm-d's split: a prompt of as many tokens is long.
+    assert pick("split:tokens=1000", view([0] * 4, [0] * 4), 1000) in (2, 3)
+    assert pick("split:tokens=1000", view([0] * 4, [0] * 4), 999) in (0, 1)
+    # Preble: half of a prompt is not more than the rest of it.
+    for matched, chosen in ((500, 1), (501, 0)):
+        policy = prefill_policy("preble", context(2))
+        policy.queued[:] = [2000, 0]
+        assert policy.select(RequestInfo(0, 1000, 0), view([0, 0], [matched, 0])) == chosen
