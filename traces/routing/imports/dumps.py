@@ -225,7 +225,7 @@ def _check_record(record: Any, where: str) -> None:
     """Raise InputError unless a record of a forward pass has all that is read of it."""
     if not isinstance(record, dict):
         raise InputError(where, f"is a {type(record).__name__}", "a dictionary of a forward pass")
-    extends = np.array_equal(record.get("forward_mode"), _EXTEND)
+    extends = np.array_equal(np.asarray(record.get("forward_mode")), _EXTEND)
     for name in (*_FIELDS, "extend_seq_lens") if extends else _FIELDS:
         if record.get(name) is None:
             raise InputError(where, f"no {name}", "a dump of the mode per_token")
