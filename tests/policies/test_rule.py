@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers, gives_rules
+from eldr_sim.policies.registry import decode_policy
 from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy
 from eldr_sim.policies.rule import COLUMNS, Kept, Rule
 from eldr_sim.simulator.plane import router
@@ -262,3 +263,9 @@ def test_a_rule_of_workers_that_do_not_exist_is_an_error(make_cluster, make_work
     cluster = make_cluster(make_workload([0.0], 4, 1), n_decode=3, decode_policy=policy)
     with pytest.raises(ValueError, match=f"^policy 'wrong' chose worker {worker}"):
         cluster.run()
+
+
+def test_what_is_sent_counts_until_engines_publish():
+    """So its policy asks for what engines publish, and not for a column of that name."""
+    policy = decode_policy("weighted:sent=1", PolicyContext(2, np.random.default_rng(0)))
+    assert policy.needs.columns == {"waiting"}
