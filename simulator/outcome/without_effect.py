@@ -27,7 +27,7 @@ NO_TOKEN = "generates none"
 _BEGIN = ("none", "timetable", "oracle")
 _BY_METRICS = ("hpa", "keda", "knative", "llmd_saturation", "llmd_tokens")
 _OF_GROUPS = (
-    "replica_choice", "all2all_backend", "moe_dp_chunk_size", "gpus_per_node",
+    "replica_choice", "all2all_backend", "moe_dp_chunk_size", "two_batch_overlap", "gpus_per_node",
     "prefill_schedule_interval", "prefill.all2all_backend", "decode.all2all_backend",
 )  # fmt: skip
 

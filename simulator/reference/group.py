@@ -147,7 +147,8 @@ class ExpertGroup(EngineGroup):
             own_s = head + sum(own.slowest for own, _ in parts)
             seconds = ping_pong(stages) + head
         else:
-            parts = [(self.own(busy), self.layers(busy))]
+            own, layers = self.own(busy), self.layers(busy)
+            parts = [(own, self.overlapped(busy, own, layers))]
             own_s = head + parts[0][0].slowest
             seconds = own_s + sum(float(each.sum()) for each in parts[0][1][:4])
         seconds += self.cost.host_s + launch_wait_s(self.cost, seconds, prompts)
@@ -202,7 +203,34 @@ class ExpertGroup(EngineGroup):
             tokens = decoded + sum(s.chunk for s in chunked)
             dense.append((tokens, self.cost.dense_s[tokens] + self.cost.collectives_s[tokens]))
         total = sum(attention) + sum(seconds for _, seconds in dense)
-        return Own(max(attention) + max(dense)[1], total)
+        tokens, longest = max(dense)
+        if self.is_split(tokens, any(chunked for _, chunked in busy.values())):
+            half = -(-tokens // 2)
+            longest = 2 * (self.cost.dense_s[half] + self.cost.collectives_s[half])
+        return Own(max(attention) + longest, total)
+
+    def is_split(self, tokens: int, prompts: bool) -> bool:
+        """Return whether a step whose fullest engine has so many tokens is computed as two halves,
+        one of which computes while the other is sent."""
+        least = self.shared.split_prompts if prompts else self.shared.split_decode
+        return 0 < least <= tokens
+
+    def overlapped(self, busy: dict[Worker, Batch], own: Own, layers: Layers) -> Layers:
+        """Return layers whose dispatch and combine are what computing does not hide: of half a
+        layer nothing is, and computing slows beside them."""
+        tokens = max(
+            sum(s.tokens for s in batch) + sum(s.chunk for s in chunked)
+            for batch, chunked in busy.values()
+        )
+        sent = float(layers.dispatch.sum() + layers.combine.sum())
+        if not sent or not self.is_split(tokens, any(chunked for _, chunked in busy.values())):
+            return layers
+        computing = own.slowest + float(layers.moe.sum() + layers.choice.sum())
+        left = max(sent - computing, 0.0) + sent / (2 * self.cost.n_moe_layers)
+        left += (self.shared.overlap_slowdown - 1.0) * min(sent, computing)
+        return layers._replace(
+            dispatch=layers.dispatch * (left / sent), combine=layers.combine * (left / sent)
+        )
 
     # --- MoE layers ---
 
@@ -248,7 +276,7 @@ class ExpertGroup(EngineGroup):
         out = to_all if gathers else back
         table = shared.gathered if gathers else shared.all_to_all
         moe = sent = returned = 0.0
-        for part in self.parts(n_home):
+        for part in self.parts(n_home, prompts):
             moe += max(
                 self.rank_s(*both, part, prompts) for both in zip(pairs, activated, strict=True)
             )
@@ -301,11 +329,13 @@ class ExpertGroup(EngineGroup):
             return busiest_forwarded(distinct(rank, ranks), to_nodes, shared.gpus_per_node)
         return busiest_direct(distinct(rank, ranks), shared.gpus_per_node)
 
-    def parts(self, n_home: Ints) -> list[float]:
+    def parts(self, n_home: Ints, prompts: bool) -> list[float]:
         """Return the part of the tokens in each chunk that MoE layers compute at once; all engines
-        exchange as many chunks as the fullest."""
+        exchange as many chunks as the fullest, or two halves."""
         size, per_engine = self.shared.chunk, self.shared.ranks_per_engine
         own = np.add.reduceat(n_home, range(0, len(n_home), per_engine))
+        if self.is_split(int(own.max()), prompts):
+            return [0.5, 0.5]
         if not size or own.max() <= size:
             return [1.0]
         chunks = range(-(-int(own.max()) // size))

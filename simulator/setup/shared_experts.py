@@ -120,8 +120,27 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
         chunk_tokens(all_to_all.backend, config.steps.moe_dp_chunk_size),
         parallelism.ffn_ranks,
         config.cluster.micro_batches,
+        *_split(config.steps.two_batch_overlap, engine, all_to_all),
     )
     return replace(engine, group=group, all_to_all=all_to_all, choice_provenance=choice.provenance)
+
+
+#: Tokens of an engine from which vLLM splits a step, of decoding and with prompts
+#: (``dbo_decode_token_threshold``, ``dbo_prefill_token_threshold``); SGLang splits any two.
+_SPLIT_FROM = {"vllm": (32, 512)}
+#: SMs of an H100, and those that DeepEP's high-throughput kernels take (`all_to_all`'s rows).
+_SMS, _SENDING_SMS = 132, 20
+
+
+def _split(overlap: bool, engine: EngineSpec, all_to_all: AllToAll) -> tuple[int, int, float]:
+    """Return from how many tokens on a step is computed as two halves, and what that costs."""
+    if not overlap:
+        return 0, 0, 1.0
+    if engine.parallelism.ffn_ranks:
+        problem = "experts on GPUs of their own compute micro-batches"
+        raise InputError("two_batch_overlap", problem, "--micro-batches")
+    slower = _SMS / (_SMS - _SENDING_SMS) if all_to_all.backend == "deepep_ht" else 1.0
+    return *_SPLIT_FROM.get(engine.engine, (2, 2)), slower
 
 
 def hold_instances(

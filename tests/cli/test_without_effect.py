@@ -68,6 +68,7 @@ CASES = {
     },
     "micro_batches": "--micro-batches 3",
     "moe_dp_chunk_size": "--moe-dp-chunk-size 64",
+    "two_batch_overlap": "--two-batch-overlap",
     "policy": "--topology 2P1D --policy p2c",
     "prefill_policy": "--topology 2C --prefill-policy least_loaded",
     "expert_placement": ("--expert-placement eplb", "expert_placement"),

@@ -101,3 +101,19 @@ def test_kernels_are_the_engines_own_up_to_its_version():
     ):
         found = find_table("attention_decode", "H200", engine=engine, **how)
         assert found.metadata.framework == framework, engine
+
+
+@pytest.mark.parametrize(
+    ("engine", "line"), [("sglang", "--enable-two-batch-overlap"), ("vllm", "--enable-dbo")]
+)
+def test_overlap_is_read_from_launch_lines(engine, line):
+    """A step is split from two tokens on by SGLang, from 32 or 512 by vLLM."""
+    cluster = {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_expert_parallel": True}
+    config = fields(engine=engine, engine_args=line, model="Qwen3-30B-A3B", **cluster)
+    assert config.steps.two_batch_overlap
+    group = engine_of(config, config.pools[0], load_model("Qwen3-30B-A3B")).group
+    expected = {"sglang": (2, 2), "vllm": (32, 512)}[engine]
+    assert (group.split_decode, group.split_prompts) == expected
+    plain = fields(engine=engine, model="Qwen3-30B-A3B", **cluster)
+    group = engine_of(plain, plain.pools[0], load_model("Qwen3-30B-A3B")).group
+    assert (group.split_decode, group.split_prompts) == (0, 0)

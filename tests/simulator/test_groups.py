@@ -77,6 +77,9 @@ def random_group(rng, slots, per_engine, gpus_per_node, copy_per):
         moe,
         *costs,
         int(rng.choice([0, 0, 3])),
+        split_decode=int(rng.choice([0, 0, 1, 3])),
+        split_prompts=int(rng.choice([0, 0, 1, 6])),
+        overlap_slowdown=float(rng.choice([1.0, 1.2])),
     )
 
 
@@ -131,6 +134,8 @@ def grouped_cluster(
         for name in ("prefill", "decode")
     }
     group = pools["decode"].group._replace(ffn_ranks=apart[0], micro_batches=apart[1])
+    if apart[0]:  # which have micro-batches
+        group = group._replace(split_decode=0, split_prompts=0)
     pools["decode"] = dataclasses.replace(pools["decode"], group=group)
     if engines[0] == 0:
         pools["prefill"] = pools["decode"]

@@ -54,6 +54,11 @@ class GroupCost(NamedTuple):
     chunk: int  #: tokens of an engine that MoE layers compute at once; 0: all of a step
     ffn_ranks: int = 0  #: GPUs that hold the experts beside the engines', see `disaggregated`
     micro_batches: int = 1  #: of a step, where there are such
+    #: Tokens of an engine from which a step is computed as two halves, one of which computes while
+    #: the other is sent: of steps without prompts, and with; 0: never.
+    split_decode: int = 0
+    split_prompts: int = 0
+    overlap_slowdown: float = 1.0  #: of computing while the other half is sent
     #: ``[2, pairs, slots + 1]``: what `rank_moe_s` says of whole pairs and experts, without and
     #: with prompts, as soon as somebody has asked; 0: nobody yet
     moe_s: NDArray[np.float64] = np.zeros((2, 0, 0))

@@ -6,6 +6,11 @@ all are dispatched to the ranks that hold their experts, and combined back, so a
     host + dense, attention, lm_head of the slowest engine
     + for each MoE layer: dispatch + choice of instances + MoE of the slowest rank + combine
 
+Where a step is computed as two halves (SGLang's two-batch overlap, vLLM's dual-batch overlap) one
+half computes while the other is sent. Of dispatch and combine there remain what outlasts computing,
+the first half's first and last, which nothing hides (half a layer's), and what computing loses to
+the communication kernels beside it. Halves read weights once each.
+
 An engine without requests takes part with a dummy batch (vLLM's ``DPEngineCoreProc``): it waits.
 The slowest rank is that of the longest time for its own pairs and activated experts, which are
 counted exactly (`group_counting`)."""
@@ -87,14 +92,21 @@ def execute(world: Any, leader: int) -> float:
     count_step(engines, drafts, size, run.bits, run.prompts, counting, loads)
     shared = shared_layers(group, work, ranks, computes, 0, work.pairs.shape[1])
     choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[1]
-    slowest = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
-    slowest += cost.collectives_s[tokens_max]
+    dense, collectives = cost.dense_s[tokens_max], cost.collectives_s[tokens_max]
+    exposed = 1.0
+    if _is_split(group, work, ranks, computes):
+        half = (tokens_max + 1) // 2
+        dense, collectives = 2.0 * cost.dense_s[half], 2.0 * cost.collectives_s[half]
+        own = attention_max + dense + collectives + shared.moe_s + choice_s
+        exposed = _exposed(group, own, shared.dispatch_s + shared.combine_s, work.pairs.shape[1])
+    dispatched, combined = exposed * shared.dispatch_s, exposed * shared.combine_s
+    slowest = attention_max + dense + cost.head_s[rows_max] + collectives
     host = cost.host_s + step_cost.launch_wait_s(
-        cost, slowest + shared.moe_s + shared.dispatch_s + shared.combine_s + choice_s, computes
+        cost, slowest + shared.moe_s + dispatched + combined + choice_s, computes
     )
     parts = step_cost.StepParts(
-        shared.moe_s, attention_max, cost.dense_s[tokens_max], cost.head_s[rows_max],
-        cost.collectives_s[tokens_max], host, shared.dispatch_s, shared.combine_s, choice_s,
+        shared.moe_s, attention_max, dense, cost.head_s[rows_max], collectives, host, dispatched,
+        combined, choice_s,
     )  # fmt: skip
     drafting = 0.0
     if k > 0:
@@ -109,7 +121,7 @@ def execute(world: Any, leader: int) -> float:
     row = world.group_log[run.clock[0].n_group_steps]
     run.clock[0].n_group_steps += 1
     row.start, row.end, row.leader = start, end, leader
-    row.moe_s, row.dispatch_s, row.combine_s = shared.moe_s, shared.dispatch_s, shared.combine_s
+    row.moe_s, row.dispatch_s, row.combine_s = shared.moe_s, dispatched, combined
     row.own_s, row.wait_s, row.n_busy = slowest, wait + n_busy * slowest, n_busy
     row.choice_s = choice_s
     row.inside_bytes, row.between_bytes = shared.inside_bytes, shared.between_bytes
@@ -180,7 +192,8 @@ def shared_layers(
     active, most_active, busiest_pairs, pairs_sum = 0, 0, 0.0, 0.0
     gathers = group.gathers and not computes
     table = group.gathered if gathers else group.all_to_all
-    n_chunks = _n_chunks(group, work, ranks)
+    split = _is_split(group, work, ranks, computes)
+    n_chunks = np.int64(2) if split else _n_chunks(group, work, ranks)
     slowest, most, most_pairs, sent, sent_far = work.most
     work.most[:, first:end] = 0.0
     for r in range(ranks):
@@ -202,23 +215,22 @@ def shared_layers(
         most_active += int(most[layer])
         busiest_pairs += most_pairs[layer]
         inside, between = sent[layer], sent_far[layer]
+        out, out_far = (all_inside, all_between) if gathers else (inside, between)
         if n_chunks > 1:
             for chunk in range(n_chunks):
-                part = _part(group, work, ranks, chunk)
+                part = 0.5 if split else _part(group, work, ranks, chunk)
                 moe += _slowest_s(group.moe, work, layer, ranks, part, computes)
                 combined += combine_s(table, part * inside, part * between)
-                dispatched += dispatch_s(table, part * inside, part * between)
+                dispatched += dispatch_s(table, part * out, part * out_far)
         else:
             moe += slowest[layer]
             combined += combine_s(table, inside, between)
         inside_bytes += table.combine_bytes * inside
         between_bytes += table.combine_bytes * between
-        if gathers:
-            inside, between = all_inside, all_between
         if n_chunks == 1:
-            dispatched += dispatch_s(table, inside, between)
-        inside_bytes += table.dispatch_bytes * inside
-        between_bytes += table.dispatch_bytes * between
+            dispatched += dispatch_s(table, out, out_far)
+        inside_bytes += table.dispatch_bytes * out
+        between_bytes += table.dispatch_bytes * out_far
     return SharedLayers(
         moe, dispatched, combined, inside_bytes, between_bytes, active, most_active, pairs_sum,
         busiest_pairs,
@@ -237,14 +249,37 @@ def _rank_s(group: GroupCost, pairs: float, instances: float, computes: bool) ->
 
 
 @compiled()
+def _is_split(group: GroupCost, work: GroupScratch, ranks: int, computes: bool) -> Any:
+    """Return whether a step is computed as two halves; ``computes``: with prompts."""
+    least = group.split_prompts if computes else group.split_decode
+    return least > 0 and _most_tokens(group, work, ranks) >= least
+
+
+@compiled()
+def _exposed(group: GroupCost, own: float, sent: float, layers: int) -> Any:
+    """Return the share of dispatch and combine, ``sent`` s, that a step of two halves waits for
+    beside computing, ``own`` s; more than 1 where overlap costs more than it hides."""
+    if sent <= 0.0:
+        return 1.0
+    left = max(sent - own, 0.0) + sent / (2.0 * layers)
+    return (left + (group.overlap_slowdown - 1.0) * min(sent, own)) / sent
+
+
+@compiled()
+def _most_tokens(group: GroupCost, work: GroupScratch, ranks: int) -> Any:
+    """Return the tokens of the engine that has most, 1 at the least."""
+    most = np.int64(1)
+    for first in range(0, ranks, group.ranks_per_engine):
+        most = max(most, work.tokens[first : first + group.ranks_per_engine].sum())
+    return most
+
+
+@compiled()
 def _n_chunks(group: GroupCost, work: GroupScratch, ranks: int) -> Any:
     """Return the chunks of the engine that has most tokens; 1 where steps are not cut."""
     if group.chunk == 0:
         return np.int64(1)
-    most = np.int64(1)
-    for first in range(0, ranks, group.ranks_per_engine):
-        most = max(most, work.tokens[first : first + group.ranks_per_engine].sum())
-    return (most + group.chunk - 1) // group.chunk
+    return (_most_tokens(group, work, ranks) + group.chunk - 1) // group.chunk
 
 
 @compiled()

@@ -472,6 +472,10 @@ class StepConfig(Fields):
     """Maximum tokens of an engine that MoE layers dispatch, compute and combine at once when
     engines share experts (vLLM's VLLM_MOE_DP_CHUNK_SIZE). Default: 256 with pplx, else the whole
     step."""
+    two_batch_overlap: bool = False
+    """Split each step of engines that share experts into two halves, one of which computes while
+    the other is dispatched or combined (SGLang's enable-two-batch-overlap; vLLM's enable-dbo, for
+    steps of at least 32 tokens of an engine, or 512 with prompts)."""
     speculative_config: Speculative = None
     """Speculative decoding, in vLLM's JSON: ``{"method": "mtp", "num_speculative_tokens": 3}``
     (docs/speculative.md); SGLang's and TensorRT-LLM's method names work, too."""

@@ -35,7 +35,7 @@ _PARALLEL = {"tp": "tensor_parallel_size", "dp": "data_parallel_size",
 _NAMES: dict[str, dict[str, str]] = {
     "vllm": {name: name for name in _SAME} | _PARALLEL | {
         "all2all_backend": "all2all", "nnodes": "nodes", "data_parallel_size_local": "local",
-        "dpl": "local", "quantization": "weights", "q": "weights",
+        "dpl": "local", "enable_dbo": "two_batch_overlap", "quantization": "weights", "q": "weights",
         "eplb_config.num_redundant_experts": "num_redundant_experts",
     },
     "sglang": {
@@ -48,6 +48,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "enable_piecewise_cuda_graph": "piecewise_cuda_graph",
         "enforce_piecewise_cuda_graph": "piecewise_cuda_graph",
         "enable_mixed_chunk": "enable_mixed_chunk",
+        "enable_two_batch_overlap": "two_batch_overlap",
         "scheduler_recv_interval": "scheduler_recv_interval",
         "schedule_conservativeness": "schedule_conservativeness",
         "enable_dp_attention": "attention_dp", "attn_dp_size": "attention_dp",
