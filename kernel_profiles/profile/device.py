@@ -26,6 +26,15 @@ _SMI_FIELDS = (
     "ecc.mode.current",
     "mig.mode.current",
 )
+#: What is noted beside each measurement.
+_STATE_FIELDS = (
+    "clocks.sm",
+    "clocks.mem",
+    "temperature.gpu",
+    "power.draw",
+    "clocks_event_reasons.active",
+)
+WARM_UP_S = 2.0  #: of a GPU before its first measurement
 _AMD_CACHE = 256 << 20  # Infinity Cache of an MI300X, which the driver does not report
 
 
@@ -40,6 +49,23 @@ class Device:
     cache_bytes: int
     memory_bytes: int
     timer: Timer  #: times calls on it
+
+    def state(self) -> dict[str, str]:
+        """Return the clocks, temperature and reasons for throttling of now; nothing of a CPU, or
+        where ``nvidia-smi`` does not tell."""
+        return {} if self.is_cpu else _query(_STATE_FIELDS)
+
+    def warm_up(self, seconds: float = WARM_UP_S) -> None:
+        """Let the clocks of a GPU rise: multiply matrices for so long."""
+        if self.is_cpu:
+            return
+        torch = require_torch()
+        a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.torch_device)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for _ in range(20):
+                a @ a
+            self.synchronize()
 
     @property
     def is_cpu(self) -> bool:
@@ -83,6 +109,15 @@ def open_device(kind: str, threads: int = 1) -> Device:
         int(properties.total_memory),
         CudaTimer(),
     )
+
+
+def reference_s(device: Device) -> float:
+    """Return the seconds of a product of two 4,096 x 4,096 matrices: the point that tells whether
+    clocks drift."""
+    torch = require_torch()
+    a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device.torch_device)
+    timed: float = device.timer.time([[lambda: a @ a] * 4], device.timer.modes[0]).median_s
+    return timed
 
 
 def cpu_facts() -> dict[str, str]:
@@ -136,16 +171,21 @@ def _gpu_name(name: str) -> str:
 
 
 def _nvidia_facts() -> dict[str, str]:
+    return _query(_SMI_FIELDS) or {"driver_version": "unknown"}
+
+
+def _query(fields: tuple[str, ...]) -> dict[str, str]:
+    """Return what ``nvidia-smi`` says of the GPU; nothing where it does not."""
     if shutil.which("nvidia-smi") is None:
-        return {"driver_version": "unknown"}
-    query = f"--query-gpu={','.join(_SMI_FIELDS)}"
+        return {}
+    query = f"--query-gpu={','.join(fields)}"
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     command = ["nvidia-smi", "-i", device, query, "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     values = [value.strip() for value in done.stdout.strip().split(",")]
-    if done.returncode or len(values) != len(_SMI_FIELDS):
-        return {"driver_version": "unknown"}
-    return dict(zip(_SMI_FIELDS, values, strict=True))
+    if done.returncode or len(values) != len(fields):
+        return {}
+    return dict(zip(fields, values, strict=True))
 
 
 def _amd_facts() -> dict[str, str]:

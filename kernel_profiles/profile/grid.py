@@ -18,7 +18,11 @@ FORCED = "forced"
 
 SKEWS = (0.6, 1.2)  #: Zipf exponents of the tokens per expert on the third axis; 0 is even
 
-_BATCHES = ((1, 4, 16, 64, 256), (2, 8, 32, 128, 512), (3, 6, 12, 24, 48, 96, 192, 384))
+_BATCHES = (
+    (1, 4, 16, 64, 256),
+    (2, 8, 32, 128, 512, 1024, 2048),
+    (3, 6, 12, 24, 48, 96, 192, 384, 768, 1536),
+)
 _COARSE = (0.25, 0.5, 1.0)
 _FINE = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
 
@@ -49,9 +53,9 @@ def moe_levels(
     """Points of the grid, coarse to fine: each level refines those before it, and no point comes
     twice.
 
-    Batches 1, 4, .. 256 with a quarter, a half and all of the experts; 1, 2, 4 .. 512 with ten
+    Batches 1, 4, .. 256 with a quarter, a half and all of the experts; 1, 2, 4 .. 2,048 with ten
     counts; these with skewed loads; the batches between. ``n_ranks``: GPUs that the experts are
-    spread over; ``prefill_tokens``: batches beyond 512, with all experts."""
+    spread over; ``prefill_tokens``: batches beyond 2,048, with all experts."""
     owned = n_experts // n_ranks
 
     def row(batch: int, shares: Iterable[float], skew: float = 0.0) -> list[MoEPoint]:

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from eldr_sim.kernel_profiles.profile.device import (
     differing_facts,
     gemm_flops,
     gpu_entry,
+    reference_s,
 )
 from eldr_sim.kernel_profiles.profile.measurement_plan import (
     PARTS,
@@ -34,6 +36,9 @@ from eldr_sim.kernel_profiles.tables.format import LatencyTable, table_name
 from eldr_sim.outputs import whole_file
 
 JOURNAL = "journal.jsonl"
+#: A reference point is measured again after so many seconds; a run whose clocks drift by more than
+#: this share ends.
+REFERENCE_EVERY_S, MOST_DRIFT = 30.0, 0.05
 _FORMAT = 1
 Clock = Callable[[], float]
 
@@ -167,8 +172,11 @@ def measure(
     deadline: float,
     progress: Callable[[float, str], None],
     clock: Clock,
+    reference: Callable[[], float] | None = None,
 ) -> dict[str, str]:
-    """Run tasks that the journal lacks until the deadline; returns why groups were given up."""
+    """Run tasks that the journal lacks until the deadline; returns why groups were given up. Raises
+    InputError where the ``reference`` point, by default of a GPU a product of matrices, s, takes
+    longer or shorter than at first; what was measured meanwhile is not in the journal."""
     tuned = {
         task.removesuffix(" tune"): outcome.note["tuned"]
         for task, outcome in journal.outcomes.items()
@@ -176,7 +184,24 @@ def measure(
     }
     workbench = Workbench(device, tuned)
     skipped: dict[str, str] = {}
-    begin = clock()
+    device.warm_up()
+    if reference is None and not device.is_cpu:
+        reference = partial(reference_s, device)
+    first = None if reference is None else reference()
+    waiting: list[tuple[str, Outcome]] = []  # until the reference says that clocks held
+
+    def settle() -> None:
+        if reference is not None and first is not None:
+            ratio = reference() / first
+            if abs(ratio - 1) > MOST_DRIFT:
+                problem = f"the reference point takes {ratio:.2f} times as long as at first"
+                allowed = f"{device.state() or 'a device'} that holds its clocks; then --resume"
+                raise InputError("device", problem, allowed)
+        for key, outcome in waiting:
+            journal.add(key, outcome)
+        waiting.clear()
+
+    begin = checked = clock()
     for index, task in enumerate(tasks):
         if task.key in journal.outcomes or task.group in skipped:
             continue
@@ -196,7 +221,13 @@ def measure(
             workbench.clear()
             skipped[task.group] = "out of memory"
             continue
-        journal.add(task.key, outcome)
+        state = device.state()
+        note = outcome.note | ({"state": state} if state else {})
+        waiting.append((task.key, Outcome(outcome.records, note)))
+        if reference is None or clock() - checked >= REFERENCE_EVERY_S:
+            settle()
+            checked = clock()
+    settle()
     workbench.clear()
     progress(1.0, "")
     return skipped

@@ -2,8 +2,9 @@
 
 A measurement is given several *rounds*, one a seed; a round is a list of calls that touch
 different memory, in all more than three times the last-level cache, so that no call finds its
-weights there. On a GPU a round is captured as one graph, whose replays are timed by events; the
-eager figure is the same calls launched one by one. On a CPU every call is timed by itself."""
+weights there. On a GPU a round is captured as one graph, whose replays are timed by events; so many
+follow each other between two events that launching the first, some microseconds, does not count.
+The eager figure is the same calls launched one by one. On a CPU every call is timed by itself."""
 
 import math
 import time
@@ -20,6 +21,8 @@ Call = Callable[[], Any]
 Mode = Literal["graph", "eager"]
 CACHE_MULTIPLE = 3  #: memory that a round touches, in last-level caches
 MAX_CALLS = 320  #: calls of a round at most
+LEAST_S = 200e-6  #: of replays between two events: 40 times what launching a graph takes
+MAX_REPLAYS = 200  #: of a graph between two events
 
 
 def require_torch() -> Any:
@@ -125,9 +128,14 @@ class CudaTimer:
             run = self._graph(torch, calls) if mode == "graph" else _all(calls)
             run()
             torch.cuda.synchronize()
-            first = self._sample(torch, run)
-            repeats = int(np.clip(self.target_s / len(rounds) / max(first, 1e-6), 4, 100))
-            samples += [self._sample(torch, run) / len(calls) for _ in range(repeats)]
+            first = self._sample(torch, run, 1)
+            replays = 1
+            if mode == "graph":  # eager calls are to count their launches
+                replays = int(np.clip(math.ceil(LEAST_S / max(first, 1e-6)), 1, MAX_REPLAYS))
+            sample_s = max(first, 1e-6) * replays
+            repeats = int(np.clip(self.target_s / len(rounds) / sample_s, 4, 100))
+            each = replays * len(calls)
+            samples += [self._sample(torch, run, replays) / each for _ in range(repeats)]
         return Timing.of(samples)
 
     @staticmethod
@@ -144,10 +152,11 @@ class CudaTimer:
         return replay
 
     @staticmethod
-    def _sample(torch: Any, run: Call) -> float:
+    def _sample(torch: Any, run: Call, replays: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        for _ in range(replays):
+            run()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
