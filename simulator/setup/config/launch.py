@@ -35,7 +35,8 @@ _PARALLEL = {"tp": "tensor_parallel_size", "dp": "data_parallel_size",
 _NAMES: dict[str, dict[str, str]] = {
     "vllm": {name: name for name in _SAME} | _PARALLEL | {
         "all2all_backend": "all2all", "nnodes": "nodes", "data_parallel_size_local": "local",
-        "dpl": "local", "enable_dbo": "two_batch_overlap", "quantization": "weights", "q": "weights",
+        "dpl": "local", "enable_dbo": "two_batch_overlap",
+        "quantization": "weights", "q": "weights",
         "eplb_config.num_redundant_experts": "num_redundant_experts",
     },
     "sglang": {
