@@ -68,8 +68,8 @@ for _name, _group in CONFIG_GROUPS.items():
 GROUPS[POOLS := "Prefill and decode workers, where they differ"] = ()
 #: Options of every command that makes a result.
 _OUTPUT = (
-    "preset", "config", "out", "force", "plot", "timeline", "backend", "verbose", "help",
-    "help_all",
+    "preset", "config", "from_manifest", "out", "force", "plot", "timeline", "backend", "verbose",
+    "help", "help_all",
 )  # fmt: skip
 _ALL = "eldr_sim.help_all"
 _GROUP_OF = {name: title for title, names in GROUPS.items() for name in names}

@@ -31,7 +31,7 @@ ALWAYS = {
         "input_len output_len prefix_len domain_mix domain_mix_end block_size kv_cache_dtype "
         "host_gap_ms goodput config_file preset frontend expert_gather out price_per_gpu_hour "
         "speculative_config prefill_speculative_config decode_speculative_config",
-        "the workers themselves": "engine prefill_engine decode_engine engine_args "
+        "the workers themselves": "engine prefill_engine decode_engine engine_args from_manifest "
         "extra_llm_api_options tensor_parallel_size prefill_tensor_parallel_size "
         "decode_tensor_parallel_size prefill_gpu decode_gpu moe_backend data_parallel_size "
         "prefill_data_parallel_size decode_data_parallel_size enforce_eager prefill_enforce_eager "
