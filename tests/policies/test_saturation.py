@@ -298,3 +298,14 @@ def test_a_worker_that_has_reached_the_threshold_is_full():
     assert policy.select(prompt(1, 64), Workers.idle(np.ones(1))) is None
     policy.threshold = np.nextafter(policy.load[0], np.inf)
     assert policy.select(prompt(1, 64), Workers.idle(np.ones(1))) == 0
+
+
+def test_a_chunk_takes_its_own_work_from_the_load():
+    """Later tokens of a prompt attend to more: what is left is the work of those that are left."""
+    policy = router(1)
+    policy.select(prompt(0, 1000), Workers.idle([0]))
+    for done in (400, 700, 999):
+        policy.on_tokens(0, done - policy._queues[0][0].done)
+        assert policy.load[0] == pytest.approx(WORK.flops(1000 - done, done))
+    policy.on_tokens(0, 1)
+    assert policy.load == [0.0]
