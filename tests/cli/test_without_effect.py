@@ -36,6 +36,7 @@ ALWAYS = {
         "decode_tensor_parallel_size prefill_gpu decode_gpu moe_backend data_parallel_size "
         "prefill_data_parallel_size decode_data_parallel_size enforce_eager prefill_enforce_eager "
         "decode_enforce_eager",
+        "the same events, by another program": "backend",
         "a bound, which a load reaches or not": "max_active_sessions max_concurrency max_model_len "
         "max_num_seqs "
         "max_num_batched_tokens kv_cache_free prefill_max_num_seqs prefill_max_num_batched_tokens "
