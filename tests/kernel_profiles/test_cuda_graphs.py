@@ -77,3 +77,8 @@ def test_no_step_gets_shorter(models):
 def test_a_misspelt_padding_is_refused(models):
     with pytest.raises(InputError, match="cudagraph_padding"):
         pad(models["none"].cost, "all", padded_sizes(4, 8))
+
+
+def test_a_step_without_tokens_replays_no_graph():
+    sizes = padded_sizes(64, 2048)
+    assert sizes[:6].tolist() == [0, 1, 2, 4, 4, 8]
