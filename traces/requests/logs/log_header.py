@@ -16,6 +16,7 @@ from eldr_sim.errors import InputError
 #: rates, requests/s, of that many requests or more: in a unit a thousand times as large or as
 #: small, no log whose rate is between them stays between them.
 _SHORTEST_S, _SLOWEST, _FASTEST, _MANY = 1.0, 0.05, 50.000001, 10
+_NEVER = 1e-3  #: mean requests/s below which a unit that was named is doubted, too
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ def check_unit(
         problem = f"{column!r} {doubt} if it is in {unit}, which nothing in the file says"
         allowed = f"--time-unit s, ms, us or ns (or --columns time_UNIT={column}, with its unit)"
         raise InputError(str(file), problem, allowed)
-    return f"the log {doubt.rstrip(',')}: is {column!r} in {unit}?" if span < 1 or (
-        span > longest_s
-    ) else ""  # fmt: skip
+    if span < _SHORTEST_S or span > longest_s or not _NEVER < rate < 1.0 / _NEVER:
+        return f"the log {doubt.rstrip(',')}: is {column!r} in {unit}?"
+    return ""
 
 
 def told_lengths(lengths: Ints) -> tuple[int, int, float]:
