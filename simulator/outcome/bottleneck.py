@@ -183,7 +183,7 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
 
     decoders = [pool.engine for pool in spec.pools if pool.decodes]
 
-    def waits(role: str) -> _Waits:
+    def waits(role: str) -> _Waits | None:
         if role == "prefill" and len(record.prefill_steps):
             return _waits(role, record.prefill_steps, spec.prefill, start, record.end_s)
         return _waits("decode", record.decode_steps, decoders[0], start, record.end_s)
@@ -205,8 +205,13 @@ def _tokenizing_ms(spent: Mapping[str, Floats], prompt_len: Ints) -> float:
     return 1e3 * token_s * float(np.mean(prompt_len))
 
 
-def _waits(role: str, steps: Records, engine: EngineSpec, start: float, end: float) -> _Waits:
-    """Return what kept requests waiting from each step of some engines to its next one."""
+def _waits(
+    role: str, steps: Records, engine: EngineSpec, start: float, end: float
+) -> _Waits | None:
+    """Return what kept requests waiting from each step of some engines to its next one; None where
+    that was not noted."""
+    if (steps["stopped"] < 0).any():
+        return None
     steps = steps[np.lexsort((steps["start"], steps["worker"]))]
     time = np.clip(steps["end"], start, end) - np.clip(steps["start"], start, end)
     until = np.append(steps["start"][1:], end)
@@ -249,7 +254,7 @@ def _bottleneck(
     use: Mapping[str, float],
     transfers: float,
     batch: float,
-    waits: Callable[[str], _Waits],
+    waits: Callable[[str], _Waits | None],
     prompt_len: Ints,
     tokenizing_ms: float,
     handover_ms: float,
@@ -283,8 +288,11 @@ def _bottleneck(
     if phase == "decode admission" and long[phase] < 2.0 * handover_ms:
         return "hand-over", f"{wait} for the hand-over to a decode worker", phase
     found = waits("prefill" if phase == "prefill queue" else "decode")
+    if found is None:
+        return phase, f"{wait} in engines, which do not note why (the SimPy reference)", phase
     if reserves_early and phase == "prefill queue":  # which may wait for decode blocks instead
         other = waits("decode")
+        assert other is not None
         if exact_sum(found.by_cause[1:]) < _SMALL * exact_sum(other.by_cause):
             found = other
     stopped = found.by_cause[1:]

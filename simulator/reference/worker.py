@@ -47,6 +47,7 @@ class Step:
     chunk_tokens: int
     plain: int = 0
     draft_s: float = 0.0
+    stopped: int = -1  #: the reference does not note why requests wait
 
 
 class Worker:
