@@ -416,3 +416,9 @@ def test_a_trend_of_poisson_counts_finds_their_rate_and_its_change(rate):
     noise = math.sqrt(rate / 10.0)  # of one count
     assert found == pytest.approx(rate, abs=noise)
     assert ahead == pytest.approx(3.06 * rate, abs=2.0 * math.sqrt(3.0) * noise)
+
+
+def test_a_rounding_error_takes_no_worker():
+    from eldr_sim.policies.scaling.base import up
+
+    assert [up(x) for x in (3 * 0.1 / 0.1, 3.01, 0.0, -1.0)] == [3, 4, 0, 0]
