@@ -342,8 +342,8 @@ def make_cluster(make_step_time):
             window,
             time_limit_s,
             expert_masks,
-            prompts,
-            queue_keys,
+            prompts=prompts,
+            queue_keys=queue_keys,
         )
         return Cluster(inputs)
 
@@ -376,7 +376,6 @@ def run_to_rest():
 
     def run(cluster, max_pauses=2):
         pauses = 0
-        cluster.call_s, cluster.events_a_call = np.inf, cluster_module._EVENTS_A_CALL
 
         def paused(share):
             nonlocal pauses

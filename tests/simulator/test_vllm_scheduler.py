@@ -1,0 +1,266 @@
+"""Our engine against vLLM's own scheduler, step by step, on random loads.
+
+`vllm_scheduler.py` runs the scheduler and KV manager of vLLM 0.32 on a virtual clock. What it did
+with 50 loads is recorded in ``vllm_steps.json``. ``VLLM_PYTHON``, a Python that has vLLM
+(docs/capture.md, "vLLM on a CPU"), lets it do these again, and ``VLLM_LOADS`` more (2,000).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from eldr_sim.kernel_profiles.acceptance import Acceptance
+from eldr_sim.kernel_profiles.steps.drafts import Draft
+from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
+from eldr_sim.simulator.setup.speculation import Speculation
+from eldr_sim.traces.requests.logs.request_logs import chain_blocks
+
+from .test_engine_by_hand import by_hand
+
+_HERE = Path(__file__).parent
+_COSTS = {"step": 1.0, "token": 0.03125}
+_LONGEST = 4096
+#: Rules of which loads are recorded, and the settings that put them to work.
+RECORDED = {
+    "chunked prefill": {},
+    "prefix caching": {"shared": True},
+    "preemption": {"tight": True},
+    "preemption, prefix caching": {"tight": True, "shared": True},
+    "preemption without prefix caching": {"tight": True, "prefix_caching": False},
+    "asynchronous scheduling": {"async": True},
+    "asynchronous scheduling, prefix caching": {"async": True, "shared": True},
+    "asynchronous scheduling, all seats taken": {"async": True, "few_seats": True},
+    "long_prefill_token_threshold": {"threshold": True, "shared": True},
+    "priorities": {"priority": True, "shared": True},
+}
+OTHERS = {
+    "asynchronous scheduling, preemption": {"async": True, "tight": True, "shared": True},
+    "priorities, preemption": {"priority": True, "tight": True, "shared": True},
+    "speculative decoding": {"drafts": True},
+    "speculative decoding, asynchronous": {"drafts": True, "async": True},
+}
+FEATURES = RECORDED | OTHERS
+#: Rules in which some loads are known to differ: their steps are counted and printed. vLLM takes
+#: the KV blocks of a prompt chunk by chunk; ours takes all when it is admitted.
+KNOWN_TO_DIFFER = {*OTHERS, *(name for name, about in RECORDED.items() if about.get("tight"))}
+_N_RECORDED = 50
+
+
+def case(feature, seed):
+    """Return a random load and its settings, as the script takes them."""
+    traits = FEATURES[feature]
+    rng = np.random.default_rng([71, list(FEATURES).index(feature), seed])
+    n, size = int(rng.integers(2, 30)), int(rng.choice([2, 4, 8]))
+    budget, seats = int(rng.choice([16, 24, 48])), int(rng.integers(5, 12))
+    if traits.get("few_seats"):
+        seats = int(rng.integers(1, 4))
+    at = np.cumsum(rng.exponential(float(rng.choice([0.5, 1.5, 4.0])), n)) + 1e-4
+    requests = []
+    for arrival in at.tolist():
+        blocks, rest = int(rng.integers(0, 8)), int(rng.integers(1, size + 1))
+        prompt = blocks * size + rest
+        r = {"at": arrival, "prompt": prompt, "output": int(rng.integers(1, 40))}
+        if traits.get("shared"):  # a path in a tree of blocks, which may end before the prompt does
+            shared = int(rng.integers(0, blocks + 1)) if rng.random() < 0.5 else blocks
+            r["path"] = np.minimum(rng.integers(3, size=shared), 1).tolist()
+        if traits.get("priority"):
+            r["priority"] = int(rng.integers(3))
+        requests.append(r)
+    most = max(-(-(r["prompt"] + r["output"]) // size) for r in requests)
+    blocks = most + int(rng.choice([0, 1, 3, 8])) if traits.get("tight") else 2000
+    settings = {"block_size": size, "seats": seats, "budget": budget, "blocks": blocks,
+                "max_model_len": _LONGEST}  # fmt: skip
+    settings |= {k: traits[k] for k in ("async", "priority", "prefix_caching") if k in traits}
+    if traits.get("threshold"):
+        settings["threshold"] = int(rng.choice([3, 6, 12]))
+    if traits.get("drafts"):
+        k = int(rng.integers(1, 4))
+        rates = np.sort(rng.choice([0.0, 0.3, 0.8, 1.0], k))[::-1].tolist()
+        settings |= {"drafts": k, "lookahead": k, "rates": rates}
+        settings["key"] = int(rng.integers(2**63))
+        settings["budget"] = max(settings["budget"], seats * (1 + k))
+        settings["blocks"] += 2 * k
+    return {"settings": settings, "requests": requests, "costs": _COSTS}
+
+
+def with_tokens(given):
+    """Return a case with the token ids that paths stand for."""
+    size, requests = given["settings"]["block_size"], []
+    for i, r in enumerate(given["requests"]):
+        tokens = [(1 << 40) + (i << 20) + k for k in range(r["prompt"])]
+        for number, block in enumerate(r.get("path", ())):
+            tokens[number * size : (number + 1) * size] = [10 + block] * size
+        requests.append(r | {"tokens": tokens})
+    return given | {"requests": requests}
+
+
+@pytest.fixture
+def ours(make_cluster, make_workload):
+    """Serve a case; returns the record."""
+
+    def run(given):
+        settings, requests = given["settings"], given["requests"]
+        seats, size, drafts = settings["seats"], settings["block_size"], settings.get("drafts", 0)
+        tokens = max(400, settings["budget"])
+        made = by_hand(seqs=seats * (1 + drafts), tokens=tokens)
+        dense = _COSTS["step"] + _COSTS["token"] * np.arange(tokens + 1.0)
+        cost = made.cost._replace(dense_s=dense, prompt_share_s=np.zeros(tokens + 1))
+        engine = {
+            "step_time": SimpleNamespace(cost=cost, n_moe_layers=2, n_experts=70),
+            "max_num_seqs": seats, "max_num_batched_tokens": settings["budget"],
+            "n_blocks": settings["blocks"],
+        }  # fmt: skip
+        if drafts:
+            config = SpeculativeConfig(method="mtp", num_speculative_tokens=drafts)
+            steps = SimpleNamespace(cost=by_hand(seqs=seats * (1 + drafts), tokens=tokens).cost)
+            accepted = {"": Acceptance(tuple(settings["rates"]), "test")}
+            engine["speculation"] = Speculation(
+                config, accepted, Draft(steps, 0.0, 2, 1), False, settings["key"]
+            )
+        of = {name: [r[name] for r in requests] for name in ("at", "prompt", "output")}
+        workload = make_workload(of["at"], of["prompt"], of["output"])
+        paths = [r.get("path", []) for r in requests]
+        if any(paths):
+            indptr = np.cumsum([0, *map(len, paths)])
+            ids = np.array([block for path in paths for block in path], np.uint64)
+            workload = replace(
+                workload, prefix_hash=chain_blocks(ids, indptr), prefix_indptr=indptr,
+                prefix_text=np.zeros(len(ids), np.int32), prefix_block_tokens=size,
+            )  # fmt: skip
+        keys = None
+        if settings.get("priority"):
+            keys = np.array([float(r["priority"]) for r in requests])
+        cluster = make_cluster(
+            workload, n_prefill=0, decode=engine, block_size=size, max_num_seqs=seats,
+            max_num_batched_tokens=settings["budget"], n_blocks=settings["blocks"],
+            max_model_len=settings["max_model_len"], prompts=False, queue_keys=keys,
+            preempt_by_key=keys is not None, async_scheduling=bool(settings.get("async")),
+            threshold=settings.get("threshold"),
+            enable_prefix_caching=settings.get("prefix_caching", True),
+        )  # fmt: skip
+        return cluster.run()
+
+    return run
+
+
+def told(record):
+    """Return steps (start, end, sequences that get tokens, tokens) and requests of a record."""
+    steps = record.decode_steps
+    columns = [steps["start"], steps["end"], steps["sequences"], steps["tokens"]]
+    columns[3] = columns[3] + steps["chunk_tokens"]
+    requests = {
+        name: record.requests[name].tolist()
+        for name in ("first_token_s", "finish_s", "cached_tokens", "preemptions")
+    }
+    return np.column_stack(columns), requests
+
+
+def of_vllm(done):
+    """Return the same of what the script says."""
+    requests = {
+        "first_token_s": [r["token_s"][0] for r in done["requests"]],
+        "finish_s": [r["token_s"][-1] for r in done["requests"]],
+        "cached_tokens": [r["cached"] for r in done["requests"]],
+        "preemptions": [r["preemptions"] for r in done["requests"]],
+    }
+    return np.array(done["steps"], float).reshape(-1, 4), requests
+
+
+def n_differing(found, expected):
+    """Return how many steps of one differ from those of the other."""
+    both = min(len(found), len(expected))
+    return int((found[:both] != expected[:both]).any(axis=1).sum()) + abs(
+        len(found) - len(expected)
+    )
+
+
+def ask_vllm(cases):
+    """Return what vLLM's own scheduler does with cases."""
+    command = [os.environ["VLLM_PYTHON"], str(_HERE / "vllm_scheduler.py")]
+    given = json.dumps([with_tokens(each) for each in cases])
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+needs_vllm = pytest.mark.skipif(
+    "VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM"
+)
+
+
+def loads(n, names):
+    """Return so many pairs of a feature and a seed, the features in turn."""
+    return [(names[i % len(names)], i // len(names)) for i in range(n)]
+
+
+def compact(done):
+    """Return what is recorded of a load: starts of steps, sequences that get a token, tokens."""
+    steps, requests = of_vllm(done)
+    return {"steps": steps[:, [0, 2, 3]].tolist(), "requests": requests}
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads((_HERE / "vllm_steps.json").read_text())
+
+
+@pytest.mark.parametrize("number", [
+    number
+    for number, (feature, _) in enumerate(loads(_N_RECORDED, list(RECORDED)))
+    if feature not in KNOWN_TO_DIFFER
+])  # fmt: skip
+def test_our_engine_equals_vllms_scheduler_step_by_step(ours, recorded, number):
+    feature, seed = loads(_N_RECORDED, list(RECORDED))[number]
+    steps, requests = told(ours(case(feature, seed)))
+    assert steps[:, [0, 2, 3]].tolist() == recorded[number]["steps"]
+    assert requests == recorded[number]["requests"]
+
+
+def test_the_recorded_loads_hold_what_may_differ(recorded):
+    """Cache hits, preemptions, and requests that find blocks of their own."""
+    names = [feature for feature, _ in loads(_N_RECORDED, list(RECORDED))]
+    hits, preempted = Counter(), Counter()
+    for feature, each in zip(names, recorded, strict=True):
+        hits[feature] += sum(each["requests"]["cached_tokens"])
+        preempted[feature] += sum(each["requests"]["preemptions"])
+    assert all(hits[name] > 0 for name, about in RECORDED.items() if about.get("shared"))
+    assert all(preempted[name] > 0 for name, about in RECORDED.items() if about.get("tight"))
+
+
+@needs_vllm
+@pytest.mark.live
+def test_vllm_does_what_was_recorded():
+    cases = [case(*of) for of in loads(_N_RECORDED, list(RECORDED))]
+    found = [compact(done) for done in ask_vllm(cases)]
+    path = _HERE / "vllm_steps.json"
+    if "VLLM_RECORD" in os.environ:
+        path.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    assert found == json.loads(path.read_text())
+
+
+@needs_vllm
+@pytest.mark.live
+def test_2000_loads_equal_vllms_own_scheduler(ours):
+    """Prints, by feature, the steps compared and those that differ."""
+    each = loads(int(os.environ.get("VLLM_LOADS", "2000")), list(FEATURES))
+    cases = [case(*of) for of in each]
+    steps, differing, wrong_loads = Counter(), Counter(), Counter()
+    for (feature, _), given, done in zip(each, cases, ask_vllm(cases), strict=True):
+        found, expected = told(ours(given)), of_vllm(done)
+        wrong = n_differing(found[0], expected[0])
+        steps[feature] += len(expected[0])
+        differing[feature] += wrong
+        wrong_loads[feature] += bool(wrong or found[1] != expected[1])
+    for feature in FEATURES:
+        print(f"{feature}: {steps[feature]} steps, {differing[feature]} differ, in "
+              f"{wrong_loads[feature]} loads")  # fmt: skip
+    assert not {name for name, n in wrong_loads.items() if n} - KNOWN_TO_DIFFER
