@@ -1,7 +1,7 @@
 """MI300X tables, from what is published about it: no public tables cover AMD GPUs.
 
 **Triton's kernels**, which vLLM runs by default, as ELDR's authors measured them: a table for each
-of their three models, ``published``. The fixed time of a layer, and the time of an expert under
+of their three models, ``fitted``. The fixed time of a layer, and the time of an expert under
 each tile (`kernel_profiles.kernels.tiled_moe`), were fitted to ten round-robin cells each
 (median TPOT at 20 to 100 requests/s on two loads, casys-kaist/ELDR, Figs. 10 and 11), with the
 union that drawn routing has at the cell's batch and all but MoE layers at its derived time. The
@@ -151,11 +151,11 @@ def published_layer(name: str) -> TiledMoE:
     return tiled_moe(derived.n_experts, int(derived.top_k), fitted.floor_s, tiles, derived.pair_s)
 
 
-def triton_table(name: str, published: bool) -> format.LatencyTable:
-    """The table of a layer of :data:`PUBLISHED` under Triton's default tiles, a grid of forced
-    routing: ``published`` by ELDR's cluster, or from kernel figures alone."""
+def triton_table(name: str, fitted_to_cells: bool) -> format.LatencyTable:
+    """Return the table of a layer of :data:`PUBLISHED` under Triton's default tiles, a grid of
+    forced routing: fitted to cells of ELDR's cluster, or from kernel figures alone."""
     model, rates = load_model(name), TRITON["MI300X"]
-    layer = published_layer(name) if published else derived_layer(name)
+    layer = published_layer(name) if fitted_to_cells else derived_layer(name)
     fitted = PUBLISHED[name]
     points = [
         (tokens, count)
@@ -165,7 +165,7 @@ def triton_table(name: str, published: bool) -> format.LatencyTable:
     ]
     batch, distinct = (np.array(column) for column in zip(*points, strict=True))
     seconds = layer.time_s(batch, distinct)
-    if published:
+    if fitted_to_cells:
         seconds = seconds + fitted.token_s * np.minimum(batch, FITTED_TOKENS)
     return format.table_of(
         [(*point, "forced") for point in points],
@@ -174,21 +174,21 @@ def triton_table(name: str, published: bool) -> format.LatencyTable:
             model,
             kernel_source="Triton, vLLM's default tiles",
             framework="vllm 0.21.0",
-            provenance="published" if published else "derived",
+            provenance="fitted" if fitted_to_cells else "derived",
             origin=(
                 "fitted to the median TPOT of ten round-robin cells of ELDR's artifact "
                 "(casys-kaist/ELDR, results/camera-ready-20261010-completed, Figs. 10 and 11)"
-                if published
+                if fitted_to_cells
                 else rates.source
             ),
             date="2026-11-23",
-            fit_error={"cells_median": fitted.error} if published else {},
+            fit_error={"cells_median": fitted.error} if fitted_to_cells else {},
             notes="floor + blocks * expert(tile); see sources/mi300x.py",
         ),
     )
 
 
-def write_tables(out_dir: Path, *, published: bool = True) -> list[Path]:
+def write_tables(out_dir: Path, *, fitted_to_cells: bool = True) -> list[Path]:
     """Write the tables of Triton's kernels, and AITER's; the names of the files written."""
-    tables = [triton_table(name, published) for name in PUBLISHED]
-    return format.save_tables([*tables, *([moe_table()] if published else [])], out_dir)
+    tables = [triton_table(name, fitted_to_cells) for name in PUBLISHED]
+    return format.save_tables([*tables, *([moe_table()] if fitted_to_cells else [])], out_dir)

@@ -30,14 +30,15 @@ from eldr_sim.parquet import numbers, read_table, text_errors
 FORMAT_VERSION = 1
 _METADATA_KEY = b"eldr_sim.latency_table"
 
-Provenance = Literal["measured", "imported", "published", "derived", "roofline"]
+Provenance = Literal["measured", "imported", "published", "fitted", "derived", "roofline"]
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)  #: from strongest to weakest
 #: What a reader is told beside a label.
 IN_WORDS: dict[str, str] = {
     "measured": "on this device",
     "imported": "measured by others",
     "published": "in a paper or log",
-    "derived": "fitted to such",
+    "fitted": "to end-to-end figures",
+    "derived": "from such by a rule",
     "roofline": "by arithmetic",
 }
 

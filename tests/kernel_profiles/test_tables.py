@@ -164,7 +164,7 @@ def test_nulls_are_refused(tmp_path):
 
 @given(st.lists(st.sampled_from(PROVENANCES), min_size=1))
 def test_the_weakest_label_is_the_last_in_the_order_of_trust(labels):
-    order = ["measured", "imported", "published", "derived", "roofline"]
+    order = ["measured", "imported", "published", "fitted", "derived", "roofline"]
     assert weakest(labels) == order[max(order.index(label) for label in labels)]
 
 
@@ -182,7 +182,7 @@ def test_every_shipped_table_is_valid_named_after_its_content_and_sourced():
         table, metadata = one.load(), one.metadata
         assert table_name(metadata) == f"{one.name}.parquet"
         measured = metadata.kind == "front_end"  # of a CPU that we have
-        foreign = ("imported", "published", "derived")
+        foreign = ("imported", "fitted", "derived")
         assert metadata.provenance in (("measured",) if measured else foreign)
         assert metadata.origin
         assert metadata.kernel_source

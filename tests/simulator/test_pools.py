@@ -71,7 +71,7 @@ def test_summary_names_both_pools_and_the_weaker_of_their_sources(base):
     mixed = run(prefill={"gpu": "a100"}, decode={"gpu": "mi300x"}).summary
     assert mixed["gpu"] == "A100 (prefill) and MI300X (decode)"
     assert mixed["provenance"]["prefill.moe"]["label"] == "imported"
-    assert mixed["provenance"]["decode.moe"]["label"] == "published"
+    assert mixed["provenance"]["decode.moe"]["label"] == "fitted"
     assert mixed["weakest_provenance"] == "derived"
     assert mixed["prefill_workers"]["max_num_batched_tokens"] == 2048
     assert mixed["max_num_batched_tokens"] == 8192

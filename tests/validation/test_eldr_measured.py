@@ -22,7 +22,7 @@ from eldr_sim.validation.reproduce.eldr_measured.slope import _slope, _slopes, _
 
 @pytest.fixture(scope="module")
 def main():
-    return [*cells_of("10", "published", False), *cells_of("11", "published", False)]
+    return [*cells_of("10", "fitted", False), *cells_of("11", "fitted", False)]
 
 
 def summary_of(cell, factor=1.0):
@@ -34,7 +34,7 @@ def summary_of(cell, factor=1.0):
         "policy": cell.fields["policy"],
         "median_tpot_ms": 1.0,
         "median_ttft_ms": 1.0,
-        "weakest_provenance": "published",
+        "weakest_provenance": "fitted",
     }
 
 
@@ -57,7 +57,7 @@ def test_runs_send_as_many_requests_as_the_authors_did(main):
         )
         assert config.pool("prefill").enforce_eager
         assert not config.pool("decode").enforce_eager
-    assert {c.fields["num_requests"] for c in cells_of("16", "published", False)} == {12_000}
+    assert {c.fields["num_requests"] for c in cells_of("16", "fitted", False)} == {12_000}
 
 
 def test_measured_gains_are_those_of_the_artifacts_page(main):
@@ -80,8 +80,8 @@ def test_measured_gains_are_those_of_the_artifacts_page(main):
 
 @pytest.mark.parametrize("figure", ["13", "14", "15", "16"])
 def test_every_variant_has_a_round_robin_run_beside_it(figure):
-    found = cells_of(figure, "published", False)
-    table = table_of([(cell, summary_of(cell)) for cell in found], "published")
+    found = cells_of(figure, "fitted", False)
+    table = table_of([(cell, summary_of(cell)) for cell in found], "fitted")
     for row in table.to_pylist():
         assert row["tpot_p50_gain"] == pytest.approx(row["tpot_p50_gain_measured"])
         assert (row["tpot_p50_gain"] == 0.0) == (row["policy"] == "rr")
@@ -91,7 +91,7 @@ def test_every_variant_has_a_round_robin_run_beside_it(figure):
 
 def test_a_simulator_that_measures_the_same_meets_every_goal(main):
     pairs = [(cell, summary_of(cell)) for cell in main]
-    goals = _goals(pairs, "published")
+    goals = _goals(pairs, "fitted")
     assert {goal.size for goal in goals} == {"agrees"}
     assert _orders(pairs) == (30, 30)
     assert len(_errors(pairs, "tpot_p50")) == 150
@@ -100,7 +100,7 @@ def test_a_simulator_that_measures_the_same_meets_every_goal(main):
 def test_goals_can_be_missed(main):
     """All cells 20% too slow: absolute goals fail, gains do not. Random too fast: orders fail."""
     pairs = [(cell, summary_of(cell, 1.2)) for cell in main]
-    missed = [goal.statement for goal in _goals(pairs, "published") if goal.size == "differs"]
+    missed = [goal.statement for goal in _goals(pairs, "fitted") if goal.size == "differs"]
     assert all("error of" in statement for statement in missed)
     assert sum("median TPOT" in statement for statement in missed) == 12
     assert _errors(pairs, "tpot_p99") == pytest.approx([20.0] * 180)
@@ -144,7 +144,7 @@ def test_a_known_slope_is_found_and_the_rest_is_the_tiles(main, monkeypatch):
     assert _slope([], 48) is None
     monkeypatch.setattr(slope_module, "run_main", lambda *_given: [])
     monkeypatch.setattr(slope_module, "_points", lambda _pairs: points)
-    rows = slope_module.locality(None, "published", False).table.to_pylist()
+    rows = slope_module.locality(None, "fitted", False).table.to_pylist()
     for row in rows:
         rest = row["of_the_rest_points"]
         assert rest == pytest.approx(0.0, abs=1e-9) or row["tiles_differ"]
@@ -154,15 +154,12 @@ def test_a_known_slope_is_found_and_the_rest_is_the_tiles(main, monkeypatch):
 
 
 def test_derived_tables_are_not_the_shipped_ones():
-    assert tables_of("published") is None
+    assert tables_of("fitted") is None
     assert tables_of("derived") == tables_of("derived")
 
 
 def test_a_cell_that_is_warmed_up_is_the_cell_but_for_its_load():
-    for cell in (
-        *cells_of("10", "published", quick=True),
-        *cells_of("11", "published", quick=True),
-    ):
+    for cell in (*cells_of("10", "fitted", quick=True), *cells_of("11", "fitted", quick=True)):
         warm = make_config(warmed_up(cell).fields).model_dump()
         cold = make_config(cell.fields).model_dump()
         differ = {name for name in warm if warm[name] != cold[name]}
@@ -175,7 +172,7 @@ def test_what_a_warm_up_changes_is_told_by_cell(monkeypatch):
         return [(c, summary_of(c, 1.01 if "load" in c.fields else 1.0)) for c in cells]
 
     monkeypatch.setattr(figures_module, "run_cells", run)
-    found = figures_module.warm_up(None, "published", quick=False)
+    found = figures_module.warm_up(None, "fitted", quick=False)
     rows = found.table.to_pylist()
     assert len(rows) == 2 * 3 * 3
     for row in rows:

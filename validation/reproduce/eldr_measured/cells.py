@@ -27,7 +27,7 @@ from eldr_sim.traces.routing.synthetic.drawn import draw_served
 from eldr_sim.traces.routing.synthetic.presets import preset_model
 from eldr_sim.validation.reproduce.reproduction import Runner, percent
 
-Kernels = Literal["published", "derived"]
+Kernels = Literal["fitted", "derived"]
 """MoE tables fitted to the round-robin cells, or from public kernel figures alone."""
 
 FIGURES = {
@@ -96,10 +96,10 @@ class Cell:
 @cache
 def tables_of(kernels: Kernels) -> str | None:
     """Return the folder of MI300X tables; None: those of the package, which are `published`."""
-    if kernels == "published":
+    if kernels == "fitted":
         return None
     _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-mi300x-"))
-    write_tables(Path(_kept[-1].name), published=False)
+    write_tables(Path(_kept[-1].name), fitted_to_cells=False)
     return _kept[-1].name
 
 

@@ -43,7 +43,7 @@ def drawn_union(model: str, load: str) -> Floats:
 
 def round_robin_cells(model: str) -> list[Cell]:
     """Return the cells that a model's layer is fitted to: both loads, all rates."""
-    both = [cell for figure in ("10", "11") for cell in cells_of(figure, "published", quick=False)]
+    both = [cell for figure in ("10", "11") for cell in cells_of(figure, "fitted", quick=False)]
     return [cell for cell in both if (cell.model, cell.policy) == (model, "rr")]
 
 
