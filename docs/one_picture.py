@@ -1,6 +1,11 @@
-"""Draw the picture of the README: the same requests on the same GPUs under two routers. ``python
-docs/one_picture.py results/jsq results/eldr docs/images/same_requests.png`` from the root of a
-checkout, after ``eldr-sim run --request-rate 60 --policy POLICY --out results/POLICY``."""
+"""Draw the picture of the README, the same requests under two routers, and write its figures beside
+it. From the root of a checkout, the README's first command once for each policy, then the picture:
+
+    eldr-sim run --policy jsq --topology 8P16D --out results/jsq
+    eldr-sim run --policy eldr --topology 8P16D --out results/eldr
+    python docs/one_picture.py results/jsq results/eldr docs/images/same_requests.png
+
+``tests/house/test_picture.py`` compares the figures with what the command prints."""
 
 import json
 import sys
@@ -24,8 +29,13 @@ def load_of_workers(axes: plt.Axes, requests: pd.DataFrame) -> None:
     axes.set(xticks=[], yticks=[], ylim=(0, 1), xlim=(-0.5, len(counts) - 0.5))
 
 
+#: The figures of ``summary.json`` that are kept beside the picture.
+FIGURES = ["completed", "median_tpot_ms", "mean_decode_batch", "mean_active_experts_per_step"]
+
+
 def main(folders: list[Path], out: Path) -> None:
-    """Read two results and draw what the router changed, and what it gave."""
+    """Read two results and draw what the router changed, and its effect on TPOT."""
+    figures = {}
     figure = plt.figure(figsize=(10.0, 3.4), layout="constrained")
     left, middle, right = figure.subfigures(1, 3, width_ratios=[1.15, 1, 1])
     bars = left.subplots(2, 1)
@@ -35,13 +45,14 @@ def main(folders: list[Path], out: Path) -> None:
         requests = pd.read_parquet(folder / "requests.parquet").query("measured")
         steps = pd.read_parquet(folder / "steps.parquet").query("role == 'decode' and batch > 0")
         name = summary["policy"]
+        figures[name] = {figure: round(summary[figure], 2) for figure in FIGURES}
         load_of_workers(axes, requests)
         axes.set_ylabel(name, fontsize=11)
         mean = steps.groupby("batch")["active_experts"].agg(["mean", "size"])
         mean = mean[mean["size"] >= 50]
         experts.plot(mean.index, mean["mean"], color=color, label=name, linewidth=2)
         values = np.sort(requests["tpot_ms"].dropna())
-        label = f"{name}: median {np.median(values):.1f}"
+        label = f"{name}: median {figures[name]['median_tpot_ms']:.1f}"
         tpot.plot(values, np.linspace(0, 1, len(values)), color=color, label=label, linewidth=2)
     bars[0].set_title("which domains each of 16 decode workers serves", fontsize=9)
     bars[1].legend(
@@ -53,8 +64,9 @@ def main(folders: list[Path], out: Path) -> None:
     tpot.set(ylabel="share of requests", ylim=(0, 1))
     for axes in (experts, tpot):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, frameon=False)
-    figure.savefig(out, dpi=130, metadata={"Software": None})
+        axes.legend(fontsize=8, frameon=False, loc="upper left")
+    figure.savefig(out, dpi=130, metadata={"Software": None, "Description": json.dumps(figures)})
+    out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

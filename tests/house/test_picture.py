@@ -1,0 +1,62 @@
+"""The README's picture shows what the README's first command prints."""
+
+import json
+import re
+
+import pytest
+
+from ..paths import ROOT
+
+PICTURE = ROOT / "docs" / "images" / "same_requests.png"
+FIGURES = json.loads(PICTURE.with_suffix(".json").read_text())
+PAGES = ["README.md", "docs/index.md", "docs/concepts.md"]
+#: What `eldr-sim run` prints each figure as.
+PRINTED = {
+    "completed": "Successful requests",
+    "median_tpot_ms": "Median TPOT (ms)",
+    "mean_decode_batch": "Mean batch (requests)",
+    "mean_active_experts_per_step": "Mean activated experts per step",
+}
+
+
+def first_command():
+    """Return the words of the README's first command, after ``eldr-sim``."""
+    (words,) = re.findall(
+        r"ci: run -->\n```sh\n.*bin/eldr-sim (.*)\n", (ROOT / "README.md").read_text()
+    )
+    return words.split()
+
+
+def test_picture_and_figures_are_of_one_drawing():
+    image = pytest.importorskip("PIL.Image")
+    with image.open(PICTURE) as picture:
+        assert json.loads(picture.text["Description"]) == FIGURES
+
+
+def test_picture_is_of_the_first_command():
+    said = (ROOT / "docs" / "one_picture.py").read_text()
+    words = first_command()
+    for policy in FIGURES:
+        line = " ".join(policy if word == "eldr" else word for word in words)
+        assert f"eldr-sim {line} --out results/{policy}\n" in said
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_state_the_figures_of_the_picture(page):
+    text = (ROOT / page).read_text()
+    stated = [text[at.start() - 200 : at.end() + 400] for at in re.finditer(r"7,188", text)]
+    assert stated, page
+    for figures in FIGURES.values():
+        assert f"{figures['median_tpot_ms']:.1f}" in stated[0]
+        assert f"{figures['completed']:,} requests" in stated[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", FIGURES)
+def test_first_command_prints_the_figures_of_the_picture(policy, run_cli, drawn_routing):
+    words = [policy if word == "eldr" else word for word in first_command()]
+    code, out, err = run_cli(*words)
+    assert code == 0, err
+    printed = dict(re.findall(r"^(.*?): +([\d.]+)$", out, re.M))
+    for figure, value in FIGURES[policy].items():
+        assert float(printed[PRINTED[figure]]) == pytest.approx(value, abs=0.0051), figure
