@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -205,13 +205,7 @@ class Parts:
         untuned = self.moe_backend == "auto" and self.gpu.name in TRITON
 
         def find(size: int) -> format.LatencyTable | None:
-            table = self._table(
-                "moe",
-                model,
-                shape=format.moe_shape_of(model, size),
-                dtype=format.MOE_DTYPES[model.expert_dtype],
-                kernel="" if self.moe_backend == "auto" else self.moe_backend,
-            )
+            table = self._moe_table(size, self.moe_backend)
             optional = table is not None and "AITER" in table.metadata.kernel_source
             return None if untuned and optional and table not in self.tables else table
 
@@ -238,6 +232,16 @@ class Parts:
             )
         return fitted.on_rank(ranks // measured_ranks)
 
+    def _moe_table(self, ranks: int, backend: MoEBackend) -> format.LatencyTable | None:
+        """Find the rows of a backend's kernel for the experts of one of ``ranks``."""
+        return self._table(
+            "moe",
+            self.model,
+            shape=format.moe_shape_of(self.model, ranks),
+            dtype=format.MOE_DTYPES[self.model.expert_dtype],
+            kernel="" if backend == "auto" else backend,
+        )
+
     def _no_less(self, layer: moe_latency.MoELatency) -> moe_latency.MoELatency:
         """Bound a MoE layer from below by what the GPU can read and compute."""
         read_s, pair_s = bounds.expert_s(self.gpu, self.model)
@@ -263,7 +267,13 @@ class Parts:
         known = {"auto", "aiter"} if rates is not None else {"auto"}
         if self.moe_backend not in known:
             problem = f"no rows of {self.moe_backend}'s kernel for {model.name} on {self.gpu.name}"
-            raise InputError("moe_backend", problem, ", ".join(sorted(known)))
+            for backend in get_args(MoEBackend):
+                tables = [self._moe_table(n, backend) for n in (1, self.parallelism.n_expert_ranks)]
+                if any(table is not None for table in tables):
+                    known.add(backend)
+            allowed = ", ".join(sorted(known))
+            allowed += ", or --tables DIR with rows of that kernel: docs/tables.md"
+            raise InputError("moe_backend", problem, allowed)
         self._record_roofline("moe")
         return bound
 

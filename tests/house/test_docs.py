@@ -19,9 +19,12 @@ import pytest
 import eldr_sim
 from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import _POOL_OPTIONS, config_from_options
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.validation.reproduce.reproduction import choose
 
 from ..paths import ROOT
 
@@ -142,6 +145,66 @@ def test_every_command_line_parses(page, tmp_path, monkeypatch):
                 config_from_options(given)
             for policy in [p for text in options.get("policies") or () for p in split(text)]:
                 RunConfig(policy=policy)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_model_and_gpu_of_a_command_exists(page):
+    """Those that are names; files are made by the reader."""
+    for words in commands(page):
+        command, options = parsed(words)
+        models = options.get("models") or ()
+        models = models.split(",") if isinstance(models, str) else models
+        models = [options.get("model"), *models]
+        if not command.startswith("validate "):  # whose models are choices, which click checked
+            for model in [str(one) for one in models if one]:
+                assert model.startswith(("/", "./")) or "/" in model or load_model(model), words
+        gpus = [options.get("gpu"), *str(options.get("gpus") or "").split(",")]
+        for gpu in [str(one) for one in gpus if one]:
+            assert "/" in gpu or gpu.isdigit() or load_gpu(gpu), words
+
+
+def spans(page):
+    """Return the words of each command that stands in a sentence, without ``eldr-sim``."""
+    text = BLOCK.sub("", page.read_text())
+    found = []
+    for span in re.findall(r"`([^`\n]+)`", text):
+        first, *rest = span.split()
+        if first == "eldr-sim" or (first in cli.list_commands(click.Context(cli)) and rest):
+            found.append(rest if first == "eldr-sim" else [first, *rest])
+    return [words for words in found if words and not words[0].isupper()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_in_sentences_name_commands_and_options_that_exist(page):
+    for words in spans(page):
+        command, known = cli, set()
+        for word in words:
+            if word.startswith("--"):
+                known |= {each for one in command.params for each in one.opts}
+                known |= {each for one in command.params for each in one.secondary_opts}
+                assert word.partition("=")[0] in known | {"--help"}, words
+            elif isinstance(command, click.Group):
+                found = command.get_command(click.Context(cli), word)
+                assert found is not None, words
+                command = found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_figure_of_reproduce_exists(page, run_cli, monkeypatch):
+    """Of blocks and of sentences; no figure is made."""
+
+    def chosen(names, known):
+        assert choose(names, known)
+        return []
+
+    monkeypatch.setattr("eldr_sim.cli.reproduce.choose", chosen)
+    for words in [*commands(page), *spans(page)]:
+        if words[0] == "reproduce" and len(words) > 2:
+            for option in {"--out", "--log"} & set(words):  # folders and files of the reader
+                at = words.index(option)
+                words = words[:at] + words[at + 2 :]
+            code, _, error = run_cli(*words)
+            assert code == 0, (words, error)
 
 
 # --- Whole, in a quick form ----------------------------------------------------------------------

@@ -80,6 +80,25 @@ def test_a_cut_run_goes_on(make_file, tmp_path, monkeypatch):
     assert asked == [1]
 
 
+@pytest.mark.parametrize("more", [(), ("--every", "2"), ("--engine", "vllm")])
+def test_the_command_predicts_and_writes_its_page(make_file, tmp_path, monkeypatch, run_cli, more):
+    """``validate published --out DIR``, whole, without and with another estimator's figures."""
+    rows = record.read(make_file({}, {"isl": 128}, {"isl": 256, "backend": "sglang"}))
+    monkeypatch.setattr(record, "read", lambda: rows)
+    out = tmp_path / "record"
+    code, said, error = run_cli("validate", "published", "--out", out, "--jobs", 1, *more)
+    assert code == 0, error
+    assert f"Wrote {out / 'record.md'}" in said
+    assert {"record.md", "record.png", "rows.csv"} <= {path.name for path in out.iterdir()}
+    with (out / "rows.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 3
+    assert all(row["tpot_ms"] for row in table)
+    predicted = [float(row["tpot_predicted_ms"]) for row in table if row["tpot_predicted_ms"]]
+    assert predicted
+    assert min(predicted) > 0
+
+
 def test_errors_are_those_of_the_rows(make_file, tmp_path):
     rows = record.read(make_file({}, {"isl": 128}, {"isl": 256, "backend": "sglang"}))
     found = {rows[0].key: {"tpot": 12.0, "ttft": 30.0}, rows[1].key: {"tpot": 9.0, "ttft": 20.0}}

@@ -14,7 +14,14 @@ from eldr_sim.validation.reproduce.eldr import evaluation as eldr_evaluation
 from eldr_sim.validation.reproduce.eldr.map import placed
 from eldr_sim.validation.reproduce.eldr.results import mean_difference, run_grid
 from eldr_sim.validation.reproduce.eldr_measured import cells
-from eldr_sim.validation.reproduce.reproduction import Claim, Runner, choose, write_reproduction
+from eldr_sim.validation.reproduce.grace import evaluation as grace_evaluation
+from eldr_sim.validation.reproduce.reproduction import (
+    Claim,
+    Reproduction,
+    Runner,
+    choose,
+    write_reproduction,
+)
 
 from ..paths import ROOT
 
@@ -162,6 +169,26 @@ def test_names_of_figures():
     assert choose(("2", "table-2"), known) == ["figure_2", "table_2"]
     with pytest.raises(InputError, match="figure: '99'"):
         choose(("99",), known)
+    parts = {"figure_1a": None, "figure_1b": None, "figure_11": None}
+    assert choose(("1",), parts) == ["figure_1a", "figure_1b"]
+
+
+def test_a_figure_of_parts_is_chosen_on_the_command_line(run_cli, monkeypatch):
+    """``reproduce grace 1 --quick`` makes Figures 1a and 1b of the paper, and no other."""
+    made = []
+
+    def figures(runner, quick):
+        assert quick
+        return {
+            name: lambda name=name: made.append(name) or Reproduction(name, name, [{}], [], print)
+            for name in real(runner, quick)
+        }
+
+    real = grace_evaluation.figures
+    monkeypatch.setattr(grace_evaluation, "figures", figures)
+    code, _, error = run_cli("reproduce", "grace", "1", "--quick")
+    assert code == 0, error
+    assert made == ["figure_1a", "figure_1b"]
 
 
 def test_reproduce_writes_a_picture_and_a_table_a_figure(tmp_path, monkeypatch, capsys):
