@@ -58,8 +58,10 @@ class ByLoad(PlacementPolicy):
         order = np.argsort(-load, axis=1, kind="stable")
         copies = expert.shape[1] - group.n_experts
         expert[:, group.n_experts :] = np.resize(order.T, (copies, len(load))).T
-        place = np.argsort(np.argsort(-np.take_along_axis(load, expert, 1), 1, "stable"), 1)
-        return Placement(expert, place % group.n_ranks, group.n_ranks)
+        each = np.take_along_axis(load, expert, 1)
+        rank = np.argsort(np.argsort(-each, 1, "stable"), 1) % group.n_ranks
+        of_rank = [np.bincount(*layer, group.n_ranks) for layer in zip(rank, each, strict=True)]
+        return Placement(expert, rank, group.n_ranks, np.array(of_rank))
 
 
 def movable(arguments, drawn, policy, links):
