@@ -69,7 +69,9 @@ def _list_gpus(model: str) -> None:
     rows = []
     for name in list_gpus():
         gpu = load_gpu(name)
-        step_time = build_step_time_model(dims, gpu, max_num_seqs=64, max_model_len=4096)
+        step_time = build_step_time_model(
+            dims, gpu, max_num_seqs=64, max_model_len=4096, share_missing=False
+        )
         moe = step_time.provenance.get("moe", {"label": "-"})
         error = moe.get("fit_error") or {}
         rows.append(

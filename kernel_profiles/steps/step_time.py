@@ -173,6 +173,7 @@ def build_step_time_model(
     tables: Sequence[LatencyTable] = (),
     linears: Sequence[tuple[int, int]] = (),
     tokens_per_sequence: int = 1,
+    share_missing: bool = True,
 ) -> StepTimeModel:
     """Tabulate the step times of one worker that serves one model.
 
@@ -191,7 +192,8 @@ def build_step_time_model(
     shipped ones. One of kind ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host
     gap together; ``linears``: (out, in features) of matrices that a step's tokens go through beside
     the model's; ``tokens_per_sequence``: most tokens that a step computes for a sequence that
-    decodes: more than one where it verifies drafts."""
+    decodes: more than one where it verifies drafts; ``share_missing``: warn of parts without a
+    table, with their share of a step."""
     dims = load_model(model) if isinstance(model, str) else model
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu
     for name, value in (
@@ -222,7 +224,7 @@ def build_step_time_model(
         cost = cost._replace(launch_s=launch_s, prompt_launch_s=launch_s)
     elif eager_prompts and device.launch_s is not None:
         cost = cost._replace(prompt_launch_s=parts.launches_s(rotates_inside=True))
-    parts_missing = _missing(parts, cost)
+    parts_missing = _missing(parts, cost) if share_missing and parts.missing else []
     measured = [decode for _, decode, _ in parts.attention]
     return StepTimeModel(
         cost=pad(
@@ -301,8 +303,6 @@ def _missing(parts: Parts, cost: StepCost) -> list[str]:
     command that brings one."""
     from eldr_sim.kernel_profiles.steps.step_cost import step_parts
 
-    if not parts.missing:
-        return []
     whole, gpu, size = parts.whole, parts.gpu, parts.parallelism.tensor_parallel_size
     batch = min(_TYPICAL, len(cost.attention_s) - 1)
     context = min(4096, cost.context_stride * (cost.attention_s.shape[1] - 1))

@@ -27,7 +27,7 @@ PREFILL_FIGURES = (*PREFILL_HEADLINE, "slo_attainment", "request_goodput", "kv_b
 MARKER = "what_if.json"  #: a folder with this file holds a what-if, which ``force`` replaces
 #: Fields that decide which requests a run serves; others change no arrivals, prompts or experts.
 REQUEST_FIELDS = (
-    "workload", "columns", "log_from", "log_to", "busiest", "arrivals", "length_shape",
+    "workload", "columns", "time_unit", "log_from", "log_to", "busiest", "arrivals", "length_shape",
     "input_len", "prompt_lengths", "random_range_ratio", "prefix_len", "num_prefixes",
     "domain_mix", "domain_mix_end", "trace", "routing_band", "routing", "trace_replay", "prompts",
     "request_rate", "burstiness", "load", "duration", "warmup", "num_requests", "output_len",

@@ -211,7 +211,7 @@ def test_options_override_the_config_file(run_cli, tmp_path):
         (["--duration", "1e308"], "duration: '1e308': input should be less than or equal to"),
         (["--request-rate", "1e6", "--duration", "1d"], "duration: 172,830 s in all at 1e+06"),
         (["--model", "Qwen3-235B-A22B"], "gpu: H100 holds "),
-        (["--model", "Mixtral-8x7B"], "trace: "),
+        (["--model", "Mixtral-8x7B", "--gpu", "H200"], "trace: "),
         (["--trace", "no/such/trace"], "trace: "),
         (["--tables", "no/such/folder"], "tables: "),
         (["--workload", "no/such/file"], "workload: "),

@@ -516,6 +516,8 @@ VALUES: dict[str, list[Any]] = {
     "num_requests": [9], "model": ["Mixtral-8x7B"], "trace": ["qwen3-30b-a3b"],
     "topology": ["3P"], "workload": ["language"],
     "engine": ["sglang", "trtllm"], "prefill.engine": ["sglang"], "decode.engine": ["trtllm"],
+    "engine_version": ["0.16"], "prefill.engine_version": ["0.24"],
+    "decode.engine_version": ["0.16"],
     "engine_args": ["--block-size 32"], "extra_llm_api_options": ["missing.yaml"],
     "enable_mixed_chunk": [True], "scheduler_recv_interval": [4],
     "schedule_conservativeness": [0.5], "enable_chunked_prefill": [True],
@@ -536,6 +538,9 @@ _QUIET: dict[str, set[str]] = {
     "queue_order": set(BASES), "load_report_delay_ms": set(BASES),
     "signal_interval_ms": set(BASES), "kv_signal": set(BASES), "gather_interference": {"streamed"},
     "prefill.engine": set(BASES), "decode.engine": set(BASES),
+    # A version may change memory alone; steps this small are not split (vLLM's thresholds).
+    "engine_version": set(BASES), "prefill.engine_version": set(BASES),
+    "decode.engine_version": set(BASES), "two_batch_overlap": set(BASES),
     "conditional_disagg": set(BASES), "kv_tier": set(BASES), "kv_load": set(BASES),
     "kv_reserve": set(BASES),
     "kv_overlap": set(BASES), "kv_in_flight": set(BASES),

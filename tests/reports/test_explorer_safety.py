@@ -188,7 +188,7 @@ def test_a_dead_process_is_replaced():
 def test_a_point_ends_at_its_time_limit_and_when_its_client_leaves():
     async def scene(session, url, explorer):
         lines = await ask(session, url, **LONG)
-        assert "takes more than 1.5 s (--point-timeout)" in lines[-1]["error"]
+        assert "takes more than 0.3 s (--point-timeout)" in lines[-1]["error"]
         worker = explorer._processes._idle[0].process
         assert await ask(session, url, leaves_after_s=0.3, more=LONG["more"] + " seed=3") == "left"
         begun = time.monotonic()
@@ -198,7 +198,7 @@ def test_a_point_ends_at_its_time_limit_and_when_its_client_leaves():
         assert not explorer._running
 
     # A point that its client has left ends after 2 s, or at its limit.
-    exploring(scene, PointLimits(timeout_s=1.5))
+    exploring(scene, PointLimits(timeout_s=0.3))
 
 
 def test_memory_is_limited():

@@ -61,5 +61,5 @@ def test_redundancy_is_an_eighth_of_the_experts():
     locality(runner)
     sizes = {c.pool("decode").num_redundant_experts for c in runner.configs}
     assert sizes == {0, 16}
-    seeds = [c.seed for c in itertools.islice(runner.configs, 5)]
+    seeds = [c.requests.seed for c in itertools.islice(runner.configs, 5)]
     assert seeds == [0, 1, 2, 3, 4]
