@@ -46,7 +46,10 @@ def test_a_spelling_is_a_value_of_pools(text, pools):
     assert named.requests.equals(spelled.requests)
     assert named.steps.equals(spelled.steps)
     assert named.summary["mean_ttft_ms"] == spelled.summary["mean_ttft_ms"]
-    assert named.summary["limits"] == spelled.summary["limits"]
+    limits, same = dict(named.summary["limits"]), dict(spelled.summary["limits"])
+    # Seconds that engines are there are added pool by pool: the last digit may differ.
+    assert limits.pop("utilisation") == pytest.approx(same.pop("utilisation"), rel=1e-12)
+    assert limits == same
 
 
 def test_as_many_pools_may_be_named_as_the_plane_has_room_for():
