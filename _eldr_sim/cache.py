@@ -105,7 +105,7 @@ def _files(home: Path, part: str) -> list[CacheFile]:
 
 def distrusted(place: Path) -> str:
     """Return why nothing in a folder may be used, empty if it may: as for ssh's keys, it and the
-    folders above it, up to the home folder, must belong to the user or root, and nobody else may
+    folders above it, up to the home folder, must belong to the user or root, and no other user may
     write to them (a sticky folder above, such as /tmp, or the user's private group may)."""
     if not hasattr(os, "getuid"):  # Windows: a profile's folder is the user's
         return ""

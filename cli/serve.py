@@ -80,7 +80,7 @@ def serve(
     """Serve OpenAI's API with the latencies of a simulated cluster (docs/serve.md).
 
     Completions, chat and responses, streamed or not, /tokenize, /v1/models, /health and /metrics as
-    vLLM and SGLang name them, until it is told to stop. Needs `pip install 'eldr-sim[live]'`."""
+    vLLM and SGLang name them, until it is stopped. Needs `pip install 'eldr-sim[live]'`."""
     if replay is not None:
         from eldr_sim.cli.console import print_summary
         from eldr_sim.serving.simulated.core import replay as run_again

@@ -2,5 +2,5 @@
 
 `fields` says in the words of `models.ModelDims` what a configuration describes, `layers` which of
 its layers are of what kind, `attention` what these have, `quantization` how weights and KV cache
-are stored. `keys` notes what was read: a key that nobody read and whose name concerns attention,
-caches, experts or quantization is refused by name."""
+are stored. `keys` notes what was read: a key that was not read and has a name that concerns
+attention, caches, experts or quantization is refused by name."""

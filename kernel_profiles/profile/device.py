@@ -56,7 +56,7 @@ class Device:
         return {} if self.is_cpu else _query(_STATE_FIELDS)
 
     def warm_up(self, seconds: float = WARM_UP_S) -> None:
-        """Let the clocks of a GPU rise: multiply matrices for so long."""
+        """Let the clocks of a GPU rise: multiply matrices for this long."""
         if self.is_cpu:
             return
         torch = require_torch()

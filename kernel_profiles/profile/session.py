@@ -36,8 +36,8 @@ from eldr_sim.kernel_profiles.tables.format import LatencyTable, table_name
 from eldr_sim.outputs import whole_file
 
 JOURNAL = "journal.jsonl"
-#: A reference point is measured again after so many seconds; a run whose clocks drift by more than
-#: this share ends.
+#: A reference point is measured again after this many seconds; a run ends if its clocks drift by
+#: more than this share.
 REFERENCE_EVERY_S, MOST_DRIFT = 30.0, 0.05
 _FORMAT = 1
 Clock = Callable[[], float]

@@ -1,5 +1,5 @@
 """Processes that compute the explorer's points, each within limits of time and memory. A point that
-nobody waits for is ended with its process, and a process that has ended is replaced."""
+no client waits for is ended with its process, and a process that has ended is replaced."""
 
 import asyncio
 import json

@@ -105,7 +105,7 @@ class _Proxy:
                     yield
 
     async def health(self, _request: Any) -> Any:
-        """Answer whether a request would be served: 200, or 503 also once the router is told to
+        """Answer whether a request would be served: 200, or 503 also once the router is about to
         stop."""
         from aiohttp import web
 

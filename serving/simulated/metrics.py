@@ -122,7 +122,7 @@ class Metrics(http.Registry):
         ).observe  # fmt: skip
 
     def watch(self, core: Core) -> None:
-        """Count what a core serves, and look at its engines whenever somebody asks."""
+        """Count what a core serves, and look at its engines on each request."""
         self._core = core
         core.ended = self._ended
         self.registry.register(self)

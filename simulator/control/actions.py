@@ -123,7 +123,7 @@ class Actions:
         self._ask_again(router)
 
     def slow(self, engines: range, factor: float) -> None:
-        """Let a worker's steps take so many times as long."""
+        """Multiply the time of a worker's steps."""
         for w in engines:
             self.workers[w]["slowdown"] = factor
 

@@ -55,7 +55,7 @@ class Asking:
         if inputs.on_blocks is not None:
             published.append(inputs.on_blocks)
         self.reports: PrefillReports | None = None
-        if arrays.engines.kv.listened:  # noted by the engines, so somebody must read it
+        if arrays.engines.kv.listened:  # noted by the engines, so the router must read it
             entry = len(spec.routers[0])
             self.reports = PrefillReports(inputs.policies[0], arrays, entry, stale, published)
         # Views of fields that each decision reads: to make one takes a microsecond.

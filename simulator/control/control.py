@@ -178,7 +178,7 @@ class Control:
         output_len: int | None = None,
         prefix: Sequence[Hashable] = (),
     ) -> int:
-        """Send a request as `request` does, that nobody waits for; returns its number."""
+        """Send a request as `request` does, without a waiting client; returns its number."""
         cluster, clock = self.cluster, self._clock
         number, now = int(self._arrived[0]), float(self._env.now)
         if number == len(cluster.requests):

@@ -50,7 +50,7 @@ TTFT_PHASES = tuple(name for name, _ in PHASES.values() if name not in ("client'
 _SMALL = 0.1  # of a mean TTFT: a shorter wait is no queue
 #: A larger token budget is worth a name where a budget twice as large saves this share of the time.
 _WORTH = 0.15
-#: A prompt is long beside others if it has so many times the tokens of the median one.
+#: A prompt is long beside others if it has this many times the tokens of the median one.
 _LONG = 4.0
 _STEPS = 3.0  # within which a request joins where there is room: it comes during one, and vLLM
 #               schedules one ahead

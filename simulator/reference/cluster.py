@@ -56,7 +56,7 @@ class ReferenceCluster:
         self.requests = make_requests(inputs)
         self.open_measured = sum(request.measured for request in self.requests)
         self.arrived: list[Request] = []  #: in the order in which they came,
-        self.sent = 0  #: of which so many have left the client
+        self.sent = 0  #: number of them that have left the client
         self.in_flight = 0
         self.todo: list[Todo] = []
         self.steps: list[Step] = []
@@ -220,7 +220,7 @@ class ReferenceCluster:
     def send(self, request: Request) -> None:
         """Let a request leave the client, unless it can never be served."""
         if request.outcome:
-            return  # its client has not waited for so long
+            return  # its client has stopped waiting
         request.sent_s = self.env.now
         if reason := self.refusal(request):
             self.end(request, reason)

@@ -75,7 +75,7 @@ class Faults:
             router.ask_again()
 
     def slow(self, engines: range, factor: float) -> None:
-        """Let a worker's steps take so many times as long."""
+        """Multiply the time of a worker's steps."""
         for worker in self._at(engines):
             worker.slowdown = factor
 
@@ -152,7 +152,7 @@ class Faults:
         self.dead.add(engines[0])
 
     def _cut_step(self, worker: Worker) -> None:
-        """Nobody gets the tokens of the step in progress."""
+        """Discard the tokens of the step in progress."""
         assert worker.last is not None
         step, batch, joined = worker.last
         self.cluster.steps.remove(step)

@@ -13,7 +13,7 @@ from eldr_sim.simulator.reference.requests import Request, Sequence
 
 @dataclass(eq=False)
 class Block:
-    """A KV block; ``key`` stands for its tokens and all before them, None: nobody can find it."""
+    """A KV block; ``key`` stands for its tokens and all before them, None: it cannot be found."""
 
     key: Any = None
     holders: int = 0  #: vLLM: ``ref_cnt``
@@ -117,7 +117,7 @@ class KVCacheManager:
         self, request: Request, tokens: int, ahead: int, reserved: int
     ) -> int | None:  # fmt: skip
         """Take the blocks of a context and of ``ahead`` tokens more; returns its cached tokens.
-        None if so many are not free beside ``reserved`` blocks, which running sequences need."""
+        None if not enough are free beside ``reserved`` blocks, which running sequences need."""
         found = self.computed_blocks(request, tokens)
         slots = min(tokens + ahead, self.max_model_len)
         new, beside = -(-slots // self.size) - len(found), request.window_blocks

@@ -30,7 +30,7 @@ class Router:
         self.loads = np.zeros(len(own), np.int64)  #: requests in flight, as it knows
         self.healthy = np.ones(len(own), np.bool_)
         self.held: list[Request] = []  #: no worker has been chosen yet
-        self.to_ask = 0  #: the policy is asked again about so many of them
+        self.to_ask = 0  #: number of them that the policy is asked about again
         self.view = Workers.idle(self.loads)
 
     @property
@@ -48,7 +48,7 @@ class Router:
     def place(self, request: Request) -> None:
         """Send a request to a worker, or hold it."""
         worker = None
-        if not (self.held and self.needs.in_order):  # else nobody behind one that is held is placed
+        if not (self.held and self.needs.in_order):  # else no request behind a held one is placed
             worker = self.choose(request)
         if worker is None:
             self.hold(request)

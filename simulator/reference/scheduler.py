@@ -56,7 +56,7 @@ class Scheduler:
         self.riding: list[Sequence] = []  #: have ended, and ride in the next step
         self.ended: list[Sequence] = []  #: keep their places and blocks, see `finish_step`
         self.frees_late = self.config.async_scheduling and self.rules.frees_late
-        self.closed = False  #: nobody joins the next step any more
+        self.closed = False  #: no request joins the next step any more
         self._taken = self._admitted = 0
 
     # --- requests come and go ---
@@ -175,7 +175,7 @@ class Scheduler:
             defers_prompts = defers_prompts and bool(self.decoding)  # else nothing is computed
             if not defers_prompts:
                 self.fill()
-            self.closed = self.has_step()  # after a preemption nobody is admitted in the step
+            self.closed = self.has_step()  # after a preemption no request is admitted in the step
         if not self.closed:
             self.admit(defers_prompts)
         if defers_prompts and self.has_step():

@@ -1,4 +1,4 @@
-"""The formats of request logs: how each is told, what its columns are, and a line of it.
+"""The formats of request logs: how each is recognised, what its columns are, and a line of it.
 
 One table, from which files are read, ``eldr-sim trace formats`` prints and ``docs/formats.md`` is
 written. Units are those of each format's own documentation."""
