@@ -30,10 +30,10 @@ _KINDS = {
 
 class Service:
     """A cluster behind OpenAI's paths. ``speed``: simulated seconds a second; ``max_queue``: beyond
-    this many waiting requests the answer is 429; ``start_up_s``: not healthy for this long; ``tokenizer``:
-    a ``tokenizer.json``, else four characters are a token; ``log``: see `core.replay`;
-    ``adapters``: names of LoRA adapters; ``kv_events``: what its engines publish, the first of them
-    as ``rank``."""
+    this many waiting requests the answer is 429; ``start_up_s``: not healthy for this long;
+    ``tokenizer``: a ``tokenizer.json``, else four characters are a token; ``log``: see
+    `core.replay`; ``adapters``: names of LoRA adapters; ``kv_events``: what its engines publish,
+    the first of them as ``rank``."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class ReferenceControl(Control):
         output_len: int | None = None,
         prefix: Sequence[Hashable] = (),
     ) -> int:
-        """Send a request, the next of the workload, without a waiting client; returns its number."""
+        """Send the next request of the workload, without a waiting client; returns its number."""
         if len(prefix):
             raise InputError("prefix", "the SimPy backend takes none", "backend compiled")
         model, request = self._model, self._next()

@@ -210,8 +210,8 @@ class ExpertGroup(EngineGroup):
         return Own(max(attention) + longest, total)
 
     def is_split(self, tokens: int, prompts: bool) -> bool:
-        """Return whether a step whose fullest engine has this many tokens is computed as two halves,
-        one of which computes while the other is sent."""
+        """Return whether a step whose fullest engine has this many tokens is computed as two
+        halves, one of which computes while the other is sent."""
         least = self.shared.split_prompts if prompts else self.shared.split_decode
         return 0 < least <= tokens
 

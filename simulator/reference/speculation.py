@@ -45,8 +45,8 @@ class Speculation:
         return min(1 + found, request.output_len - request.generated)
 
     def proposed(self, request: Request, batch: int) -> int:
-        """Return the drafts of a sequence's next step, in a batch of this many sequences; none where
-        a look-up (n-gram) finds nothing."""
+        """Return the drafts of a sequence's next step, in a batch of this many sequences; none
+        where a look-up (n-gram) finds nothing."""
         if self.drafts.found < 1.0:
             share = self._share(request, (1 << 40) + request.generated)
             if share >= self.drafts.found:

@@ -30,7 +30,8 @@ _COUNT = re.compile(
     r"(?:model|llm|api)?(?:requests?|calls|queries|observations|traces|generations|count)"
     r"(?:s?count|total|s)?"
 )
-#: Regular steps of time that no requests have, s; prompts this long are sums where times have no day.
+#: Regular steps of time that no requests have, s; prompts this long are sums where times have no
+#: day.
 _STEP_S, _SUM_TOKENS = 60, 20_000
 _DAY_NS = 86_400 * 10**9
 _EPOCH_NS = 10**18
