@@ -5,13 +5,14 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+DATA = (".py", ".csv", ".json", ".npz", ".parquet", ".html", ".css", ".js", ".yaml", ".typed")
 APART = {"_eldr_sim", "docs", "reference_model", "studies", "tests"}
 rooms = {path.parent.name for path in Path().glob("*/__init__.py")} - APART
 folders = {"eldr_sim": Path("_eldr_sim")} | {f"eldr_sim.{room}": Path(room) for room in rooms}
 expected = set()
 for package, folder in folders.items():
     root = package.replace(".", "/")
-    files = {*folder.rglob("*.py")}
+    files = {path for suffix in DATA for path in folder.rglob(f"*{suffix}")}
     for name in ("assets", "data", "templates"):
         files |= {path for found in folder.rglob(name) for path in found.rglob("*")}
     expected |= {f"{root}/{path.relative_to(folder)}" for path in files if path.is_file()}
