@@ -103,12 +103,14 @@ class Actions:
             self.env.at(self.now + self.plan.health_delay_s, lambda _event: act(*args))
 
     def make_room(self) -> None:
-        """Have room for the events that requests schedule which are sent again."""
+        """Have room for the events and reports of requests that are sent again."""
         arrays, n = self.cluster.arrays, len(self.requests)
         if len(arrays.events) < int(self.clock["n_events"][0]) + 6 * n + 64:
             arrays = arrays._replace(events=with_more(arrays.events, len(arrays.events) + 64))
-        if len(arrays.reported) < int(self.clock["n_reported"][0]) + 2 * n:
-            arrays = arrays._replace(reported=with_more(arrays.reported, len(arrays.reported) + n))
+        # Three reports when a request is taken out, and one by each router after it is sent again.
+        if len(arrays.reported) < int(self.clock["n_reported"][0]) + 5 * n:
+            more = len(arrays.reported) + 5 * n
+            arrays = arrays._replace(reported=with_more(arrays.reported, more))
         if arrays is not self.cluster.arrays:
             self.cluster.arrays = arrays
 
