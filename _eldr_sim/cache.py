@@ -167,7 +167,7 @@ def closed_to_others() -> Iterator[None]:
 
 
 def find(part: str, name: str) -> Path | None:
-    """Return where bit sets, a fit or a drawn trace is, if it is there and nobody else may write
+    """Return where bit sets, a fit or a drawn trace is, if it is there and no other user may write
     to it; it counts as used now."""
     home = folder()
     if home is None:

@@ -255,18 +255,13 @@ def offered_load(
         horizon = None
     same = {field.name for field in fields(Load)} & set(RUN_FIELDS)
     values: dict[str, Any] = {name: config.value(name) for name in same}
+    values["request_rate"] = config.requests.effective_rate
+    values["output_len"] = config.effective_output_len
+    if config.requests.n_sessions is not None:
+        values["num_requests"] = config.requests.n_sessions
     ratio = config.routing.random_range_ratio
     load = Load(
-        **values
-        | {
-            "request_rate": config.requests.effective_rate,
-            "output_len": config.effective_output_len,
-        }
-        | (
-            {}
-            if config.requests.n_sessions is None
-            else {"num_requests": config.requests.n_sessions}
-        ),
+        **values,
         horizon_s=horizon,
         lanes_s=0.0 if duration is None else duration,
         drift_s=None if duration is None else window[1],
@@ -313,11 +308,7 @@ def make_inputs(
 ) -> Inputs:
     """Put what a cluster runs together, policies fitted; ``on_blocks``: see `control.inputs`."""
     trace, model, spec = prepared.trace, prepared.model, prepared.spec
-    mix = None if config.routing.domain_mix is None else tuple(config.routing.domain_mix.items())
-
-    def calibration() -> CalibrationSet:
-        return _calibration(_routed(prepared), config.requests.workload, mix, "count")
-
+    calibration = partial(_calibration_of, config, prepared)
     replay = no_replay()
     if trace is not None:
         windows = workload.decode_request.astype(np.int64)
@@ -450,17 +441,10 @@ def _decode_policy(
         problem = f"{', '.join(pool.name for pool in pools)} have groups of different sizes"
         raise InputError("data_parallel_size", problem, "one size behind a router")
     spread = engine.parallelism.n_expert_ranks > 1
-    mix = None if config.routing.domain_mix is None else tuple(config.routing.domain_mix.items())
+    load, mix = config.requests, _mix(config)
 
     def artifact(options: FitOptions, n_clusters: int) -> RoutingArtifact:
-        return _fit(
-            _routed(prepared),
-            config.requests.workload,
-            mix,
-            n_clusters,
-            config.requests.seed,
-            options,
-        )
+        return _fit(_routed(prepared), load.workload, mix, n_clusters, load.seed, options)
 
     def future(request: int) -> Floats:
         window, offset, steps = (
@@ -500,6 +484,15 @@ def _kv_token_s(prepared: PreparedRun, pool: PoolSpec) -> float:
     transfer = pool.transfer or prepared.spec.transfer
     n_bytes = pool.engine.parallelism.shard(prepared.model).kv_bytes_per_token
     return n_bytes / min(transfer.bandwidth, transfer.ingress)
+
+
+def _mix(config: RunConfig) -> tuple[tuple[str, float], ...] | None:
+    mix = config.routing.domain_mix
+    return None if mix is None else tuple(mix.items())
+
+
+def _calibration_of(config: RunConfig, prepared: PreparedRun) -> CalibrationSet:
+    return _calibration(_routed(prepared), config.requests.workload, _mix(config), "count")
 
 
 def _routed(prepared: PreparedRun) -> RoutingTrace:
@@ -578,11 +571,7 @@ def _check_colocated(config: RunConfig, policy: RouterPolicy | None) -> None:
 
 def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placement:
     """Return a pool's first placement, before any move; raises InputError for ELDR's."""
-    mix = None if config.routing.domain_mix is None else tuple(config.routing.domain_mix.items())
-
-    def calibration() -> CalibrationSet:
-        return _calibration(_routed(prepared), config.requests.workload, mix, "count")
-
+    calibration = partial(_calibration_of, config, prepared)
     return placing.place_pool(config, prepared, name, None, calibration)[0].placement
 
 

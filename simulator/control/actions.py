@@ -460,7 +460,7 @@ class Actions:
 
     # --- the end of the run ---
 
-    def nobody_left(self) -> bool:
+    def end_unserved(self) -> bool:
         """End what no worker is left to serve; False if there is nothing that waits for one."""
         if not (self.troubles > 0).any():
             return False

@@ -142,7 +142,7 @@ class Cluster:
 
     def check_left(self, acts: Actions | None) -> None:
         """End what nobody is left to serve; raise if requests are open that nothing will end."""
-        if acts is not None and acts.nobody_left():
+        if acts is not None and acts.end_unserved():
             return
         self._check_held()
         raise StalledError(f"no event left at {left_open(self)}")

@@ -12,6 +12,7 @@ from eldr_sim.kernel_profiles.kernels.flops import mfu, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables.format import weakest
 from eldr_sim.policies import registry
+from eldr_sim.policies.eldr.router import EldrParameters
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import BYTES_ALONE, PROVENANCE
 from eldr_sim.simulator.outcome.bottleneck import limits_of
@@ -452,7 +453,8 @@ def summary_of(
     warned: list[str] = []
     if trace is not None:
         fit, replayed = (0, 0), config.routing.trace_replay
-        if config.cluster.hands_over and registry.needs("policy", policies.policy).signature:
+        router = registry.parameters("decode", policies.policy)
+        if isinstance(router, EldrParameters) and router.artifact is None:
             load, mix = config.requests.workload, config.routing.domain_mix
             fit = len(calibration_requests(trace, load, mix)), len(spec.routers[-1])
         warned = trace_warnings(trace, copies, replayed, fit)

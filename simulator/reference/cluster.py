@@ -167,7 +167,7 @@ class ReferenceCluster:
 
     def check_left(self, acts: Faults | None) -> None:
         """End what no worker is left to serve; raise if requests are open that nothing will end."""
-        if acts is not None and acts.nobody_left():
+        if acts is not None and acts.end_unserved():
             return
         for router in self.routers:
             if n := len(router.held):

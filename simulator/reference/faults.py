@@ -361,7 +361,7 @@ class Faults:
 
     # --- the end of the run ---
 
-    def nobody_left(self) -> bool:
+    def end_unserved(self) -> bool:
         """End what no worker is left to serve; False if there is nothing that waits for one."""
         waits = [request for request in self.cluster.arrived if not request.outcome]
         if not (self.troubles > 0).any():

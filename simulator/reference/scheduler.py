@@ -183,7 +183,7 @@ class Scheduler:
 
     def process_output(self) -> bool:
         """Free what has ended, and queue those that came too late, once a step is planned, which
-        nobody joins any more; returns whether to plan anew, as there is none."""
+        no request joins any more; returns whether to plan anew, as there is none."""
         if not (self.ended or self.late):
             return False
         self.free_ended()
@@ -233,7 +233,7 @@ class Scheduler:
         """Admit who holds KV blocks already, then who lost them, then who is new.
 
         It takes a place in the batch, tokens of the budget, and KV blocks for the whole context;
-        nobody overtakes who is next. Under priority scheduling, who lost its blocks and who is new
+        no request overtakes the next one. Under priority scheduling, preempted and new requests
         wait in one queue."""
         if not defers_prompts:
             self.fill()

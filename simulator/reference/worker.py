@@ -1,7 +1,7 @@
 """An engine core: when its steps start and end (vLLM: ``vllm/v1/engine/core.py``, `EngineCore`).
 
 An engine looks at its queues between two steps, at a *boundary*: it takes out what has ended and
-plans the next step, which starts when all else of that instant has happened. If nobody comes or
+plans the next step, which starts when all else of that instant has happened. If no request comes or
 ends, it makes step after step. A step's tokens are known when it starts, and noted then."""
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Worker:
     def move(
         self, batch: list[Sequence], chunked: list[Sequence], end: float, active: int, busiest: int
     ) -> Step:
-        """Note what a step yields, and when it is to be looked at. Nobody gets the tokens of those
+        """Note what a step yields, and when it is to be looked at. Discards the tokens of those
         that ride along."""
         scheduler, n = self.scheduler, len(batch)
         tokens = sum(s.tokens for s in batch)

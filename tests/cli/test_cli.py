@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from eldr_sim.cli.console import print_summary
+from eldr_sim.policies.eldr.artifact import fit
+from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
 
 from ..golden_output import check_golden
@@ -362,3 +364,16 @@ def test_interrupt_leaves_nothing(run_cli, tmp_path, monkeypatch):
     code, _, err = run_cli("run", *SHORT, "--out", tmp_path / "out")
     assert (code, err.strip()) == (130, "Interrupted: nothing was written.")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_artifact_of_a_file_was_fitted_elsewhere(run_cli, tmp_path):
+    """A run that fits says that its few calibration requests were cut; one that reads does not."""
+    few = calibration_set(open_trace("qwen3-30b-a3b"), workload="trace", at_least=16)
+    fit(few, 16, seed=0).save(tmp_path / "sixteen.npz")
+    run = ["run", "--trace", "qwen3-30b-a3b", "--workload", "trace", "--topology", "1P16D"]
+    run += ["--num-requests", "20", "--output-len", "4"]
+    said = "16 clusters were fitted to 8 calibration requests"
+    for policy, says in (("eldr", True), (f"eldr:artifact={tmp_path / 'sixteen.npz'}", False)):
+        code, _, err = run_cli(*run, "--policy", policy)
+        assert code == 0
+        assert (said in err) == says, err
