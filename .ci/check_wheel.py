@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 DATA = (".py", ".csv", ".json", ".npz", ".parquet", ".html", ".css", ".js", ".yaml", ".typed")
-APART = {"_eldr_sim", "docs", "reference_model", "studies", "tests"}
+APART = {"_eldr_sim", "docs", "studies", "tests"}
 rooms = {path.parent.name for path in Path().glob("*/__init__.py")} - APART
 folders = {"eldr_sim": Path("_eldr_sim")} | {f"eldr_sim.{room}": Path(room) for room in rooms}
 expected = set()

@@ -1,25 +1,28 @@
 """``eldr-sim reproduce``: a paper's evaluation, run again."""
 
+import sys
 import time
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 from pyarrow import csv
 
+import eldr_sim
 from eldr_sim.cli.console import number_text, print_table, progress_bar, value_text
 from eldr_sim.cli.option import Decorator, option, output, together, with_pictures
 from eldr_sim.cli.options import check_out
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.validation.reproduce.reproduction import (
+from eldr_sim.planning.studies.figures import (
     Claim,
     Reproduction,
     choose,
     claims_table,
     write_reproduction,
 )
+from eldr_sim.simulator.results import result_folder, write_json
 
 #: Columns of a table that a terminal shows.
 _MOST_COLUMNS = 11
@@ -88,11 +91,11 @@ def _reproduce(
     quick: bool,
     **own: Any,
 ) -> None:
-    """Reproduce figures of a paper, whose folder in `validation.reproduce` says how. ``own`` is
-    what this paper's command can be told besides."""
+    """Reproduce figures of a paper, by its folder in ``studies/``. ``own``: the options of this
+    paper's command alone."""
     check_out(out, force)
     with_pictures(out is not None)
-    evaluation = import_module(f"eldr_sim.validation.reproduce.{module}.evaluation")
+    evaluation = _evaluation(module)
     made: list[Reproduction] = []
     with progress_bar(paper) as update:
         runner = evaluation.make_runner(quick, update)
@@ -111,6 +114,18 @@ def _reproduce(
             about = {"paper": paper, "quick": quick, "figures": [r.name for r in made]}
             write_json(folder / "summary.json", about)
         click.echo(f"Wrote {out}")
+
+
+def _evaluation(module: str) -> Any:
+    """Import a paper's evaluation from the checkout that is run, or in which the command runs."""
+    for folder in (Path(eldr_sim.__file__).parents[1], Path.cwd()):
+        if (folder / "studies" / module / "evaluation.py").is_file():
+            sys.path[:0] = [] if str(folder) in sys.path else [str(folder)]
+            break
+    if find_spec("studies") is None:
+        problem = "the papers' evaluations are not in the installed package"
+        raise InputError("reproduce", problem, "run it in a checkout, which has the folder studies")
+    return import_module(f"studies.{module}.evaluation")
 
 
 def _show(reproduction: Reproduction) -> None:

@@ -31,8 +31,8 @@ import click
 import eldr_sim
 from eldr_sim.cli.main import cli
 from eldr_sim.outputs import write_rows
+from eldr_sim.planning.studies.figures import Claim
 from eldr_sim.traces.requests.logs.formats import known_formats
-from eldr_sim.validation.reproduce.reproduction import Claim
 
 DOCS = Path(__file__).parent
 TABLE = DOCS / "claims.csv"

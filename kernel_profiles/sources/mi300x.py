@@ -6,7 +6,7 @@ each tile (`kernel_profiles.kernels.tiled_moe`), were fitted to ten round-robin 
 (median TPOT at 20 to 100 requests/s on two loads, casys-kaist/ELDR, Figs. 10 and 11), with the
 union that drawn routing has at the cell's batch and all but MoE layers at its derived time. The
 other 150 cells and Figs. 13 to 16 were not used. :data:`PUBLISHED` holds the result;
-``validation/reproduce/eldr_measured/kernel_fit.py`` repeats the fit. Tiles that no cell ran in (97
+``studies/eldr_measured/kernel_fit.py`` repeats the fit. Tiles that no cell ran in (97
 tokens and more) keep the ratio to their neighbour that
 :data:`~eldr_sim.kernel_profiles.kernels.tiled_moe.TRITON` derives.
 

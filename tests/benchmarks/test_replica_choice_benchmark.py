@@ -9,7 +9,7 @@ import pytest
 
 from eldr_sim.traces.routing.synthetic.presets import preset_model
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize
-from eldr_sim.validation.reproduce.metro.routing import Routing, route
+from studies.metro.routing import Routing, route
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from pyarrow.csv import write_csv
 
-from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, claims_table
+from eldr_sim.planning.studies.figures import Claim, Reproduction, claims_table
 
 from ..paths import ROOT
 

@@ -21,10 +21,10 @@ from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import _POOL_OPTIONS, config_from_options
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.planning.studies.figures import choose
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
-from eldr_sim.validation.reproduce.reproduction import choose
 
 from ..paths import ROOT
 

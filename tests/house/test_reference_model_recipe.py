@@ -11,7 +11,7 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 
 
 def run_recipe(*arguments):
-    command = [sys.executable, "-m", "reference_model", *arguments]
+    command = [sys.executable, "-m", "studies.reference_model", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -32,5 +32,5 @@ def test_what_is_missing_is_told_in_one_line(tmp_path):
 
 
 def test_it_is_not_in_the_package():
-    assert find_spec("reference_model").origin == str(ROOT / "reference_model" / "__init__.py")
+    assert find_spec("studies").origin == str(ROOT / "studies" / "__init__.py")
     assert find_spec("eldr_sim.traces.reference_model") is None

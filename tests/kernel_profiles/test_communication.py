@@ -8,11 +8,7 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.steps.weight_streaming import plan_stream
-from eldr_sim.validation.reproduce.moe_prefill.tables import (
-    STRATEGIES,
-    break_even_tokens,
-    layer_bytes,
-)
+from studies.moe_prefill.tables import STRATEGIES, break_even_tokens, layer_bytes
 
 QWEN, QWEN_FP8 = load_model("Qwen3-235B-A22B"), load_model("Qwen3-235B-A22B-FP8")
 

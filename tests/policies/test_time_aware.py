@@ -19,7 +19,7 @@ from eldr_sim.policies.placement.step_swaps import Prices, Steps, layer_s, swap_
 from eldr_sim.policies.placement.time_aware import home_ranks
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.validation.reproduce.expert_traffic import Batch, measure
+from studies.expert_traffic import Batch, measure
 
 from ..random_artifact import random_artifact
 

@@ -10,7 +10,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.policies.routing.saturation import SaturationPolicy
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.validation.reproduce.moe_prefill.workload import real_world, write_log
+from studies.moe_prefill.workload import real_world, write_log
 
 GATHERING = {
     "trace": "reference-moe",

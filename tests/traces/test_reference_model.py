@@ -16,10 +16,16 @@ import torch.nn.functional as F  # noqa: E402
 from eldr_sim.errors import InputError  # noqa: E402
 from eldr_sim.traces.routing.format import open_trace  # noqa: E402
 from eldr_sim.traces.routing.imports.importers import import_trace  # noqa: E402
-from reference_model import data, export, record, train  # noqa: E402
-from reference_model.__main__ import main  # noqa: E402
-from reference_model.model import KVCache, ModelConfig, Qwen3Moe, _experts_grouped, _ExpertsFunction  # noqa: E402
-from reference_model.train import evaluate, evaluation_text  # noqa: E402
+from studies.reference_model import data, export, record, train  # noqa: E402
+from studies.reference_model.__main__ import main  # noqa: E402
+from studies.reference_model.model import (  # noqa: E402
+    KVCache,
+    ModelConfig,
+    Qwen3Moe,
+    _experts_grouped,
+    _ExpertsFunction,
+)
+from studies.reference_model.train import evaluate, evaluation_text  # noqa: E402
 
 TINY = ModelConfig(
     vocab_size=300,
@@ -353,7 +359,7 @@ def command(monkeypatch, capsys):
     """Run the command line; returns exit code, standard output, standard error."""
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["reference_model", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["studies.reference_model", *map(str, arguments)])
         code = 0
         try:
             main()

@@ -6,18 +6,11 @@ import numpy as np
 import pytest
 
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.validation.reproduce.eldr_measured import evaluation as figures_module
-from eldr_sim.validation.reproduce.eldr_measured import slope as slope_module
-from eldr_sim.validation.reproduce.eldr_measured.cells import (
-    METRICS,
-    cells_of,
-    gains,
-    table_of,
-    tables_of,
-    warmed_up,
-)
-from eldr_sim.validation.reproduce.eldr_measured.evaluation import _errors, _goals, _orders
-from eldr_sim.validation.reproduce.eldr_measured.slope import _slope, _slopes, _tile
+from studies.eldr_measured import evaluation as figures_module
+from studies.eldr_measured import slope as slope_module
+from studies.eldr_measured.cells import METRICS, cells_of, gains, table_of, tables_of, warmed_up
+from studies.eldr_measured.evaluation import _errors, _goals, _orders
+from studies.eldr_measured.slope import _slope, _slopes, _tile
 
 
 @pytest.fixture(scope="module")

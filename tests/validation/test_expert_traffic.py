@@ -16,13 +16,7 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.validation.reproduce.expert_traffic import (
-    Batch,
-    decode_batches,
-    layer_times,
-    measure,
-    prompt_batches,
-)
+from studies.expert_traffic import Batch, decode_batches, layer_times, measure, prompt_batches
 
 from ..simulator.traffic import Traffic as Twin
 

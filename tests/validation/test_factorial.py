@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.validation.reproduce.factorial.evaluation import (
+from studies.factorial.evaluation import (
     BEST,
     CELLS,
     METRICS,

@@ -3,26 +3,18 @@
 import numpy as np
 import pytest
 
+from eldr_sim.planning.studies.figures import Runner
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.setup.replay import rank_masks
 from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.validation.reproduce.expert_traffic import Batch
-from eldr_sim.validation.reproduce.grace import figures as grace_figures
-from eldr_sim.validation.reproduce.grace import homes as grace_homes
-from eldr_sim.validation.reproduce.grace import map as grace_map
-from eldr_sim.validation.reproduce.grace.evaluation import figures
-from eldr_sim.validation.reproduce.grace.figures import breadth, copied_everywhere
-from eldr_sim.validation.reproduce.grace.serving import _moved
-from eldr_sim.validation.reproduce.grace.settings import (
-    ACROSS,
-    OTHERS,
-    QWEN,
-    Cluster,
-    Evaluation,
-    gpu_of,
-    requests_of,
-)
-from eldr_sim.validation.reproduce.reproduction import Runner
+from studies.expert_traffic import Batch
+from studies.grace import figures as grace_figures
+from studies.grace import homes as grace_homes
+from studies.grace import map as grace_map
+from studies.grace.evaluation import figures
+from studies.grace.figures import breadth, copied_everywhere
+from studies.grace.serving import _moved
+from studies.grace.settings import ACROSS, OTHERS, QWEN, Cluster, Evaluation, gpu_of, requests_of
 
 from ..workloads import make_workload
 

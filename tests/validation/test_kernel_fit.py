@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.kernel_profiles.sources.mi300x import PUBLISHED
-from eldr_sim.validation.reproduce.eldr_measured.kernel_fit import fit_layer, round_robin_cells
+from studies.eldr_measured.kernel_fit import fit_layer, round_robin_cells
 
 
 def _layer_s(fitted, tokens, distinct):

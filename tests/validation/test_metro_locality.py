@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
+from eldr_sim.planning.studies.figures import Runner, write_reproduction
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.validation.reproduce.metro.locality import locality
-from eldr_sim.validation.reproduce.reproduction import Runner, write_reproduction
+from studies.metro.locality import locality
 
 
 class Multiplied(Runner):

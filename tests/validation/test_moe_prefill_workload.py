@@ -7,7 +7,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.logs.request_logs import read_request_log
-from eldr_sim.validation.reproduce.moe_prefill.workload import (
+from studies.moe_prefill.workload import (
     BLOCK_TOKENS,
     DATASETS,
     lengths,

@@ -9,19 +9,19 @@ import pytest
 from eldr_sim.cli.main import main
 from eldr_sim.errors import InputError
 from eldr_sim.planning.slo import Interval
-from eldr_sim.traces.routing.synthetic import drawn
-from eldr_sim.validation.reproduce.eldr import evaluation as eldr_evaluation
-from eldr_sim.validation.reproduce.eldr.map import placed
-from eldr_sim.validation.reproduce.eldr.results import mean_difference, run_grid
-from eldr_sim.validation.reproduce.eldr_measured import cells
-from eldr_sim.validation.reproduce.grace import evaluation as grace_evaluation
-from eldr_sim.validation.reproduce.reproduction import (
+from eldr_sim.planning.studies.figures import (
     Claim,
     Reproduction,
     Runner,
     choose,
     write_reproduction,
 )
+from eldr_sim.traces.routing.synthetic import drawn
+from studies.eldr import evaluation as eldr_evaluation
+from studies.eldr.map import placed
+from studies.eldr.results import mean_difference, run_grid
+from studies.eldr_measured import cells
+from studies.grace import evaluation as grace_evaluation
 
 from ..paths import ROOT
 
@@ -86,7 +86,7 @@ def test_a_neutral_value_of_its_own_and_an_input():
 
 @pytest.mark.parametrize("paper", ["gimbal", "grace", "metro"])
 def test_the_routing_of_a_command_is_that_of_its_page(paper):
-    evaluation = import_module(f"eldr_sim.validation.reproduce.{paper}.evaluation")
+    evaluation = import_module(f"studies.{paper}.evaluation")
     trace = evaluation.make_runner(False, lambda _share: None).base["trace"]
     assert trace in (ROOT / f"docs/{paper}.md").read_text()
 

@@ -8,27 +8,15 @@ import pytest
 from scipy import stats
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.studies.figures import Runner
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.traces.requests.logs.request_logs import read_request_log
-from eldr_sim.validation.reproduce.expert_traffic import Batch, measure
-from eldr_sim.validation.reproduce.gimbal.evaluation import figures, make_runner
-from eldr_sim.validation.reproduce.gimbal.latency import same_decisions
-from eldr_sim.validation.reproduce.gimbal.prefix import (
-    GIMBAL_HITS,
-    VLLM_HITS,
-    t_test,
-    write_conversations,
-)
-from eldr_sim.validation.reproduce.gimbal.settings import (
-    P99,
-    P99_TTFT_MS,
-    QUICK,
-    SHARES,
-    SYSTEMS,
-    Experiment,
-)
-from eldr_sim.validation.reproduce.grace.settings import replica_choice
-from eldr_sim.validation.reproduce.reproduction import Runner
+from studies.expert_traffic import Batch, measure
+from studies.gimbal.evaluation import figures, make_runner
+from studies.gimbal.latency import same_decisions
+from studies.gimbal.prefix import GIMBAL_HITS, VLLM_HITS, t_test, write_conversations
+from studies.gimbal.settings import P99, P99_TTFT_MS, QUICK, SHARES, SYSTEMS, Experiment
+from studies.grace.settings import replica_choice
 
 TINY = QUICK._replace(requests=24)
 

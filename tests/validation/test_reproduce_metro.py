@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, open_trace
-from eldr_sim.validation.reproduce.metro.evaluation import figures, make_runner
-from eldr_sim.validation.reproduce.metro.pareto import Point, at_tpot, frontier
-from eldr_sim.validation.reproduce.metro.results import REAL, SIMULATED, Dataset, _gains, write_log
-from eldr_sim.validation.reproduce.metro.routing import Routing, rank_times, route
+from studies.metro.evaluation import figures, make_runner
+from studies.metro.pareto import Point, at_tpot, frontier
+from studies.metro.results import REAL, SIMULATED, Dataset, _gains, write_log
+from studies.metro.routing import Routing, rank_times, route
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,12 @@ from hypothesis import strategies as st
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
-from eldr_sim.validation.reproduce.moe_prefill import steps
-from eldr_sim.validation.reproduce.moe_prefill.evaluation import figures, make_runner
-from eldr_sim.validation.reproduce.moe_prefill.results import mean_and_interval
-from eldr_sim.validation.reproduce.moe_prefill.settings import (
-    CELLS,
-    H100_FP8,
-    async_ep,
-    engine_baselines,
-)
-from eldr_sim.validation.reproduce.moe_prefill.steps import Strategy, chunks_of, step_s
-from eldr_sim.validation.reproduce.moe_prefill.workload import Prompt, write_log
+from studies.moe_prefill import steps
+from studies.moe_prefill.evaluation import figures, make_runner
+from studies.moe_prefill.results import mean_and_interval
+from studies.moe_prefill.settings import CELLS, H100_FP8, async_ep, engine_baselines
+from studies.moe_prefill.steps import Strategy, chunks_of, step_s
+from studies.moe_prefill.workload import Prompt, write_log
 
 SMALL = "Qwen3-30B-A3B"
 

@@ -1,0 +1,1 @@
+"""Studies: figures of many runs, and claims that are held against them."""

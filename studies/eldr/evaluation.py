@@ -1,0 +1,84 @@
+"""ELDR's evaluation: all its figures and tables by name."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.studies.figures import Reproduction, Runner
+from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.run_routing import routing_of
+from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
+from studies.eldr import map as eldr_map
+from studies.eldr import results, scaling, signature
+from studies.eldr_measured.cells import scored_routing
+
+MODEL, GPU = "Qwen3-30B-A3B", "MI300X"
+MODELS = (MODEL, "GPT-OSS-120B", "Gemma-4-26B-A4B")
+"""The paper's. Figures of one model show the first, as in the paper."""
+RATES, QUICK_RATES = (20.0, 40.0, 60.0, 80.0, 100.0), (40.0, 80.0)
+EP_RATES = (24.0, 40.0, 56.0)
+
+
+def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]]:
+    """Return the functions that reproduce each figure and table, in the order of the paper."""
+    rates = QUICK_RATES if quick else RATES
+    ep_rates = EP_RATES[1:2] if quick else EP_RATES
+
+    @cache
+    def trace() -> RoutingTrace:
+        """Routing of the model in all domains."""
+        return routing_of(RunConfig(model=MODEL, workload="trace"), load_model(MODEL))
+
+    @cache
+    def fits() -> signature.Fits:
+        return signature.fits_of(trace(), n_decoders=8)  # as in the paper's figure 9
+
+    def figure_7() -> Reproduction:
+        # Its transforms need gate scores, which only this trace has.
+        return signature.figure_7(signature.fits_of(open_trace(REFERENCE_TRACE), n_decoders=8))
+
+    return {
+        "figure_2": lambda: signature.figure_2(MODEL, GPU),
+        "figure_3": lambda: signature.figure_3(trace()),
+        "figure_4": lambda: signature.figure_4(trace()),
+        "figure_7": figure_7,
+        "figure_8": lambda: signature.figure_8(fits()),
+        "figure_9": lambda: signature.figure_9(fits()),
+        "figure_11": lambda: results.main_results(runner, "task", rates, MODELS),
+        "figure_12": lambda: results.main_results(runner, "language", rates, MODELS),
+        "figure_13": lambda: results.figure_13(runner, rates),
+        "figure_14": lambda: results.figure_14(runner, rates, MODELS, scored_routing),
+        "figure_15": lambda: results.figure_15(runner, rates, MODELS),
+        "figure_16": lambda: results.figure_16(runner, rates, MODELS),
+        "figure_17": lambda: scaling.figure_17(runner),
+        "figure_18": lambda: scaling.figure_18(runner, ep_rates),
+        "table_1": lambda: scaling.table_1(runner, trace()),
+        "table_2": lambda: results.table_2(runner, rates),
+        "beyond": lambda: scaling.beyond(
+            runner, QUICK_RATES[:1] if quick else QUICK_RATES, range(2 if quick else 5)
+        ),
+        "map": lambda: eldr_map.eldr_map(runner, quick),
+    }
+
+
+class _OfTheText(Runner):
+    """Runs ``eldr`` as the paper's text has it: with the centroids of its fit."""
+
+    def run(self, cases: Sequence[dict[str, Any]]) -> list[Summary]:
+        """Return the summary of each case, in order."""
+        return super().run([case | _static(case.get("policy")) for case in cases])
+
+
+def _static(policy: str | None) -> dict[str, str]:
+    name, colon, given = (policy or "").partition(":")
+    return {"policy": f"{name}:refit_s=0{colon and ','}{given}"} if name == "eldr" else {}
+
+
+def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
+    """Return the runner of the evaluation: the paper's set-up, shortened if ``quick``."""
+    base: dict[str, Any] = {"model": MODEL, "gpu": GPU, "topology": "8P16D"}
+    if quick:
+        base |= {"duration": 20, "warmup": 15}
+    return _OfTheText(base, progress=progress)

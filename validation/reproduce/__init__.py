@@ -1,1 +1,0 @@
-"""Papers' evaluations run again, claim by claim; a folder a paper."""
