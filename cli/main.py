@@ -24,6 +24,7 @@ _COMMANDS = {
     "run": ("run:run", "Simulate one cluster."),
     "schema": ("listing:schema", "Print the JSON schema of --config."),
     "serve": ("serve:serve", "Serve OpenAI's API from a simulated cluster."),
+    "study": ("study:study", "Run a study: figures and claims from a YAML file."),
     "support": ("listing:support", "Show how well a model is known on each GPU."),
     "sweep": ("sweep:sweep", "Run a grid or any other set of runs."),
     "tables": ("listing:tables", "List and import latency tables."),

@@ -1,31 +1,20 @@
 """``eldr-sim reproduce``: a paper's evaluation, run again."""
 
 import sys
-import time
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
-from pyarrow import csv
 
 import eldr_sim
-from eldr_sim.cli.console import number_text, print_table, progress_bar, value_text
-from eldr_sim.cli.option import Decorator, option, output, together, with_pictures
-from eldr_sim.cli.options import check_out
+from eldr_sim.cli.option import Decorator, option, output, together
+from eldr_sim.cli.study import run_figures
 from eldr_sim.errors import InputError
-from eldr_sim.planning.studies.figures import (
-    Claim,
-    Reproduction,
-    choose,
-    claims_table,
-    write_reproduction,
-)
-from eldr_sim.simulator.results import result_folder, write_json
-
-#: Columns of a table that a terminal shows.
-_MOST_COLUMNS = 11
+from eldr_sim.kinds import Progress
+from eldr_sim.planning.studies.figures import Reproduction
 
 
 @click.group(short_help="Rerun a paper's evaluation.")
@@ -93,27 +82,15 @@ def _reproduce(
 ) -> None:
     """Reproduce figures of a paper, by its folder in ``studies/``. ``own``: the options of this
     paper's command alone."""
-    check_out(out, force)
-    with_pictures(out is not None)
     evaluation = _evaluation(module)
-    made: list[Reproduction] = []
-    with progress_bar(paper) as update:
-        runner = evaluation.make_runner(quick, update)
-        known = evaluation.figures(runner, quick, **own)
-        for name in choose(figure, known):
-            start = time.perf_counter()
-            made.append(known[name]())
-            click.echo(f"{name}: {time.perf_counter() - start:.1f} s", err=True)
-    for reproduction in made:
-        _show(reproduction)
-    if out is not None:
-        with result_folder(out, force) as folder:
-            for reproduction in made:
-                write_reproduction(folder, reproduction)
-            csv.write_csv(claims_table(made), folder / "claims.csv")
-            about = {"paper": paper, "quick": quick, "figures": [r.name for r in made]}
-            write_json(folder / "summary.json", about)
-        click.echo(f"Wrote {out}")
+
+    def figures(progress: Progress) -> dict[str, Callable[[], Reproduction]]:
+        made: dict[str, Callable[[], Reproduction]] = evaluation.figures(
+            evaluation.make_runner(quick, progress), quick, **own
+        )
+        return made
+
+    run_figures(paper, figures, figure, out, force, {"paper": paper, "quick": quick})
 
 
 def _evaluation(module: str) -> Any:
@@ -126,27 +103,3 @@ def _evaluation(module: str) -> Any:
         problem = "the papers' evaluations are not in the installed package"
         raise InputError("reproduce", problem, "run it in a checkout, which has the folder studies")
     return import_module(f"studies.{module}.evaluation")
-
-
-def _show(reproduction: Reproduction) -> None:
-    """Print a figure's claims, or its table where the paper claims nothing."""
-    title = f"{reproduction.name}: {reproduction.title}"
-    if reproduction.claims:
-        columns = ["claim", "paper", "ours", "direction", "size", "why"]
-        print_table(title, columns, [_row(claim) for claim in reproduction.claims])
-    else:
-        table = reproduction.table
-        shown = table.select(table.column_names[:_MOST_COLUMNS])
-        rows = [[value_text(value) for value in row.values()] for row in shown.to_pylist()]
-        print_table(title, shown.column_names, rows)
-        if table.num_columns > shown.num_columns:
-            more = table.num_columns - shown.num_columns
-            click.echo(f"{more} more columns are in the CSV that --out writes.")
-    click.echo()
-
-
-def _row(claim: Claim) -> list[str]:
-    span = f"{claim.low:g}" if claim.low == claim.high else f"{claim.low:g} to {claim.high:g}"
-    paper = f"{span} {claim.unit}".strip() if claim.stated else "no figure"
-    ours, why = number_text(claim.ours, ".2f"), "" if claim.size == "agrees" else claim.reason
-    return [claim.statement, paper, ours, claim.direction, claim.size, why]

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.planning.studies.figures import Reproduction, Runner
+from eldr_sim.planning.studies.study import read_study
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import routing_of
 from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
@@ -15,9 +17,10 @@ from studies.eldr import results, scaling, signature
 from studies.eldr_measured.cells import scored_routing
 
 MODEL, GPU = "Qwen3-30B-A3B", "MI300X"
-MODELS = (MODEL, "GPT-OSS-120B", "Gemma-4-26B-A4B")
-"""The paper's. Figures of one model show the first, as in the paper."""
-RATES, QUICK_RATES = (20.0, 40.0, 60.0, 80.0, 100.0), (40.0, 80.0)
+STUDY = read_study(Path(__file__).with_name("study.yaml"))
+MODELS: tuple[str, ...] = tuple(STUDY.names["models"])
+RATES: tuple[float, ...] = tuple(STUDY.names["rates"])
+QUICK_RATES: tuple[float, ...] = tuple(STUDY.quick.names["rates"])
 EP_RATES = (24.0, 40.0, 56.0)
 
 
@@ -25,6 +28,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
     """Return the functions that reproduce each figure and table, in the order of the paper."""
     rates = QUICK_RATES if quick else RATES
     ep_rates = EP_RATES[1:2] if quick else EP_RATES
+    study = STUDY.shortened(quick).known(runner)
 
     @cache
     def trace() -> RoutingTrace:
@@ -46,16 +50,16 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "figure_7": figure_7,
         "figure_8": lambda: signature.figure_8(fits()),
         "figure_9": lambda: signature.figure_9(fits()),
-        "figure_11": lambda: results.main_results(runner, "task", rates, MODELS),
-        "figure_12": lambda: results.main_results(runner, "language", rates, MODELS),
-        "figure_13": lambda: results.figure_13(runner, rates),
+        "figure_11": study["figure_11"],
+        "figure_12": study["figure_12"],
+        "figure_13": study["figure_13"],
         "figure_14": lambda: results.figure_14(runner, rates, MODELS, scored_routing),
-        "figure_15": lambda: results.figure_15(runner, rates, MODELS),
-        "figure_16": lambda: results.figure_16(runner, rates, MODELS),
+        "figure_15": study["figure_15"],
+        "figure_16": study["figure_16"],
         "figure_17": lambda: scaling.figure_17(runner),
         "figure_18": lambda: scaling.figure_18(runner, ep_rates),
         "table_1": lambda: scaling.table_1(runner, trace()),
-        "table_2": lambda: results.table_2(runner, rates),
+        "table_2": study["table_2"],
         "beyond": lambda: scaling.beyond(
             runner, QUICK_RATES[:1] if quick else QUICK_RATES, range(2 if quick else 5)
         ),
@@ -73,12 +77,11 @@ class _OfTheText(Runner):
 
 def _static(policy: str | None) -> dict[str, str]:
     name, colon, given = (policy or "").partition(":")
+    if "refit_s" in given:
+        return {}
     return {"policy": f"{name}:refit_s=0{colon and ','}{given}"} if name == "eldr" else {}
 
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
     """Return the runner of the evaluation: the paper's set-up, shortened if ``quick``."""
-    base: dict[str, Any] = {"model": MODEL, "gpu": GPU, "topology": "8P16D"}
-    if quick:
-        base |= {"duration": 20, "warmup": 15}
-    return _OfTheText(base, progress=progress)
+    return _OfTheText(STUDY.shortened(quick).base, progress=progress)

@@ -197,7 +197,7 @@ def test_every_figure_of_reproduce_exists(page, run_cli, monkeypatch):
         assert choose(names, known)
         return []
 
-    monkeypatch.setattr("eldr_sim.cli.reproduce.choose", chosen)
+    monkeypatch.setattr("eldr_sim.cli.study.choose", chosen)
     for words in [*commands(page), *spans(page)]:
         if words[0] == "reproduce" and len(words) > 2:
             for option in {"--out", "--log"} & set(words):  # folders and files of the reader
