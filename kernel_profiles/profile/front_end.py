@@ -10,7 +10,6 @@ import datetime
 import http.client
 import json
 import multiprocessing
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -26,10 +25,10 @@ from eldr_sim.kernel_profiles.kernels.front_end import PARTS
 from eldr_sim.kernel_profiles.profile.device import cpu_facts, cpu_model
 from eldr_sim.kernel_profiles.profile.timing import Timing
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
+from eldr_sim.tokenizer import EXTRA, open_tokenizer
 
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)  #: prompt tokens that are measured
 _PROMPTS, _WARM_PROMPTS, _ECHOES, _WARM_UP = 25, 2, 200, 20
-_EXTRA = "pip install 'eldr-sim[frontend]'"
 
 
 def cpu_name() -> str:
@@ -37,17 +36,6 @@ def cpu_name() -> str:
     facts, name = cpu_facts(), cpu_model()
     numbers = [facts.get(key, "") for key in ("cpu family", "model", "stepping")]
     return f"{name}, family/model/stepping {'/'.join(numbers)}" if all(numbers) else name
-
-
-def open_tokenizer(path: Path, field: str = "frontend") -> Any:
-    """Open a ``tokenizer.json``; ``field``: who needs it. Raises InputError: the package
-    ``tokenizers`` is missing, or the file is none of its files."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core, whatever the batch
-    tokenizers = needed("tokenizers", field, _EXTRA)
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing more special
-        raise InputError(field, f"cannot read {path}: {error}", "a tokenizer.json") from None
 
 
 def prompts_of(tokenizer: Any, tokens: int, n: int, text: str | None = None) -> list[str]:
@@ -88,8 +76,8 @@ def echo_times(tokens: Sequence[int] = TOKENS) -> dict[str, dict[int, Timing]]:
     """Time requests to a server on this machine, one at a time, by prompt tokens. Returns
     ``event_loop``: CPU time of the server's process a request; ``http``: the rest from the client's
     first byte to the first event. Raises InputError: FastAPI or uvicorn is missing."""
-    needed("fastapi", "frontend", _EXTRA)
-    needed("uvicorn", "frontend", _EXTRA)
+    needed("fastapi", "frontend", EXTRA)
+    needed("uvicorn", "frontend", EXTRA)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     to_engine, engine_side = context.Pipe()

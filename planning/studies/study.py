@@ -345,10 +345,10 @@ class _Table:
             if not isinstance(against, list):
                 other = cells(metric, against)
             else:
-                best = pd.DataFrame({name: cells(by or metric, name) for name in against})
-                of = pd.DataFrame({name: cells(metric, name) for name in against})
-                first = [of.loc[cell, name] for cell, name in best.idxmin(axis=1).items()]
-                other = pd.Series(first, of.index)
+                lowest = pd.DataFrame([cells(by or metric, name) for name in against])
+                values = pd.DataFrame([cells(metric, name) for name in against])
+                best = lowest.to_numpy().argmin(axis=0)
+                other = pd.Series(values.to_numpy()[best, range(len(best))], values.columns)
             return 100.0 * (cells(metric, variant) / other - 1.0)
 
         def averaged(values: "pd.Series[Any]") -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import RequestInfo, RouterPolicy
+from eldr_sim.serving.bodies import one_token_body
 from eldr_sim.serving.http import Registry
-from eldr_sim.serving.router.bodies import one_token_body
 from eldr_sim.serving.router.config import ProxyConfig
 from eldr_sim.serving.router.decisions import Router
 from eldr_sim.serving.router.engine import Engine

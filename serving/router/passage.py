@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import AnyPath
 from eldr_sim.policies.base import RequestInfo
+from eldr_sim.serving.bodies import TOKENIZED, Ask, prefill_body
 from eldr_sim.serving.http import Intake, error_answer, error_body
-from eldr_sim.serving.router.bodies import TOKENIZED, Ask, prefill_body
 from eldr_sim.serving.router.decisions import NoEngine
 from eldr_sim.serving.router.engine import Engine
 from eldr_sim.serving.router.fleet import Fleet, Pool

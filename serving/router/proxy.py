@@ -22,7 +22,7 @@ from eldr_sim.guard import Guard
 from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.serving import http
-from eldr_sim.serving.router.bodies import parse_body
+from eldr_sim.serving.bodies import parse_body
 from eldr_sim.serving.router.config import ProxyConfig, read_config
 from eldr_sim.serving.router.decisions import build_decode_policy
 from eldr_sim.serving.router.fleet import Counters, Fleet

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from eldr_sim.serving.router.bodies import parse_body
+from eldr_sim.serving.bodies import parse_body
 
 #: The filler that answers consist of; letters of a text that are taken for a token where there is
 #: no tokenizer, as of each of ours.

@@ -12,7 +12,6 @@ from typing import Any
 
 from eldr_sim import __version__
 from eldr_sim.guard import Guard
-from eldr_sim.kernel_profiles.profile.front_end import open_tokenizer
 from eldr_sim.serving import http
 from eldr_sim.serving.simulated.answers import Answer
 from eldr_sim.serving.simulated.asked import Parser, Prompt, blocks_of, stopped
@@ -20,6 +19,7 @@ from eldr_sim.serving.simulated.core import Core, Stream
 from eldr_sim.serving.simulated.kv_events import KVEventsConfig, Publisher
 from eldr_sim.serving.simulated.metrics import Metrics
 from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.tokenizer import open_tokenizer
 
 _KINDS = {
     "/v1/completions": "completion",

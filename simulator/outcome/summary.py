@@ -453,8 +453,8 @@ def summary_of(
     warned: list[str] = []
     if trace is not None:
         fit, replayed = (0, 0), config.routing.trace_replay
-        router = registry.parameters("decode", policies.policy)
-        if isinstance(router, EldrParameters) and router.artifact is None:
+        chosen = registry.parameters("decode", policies.policy)
+        if isinstance(chosen, EldrParameters) and chosen.artifact is None:
             load, mix = config.requests.workload, config.routing.domain_mix
             fit = len(calibration_requests(trace, load, mix)), len(spec.routers[-1])
         warned = trace_warnings(trace, copies, replayed, fit)

@@ -99,7 +99,8 @@ class TestMeasured:
     def test_prompts_differ_and_those_of_a_text_have_the_tokens_that_were_asked_for(
         self, tokenizer_file
     ):
-        from eldr_sim.kernel_profiles.profile.front_end import open_tokenizer, prompts_of
+        from eldr_sim.kernel_profiles.profile.front_end import prompts_of
+        from eldr_sim.tokenizer import open_tokenizer
 
         tokenizer = open_tokenizer(tokenizer_file)
         prompts = prompts_of(tokenizer, 200, 5)

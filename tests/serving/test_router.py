@@ -15,7 +15,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import RouterPolicy
-from eldr_sim.serving.router.bodies import parse_body
+from eldr_sim.serving.bodies import parse_body
 from eldr_sim.serving.router.config import make_config
 from eldr_sim.serving.router.engine import Engine
 from eldr_sim.validation.live.engines.servers import free_port

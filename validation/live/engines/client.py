@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import AnyPath, Progress
+from eldr_sim.serving.bodies import prefill_body
 from eldr_sim.serving.http import import_aiohttp, open_session
-from eldr_sim.serving.router.bodies import prefill_body
 from eldr_sim.validation.live.engines.load import Load, LoadRequest
 from eldr_sim.validation.live.live_run import REQUESTS
 
