@@ -70,6 +70,7 @@ def check(steps, batch):
 
 @pytest.mark.parametrize("name", list_gpus())
 def test_no_known_gpu_beats_its_own_peaks(name):
+    """INV-14."""
     for at, model in enumerate(MODELS[list_gpus().index(name) % 2 :: 2]):
         layout = Parallelism(8, at % 2 == 1) if at % 4 > 1 else Parallelism(1)
         check(build(model, name, layout), 1 + 7 * at)

@@ -62,6 +62,7 @@ def test_every_request_ends_once_and_leaves_nothing(
     max_concurrency, load_report_delay_s, n_blocks, max_model_len, decode_policy, bandwidth,
     async_scheduling,
 ):  # fmt: skip
+    """INV-1, INV-2."""
     rng = np.random.default_rng(seed)
     prompts, outputs = rng.integers(1, 40, n), rng.integers(1, 30, n)
     arrival = np.round(np.cumsum(gap_s * rng.exponential(size=n)), 9)

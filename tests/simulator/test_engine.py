@@ -82,6 +82,7 @@ def assert_same(record, reference):
 
 @examples(120, 3000, early=st.booleans(), **POLICIES, **RANDOM_CLUSTER)
 def test_the_plane_equals_the_reference(prefill, decode, **drawn):
+    """INV-5."""
     make, make_reference = make_pair(random_cluster(**drawn), prefill, decode)
     cluster, reference = make(), make_reference()
     assert_same(cluster.run(), reference.run())
@@ -129,7 +130,7 @@ def test_a_long_run_sees_every_kind_of_hit():
 
 @examples(9, 200, **POLICIES, **RANDOM_CLUSTER, cut_s=st.sampled_from([0.001, 0.02, 1 / 256]))
 def test_macro_steps_equal_single_steps(prefill, decode, cut_s, **drawn):
-    """However often the loop comes back to Python, the bytes are the same."""
+    """INV-6: However often the loop comes back to Python, the bytes are the same."""
     make, _ = make_pair(random_cluster(**drawn), prefill, decode)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster_module, "_EVENTS_A_CALL", 1)

@@ -40,6 +40,7 @@ SHAPE = {
 @settings(max_examples=150)
 @given(n=st.integers(0, 30), **SHAPE)
 def test_union_of_rows(seed, n_layers, n_experts, n):
+    """INV-9."""
     rng = np.random.default_rng(seed)
     bits = random_bits(rng, 12, n_layers, n_experts)
     rows = rng.integers(12, size=n + 3)  # only the first n count

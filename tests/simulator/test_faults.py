@@ -209,7 +209,7 @@ HEARD = (0.0, np.inf), (0.004, 0.002), (0.003, 0.02)
 @pytest.mark.parametrize(("topology", "early"), [((2, 2), False), ((2, 2), True), ((0, 2), False)])
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_death_at_any_event_loses_no_request(topology, early, each):
-    """At every event, and just behind: any worker; each worker in each way if slow."""
+    """INV-4: At every event, and just behind: any worker; each worker in each way if slow."""
     arguments = small(topology, early)
     lengths, tried, again = arguments["workload"].output_len, 0, 0
     workers = [(1, 0), (1, 1)] + [(0, 0), (0, 1)] * (topology[0] > 0)

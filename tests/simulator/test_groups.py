@@ -362,7 +362,7 @@ def test_engines_of_a_node_may_change_places(seed):
 
 @pytest.mark.parametrize("copy_per", [ALL, EXPERT, RANK, NODE])
 def test_more_tokens_never_shorten_a_step(copy_per):
-    """Token after token, by rules written once more."""
+    """INV-15: Token after token, by rules written once more."""
     before, grew = 0.0, 0
     for n in range(1, 9):
         arguments = grouped_cluster(

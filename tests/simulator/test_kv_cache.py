@@ -257,7 +257,7 @@ def test_cache_equals_vllms_pool(seed, n_blocks, size, prefix):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_hash_table_forgets_nothing_but_what_is_evicted(seed):
-    """40 prompts of a block each go through 8 blocks: slots are taken, pushed away and emptied."""
+    """INV-8: 40 prompts of a block each pass through 8 blocks: slots fill, move and empty."""
     rng = np.random.default_rng(seed)
     cache = Cache(8, 1, [2] * 40, [[i] for i in rng.permutation(40)], 1)
     slow = SlowCache(cache)

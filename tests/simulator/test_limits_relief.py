@@ -129,6 +129,7 @@ def check(seed, folder):
 
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_relieving_the_named_limit_by_half_shortens_its_wait(first, tmp_path):
+    """INV-13."""
     assert any(check(seed, tmp_path) for seed in range(first, first + 10))
 
 

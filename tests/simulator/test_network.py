@@ -72,7 +72,7 @@ def water_filling(flows, egress, ingress):
 @settings(max_examples=200)
 @given(flows=flow_lists, egress=st.integers(1, 20), ingress=st.integers(1, 20))
 def test_every_flow_has_a_bottleneck(flows, egress, ingress):
-    """Max-min fair is: feasible, and every flow is largest on some full link it crosses."""
+    """INV-7: Max-min fair is: feasible, and every flow is largest on some full link it crosses."""
     rates = rates_of(flows, egress, ingress)
     links = [
         [i for i, flow in enumerate(flows) if flow[side] == node]

@@ -54,6 +54,7 @@ def _outcome(fields):
 
 @pytest.mark.parametrize(("beside", "neutral"), NEUTRAL, ids=str)
 def test_a_neutral_value_changes_nothing(beside, neutral):
+    """INV-11."""
     requests, *rest = _outcome(beside)
     others, *other_rest = _outcome(beside | neutral)
     assert requests == others.select(requests.column_names)  # faults add a column

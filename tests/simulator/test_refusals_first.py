@@ -31,6 +31,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("fields", REFUSED, ids=str)
 def test_refusals_come_before_routing(fields, monkeypatch):
+    """INV-12."""
+
     def drawn(*_):
         raise AssertionError("routing was drawn")
 

@@ -97,7 +97,7 @@ def test_json_has_no_infinities(tmp_path):
 
 
 def test_two_processes_write_identical_bytes(run_cli, tmp_path):
-    """One configuration, this process and one whose hashes of strings differ."""
+    """INV-10: One configuration, this process and one whose hashes of strings differ."""
     here, there = tmp_path / "here", tmp_path / "there"
     options = [
         "--policy", "eldr", "--topology", "2P4D", "--duration", "3", "--warmup", "1",

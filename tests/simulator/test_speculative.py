@@ -72,6 +72,7 @@ def test_counters_are_those_of_the_rates():
 
 
 def test_every_policy_meets_the_same_acceptances():
+    """INV-16."""
     config = drafts(synthetic_acceptance_rates=[0.7, 0.5, 0.2])
     by_policy = [run(config, policy=name).record.drafted for name in ("jsq", "round_robin")]
     assert by_policy[0].tolist() == by_policy[1].tolist()
@@ -151,7 +152,7 @@ def test_a_head_behind_a_connector_computes_the_last_cached_block_again(
 
 
 def test_tokens_and_blocks_are_conserved_when_blocks_are_short():
-    """Preemption, rejected drafts and lookahead slots lose no token and no block."""
+    """INV-3: Preemption, rejected drafts and lookahead slots lose no token and no block."""
     config = drafts(synthetic_acceptance_rates=[0.7, 0.5, 0.2])
     result = run(config, num_gpu_blocks_override=60, block_size=8, max_num_seqs=16)
     requests = result.record.requests
