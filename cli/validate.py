@@ -1,6 +1,5 @@
 """``eldr-sim validate``: the simulator against measured serving runs."""
 
-import datetime
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from pyarrow import csv
 from eldr_sim.cli.console import print_table, progress_bar, task_bar, value_text
 from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, option
 from eldr_sim.cli.options import GroupedCommand, check_out, config_from_options, run_options
+from eldr_sim.cli.published import bands, published
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 from eldr_sim.simulator.results import result_folder, write_json
@@ -120,55 +120,8 @@ def silicon(
         click.echo(f"Wrote {out}")
 
 
-@validate.command()
-@option(
-    "--out", Path, "Folder of the predictions; those that it holds already are kept.", required=True
-)
-@option("--model models", list(MEASURED_MODELS), "Rows to predict; repeat for more. All by "
-        "default.", multiple=True)  # fmt: skip
-@option("--engine", ["vllm", "sglang", "trtllm"], "Of this alone.")
-@option("--most", IntRange(1), "Streams of a row at most.", metavar="N")
-@option("--every", IntRange(1), "Every N-th row of each engine, mode, card and model alone, in the "
-        "file's order.", metavar="N", default=1)  # fmt: skip
-@option("--others", click.Path(path_type=Path, dir_okay=False, exists=True),
-        "Another estimator's predictions of the rows: row, ttft_ms, tpot_ms.",
-        metavar="FILE.csv")  # fmt: skip
-@option("--jobs", int, "Runs at a time.  [default: one a CPU]", metavar="N")
-def published(
-    out: Path,
-    models: tuple[str, ...],
-    engine: str | None,
-    most: int | None,
-    every: int,
-    others: Path | None,
-    jobs: int | None,
-) -> None:
-    """Predict every published run, or say why not, and write a page.
-
-    The runs of vLLM, SGLang and TensorRT-LLM that come with `pip install
-    eldr-sim[aiconfigurator]`. What has ended is kept: after Ctrl-C the same command goes on."""
-    from eldr_sim.validation.published import record
-
-    rows = record.read()
-    wanted = [
-        row
-        for row in rows
-        if row.run is not None
-        and (not models or row.target in models)
-        and engine in (None, row.labels["engine"])
-        and row.run.case.concurrency <= (most or math.inf)
-    ]
-    wanted = record.sample(wanted, every)
-    with progress_bar("rows") as update:
-        found = record.predict_record(wanted, out, jobs, update)
-    table = record.table_of(rows, found, others)
-    csv.write_csv(table, out / "rows.csv")
-    date = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y")
-    record.write_page(table, out / "record.md", "eldr-sim validate published", date)
-    by = ("engine", "mode")
-    for line in record.cell_lines(list(record.cells(table, by)), by):
-        click.echo(line)
-    click.echo(f"Wrote {out / 'record.md'}")
+validate.add_command(published)
+validate.add_command(bands)
 
 
 #: Options of a load, which a result has itself.

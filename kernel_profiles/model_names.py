@@ -19,6 +19,7 @@ _DATE = re.compile(r"(2[3-9](0[1-9]|1[0-2])|(0[1-9]|1[0-2])([0-2]\d|3[01])|20\d{
 _SAME = {
     "deepseek-v3.1": "deepseek-v3",
     "deepseek-v3.1-terminus": "deepseek-v3",
+    "glm-4.6": "glm-4.5",
     "deepseek-v3.2-exp": "deepseek-v3.2",
     "glm-5.1-fp8": "glm-5-fp8",
     "llama-3.3-70b": "llama-3.1-70b",

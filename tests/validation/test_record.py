@@ -68,9 +68,9 @@ def test_a_cut_run_goes_on(make_file, tmp_path, monkeypatch):
 
     def predict(row, folder):
         asked.append(row.row)
-        return row.key, {"tpot": 11.0, "ttft": 10.0}, 0.5
+        return {"tpot": 11.0, "ttft": 10.0}
 
-    monkeypatch.setattr(record, "_predict", predict)
+    monkeypatch.setattr(record, "_figures", predict)
     first = {"key": rows[0].key, "found": {"tpot": 12.0, "ttft": 30.0}}
     (tmp_path / record.JOURNAL).write_text(json.dumps(first) + "\n" + '{"key": "llama')
     found = record.predict_record(rows, tmp_path, jobs=1)
@@ -412,7 +412,7 @@ def test_runs_of_other_moe_runners_have_other_tables(make_file, deepseek, tmp_pa
     monkeypatch.setattr(record, "predict_load", predict)
     monkeypatch.setattr(record.silicon_rows, "make_routing", lambda path, *_: path.touch())
     for row in rows:
-        record._predict(row, str(tmp_path))
+        record._figures(row, str(tmp_path))
     assert made == [("DEEPGEMM", ["DEEPGEMM"]), ("TRTLLM", ["TRTLLM"])]
 
 
@@ -424,5 +424,5 @@ def test_tables_that_are_refused_are_refused_again(make_file, tmp_path, monkeypa
         raise InputError("silicon", "no MoE table")
 
     monkeypatch.setattr(record, "case_tables", refuse)
-    said = [record._predict(row, str(tmp_path))[1] for row in rows]
+    said = [record._figures(row, str(tmp_path)) for row in rows]
     assert said == ["silicon: no MoE table"] * 2

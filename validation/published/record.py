@@ -3,12 +3,11 @@ Rows of one configuration are simulated once, on processes; what has ended stand
 that a run that was cut goes on. Nothing that was measured reaches a prediction."""
 
 import csv
-import json
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress, silent
 from eldr_sim.outputs import markdown_table
+from eldr_sim.simulator.outcome.error_band import Kind, kind_of
 from eldr_sim.validation.published import advice, silicon_rows
+from eldr_sim.validation.published.journal import predicted
 from eldr_sim.validation.published.silicon import (
     Form,
     Load,
@@ -124,30 +125,10 @@ def predict_record(
 ) -> dict[str, dict[str, float] | str]:
     """Predict all rows that can be, those of few tokens first; return figures, ms, or why not, by
     `Row.key`. ``folder``: of journal, gone on with, tables and traces."""
-    folder.mkdir(parents=True, exist_ok=True)
-    journal = folder / JOURNAL
-    found: dict[str, dict[str, float] | str] = {}
-    if journal.exists():
-        text = journal.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # the last line may be cut
-        for line in whole.splitlines():
-            entry = json.loads(line)
-            found[entry["key"]] = entry["found"]
-        if whole != text:
-            journal.write_text(whole, encoding="utf-8")
-    todo = {row.key: row for row in rows if row.run is not None and row.key not in found}
+    todo = {row.key: row for row in rows if row.run is not None}
     order = sorted(todo.values(), key=_size)
-    from joblib import Parallel, delayed  # takes long to import
-
-    calls = (delayed(_predict)(row, str(folder)) for row in order)
-    with journal.open("a", encoding="utf-8") as file:
-        made = Parallel(n_jobs=jobs or -1, return_as="generator_unordered", batch_size=1)(calls)
-        for done, (key, what, cpu_s) in enumerate(made, 1):
-            found[key] = what
-            file.write(json.dumps({"key": key, "found": what, "cpu_s": round(cpu_s, 2)}) + "\n")
-            file.flush()
-            progress(done / len(order))
-    return found
+    tasks = {row.key: partial(_figures, row, str(folder)) for row in order}
+    return predicted(tasks, folder / JOURNAL, jobs, progress)
 
 
 def _size(row: Row) -> tuple[bool, int]:
@@ -155,12 +136,6 @@ def _size(row: Row) -> tuple[bool, int]:
     assert row.run is not None
     case = row.run.case
     return "llama" not in row.target, case.concurrency * (case.input_len + 8 * case.output_len)
-
-
-def _predict(row: Row, folder: str) -> tuple[str, dict[str, float] | str, float]:
-    """Predict a row's configuration in this process; with the seconds of CPU that it took."""
-    began = time.process_time()
-    return row.key, _figures(row, folder), time.process_time() - began
 
 
 def _figures(row: Row, folder: str) -> dict[str, float] | str:
@@ -234,6 +209,20 @@ def table_of(
     columns = dict.fromkeys(name for line in lines for name in line)
     columns |= dict.fromkeys(f"{name}_other" for name in _METRICS)  # there may be no other's
     return pa.Table.from_pylist([dict.fromkeys(columns) | line for line in lines])
+
+
+def kind_of_row(row: Row) -> Kind:
+    """Return what kind of run a row with a configuration is."""
+    assert row.run is not None
+    target, case = MEASURED_MODELS[row.target], row.run.case
+    apart = case.prefill.count > 0
+    in_flight = case.concurrency / (case.decode_workers if apart else 1)
+    return kind_of(target.backend, case.gpu, target.dims(), apart=apart, in_flight=in_flight)
+
+
+def publisher_of(row: Row) -> str:
+    """Return who published a row's run."""
+    return "InferenceX" if MEASURED_MODELS[row.target].inferencex else "AIConfigurator"
 
 
 def cells(table: pa.Table, by: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,7 @@ Role = Literal["prefill", "decode"]
 
 
 #: A version of an engine: ``0.24``, ``1.3.0rc20``.
-EngineVersion = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)*((rc|post|dev)\d+)?$")]
+EngineVersion = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)*(\.?(rc|post|dev)\d+)?$")]
 
 
 def with_version(values: Any) -> Any:

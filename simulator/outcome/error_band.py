@@ -1,0 +1,101 @@
+"""How wrong a prediction may be: bands made from published runs (``error_bands.json``).
+
+``eldr-sim validate bands`` makes the file from predictions and measurements of published runs
+(`eldr_sim.validation.published.bands`, which has the method). This module only looks a run up: in
+the narrowest cell of runs like it, and says how many runs and publishers the cell rests on."""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from eldr_sim.kernel_profiles.models import ModelDims
+
+METRICS = ("ttft", "tpot", "throughput")
+#: Most requests in flight on a worker, by load.
+LOADS = ((16, "up to 16"), (256, "17 to 256"), (math.inf, "more than 256"))
+
+
+class Kind(NamedTuple):
+    """What tells runs apart, the widest difference first; cells are nested in this order."""
+
+    mode: str
+    load: str
+    family: str
+    gpu: str
+    engine: str
+    precision: str
+
+
+#: From these on a cell holds runs of the same mode, load, family and GPU.
+ALIKE = 4
+
+
+def kind_of(engine: str, gpu: str, model: ModelDims, *, apart: bool, in_flight: float) -> Kind:
+    """Return the kind of a run. ``apart``: whether prompts and outputs are computed by different
+    workers; ``in_flight``: most requests in flight on a worker."""
+    attention = model.attention.upper()
+    if model.index_topk:
+        attention = "sparse attention"
+    elif model.n_linear_layers:
+        attention = "linear attention"
+    dtype = str(model.linear_dtype if model.is_dense else model.expert_dtype)
+    bits = "4" if "4" in dtype else "8" if "8" in dtype else "16"
+    return Kind(
+        "prefill and decode apart" if apart else "co-located",
+        next(name for most, name in LOADS if in_flight <= most),
+        f"{attention}, {'dense' if model.is_dense else 'MoE'}",
+        gpu,
+        engine,
+        f"{bits}-bit weights",
+    )
+
+
+@cache
+def shipped() -> dict[str, Any]:
+    """Return the bands of the package."""
+    path = Path(__file__).with_name("error_bands.json")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def band_of(kind: Kind, bands: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the band of a kind of run, as ``summary.json`` has it.
+
+    Returns: ``level``: share of runs that it should hold; ``compared``: whether a run of the same
+    mode, load, family and GPU was ever compared; ``kind``; and by metric ``low`` and ``high``, by
+    which a prediction is multiplied, and ``rows``, ``publishers`` and ``of``: what it rests on."""
+    data = shipped() if bands is None else bands
+    found: dict[str, Any] = {"level": data["level"], "kind": kind._asdict(), "compared": True}
+    for metric in METRICS:
+        cells = data["metrics"][metric]
+        depth = next(d for d in range(len(kind), -1, -1) if " | ".join(kind[:d]) in cells)
+        cell = cells[" | ".join(kind[:depth])]
+        found[metric] = cell | {"of": ", ".join(kind[:depth]) or "all runs"}
+        if metric != "throughput" and depth < ALIKE:
+            found["compared"] = False
+    return found | {"made": data["made"]}
+
+
+def interval(band: Mapping[str, Any], metric: str, value: float) -> tuple[float, float]:
+    """Return the ends of the band around a predicted value."""
+    return value * band[metric]["low"], value * band[metric]["high"]
+
+
+def in_words(band: Mapping[str, Any]) -> list[str]:
+    """Return what a band rests on, in sentences."""
+    kind = Kind(**band["kind"])
+    said = []
+    if not band["compared"]:
+        what = f"{kind.engine}, {kind.gpu}, {kind.family}, {kind.load} in flight, {kind.mode}"
+        said.append(f"No run like this was ever compared ({what}): wider cells stand in.")
+    for metric in METRICS:
+        if metric in band:
+            cell = band[metric]
+            runs = f"{cell['rows']} run{'s' * (cell['rows'] != 1)}"
+            by = f"{cell['publishers']} publisher{'s' * (cell['publishers'] != 1)}"
+            name = metric.upper() if metric != "throughput" else "Throughput"
+            said.append(f"{name}: {runs} by {by} ({cell['of']})")
+    return said

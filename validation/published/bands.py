@@ -1,0 +1,197 @@
+"""Error bands from published runs: the making of ``simulator/outcome/error_bands.json``.
+
+A residual is the logarithm of measured over predicted. Cells are nested (`Kind`): a cell has the
+10th and 90th percentile of its residuals, where each publisher weighs the square root of its rows,
+drawn towards those of the cell around it: n / (n + `_PRIOR`) is the cell's own share, n at most
+`_MOST` rows a publisher. Then both ends move outwards (or inwards) by a common share of the width,
+until 80% of the rows of publishers that were left out lie within (split conformal prediction by
+groups; Dunn, Wasserman and Ramdas, JASA 2023; quantiles as in Romano et al., NeurIPS 2019). The
+coverage that is stated is of a second round: of publishers that neither cells nor share saw."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eldr_sim.simulator.outcome.error_band import METRICS, Kind
+
+LEVEL = 0.8
+_PRIOR, _MOST, _NARROW = 8.0, 12, 0.15
+#: No band is narrower: runs repeated on another day differ by so much (`silicon.REPEATABILITY`).
+_LEAST = {"ttft": 0.039, "tpot": 0.008, "throughput": 0.008}
+_Cell = tuple[str, ...]
+
+
+class Residual(NamedTuple):
+    """A compared figure: ln(measured / predicted)."""
+
+    publisher: str
+    kind: Kind
+    value: float
+
+
+class Cell(NamedTuple):
+    """Ends of a band, as logarithms, and what they rest on."""
+
+    low: float
+    high: float
+    rows: int
+    publishers: int
+
+
+def cells_of(residuals: Iterable[Residual]) -> dict[_Cell, Cell]:
+    """Return all cells of residuals by the first words of their kinds, the widest first."""
+    groups = defaultdict[_Cell, list[Residual]](list)
+    for each in residuals:
+        for depth in range(len(each.kind) + 1):
+            groups[each.kind[:depth]].append(each)
+    found: dict[_Cell, Cell] = {}
+    for path in sorted(groups, key=len):
+        rows = groups[path]
+        counts = defaultdict[str, int](int)
+        for each in rows:
+            counts[each.publisher] += 1
+        weights = [counts[each.publisher] ** -0.5 for each in rows]
+        low, high = _quantiles([each.value for each in rows], weights)
+        if path:
+            around = found[path[:-1]]
+            n = sum(min(count, _MOST) for count in counts.values())
+            own = n / (n + _PRIOR)
+            low = own * low + (1.0 - own) * around.low
+            high = own * high + (1.0 - own) * around.high
+        found[path] = Cell(low, high, len(rows), len(counts))
+    return found
+
+
+def _quantiles(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Return the weighted percentiles at both ends of `LEVEL`."""
+    order = np.argsort(values)
+    ordered, share = np.asarray(values)[order], np.asarray(weights)[order]
+    at = (np.cumsum(share) - share / 2.0) / share.sum()
+    tail = (1.0 - LEVEL) / 2.0
+    return float(np.interp(tail, at, ordered)), float(np.interp(1.0 - tail, at, ordered))
+
+
+def cell_of(cells: Mapping[_Cell, Cell], kind: Kind) -> Cell:
+    """Return the narrowest cell that holds a kind."""
+    return next(cells[kind[:d]] for d in range(len(kind), -1, -1) if kind[:d] in cells)
+
+
+def _half(cell: Cell) -> float:
+    """Return half of a band's width, at least `_NARROW`: few rows may agree by chance."""
+    return max((cell.high - cell.low) / 2.0, _NARROW)
+
+
+def _scores(cells: Mapping[_Cell, Cell], rows: Sequence[Residual]) -> list[float]:
+    """Return by which share of its half width each row's band must grow to hold the row."""
+    found = []
+    for each in rows:
+        cell = cell_of(cells, each.kind)
+        outside = max(cell.low - each.value, each.value - cell.high)
+        found.append(outside / _half(cell))
+    return found
+
+
+def growth_of(residuals: Sequence[Residual]) -> float:
+    """Return the share of its half width by which every band grows, so that `LEVEL` of the rows of
+    publishers that are left out lie within. Each publisher weighs the square root of its rows, and
+    the next one, which nobody knows, as much as their mean lies outside."""
+    scores, weights = list[float](), list[float]()
+    n = 0
+    for _, left, others in _left_out(residuals):
+        scores += _scores(cells_of(others), left)
+        weights += [len(left) ** -0.5] * len(left)
+        n += 1
+    if not scores:
+        return 0.0
+    order = np.argsort(scores)
+    total = np.cumsum(np.asarray(weights)[order])
+    at = int(np.searchsorted(total, LEVEL * total[-1] * (1.0 + 1.0 / n)))
+    return max(float(np.asarray(scores)[order][min(at, len(scores) - 1)]), -0.5)
+
+
+def _left_out(
+    residuals: Sequence[Residual],
+) -> Iterable[tuple[str, list[Residual], list[Residual]]]:
+    """Yield each publisher, its rows and those of all others."""
+    for name in sorted({each.publisher for each in residuals}):
+        others = [each for each in residuals if each.publisher != name]
+        if others:
+            yield name, [each for each in residuals if each.publisher == name], others
+
+
+class Coverage(NamedTuple):
+    """How bands did on publishers that they had not seen."""
+
+    rows: int
+    covered: float  #: share of the rows
+    by_publisher: dict[str, tuple[int, float]]
+    width: float  #: median of high / low
+    one_width: float  #: the same of one band for all rows, of the same coverage rule
+
+
+def coverage(residuals: Sequence[Residual]) -> Coverage:
+    """Leave out one publisher at a time, make the bands of the others, and count its rows."""
+    inside, widths, flat = list[bool](), list[float](), list[float]()
+    by_publisher: dict[str, tuple[int, float]] = {}
+    for name, left, others in _left_out(residuals):
+        found = _grown(cells_of(others), growth_of(others))
+        alike = [each._replace(kind=_ALL) for each in others]
+        whole = cell_of(_grown(cells_of(alike), growth_of(alike)), _ALL)
+        own = list[bool]()
+        for each in left:
+            cell = cell_of(found, each.kind)
+            own.append(cell.low <= each.value <= cell.high)
+            widths.append(cell.high - cell.low)
+            flat.append(whole.high - whole.low)
+        by_publisher[name] = len(own), sum(own) / len(own)
+        inside += own
+    if not inside:
+        return Coverage(0, math.nan, {}, math.nan, math.nan)
+    medians = (math.exp(float(np.median(each))) for each in (widths, flat))
+    return Coverage(len(inside), sum(inside) / len(inside), by_publisher, *medians)
+
+
+_ALL = Kind(*[""] * len(Kind._fields))
+
+
+def _grown(cells: Mapping[_Cell, Cell], growth: float) -> dict[_Cell, Cell]:
+    found = {}
+    for path, cell in cells.items():
+        more = max(growth * _half(cell), (cell.low - cell.high) / 2.0)
+        found[path] = cell._replace(low=cell.low - more, high=cell.high + more)
+    return found
+
+
+def bands(residuals: Mapping[str, Sequence[Residual]], made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of ``error_bands.json``. ``residuals``: by metric; ``made``: version, date
+    and rows that it is of."""
+    metrics = {}
+    for metric in METRICS:
+        rows = residuals[metric]
+        grown = _grown(cells_of(rows), growth_of(rows))
+        metrics[metric] = {
+            " | ".join(path): {
+                "low": round(math.exp(min(cell.low, -_LEAST[metric])), 3),
+                "high": round(math.exp(max(cell.high, _LEAST[metric])), 3),
+                "rows": cell.rows,
+                "publishers": cell.publishers,
+            }
+            for path, cell in sorted(grown.items())
+        }
+    return {"level": LEVEL, "made": dict(made), "metrics": metrics}
+
+
+def residuals_of(
+    rows: Iterable[tuple[str, Kind, Mapping[str, float], Mapping[str, float]]],
+) -> dict[str, list[Residual]]:
+    """Return residuals by metric of publisher, kind, measured and predicted figures."""
+    found: dict[str, list[Residual]] = {metric: [] for metric in METRICS}
+    for publisher, kind, measured, predicted in rows:
+        for metric in METRICS:
+            a, b = measured.get(metric, 0.0), predicted.get(metric, 0.0)
+            if a > 0.0 and b > 0.0:
+                found[metric].append(Residual(publisher, kind, math.log(a / b)))
+    return found
