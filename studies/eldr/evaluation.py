@@ -31,17 +31,18 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
     study = STUDY.shortened(quick).known(runner)
 
     @cache
-    def trace() -> RoutingTrace:
-        """Routing of the model in all domains."""
-        return routing_of(RunConfig(model=MODEL, workload="trace"), load_model(MODEL))
+    def trace(model: str = MODEL) -> RoutingTrace:
+        """Routing of a model in all domains."""
+        return routing_of(RunConfig(model=model, workload="trace"), load_model(model))
 
     @cache
-    def fits() -> signature.Fits:
-        return signature.fits_of(trace(), n_decoders=8)  # as in the paper's figure 9
+    def fits(model: str = MODEL) -> signature.Fits:
+        return signature.fits_of(trace(model), n_decoders=8)  # as in the paper's figure 9
 
     def figure_7() -> Reproduction:
-        # Its transforms need gate scores, which only this trace has.
-        return signature.figure_7(signature.fits_of(open_trace(REFERENCE_TRACE), n_decoders=8))
+        # Only this trace has recorded gate scores.
+        scored = signature.fits_of(open_trace(REFERENCE_TRACE), n_decoders=8)
+        return signature.figure_7(scored, {model: fits(model) for model in MODELS})
 
     return {
         "figure_2": lambda: signature.figure_2(MODEL, GPU),
