@@ -27,6 +27,7 @@ from eldr_sim.traces.routing.synthetic.presets import (
     BANDS,
     FITTED,
     PRESETS,
+    PROMPT_ONLY,
     fitted_model,
     preset_model,
 )
@@ -76,6 +77,7 @@ def model_of(  # one number a term: the standard deviation of its log weights
         drift_tokens=np.array([6.0, 64.0]),
         reuse=np.full(layers, strength.get("reuse", 0.0)),
         own=np.array(strength.get("own", 0.0)),
+        prompt_only=np.array(strength.get("prompt_only", 0.0)),
         facts={"model": "test", "source": "a test", "prompt_len": 32, "output_len": 64},
     )
 
@@ -496,6 +498,39 @@ def test_domains_explain_the_part_that_they_are_told():
         _, moments = drawn(domains, n=100)
         seen.append(reduction(moments, np.arange(100) % 2))
     assert seen[0] < 0.05 < seen[1] < seen[2]
+
+
+def test_a_kind_of_token_that_only_prompts_have_changes_prompts_alone():
+    """A share of each prompt's tokens chooses the busiest experts; all other tokens stay."""
+    lengths = np.full(40, 50), np.full(40, 30)
+    plain = model_of(n_topics=2, topics=1.0, kinds=1.0, reuse=1.0)
+    common = replace(plain, prompt_only=np.array(0.2))
+    domain = np.arange(40) % len(plain.domains)
+    gates = [np.zeros((40, plain.n_layers, plain.n_experts), np.float32) for _ in range(2)]
+    before, after = (
+        sample_experts(model, domain, *lengths, 3, gate=gate).reshape(40, 80, plain.n_layers, -1)
+        for model, gate in zip((plain, common), gates, strict=True)
+    )
+    moved = (before != after).any(axis=(2, 3))
+    assert not moved[:, 50:].any()
+    assert (after[moved] == plain.busiest).all()
+    assert 0.15 < (after[:, :50] == plain.busiest).all(axis=(2, 3)).mean() < 0.27
+    assert [gate.sum(axis=2).mean() for gate in gates] == pytest.approx([50.0, 50.0], rel=1e-4)
+    load = np.bincount(before[:, :, 0].ravel(), minlength=plain.n_experts)
+    assert load[plain.busiest[0]].mean() > load.mean()
+    assert plain.one_process
+    assert not common.one_process
+    with pytest.raises(InputError, match=r"prompt_only: got 1\.5"):
+        replace(plain, prompt_only=np.array(1.5))
+
+
+def test_a_preset_says_whether_prompts_and_answers_are_one_process():
+    made = [preset_model("GPT-OSS-20B", settings={"prompt_only": f}) for f in PROMPT_ONLY]
+    assert "choose experts by one process" in made[0].facts["source"]
+    assert (
+        "10% of a prompt's tokens choose as no answer's do (unknown: 0 to 0.15)"
+        in (made[1].facts["source"])
+    )
 
 
 def test_a_request_has_a_topic_of_about_its_length():

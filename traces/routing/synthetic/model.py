@@ -11,6 +11,9 @@ weight plus Gumbel noise). The logarithm of an expert's weight is a sum of terms
                 + drift(t, l, e)                what the text is about at the moment
                 + reuse[l]                      if the token before chose e in layer l
 
+A share ``prompt_only`` of a prompt's tokens, at random, are of a kind that answers do not have:
+they choose the ``top_k`` busiest experts of every layer, whatever the request is about.
+
 A request's topic is one of ``topics``, drawn with its domain's chances from those of requests of
 about its length: real requests come in clusters, which turn alike on the way. So a topic is a path:
 what it adds in each of some equal parts of a request, blended from one part's middle to the next.
@@ -39,7 +42,7 @@ from eldr_sim.outputs import whole_file
 
 DRIFT_BLOCK = 4  #: tokens over which the drift is constant
 
-_FORMAT = "eldr-sim routing model 4"
+_FORMAT = "eldr-sim routing model 5"
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,7 @@ class RoutingModel:
     drift_tokens: Floats
     reuse: Floats  #: ``[L]``: added for an expert that the token before chose
     own: Floats  #: ``[]``: standard deviation of what a request adds of its own
+    prompt_only: Floats  #: ``[]``: share of a prompt's tokens of the kind that only prompts have
     #: ``model``, ``source``, and mean lengths ``prompt_len``, ``output_len`` where none are named.
     facts: dict[str, Any]
 
@@ -82,6 +86,7 @@ class RoutingModel:
             ("drift_tokens", (2,)),
             ("reuse", (n_layers,)),
             ("own", ()),
+            ("prompt_only", ()),
         ):
             value = getattr(self, name)
             if value.shape != shape:
@@ -97,6 +102,8 @@ class RoutingModel:
         for name in ("succession", "topic_kinds", "domain_topics", "drift_sd", "own"):
             if getattr(self, name).min() < 0:
                 raise InputError(name, "holds a number below 0")
+        if not 0 <= self.prompt_only <= 1:
+            raise InputError("prompt_only", f"got {self.prompt_only}", "0 to 1")
         for name in ("drift_tokens", "topic_tokens"):
             for tokens in getattr(self, name).tolist():
                 if not (tokens > 0 and math.isfinite(tokens)):
@@ -116,6 +123,20 @@ class RoutingModel:
     def kind_share(self) -> Floats:
         """``[K]``: share of the tokens of each kind, topics alike."""
         return np.asarray(self.topic_kinds.mean(axis=0))
+
+    @property
+    def one_process(self) -> bool:
+        """Whether prompts and answers choose experts by the same law."""
+        return self.prompt_only == 0 and not self.phase.any()
+
+    @property
+    def busiest(self) -> Ints:
+        """``[L, top_k]``: the experts of each layer with the greatest expected load."""
+        topic = np.exp(self.topics).mean(axis=(0, 1))[:, None]
+        weight = np.exp(self.kinds) * topic
+        share = weight / weight.sum(axis=2, keepdims=True)
+        load = np.einsum("k,lke->le", self.kind_share, share)
+        return np.asarray(np.argsort(-load, axis=1, kind="stable")[:, : self.top_k])
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write the model as a NumPy archive, log weights as float16; raises InputError."""

@@ -276,6 +276,7 @@ def _first_guess(trace: RoutingTrace, real: _Real) -> RoutingModel:
         drift_tokens=np.array([6.0, 64.0]),
         reuse=np.full(trace.n_layers, 0.5),
         own=np.zeros(()),
+        prompt_only=np.zeros(()),
         facts={
             "model": about.model,
             "source": f"fitted to {len(real.ids):,} recorded tokens of {about.model} "

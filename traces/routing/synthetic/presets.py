@@ -16,6 +16,9 @@ high
 
 All else is the recording's that the preset inherits from; no gain of a policy went into the band.
 Where the fit is to few requests, ends also differ in how much requests differ (docs/synthetic.md).
+
+What share of a prompt's tokens is of a kind that answers do not have is unknown as well:
+`PROMPT_ONLY`.
 """
 
 import math
@@ -23,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
+
+import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.texts import DOMAIN_MIXES
@@ -34,6 +39,12 @@ Band = Literal["low", "middle", "high"]  #: where in its band a preset is drawn;
 BANDS: tuple[Band, ...] = get_args(Band)
 
 _DATA = Path(__file__).parent / "data"
+
+#: Shares of a prompt's tokens of the kind that only prompts have, between which the truth lies as
+#: far as anything is known (docs/synthetic.md): none, as in the recordings that are fitted, of one
+#: phase each; what gives both rho that ELDR prints for GPT-OSS on Language; and about as much as
+#: Llama-4-Maverick's prompts differ from their answers at most.
+PROMPT_ONLY = 0.0, 0.10, 0.15
 
 #: Names of the fitted models that come with the package, those of the embedded traces.
 FITTED = ("gpt-oss-20b", "qwen3-30b-a3b")
@@ -62,12 +73,14 @@ class Parameters:
     kinds: float = 1.0  #: factor on what the kind of a token adds, and on the drift
     topics: float = 1.0  #: factor on what a request's topic adds, and the request itself
     reuse: float = 1.0  #: factor on what is added for an expert that the token before chose
+    #: Share of a prompt's tokens of the kind that only prompts have; see `PROMPT_ONLY`.
+    prompt_only: float = 0.0
 
     def __post_init__(self) -> None:
         """Check ranges."""
         for own in fields(self):
             value = getattr(self, own.name)
-            most = 1.0 if own.name in ("task", "language") else math.inf
+            most = 1.0 if own.name in ("task", "language", "prompt_only") else math.inf
             if not (math.isfinite(value) and 0 <= value <= most):
                 allowed = "0 to 1" if most == 1 else "a finite number, at least 0"
                 raise InputError(own.name, f"got {value}", allowed)
@@ -161,6 +174,16 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+def _phases(prompt_only: float) -> str:
+    """Return how a preset's prompts differ from its answers."""
+    if not prompt_only:
+        return "prompts and answers choose experts by one process"
+    return (
+        f"{prompt_only:.0%} of a prompt's tokens choose as no answer's do (unknown: "
+        f"{PROMPT_ONLY[0]:g} to {PROMPT_ONLY[-1]:g})"
+    )
+
+
 def preset_model(
     name: str,
     *,
@@ -190,16 +213,18 @@ def preset_model(
         if value is not None and value < 1:
             raise InputError(option, f"got {value}", "at least 1")
     as_is = not settings and wanted == (preset.n_layers, preset.n_experts, preset.top_k)
-    factors = {k: v for k, v in asdict(parameters).items() if k not in ("task", "language")}
+    shares = ("task", "language", "prompt_only")
+    factors = {k: v for k, v in asdict(parameters).items() if k not in shares}
     model = reshape.scaled(fitted_model(preset.fitted), **factors)
     model = reshape.with_layers(reshape.with_experts(model, *wanted[1:], seed), wanted[0], seed)
     parts = {d: parameters.language if d in language else parameters.task for d in names}
     model = reshape.with_domains(model, parts, seed)
+    model = replace(model, prompt_only=np.array(parameters.prompt_only))
     tuned = f"; tuned to {preset.tuned_to}" if preset.tuned_to else ""
     changed = "" if as_is else "; changed by hand, tuned to nothing"
     source = (
         f"preset {name}: {model.facts['source']}; {_DOMAINS[band]} (--routing-band {band})"
-        f"{tuned}{changed}"
+        f"; {_phases(parameters.prompt_only)}{tuned}{changed}"
     )
     return replace(
         model,

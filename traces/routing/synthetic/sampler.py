@@ -93,6 +93,7 @@ def sample_kinds_and_experts(
     loadings = _transposed(model.loadings).reshape(len(model.loadings), -1)
     later = np.array([-math.log((i + 0.5) / _TIMES) for i in range(_TIMES)], np.float32)
     laws = _Laws(phases, kind_weights, reuse, model.succession, later)
+    busiest, share = model.busiest, float(model.prompt_only)
 
     def draw(begin: int) -> int:
         last = min(begin + _CHUNK, n)
@@ -107,16 +108,21 @@ def sample_kinds_and_experts(
             drifted = _walk(rng, int(length[request]), len(loadings), drift)
             turns = topic_terms[c].reshape(parts, -1)
             own = np.float32(model.own) * rng.standard_normal(turns.shape[1], dtype=np.float32)
+            common = stream(seed, f"synthetic-prompt-only-{first + request}")
+            only = common.random(int(prompt[request])) < share
             drawn = _Request(
                 turns[0] + own * (turns[0] != 0),
                 np.concatenate([loadings, np.diff(turns, axis=0)]),
                 np.concatenate([drifted, _turned(len(drifted), parts)], axis=1),
                 model.topic_kinds[c],
-                int(prompt[request]),
+                only,
             )
             _sample_request(first_bits, drawn, laws, room, kinds[rows], chosen, summed)
+            # Afterwards, so that all other tokens stay as they are without tokens of this kind.
+            chosen[: len(only)][only] = busiest
             experts[rows] = chosen
             if gate is not None and summed is not None:
+                summed[busiest, np.arange(model.n_layers)[:, None]] += only.sum() / model.top_k
                 gate[request] = summed[: model.n_experts].T
         return last
 
@@ -167,7 +173,7 @@ class _Request(NamedTuple):
     loadings: Floats  #: ``[scores, E L]``: of the drift, and of where the topic turns
     path: Floats  #: ``[blocks, scores]``
     shares: Doubles  #: of the kinds of tokens
-    prompt: int  #: tokens
+    prompt_only: NDArray[np.bool_]  #: by prompt token: of the kind that only prompts have
 
 
 class _Laws(NamedTuple):
@@ -239,7 +245,7 @@ def _sample_request(
             _exponential(request.base, request.loadings, scores, room.bits, room.power, room.flat)
         kind = _next_kind(_uniform(state), request.shares, laws.succession, kind_of, t)
         kind_of[t] = kind
-        phase = 0 if t < request.prompt else 1
+        phase = 0 if t < len(request.prompt_only) else 1
         for e in range(len(topic)):
             for layer in range(layers):
                 popular = laws.kinds[kind, e, layer] * laws.phases[phase, e, layer]
@@ -253,7 +259,7 @@ def _sample_request(
             before_choice[:] = weight
         for slot in range(top_k):
             _choose(state, weight, room.before, room.target, room.column, out, t, slot)
-        if gate is not None and t < request.prompt:
+        if gate is not None and phase == 0 and not request.prompt_only[t]:
             _add_gate(noise, before_choice, out, t, gate, laws.later)
 
 
