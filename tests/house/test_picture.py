@@ -34,7 +34,7 @@ def test_picture_and_figures_are_of_one_drawing():
 
 
 def test_picture_is_of_the_first_command():
-    said = (ROOT / "docs" / "one_picture.py").read_text()
+    said = (ROOT / "studies" / "one_picture.py").read_text()
     words = first_command()
     for policy in FIGURES:
         line = " ".join(policy if word == "eldr" else word for word in words)

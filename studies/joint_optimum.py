@@ -1,9 +1,9 @@
 """What a search over all choices finds that a search over a single one misses, for `joint.md`.
 
-``python docs/joint_optimum.py docs/data/joint_runs.csv docs/data/joint.csv 1,3`` from the root of a
-checkout answers two questions, by number from 1, in two CPU-minutes each, adds their rows to the
-first file and makes the page's table anew; without numbers the table alone. A question is what
-``eldr-sim plan --gpus N --knobs`` answers."""
+``python studies/joint_optimum.py docs/data/joint_runs.csv docs/data/joint.csv 1,3``, from the root
+of a checkout, answers two questions, by number from 1, in two CPU-minutes each, adds their rows to
+the first file and makes the page's table again; without numbers it makes the table alone. A
+question is what ``eldr-sim plan --gpus N --knobs`` answers."""
 
 import csv
 import sys

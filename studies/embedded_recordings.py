@@ -1,6 +1,6 @@
 """Make the embedded recordings of served models from the files that their authors publish.
 
-``python docs/embedded_recordings.py DIR`` from the root of a checkout; DIR holds
+``python studies/embedded_recordings.py DIR`` from the root of a checkout; DIR holds
 ``qwen3_30b_a3b/{a,b}.npz`` and ``gptoss20b/{experts.npz,requests.csv}``, extracts of
 soryxie/vllm and AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting. It replaces the folders in
 ``traces/data``; `tests/traces/test_recordings.py` holds these against the files."""

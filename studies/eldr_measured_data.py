@@ -1,6 +1,7 @@
-"""Write docs/data/eldr_measured_*.csv from folders of `eldr-sim reproduce eldr --measured`. python
-docs/eldr_measured_data.py DIR [MORE ...] && python docs/render.py The first has all but Figures 13
-to 16; each further one adds its errors, or these figures."""
+"""Write docs/data/eldr_measured_*.csv from folders of ``eldr-sim reproduce eldr --measured``.
+
+``python studies/eldr_measured_data.py DIR [MORE ...] && python docs/render.py``: the first folder
+has all figures but 13 to 16; each further one adds its errors, or these figures."""
 
 import json
 import sys
@@ -12,7 +13,7 @@ import pandas as pd
 
 from eldr_sim.outputs import write_rows
 
-DATA = Path(__file__).with_name("data")
+DATA = Path(__file__).parents[1] / "docs" / "data"
 SHORT = {"Qwen3-30B-A3B": "Qwen3", "GPT-OSS-120B": "GPT-OSS", "Gemma-4-26B-A4B": "Gemma"}
 Rows = list[dict[str, str]]
 

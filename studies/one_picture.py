@@ -3,7 +3,7 @@ it. From the root of a checkout, the README's first command once for each policy
 
     eldr-sim run --policy jsq --topology 8P16D --out results/jsq
     eldr-sim run --policy eldr --topology 8P16D --out results/eldr
-    python docs/one_picture.py results/jsq results/eldr docs/images/same_requests.png
+    python studies/one_picture.py results/jsq results/eldr docs/images/same_requests.png
 
 ``tests/house/test_picture.py`` compares the figures with what the command prints."""
 
