@@ -39,7 +39,13 @@ def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
     ``handed_over``: a prefill engine computes the prompt and sees no limits of the output: what a
     decode engine would refuse of them is refused here, before. Else a body needs to make sense of
     what policies read: prompt, limits, streaming; engines judge the rest."""
-    body = parse_json(raw, "body")
+    try:
+        text = raw.decode("utf-8")  # engines read nothing else (RFC 8259, section 8.1)
+    except UnicodeDecodeError:
+        raise ValueError("body: not UTF-8 (allowed: JSON in UTF-8)") from None
+    if text.startswith("\ufeff"):
+        raise ValueError("body: begins with a byte order mark (allowed: JSON in UTF-8 without one)")
+    body = parse_json(text, "body")
     if not isinstance(body, dict):
         raise ValueError("body: no JSON object")
     _check(body, handed_over)

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from eldr_sim.errors import InputError
 from eldr_sim.guard import Guard
+from eldr_sim.reports.explorer import points
 from eldr_sim.reports.explorer.points import FIELDS, config_of, run_point
 from eldr_sim.reports.explorer.processes import PointLimits
 from eldr_sim.reports.explorer.server import Explorer, _state_of
@@ -263,3 +264,24 @@ def test_the_printed_address_works_and_names_can_be_allowed():
 
 def test_run_point_is_one_line_for_any_error():
     assert "error" in run_point('{"topology": "x"}', False)
+
+
+@pytest.mark.parametrize("text", ["a/b", "a\\b", "~b", "a\0b", "b.py", "b.PY:X", "x=b.py"])
+def test_every_mark_of_a_path_is_one(text, tmp_path, monkeypatch):
+    """Where no such file exists, so that only the spelling says it."""
+    monkeypatch.chdir(tmp_path)
+    assert points._may_be_path(text)
+    assert not points._may_be_path("decode=jsq:load=20GB/s")
+
+
+def test_what_the_configuration_makes_of_a_text_is_checked_too(folder, monkeypatch):
+    """The texts are harmless, and a field's own reader turns one into a path."""
+    made = points.make_config
+
+    def turned(values):
+        return made(values | {"workload": "log.csv"}) if "warmup" in values else made(values)
+
+    config_of(STATE, BASE)
+    monkeypatch.setattr(points, "make_config", turned)
+    with pytest.raises(InputError, match="is a path"):
+        config_of(STATE, BASE)

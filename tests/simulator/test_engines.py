@@ -22,6 +22,7 @@ from eldr_sim.cli.run import run
 from eldr_sim.errors import EldrSimWarning, InputError
 from eldr_sim.planning.compare.what_if import change_fields
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import launch, launch_options
 from eldr_sim.simulator.setup.config.engines import EngineRules, rules_of
 from eldr_sim.simulator.setup.config.run_config import make_config, read_config
 from eldr_sim.simulator.setup.prepare import prepare
@@ -448,11 +449,14 @@ def test_each_pool_has_its_own_default_share_of_the_memory():
 
 
 def test_what_is_not_simulated_is_said_in_one_line():
+    line = "--mamba-backend triton --pagesize 3 --host 0.0.0.0 --max-loras-per-batch 4"
     with pytest.warns(EldrSimWarning) as said:
-        make_config({"engine": "sglang", "engine_args": "--lora-paths a b --x 3 --host 0.0.0.0"})
+        make_config({"engine": "sglang", "engine_args": line})
     assert [str(each.message) for each in said] == [
-        "not simulated of the launch line, and may change the answer: lora_paths, x",
-        "of the launch line, without effect on the answer: host",
+        "of the launch line, no options of SGLang 0.5.23, so ignored: pagesize (did you mean "
+        "page_size?)",
+        "not simulated of the launch line, and may change the answer: mamba_backend",
+        "of the launch line, without effect on the answer: host, max_loras_per_batch",
     ]
 
 
@@ -480,11 +484,66 @@ SPREAD = {"data_parallel_size": 8, "enable_expert_parallel": True}
         ("--tp 16 --nnodes 4", {}, {"tensor_parallel_size": 16, "gpus_per_node": 4}),
         ("--tp 8 --nnodes 1", {}, {"tensor_parallel_size": 8}),
         ("--disable-radix", {}, {"enable_prefix_caching": False}),
-        ("--tensor-parallel 4 --page 32", {}, {"tensor_parallel_size": 4, "block_size": 32}),
+        ("--tensor-parallel 4 --page-s 32", {}, {"tensor_parallel_size": 4, "block_size": 32}),
+        ("--tp 2 --enable-hier --hicache-size 30 --hicache-write-policy write_back", {},
+         {"tensor_parallel_size": 2, "kv_tier": ("host:60GB,load=50GB/s,write=back",)}),
+        ("--cpu-offload-gb 0 --attn-cp-size 1 --hicache-ratio 2", {}, {}),
     ],
-)
+)  # fmt: skip
 def test_what_changes_the_answer_is_a_field(line, more, wanted):
     assert fields_of(line, **more) == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("--kv-offloading-size 40", {"kv_tier": ("host:40GiB,load=50GB/s",)}),
+        ("--disable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--no-enable-prefix-c", {"enable_prefix_caching": False}),
+        ("-ep -tp 4", {"enable_expert_parallel": True, "tensor_parallel_size": 4}),
+        ("--device-mem 0.5 --gpu-m 0.6", {}),
+        ("--no-enable-lora --max-lora-rank 32 --cpu-offload-gb 0 -dcp 1", {}),
+        ("""--kv-transfer-config '{"kv_connector": "NixlConnector"}'""", {}),
+    ],
+)
+def test_vllms_other_spellings_are_fields(line, wanted):
+    assert fields_of(line, "vllm") == wanted
+
+
+def test_short_options_of_drafts_are_the_configuration():
+    long = """--speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'"""
+    assert fields_of("--spec-method ngram --spec-tok 3", "vllm") == fields_of(long, "vllm") != {}
+
+
+def test_the_lists_of_options_name_what_is_mapped():
+    """What stands for a field is an option of the parser, or an abbreviation of several."""
+    for engine in ("vllm", "sglang"):
+        names = {name.partition(".")[0] for name in launch._NAMES[engine]}
+        left = names - launch_options.OPTIONS[engine] - {"tp", "dp", "pp", "dpl", "q"}
+        assert left <= {
+            "num_redundant_experts", "disable_piecewise_cuda_graph", "enable_piecewise_cuda_graph",
+            "enforce_piecewise_cuda_graph",
+        }  # fmt: skip
+    assert not launch_options.EARLIER & launch_options.WITHOUT_EFFECT
+    assert not launch_options.EARLIER & launch_options.OPTIONS["vllm"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "line", "allowed"),
+    [
+        ("vllm", "--enable-lora --lora-modules a=b", "without LoRA"),
+        ("sglang", "--lora-paths a b", "without LoRA"),
+        ("vllm", "--cpu-offload-gb 10", "all weights on the GPUs"),
+        ("sglang", "--offload-group-size 4", "all weights on the GPUs"),
+        ("sglang", "--enable-lmcache", "--kv-tier"),
+        ("sglang", "--enable-hierarchical-cache --hicache-ratio 2", "--kv-tier"),
+        ("vllm", "-dcp 2", "--tensor-parallel-size"),
+        ("vllm", """--kv-transfer-config '{"kv_connector": "LMCacheConnectorV1"}'""", "--kv-tier"),
+    ],
+)
+def test_mechanisms_that_are_not_simulated_are_refused(engine, line, allowed):
+    with pytest.raises(InputError, match=allowed):
+        make_config({"engine": engine, "engine_args": line, "topology": "1C"})
 
 
 def test_deepep_in_its_own_modes_for_prompts_and_decoding():
@@ -508,6 +567,7 @@ def test_abbreviations_of_drafts_are_those_of_the_whole_option():
         ("sglang", "--disaggregation-mode prefill", "--topology xPyD"),
         ("vllm", "-dp 8 --enable-expert-parallel --all2all-backend nixl_ep", "nixl_ep"),
         ("vllm", "--max-num 8", "--max_num may be"),
+        ("sglang", "--page 32", "page_size or paged_experts"),
         ("vllm", "--quantization fp8", "weights of Qwen3-30B-A3B are bfloat16"),
         ("vllm", "--served-model-name 'a", "No closing quotation"),
         ("sglang", "-m sglang.bench_serving --dataset-name sharegpt", "--dataset-name sharegpt"),
@@ -566,13 +626,13 @@ def test_an_option_file_is_read(tmp_path):
     [
         ({"engine": "tgi"}, "engine"),
         ({"scheduler_recv_interval": 4}, "scheduler_recv_interval.*--engine sglang"),
-        ({"engine": "sglang", "engine_args": "a --b c"}, None),
+        ({"engine": "sglang", "engine_args": "a --xyz c"}, None),
         ({"extra_llm_api_options": "missing.yaml"}, "missing.yaml"),
     ],
 )
 def test_bad_engines_are_refused(fields, message):
     if message is None:
-        with pytest.warns(EldrSimWarning, match="b$"):
+        with pytest.warns(EldrSimWarning, match="xyz$"):
             make_config(fields)
         return
     with pytest.raises((InputError, FileNotFoundError), match=message):

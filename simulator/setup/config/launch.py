@@ -4,6 +4,7 @@ What changes the answer is a field, refused, or named in a warning; what changes
 apart. A line of ``vllm bench serve`` or SGLang's ``bench_serving`` gives the load, by its own
 rules. Options may be abbreviated where the engine's parser takes that (argparse's)."""
 
+import difflib
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,11 +15,16 @@ from eldr_sim.inputs import parse_json, parse_yaml, read_text
 from eldr_sim.simulator.setup.config.engines import default_fields
 from eldr_sim.simulator.setup.config.launch_options import (
     BENCH,
-    CHANGES,
+    OPTIONS,
     SGLANG_MODES,
+    SHORT,
+    VERSIONS,
     VLLM_BACKENDS,
     WITHOUT_EFFECT,
     full_name,
+    has_no_effect,
+    is_known,
+    positive,
 )
 
 _SAME = (
@@ -36,7 +42,10 @@ _NAMES: dict[str, dict[str, str]] = {
     "vllm": {name: name for name in _SAME} | _PARALLEL | {
         "all2all_backend": "all2all", "nnodes": "nodes", "data_parallel_size_local": "local",
         "dpl": "local", "enable_dbo": "two_batch_overlap",
-        "quantization": "weights", "q": "weights",
+        "quantization": "weights", "q": "weights", "spec_method": "speculative.method",
+        "spec_model": "speculative.model", "spec_tokens": "speculative.num_speculative_tokens",
+        "device_memory_utilization": "gpu_memory_utilization",
+        "kv_offloading_size": "host_gib", "kv_transfer_config": "connector",
         "eplb_config.num_redundant_experts": "num_redundant_experts",
     },
     "sglang": {
@@ -53,6 +62,10 @@ _NAMES: dict[str, dict[str, str]] = {
         "scheduler_recv_interval": "scheduler_recv_interval",
         "schedule_conservativeness": "schedule_conservativeness",
         "enable_dp_attention": "attention_dp", "attn_dp_size": "attention_dp",
+        "attention_data_parallel_size": "attention_dp",
+        "enable_hierarchical_cache": "hicache", "enable_hicache": "hicache",
+        "hicache_size": "hicache_size", "hicache_write_policy": "hicache_write",
+        "speculative_draft_model": "speculative.speculative_draft_model_path",
         "moe_a2a_backend": "a2a", "deepep_mode": "deepep_mode", "nnodes": "nodes",
         "quantization": "weights", "disaggregation_mode": "disaggregation",
         "ep": "experts", "ep_size": "experts",
@@ -86,6 +99,8 @@ _NAMES: dict[str, dict[str, str]] = {
         "speculative_config": "speculative_config",
     },
 }  # fmt: skip
+#: Options of a benchmark's line that give no load.
+_OF_BENCH = ("goodput", "model", "backend", "dataset_name", "temperature", "top_p", "top_k")
 #: Commands that a model's name may follow.
 _COMMANDS = ("serve", "vllm", "trtllm-serve", "sglang")
 _EIGHT, _SIXTEEN = ("fp8", "fp8_e4m3", "fp8_e5m2"), ("bfloat16", "bf16", "float16", "half", "fp16")
@@ -142,27 +157,32 @@ def _fields(engine: str, said: list[tuple[str, Any]], values: Mapping[str, Any])
     speculative: dict[str, Any] = {}
     changes: list[str] = []
     idle: list[str] = []
+    unknown: list[str] = []
     for name, value in said:
-        field = _NAMES[engine].get(name)
-        if name.startswith(("speculative_config.", "speculative_")) and field is None:
-            if name in CHANGES:
-                changes.append(name)
-            else:
+        if name not in _NAMES[engine]:
+            name, value = positive(engine, name, value)
+        field = _NAMES[engine].get(name, "")
+        if name.startswith(("speculative_config.", "speculative_")) and not field:
+            if name in _DRAFTS or "." in name or not is_known(engine, name):
                 speculative[name.removeprefix("speculative_config.")] = value
+            else:
+                changes.append(name)
+        elif field.startswith("speculative."):
+            speculative[field.removeprefix("speculative.")] = value
         elif name == "eplb_config" and isinstance(value, str):
             config = parse_json(value, "engine_args", "--eplb-config")
             if isinstance(config, Mapping) and "num_redundant_experts" in config:
                 found["num_redundant_experts"] = config["num_redundant_experts"]
-        elif field is not None:
+        elif field:
             if field.startswith("!"):
                 field, value = field[1:], not value
             found[field] = value
-        elif engine == "vllm" and name.startswith("no_") and name[3:] in _NAMES[engine]:
-            found[name[3:]] = not value
-        elif _is_idle(engine, name, value):
+        elif has_no_effect(engine, name, value):
             idle.append(name)
-        else:
+        elif is_known(engine, name):
             changes.append(name)
+        else:
+            unknown.append(name)
     if speculative:
         found["speculative_config"] = speculative
     kind = str(found.get("kv_cache_dtype", "auto")).lower()
@@ -174,6 +194,7 @@ def _fields(engine: str, said: list[tuple[str, Any]], values: Mapping[str, Any])
         del found["kv_cache_dtype"]
         changes.append(f"KV cache of {kind}")
     _check_weights(found, values, idle)
+    _offload(found, values, idle, changes)
     backend = _backend(engine, found)
     nodes, local = found.pop("nodes", None), found.pop("local", None)
     disaggregation = found.pop("disaggregation", None)
@@ -187,24 +208,67 @@ def _fields(engine: str, said: list[tuple[str, Any]], values: Mapping[str, Any])
         idle.append("disaggregation_mode")
     _place(found, nodes, local, idle)
     _send(engine, found, backend, together, changes, idle)
-    if changes:
-        names = ", ".join(sorted(changes))
-        text = f"not simulated of the launch line, and may change the answer: {names}"
+    if unknown:
+        names = ", ".join(_meant(engine, name) for name in sorted(unknown))
+        text = f"of the launch line, no options of {VERSIONS[engine]}, so ignored: {names}"
         warnings.warn(EldrSimWarning(text), stacklevel=3)
-    if idle:
-        names = ", ".join(sorted(set(idle)))
-        text = f"of the launch line, without effect on the answer: {names}"
-        warnings.warn(EldrSimWarning(text), stacklevel=3)
+    _warn_of(changes, idle)
     return found
 
 
-def _is_idle(engine: str, name: str, value: Any) -> bool:
-    """Whether an option has no effect on the answer."""
-    if name == "dtype":
-        return str(value).lower() in ("auto", *_SIXTEEN)
-    if name == "enable_chunked_prefill":  # vLLM's engine has no other
-        return engine == "vllm" and value is True
-    return name in WITHOUT_EFFECT or name.removeprefix("no_") in WITHOUT_EFFECT
+def _warn_of(changes: list[str], idle: list[str]) -> None:
+    """Warn of options that are not simulated, and of those without effect, in a line each."""
+    if changes:
+        names = ", ".join(sorted(changes))
+        text = f"not simulated of the launch line, and may change the answer: {names}"
+        warnings.warn(EldrSimWarning(text), stacklevel=4)
+    if idle:
+        names = ", ".join(sorted(set(idle)))
+        text = f"of the launch line, without effect on the answer: {names}"
+        warnings.warn(EldrSimWarning(text), stacklevel=4)
+
+
+def _meant(engine: str, name: str) -> str:
+    """Return an unknown option with the one that was probably meant."""
+    close = difflib.get_close_matches(name, sorted(OPTIONS[engine]), 1, 0.85)
+    return name + (f" (did you mean {close[0]}?)" if close else "")
+
+
+def _offload(
+    found: dict[str, Any], values: Mapping[str, Any], idle: list[str], changes: list[str]
+) -> None:
+    """Turn KV caches in host memory into a KV tier behind the GPU's host link; in place.
+
+    vLLM's ``--kv-offloading-size`` is GiB of all tensor-parallel ranks, SGLang's
+    ``--hicache-size`` GB of each. Raises InputError where the size or the link is unknown."""
+    allowed = "--kv-tier NAME:SIZE,load=RATE beside a line without it"
+    gib, connector = found.pop("host_gib", None), found.pop("connector", None)
+    size, write = found.pop("hicache_size", None), found.pop("hicache_write", None)
+    words = f"{gib}GiB" if gib else ""
+    if found.pop("hicache", False):
+        if not size:
+            raise InputError("engine_args", "--enable-hierarchical-cache without a size", allowed)
+        words = f"{size * int(found.get('tensor_parallel_size', 1)):g}GB"
+    elif size is not None or write is not None:
+        idle.append("hicache (not enabled)")
+    if connector is not None:
+        config = parse_json(connector, "engine_args", "--kv-transfer-config")
+        kind = str(config.get("kv_connector", "")) if isinstance(config, Mapping) else ""
+        if any(word in kind for word in ("Offloading", "LMCache", "Store", "SharedStorage")):
+            raise InputError("engine_args", f"the connector {kind} is not simulated", allowed)
+        (idle if kind.startswith("Nixl") else changes).append("kv_transfer_config")
+    if not words:
+        return
+    if values.get("kv_tier"):
+        idle.append("KV offloading (--kv-tier says it)")
+        return
+    from eldr_sim.kernel_profiles.gpus import load_gpu
+
+    rate = load_gpu(str(values.get("gpu") or "H100")).host_bandwidth
+    if not rate:
+        raise InputError("engine_args", "KV offloading over an unknown host link", allowed)
+    rule = {"write_back": ",write=back", "write_through_selective": ",write=selective"}
+    found["kv_tier"] = (f"host:{words},load={rate / 1e9:g}GB/s{rule.get(str(write), '')}",)
 
 
 def _check_weights(found: dict[str, Any], values: Mapping[str, Any], idle: list[str]) -> None:
@@ -324,7 +388,7 @@ def _bench_fields(bench: str, said: list[tuple[str, Any]]) -> dict[str, Any]:
             ratio = value
         elif name in BENCH:
             found[BENCH[name]] = value
-        elif name in ("goodput", "model", "backend", "dataset_name", *WITHOUT_EFFECT):
+        elif name in _OF_BENCH or name in WITHOUT_EFFECT:
             if name == "dataset_name" and value not in ("random", "random-ids"):
                 problem = f"--dataset-name {value} of a benchmark's line"
                 raise InputError("engine_args", problem, "random; --workload FILE for a data set")
@@ -341,13 +405,7 @@ def _bench_fields(bench: str, said: list[tuple[str, Any]]) -> dict[str, Any]:
         found["random_range_ratio"] = min((1.0 - share) / (1.0 + share), 0.999)
         for name in lengths:
             found[name] = max(1, round(int(found[name]) * (1.0 + share) / 2.0))
-    if changes:
-        text = f"not simulated of the launch line, and may change the answer: {', '.join(changes)}"
-        warnings.warn(EldrSimWarning(text), stacklevel=3)
-    if idle:
-        names = ", ".join(sorted(idle))
-        text = f"of the launch line, without effect on the answer: {names}"
-        warnings.warn(EldrSimWarning(text), stacklevel=3)
+    _warn_of(changes, idle)
     return found
 
 
@@ -419,6 +477,8 @@ def _options(line: str, engine: str, bench: str) -> Iterator[tuple[str, Any]]:
         name = name.replace("-", "_")
         if word.startswith("--"):
             name = _in_full(name, engine, bench)
+        elif engine == "vllm" and not bench:
+            name = SHORT.get(name, name)
         yield name, _value(value) if equals else True
 
 
@@ -436,9 +496,8 @@ def _in_full(name: str, engine: str, bench: str) -> str:
     if engine == "trtllm" and not bench:
         return name
     fields = BENCH | {"random_range_ratio": "ratio"} if bench else _NAMES[engine]
-    drafts = _DRAFTS if engine == "sglang" and not bench else ()
     head, dot, rest = name.partition(".")
-    whole = full_name(head, {*fields, *drafts, *CHANGES, *WITHOUT_EFFECT}, fields)
+    whole = full_name(head, bench or engine, bool(bench), fields)
     if isinstance(whole, str):
         return whole + dot + rest
     raise InputError("engine_args", f"--{name} may be {' or '.join(whole)}", "the whole option")

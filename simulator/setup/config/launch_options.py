@@ -1,17 +1,28 @@
 """Options of engines' launch lines and of benchmarks' by what they do to the answer.
 
-Names as in vLLM 0.33 (``engine/arg_utils.py``, ``entrypoints/openai/cli_args.py``), SGLang 0.5.23
-(``srt/server_args.py``, ``bench_serving.py``) and TensorRT-LLM's ``trtllm-serve``."""
+``launch_options.json`` holds the options of the parsers of vLLM 0.33.0 (``vllm serve``, ``vllm
+bench serve``) and SGLang 0.5.23 (``launch_server``, ``bench_serving``), read from these releases,
+which of them have no effect here, and those of earlier versions that change the answer."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from eldr_sim.errors import InputError
 
 _LISTS = json.loads(Path(__file__).with_name("launch_options.json").read_text(encoding="utf-8"))
 #: What changes no latency that is simulated here: addresses, logs, names, parsers, loading.
 WITHOUT_EFFECT = frozenset(_LISTS["without_effect"])
-#: What changes the answer and is not simulated, or is taken for something else.
-CHANGES = frozenset(_LISTS["changes"])
+#: Options of engines' parsers, and of benchmarks'; without dashes, words joined by underscores.
+OPTIONS = {engine: frozenset(_LISTS[engine]) for engine in ("vllm", "sglang")}
+BENCH_OPTIONS = {engine: frozenset(_LISTS[f"{engine}_bench"]) for engine in ("vllm", "sglang")}
+#: Options of earlier versions that are no longer in the parsers.
+EARLIER = frozenset(_LISTS["earlier"])
+#: The releases whose parsers these are.
+VERSIONS = {"vllm": "vLLM 0.33.0", "sglang": "SGLang 0.5.23"}
+#: vLLM's options of one dash, such as ``-tp``.
+SHORT = dict(_LISTS["vllm_short"])
 #: Of vLLM's all-to-all backends and SGLang's: ours.
 VLLM_BACKENDS = {
     "allgather_reducescatter": "allgather_reducescatter", "naive": "allgather_reducescatter",
@@ -26,15 +37,67 @@ BENCH = {
     "num_prompt": "num_requests", "request_rate": "request_rate", "burstiness": "burstiness",
     "max_concurrency": "max_concurrency",
 }  # fmt: skip
+_LORA = "a line without LoRA adapters: all requests are the base model's"
+_WEIGHTS = "all weights on the GPUs: more of them, or a quantized model"
+_CACHE = "--kv-tier NAME:SIZE,load=RATE beside a line without it"
+_CONTEXT = "1, and --tensor-parallel-size or --data-parallel-size"
+#: What works another way than anything simulated, and what to write instead.
+_REFUSED = {
+    "enable_lora": _LORA, "lora_modules": _LORA, "lora_paths": _LORA, "lora_config": _LORA,
+    "cpu_offload_gb": _WEIGHTS, "offload_group_size": _WEIGHTS, "kt_weight_path": _WEIGHTS,
+    "enable_paged_experts": _WEIGHTS, "enable_lmcache": _CACHE, "enable_flexkv": _CACHE,
+    "kv_cache_config.host_cache_size": _CACHE, "decode_context_parallel_size": _CONTEXT,
+    "prefill_context_parallel_size": _CONTEXT, "dcp_size": _CONTEXT, "attn_cp_size": _CONTEXT,
+    "attention_context_parallel_size": _CONTEXT,
+}  # fmt: skip
+#: Words of options that act only beside one that is refused, or that asks for a KV tier.
+_BESIDE = ("lora", "offload", "hicache", "lmcache", "flexkv", "kt_")
 
 
-def full_name(name: str, known: Iterable[str], fields: dict[str, str]) -> str | list[str]:
+def full_name(name: str, engine: str, bench: bool, fields: Mapping[str, str]) -> str | list[str]:
     """Return the option that a name abbreviates, as argparse has it; several where it may be any of
     them, and the name itself where it is none. ``fields``: what options stand for."""
-    every = set(known)
-    if name in every or len(name) < 2:
+    real = BENCH_OPTIONS[engine] if bench else OPTIONS[engine]
+    if engine == "vllm" and name.startswith("no_"):  # 0.32 and before have one of each switch
+        real = real | {f"no_{each}" for each in real}
+    if name in {*real, *fields, *EARLIER, *WITHOUT_EFFECT} or not name:
         return name
-    fit = sorted(each for each in every if each.startswith(name))
-    if len({fields.get(each, each) for each in fit}) == 1:
+    fit = sorted(each for each in real if each.startswith(name))
+    if fit and len({fields.get(each, each) for each in fit}) == 1:
         return fit[0]
     return fit or name
+
+
+def positive(engine: str, name: str, value: Any) -> tuple[str, Any]:
+    """Return an option and its value without ``no_`` or, of vLLM, ``disable_`` for ``enable_``."""
+    known = OPTIONS.get(engine, frozenset())
+    if name.startswith("no_") and (name[3:] in known or engine == "vllm"):
+        return name[3:], not value
+    twin = "enable_" + name.removeprefix("disable_")
+    if engine == "vllm" and name.startswith("disable_") and twin in known:
+        return twin, not value
+    return name, value
+
+
+def has_no_effect(engine: str, name: str, value: Any) -> bool:
+    """Whether an option has no effect on the answer. Raises InputError for one whose mechanism is
+    not simulated, unless it is turned off."""
+    if name in _REFUSED:
+        off = value in (0, False, None, "", "none", "None", "null")
+        if off or (value == 1 and _REFUSED[name] is _CONTEXT):
+            return True
+        option = name.replace("_", "-")
+        raise InputError("engine_args", f"--{option} is not simulated", _REFUSED[name])
+    if name == "dtype":
+        return str(value).lower() in ("auto", "bfloat16", "bf16", "float16", "half", "fp16")
+    if name == "enable_chunked_prefill":  # vLLM's engine has no other
+        return engine == "vllm" and value is True
+    if name in WITHOUT_EFFECT or any(word in name for word in _BESIDE):
+        return True
+    twin = "disable_" + name.removeprefix("enable_")
+    return twin in WITHOUT_EFFECT and name.startswith("enable_")
+
+
+def is_known(engine: str, name: str) -> bool:
+    """Whether an engine's parser has an option, or an earlier version's had."""
+    return engine not in OPTIONS or name.partition(".")[0] in OPTIONS[engine] | EARLIER
