@@ -107,6 +107,8 @@ def serve(
     own["adapters"] = [name.partition("=")[0] for name in adapters]
     own["kv_events"] = None if kv_events_config is None else parse_kv_events(kv_events_config)
     config = config_from_options(options)
+    if options.get("frontend") is None:
+        config = config.replace(frontend="none")  # this server is a real one
     if options.get("warmup") is None:
         config = config.replace(warmup=0)
     configs, ports = [config], [port]

@@ -25,7 +25,7 @@ KEPT = Path(__file__).parent / "golden" / "digest.json"
 
 PLAIN = {
     "trace": "reference-moe", "topology": "2P4D", "policy": "jsq", "num_requests": 600,
-    "request_rate": 60, "warmup": 1, "output_len": 96,
+    "frontend": "none", "request_rate": 60, "warmup": 1, "output_len": 96,
 }  # fmt: skip
 #: As many KV blocks as let some requests be preempted.
 FEW = {"num_gpu_blocks_override": 160}

@@ -15,6 +15,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, load_table
 from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
+NO_FRONT_END = "none"  #: the name that stands for no API servers
 PARTS = ("tokenize", "event_loop", "http")  #: the parts of a ``front_end`` table
 
 
@@ -81,6 +82,7 @@ def load_front_end(name: str) -> FrontEndLatency:
         if table.kind == "front_end" and table.gpu.lower() == name.lower():
             return FrontEndLatency.from_table(table.load())
     if not Path(name).is_file():
-        known = ", ".join([*list_front_ends(), "a table of eldr-sim profile --frontend"])
+        written = "a table of eldr-sim profile --frontend"
+        known = ", ".join([NO_FRONT_END, *list_front_ends(), written])
         raise InputError("frontend", f"no front end {name!r}", known)
     return FrontEndLatency.from_table(load_table(name))

@@ -281,6 +281,9 @@ class Actions:
             return
         if request in self.lost:
             del self.lost[request]
+        elif self.cluster.front_end is not None and record["tokenized_s"] < 0.0 <= record["sent_s"]:
+            self._give_up(request, state.CANCELLED)  # API servers compute it, and drop it then
+            return
         elif record["sent_s"] >= 0.0:
             w, place = self._place(request)
             if place >= 0:

@@ -18,7 +18,7 @@ from eldr_sim.kernel_profiles.kernels.front_end import FrontEndLatency
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import leave, schedule
 from eldr_sim.simulator.plane.kv.kv_manager import Engines
-from eldr_sim.simulator.plane.state import COLLECTED, PENDING_ROUTE, READ, TOKENIZED
+from eldr_sim.simulator.plane.state import COLLECTED, OPEN, PENDING_ROUTE, READ, TOKENIZED
 
 Mode = Literal["microbatch_sequential", "microbatch_parallel", "thread_pool"]
 SEQUENTIAL, PARALLEL, POOL = map(np.int64, range(3))
@@ -147,8 +147,7 @@ def on_tokenized(clock: Any, events: Any, engines: Engines, front: FrontEnd, sub
     settings, requests = front.settings[0], engines.requests
     if settings.mode == POOL:
         number = subject % front.servers.shape[0]
-        requests[subject].tokenized_s = clock[0].now
-        leave(clock, engines, PENDING_ROUTE, subject)
+        _hand_on(clock, engines, subject)
         front.servers[number].n_busy -= 1
         if front.servers[number].n_queued > 0:
             _begin_one(clock, events, engines, front, number)
@@ -156,14 +155,21 @@ def on_tokenized(clock: Any, events: Any, engines: Engines, front: FrontEnd, sub
     server = front.servers[subject]
     request = server.batch
     for _ in range(server.n_batch):
-        requests[request].tokenized_s = clock[0].now
-        leave(clock, engines, PENDING_ROUTE, request)
+        _hand_on(clock, engines, request)
         request = requests[request].next
     server.state = _IDLE
     if server.n_queued >= settings.most:
         _begin_batch(clock, events, engines, front, subject)
     elif server.n_queued > 0:
         _collect(clock, events, front, subject)
+
+
+@compiled()
+def _hand_on(clock: Any, engines: Engines, request: int) -> None:
+    """Let a router see a prompt, unless its client has given up while servers had it."""
+    if engines.requests[request].outcome == OPEN:
+        engines.requests[request].tokenized_s = clock[0].now
+        leave(clock, engines, PENDING_ROUTE, request)
 
 
 @compiled()

@@ -257,6 +257,8 @@ def _enter(clock: Any, events: Any, engines: Engines, front: FrontEnd) -> None:
     while clock[0].sent < clock[0].arrived and (limit < 0 or clock[0].in_flight < limit):
         request: Any = np.int64(engines.sessions.order[clock[0].sent])
         clock[0].sent += 1
+        if engines.requests[request].outcome:  # its client has not waited for so long
+            continue
         engines.requests[request].sent_s = clock[0].now
         reason = _refusal(engines, request)
         if reason:

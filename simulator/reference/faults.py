@@ -339,6 +339,9 @@ class Faults:
             return
         if request in self.lost:
             del self.lost[request]
+        elif self.cluster.front_end is not None and request.tokenized_s < 0.0 <= request.sent_s:
+            self._give_up(request, "cancelled")  # API servers compute it, and drop it then
+            return
         elif request.sent_s >= 0.0:
             if (sequence := self._running(request)) is not None:
                 worker = self.cluster.workers[request.worker]

@@ -89,6 +89,7 @@ class ApiServer:
         """Let a router see the prompts."""
         self.running -= 1
         for request, _ in jobs:
-            request.tokenized_s = self.env.now
-            self.cluster.todo.append((self.cluster.route, request))
+            if not request.outcome:  # else its client has given up while servers had it
+                request.tokenized_s = self.env.now
+                self.cluster.todo.append((self.cluster.route, request))
         self.look()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.kernels.front_end import load_front_end
+from eldr_sim.kernel_profiles.kernels.front_end import NO_FRONT_END, load_front_end
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.kernel_profiles.tables.format import load_tables
@@ -16,7 +16,7 @@ from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.state import HERE, NOBODY
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec, PoolSpec
 from eldr_sim.simulator.setup.config.conditional import Conditional, parse_conditional
-from eldr_sim.simulator.setup.config.engines import OPTIONS
+from eldr_sim.simulator.setup.config.engines import OPTIONS, version_fields
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS, FrontEndConfig
 from eldr_sim.simulator.setup.config.log_part import check_window
 from eldr_sim.simulator.setup.config.pools import pools_of
@@ -241,10 +241,13 @@ def _why_late(config: RunConfig) -> str:
 
 def _front_end(config: RunConfig) -> FrontEndSpec | None:
     """Return the API servers; None where prompts come as token ids."""
-    if config.front_end.frontend is None:
+    if config.front_end.frontend.lower() == NO_FRONT_END:
+        of_version = version_fields(config.engine.engine, config.engine.engine_version)
         for name, field in FrontEndConfig.model_fields.items():
-            if name != "handover" and config.value(name) != field.default:
-                raise InputError(name, "there are no API servers", "--frontend beside it")
+            unset = field.default, of_version.get(name)
+            if name not in ("frontend", "handover") and config.value(name) not in unset:
+                problem = f"there are no API servers (--frontend {NO_FRONT_END})"
+                raise InputError(name, problem, "a front end beside it")
         return None
     entry = pools_of(config.cluster.topology).routers[0]
     return FrontEndSpec(

@@ -28,6 +28,7 @@ from eldr_sim.planning.studies.figures import (
 RATES = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 E2E, TPOT, TTFT = "mean_e2el_ms", "mean_tpot_ms", "mean_ttft_ms"
 _BASE: dict[str, Any] = {
+    "frontend": "none",
     "gpu": "H100", "topology": "4P8D", "workload": "task", "output_len": 256
 }  # fmt: skip
 _WINDOW = {"duration": 12.0, "warmup": 8.0}

@@ -248,4 +248,4 @@ def figures(runner: Runner, quick: bool, kernels: Kernels) -> dict[str, Callable
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
     """Return the runner; every case is whole (`presets.preset_fields`)."""
-    return Runner({}, progress=progress)
+    return Runner({"frontend": "none"}, progress=progress)

@@ -87,6 +87,7 @@ SETTINGS = tuple(
     for rate in rates
 )
 _BASE: dict[str, Any] = {
+    "frontend": "none",
     "topology": "2P2D", "input_len": 2000, "output_len": 400, "random_range_ratio": 0.9,
     "all2all_backend": "allgather_alltoall",
 }  # fmt: skip

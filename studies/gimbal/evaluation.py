@@ -51,7 +51,13 @@ def sjf_sign(experiment: Experiment) -> Reproduction:
     rows: list[dict[str, Any]] = []
     for bound, (fields, divisor) in _BOUNDS.items():
         for r in _CORRELATIONS:
-            base = {"topology": "1C", "gpu": "A100-80GB", "num_requests": n, **fields}
+            base = {
+                "frontend": "none",
+                "topology": "1C",
+                "gpu": "A100-80GB",
+                "num_requests": n,
+                **fields,
+            }
             base |= {"enable_prefix_caching": False, "output_len": "recorded"}
             waits: dict[str, list[tuple[float, ...]]] = {order: [] for order in ORDERS}
             rate = 0.0
@@ -288,4 +294,4 @@ def figures(
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
     """Return the runner, with docs/gimbal.md's routing; ``quick`` is a matter of `Scale`."""
-    return Runner({"trace": REFERENCE_TRACE}, progress=progress)
+    return Runner({"frontend": "none", "trace": REFERENCE_TRACE}, progress=progress)

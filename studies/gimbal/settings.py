@@ -36,6 +36,7 @@ TTFT, P99, TPOT, THROUGHPUT = (
 _POOL = 60_000  # requests that lengths are drawn for
 
 FIELDS: dict[str, Any] = {
+    "frontend": "none",
     "topology": "1C",
     "data_parallel_size": 2,
     "enable_expert_parallel": True,

@@ -36,4 +36,5 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
     """Return the runner of the evaluation; ``quick`` is a matter of seeds."""
-    return Runner({"model": "Qwen3-30B-A3B", "trace": "reference-moe"}, progress=progress)
+    base = {"frontend": "none", "model": "Qwen3-30B-A3B", "trace": "reference-moe"}
+    return Runner(base, progress=progress)

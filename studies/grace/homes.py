@@ -43,6 +43,7 @@ CASES = {
 #: All-to-all, which sends a copy for each node and GPU, or for each expert.
 BACKENDS = ("deepep_ht", "deepep_ll")
 _FIELDS: dict[str, Any] = {
+    "frontend": "none",
     "model": "Qwen3-30B-A3B",
     "trace": "reference-moe",
     "gpu": "H100",

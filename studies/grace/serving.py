@@ -20,6 +20,7 @@ from studies.grace.figures import TWO_BY_TWO
 from studies.grace.settings import write_gpu
 
 _GROUP: dict[str, Any] = {
+    "frontend": "none",
     "data_parallel_size": TWO_BY_TWO.n_ranks,
     "enable_expert_parallel": True,
     "gpus_per_node": TWO_BY_TWO.gpus_per_node,

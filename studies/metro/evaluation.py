@@ -139,7 +139,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
     """Return the runner of the evaluation."""
-    return Runner({"trace": REFERENCE_TRACE}, progress=progress)
+    return Runner({"frontend": "none", "trace": REFERENCE_TRACE}, progress=progress)
 
 
 def figure_3() -> Reproduction:

@@ -29,4 +29,4 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
     """Return the runner of the evaluation; ``quick`` is a matter of sizes."""
-    return Runner({}, progress=progress)
+    return Runner({"frontend": "none"}, progress=progress)

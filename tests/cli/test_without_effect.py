@@ -127,11 +127,11 @@ CASES = {
                                "--num-gpu-blocks-override 500",
     "cudagraph_padding": "--gpu MI300X --enforce-eager --cudagraph-padding dense",
     "tables": "--tables TABLES",
-    "tokenizer_mode": ("--tokenizer-mode microbatch_parallel", "tokenizer_mode"),
-    "tokenizer_threads": "--frontend xeon-emerald-rapids --tokenizer-mode microbatch_sequential "
+    "tokenizer_mode": ("--frontend none --tokenizer-mode microbatch_parallel", "tokenizer_mode"),
+    "tokenizer_threads": "--tokenizer-mode microbatch_sequential "
                          "--tokenizer-threads 4",
-    "api_servers": ("--api-servers 2", "api_servers"),
-    "cpu_slowdown": ("--cpu-slowdown 2", "cpu_slowdown"),
+    "api_servers": ("--frontend none --api-servers 2", "api_servers"),
+    "cpu_slowdown": ("--frontend none --cpu-slowdown 2", "cpu_slowdown"),
     "eplb_window": ("--eplb-window 50", "eplb_window"),
     "eplb_async": ("--eplb-async", "eplb_async"),
     "eplb_overhead_ms": ("--eplb-overhead-ms 2", "eplb_overhead_ms"),

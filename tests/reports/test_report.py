@@ -246,7 +246,7 @@ def test_pictures_have_requests_where_they_are(changes, tmp_path):
     """By hand: the mean number in a phase is the time that requests spend there; and TTFT's parts
     sum to it, where some requests stay with their prompts, too. Some are refused."""
     load = {"num_requests": 40, "request_rate": 60, "trace": "reference-moe", "seed": 2}
-    config = make_config(load | {"max_model_len": 650} | changes)
+    config = make_config(load | {"max_model_len": 650, "frontend": "none"} | changes)
     if config.cluster.generates:
         config = config.replace(output_len=560)
     result = simulate(config)

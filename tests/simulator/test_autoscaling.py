@@ -16,7 +16,8 @@ from eldr_sim.simulator.simulation import Simulation
 from ..queueing import mdc_wait
 
 CONFIG = RunConfig(
-    trace="reference-moe", topology="4C", policy="jsq", load="ladder:20,150,20@8", input_len=1000,
+    trace="reference-moe", frontend="none", topology="4C", policy="jsq",
+    load="ladder:20,150,20@8", input_len=1000,
     output_len=24, max_num_seqs=16, goodput={"ttft": 500}, initial_workers="1",
 )  # fmt: skip
 #: In the time of the short load above.

@@ -121,8 +121,6 @@ def test_faults_equal_the_reference(prefill, decode, **drawn):
     rng = np.random.default_rng([drawn["seed"], 7])
     until = max(0.05, 2 * float(arguments["workload"].arrival_s[-1]))
     plan = random_plan(rng, arguments["spec"], arguments["workload"], until)
-    if arguments["spec"].front_end is not None:
-        plan = dataclasses.replace(plan, cancel_s=None)  # refused
     cluster, reference = make_pair(arguments | {"faults": plan}, prefill, decode)
     record = cluster.run()
     assert_ordered(record)

@@ -105,14 +105,15 @@ RUN = {"num_requests": 6, "output_len": 8, "request_rate": 0.5, "seed": 3}
 def test_a_lone_request_waits_for_its_front_end_and_nothing_else_changes(topology):
     """The parts of TTFT add up; without a front end a result has nothing of it."""
     (cpu,) = list_front_ends()
-    plain = simulate(make_config(RUN | {"topology": topology}))
-    fronted = simulate(make_config(RUN | {"topology": topology, "frontend": cpu}))
+    plain = simulate(make_config(RUN | {"topology": topology, "frontend": "none"}))
+    fronted = simulate(make_config(RUN | {"topology": topology}))
     requests = fronted.record.requests
     ahead = 1e3 * (requests["tokenized_s"] - requests["sent_s"])
     ttft = [np.array(result.requests["ttft_ms"]) for result in (plain, fronted)]
     np.testing.assert_allclose(ttft[1], ttft[0] + ahead, rtol=1e-9)
     assert (ahead > 1.0).all()
     summary = fronted.summary
+    assert summary["front_end"]["cpu"] == cpu  # is there by default
     assert summary["front_end"]["mean_ms"] == pytest.approx(ahead.mean())
     assert summary["provenance"]["front_end"]["label"] == "measured"
     assert "tokenized_s" in fronted.requests.column_names
@@ -134,7 +135,10 @@ def test_a_slower_cpu_takes_longer_by_as_much():
     ("fields", "what"),
     [
         ({"frontend": "abacus"}, "frontend: no front end 'abacus'"),
-        ({"tokenizer_threads": 2}, "tokenizer_threads: there are no API servers"),
+        (
+            {"frontend": "None", "tokenizer_threads": 2},
+            "tokenizer_threads: there are no API servers",
+        ),
         ({"cpu_slowdown": 0.0, "frontend": "x"}, "cpu_slowdown"),
     ],
 )
@@ -155,7 +159,21 @@ def test_requests_of_a_dead_worker_are_not_tokenised_again(tmp_path):
     assert found.summary["completed"] == 20
     assert retried.any()
     assert (requests["tokenized_s"][retried] < 0.5).all()
+
+
+def test_clients_give_up_while_servers_tokenise(tmp_path):
+    """Servers finish what they hold, and no worker ever computes it."""
     events = tmp_path / "events.yaml"
-    events.write_text("- {cancel: 0.5, after_s: 1}")
-    with pytest.raises(InputError, match="events: cancel beside --frontend"):
-        simulate(config.replace(events=str(events)))
+    events.write_text("- {cancel: 1.0, after_s: 0.05}")
+    run = RUN | {"topology": "2C", "num_requests": 40, "request_rate": 200.0, "input_len": 2000}
+    config = make_config(run | {"cpu_slowdown": 20.0, "events": str(events)})
+    found = simulate(config)
+    requests = found.record.requests
+    assert found.summary["faults"]["cancelled"] == 40
+    assert (requests["tokenized_s"] < 0.0).all()
+    assert len(found.steps) == 0
+
+
+def test_a_version_that_tokenises_otherwise_runs_without_servers():
+    summary = simulate(make_config(RUN | {"engine_version": "0.18", "frontend": "none"})).summary
+    assert "front_end" not in summary

@@ -61,7 +61,8 @@ def test_a_place_that_a_run_has_not_takes_no_time():
 @pytest.mark.parametrize("topology", ["1P1D", "1C", "2P"])
 def test_what_is_open_at_the_end_waits_where_it_is(topology, tmp_path):
     """By hand, from when each request came how far; there is no front end, and no tier."""
-    sim = Simulation(RunConfig(topology=topology, request_rate=150.0, duration="3", warmup="0"))
+    load = {"request_rate": 150.0, "duration": "3", "warmup": "0", "frontend": "none"}
+    sim = Simulation(RunConfig(topology=topology, **load))
     result = sim.run(until=1.0)
     write_result(result, tmp_path / "run")
     rows = result.requests.to_pylist()
@@ -86,6 +87,7 @@ def test_what_is_open_at_the_end_waits_where_it_is(topology, tmp_path):
 def test_waits_for_kv_tiers_are_loads():
     config = make_config({
         "topology": "1C", "workload": "chat", "sessions": 12, "turns": "4", "think_time": "1",
+        "frontend": "none",
         "new_tokens": "800", "num_gpu_blocks_override": 400, "max_num_seqs": 8,
         "kv_tier": ("host:50GB,load=0.2GB/s,store=20GB/s",),
     })  # fmt: skip
@@ -130,7 +132,9 @@ def test_one_that_was_refused_waits_for_nothing(tmp_path):
     lines = [{"timestamp": 20 * i, "input_length": 200, "output_length": 10} for i in range(250)]
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = RunConfig(trace="reference-moe", topology="2P4D", workload=log, duration=8, warmup=0)
+    config = RunConfig(
+        trace="reference-moe", topology="2P4D", workload=log, duration=8, warmup=0, frontend="none"
+    )
     before = simulate(config)
     lines[3]["input_length"] = 50_000
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -39,7 +39,9 @@ NEUTRAL = {
     "prefill_schedule_interval": 4, "long_prefill_token_threshold": 4096,
     "gpu_memory_utilization": 0.92, "extra_llm_api_options": None, "cudagraph_padding": "none",
     "enforce_eager": False, "moe_backend": "triton", "tables": None, "moe_dp_chunk_size": 256,
-    "two_batch_overlap": True, "acceptance": None, "handover": "none", "frontend": None,
+    "two_batch_overlap": True, "acceptance": None, "handover": "none",
+    "frontend": "xeon-emerald-rapids", "tokenizer_mode": "thread_pool", "tokenizer_threads": 1,
+    "api_servers": 1, "cpu_slowdown": 1.0,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 0},
     "expert_gather": None, "kv_cache_free": False, "events": None,
     "fail": ("decode:0@100000s+1s",), "health_delay_ms": 50.0, "retry": "migrate",
@@ -58,8 +60,7 @@ OF_ENGINE = [
 #: Values that `BASE` refuses, as it lacks what they are settings of.
 REFUSED = {
     "queue_order": "priority", "time_unit": "s", "routing_band": "high", "num_prefixes": 3,
-    "tokenizer_mode": "microbatch_parallel", "tokenizer_threads": 4, "api_servers": 4,
-    "cpu_slowdown": 3.0, "eplb_interval": 1_000_000, "eplb_window": 100, "eplb_async": True,
+    "eplb_interval": 1_000_000, "eplb_window": 100, "eplb_async": True,
     "eplb_overhead_ms": 3.0, "gather_interference": 0.5, "attention_dp_timeout_iters": 10,
     "attention_dp_batching_wait_iters": 1,
 }  # fmt: skip

@@ -293,6 +293,7 @@ def test_residence_is_prompt_work_and_steps(make_step_time):
 def test_short_prompts_pay_less_where_prefill_is_the_bottleneck():
     base = make_config(
         {
+            "frontend": "none",
             "topology": "1P2D",
             "policy": "jsq",
             "num_requests": 400,

@@ -17,6 +17,7 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
+from eldr_sim.kernel_profiles.kernels.front_end import NO_FRONT_END
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.simulator.run import simulate
@@ -99,7 +100,7 @@ def explanations(bench: Bench, summary: Mapping[str, Any], config: RunConfig) ->
             " cache are computed here."
         )
     measured, found = known.get("mean_ttft_ms", (1.0, 1.0))
-    if found < 0.9 * measured and config.front_end.frontend in (None, "none"):
+    if found < 0.9 * measured and config.front_end.frontend.lower() == NO_FRONT_END:
         said.append("TTFT: no API server is simulated, see --frontend.")
     elif found < 0.9 * measured:
         said.append("TTFT: the host launches or tokenises more slowly, or requests waited.")

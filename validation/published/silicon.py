@@ -286,7 +286,7 @@ def _prefill_chunk(case: Case, target: MeasuredModel) -> dict[str, int]:
 def front_end(form: Form, mode: Mode) -> dict[str, Any]:
     """Return the fields of the API servers; a host of these GPUs has cores for each of a batch."""
     if form.frontend is None:
-        return {}
+        return {"frontend": "none"}
     return {
         "frontend": form.frontend,
         "cpu_slowdown": form.cpu_slowdown,

@@ -145,9 +145,6 @@ def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPl
     cancels: list[Cancel] = []
     if config.faults.events is not None:
         faults, cancels = read_events(config.faults.events)
-    if cancels and spec.front_end is not None:
-        problem = "clients that give up while API servers have their requests are not simulated"
-        raise InputError("events", f"cancel beside --frontend: {problem}", "one of the two")
     faults += [parse_fail(text) for text in config.faults.fail]
     check_fits(
         faults, {pool.name: pool.workers for pool in config.pools}, config.cluster.hands_over

@@ -487,9 +487,9 @@ class StepConfig(Fields):
 class FrontEndConfig(Fields):
     """Work of the hosts: API servers parse and tokenise requests, and engines hand them over."""
 
-    frontend: PathText | None = None
-    """CPU of the API servers, or a table that ``eldr-sim profile --frontend`` wrote. Prompts come
-    as token ids, and cost nothing before the router, when not given."""
+    frontend: PathText = "xeon-emerald-rapids"
+    """CPU of the API servers, or a table that ``eldr-sim profile --frontend`` wrote. ``none``:
+    requests reach the router as token ids, at no cost."""
     tokenizer_mode: Literal["microbatch_sequential", "microbatch_parallel", "thread_pool"] = (
         "thread_pool"
     )

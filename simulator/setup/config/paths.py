@@ -49,7 +49,7 @@ def known_names() -> set[str]:
 def _names(field: str) -> list[str]:
     from eldr_sim.kernel_profiles.acceptance import list_acceptances
     from eldr_sim.kernel_profiles.gpus import list_gpus
-    from eldr_sim.kernel_profiles.kernels.front_end import list_front_ends
+    from eldr_sim.kernel_profiles.kernels.front_end import NO_FRONT_END, list_front_ends
     from eldr_sim.kernel_profiles.models import list_models
     from eldr_sim.simulator.setup.config.groups import WORKLOADS
     from eldr_sim.traces.routing.manifest import builtin_traces
@@ -59,7 +59,7 @@ def _names(field: str) -> list[str]:
         "trace": builtin_traces,
         "model": list_models,
         "gpu": list_gpus,
-        "frontend": list_front_ends,
+        "frontend": lambda: [NO_FRONT_END, *list_front_ends()],
         "acceptance": list_acceptances,
     }
     return sources.get(field, list)()

@@ -293,7 +293,8 @@ def replay(
     engine; ``calibration``: its folder; ``trace``: routing, request ``i`` that of the load's
     request ``i``."""
     config = make_config(
-        {"topology": "1C", "policy": "round_robin", "model": model, "trace": str(trace),
+        {"frontend": "none", "topology": "1C", "policy": "round_robin", "model": model,
+         "trace": str(trace),
          "gpu": str(calibration), "tables": str(calibration / "tables"),
          "max_model_len": max_model_len, "max_num_seqs": engine.max_num_seqs,
          "max_num_batched_tokens": engine.max_num_batched_tokens, "seed": seed,
