@@ -58,6 +58,11 @@ def told(form: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> Rows:
     return [{name: text.format(**row) for name, text in form.items()} for row in rows]
 
 
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return rows by column name."""
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
 def errors(folders: list[Path]) -> Rows:
     """Return the errors by load and model of each folder that has them."""
     rows = []
@@ -65,7 +70,7 @@ def errors(folders: list[Path]) -> Rows:
         made = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         kernels = made["paper"].partition("(")[2].rstrip(")") + ", --quick" * made["quick"]
         own = pd.read_csv(folder / "errors.csv").query("by == 'model, dataset' or by == 'all'")
-        for row in own.to_dict("records"):
+        for row in records(own):
             if row["of"] != "all":
                 model, _, dataset = row["of"].partition(", ")
                 row["of"] = f"{dataset}, {SHORT[model]}"
@@ -77,7 +82,7 @@ def errors(folders: list[Path]) -> Rows:
 def gains(folder: Path) -> Rows:
     """Return rr, eldr and the gain of each load, model and rate, ours and measured."""
     every = pd.concat([pd.read_csv(folder / f"figure_{n}.csv") for n in (10, 11)])
-    groups = every.groupby(["dataset", "model", "rate"], sort=False)
+    groups: Any = every.groupby(["dataset", "model", "rate"], sort=False)
     return told(GAINS, (
         {"dataset": dataset, "model": SHORT[model], "rate": rate}
         | {row.policy: row for row in own.itertuples()}
@@ -88,19 +93,19 @@ def gains(folder: Path) -> Rows:
 def slope(folder: Path) -> Rows:
     """Return the time of a distinct expert by model and tile."""
     rows = pd.read_csv(folder / "slope.csv").replace({"model": SHORT})
-    return told(SLOPE, rows.to_dict("records"))
+    return told(SLOPE, records(rows))
 
 
 def locality(folder: Path) -> Rows:
     """Return the split of the gain by model, load and rate, for cells whose tiles differ."""
     every = pd.read_csv(folder / "locality.csv").replace({"model": SHORT})
-    rows = []
+    rows: list[dict[str, Any]] = []
     for model, own in every[~every.tiles_differ].groupby("model", sort=False):
         scatter = f" (±{own.of_the_rest_points.std():.1f})"
-        rows.append(own.mean(numeric_only=True).to_dict()
+        rows.append({str(name): mean for name, mean in own.mean(numeric_only=True).items()}
                     | {"cells": f"{model}, {len(own)} cells in one tile, mean", "batches": "",
                        "scatter": scatter})  # fmt: skip
-    for row in every[every.tiles_differ].to_dict("records"):
+    for row in records(every[every.tiles_differ]):
         cells = "{dataset}, {model}, {rate:g}/s".format(**row)
         batches = "{batch_rr:.0f}, {batch_eldr:.0f}".format(**row)
         rows.append(row | {"cells": cells, "batches": batches, "scatter": ""})
@@ -116,7 +121,7 @@ def variants(folders: list[Path]) -> Rows:
         for (variant, rate), of in own.groupby(["variant", "rate"], sort=False):
             row = {"figure": str(figure), "variant": f"{variant}, {rate:g}/s"}
             row |= {f"{load}, {m}": "-" for load in ("Task", "Language") for m in SHORT.values()}
-            for each in of.to_dict("records"):
+            for each in records(of):
                 place = f"{each['dataset'].capitalize()}, {each['model']}"
                 row[place] = VARIANT.format(**each)
             rows.append(row)

@@ -9,6 +9,7 @@ import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from eldr_sim.outputs import write_rows
 from eldr_sim.planning.runs.shared_runs import Runs
@@ -28,8 +29,12 @@ QUESTIONS = [
     )
     for gpu in ("H100", "H200")
 ]
-AXES = {"engine": ["vllm", "sglang", "trtllm"], "policy": ["round_robin", "jsq"],
-        "max_num_batched_tokens": [None, 2048], "drafts": [0, 3]}  # fmt: skip
+AXES: dict[str, list[Any]] = {
+    "engine": ["vllm", "sglang", "trtllm"],
+    "policy": ["round_robin", "jsq"],
+    "max_num_batched_tokens": [None, 2048],
+    "drafts": [0, 3],
+}
 NAMES = {"policy": "router", "max_num_batched_tokens": "tokens a step"}
 Row = dict[str, str]
 

@@ -10,16 +10,18 @@ it. From the root of a checkout, the README's first command once for each policy
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
 COLORS = ["#4878a8", "#e49444", "#6a9f58", "#a87c9f"]
 POLICY_COLORS = ["#9a9a9a", "#c4453c"]
 
 
-def load_of_workers(axes: plt.Axes, requests: pd.DataFrame) -> None:
+def load_of_workers(axes: Axes, requests: pd.DataFrame) -> None:
     """Draw the share of each domain among the requests that a decode worker served."""
     counts = pd.crosstab(requests["decode_worker"], requests["domain"], normalize="index")
     bottom = np.zeros(len(counts))
@@ -37,7 +39,8 @@ def main(folders: list[Path], out: Path) -> None:
     """Read two results and draw what the router changed, and its effect on TPOT."""
     figures = {}
     figure = plt.figure(figsize=(10.0, 3.4), layout="constrained")
-    left, middle, right = figure.subfigures(1, 3, width_ratios=[1.15, 1, 1])
+    parts: Any = figure.subfigures(1, 3, width_ratios=[1.15, 1, 1])
+    left, middle, right = parts
     bars = left.subplots(2, 1)
     experts, tpot = middle.subplots(), right.subplots()
     for folder, axes, color in zip(folders, bars, POLICY_COLORS, strict=True):
