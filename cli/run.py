@@ -19,7 +19,8 @@ from eldr_sim.errors import InputError
 
 _BACKENDS = (
     "Compiled code, or the same model as SimPy processes, to be read and changed "
-    "(docs/change_engine.md)."
+    "(docs/change_engine.md); vllm: those processes with the scheduler and KV manager of the "
+    "installed vLLM in each worker, slower (docs/engine_code.md)."
 )
 
 
@@ -30,7 +31,7 @@ _BACKENDS = (
         "compose. Options override it.", metavar="FILE")  # fmt: skip
 @output("Write the result.", "the result in --out", plot=True)
 @option("--timeline", bool, "Write timeline.json, a Chrome trace, into --out.")
-@option("--backend", ["compiled", "simpy"], _BACKENDS, default="compiled")
+@option("--backend", ["compiled", "simpy", "vllm"], _BACKENDS, default="compiled")
 def run(
     out: Path | None,
     force: bool,

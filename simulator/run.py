@@ -76,7 +76,7 @@ from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload, join_routing
 
 #: What runs a cluster: compiled code, or the same as SimPy processes.
-Backend = Literal["compiled", "simpy"]
+Backend = Literal["compiled", "simpy", "vllm"]
 #: Arrivals go on for this many measured windows after the warm-up, so that the requests measured
 #: last still see the load; the run stops when they have ended.
 _WINDOWS_OF_ARRIVALS = 2.0
@@ -129,18 +129,24 @@ def simulate(
     """Run one configuration; raises InputError if something in it does not exist or fit.
 
     ``progress``: called with the share of measured requests that have ended, 0 to 1; ``backend``:
-    ``compiled``, or ``simpy``, the reference model, equal and slower; ``workers``: for ``simpy``,
-    the class of a pool's workers, by the pool's name (docs/change_engine.md)."""
-    return result_of(config, *_run(config, progress, backend, workers))
+    ``compiled``; ``simpy``, the reference model, equal and slower; or ``vllm``, the reference model
+    with the installed vLLM's scheduler in each worker; ``workers``: for ``simpy``, the class of a
+    pool's workers, by the pool's name (docs/change_engine.md)."""
+    return result_of(config, *_run(config, progress, backend, workers), backend=backend)
 
 
 def result_of(
-    config: RunConfig, prepared: PreparedRun, workload: Workload, record: RunRecord
+    config: RunConfig,
+    prepared: PreparedRun,
+    workload: Workload,
+    record: RunRecord,
+    *,
+    backend: Backend = "compiled",
 ) -> Result:
     """Return the result of a run that has happened."""
     return Result(
         summary=summary_of(config, prepared, workload, record),
-        config=_run_again(config, prepared.trace),
+        config=_run_again(config, prepared.trace, backend),
         record=record,
         domains=texts_of(config, prepared.trace).domains,
         n_moe_layers=prepared.model.n_moe_layers,
@@ -165,8 +171,8 @@ def _run(
     prepared = prepare(config)
     workload, window = offered_load(config, prepared.trace)
     inputs = make_inputs(config, prepared, workload, window)
-    if backend == "simpy":
-        reference = reference_of(config, inputs, workers)
+    if backend != "compiled":
+        reference = reference_of(config, inputs, workers, backend=backend)
         return replace(prepared, spec=inputs.spec), workload, reference.run(progress)
     if workers:
         raise InputError("workers", "the compiled engines are not replaced", "backend simpy")
@@ -185,10 +191,18 @@ def reference_of(
     inputs: Inputs,
     workers: Mapping[str, type[Any]] | None,
     arrivals: bool = True,
+    *,
+    backend: Backend = "simpy",
 ) -> ReferenceCluster:
     """Return a run as SimPy processes; raises InputError for what these do not model."""
     if config.scaling.scales:
         raise InputError("autoscale", "the SimPy backend does not model it", "--backend compiled")
+    if backend == "vllm":
+        from eldr_sim.simulator.engine_code.vllm import vllm_workers
+
+        if workers:
+            raise InputError("workers", "beside vLLM's scheduler", "backend simpy")
+        workers = vllm_workers(inputs)
     return ReferenceCluster(inputs, workers, arrivals)
 
 
@@ -607,11 +621,16 @@ def _works(
     return found
 
 
-def _run_again(config: RunConfig, trace: RoutingTrace | None) -> dict[str, Any]:
+def _run_again(config: RunConfig, trace: RoutingTrace | None, backend: Backend) -> dict[str, Any]:
+    engine = {}
+    if backend == "vllm":
+        from eldr_sim.simulator.engine_code.vllm import vllm_version
+
+        engine["vllm"] = vllm_version()
     return {
         "config": config.model_dump(mode="json"),
         "trace_checksum": None if trace is None else trace.manifest.checksum,
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {"python": platform.python_version()} | _versions() | engine,
     }
 
 

@@ -87,10 +87,11 @@ class Simulation:
         inputs = make_inputs(config, self._prepared, workload, window, on_blocks)
         for pool in inputs.spec.pools:
             check_tables(pool.engine, inputs.spec.max_model_len)
-        if backend == "simpy":
+        self._backend = backend
+        if backend != "compiled":
             if prefixes:
                 raise InputError("prefixes", "the SimPy backend takes none", "backend compiled")
-            reference = reference_of(config, inputs, workers, arrivals=False)
+            reference = reference_of(config, inputs, workers, arrivals=False, backend=backend)
             self._cluster: Cluster | ReferenceCluster = reference
             plan = fault_plan(config, reference)
             self.cluster: Control = ReferenceControl(reference, plan, arrivals)
@@ -126,7 +127,9 @@ class Simulation:
         InputError if ``until`` is not ahead."""
         self.advance(until)
         prepared = replace(self._prepared, spec=self._cluster.spec)
-        result = result_of(self._config, prepared, self._cluster.workload, self._record())
+        result = result_of(
+            self._config, prepared, self._cluster.workload, self._record(), backend=self._backend
+        )
         if not self._open_load:
             requests = result.record.requests
             result.summary["request_rate"] = None

