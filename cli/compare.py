@@ -167,6 +167,7 @@ def _autoscalers(
 
 def _print(comparison: Comparison) -> None:
     from eldr_sim.planning.slo import mean_known
+    from eldr_sim.simulator.outcome.error_band import one_line
 
     paired, n_seeds = comparison.paired.summaries, comparison.n_seeds
     columns = ["policy", *map(label, HEADLINE)]
@@ -181,6 +182,8 @@ def _print(comparison: Comparison) -> None:
         f"{first['gpu']}, {first['topology']}, {first['weakest_provenance']} tables"
     )
     print_table(title, [*columns, "failed"], rows)
+    if band := first.get("error_band"):
+        click.echo(one_line(band))
     print_log_part(first)
     for reference in dict.fromkeys(d.reference for d in comparison.differences):
         best = " (best load balancer)" if reference == comparison.best_load_balancer else ""

@@ -281,9 +281,28 @@ def print_summary(summary: dict[str, Any]) -> None:
         _heading("What limits it")
         _line("Bottleneck", limits["bottleneck"])
         _text(limits["because"], "  ")
+    _print_band(summary, alone)
     _print_basis(summary)
     click.echo("=" * _WIDTH)
     print_warnings(summary)
+
+
+def _print_band(summary: Mapping[str, Any], alone: bool) -> None:
+    from eldr_sim.simulator.outcome.error_band import in_words, interval
+
+    band = summary.get("error_band")
+    if band is None:  # of older results
+        return
+    _heading(f"Error band ({100 * band['level']:.0f}% of published runs)")
+    shown = {"mean_ttft_ms": "ttft"} if alone else {
+        "mean_ttft_ms": "ttft", "mean_tpot_ms": "tpot", "output_throughput": "throughput",
+    }  # fmt: skip
+    for tag, metric in shown.items():
+        if metric in band and summary[tag]:
+            low, high = interval(band, metric, summary[tag])
+            _line(label(tag), f"{low:.4g} to {high:.4g}")
+    for sentence in in_words(band):
+        _text(sentence, "  ")
 
 
 def print_warnings(summary: Mapping[str, Any], of: str = "") -> None:

@@ -183,10 +183,21 @@ def bands(folder: Path, out: Path | None) -> None:
     residuals = making.residuals_of((*row[:2], *row[2:4]) for row in rows)
     cells = []
     for metric, values in residuals.items():
-        of = making.coverage(values)
-        cells.append([metric, str(of.rows), str(len(of.by_publisher)), f"{100 * of.covered:.0f}",
-                      f"{of.width:.2f}", f"{of.one_width:.2f}"])  # fmt: skip
-    columns = ["figure", "rows", "publishers", "covered, %", "high / low", "one band for all"]
+        for few, part in zip((True, False), making.by_crowd(values), strict=True):
+            of = making.coverage(part)
+            load = "up to 256" if few else "more"
+            cells.append([metric, load, str(of.rows), str(len(of.by_publisher)),
+                          f"{100 * of.covered:.0f}", f"{of.width:.2f}",
+                          f"{of.one_width:.2f}"])  # fmt: skip
+    columns = [
+        "figure",
+        "in flight",
+        "rows",
+        "publishers",
+        "covered, %",
+        "high / low",
+        "one band for all",
+    ]
     print_table("Bands of 80%, of publishers that were left out", columns, cells)
     if out is not None:
         made = {"version": version("eldr-sim"), "date": _today(), "rows": len(rows)}

@@ -17,6 +17,7 @@ from eldr_sim.cli.options import GroupedCommand, check_out, config_from_options,
 from eldr_sim.cli.published import bands, published
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
+from eldr_sim.simulator.outcome.error_band import one_line
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.simulator.setup.config.field_types import parse_mix
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
@@ -188,6 +189,7 @@ def bench(
             for note in each.notes:
                 click.echo(f"Warning: {each.name}: {note}", err=True)
             print_table(each.name + held, ["figure", "measured", "predicted", "error, %"], cells)
+            click.echo(one_line(summary["error_band"]))
             click.echo(f"Bottleneck of the prediction: {summary['limits']['bottleneck']}")
             for line in own.explanations(each, summary, of):
                 click.echo(line)

@@ -6,6 +6,7 @@ from typing import Any
 
 from eldr_sim.kernel_profiles.tables.format import PROVENANCES, weakest
 from eldr_sim.reports.cells import Table, number, table
+from eldr_sim.simulator.outcome.error_band import one_line
 from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.traces.requests.logs.log_header import header_in_words
 from eldr_sim.traces.requests.logs.log_window import part_in_words
@@ -45,6 +46,8 @@ def basis(
     rows |= {("KV transfer", *_split(str(s["kv_transfer"]))) for s in found}
     facts = trace_facts([summary["trace"] for summary in found])
     facts += _merged({name: s.get("latency_notes", ()) for name, s in summaries.items()})
+    bands = {n: [one_line(s["error_band"])] for n, s in summaries.items() if "error_band" in s}
+    facts += _merged(bands)
     sources = table("Sources of the step times", ["part", "provenance", "origin"], sorted(rows))
     label = weakest([s["weakest_provenance"] for s in found])
     return Basis(warned, label, facts, sources)

@@ -15,6 +15,7 @@ from eldr_sim.kinds import AnyPath
 from eldr_sim.parquet import numbers
 from eldr_sim.reports.folders import Folder, contents_of, open_folders
 from eldr_sim.simulator.outcome.bottleneck import IN_LINE, PHASES, TTFT_PHASES, WITHOUT, phases_of
+from eldr_sim.simulator.outcome.error_band import one_line
 
 #: What explanations read of each table: numbers that each row has, numbers that it may lack, words.
 _READ: dict[str, tuple[list[str], list[str], list[str]]] = {
@@ -102,6 +103,8 @@ def explain_run(run: Folder) -> Explanation:
         lines.append(f"Utilisation: {', '.join(used)}")
         if (transfers := limits.get("kv_transfers_per_worker")) is not None:
             lines.append(f"KV transfers in progress on a decode worker: {transfers:.2f}")
+    if band := summary.get("error_band"):
+        lines.append(one_line(band))
     return Explanation(lines, ["phase", "mean", "median", "p99", "share"], rows)
 
 

@@ -19,6 +19,7 @@ from eldr_sim.planning.search.sensitivity import Effect
 from eldr_sim.planning.search.trial import Trial
 from eldr_sim.planning.slo import Interval, Objective, Verdict, is_below
 from eldr_sim.simulator.outcome.catalogue import Headline, label, number
+from eldr_sim.simulator.outcome.error_band import one_line
 from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.outcome.without_effect import NO_TOKEN
 from eldr_sim.simulator.results import Written
@@ -226,6 +227,8 @@ class Answer(Written):
             if not known and (row.trial is None or self.question.kind == "fastest"):
                 said += [f"{row.policy} on {row.gpu}: {reason}" for reason in row.reasons]
             said += [f"{row.policy} on {row.gpu}: {note}" for note in row.notes]
+        if self.best is not None and self.best.trial is not None:
+            said.append(f"Answer: {one_line(self.best.trial.summaries[0]['error_band'])}")
         return tuple(said)
 
     @property

@@ -21,8 +21,8 @@ LOADS = ((16, "up to 16"), (256, "17 to 256"), (math.inf, "more than 256"))
 class Kind(NamedTuple):
     """What tells runs apart, the widest difference first; cells are nested in this order."""
 
-    mode: str
     load: str
+    mode: str
     family: str
     gpu: str
     engine: str
@@ -44,8 +44,8 @@ def kind_of(engine: str, gpu: str, model: ModelDims, *, apart: bool, in_flight: 
     dtype = str(model.linear_dtype if model.is_dense else model.expert_dtype)
     bits = "4" if "4" in dtype else "8" if "8" in dtype else "16"
     return Kind(
-        "prefill and decode apart" if apart else "co-located",
         next(name for most, name in LOADS if in_flight <= most),
+        "prefill and decode apart" if apart else "co-located",
         f"{attention}, {'dense' if model.is_dense else 'MoE'}",
         gpu,
         engine,
@@ -73,10 +73,16 @@ def band_of(kind: Kind, bands: Mapping[str, Any] | None = None) -> dict[str, Any
         cells = data["metrics"][metric]
         depth = next(d for d in range(len(kind), -1, -1) if " | ".join(kind[:d]) in cells)
         cell = cells[" | ".join(kind[:depth])]
-        found[metric] = cell | {"of": ", ".join(kind[:depth]) or "all runs"}
+        found[metric] = cell | {"of": _named(kind, depth)}
         if metric != "throughput" and depth < ALIKE:
             found["compared"] = False
     return found | {"made": data["made"]}
+
+
+def _named(kind: Kind, depth: int) -> str:
+    """Return what the runs of a cell have in common."""
+    known = (f"{kind.load} in flight", *kind[1:])[:depth]
+    return ", ".join(reversed(known)) or "all runs"
 
 
 def interval(band: Mapping[str, Any], metric: str, value: float) -> tuple[float, float]:
@@ -99,3 +105,19 @@ def in_words(band: Mapping[str, Any]) -> list[str]:
             name = metric.upper() if metric != "throughput" else "Throughput"
             said.append(f"{name}: {runs} by {by} ({cell['of']})")
     return said
+
+
+def one_line(band: Mapping[str, Any]) -> str:
+    """Return a band in a sentence, as factors of the predictions."""
+    parts = []
+    for metric in METRICS:
+        if metric in band:
+            cell = band[metric]
+            name = metric.upper() if metric != "throughput" else metric
+            parts.append(f"{name} {cell['low']:.2g} to {cell['high']:.2g} times")
+    known = band["tpot"]
+    by = f"{known['rows']} runs by {known['publishers']} publishers ({known['of']})"
+    said = f"{100 * band['level']:.0f}% of runs lie within {', '.join(parts)} the prediction"
+    if not band["compared"]:
+        return f"Error band: no run like this was ever compared; of wider cells {said}"
+    return f"Error band: {said}; TPOT of {by}"

@@ -15,7 +15,8 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.eldr.router import EldrParameters
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import BYTES_ALONE, PROVENANCE
-from eldr_sim.simulator.outcome.bottleneck import limits_of
+from eldr_sim.simulator.outcome.bottleneck import is_overload, limits_of
+from eldr_sim.simulator.outcome.error_band import band_of, kind_of
 from eldr_sim.simulator.outcome.fault_metrics import fault_figures
 from eldr_sim.simulator.outcome.metrics import describe, draft_counters, summarise
 from eldr_sim.simulator.outcome.scaling_metrics import scaling_figures
@@ -386,6 +387,26 @@ def _warnings(config: RunConfig, prepared: PreparedRun) -> list[str]:
     return list(dict.fromkeys(warnings))
 
 
+def _error_band(
+    config: RunConfig, prepared: PreparedRun, summary: dict[str, Any]
+) -> dict[str, Any]:
+    """Return how wrong the figures may be; throughput only where the load does not set it."""
+    decoders = sum(pool.workers for pool in config.pools if pool.decodes)
+    kind = kind_of(
+        config.engine.engine,
+        prepared.spec.decode.step_time.gpu.name,
+        prepared.model,
+        apart=config.cluster.hands_over,
+        in_flight=summary["max_concurrent_requests"] / max(decoders, 1),
+    )
+    found = band_of(kind)
+    rate = summary["request_rate"]
+    growth = summary["load_growth"]
+    if rate is not None and math.isfinite(rate) and not (growth and is_overload(growth)):
+        del found["throughput"]  # what arrives is served
+    return found
+
+
 def summary_of(
     config: RunConfig, prepared: PreparedRun, workload: Workload, record: RunRecord
 ) -> dict[str, Any]:
@@ -422,6 +443,7 @@ def summary_of(
     if told := [drafting.describe() for drafting in drafts.values() if drafting is not None]:
         summary["speculative_decoding"] = told[0] | draft_counters(record)
     summary["limits"] = limits_of(record, spec)
+    summary["error_band"] = _error_band(config, prepared, summary)
     summary["prefill_mfu"] = _prefill_mfu(config, prepared, record)
     summary |= _workers(spec.decode)
     if config.engine.num_gpu_blocks_override is not None:

@@ -3,10 +3,11 @@
 A residual is the logarithm of measured over predicted. Cells are nested (`Kind`): a cell has the
 10th and 90th percentile of its residuals, where each publisher weighs the square root of its rows,
 drawn towards those of the cell around it: n / (n + `_PRIOR`) is the cell's own share, n at most
-`_MOST` rows a publisher. Then both ends move outwards (or inwards) by a common share of the width,
-until 80% of the rows of publishers that were left out lie within (split conformal prediction by
-groups; Dunn, Wasserman and Ramdas, JASA 2023; quantiles as in Romano et al., NeurIPS 2019). The
-coverage that is stated is of a second round: of publishers that neither cells nor share saw."""
+`_MOST` rows a publisher. Then both ends of all bands move outwards (or inwards) by one distance, at
+which 80% of the rows of publishers that were left out lie within (conformalised quantiles as in
+Romano, Patterson and Candes, NeurIPS 2019, by groups as in Dunn, Wasserman and Ramdas, JASA 2023).
+The coverage that is stated is of a second round: of publishers that neither the cells nor the
+distance saw."""
 
 import math
 from collections import defaultdict
@@ -15,10 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.simulator.outcome.error_band import METRICS, Kind
+from eldr_sim.simulator.outcome.error_band import LOADS, METRICS, Kind
 
 LEVEL = 0.8
-_PRIOR, _MOST, _NARROW = 8.0, 12, 0.15
+_PRIOR, _MOST = 8.0, 12
 #: No band is narrower: runs repeated on another day differ by so much (`silicon.REPEATABILITY`).
 _LEAST = {"ttft": 0.039, "tpot": 0.008, "throughput": 0.008}
 _Cell = tuple[str, ...]
@@ -79,37 +80,28 @@ def cell_of(cells: Mapping[_Cell, Cell], kind: Kind) -> Cell:
     return next(cells[kind[:d]] for d in range(len(kind), -1, -1) if kind[:d] in cells)
 
 
-def _half(cell: Cell) -> float:
-    """Return half of a band's width, at least `_NARROW`: few rows may agree by chance."""
-    return max((cell.high - cell.low) / 2.0, _NARROW)
-
-
-def _scores(cells: Mapping[_Cell, Cell], rows: Sequence[Residual]) -> list[float]:
-    """Return by which share of its half width each row's band must grow to hold the row."""
+def _outside(cells: Mapping[_Cell, Cell], rows: Sequence[Residual]) -> list[float]:
+    """Return how far each row lies outside its band; negative inside."""
     found = []
     for each in rows:
         cell = cell_of(cells, each.kind)
-        outside = max(cell.low - each.value, each.value - cell.high)
-        found.append(outside / _half(cell))
+        found.append(max(cell.low - each.value, each.value - cell.high))
     return found
 
 
 def growth_of(residuals: Sequence[Residual]) -> float:
-    """Return the share of its half width by which every band grows, so that `LEVEL` of the rows of
-    publishers that are left out lie within. Each publisher weighs the square root of its rows, and
-    the next one, which nobody knows, as much as their mean lies outside."""
-    scores, weights = list[float](), list[float]()
-    n = 0
+    """Return by how much both ends of every band move outwards, so that `LEVEL` of the rows of
+    publishers that are left out lie within; each publisher weighs the square root of its rows."""
+    distances, weights = list[float](), list[float]()
     for _, left, others in _left_out(residuals):
-        scores += _scores(cells_of(others), left)
+        distances += _outside(cells_of(others), left)
         weights += [len(left) ** -0.5] * len(left)
-        n += 1
-    if not scores:
+    if not distances:
         return 0.0
-    order = np.argsort(scores)
+    order = np.argsort(distances)
     total = np.cumsum(np.asarray(weights)[order])
-    at = int(np.searchsorted(total, LEVEL * total[-1] * (1.0 + 1.0 / n)))
-    return max(float(np.asarray(scores)[order][min(at, len(scores) - 1)]), -0.5)
+    at = int(np.searchsorted(total, LEVEL * total[-1]))
+    return float(np.asarray(distances)[order][min(at, len(distances) - 1)])
 
 
 def _left_out(
@@ -160,9 +152,17 @@ _ALL = Kind(*[""] * len(Kind._fields))
 def _grown(cells: Mapping[_Cell, Cell], growth: float) -> dict[_Cell, Cell]:
     found = {}
     for path, cell in cells.items():
-        more = max(growth * _half(cell), (cell.low - cell.high) / 2.0)
+        more = max(growth, (cell.low - cell.high) / 2.0)
         found[path] = cell._replace(low=cell.low - more, high=cell.high + more)
     return found
+
+
+def by_crowd(residuals: Sequence[Residual]) -> tuple[list[Residual], list[Residual]]:
+    """Return rows of at most 256 requests in flight on a worker and others, whose servers set the
+    pace: neither says anything about the other."""
+    many = LOADS[-1][1]
+    few = [each for each in residuals if each.kind.load != many]
+    return few, [each for each in residuals if each.kind.load == many]
 
 
 def bands(residuals: Mapping[str, Sequence[Residual]], made: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,8 +170,10 @@ def bands(residuals: Mapping[str, Sequence[Residual]], made: Mapping[str, Any]) 
     and rows that it is of."""
     metrics = {}
     for metric in METRICS:
-        rows = residuals[metric]
-        grown = _grown(cells_of(rows), growth_of(rows))
+        grown: dict[_Cell, Cell] = {}
+        for rows in reversed(by_crowd(residuals[metric])):  # the last one's is the widest cell
+            if rows:
+                grown |= _grown(cells_of(rows), growth_of(rows))
         metrics[metric] = {
             " | ".join(path): {
                 "low": round(math.exp(min(cell.low, -_LEAST[metric])), 3),
