@@ -39,7 +39,7 @@ _MOST_CURVES, _MOST_ROWS = 24, 40
 #: Entries of a summary that the data set holds as JSON text.
 _NESTED = (
     "failed_reasons", "lookups_outside_tables", "latency_warnings", "latency_notes",
-    "trace_warnings", "load_growth", "limits", "provenance", "trace",
+    "trace_warnings", "error_band", "load_growth", "limits", "provenance", "trace",
 )  # fmt: skip
 
 

@@ -228,7 +228,8 @@ class Answer(Written):
                 said += [f"{row.policy} on {row.gpu}: {reason}" for reason in row.reasons]
             said += [f"{row.policy} on {row.gpu}: {note}" for note in row.notes]
         if self.best is not None and self.best.trial is not None:
-            said.append(f"Answer: {one_line(self.best.trial.summaries[0]['error_band'])}")
+            band = self.best.trial.summaries[0].get("error_band")  # a journal may be older
+            said += [] if band is None else [f"Answer: {one_line(band)}"]
         return tuple(said)
 
     @property

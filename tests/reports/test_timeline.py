@@ -22,7 +22,7 @@ def test_timeline_is_valid_and_complete(result, tmp_path):
     kinds = Counter(event["ph"] for event in events)
     assert kinds["X"] == result.steps.num_rows
     assert kinds["s"] == kinds["f"] == 20  # one arrow a KV transfer
-    assert kinds["b"] == kinds["e"] == 6 * 20  # six stages a request
+    assert kinds["b"] == kinds["e"] == 7 * 20  # seven stages a request, the API server first
     for event in events:
         if event["ph"] == "M":
             continue
