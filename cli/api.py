@@ -40,6 +40,7 @@ from eldr_sim.simulator import simulation
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
+from eldr_sim.simulator.setup.config.spellings import spellings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,7 +49,8 @@ Config = RunConfig | Mapping[str, Any] | AnyPath
 F = TypeVar("F", bound=Callable[..., Any])
 #: Options of commands that are no fields of a configuration: where output goes, for which results
 #: have methods, and what runs it.
-_OUTPUT = {"out", "emit", "resume", "force", "plot", "timeline", "verbose", "help", "backend"}
+_OUTPUT = {"out", "emit", "resume", "force", "plot", "timeline", "verbose", "help", "backend",
+           "settings", "help_all"}  # fmt: skip
 
 
 class _Told:
@@ -202,6 +204,9 @@ def _options(
         else:
             near = get_close_matches(name, {*known, *RUN_FIELDS}, 3)
             hint = re.sub("--([a-z-]+)", _python_name, instead_of(name))
+            if "." in (path := spellings().get(name, "")):
+                pool, _, field = path.partition(".")
+                hint = f'{pool}={{"{field}": ...}}'
             if not hint and near:
                 hint = f"did you mean {' or '.join(near)}?"
             raise InputError(name, f"no such option: {hint}" if hint else "no such option",

@@ -1,8 +1,8 @@
 """Options that users know from engines and benchmarks: which of ours says the same, or where it
 comes from."""
 
-from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.launch import fields_named
+from eldr_sim.simulator.setup.config.spellings import spellings
 
 _PRECISION = ("the precision comes with the model: --model NAME-FP8 or -NVFP4 (`eldr-sim models`), "
               "or the config.json of a quantized checkpoint")  # fmt: skip
@@ -67,7 +67,9 @@ def instead_of(name: str) -> str:
     ``name``: without dashes in front, underscores between words."""
     if name in _SAID:
         return _SAID[name]
+    if "." in (path := spellings().get(name, "")):
+        return f"--set {path}=VALUE"
     named = [f"--{field.replace('_', '-')}" for field in fields_named(name)]
-    if not named and name in RUN_FIELDS:
-        return f"it is an option of `eldr-sim run`, --{name.replace('_', '-')}"
+    if not named and path:
+        return f"it is an option of `eldr-sim run`, --{path.replace('_', '-')}"
     return " or ".join(named)

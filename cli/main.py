@@ -14,6 +14,7 @@ _COMMANDS = {
     "fit": ("fit:fit", "Fit ELDR's routing artifact."),
     "gpus": ("listing:gpus", "List the known GPUs."),
     "models": ("listing:models", "List the known models."),
+    "options": ("reference:options", "Search the options of a run."),
     "plan": ("plan:plan", "Find the cheapest cluster that meets an SLO."),
     "policies": ("listing:policies", "List the policies and their parameters."),
     "presets": ("listing:presets", "List clusters that somebody ran."),

@@ -35,7 +35,7 @@ def complete(
     return found
 
 
-def _names(place: str) -> Callable[[], Iterable[str]]:
+def names_from(place: str) -> Callable[[], Iterable[str]]:
     """Return a source of names: a function, or what holds them, as ``module:attribute``."""
 
     def names() -> Iterable[str]:
@@ -47,11 +47,10 @@ def _names(place: str) -> Callable[[], Iterable[str]]:
     return names
 
 
-models = _names("kernel_profiles.models:list_models")
-gpus = _names("kernel_profiles.gpus:list_gpus")
-front_ends = _names("kernel_profiles.kernels.front_end:list_front_ends")
-traces = _names("traces.routing.manifest:builtin_traces")
-workloads = _names("simulator.setup.config.run_config:WORKLOADS")
+models = names_from("kernel_profiles.models:list_models")
+gpus = names_from("kernel_profiles.gpus:list_gpus")
+traces = names_from("traces.routing.manifest:builtin_traces")
+workloads = names_from("simulator.setup.config.requests:WORKLOADS")
 
 
 def policies(decision: str) -> Callable[[], Iterable[str]]:
@@ -73,33 +72,34 @@ def presets() -> Iterable[str]:
 
 
 Decorator = Callable[[Any], Any]
+TENSOR_PARALLEL_SIZE = "--tensor-parallel-size -tp --tp"
 
-#: By field of a run's configuration: the spellings that users know from vLLM.
-ALIASES = {
-    "num_requests": ("--num-prompts",),
-    "log_from": ("--from",),
-    "log_to": ("--to",),
-    "input_len": ("--random-input-len",),
-    "output_len": ("--random-output-len",),
-    "prefix_len": ("--random-prefix-len", "--prefix-repetition-prefix-len"),
-    "num_prefixes": ("--prefix-repetition-num-prefixes",),
-    "tensor_parallel_size": ("-tp", "--tp"),
-    "data_parallel_size": ("-dp", "--dp"),
-}
-#: For commands with an option of their own.
-TENSOR_PARALLEL_SIZE = " ".join(("--tensor-parallel-size", *ALIASES["tensor_parallel_size"]))
+#: The sections of a command's help that are no group of fields: the first, and the last.
+OWN, OUTPUT = "Options", "Output"
+
+
+class Option(click.Option):
+    """An option with its section of the help. ``common``: whether ``--help`` shows it; `eldr-sim
+    options` lists all."""
+
+    def __init__(
+        self, *arguments: Any, section: str = OWN, common: bool = True, **named: Any
+    ) -> None:
+        super().__init__(*arguments, **named)
+        self.section, self.common = section, common
 
 
 def option(names: str, kind: Any = None, help: str | None = None, **more: Any) -> Decorator:
     """Return ``click.option``. ``names``: spellings, and the parameter's name where that is
-    another; ``kind``: bool for a flag, Path, choices, or a type of click's."""
+    another; ``kind``: bool for a flag, Path, choices, or a type of click's; ``more``: ``section``
+    and ``common`` as of `Option`, and what ``click.option`` takes."""
     if kind is bool:
         more["is_flag"] = True
     elif kind is Path:
         more = {"type": click.Path(path_type=Path), "metavar": "DIR", **more}
     else:
         more["type"] = click.Choice(kind) if isinstance(kind, list) else kind
-    return click.option(*names.split(), help=help, **more)
+    return click.option(*names.split(), help=help, cls=Option, **more)
 
 
 def together(*options: Decorator) -> Decorator:
@@ -122,14 +122,15 @@ def with_pictures(given: bool) -> bool:
 
 #: --plot of a command that writes a folder.
 plot_option = option("--plot", bool, "Draw pictures (PNG) into --out; needs [plot].",
+                     section=OUTPUT,
                      callback=lambda _context, _option, given: with_pictures(given))  # fmt: skip
 
 
 def output(help: str, replaced: str, *, plot: bool = False) -> Decorator:
     """Return --out and --force of a command that writes a folder and, where asked for, --plot."""
     return together(
-        option("--out", Path, help),
-        option("--force", bool, f"Replace {replaced}."),
+        option("--out", Path, help, section=OUTPUT),
+        option("--force", bool, f"Replace {replaced}.", section=OUTPUT),
         *((plot_option,) if plot else ()),
     )
 

@@ -1,234 +1,245 @@
 """Command-line options of a run, made from the fields of its configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import click
+from click.shell_completion import CompletionItem
+from pydantic.fields import FieldInfo
 
 from eldr_sim.cli.option import (
-    ALIASES,
+    OUTPUT,
+    OWN,
     Completer,
     Decorator,
     complete,
-    front_ends,
-    gpus,
-    models,
+    names_from,
     option,
     policies,
     presets,
     together,
-    traces,
     with_pictures,
-    workloads,
 )
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import BUILT_IN, DECISION_OF
-from eldr_sim.simulator.setup.config.groups import GROUPS as CONFIG_GROUPS
-from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
+from eldr_sim.simulator.setup.config.groups import GROUP_OF, GROUPS, RUN_FIELDS
+from eldr_sim.simulator.setup.config.option import option_of, words_of
 from eldr_sim.simulator.setup.config.pools import Pool
 from eldr_sim.simulator.setup.config.presets import preset_fields
 from eldr_sim.simulator.setup.config.run_config import (
     RunConfig,
+    field_path,
     make_config,
     read_config,
     set_field,
 )
+from eldr_sim.simulator.setup.config.spellings import (
+    PATHS,
+    POOLS,
+    parse_setting,
+    parse_value,
+    spellings,
+)
 
-#: Sections of the help behind that of a long group, and their fields of it.
-_APART: dict[str, dict[str, tuple[str, ...]]] = {
-    "Cluster": {"Parallelism": (
-        "tensor_parallel_size", "enable_expert_parallel", "data_parallel_size",
-        "enable_elastic_ep", "micro_batches", "pipeline_parallel_size", "num_redundant_experts",
-        "gpus_per_node", "all2all_backend",
-    )},
-    "Requests": {
-        "Measured part": (
-            "log_from", "log_to", "busiest", "duration", "warmup", "num_requests", "seed",
-        ),
-        "Sessions": (
-            "sessions", "max_active_sessions", "turns", "calls_per_turn", "think_time", "tool_time",
-            "new_tokens", "history", "sessions_file", "recorded_ttft_ms", "recorded_tpot_ms",
-        ),
-    },
-    "Routing": {"Lengths": (
-        "input_len", "prompt_lengths", "output_len", "random_range_ratio", "prefix_len",
-        "num_prefixes", "length_shape",
-    )},
-}  # fmt: skip
-#: The fields of a run's configuration by group, in the order of the help.
-GROUPS: dict[str, tuple[str, ...]] = {}
-for _name, _group in CONFIG_GROUPS.items():
-    _title = "KV cache" if _name == "kv" else _name.replace("_", " ").capitalize()
-    _sections = _APART.get(_title, {})
-    _apart = {field for fields in _sections.values() for field in fields}
-    GROUPS[_title] = tuple(field for field in _group.model_fields if field not in _apart)
-    GROUPS |= _sections
-GROUPS[POOLS := "Prefill and decode workers, where they differ"] = ()
-#: Options of every command that makes a result.
-_OUTPUT = (
-    "preset", "config", "from_manifest", "out", "force", "plot", "timeline", "backend", "verbose",
-    "help", "help_all",
-)  # fmt: skip
-_ALL = "eldr_sim.help_all"
-_GROUP_OF = {name: title for title, names in GROUPS.items() for name in names}
-for _role in ("prefill", "decode"):
-    _GROUP_OF |= {f"{_role}_{name}": POOLS for name in Pool.model_fields}
-_FIELDS = frozenset(_GROUP_OF)
-_GROUP_OF |= dict.fromkeys(_OUTPUT, "Output")
+#: The groups of fields, by their sections of the help.
+TITLES = {
+    name: "KV cache" if name == "kv" else name.replace("_", " ").capitalize() for name in GROUPS
+}
 
 
-#: The fields that ``--help`` shows; the others are for ``--help-all``.
-_OFTEN = frozenset({
-    "policy", "prefill_policy", "workload", "request_rate", "max_concurrency", "duration",
-    "num_requests", "seed", "output_len", "topology", "gpu", "tensor_parallel_size",
-    "data_parallel_size", "enable_expert_parallel", "model", "enable_prefix_caching", "goodput",
-})  # fmt: skip
+_ALL = "`eldr-sim options` lists all options, `eldr-sim options WORD` those about a word."
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has the options of a run by group; ``--help-all`` the seldom ones,
-    too."""
+    """A command on a run's configuration: its help shows the common options, by group, and
+    ``--set`` is the option of the field that it names."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         eager: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
-        eager |= {"callback": _print_all, "help": "Show all options, in groups."}
+        eager |= {"callback": _point_to_options, "hidden": True}
         self.params.append(click.Option(["--help-all"], **eager))
+        self.epilog = f"{_ALL} --set and --config reach every field."
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse a command line; what ``--set`` says of fields with an option is that option's."""
+        rest = super().parse_args(ctx, args)
+        if ctx.params.get("settings"):
+            ctx.params["settings"] = tuple(_spread(ctx.params))
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, by group."""
-        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *GROUPS)}
+        """Write the common options, by group."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        sections |= {title: [] for title in (OWN, *TITLES.values(), OUTPUT)}
         for param in self.get_params(ctx):
-            record, names = param.get_help_record(ctx), _names(param)
-            seldom = not _OFTEN.intersection(names) and any(name in _FIELDS for name in names)
-            if record is not None and (_ALL in ctx.meta or not seldom):
-                group = next((_GROUP_OF[name] for name in names if name in _GROUP_OF), "Options")
-                groups[group].append(record)
-        for title, records in groups.items():
+            record = param.get_help_record(ctx)
+            if record is not None and getattr(param, "common", True):
+                sections[getattr(param, "section", OUTPUT)].append(record)
+        for title, records in sections.items():
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
 
 
-def _print_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+def _point_to_options(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value:
-        ctx.meta[_ALL] = True
-        click.echo(ctx.get_help(), color=ctx.color)
+        click.echo(_ALL)
         ctx.exit()
 
 
-def _names(param: click.Parameter) -> list[str]:
-    return [option.lstrip("-").replace("-", "_") for option in param.opts]
-
-
-#: Fields that are mappings and have options of their own.
-_MAPPINGS = ("goodput", "prefill", "decode")
-#: Fields that are said in another option: ``--engine vllm==0.24``.
-_SAID_ELSEWHERE = ("engine_version",)
-#: Options of one pool's workers, such as ``prefill_gpu``, and the fields they stand for.
-_POOL_OPTIONS = {
-    f"{role}_{name}": (role, name)
-    for role in ("prefill", "decode")
-    for name in Pool.model_fields
-    # A plan's, or a file's: help has room for a screen; the version is a part of the engine's word.
-    if name not in ("all2all_backend", "engine_version")
-}
-
-
-def run_options(*, without: tuple[str, ...] = ()) -> Decorator:
-    """Add an option for each field of :class:`RunConfig`, plus ``--config`` and ``--goodput``."""
-    hidden = (*_MAPPINGS, *_SAID_ELSEWHERE, *without)
-    options = [_option(name) for name in RUN_FIELDS if name not in hidden]
-    options += [_pool_option(name) for name in _POOL_OPTIONS]
-    bounds = (
-        "Service level of a good request, ms: ttft:500,tpot:30 (also e2el); once with a list, or "
-        "repeated."
+def run_options(*, without: tuple[str, ...] = (), seldom: str = "") -> Decorator:
+    """Add an option for each field of :class:`RunConfig` but for pools, whose fields are set by
+    their paths; and ``--set``, ``--config`` and ``--preset``. ``seldom``: a group that the help of
+    this command does not show."""
+    fields = [name for name in RUN_FIELDS if name not in (*POOLS, *without)]
+    options = [_field_option(name, RUN_FIELDS[name], shown=GROUP_OF[name] != seldom)
+               for name in fields]  # fmt: skip
+    setting = (
+        "Any field of a run: max_num_seqs=64, policy.tau=0.2; of the workers of a pool: "
+        "decode.gpu=H200. Repeat for more."
     )
-    somebody = (
-        "A cluster that somebody ran (eldr-sim presets); other options and --config override its "
-        "fields."
+    preset = (
+        "A published cluster (eldr-sim presets); other options and --config override its fields."
     )
     file = "Read fields from a file (or from the config.json of a result); options override it."
-    if "goodput" not in without:
-        options.append(option("--goodput", None, bounds, multiple=True, metavar="METRIC:MS,..."))
+    last: dict[str, Any] = {"section": OUTPUT}
+    options.append(
+        option("--set settings", None, setting, multiple=True, metavar="FIELD=VALUE", **last,
+               callback=_settings, shell_complete=complete_setting)
+    )  # fmt: skip
     if "preset" not in without:
         named = {"metavar": "NAME[:MODEL][+warm-up]", "shell_complete": complete(presets)}
-        options.append(option("--preset", None, somebody, **named))
-    options.append(option("--config config_file", Path, file, metavar="FILE.yaml"))
+        options.append(option("--preset", None, preset, **named, **last))
+    options.append(option("--config config_file", Path, file, metavar="FILE.yaml", **last))
     return together(*options)
 
 
-def _pool_option(name: str) -> Decorator:
-    _, field = _POOL_OPTIONS[name]
-    about = Pool.model_fields[field]
-    return _made(name, field, about.annotation == bool | None, about.description)
+def _settings(
+    _ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]
+) -> tuple[tuple[str, str], ...]:
+    return tuple(parse_setting(text) for text in texts)
 
 
-def _option(name: str) -> Decorator:
-    if several := {"fail": "POOL:N@S[+S]", "kv_tier": "NAME:BYTES,load=..."}.get(name):
-        flag = "--" + name.replace("_", "-")
-        return option(f"{flag} {name}", None, _help(name), multiple=True, metavar=several)
-    switch = RUN_FIELDS[name].annotation in (bool, bool | None)
-    return _made(name, name, switch, _help(name), *ALIASES.get(name, ()))
+def _field_option(name: str, field: FieldInfo, *, shown: bool) -> Decorator:
+    """Return the option of a field, from its declaration."""
+    mark, flag = option_of(name, field), name.replace("_", "-")
+    about: dict[str, Any] = {"section": TITLES[GROUP_OF[name]], "multiple": mark.repeated}
+    about["common"] = mark.common and shown
+    text = described(name, field)
+    if default := default_of(field):
+        text += f"  [default: {default}]"
+    if is_switch(field):
+        return option(f"--{flag}/--no-{flag} {name}", None, text, default=None, **about)
+    about |= {"metavar": metavar_of(name, field), "shell_complete": completer_of(name, field)}
+    return option(" ".join([f"--{flag}", *mark.aliases, name]), None, text, **about)
 
 
-def _made(name: str, field: str, switch: bool, text: str | None, *aliases: str) -> Decorator:
-    flag = name.replace("_", "-")
-    if switch:
-        return option(f"--{flag}/--no-{flag} {name}", None, text, default=None)
-    named = {"metavar": _metavar(field), "shell_complete": _completer(field)}
-    return option(" ".join([f"--{flag}", *aliases, name]), None, text, **named)
+def is_switch(field: FieldInfo) -> bool:
+    """Whether a field is true or false."""
+    return field.annotation in (bool, bool | None)
 
 
-def _completer(name: str) -> Completer | None:
-    if choices := _choices(name):
-        return complete(lambda: choices)
+def described(name: str, field: FieldInfo) -> str:
+    """Return the description of a field, with the built-in policies where it names one."""
+    text = " ".join((field.description or "").replace("``", "").split())
+    if name not in DECISION_OF:
+        return text
+    own = ", or ./FILE.py:Class" if name == "policy" else ""
+    return f"{text} Built in: {', '.join(BUILT_IN[DECISION_OF[name]])}{own}."
+
+
+def default_of(field: FieldInfo) -> str:
+    """Return the default of a field as one types it; empty where its description says it."""
+    default = (
+        field.default[0] if field.default and isinstance(field.default, tuple) else field.default
+    )
+    plain = isinstance(default, str | int | float) and default is not None
+    return str(default) if plain else ""
+
+
+def metavar_of(name: str, field: FieldInfo) -> str:
+    """Return what stands for the value of a field."""
+    if mark := option_of(name, field).metavar or "|".join(words_of(field)):
+        return mark
+    if name in DECISION_OF:
+        return "NAME[:PARAMETER=VALUE,...]"
+    return "N" if int in (field.annotation, *get_args(field.annotation)) else "NUMBER"
+
+
+def completer_of(name: str, field: FieldInfo) -> Completer | None:
+    """Return what completes the value of a field; None where nothing does."""
+    mark, words = option_of(name, field), words_of(field)
+    if words:
+        return complete(lambda: words)
     if name in DECISION_OF:
         return complete(policies(DECISION_OF[name]))
-    return {
-        "model": complete(models, "file"),
-        "gpu": complete(gpus, "file"),
-        "frontend": complete(front_ends, "file"),
-        "trace": complete(traces, "dir"),
-        "workload": complete(workloads, "file"),
-        "tables": complete(tuple, "dir"),
-        **dict.fromkeys(
-            ("events", "load", "sessions_file", "extra_llm_api_options"), complete(tuple, "file")
-        ),
-    }.get(name)
+    if mark.names or mark.path:
+        return complete(names_from(mark.names) if mark.names else tuple, mark.path)
+    return None
 
 
-def _choices(name: str) -> tuple[str, ...]:
-    """Return the words that a field may be, where these are all that it may be."""
-    field = RUN_FIELDS.get(name)
-    annotation = None if field is None else field.annotation
-    if get_origin(annotation) is not Literal:  # or one that may be None
-        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
-        annotation = kinds[0] if len(kinds) == 1 else None
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+def complete_setting(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Complete a field by its path, and then its value."""
+    path, equals, value = incomplete.partition("=")
+    if not equals:
+        known = spellings() if path.partition(".")[0] in GROUPS else PATHS
+        return [CompletionItem(f"{name}=") for name in known if name.startswith(path)]
+    name = spellings().get(path, path).rpartition(".")[2]
+    field = Pool.model_fields.get(name) or RUN_FIELDS.get(name)
+    if field is None:
+        return []
+    completer = completer_of(name, field)
+    found = [] if completer is None else completer(ctx, param, value)
+    if is_switch(field):
+        found = complete(lambda: ("true", "false"))(ctx, param, value)
+    return [CompletionItem(f"{path}={item.value}") for item in found if item.type == "plain"]
+
+
+def _spread(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Move what ``--set`` says of whole fields to their options, in place; yields the rest, the
+    fields inside others. Raises InputError where an option says one, too."""
+    said: set[str] = set()
+    for path, text in given.pop("settings", None) or ():
+        name = field_path(path)
+        if "." in name:
+            yield name, text
+            continue
+        repeated = name in RUN_FIELDS and option_of(name, RUN_FIELDS[name]).repeated
+        if given.get(name) not in (None, ()) and not (repeated and name in said):
+            twice = f"--{name.replace('_', '-')} and --set {path}"
+            raise InputError(name, f"given twice: {twice}", "one of the two")
+        given[name] = (*(given.get(name) or ()), text) if repeated else text
+        said.add(name)
+
+
+def _meaning(value: Any, field: str) -> Any:
+    """Return what a typed value, or the only one of an option that may be repeated, means."""
+    if isinstance(value, tuple) and len(value) == 1:
+        value = value[0]
+    return parse_value(value, field) if isinstance(value, str) else value
 
 
 def config_from_options(options: dict[str, Any]) -> RunConfig:
-    """Build the configuration from ``--config`` (a file or a mapping) and options, or
+    """Build the configuration from ``--config`` (a file or a mapping), options and ``--set``, or
     InputError."""
     given = {name: value for name, value in options.items() if value not in (None, ())}
+    inside = list(_spread(given))
     file = given.pop("config_file", None)
     preset = given.pop("preset", None)
-    bounds = given.pop("goodput", ())
+    given = {name: _meaning(value, name) for name, value in given.items()}
     values = dict(file) if isinstance(file, Mapping) else read_config(file) if file else {}
     if preset is not None:
         values = preset_fields(preset, values | _known(given))
         if "+" in preset:  # its load has taken the rate up
             given.pop("request_rate", None)
-    for name in given.keys() & _POOL_OPTIONS.keys():
-        set_field(values, ".".join(_POOL_OPTIONS[name]), given.pop(name))
     values |= given
-    if bounds:
-        from eldr_sim.planning.slo import parse_slo  # NumPy: --help does without
-
-        values["goodput"] = parse_slo(bounds, "goodput").model_dump(exclude_none=True)
+    for path, text in inside:
+        set_field(values, path, parse_value(text, path))
     return make_config(values)
 
 
@@ -283,54 +294,3 @@ def plot_extras(plot: bool, out: Path | None, name: str = "") -> list[Callable[[
     from eldr_sim.reports.figures import png_writer  # takes long to import
 
     return [png_writer(name)]
-
-
-def _metavar(name: str) -> str:
-    if name == "engine":
-        return "|".join(_choices(name)) + "[==VERSION]"
-    if choices := _choices(name):
-        return "|".join(choices)
-    if name in DECISION_OF:
-        return "NAME[:PARAMETER=VALUE,...]"
-    return {
-        "topology": "xPyD|xC|xP",
-        "workload": "task|language|trace|FILE",
-        "trace": "NAME|DIR",
-        "tables": "DIR",
-        "events": "FILE",
-        "output_len": "N|recorded",
-        "columns": "KEY=COLUMN,...",
-        "load": "sine:|ladder:|FILE",
-        **dict.fromkeys(("domain_mix", "domain_mix_end"), "NAME=WEIGHT,..."),
-        "model": "NAME|PATH",
-        "gpu": "NAME|PATH",
-        "acceptance": "NAME|FILE",
-        "speculative_config": "JSON",
-        "price_per_gpu_hour": "$",
-        "frontend": "CPU|FILE",
-        **dict.fromkeys(("log_from", "log_to", "busiest", "duration", "warmup"), "TIME"),
-        **dict.fromkeys(("turns", "calls_per_turn", "new_tokens"), "N|DRAWN"),
-        **dict.fromkeys(("think_time", "tool_time"), "S|DRAWN"),
-        "history": "all|RULE:VALUE",
-        **dict.fromkeys(("sessions_file", "extra_llm_api_options"), "FILE"),
-        "engine_args": "OPTIONS",
-        "conditional_disagg": "RULE",
-        "start_up": "S|NAME",
-        **dict.fromkeys(("min_workers", "initial_workers"), "N[,N]"),
-    }.get(name, "N" if int in (*get_args(_annotation(name)), _annotation(name)) else "NUMBER")
-
-
-def _annotation(name: str) -> Any:
-    return (RUN_FIELDS.get(name) or Pool.model_fields[name]).annotation
-
-
-def _help(name: str) -> str:
-    field = RUN_FIELDS[name]
-    text = (field.description or "").replace("``", "")
-    if name in DECISION_OF:
-        own = ", or ./FILE.py:Class" if name == "policy" else ""
-        text += f" Built in: {', '.join(BUILT_IN[DECISION_OF[name]])}{own}."
-    if field.default in (None, ()):
-        return text
-    default = field.default if not isinstance(field.default, tuple) else field.default[0]
-    return f"{text}  [default: {default}]"

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from eldr_sim.cli.console import RunCounter, print_log_part, print_table, run_counter
-from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, complete, jobs_option, option, plot_option
+from eldr_sim.cli.option import (
+    OUTPUT,
+    TENSOR_PARALLEL_SIZE,
+    complete,
+    jobs_option,
+    option,
+    plot_option,
+)
 from eldr_sim.cli.option import gpus as gpu_names
 from eldr_sim.cli.option import policies as policy_names
 from eldr_sim.cli.options import (
@@ -25,6 +32,7 @@ from eldr_sim.cli.options import (
 )
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
+from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -55,18 +63,19 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
 @option("--data-parallel-size -dp --dp engines", None, "Engines of a worker to choose from, for "
         "each pool; they share experts.  [default: 1]", metavar="N,...")  # fmt: skip
 @option("--ffn-ranks", None, "GPUs beside the engines of a decode worker that hold its experts, to "
-        "choose from.  [default: 0]", metavar="N,...")  # fmt: skip
+        "choose from.  [default: 0]", metavar="N,...", common=False)  # fmt: skip
 @option("--num-redundant-experts redundant", None, "Numbers of redundant experts to choose from, "
-        "where engines share experts.  [default: 0]", metavar="N,...")  # fmt: skip
+        "where engines share experts.  [default: 0]", metavar="N,...", common=False)  # fmt: skip
 @option("--drafts", None, "Numbers of drafts of --speculative-config to choose from, 0 for none.",
-        metavar="N,...")  # fmt: skip
+        metavar="N,...", common=False)  # fmt: skip
 @option("--vary axes", None, "Another field of a run, with values to choose from: "
         "all2all_backend=deepep_ll,pplx. Repeat for more: every combination is searched.",
         multiple=True, metavar="FIELD=VALUE,...")  # fmt: skip
 @option("--prefill-only", bool, "Plan prefill workers alone: strategy, token budget, chunks. "
         "Without --slo, the fastest for --num-requests prompts at once.")  # fmt: skip
 @option("--strategy strategies", None, "How GPUs of such a worker may share the model: "
-        "async_ep,dp_ep,tp_ep,tp,pp.  [default: all]", metavar="NAME,...")  # fmt: skip
+        "async_ep,dp_ep,tp_ep,tp,pp.  [default: all]", metavar="NAME,...",
+        common=False)  # fmt: skip
 @option("--topology", None, "Find the highest rate of this cluster instead; with --load, the most "
         "workers of a fleet.", metavar="xPyD")  # fmt: skip
 @option("--autoscale autoscalers", None, "Autoscalers to choose from for a load that changes "
@@ -75,11 +84,17 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
         shell_complete=complete(policy_names("scaling"), listed=True))  # fmt: skip
 @option("--gpus n_gpus", int, "Find the cluster of up to N GPUs with the highest rate instead.",
         metavar="N")  # fmt: skip
-@option("--knobs", bool, "With --gpus, say what each choice adds: alone, and beside the others.")
+@option(
+    "--knobs",
+    bool,
+    "With --gpus: ablation of each choice, alone and beside the others.",
+    common=False,
+)
 @option("--why-not", None, "Say why a cluster is not the answer: 1P2D:tp8, 4C:tp2,dp4, or "
         "1P2D:tp2+tp1,dp8 of prefill + decode workers. Repeat for more.", multiple=True,
-        metavar="xPyD:SIZES")  # fmt: skip
-@option("--sensitivity", bool, "Say which input, 10% off, would have had another answer.")
+        metavar="xPyD:SIZES", common=False)  # fmt: skip
+@option("--sensitivity", bool, "Report which inputs would change the answer if 10% off.",
+        common=False)  # fmt: skip
 @option("--seeds", int, "Most seeds per cluster; fewer if they suffice.", default=8)
 @jobs_option
 @run_options(
@@ -88,13 +103,13 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
         "data_parallel_size", "num_redundant_experts", "preset", "autoscale",
     )
 )  # fmt: skip
-@option("--out", Path, "Write the plan. Ended runs are kept beside it until then.")
-@option("--resume", bool, "Go on with the runs of an interrupted plan for --out.")
+@option("--out", Path, "Write the plan. Ended runs are kept beside it until then.", section=OUTPUT)
+@option("--resume", bool, "Go on with the runs of an interrupted plan for --out.", section=OUTPUT)
 @option("--emit", Path, "Write what launches the answer: vLLM, SGLang, TensorRT-LLM, llm-d, "
-        "Dynamo, a benchmark.")  # fmt: skip
-@option("--force", bool, "Replace the plan in --out, the files in --emit.")
+        "Dynamo, a benchmark.", section=OUTPUT)  # fmt: skip
+@option("--force", bool, "Replace the plan in --out, the files in --emit.", section=OUTPUT)
 @plot_option
-@option("--verbose", bool, "Print what became of every shape of clusters.")
+@option("--verbose", bool, "Print what became of every shape of clusters.", section=OUTPUT)
 def plan(
     out: Path | None,
     resume: bool,
@@ -216,7 +231,7 @@ def planned(
     from eldr_sim.planning.search.rates import plan_rate
     from eldr_sim.planning.search.split import plan_split
     from eldr_sim.planning.search.why_not import named
-    from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
+    from eldr_sim.planning.slo import Objective, looks_up_to
 
     asked = _Asked(**{name: options.pop(name) for name in _Asked._fields})
     if not asked.slo and not asked.prefill_only:
@@ -363,7 +378,7 @@ def _with_window(config: RunConfig, objective: Objective, options: dict[str, Any
 
 def _note_long_log(config: RunConfig) -> None:
     """Say before a plan of a long log what each of its runs replays."""
-    if config.requests.measures_whole_log and config.routing.length_shape is None:
+    if config.requests.measures_whole_log and config.requests.length_shape is None:
         from eldr_sim.traces.requests.load import named_log
 
         length, asked = config.effective_output_len, config.requests

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_summary, progress_bar
-from eldr_sim.cli.option import option, output
+from eldr_sim.cli.option import OUTPUT, option, output
 from eldr_sim.cli.options import (
     GroupedCommand,
     check_out,
@@ -28,10 +28,10 @@ _BACKENDS = (
 @run_options()
 @option("--from-manifest", Path, "Engines, flags, replicas and pools of a deployment: values of "
         "vLLM's production stack or llm-d's modelservice, a DynamoGraphDeployment, or docker "
-        "compose. Options override it.", metavar="FILE")  # fmt: skip
+        "compose. Options override it.", metavar="FILE", section=OUTPUT)  # fmt: skip
 @output("Write the result.", "the result in --out", plot=True)
-@option("--timeline", bool, "Write timeline.json, a Chrome trace, into --out.")
-@option("--backend", ["compiled", "simpy", "vllm"], _BACKENDS, default="compiled")
+@option("--timeline", bool, "Write timeline.json, a Chrome trace, into --out.", section=OUTPUT)
+@option("--backend", ["compiled", "simpy", "vllm"], _BACKENDS, default="compiled", section=OUTPUT)
 def run(
     out: Path | None,
     force: bool,

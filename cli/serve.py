@@ -32,7 +32,7 @@ def _http_options(command: Any) -> Any:
     )(command)  # fmt: skip
 
 
-_OF_SERVICE = ("speed", "max_queue", "start_up_s", "tokenizer", "log")
+_OF_SERVICE = ("speed", "max_queue", "ready_after_s", "tokenizer", "log")
 
 
 @click.command(cls=GroupedCommand, short_help="Serve OpenAI's API from a simulated cluster.")
@@ -53,15 +53,15 @@ _OF_SERVICE = ("speed", "max_queue", "start_up_s", "tokenizer", "log")
         metavar="X")  # fmt: skip
 @option("--max-queue", IntRange(1), "Requests that may wait; beyond them the answer is 429.  "
         "[default: any number]", metavar="N")  # fmt: skip
-@option("--start-up start_up_s", FloatRange(0.0), "Seconds until it is healthy, as an engine that "
-        "loads weights.", default=0.0, metavar="S")  # fmt: skip
+@option("--ready-after ready_after_s", FloatRange(0.0), "Seconds until /health answers 200, as of "
+        "an engine that loads weights.", default=0.0, metavar="S")  # fmt: skip
 @option("--tokenizer", _FILE, "A tokenizer.json that counts prompts' tokens.  [default: four "
         "characters are one]", metavar="FILE")  # fmt: skip
 @_http_options
 @option("--log", _FILE, "Append what arrives, a line a request.", metavar="FILE")
 @option("--replay", _FILE, "Run such a log again, and end.", metavar="LOG")
 @output("Its result.", "the result in --out")
-@run_options(without=("start_up",))
+@run_options(seldom="requests")
 def serve(
     host: str,
     port: int,

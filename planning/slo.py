@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.setup.config.run_config import ServiceLevel, make_config
+from eldr_sim.simulator.setup.config.groups import ServiceLevel
 
 
 class Interval(NamedTuple):
@@ -136,23 +136,6 @@ def looks_up_to(seeds: int) -> tuple[int, ...]:
         looks.append(following)
         following += looks[-2]
     return (*(n for n in looks if n < seeds), seeds)
-
-
-def parse_slo(texts: Iterable[str], field: str = "slo") -> ServiceLevel:
-    """Parse bounds such as ``ttft:500,tpot:30``, ms; raises InputError, naming ``field``."""
-    bounds: dict[str, str] = {}
-    for text in (part.strip() for given in texts for part in given.split(",")):
-        name, colon, bound = text.partition(":")
-        if not colon or name in bounds:
-            problem = "is given twice" if colon else "is no bound"
-            raise InputError(field, f"{text!r} {problem}", "METRIC:MS such as ttft:500,tpot:30")
-        bounds[name] = bound
-    try:
-        return make_config({"goodput": bounds}).output.goodput
-    except InputError as error:
-        metric = error.field.replace("goodput.", "").replace("goodput", "")
-        problem = f"{metric}: {error.problem}" if metric else error.problem
-        raise InputError(field, problem, "ttft, tpot and e2el in ms") from None
 
 
 def attainment_interval(

@@ -273,7 +273,7 @@ def offered_load(
     values["output_len"] = config.effective_output_len
     if config.requests.n_sessions is not None:
         values["num_requests"] = config.requests.n_sessions
-    ratio = config.routing.random_range_ratio
+    ratio = config.requests.random_range_ratio
     load = Load(
         **values,
         horizon_s=horizon,

@@ -16,7 +16,8 @@ from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.axes import value_of
 from eldr_sim.planning.search.candidates import cluster_label
 from eldr_sim.planning.search.knobs import ALL, BASE, plan_knobs
-from eldr_sim.planning.slo import Objective, paired_percent, parse_slo
+from eldr_sim.planning.slo import Objective, paired_percent
+from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 
 #: Model, GPU, how many, tokens in and out, service level, published acceptance of drafts.

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import parse_yaml
 from eldr_sim.planning.compare.paired import PairedDifference, headline_of, run_paired
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, PREFILL_HEADLINE, Headline
 from eldr_sim.simulator.results import Written
 from eldr_sim.simulator.setup.config import run_config
+from eldr_sim.simulator.setup.config.spellings import parse_setting, parse_value
 
 #: Metrics of a what-if.
 FIGURES = (
@@ -129,7 +129,7 @@ def read_base(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def change_fields(values: dict[str, Any], change: str) -> dict[str, Any]:
-    """Return field values with a change: assignments of YAML to dot paths such as ``topology=8P12D
+    """Return field values with a change: assignments to dot paths such as ``topology=8P12D
     policy.tau=0.2``. Raises InputError if the change is not ``FIELD=VALUE``."""
     changed = dict(values)
     try:
@@ -139,14 +139,8 @@ def change_fields(values: dict[str, Any], change: str) -> dict[str, Any]:
     if not parts:
         raise InputError("set", "an empty change", "FIELD=VALUE such as decode.gpu=h200")
     for part in parts:
-        path, equals, text = part.partition("=")
-        if not (path and equals):
-            raise InputError("set", repr(part), "FIELD=VALUE such as decode.gpu=h200")
-        try:
-            value = parse_yaml(text, "set", repr(part))
-        except InputError:
-            value = text
-        run_config.set_field(changed, path, value)
+        path, text = parse_setting(part)
+        run_config.set_field(changed, path, parse_value(text, path))
     return changed
 
 

@@ -217,16 +217,16 @@ def _bench(made: Deployment, prompt: int, output: int, rate: float) -> str:
     config = made.config
     bounds: dict[str, Any] = config.output.goodput.model_dump(exclude_none=True)
     seconds = 60.0 if config.requests.duration_s is None else config.requests.duration_s
-    own, n_prefixes = prompt - config.routing.prefix_len, config.routing.num_prefixes
+    own, n_prefixes = prompt - config.requests.prefix_len, config.requests.num_prefixes
     lengths = f"--dataset-name random --random-input-len {own} --random-output-len {output} "
     lengths += (
-        f"--random-prefix-len {config.routing.prefix_len} " if config.routing.prefix_len else ""
+        f"--random-prefix-len {config.requests.prefix_len} " if config.requests.prefix_len else ""
     )
-    lengths += f"--random-range-ratio {config.routing.random_range_ratio:g}"
+    lengths += f"--random-range-ratio {config.requests.random_range_ratio:g}"
     if n_prefixes > 1:
         kind = "prefix-repetition"
         lengths = f"--dataset-name prefix_repetition --{kind}-num-prefixes {n_prefixes} "
-        lengths += f"--{kind}-prefix-len {config.routing.prefix_len} --{kind}-suffix-len {own} "
+        lengths += f"--{kind}-prefix-len {config.requests.prefix_len} --{kind}-suffix-len {own} "
         lengths += f"--{kind}-output-len {output}"
     words = [
         'vllm bench serve --model "$MODEL" --base-url "${URL:-http://127.0.0.1:8000}"',

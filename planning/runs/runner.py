@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.simulator.run import simulate_summary
-from eldr_sim.simulator.setup.config.groups import NO_PART
+from eldr_sim.simulator.setup.config.requests import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.replay import SharedReplay, share, use

@@ -14,7 +14,7 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.planning.search.prefill_strategy import prefill_label
 from eldr_sim.policies.choice import parse, split
 from eldr_sim.policies.registry import canonical
-from eldr_sim.simulator.setup.config.groups import RoutingConfig, WorkloadConfig
+from eldr_sim.simulator.setup.config.requests import RoutingConfig, WorkloadConfig
 from eldr_sim.simulator.setup.config.run_config import RunConfig, get_field, make_config, set_field
 from eldr_sim.simulator.setup.kv_tiers import parse_sizes
 from eldr_sim.simulator.setup.run_routing import servable

@@ -35,7 +35,8 @@ from eldr_sim.planning.search.shapes import BUSY
 from eldr_sim.planning.search.trial import found_by_seed
 from eldr_sim.planning.slo import Objective, t_interval
 from eldr_sim.simulator.run import offered_load
-from eldr_sim.simulator.setup.config.groups import NO_PART, RUN_FIELDS
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
+from eldr_sim.simulator.setup.config.requests import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.run_routing import routing_of

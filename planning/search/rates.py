@@ -16,7 +16,7 @@ from eldr_sim.planning.search.shapes import capacity
 from eldr_sim.planning.search.trial import LEAST_REQUESTS, attains, found_by_seed
 from eldr_sim.planning.slo import Objective, paired_percent, t_interval
 from eldr_sim.simulator.run import offered_load
-from eldr_sim.simulator.setup.config.groups import NO_PART
+from eldr_sim.simulator.setup.config.requests import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.run_routing import trace_of
 

@@ -12,11 +12,11 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.planning.compare.what_if import change_fields
-from eldr_sim.planning.slo import parse_slo
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.paths import known_names
 from eldr_sim.simulator.setup.config.run_config import RunConfig, make_config
 from eldr_sim.simulator.setup.config.speculative import SpeculativeConfig
+from eldr_sim.simulator.setup.config.spellings import POOLS
 
 #: Fields that the page has controls for; ``more`` takes all others, as ``what-if --set`` does.
 FIELDS = (
@@ -48,9 +48,7 @@ def config_of(state: Mapping[str, Any], base: RunConfig, most: int | None = None
     values = base.said("json")
     for name in FIELDS:
         text = str(state.get(name) or "").strip()
-        if name == "goodput" and text:
-            values[name] = parse_slo([text], "goodput").model_dump(exclude_none=True)
-        elif name == "kv_tier" and text:
+        if name == "kv_tier" and text:
             values[name] = text.split()
         elif text:
             values[name] = text
@@ -158,9 +156,11 @@ def command_of(config: RunConfig) -> str:
         flag = "--" + name.replace("_", "-")
         if value == usual:
             continue
-        if name in ("prefill", "decode"):
+        if name in POOLS:
             for inner, own in value.model_dump(exclude_none=True).items():
-                words += _option(f"{flag}-{inner.replace('_', '-')}", own)
+                shown = json.dumps(own) if isinstance(own, dict) else str(own).lower()
+                shown = shown if isinstance(own, bool | dict) else str(own)
+                words += ["--set", f"{name}.{inner}={shown}"]
         elif name == "goodput":
             level = value.model_dump(exclude_none=True).items()
             words += [flag, ",".join(f"{key}:{bound:g}" for key, bound in level)]

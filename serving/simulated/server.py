@@ -30,7 +30,7 @@ _KINDS = {
 
 class Service:
     """A cluster behind OpenAI's paths. ``speed``: simulated seconds a second; ``max_queue``: beyond
-    this many waiting requests the answer is 429; ``start_up_s``: not healthy for this long;
+    this many waiting requests the answer is 429; ``ready_after_s``: not healthy for this long;
     ``tokenizer``: a ``tokenizer.json``, else four characters are a token; ``log``: see
     `core.replay`; ``adapters``: names of LoRA adapters; ``kv_events``: what its engines publish,
     the first of them as ``rank``."""
@@ -41,7 +41,7 @@ class Service:
         *,
         speed: float = 1.0,
         max_queue: int | None = None,
-        start_up_s: float = 0.0,
+        ready_after_s: float = 0.0,
         tokenizer: Path | None = None,
         log: Path | None = None,
         adapters: Sequence[str] = (),
@@ -68,7 +68,7 @@ class Service:
                 publisher = Publisher(kv_events, rank + worker, size)
                 self.publishers.append(publisher)
                 self._files.callback(publisher.close)
-        self._max_queue, self._start_up_s = max_queue, start_up_s
+        self._max_queue, self._ready_after_s = max_queue, ready_after_s
         known = None if tokenizer is None else open_tokenizer(tokenizer, "tokenizer")
         self._tokenizer = known
         self._parser = Parser(self.model, adapters, known, self.core.simulation.max_model_len)
@@ -115,7 +115,7 @@ class Service:
     def healthy(self) -> bool:
         """Whether it has started up and is not told to stop."""
         told = self.draining or self.intake.draining
-        return not told and time.monotonic() >= self._begun + self._start_up_s
+        return not told and time.monotonic() >= self._begun + self._ready_after_s
 
     async def _alive(self, handler: Any, request: Any) -> Any:
         """Answer unless the server is to hang or to look dead."""

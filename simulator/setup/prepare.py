@@ -58,8 +58,8 @@ def prepare(config: RunConfig) -> PreparedRun:
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
     if not config.cluster.generates and config.cluster.decode != Pool():
         raise InputError("decode", "requests end with their prompts", "prefill, or none")
-    if not config.cluster.generates and config.routing.output_len not in (None, 1):
-        length, topology = config.routing.output_len, config.cluster.topology
+    if not config.cluster.generates and config.requests.output_len not in (None, 1):
+        length, topology = config.requests.output_len, config.cluster.topology
         problem = f"{length}: a request of {topology} ends with its prompt"
         raise InputError("output_len", problem, "1, or none")
     _check_tables(config)
@@ -100,7 +100,7 @@ def prepare(config: RunConfig) -> PreparedRun:
         load_report_delay_s=config.cluster.load_report_delay_ms / 1e3,
         signal_interval_s=config.cluster.signal_interval_ms / 1e3,
         max_tokens=output_len
-        if isinstance(output_len, int) and not config.routing.random_range_ratio
+        if isinstance(output_len, int) and not config.requests.random_range_ratio
         else None,
         scheduler=config.engine.model_copy(update=settled),
         windows=windows_of(config, model)._replace(state=_state_blocks(config, model, pools)),

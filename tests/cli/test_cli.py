@@ -1,7 +1,6 @@
 """The command line: golden listings, files that appear whole, and errors in one line."""
 
 import json
-import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -39,9 +38,10 @@ def test_gpus_say_what_they_rest_on(run_cli):
     assert "roofline" in rows["B300"]  # no rows of this model ship
 
 
-def test_help_of_run_lists_every_flag_of_the_readme(run_cli):
-    code, out, _ = run_cli("run", "--help-all")
+def test_help_and_the_reference_list_every_flag_of_the_readme(run_cli):
+    code, out, _ = run_cli("options")
     assert code == 0
+    out += run_cli("run", "--help")[1]
     flags = (
         "policy prefill-policy topology model gpu workload trace request-rate burstiness duration "
         "warmup num-requests max-concurrency output-len max-num-seqs max-num-batched-tokens "
@@ -49,9 +49,6 @@ def test_help_of_run_lists_every_flag_of_the_readme(run_cli):
     )
     out = out.replace(",", " ")  # spellings of one option
     assert [flag for flag in flags.split() if f"--{flag} " not in out] == []
-    groups = re.split(r"\n(?=[A-Z][^\n]*:\n)", out)[1:]
-    assert len(groups) > 15
-    assert max(group.count("\n") for group in groups) <= 50
 
 
 def test_summary_is_golden(capsys):

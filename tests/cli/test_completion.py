@@ -62,7 +62,7 @@ OFFERED = [
     (["run", "--prefill-policy", "p"], plain(["preble", "prefix_hash"])),
     (["run", "--kv-transfer", "o"], plain(["observed"])),
     (["run", "--model", "mixtral-8x7"], [("file", "mixtral-8x7"), ("plain", "Mixtral-8x7B")]),
-    (["run", "--decode-gpu", "b2"], [("file", "b2"), ("plain", "B200")]),
+    (["run", "--set", "decode.gpu=b2"], [("plain", "decode.gpu=B200")]),
     (["run", "--trace", "r"], [("dir", "r"), ("plain", "reference-moe")]),
     (["run", "--workload", "t"], [("file", "t"), ("plain", "task"), ("plain", "trace")]),
     (["run", "--num-pro"], plain(["--num-prompts"])),

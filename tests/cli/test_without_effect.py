@@ -17,6 +17,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, moe_shape
 from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.run import simulate_summary
+from eldr_sim.simulator.setup.config.spellings import PATHS
 
 #: A quick run; a case's own options come after these.
 BASE = "--trace reference-moe --num-requests 6 --output-len 3 --topology 2P2D"
@@ -30,21 +31,24 @@ ALWAYS = {
         "what the run is": "workload request_rate num_requests seed trace routing topology model "
         "input_len output_len prefix_len domain_mix domain_mix_end block_size kv_cache_dtype "
         "host_gap_ms goodput config_file preset frontend expert_gather out price_per_gpu_hour "
-        "speculative_config prefill_speculative_config decode_speculative_config",
-        "the workers themselves": "engine prefill_engine decode_engine engine_args from_manifest "
-        "extra_llm_api_options tensor_parallel_size prefill_tensor_parallel_size "
-        "decode_tensor_parallel_size prefill_gpu decode_gpu moe_backend data_parallel_size "
-        "prefill_data_parallel_size decode_data_parallel_size enforce_eager prefill_enforce_eager "
-        "decode_enforce_eager",
+        "speculative_config prefill.speculative_config decode.speculative_config",
+        "the workers themselves": "engine prefill.engine decode.engine engine_args from_manifest "
+        "extra_llm_api_options tensor_parallel_size prefill.tensor_parallel_size "
+        "decode.tensor_parallel_size prefill.gpu decode.gpu moe_backend data_parallel_size "
+        "prefill.data_parallel_size decode.data_parallel_size enforce_eager prefill.enforce_eager "
+        "decode.enforce_eager",
         "the same events, by another program": "backend",
         "a bound, which a load reaches or not": "max_active_sessions max_concurrency max_model_len "
         "max_num_seqs "
-        "max_num_batched_tokens kv_cache_free prefill_max_num_seqs prefill_max_num_batched_tokens "
-        "decode_max_num_seqs decode_max_num_batched_tokens",
+        "max_num_batched_tokens kv_cache_free prefill.max_num_seqs prefill.max_num_batched_tokens "
+        "decode.max_num_seqs decode.max_num_batched_tokens",
         "a rule for what a load brings or not": "queue_order events eplb_interval",
         "what is planned or compared": "load autoscale autoscalers slo gpus sizes seeds jobs "
         "drafts ffn_ranks emit axes resume sensitivity",
         "what is printed in place of a run": "help_all",
+        "what other options are": "settings",
+        "what is computed differently, which may be equal": "engine_version prefill.engine_version "
+        "decode.engine_version prefill.all2all_backend decode.all2all_backend",
     }.items()
     for name in names.split()
 }
@@ -73,8 +77,8 @@ CASES = {
     "policy": "--topology 2P1D --policy p2c",
     "prefill_policy": "--topology 2C --prefill-policy least_loaded",
     "expert_placement": ("--expert-placement eplb", "expert_placement"),
-    "prefill_expert_placement": ("--prefill-expert-placement eplb", "expert_placement"),
-    "decode_expert_placement": ("--decode-expert-placement eplb", "expert_placement"),
+    "prefill.expert_placement": ("--set prefill.expert_placement=eplb", "expert_placement"),
+    "decode.expert_placement": ("--set decode.expert_placement=eplb", "expert_placement"),
     "replica_choice": f"{GROUP} --replica-choice metro",
     "columns": ("--columns time_s=t,input=i,output=o", "columns"),
     "time_unit": ("--time-unit s", "time_unit"),
@@ -93,19 +97,20 @@ CASES = {
                            "random_range_ratio"),
     "num_prefixes": ("--num-prefixes 2", "num_prefixes"),
     "length_shape": ("--length-shape average", "length_shape"),
-    "gpu": "--gpu H200 --prefill-gpu H100 --decode-gpu H100",
+    "gpu": "--gpu H200 --set prefill.gpu=H100 --set decode.gpu=H100",
     "enable_expert_parallel": "--enable-expert-parallel",
-    "prefill_enable_expert_parallel": "--prefill-enable-expert-parallel",
-    "decode_enable_expert_parallel": "--decode-enable-expert-parallel",
+    "prefill.enable_expert_parallel": "--set prefill.enable_expert_parallel=true",
+    "decode.enable_expert_parallel": "--set decode.enable_expert_parallel=true",
     "pipeline_parallel_size": ("--pipeline-parallel-size 2", "pipeline_parallel_size"),
-    "prefill_pipeline_parallel_size": ("--prefill-pipeline-parallel-size 2",
+    "prefill.pipeline_parallel_size": ("--set prefill.pipeline_parallel_size=2",
                                        "pipeline_parallel_size"),
-    "decode_pipeline_parallel_size": ("--decode-pipeline-parallel-size 2",
+    "decode.pipeline_parallel_size": ("--set decode.pipeline_parallel_size=2",
                                       "pipeline_parallel_size"),
     "num_redundant_experts": ("--num-redundant-experts 2", "num_redundant_experts"),
-    "prefill_num_redundant_experts": ("--prefill-num-redundant-experts 2",
+    "prefill.num_redundant_experts": ("--set prefill.num_redundant_experts=2",
                                       "num_redundant_experts"),
-    "decode_num_redundant_experts": ("--decode-num-redundant-experts 2", "num_redundant_experts"),
+    "decode.num_redundant_experts": ("--set decode.num_redundant_experts=2",
+                                     "num_redundant_experts"),
     "gpus_per_node": f"{GROUP} --gpus-per-node 4",
     "all2all_backend": "--all2all-backend pplx",
     "kv_transfer": "--topology 2C --kv-transfer ideal",
@@ -114,8 +119,8 @@ CASES = {
                             "--load-report-delay-ms 5",
     "signal_interval_ms": "--policy jsq --prefill-policy least_loaded --signal-interval-ms 5",
     "kv_signal": "--policy jsq --prefill-policy least_loaded --kv-signal approx",
-    "prefill_price_per_gpu_hour": "--prefill-price-per-gpu-hour 2",
-    "decode_price_per_gpu_hour": "--decode-price-per-gpu-hour 2",
+    "prefill.price_per_gpu_hour": "--set prefill.price_per_gpu_hour=2",
+    "decode.price_per_gpu_hour": "--set decode.price_per_gpu_hour=2",
     "disable_hybrid_kv_cache_manager": "--topology 2C --disable-hybrid-kv-cache-manager",
     "enable_prefix_caching": "--no-enable-prefix-caching",
     "async_scheduling": "--topology 2P --output-len 1 --no-async-scheduling",
@@ -160,8 +165,8 @@ CASES = {
     "max_retries": "--max-retries 2",
     "user_retry_s": "--user-retry-s 2",
     "start_up": "--start-up 60",
-    "prefill_start_up": "--prefill-start-up 60",
-    "decode_start_up": "--decode-start-up vllm",
+    "prefill.start_up": "--set prefill.start_up=60",
+    "decode.start_up": "--set decode.start_up=vllm",
     "min_workers": "--min-workers 2",
     "initial_workers": "--initial-workers 2",
     "gpu_budget": "--gpu-budget 3",
@@ -193,15 +198,12 @@ CASES = {
 }  # fmt: skip
 
 
-#: Options whose names are like those of a pool's.
-KEPT = "prefill_policy", "prefill_schedule_interval", "long_prefill_token_threshold"
-
-
 def options():
-    """Return the names of all options of the commands that take a run's."""
+    """Return the names of all options of the commands that take a run's, and of its pools."""
     context = click.Context(cli)
     commands = (cli.get_command(context, name) for name in ("run", "compare", "plan"))
-    return sorted({param.name for command in commands for param in command.params})
+    named = {param.name for command in commands for param in command.params}
+    return sorted(named | {path for path in PATHS if "." in path})
 
 
 def test_every_option_has_a_case_or_a_reason():
@@ -243,6 +245,9 @@ def summary(text):
 def left_out(text, name):
     """Return a command line without an option, and its value if it has one."""
     words, flag = text.split(), name.replace("_", "-")
+    if "." in name:
+        (place,) = (i for i, word in enumerate(words) if word.startswith(f"{name}="))
+        return " ".join(words[: place - 1] + words[place + 1 :])
     (place,) = (i for i, word in enumerate(words) if word in (f"--{flag}", f"--no-{flag}"))
     has_value = not words[place].startswith("--no-") and words[place + 1 : place + 2]
     has_value = has_value and not words[place + 1].startswith("-")
@@ -266,10 +271,9 @@ def test_an_option_without_effect_is_refused_or_named(name, files, run_cli):
             summary(text)
         assert caught.value.field == refused
         return
-    flag = re.escape(name.replace("prefill_", "prefill.").replace("decode_", "decode."))
-    flag = name if name in KEPT else flag
     found = summary(text)
-    said = [line for line in warnings_of(found) if re.match(rf"{flag}\b.* has no effect: ", line)]
+    about = rf"{re.escape(name)}\b.* has no effect: "
+    said = [line for line in warnings_of(found) if re.match(about, line)]
     assert len(said) == 1, warnings_of(found)
     without = left_out(text, name)
     other = summary(without)

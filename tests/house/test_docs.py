@@ -18,7 +18,7 @@ import pytest
 
 import eldr_sim
 from eldr_sim.cli.main import cli
-from eldr_sim.cli.options import _POOL_OPTIONS, config_from_options
+from eldr_sim.cli.options import config_from_options
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.studies.figures import choose
@@ -138,7 +138,7 @@ def test_every_command_line_parses(page, tmp_path, monkeypatch):
     Path("docs").symlink_to(ROOT / "docs")  # files that pages ship
     for words in commands(page):
         command, options = parsed(words)
-        run = RUN_FIELDS.keys() | _POOL_OPTIONS.keys() | {"goodput", "config_file"}
+        run = RUN_FIELDS.keys() | {"settings", "config_file"}
         if {"request_rate", "seed", "model"} <= options.keys() and command != "trace synthesize":
             given = {key: value for key, value in options.items() if key in run}
             if not Path(str(options["model"])).suffix and options["model"] != "live/model":

@@ -79,7 +79,7 @@ def test_run_takes_what_the_command_takes(tmp_path):
     same = simulate(make_config({**fields, "goodput": {"ttft": 500, "tpot": 30}})).summary
     rest = {key: value for key, value in SHORT.items() if key != "output_len"}
     ours = es.run(
-        rest, random_output_len=10, tp=2, decode_gpu="H200", goodput={"ttft": 500, "tpot": 30},
+        rest, random_output_len=10, tp=2, decode={"gpu": "H200"}, goodput={"ttft": 500, "tpot": 30},
         policy={"name": "eldr", "tau": 0.2},
     )  # fmt: skip
     assert ours.summary == same
@@ -110,7 +110,7 @@ def test_results_are_drawn_and_written(tmp_path):
 
 def test_signatures_list_the_options():
     names = inspect.signature(es.run).parameters
-    assert {"config", "progress", "policy", "request_rate", "decode_gpu", "goodput"} <= set(names)
+    assert {"config", "progress", "policy", "request_rate", "goodput"} <= set(names)
     assert not {"out", "plot", "help"} & set(names)
     assert "slo" in inspect.signature(es.plan).parameters
     assert len(names) > len(run_command.params) - 10

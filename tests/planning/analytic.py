@@ -5,7 +5,7 @@ from unittest import mock
 
 import numpy as np
 
-from eldr_sim.planning.slo import parse_slo
+from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import parse_topology
 
 from ..queueing import erlang_c

@@ -10,7 +10,8 @@ from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.candidates import clusters_to_plan, cost, make_candidate
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.search.trial import try_cluster
-from eldr_sim.planning.slo import Objective, Verdict, parse_slo
+from eldr_sim.planning.slo import Objective, Verdict
+from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 OBJECTIVE = Objective(parse_slo(["ttft:200,tpot:10"]), 0.9, (3,))

@@ -11,9 +11,10 @@ from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.runs.sweep import SweepResult, sweep
 from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.search.rates import plan_rate
-from eldr_sim.planning.slo import Objective, parse_slo
+from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, MOST_ROWS, label, number
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
 SHORT = RunConfig(topology="1P2D", request_rate=10, duration=2, warmup=1, output_len=10)

@@ -7,7 +7,8 @@ from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.axes import value_of
 from eldr_sim.planning.search.knobs import ALL, APART, BASE, SIZES, plan_knobs
 from eldr_sim.planning.search.split import plan_split
-from eldr_sim.planning.slo import Objective, parse_slo
+from eldr_sim.planning.slo import Objective
+from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 OBJECTIVE = Objective(parse_slo(["ttft:200,tpot:10"]), 0.9, (3,))

@@ -20,8 +20,9 @@ from eldr_sim.planning.search.rates import check_requests, plan_rate
 from eldr_sim.planning.search.shapes import shapes
 from eldr_sim.planning.search.split import plan_split
 from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial
-from eldr_sim.planning.slo import Interval, Objective, Verdict, parse_slo
+from eldr_sim.planning.slo import Interval, Objective, Verdict
 from eldr_sim.simulator.run import simulate_summary
+from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 from .analytic import BASE, LEVEL, LOCALITY, SPEED, Analytic, attained, simulated_by

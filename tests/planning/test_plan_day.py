@@ -13,9 +13,10 @@ from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search import day
 from eldr_sim.planning.search.day import _settings, plan_day
 from eldr_sim.planning.search.trial import try_cluster
-from eldr_sim.planning.slo import Objective, Verdict, parse_slo
+from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.reports.plan_section import plan_words
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config.groups import parse_slo
 
 CONFIG = RunConfig(
     trace="reference-moe", topology="3C", policy="jsq", load="ladder:15,40,80,40,15@6",

@@ -14,8 +14,9 @@ from eldr_sim.planning.search.plan import plan
 from eldr_sim.planning.search.prefill import plan_fastest, prefill_candidates
 from eldr_sim.planning.search.prefill_strategy import KINDS, PrefillStrategy, strategy_of
 from eldr_sim.planning.search.rates import plan_rate
-from eldr_sim.planning.slo import Objective, parse_slo
+from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 from ..queueing import erlang_c

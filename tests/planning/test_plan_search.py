@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.search.search import SearchSpace, cheapest, highest_rate, smallest
-from eldr_sim.planning.slo import (
-    Objective,
-    Verdict,
-    attainment_interval,
-    looks_up_to,
-    parse_slo,
-    t_interval,
-)
+from eldr_sim.planning.slo import Objective, Verdict, attainment_interval, looks_up_to, t_interval
+from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import ServiceLevel
 
 

@@ -14,7 +14,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.compare.what_if import FIGURES, REQUEST_FIELDS, change_fields, read_base
 from eldr_sim.planning.compare.what_if import what_if as make_what_if
-from eldr_sim.simulator.setup.config.groups import RUN_FIELDS, RoutingConfig, WorkloadConfig
+from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
+from eldr_sim.simulator.setup.config.requests import RoutingConfig, WorkloadConfig
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 BASE = {"topology": "1P2D", "request_rate": 10, "duration": 3, "warmup": 1, "output_len": 20}
@@ -163,20 +164,20 @@ def test_simulated_pairs_serve_the_same_requests():
     assert effect.high < 0
 
 
-def test_values_are_yaml_and_fields_are_dot_paths():
+def test_values_are_texts_and_fields_are_dot_paths():
     values = {"decode": {"max_num_seqs": 8, "gpu": None}, "policy": "jsq"}
     changed = change_fields(
         values, "decode.gpu=h200 policy.tau=0.2 policy.layer_mask=0,3 goodput.ttft=500"
     )
     assert changed == {
         "decode": {"max_num_seqs": 8, "gpu": "h200"},
-        "policy": {"name": "jsq", "tau": 0.2, "layer_mask": "0,3"},
-        "goodput": {"ttft": 500},
+        "policy": {"name": "jsq", "tau": "0.2", "layer_mask": "0,3"},
+        "goodput": {"ttft": "500"},
     }
     assert values == {"decode": {"max_num_seqs": 8, "gpu": None}, "policy": "jsq"}
     assert change_fields({}, "max_num_seqs=null") == {"max_num_seqs": None}
     default = RUN_FIELDS["policy"].default
-    assert change_fields({}, "policy.tau=1") == {"policy": {"name": default, "tau": 1}}
+    assert change_fields({}, "policy.tau=1") == {"policy": {"name": default, "tau": "1"}}
     named = change_fields({"policy": {"name": "eldr", "tau": 1}}, "policy.name=jsq")
     assert named == {"policy": {"name": "jsq", "tau": 1}}
 
@@ -193,7 +194,7 @@ def test_values_are_yaml_and_fields_are_dot_paths():
         (["decode.gup=h200"], "decode.gup: no such field"),
         (["topology.x=1"], "topology.x: 'topology' has no fields"),
         (["policy.tau=2"], "policy.tau: 'round_robin' has no such parameter"),
-        (["policy=eldr policy.tau=2"], "policy.tau: 2: input should be less than or equal to 1"),
+        (["policy=eldr policy.tau=2"], "policy.tau: '2': input should be less than or equal to 1"),
         (["policy=round_robin"], "set: policy=round_robin has no effect on the base run"),
         (["seed=2", "seed=2"], "set: a change is given twice"),
     ],

@@ -310,7 +310,7 @@ def test_a_full_queue_is_429_and_a_cold_start_503():
 
     found = against(service, talk)
     assert found.count((429, "1")) == 2
-    cold = Service(CONFIG, speed=SPEED, start_up_s=0.2)
+    cold = Service(CONFIG, speed=SPEED, ready_after_s=0.2)
 
     async def wait(session, _url):
         before = (await session.get("/health")).status

@@ -25,7 +25,7 @@ for told, seen in (({}, 7), ({"scratch": 9}, 9)):
 
 from eldr_sim.cli.main import main
 
-sys.argv[1:] = ["run", "--help-all"]
+sys.argv[1:] = ["options", "scratch"]
 main()
 """
 FIELD = "    async_scheduling: Annotated[bool, LOOP] = True\n"

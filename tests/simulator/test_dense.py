@@ -7,9 +7,10 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.search.bounds import bounds
-from eldr_sim.planning.slo import Objective, parse_slo
+from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup import run_routing
+from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests import texts

@@ -6,8 +6,9 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.search.bounds import bounds
-from eldr_sim.planning.slo import Objective, parse_slo
+from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.run import prepare, simulate
+from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 SHORT = {"topology": "1P1D", "num_requests": 30, "request_rate": 20, "output_len": 20}

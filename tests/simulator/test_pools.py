@@ -130,7 +130,7 @@ def test_options_name_the_pool(run_cli, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("decode: {gpu: a100, max_num_seqs: 64}\n")
     code, text, _ = run_cli(
-        "run", *SHORT, "--config", path, "--decode-gpu", "h200", "--prefill-gpu", "a100",
+        "run", *SHORT, "--config", path, "--set", "decode.gpu=h200", "--set", "prefill.gpu=a100",
         "--out", out,
     )  # fmt: skip
     assert code == 0

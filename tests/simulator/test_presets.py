@@ -29,7 +29,7 @@ def test_eldr_artifact_is_what_the_authors_gave_their_engines():
     """Section 1 of the artifact's facts: 8P16D, no window, 64-token blocks for gpt-oss."""
     config = config_from_options({"preset": "eldr-artifact:gpt-oss-120b", "request_rate": "100"})
     assert (config.cluster.n_prefill, config.cluster.n_decode, config.n_gpus) == (8, 16, 24)
-    assert (config.engine.block_size, config.engine.max_model_len, config.routing.output_len) == (
+    assert (config.engine.block_size, config.engine.max_model_len, config.requests.output_len) == (
         64,
         4096,
         512,

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import seconds
+from eldr_sim.simulator.setup.config.option import Option
 from eldr_sim.traces.requests.session_shape import parse_distribution
 
 _ALLOWED = "exact, or approx with ttl=SECONDS, tokens=N of a worker, routers=N: approx:ttl=120"
@@ -102,10 +103,15 @@ def _mix(value: Any, about: ValidationInfo) -> Any:
 
 
 #: Weights by domain, as a mapping or spelled ``code=2,math=1``.
-Mix = Annotated[dict[str, float] | None, BeforeValidator(_mix)]
+Mix = Annotated[dict[str, float] | None, BeforeValidator(_mix), Option(metavar="NAME=WEIGHT,...")]
 Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
 #: Seconds, or a time such as ``90s``, ``10m`` or ``2h``; 31 years are longer than any run.
-Seconds = Annotated[float, BeforeValidator(_seconds), Field(le=1e9, allow_inf_nan=False)]
+Seconds = Annotated[
+    float,
+    BeforeValidator(_seconds),
+    Field(le=1e9, allow_inf_nan=False),
+    Option(metavar="TIME", unit="s"),
+]
 
 
 def _drawn(value: Any, about: ValidationInfo) -> Any:

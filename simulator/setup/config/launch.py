@@ -5,6 +5,7 @@ apart. A line of ``vllm bench serve`` or SGLang's ``bench_serving`` gives the lo
 rules. Options may be abbreviated where the engine's parser takes that (argparse's)."""
 
 import difflib
+import os
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping
@@ -123,12 +124,14 @@ def with_launch(values: dict[str, Any]) -> dict[str, Any]:
     values = dict(values)
     line, file = values.pop("engine_args", None), values.pop("extra_llm_api_options", None)
     engine = values.get("engine") or ("trtllm" if file else "vllm")
-    if engine not in _NAMES:
+    if not isinstance(engine, str) or engine not in _NAMES:
         return values  # the field itself says what is allowed
     said: list[tuple[str, Any]] = []
     if file is not None:
         if engine != "trtllm":
             raise InputError("extra_llm_api_options", "are TensorRT-LLM's", "--engine trtllm")
+        if not isinstance(file, str | os.PathLike):
+            raise InputError("extra_llm_api_options", repr(file), "a YAML file")
         options = parse_yaml(
             read_text(file, "extra_llm_api_options"), "extra_llm_api_options", str(file)
         )

@@ -1,7 +1,7 @@
 """The part of a request log that a configuration asks for."""
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.setup.config.groups import NO_PART
+from eldr_sim.simulator.setup.config.requests import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.traces.requests.load import named_log
 from eldr_sim.traces.requests.logs.log_window import LogPart, choose_part
@@ -39,7 +39,7 @@ def check_window(config: RunConfig) -> None:
 
 def log_of(config: RunConfig) -> RequestLog | None:
     """Return the log whose arrivals a run replays as they come; None where it replays none."""
-    if not config.requests.replays_log or config.routing.length_shape is not None:
+    if not config.requests.replays_log or config.requests.length_shape is not None:
         return None
     output_len = config.effective_output_len
     asked = config.requests

@@ -51,7 +51,7 @@ def _names(field: str) -> list[str]:
     from eldr_sim.kernel_profiles.gpus import list_gpus
     from eldr_sim.kernel_profiles.kernels.front_end import NO_FRONT_END, list_front_ends
     from eldr_sim.kernel_profiles.models import list_models
-    from eldr_sim.simulator.setup.config.groups import WORKLOADS
+    from eldr_sim.simulator.setup.config.requests import WORKLOADS
     from eldr_sim.traces.routing.manifest import builtin_traces
 
     sources: dict[str, Callable[[], list[str]]] = {

@@ -26,6 +26,7 @@ from pydantic import (
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text
 from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
+from eldr_sim.simulator.setup.config.option import Option
 from eldr_sim.simulator.setup.config.speculative import Speculative
 
 
@@ -36,7 +37,7 @@ def _start_up(value: Any) -> Any:
 
 
 #: How a new worker starts, as it is spelled.
-StartUp = Annotated[str | None, BeforeValidator(_start_up)]
+StartUp = Annotated[str | None, BeforeValidator(_start_up), Option(metavar="S|NAME", unit="s")]
 _TOPOLOGY = re.compile(r"([1-9]\d{0,3})P(?:([1-9]\d{0,3})D)?|([1-9]\d{0,3})C", re.IGNORECASE)
 #: Prefill workers, decode workers if there are several, and engines and FFN GPUs of each.
 _DISAGGREGATED = re.compile(
@@ -77,6 +78,10 @@ def _path_text(value: Any) -> Any:
 
 
 PathText = Annotated[str, BeforeValidator(_path_text)]  #: a name or a path
+#: A GPU, by its name or its file.
+GPUName = Annotated[
+    PathText, Option(metavar="NAME|PATH", names="kernel_profiles.gpus:list_gpus", path="file")
+]
 
 
 def policy_word(decision: str) -> BeforeValidator:
@@ -107,7 +112,7 @@ def parse_topology(text: str) -> tuple[int, int]:
 class Pool(Fields):
     """Overrides for the workers of one pool, prefill or decode; None: the run's value."""
 
-    gpu: PathText | None = None
+    gpu: GPUName | None = None
     """A known GPU or a gpu.json."""
     engine: Engine | None = None
     """Engine to model; ``vllm==0.24`` gives the version, too."""
@@ -311,4 +316,6 @@ def _topology(value: Any) -> Any:
 
 
 #: ``8P16D``, ``16C``, ``4P`` or ``4P8A16F``; a file of pools is read at once.
-Topology = Annotated[str | Pools, BeforeValidator(_topology)]
+Topology = Annotated[
+    str | Pools, BeforeValidator(_topology), Option(metavar="xPyD|xC|xP", path="file")
+]

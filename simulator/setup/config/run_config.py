@@ -23,7 +23,6 @@ from eldr_sim.simulator.setup.config.groups import (
     GROUP_OF,
     GROUPS,
     RUN_FIELDS,
-    WORKLOADS,
     ClusterConfig,
     EngineConfig,
     ExpertsConfig,
@@ -32,12 +31,10 @@ from eldr_sim.simulator.setup.config.groups import (
     KVTierConfig,
     OutputConfig,
     PolicyConfig,
-    RoutingConfig,
     ScalingConfig,
     SchedulerConfig,
     ServiceLevel,
     StepConfig,
-    WorkloadConfig,
 )
 from eldr_sim.simulator.setup.config.paths import resolved
 from eldr_sim.simulator.setup.config.pools import (
@@ -49,6 +46,8 @@ from eldr_sim.simulator.setup.config.pools import (
     pools_of,
     with_version,
 )
+from eldr_sim.simulator.setup.config.requests import WORKLOADS, RoutingConfig, WorkloadConfig
+from eldr_sim.simulator.setup.config.spellings import meant
 from eldr_sim.traces.requests.session_shape import ANSWER_TOKENS
 
 __all__ = [
@@ -151,8 +150,8 @@ class RunConfig(Fields):
         """Output tokens of every request, or ``recorded``; 1 where they end with their prompts."""
         if not self.cluster.generates:
             return 1
-        if self.routing.output_len is not None:
-            return self.routing.output_len
+        if self.requests.output_len is not None:
+            return self.requests.output_len
         if self.requests.workload in ANSWER_TOKENS:
             return ANSWER_TOKENS[self.requests.workload]
         return 512 if self.requests.workload in ("task", "language") else "recorded"
@@ -230,6 +229,11 @@ def _fields_of(path: str) -> list[str]:
     return parts[1:] if inside else parts
 
 
+def field_path(path: str) -> str:
+    """Return the path of a field without the group that may lead it."""
+    return ".".join(_fields_of(path))
+
+
 def make_config(values: dict[str, Any]) -> RunConfig:
     """Build a configuration; raises InputError, naming the first field that is not valid."""
     try:
@@ -255,7 +259,9 @@ def _unknown(name: str) -> InputError:
     if name in _OF_POLICIES:
         hint = f"policy.{name}, as in --policy eldr:{name}=..."
         return InputError(name, "is a parameter of the policy", hint)
-    return InputError(name, "no such field", ", ".join(RUN_FIELDS))
+    near = meant(name)
+    allowed = f"{' or '.join(near)}; see eldr-sim options" if near else "see eldr-sim options"
+    return InputError(name, "no such field", allowed)
 
 
 def set_field(values: dict[str, Any], path: str, value: Any) -> None:
@@ -265,6 +271,9 @@ def set_field(values: dict[str, Any], path: str, value: Any) -> None:
         inner: Any = values.get(part) or {}
         if part in DECISION_OF and not isinstance(inner, Mapping):
             inner = parse(inner, part).mapping
+        elif part in RUN_FIELDS and isinstance(inner, str | tuple | list):
+            spelled = make_config({part: inner}).value(part)
+            inner = spelled.model_dump() if isinstance(spelled, BaseModel) else spelled
         elif part in DECISION_OF and not inner:
             inner = parse(RUN_FIELDS[part].default, part).mapping
         if not isinstance(inner, dict):

@@ -7,6 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json
 from eldr_sim.kernel_profiles.acceptance import rates_of_length
+from eldr_sim.simulator.setup.config.option import Option
 
 #: Other engines' names of a method.
 _METHODS = {
@@ -182,4 +183,4 @@ _MODELS = ("draft_model_path", "model_dir", "model")  #: other engines' names of
 
 
 #: Of a run: the mapping, or its JSON text.
-Speculative = Annotated[SpeculativeConfig | None, BeforeValidator(_parsed)]
+Speculative = Annotated[SpeculativeConfig | None, BeforeValidator(_parsed), Option(metavar="JSON")]
