@@ -43,10 +43,13 @@ _ATTENTION: tuple[tuple[Kind, str, str], ...] = (
 )
 #: Kinds of layers of DeepSeek-V4 by their names, and tokens of an entry of their caches.
 _COMPRESSED = (("csa", 4), ("hca", 128))
+#: The package's folder and name of each kind of linear attention.
+_LINEAR = {"gdn": ("linear_attention", "gdn"), "kda": ("kda", "kda")}
 _BLACKWELL = ("B200", "B300", "GB200", "GB300", "RTX PRO 6000")
 _SMALL = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 _GEMM_ROWS = [*_SMALL, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384]
 _SMALLEST, _LAUNCH_MS = 128, 0.01
+_CONVOLUTION_MS = 0.1  # of the smallest step: any longer is a launch
 _LARGE_BYTES = 1e9  # no cache holds
 _FASTER = 1.2  # than the peak bandwidth
 _NOTES = "CUDA graph timing, no L2 flush: points whose data fit the L2 cache read low"
@@ -347,31 +350,52 @@ def _compressed_attention_tables(
 def linear_attention_tables(
     gpu: str, model: ModelDims, engine: str = "vllm", version: str = ""
 ) -> Iterator[LatencyTable]:
-    """Decode and prefill of a model's linear attention (Gated DeltaNet), newest version. A row is
-    the convolution and the delta rule together, the median over models of these heads."""
-    if not model.n_linear_layers:
+    """Decode and prefill of a model's linear attention (Gated DeltaNet, Kimi Delta Attention),
+    newest version. A row is the convolution and the delta rule together, the median over models of
+    these heads. None of Mamba-2."""
+    if not model.n_linear_layers or model.linear_kind not in _LINEAR:
         return
+    part, named = _LINEAR[model.linear_kind]
     shape = linear_attention_shape(model)
     names = {"num_k_heads": "n_key_heads", "num_v_heads": "n_value_heads"}
     names |= {"head_k_dim": "head_dim", "head_v_dim": "head_dim"}
     for kind, phase, _ in _ATTENTION:
         wanted = {name: shape[own] for name, own in names.items()}
         found = first_rows(
-            gpu, "linear_attention", engine, "gdn_perf.parquet", version, phase=phase, **wanted
+            gpu, part, engine, f"{named}_perf.parquet", version, phase=phase, **wanted
         )
         if found is None:
             continue
         file, rows = found
         keys = ["batch_size", "seq_len"]
         points = median_rows(rows, ["kernel_source", *keys])
-        whole = points.groupby(keys)["latency"].transform("size")
-        both = points[whole == rows.kernel_source.nunique()]
-        points = both.groupby(keys)["latency"].sum().reset_index()
+        if model.linear_kind == "kda":
+            points = _kda_points(points, keys)
+        else:
+            whole = points.groupby(keys)["latency"].transform("size")
+            both = points[whole == rows.kernel_source.nunique()]
+            points = both.groupby(keys)["latency"].sum().reset_index()
+        if points.empty:
+            continue
         if kind == "attention_decode":  # as long for every context
             points = pd.concat([points.assign(seq_len=length) for length in (1, LONGEST)])
         axis = "context" if kind == "attention_decode" else "new_tokens"
         points = points.rename(columns={"batch_size": "batch", "seq_len": axis})
         yield package_table(kind, file, rows, points, shape=shape, dtype="bfloat16")
+
+
+def _kda_points(points: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Return the convolution and the delta rule together. A prompt takes one of two kernels for
+    each by its length; decode kernels that fuse both are left out, as the rows do not say which of
+    them an engine runs. Empty where a convolution times its launch: .8 ms for one token (vLLM
+    0.1.dev19262 on H200)."""
+    first = points.kernel_source.str.startswith("causal_conv1d")
+    fused = points.kernel_source.str.contains("kda_decode|kda_fused")
+    convolution = points[first].groupby(keys)["latency"].min()
+    if convolution.empty or convolution.min() > _CONVOLUTION_MS:
+        return points[:0]
+    rule = points[~first & ~fused].groupby(keys)["latency"].min()
+    return (convolution + rule).dropna().rename("latency").reset_index()
 
 
 def gemm_tables(

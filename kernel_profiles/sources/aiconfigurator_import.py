@@ -135,7 +135,8 @@ def import_tables(
     ``model``: whose MoE and attention tables, and FP8 GEMMs where its layers are of these; None:
     the GPU's bfloat16 GEMMs, collectives, dispatch and combine; ``parallelism``: of one GPU's part;
     ``kv_dtypes``: of attention; ``engine``: ``vllm``, ``sglang`` or ``trtllm``; ``version``: of it,
-    rows up to which come before newer ones; ``parts``: ``all``, ``attention`` or ``moe``."""
+    rows up to which come before newer ones; ``parts``: ``all``, ``attention``,
+    ``linear`` attention or ``moe``."""
     tables: list[LatencyTable] = []
     if model is None:
         tables += aiconfigurator.gemm_tables(gpu, "bfloat16", engine, version)
@@ -143,6 +144,9 @@ def import_tables(
         tables += all_to_all_tables(gpu)
         return save_tables(tables, out_dir)
     shard = parallelism.shard(model)
+    if parts == "linear":
+        tables += aiconfigurator.linear_attention_tables(gpu, shard, engine, version)
+        return save_tables(tables, out_dir)
     if parts != "attention":
         tables += aiconfigurator.moe_tables(gpu, model, parallelism, engine, version)
     if parts != "moe":
