@@ -492,7 +492,7 @@ VALUES: dict[str, list[Any]] = {
     "async_scheduling": [False], "prefill_schedule_interval": [3], "gpu_memory_utilization": [0.8],
     "long_prefill_token_threshold": [32],
     "num_gpu_blocks_override": [40], "host_gap_ms": [5.0], "cudagraph_padding": ["experts"],
-    "frontend": ["xeon-emerald-rapids"], "tokenizer_mode": ["microbatch_sequential"],
+    "frontend": ["none"], "tokenizer_mode": ["microbatch_sequential"],
     "tokenizer_threads": [4], "api_servers": [3], "cpu_slowdown": [50.0], "handover": ["vllm_nixl"],
     "eplb_interval": [3], "eplb_window": [2], "eplb_async": [True], "eplb_overhead_ms": [3.0],
     "expert_gather": ["collective", "needed"], "offload_window": [2], "gather_interference": [0.5],
