@@ -233,6 +233,7 @@ def make_pools(spec: ClusterSpec, shards: Sequence[ModelDims], own_experts: bool
     pools["long_prefill_token_threshold"][whole | [e.engine != "vllm" for e in engines]] = 0
     heads = np.array([e.speculation is not None and e.speculation.has_head for e in engines])
     pools["drops_block"] &= heads & bool((pools["then"] >= 0).any())
+    pools["allocates_chunks"] &= ~pools["whole_prompts"] & (not spec.tiers)
     for name in ("rides_on", "frees_late"):
         pools[name] &= pools["async_scheduling"]
     for number, (pool, shard) in enumerate(zip(spec.pools, shards, strict=True)):

@@ -52,8 +52,8 @@ def _cached(acts: Actions, engines: range) -> Ints:
     found = [np.zeros(0, np.int64)]
     for w in engines:
         if w < len(kv.hash_slots):
-            blocks = kv.hash_slots[w][kv.hash_slots[w] > 0] - 1
-            found.append(kv.blocks["block_hash"][w][blocks])
+            blocks = kv.blocks[w][kv.hash_slots[w][kv.hash_slots[w] > 0] - 1]
+            found.append(blocks["block_hash"][blocks["run"] == 0])
     return np.unique(np.concatenate(found))
 
 

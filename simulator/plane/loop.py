@@ -53,7 +53,7 @@ from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release, withdraw
 from eldr_sim.simulator.plane.kv.kv_manager import Engines, publish_tokens, side_of
 from eldr_sim.simulator.plane.scheduler.admission import blocks_are_pulled, blocks_have_come, fetch
 from eldr_sim.simulator.plane.scheduler.engine import boundary, leave_stages, take
-from eldr_sim.simulator.plane.scheduler.queues import give_back, remove
+from eldr_sim.simulator.plane.scheduler.queues import give_back, remove, waits_for_blocks
 from eldr_sim.simulator.plane.sessions import arrive, go_on
 from eldr_sim.simulator.plane.steps.executor import Scratch, run_step
 from eldr_sim.simulator.plane.steps.group_state import Groups
@@ -364,7 +364,7 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
         record.transfer_end_s = clock[0].now
         w = record.source
         release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
-        if engines.workers[w].new_head >= 0:
+        if waits_for_blocks(engines.workers[w]):
             wake(clock, events, engines.workers, w)
         record.kv_here = True
         publish_tokens(engines, record.worker, request, record.prompt_len)

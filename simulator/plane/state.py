@@ -112,21 +112,22 @@ BLOCK_TABLE = np.dtype(
         ("listed", np.int32),  # blocks whose contents other requests may share
         ("private", np.int32),  # all others
         ("full", np.int32),  # full blocks, listed or private, of tokens that are scheduled
-        ("run", np.int32),  # the record + 1 of its private full blocks that are free; 0: none
     ]
 )
 
 #: A full KV block that can be found by its hash; or a run of free blocks, full of tokens of one
-#: request that no other shares.
+#: request that no other shares: runs of a request have one hash.
 BLOCK = np.dtype(
     [
         ("block_hash", np.int64),
         ("run", np.int32),  # blocks of the run; 0: one block with a hash
+        ("start", np.int32),  # number of its first block in the request's context
+        ("kept", np.int32),  # blocks before this number were found, and so are the oldest
         ("writer", np.int32),  # request whose tokens were computed into it
         ("n_held", np.int32),  # requests that hold it
         ("before", np.int32),  # neighbours in the list of blocks that nobody holds
         ("behind", np.int32),  # (or the next spare block)
-        ("copy", np.int32),  # next block of the same contents
+        ("copy", np.int32),  # next block of the same contents, or an older run of the request
         ("loader", np.int32),  # request for which it is on its way from a tier, or -1
     ],
     align=True,
@@ -188,6 +189,7 @@ POOL = np.dtype(
         ("rides_on", np.bool_),
         ("frees_late", np.bool_),
         ("forgets_outputs", np.bool_),
+        ("allocates_chunks", np.bool_),
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these
         ("drafts", np.int64),  # most of a sequence and step

@@ -320,7 +320,7 @@ class ReferenceCluster:
         request.transfer_end_s = self.env.now
         source, target = self.workers[request.source], self.workers[request.worker]
         source.scheduler.kv.release(request)
-        if source.scheduler.waiting:
+        if source.scheduler.waits_for_blocks:
             source.wake()
         request.kv_here = True
         target.scheduler.kv.cache_blocks(request, request.prompt_len)

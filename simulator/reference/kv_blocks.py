@@ -114,14 +114,25 @@ class KVCacheManager:
         return found[:-1] if self.drops_block else found
 
     def allocate(
-        self, request: Request, tokens: int, ahead: int, reserved: int
+        self, request: Request, tokens: int, ahead: int, reserved: int, chunk: int | None
     ) -> int | None:  # fmt: skip
         """Take the blocks of a context and of ``ahead`` tokens more; returns its cached tokens.
-        None if not enough are free beside ``reserved`` blocks, which running sequences need."""
+        None if not enough are free beside ``reserved`` blocks, which running sequences need.
+
+        With ``chunk``, take those of the first tokens that are computed, and of drafts, if the
+        whole context fits (``full_sequence_must_fit``)."""
         found = self.computed_blocks(request, tokens)
         slots = min(tokens + ahead, self.max_model_len)
         new, beside = -(-slots // self.size) - len(found), request.window_blocks
         idle = sum(block.holders == 0 for block in found)
+        if chunk is not None:
+            whole = -(-tokens // self.size) - len(found)
+            if whole + beside + idle + reserved > len(self.pool.free):
+                return None
+            cached = len(found) * self.size
+            drafts = self.lookahead * (2 if tokens == cached + 1 else 1)
+            slots = min(min(tokens, cached + chunk) + drafts, self.max_model_len)
+            new = -(-slots // self.size) - len(found)
         if new + beside + idle + reserved > len(self.pool.free):
             return None
         for block in found:
@@ -131,9 +142,14 @@ class KVCacheManager:
         request.found[self] = len(found)
         return len(found) * self.size
 
-    def grow(self, sequence: Sequence) -> None:
-        """Take the blocks of a sequence's next step."""
-        for _ in range(self.needed(sequence)):
+    def needed_for(self, sequence: Sequence, tokens: int) -> int:
+        """Return the blocks that a sequence lacks for its first tokens, and for drafts."""
+        slots = min(tokens + self.lookahead, self.max_model_len)
+        return max(0, -(-slots // self.size) - len(sequence.request.tables[self]))
+
+    def grow(self, sequence: Sequence, n: int) -> None:
+        """Take ``n`` blocks for a sequence."""
+        for _ in range(n):
             sequence.request.tables[self].append(self.pool.take())
 
     def cache_blocks(self, request: Request, tokens: int) -> None:

@@ -43,6 +43,7 @@ class Scheduler:
             caching=worker.cluster.caching and not whole, lookahead=self.lookahead,
             drops_block=self.rules.drops_block and hands_over and heads,
         )  # fmt: skip
+        self.allocates_chunks = self.rules.allocates_chunks and not whole
         self.threshold = 0 if whole else self.config.long_prefill_token_threshold or 0
         self.requests: set[Request] = set()  #: that the engine has not finished or handed over
         self.decoding: list[Sequence] = []  #: get a token a step, or more with drafts
@@ -114,6 +115,11 @@ class Scheduler:
         return not (self.running or self.riding or queued)
 
     @property
+    def waits_for_blocks(self) -> bool:
+        """Whether requests wait that KV blocks, when they become free, may let in."""
+        return bool(self.waiting or self.preempted)
+
+    @property
     def n_gone(self) -> int:
         """The sequences that have ended and still have a place."""
         return len({*self.riding, *self.ended})
@@ -171,11 +177,13 @@ class Scheduler:
         if self.is_idle:  # no step has been scheduled yet
             self.free_ended()
             self.queue_late()
-        if self.preempt():
+        if self.preempt(prompts=not defers_prompts):
             defers_prompts = defers_prompts and bool(self.decoding)  # else nothing is computed
             if not defers_prompts:
                 self.fill()
             self.closed = self.has_step()  # after a preemption no request is admitted in the step
+        for sequence in self.decoding:
+            self.take_slots(sequence)
         if not self.closed:
             self.admit(defers_prompts)
         if defers_prompts and self.has_step():
@@ -197,16 +205,19 @@ class Scheduler:
         for sequence in ended if self.worker.pool.then < 0 else ():
             self.kv.release(sequence.request)
 
-    def preempt(self) -> bool:
-        """Take sequences back until the others have the KV blocks that they need; returns whether.
+    def preempt(self, prompts: bool) -> bool:
+        """Take sequences back until the others have the KV blocks that they need, with ``prompts``
+        those that compute their contexts, too; returns whether.
 
         The one that was admitted last goes, or under priority scheduling the last in the queue
         order. It loses its blocks, waits before all others, and recomputes its context
         (``_preempt_request``). One that has ended and not been freed goes for good."""
         preempts, by_key = False, self.spec.preempt_by_key
-        while not self.fits(0):
+        while not self.fits(self.prompt_blocks() if prompts else 0):
             preempts = True
-            victims = self.running + [s for s in self.ended if s not in self.riding]
+            victims = self.running
+            if self.worker.pool.then < 0:  # the blocks of the others are still to be fetched
+                victims = victims + [s for s in self.ended if s not in self.riding]
             victim = max(victims, key=lambda s: s.request.priority if by_key else s.ticket)
             request = victim.request
             if victim in self.ended:
@@ -232,8 +243,9 @@ class Scheduler:
     def admit(self, defers_prompts: bool) -> None:
         """Admit who holds KV blocks already, then who lost them, then who is new.
 
-        It takes a place in the batch, tokens of the budget, and KV blocks for the whole context;
-        no request overtakes the next one. Under priority scheduling, preempted and new requests
+        It takes a place in the batch, tokens of the budget, and the KV blocks of its first chunk,
+        if the whole context would fit; no request overtakes the next one. Under priority
+        scheduling, preempted and new requests
         wait in one queue."""
         if not defers_prompts:
             self.fill()
@@ -277,10 +289,11 @@ class Scheduler:
 
     def admit_preempted(self, request: Request) -> bool:
         """Let a preempted request recompute its context."""
-        cached = self.allocate(request, request.tokens, 2 * self.lookahead)
+        cached = self.allocate(request, request.tokens, False)
         if cached is None:
             return False
-        self.prefilling.append(self.sequence(request, cached, request.tokens - 1))
+        context = request.tokens if self.only_prompts else request.tokens - 1
+        self.prefilling.append(self.sequence(request, cached, context))
         self.fill()
         return True
 
@@ -291,7 +304,7 @@ class Scheduler:
         tokens, fetches = request.tokens, self.worker.fetches(request)
         if self.worker.whole_prompts and tokens > self.budget():
             return False
-        cached = self.allocate(request, tokens, 0 if fetches else 2 * self.lookahead)
+        cached = self.allocate(request, tokens, fetches)
         if cached is None:
             return False
         if fetches:
@@ -339,6 +352,9 @@ class Scheduler:
             n = int(min(left, self.budget(), most - sequence.chunk))
             if n > 0:
                 sequence.chunk += n
+                if self.allocates_chunks:
+                    computed = sequence.cached + sequence.chunk
+                    self.kv.grow(sequence, self.kv.needed_for(sequence, computed))
                 self.kv.cache_blocks(sequence.request, sequence.cached + sequence.chunk)
             if sequence.cached + sequence.chunk < sequence.context or self.only_prompts:
                 continue
@@ -351,6 +367,7 @@ class Scheduler:
 
     def join(self, sequence: Sequence) -> None:
         """Let a sequence get a token in the next step."""
+        self.take_slots(sequence)
         self.decoding.append(sequence)
         self.joined.append(sequence)
 
@@ -361,9 +378,40 @@ class Scheduler:
         free = len(self.kv.pool.free) - n
         return free >= 0 and free >= sum(map(self.kv.needed, self.decoding))
 
-    def allocate(self, request: Request, tokens: int, ahead: int) -> int | None:
-        """Take the blocks of a context beside those that running sequences need."""
-        return self.kv.allocate(request, tokens, ahead, sum(map(self.kv.needed, self.decoding)))
+    def prompt_blocks(self) -> int:
+        """Return the blocks that the next chunks of running sequences take."""
+        budget, most, needed = self.budget(), self.longest_chunk(), 0
+        for sequence in self.prefilling if self.allocates_chunks else ():
+            left = sequence.context - sequence.cached - sequence.chunk
+            n = int(min(left, budget, most - sequence.chunk))
+            if budget <= 0 or n < 0:
+                continue
+            budget -= n
+            planned = sequence.chunk + n
+            end = sequence.cached + planned
+            decodes = end == sequence.context and not self.only_prompts
+            if decodes and planned + sequence.tokens <= most:
+                end += sequence.tokens if budget >= sequence.tokens else 0
+                budget -= sequence.tokens
+            needed += self.kv.needed_for(sequence, end)
+        return needed
+
+    def take_slots(self, sequence: Sequence) -> None:
+        """Take the blocks of a sequence's next step, if they are free, before others look up theirs
+        in the prefix cache."""
+        n = self.kv.needed(sequence)
+        if n <= len(self.kv.pool.free):
+            self.kv.grow(sequence, n)
+
+    def allocate(self, request: Request, tokens: int, fetches: bool) -> int | None:
+        """Take the blocks of a context, or of its first chunk, beside those that running sequences
+        need; returns its cached tokens, None if they are not free."""
+        reserved = sum(map(self.kv.needed, self.decoding))
+        chunk = int(min(self.budget(), self.longest_chunk()))
+        return self.kv.allocate(
+            request, tokens, 0 if fetches else 2 * self.lookahead, reserved,
+            chunk if self.allocates_chunks and not fetches else None,
+        )  # fmt: skip
 
     # --- a step begins ---
 
@@ -371,5 +419,5 @@ class Scheduler:
         """Take the KV blocks of the next step's tokens; return who decodes and who computes a part
         of a context. Those that ride along stand first and have no blocks."""
         for sequence in self.decoding:
-            self.kv.grow(sequence)
+            self.kv.grow(sequence, self.kv.needed(sequence))
         return self.riding + self.decoding, [s for s in self.running if s.chunk]

@@ -264,7 +264,7 @@ class Prefiller(Worker):
         """Let a prompt leave the last stage."""
         self.scheduler.leaving.remove(request)
         self.end_prompt(request)
-        if self.scheduler.waiting:  # they may wait for its place or its blocks
+        if self.scheduler.waits_for_blocks:
             self.wake()
 
     def end_prompt(self, request: Request) -> None:

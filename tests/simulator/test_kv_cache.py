@@ -17,8 +17,8 @@ from ..kv_hashes import block_hashes
 
 
 @numba.njit
-def find(kv, tables, w, request, tokens, size, prefix):
-    return kv_cache.find(kv, tables, w, 0, request, tokens, size, prefix)
+def find(kv, w, request, tokens, size, prefix):
+    return kv_cache.find(kv, w, 0, request, tokens, size, prefix)
 
 
 @numba.njit
@@ -100,7 +100,7 @@ class Cache:
     def allocate(self, request, tokens=None):
         """Take the blocks of a context as the engine does; return cached tokens, None: no room."""
         tokens = self.lengths[request] if tokens is None else tokens
-        found, idle = find(self.kv, self.tables, W, request, tokens, self.size, self.prefix)
+        found, idle = find(self.kv, W, request, tokens, self.size, self.prefix)
         new = -(-tokens // self.size) - found
         if new + idle > self.n_free:
             return None
@@ -128,8 +128,7 @@ class Cache:
             assert record["n_held"] == 0
             assert record["before"] == before
             if record["run"]:
-                shared = len(self.keys[record["writer"]])
-                numbers = range(shared, shared + int(record["run"]))
+                numbers = range(int(record["start"]), int(record["start"] + record["run"]))
                 hashes += [own_key(int(record["writer"]), n) for n in reversed(numbers)]
             else:
                 hashes.append(int(record["block_hash"]))
@@ -192,8 +191,9 @@ def assert_same_state(cache, slow):
     for key in {key for keys in cache.keys for key in keys}:
         expected = [(b.holders, b.writer) for b in slow.blocks.cached.get(key, [])]
         assert cache.copies(key) == expected
-    in_use = np.count_nonzero(cache.kv.hash_slots[W])
-    assert in_use == sum(key >= 0 for key in slow.blocks.cached)
+    in_use = cache.kv.hash_slots[W][cache.kv.hash_slots[W] > 0] - 1
+    alone = cache.kv.blocks["run"][W, in_use] == 0
+    assert alone.sum() == sum(key >= 0 for key in slow.blocks.cached)
     assert not cache.kv.hash_slots[[0, 2]].any()
 
 

@@ -78,7 +78,7 @@ def make_kv_cache(
     room = len(workload.prefix_hash) if workload.prefixes_to_come else int(first_listed[-1])
     if size == 0:  # a record stands for all full blocks of a request
         n_blocks = min(n_blocks, _MOST_RUNS)
-    slots = 1 << max(2, int(2 * n_blocks - 1).bit_length()) if size else 4
+    slots = 1 << max(2, int(2 * n_blocks - 1).bit_length())
     return KVCache(
         np.zeros((n_workers, n_blocks), BLOCK),
         np.zeros((n_workers, slots), np.int32),
@@ -139,9 +139,8 @@ def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_token
 
 @compiled()
 def find(
-    kv: Any, tables: Any, w: int, side: int, request: int, tokens: int, block_size: int,
-    prefix_tokens: int,
-) -> Any:  # fmt: skip
+    kv: Any, w: int, side: int, request: int, tokens: int, block_size: int, prefix_tokens: int
+) -> Any:
     """Note the cached blocks of a context; returns how many, and how many of them are free."""
     first, shared = kv.first_listed[request], n_shared(kv, request)
     limit, idle = (tokens - 1) // block_size, 0
@@ -153,19 +152,54 @@ def find(
         kv.listed[side, first + number] = block
         if kv.blocks[w, block].n_held == 0:
             idle += 1
-    own: Any = np.int64(0)
-    if limit > shared:
-        own = min(limit - shared, _own_blocks(kv, tables, w, side, request))
-    return min(shared, limit) + own, idle + own
+    if limit <= shared:
+        return limit, idle
+    end = _end_of_own(kv, w, request, shared, limit)
+    return end, idle + end - shared
 
 
 @compiled()
-def _own_blocks(kv: Any, tables: Any, w: int, side: int, request: int) -> Any:
-    """Return how many free blocks of a worker hold a request's tokens behind the shared ones."""
-    block = tables[request, side].run - 1
-    if block < 0 or kv.blocks[w, block].writer != request:
-        return np.int64(0)
-    return np.int64(kv.blocks[w, block].run)
+def _runs_of(kv: Any, w: int, request: int) -> Any:
+    """Return the youngest run of a request's own blocks; ``copy`` leads to the older ones; or
+    -1."""
+    return kv.hash_slots[w, slot_of(kv.hash_slots, kv.blocks, w, _run_hash(request))] - 1
+
+
+@compiled()
+def _run_hash(request: int) -> Any:
+    """Return the hash of all runs of a request: no block's number is so large."""
+    return (-np.int64(request) - 1) << 32 | np.int64(0xFFFFFFFF)
+
+
+@compiled()
+def _end_of_own(kv: Any, w: int, request: int, first: int, limit: int) -> Any:
+    """Return the block behind those from ``first`` on that runs of a request hold without a gap,
+    at most ``limit``."""
+    number: Any = np.int64(first)
+    youngest = _runs_of(kv, w, request)
+    run: Any = np.int64(youngest)
+    while run >= 0 and number < limit:
+        record = kv.blocks[w, run]
+        if record.start <= number < record.start + record.run:
+            number = np.int64(record.start + record.run)
+            run = np.int64(youngest)
+        else:
+            run = np.int64(record.copy)
+    return min(number, np.int64(limit))
+
+
+@compiled()
+def _oldest(kv: Any, w: int, request: int, number: int) -> Any:
+    """Return the run that holds the oldest of the blocks ``number`` of a request."""
+    run, oldest = np.int64(_runs_of(kv, w, request)), np.int64(-1)
+    while run >= 0:
+        record = kv.blocks[w, run]
+        if record.start <= number < record.start + record.run:
+            oldest = run
+            if number < record.kept:  # it was older than the others when the run was begun
+                return oldest
+        run = np.int64(record.copy)
+    return oldest
 
 
 @compiled()
@@ -202,24 +236,49 @@ def hold(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, ne
         if kv.blocks[w, block].n_held == 0:
             take_out(kv.blocks, workers, w, block)
         kv.blocks[w, block].n_held += 1
-    own = table.found - listed
-    if own > 0:
-        _take_of_run(kv, workers, w, table.run - 1, own)
-    table.run = 0
-    table.listed, table.full, table.private = listed, table.found, own + new
+    number: Any = np.int64(listed)
+    while number < table.found:
+        run, stop = _oldest(kv, w, request, number), number + 1
+        if run == _runs_of(kv, w, request) and kv.blocks[w, run].copy < 0:  # there is no other
+            stop = np.int64(table.found)
+        _take_of_run(kv, workers, w, run, number, stop)
+        number = stop
+    table.private = table.found - listed + new
+    table.listed, table.full = listed, table.found
     take_blank(kv, workers, w, new)
 
 
 @compiled()
-def _take_of_run(kv: Any, workers: Any, w: int, block: int, n: int) -> None:
-    """Take ``n`` blocks out of a run of free ones."""
+def _take_of_run(kv: Any, workers: Any, w: int, block: int, first: int, stop: int) -> None:
+    """Take the blocks ``[first, stop)`` out of a run of free ones."""
     record = kv.blocks[w, block]
-    record.run -= n
-    workers[w].n_idle -= n
-    if record.run == 0:
+    end = np.int64(record.start + record.run)
+    workers[w].n_idle -= stop - first
+    if first == record.start and stop == end:
         take_out(kv.blocks, workers, w, block)
         workers[w].n_idle += 1  # it is not a block
-        give_up_record(kv.blocks, workers, w, block)
+        _lose_contents(kv, workers, w, block)
+        return
+    if first == record.start:
+        record.start, record.run = stop, end - stop
+        return
+    record.run = first - record.start
+    if stop == end:
+        return
+    if workers[w].spare < 0 and workers[w].n_made == kv.blocks.shape[1]:
+        workers[w].n_idle -= end - stop  # there is no record for those behind
+        workers[w].n_blank += end - stop
+        return
+    behind = new_record(kv.blocks, workers, w)
+    kv.blocks[w, behind] = record
+    kv.blocks[w, behind].start, kv.blocks[w, behind].run = stop, end - stop
+    record.copy = behind
+    kv.blocks[w, behind].behind = block  # it is evicted first
+    if record.before < 0:
+        workers[w].idle_head = behind
+    else:
+        kv.blocks[w, record.before].behind = behind
+    record.before = behind
 
 
 @compiled()
@@ -288,9 +347,12 @@ def _free_run(kv: Any, table: Any, workers: Any, w: int, request: int, n: int) -
     block = new_record(kv.blocks, workers, w)
     record = kv.blocks[w, block]
     record.run, record.writer, record.n_held = n, request, 0
+    record.start, record.kept, record.block_hash = table.listed, table.found, _run_hash(request)
     append(kv.blocks, workers, w, block)
     workers[w].n_idle += n - 1
-    table.run = block + 1
+    slot = slot_of(kv.hash_slots, kv.blocks, w, record.block_hash)
+    record.copy = kv.hash_slots[w, slot] - 1
+    kv.hash_slots[w, slot] = block + 1
     if kv.tiers.links.shape[1] > 0:
         size, prefix = kv.block_size, kv.prefix_block_tokens
         for number in range(table.full - 1, table.full - 1 - n, -1):
@@ -308,8 +370,8 @@ def _evict(kv: Any, workers: Any, w: int, n: int) -> None:
         gone: Any = np.int64(1)
         if record.run > 0:  # its last blocks
             gone = min(left, np.int64(record.run))
-            request, end = np.int64(record.writer), record.run + n_shared(kv, record.writer)
-            _take_of_run(kv, workers, w, block, gone)
+            request, end = np.int64(record.writer), np.int64(record.start + record.run)
+            _take_of_run(kv, workers, w, block, end - gone, end)
             for number in range(end - 1, end - 1 - gone if tiers else end - 1, -1):
                 write_back(kv.tiers, w, block_hash(kv, request, number, size, prefix))
         else:
@@ -336,7 +398,8 @@ def _lose_contents(kv: Any, workers: Any, w: int, block: int) -> Any:
         kv.hash_slots[w, slot] = copy + 1
     else:
         forget(kv.hash_slots, kv.blocks, w, slot)
-        _note(kv, w, block, np.int64(0))
+        if kv.blocks[w, block].run == 0:
+            _note(kv, w, block, np.int64(0))
     give_up_record(kv.blocks, workers, w, block)
     return last
 
@@ -363,6 +426,8 @@ def forget_blocks(kv: KVCache, w: int) -> None:
     if w < kv.listened:
         for slot in kv.hash_slots[w, np.flatnonzero(kv.hash_slots[w])].tolist():
             block = kv.blocks[w, slot - 1]
+            if block["run"]:
+                continue
             end = ((int(block["block_hash"]) & 0xFFFFFFFF) + 1) * kv.block_size
             if end % kv.prefix_block_tokens == 0:
                 at = int(kv.prefix_indptr[block["writer"]]) + end // kv.prefix_block_tokens - 1

@@ -193,7 +193,7 @@ def begin(engines: Any, w: int, side: int, request: int, more: int, pulled: int)
         publish(kv, engines.tables, engines.workers, w, side, request, tokens, size, prefix)
         for number in range(found + more, end_of_all):
             kv.blocks[w, kv.listed[side, kv.first_listed[request] + number]].loader = request
-        held, _ = find(kv, engines.tables, peer, 1 - side, request, tokens + 1, size, prefix)
+        held, _ = find(kv, peer, 1 - side, request, tokens + 1, size, prefix)
         engines.tables[request, 1 - side].found = held
         hold(kv, engines.tables, engines.workers, peer, 1 - side, request, _NONE)
         tiers.links[w, tiers.loading[0].pulls].loaded += pulled

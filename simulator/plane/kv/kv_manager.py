@@ -16,6 +16,7 @@ from eldr_sim.simulator.plane.kv.kv_cache import (
     n_free,
     publish,
     release,
+    take_blank,
 )
 from eldr_sim.simulator.plane.sessions import Sessions
 from eldr_sim.simulator.plane.state import HERE, OF_SHARE, TO_THE_END
@@ -77,16 +78,31 @@ def blocks_needed(engines: Engines, w: int) -> Any:
 
 
 @compiled()
+def take_slots(engines: Engines, w: int, i: int) -> None:
+    """Take the KV blocks that a sequence of the batch needs for its next step, if they are free:
+    before others look up theirs in the prefix cache, of which these may be the oldest."""
+    sequence, size = engines.sequences[w, i], engines.settings[0].block_size
+    slots = slots_of(sequence, engines.pools[engines.pool_of[w]].lookahead)
+    if sequence.free_slots < slots:
+        more = blocks_of(slots - sequence.free_slots, size)
+        if more <= n_free(engines.workers, w):
+            take_blank(engines.kv, engines.workers, w, more)
+            sequence.free_slots += more * size
+
+
+@compiled()
 def slots_of(sequence: Any, lookahead: int) -> Any:
     """Return the KV slots that a sequence needs for its next step (vLLM's ``allocate_slots``)."""
     return min(sequence.tokens + lookahead, sequence.room)
 
 
 @compiled()
-def allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool) -> Any:
+def allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool, chunk: int) -> Any:
     """Take the KV blocks of a context of ``tokens`` tokens, and of drafts and what its engine
-    reserves unless it fetches them; return how many are cached. Without change: -1 if too few are
-    free, WAITS of `kv_loads` where it waits for others' blocks."""
+    reserves unless it fetches them; return how many are cached. An engine that allocates chunks
+    takes those of the first ``chunk`` tokens that are not cached, if the whole context fits.
+    Without change: -1 if too few are free, WAITS of `kv_loads` where it waits for others'
+    blocks."""
     pool, side = engines.pool_of[w], side_of(engines, w)
     found, idle, size = _NONE, _NONE, engines.settings[0].block_size
     more = pulled = _NONE
@@ -109,6 +125,13 @@ def allocate(engines: Engines, w: int, request: int, tokens: int, fetches: bool)
     if reserve == TO_THE_END:
         last = record.prompt_len + record.output_len + engines.pools[pool].lookahead
         slots = max(slots, min(last, engines.settings[0].max_model_len))
+    if engines.pools[pool].allocates_chunks and not fetches:
+        whole = blocks_of(tokens, size) - found + record.window_blocks
+        if not fits(engines, w, whole + idle):
+            return -1
+        first = min(np.int64(tokens), found * size + chunk)
+        slots = first + engines.pools[pool].lookahead * (2 if tokens == found * size + 1 else 1)
+        slots = min(slots, engines.settings[0].max_model_len)
     new = blocks_of(slots, size) - found + record.window_blocks
     if reserve == OF_SHARE:
         beside = (new + idle + 1) * size + min(record.output_len - record.generated, _CLIPPED)
@@ -138,11 +161,9 @@ def _find(engines: Engines, w: int, request: int, tokens: int) -> Any:
     """Note the cached blocks of a context that are used; returns those, and how many are idle."""
     size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
     side = side_of(engines, w)
-    found, idle = find(engines.kv, engines.tables, w, side, request, tokens, size, prefix)
+    found, idle = find(engines.kv, w, side, request, tokens, size, prefix)
     if found > 0 and engines.pools[engines.pool_of[w]].drops_block:
-        found, idle = find(
-            engines.kv, engines.tables, w, side, request, (found - 1) * size + 1, size, prefix
-        )
+        found, idle = find(engines.kv, w, side, request, (found - 1) * size + 1, size, prefix)
     return found, idle
 
 

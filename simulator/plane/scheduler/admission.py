@@ -10,7 +10,7 @@ import numpy as np
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import leave, schedule, wake
 from eldr_sim.simulator.plane.kv import kv_loads
-from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release, take_blank
 from eldr_sim.simulator.plane.kv.kv_loads import WAITS
 from eldr_sim.simulator.plane.kv.kv_manager import (
     Engines,
@@ -20,9 +20,16 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
     only_prompts,
     publish_tokens,
     side_of,
+    take_slots,
 )
-from eldr_sim.simulator.plane.scheduler.preemption import comes_back_first
-from eldr_sim.simulator.plane.scheduler.queues import line_remove, queue_remove
+from eldr_sim.simulator.plane.scheduler.preemption import (
+    ANY,
+    budget_left,
+    comes_back_first,
+    longest_chunk,
+    lookahead_slots,
+)
+from eldr_sim.simulator.plane.scheduler.queues import line_remove, queue_remove, waits_for_blocks
 from eldr_sim.simulator.plane.state import (
     ADMITTED,
     HERE,
@@ -37,7 +44,6 @@ from eldr_sim.simulator.plane.state import (
 )
 
 _NONE = np.int64(0)
-_ANY = np.int64(1 << 60)  # tokens
 
 
 @compiled()
@@ -114,7 +120,8 @@ def what_stopped(engines: Engines, w: int, defers: bool) -> Any:
 def _admit_preempted(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Any:
     """Let a preempted request recompute its context; False if its blocks are not free."""
     worker, record = engines.workers[w], engines.requests[request]
-    cached = allocate(engines, w, request, record.prompt_len + record.generated, False)
+    cached = allocate(engines, w, request, record.prompt_len + record.generated, False,
+                      _first_chunk(engines, w))  # fmt: skip
     if cached < 0 and cached != WAITS:
         return False
     worker.preempted_head = record.next
@@ -135,7 +142,7 @@ def _admit_loaded(clock: Any, events: Any, engines: Engines, w: int) -> Any:
         cached: Any = np.int64(loads[request].cached)
         if loads[request].delayed:
             tokens = requests[request].prompt_len + requests[request].generated
-            cached = allocate(engines, w, request, tokens, False)
+            cached = allocate(engines, w, request, tokens, False, ANY)
             if cached == -1:
                 return False
         if before < 0:
@@ -155,7 +162,7 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
     whole = pool.whole_prompts and not fetches
     if whole and prompt - cached_tokens(engines, w, request, prompt) > budget_left(engines, w):
         return False
-    cached = allocate(engines, w, request, prompt, fetches)
+    cached = allocate(engines, w, request, prompt, fetches, _first_chunk(engines, w))
     if cached < 0 and cached != WAITS:
         return False
     worker.new_head = queue_remove(requests, worker.new_head, request)
@@ -179,14 +186,6 @@ def _is_open(engines: Engines, w: int, drafts: int) -> Any:
     places = pool.max_num_seqs - worker.batch - worker.prefilling - worker.leaving
     places -= worker.riding + worker.ended_places
     return bool(places > 0 and budget_left(engines, w) > drafts)
-
-
-@compiled()
-def budget_left(engines: Engines, w: int) -> Any:
-    """Return the tokens that the next step has room for; of its own who sits out takes none."""
-    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
-    tokens = worker.tokens if pool.mixed_steps else worker.joined
-    return pool.max_num_batched_tokens - tokens - worker.chunk_tokens - worker.riding_tokens
 
 
 @compiled()
@@ -261,7 +260,7 @@ def blocks_are_pulled(clock: Any, events: Any, engines: Engines, request: int) -
     release(
         engines.kv, engines.tables, engines.workers, load.peer, side_of(engines, load.peer), request
     )
-    if engines.workers[load.peer].new_head >= 0:
+    if waits_for_blocks(engines.workers[load.peer]):
         wake(clock, events, engines.workers, load.peer)
     if load.until_s < 0.0:
         kv_loads.have_come(engines, w, side_of(engines, w), request)
@@ -301,6 +300,8 @@ def _join(engines: Engines, w: int) -> None:
     worker = engines.workers[w]
     sequence = engines.sequences[w, worker.batch]
     worker.context += sequence.computed + sequence.todo
+    if engines.pools[engines.pool_of[w]].mixed_steps:
+        take_slots(engines, w, worker.batch)
     worker.batch += 1
     worker.tokens += sequence.tokens
     worker.prefilling -= 1
@@ -327,29 +328,34 @@ def _move(engines: Engines, w: int, of: int, to: int) -> None:
 
 
 @compiled()
-def _longest_chunk(engines: Engines, w: int) -> Any:
-    """Return the most prompt tokens of the next step of one request (vLLM's threshold)."""
-    worker, requests = engines.workers[w], engines.requests
-    threshold = engines.pools[engines.pool_of[w]].long_prefill_token_threshold
-    if threshold <= 0:
-        return _ANY
-    n = worker.batch + worker.prefilling + worker.leaving + worker.riding + worker.n_waiting
-    n += worker.ended_places
-    late: Any = np.int64(worker.late_head)
-    while late >= 0:  # they came when the step had been scheduled
-        n -= not requests[late].kv_here
-        late = np.int64(requests[late].next)
-    return threshold if n > 1 else _ANY
+def _extend(engines: Engines, w: int, i: int) -> None:
+    """Take the KV blocks of the tokens that a sequence computes in the next step."""
+    sequence, request = engines.sequences[w, i], engines.sequences[w, i].request
+    computed = sequence.computed + sequence.chunk
+    lacking = lookahead_slots(engines, w, computed)
+    lacking -= sequence.computed + sequence.todo + sequence.free_slots
+    if lacking > 0:
+        more = blocks_of(lacking, engines.settings[0].block_size)
+        take_blank(engines.kv, engines.workers, w, more)
+        engines.tables[request, side_of(engines, w)].private += more
+        sequence.free_slots += more * engines.settings[0].block_size
+
+
+@compiled()
+def _first_chunk(engines: Engines, w: int) -> Any:
+    """Return the most tokens that a request can compute in the step that admits it."""
+    return min(budget_left(engines, w), longest_chunk(engines, w))
 
 
 @compiled()
 def fill(engines: Engines, w: int) -> None:
     """Fill the next step's token budget with contexts to compute, the one begun first."""
     worker, alone = engines.workers[w], only_prompts(engines, w)
-    most = _longest_chunk(engines, w)
+    most = longest_chunk(engines, w)
     i = worker.batch
     if alone:
-        i = worker.filled if most == _ANY else _NONE
+        threshold = engines.pools[engines.pool_of[w]].long_prefill_token_threshold
+        i = worker.filled if threshold <= 0 else _NONE
     while True:
         budget = budget_left(engines, w)
         if i == worker.batch + worker.prefilling or budget <= 0:
@@ -359,6 +365,8 @@ def fill(engines: Engines, w: int) -> None:
         if chunk > 0:
             sequence.chunk += chunk
             worker.chunk_tokens += chunk
+            if engines.pools[engines.pool_of[w]].allocates_chunks:
+                _extend(engines, w, i)
             publish_tokens(engines, w, sequence.request, sequence.computed + sequence.chunk)
         if sequence.chunk == sequence.todo and alone:
             worker.filled += chunk > 0

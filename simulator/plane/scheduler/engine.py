@@ -29,9 +29,9 @@ from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.events import leave, schedule, schedule_step, wake
 from eldr_sim.simulator.plane.kv import kv_manager
 from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, n_free, release
-from eldr_sim.simulator.plane.scheduler.admission import admit, budget_left, fill, what_stopped
-from eldr_sim.simulator.plane.scheduler.preemption import preempt
-from eldr_sim.simulator.plane.scheduler.queues import line_add, queue_add
+from eldr_sim.simulator.plane.scheduler.admission import admit, fill, what_stopped
+from eldr_sim.simulator.plane.scheduler.preemption import budget_left, lacks_blocks, preempt
+from eldr_sim.simulator.plane.scheduler.queues import line_add, queue_add, waits_for_blocks
 from eldr_sim.simulator.plane.steps.executor import has_step
 
 _NONE = np.int64(0)
@@ -203,18 +203,21 @@ def boundary(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -> No
         worker.share = pool.first_share
         _append_late(engines.requests, worker)  # no step has been scheduled yet
     defers = balances or defers_prompts(engines, w)
-    if pool.mixed_steps and not kv_manager.fits(engines, w, _NONE):
-        preempt(clock, engines, w)
+    if pool.mixed_steps and lacks_blocks(engines, w, not defers):
+        preempt(clock, engines, w, not defers)
         defers = defers and worker.batch > 0
         if not defers:
             fill(engines, w)
         # Nobody is admitted in this step if there is one, but perhaps in the next.
         worker.one_step, worker.stopped = has_step(worker), what_stopped(engines, w, defers)
+    if pool.mixed_steps:
+        for i in range(worker.batch):
+            kv_manager.take_slots(engines, w, i)
     if not worker.one_step:
         admit(clock, events, engines, w, defers)
         worker.stopped = what_stopped(engines, w, defers)
     if not pool.mixed_steps and worker.joined == 0 and worker.chunk_tokens == 0:
-        preempt(clock, engines, w)  # a step of prompts needs nothing for those that decode
+        preempt(clock, engines, w, False)  # a step of prompts needs nothing for those that decode
     if defers and has_step(worker):
         worker.one_step = True  # look again before the next step
     if has_step(worker):
@@ -268,6 +271,7 @@ def _end_prompts(clock: Any, events: Any, engines: kv_manager.Engines, w: int) -
                 schedule(clock, events, worker.exit_s, state.PROMPT_END, request)
             else:
                 worker.ended_places += frees_late
+                engines.requests[request].ticket = sequences[w, i].ticket  # while it waits
                 end_prompt(clock, engines, w, request, frees_late)
             continue
         if kept != i:
@@ -285,7 +289,7 @@ def leave_stages(
     worker.leaving -= 1
     worker.leaving_tokens -= record.prompt_len + record.generated
     end_prompt(clock, engines, w, request, False)
-    if worker.new_head >= 0:
+    if waits_for_blocks(worker):
         wake(clock, events, engines.workers, w)
 
 

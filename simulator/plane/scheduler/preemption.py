@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.kv.kv_cache import release
+from eldr_sim.simulator.plane.kv.kv_cache import blocks_of, release
 from eldr_sim.simulator.plane.kv.kv_manager import (
     Engines,
     fits,
     keep_tokens,
+    only_prompts,
     publish_tokens,
     release_context,
     side_of,
@@ -17,14 +18,75 @@ from eldr_sim.simulator.plane.kv.kv_manager import (
 from eldr_sim.simulator.plane.state import OF_SHARE
 
 _NONE = np.int64(0)
+#: Tokens: no limit.
+ANY = np.int64(1 << 60)
 _RETRACTED = np.int64(20)  # tokens that SGLang reserves for each sequence when it retracts some
 
 
 @compiled()
-def preempt(clock: Any, engines: Engines, w: int) -> None:
-    """Take sequences back until the others have the blocks they need."""
+def budget_left(engines: Engines, w: int) -> Any:
+    """Return the tokens that the next step has room for; of its own who sits out takes none."""
+    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
+    tokens = worker.tokens if pool.mixed_steps else worker.joined
+    return pool.max_num_batched_tokens - tokens - worker.chunk_tokens - worker.riding_tokens
+
+
+@compiled()
+def longest_chunk(engines: Engines, w: int) -> Any:
+    """Return the most prompt tokens of the next step of one request (vLLM's threshold)."""
+    worker, requests = engines.workers[w], engines.requests
+    threshold = engines.pools[engines.pool_of[w]].long_prefill_token_threshold
+    if threshold <= 0:
+        return ANY
+    n = worker.batch + worker.prefilling + worker.leaving + worker.riding + worker.n_waiting
+    n += worker.ended_places
+    late: Any = np.int64(worker.late_head)
+    while late >= 0:  # they came when the step had been scheduled
+        n -= not requests[late].kv_here
+        late = np.int64(requests[late].next)
+    return threshold if n > 1 else ANY
+
+
+@compiled()
+def lookahead_slots(engines: Engines, w: int, tokens: int) -> Any:
+    """Return the KV slots of a context's first tokens, with those that drafts may take."""
+    slots = tokens + engines.pools[engines.pool_of[w]].lookahead
+    return min(slots, engines.settings[0].max_model_len)
+
+
+@compiled()
+def lacks_blocks(engines: Engines, w: int, prompts: bool) -> Any:
+    """Whether the running sequences need more KV blocks in the next step than are free; with
+    ``prompts``, those included that compute their contexts."""
+    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
+    if not (prompts and pool.allocates_chunks and worker.prefilling > 0):
+        return not fits(engines, w, _NONE)
+    budget, most = budget_left(engines, w), longest_chunk(engines, w)
+    needed = _NONE
+    for i in range(worker.batch, worker.batch + worker.prefilling):
+        sequence = engines.sequences[w, i]
+        chunk = min(sequence.todo - sequence.chunk, budget, most - sequence.chunk)
+        if budget <= 0 or chunk < 0:
+            continue
+        planned = sequence.chunk + chunk
+        slots = lookahead_slots(engines, w, sequence.computed + planned)
+        budget -= chunk
+        joins = planned == sequence.todo and not only_prompts(engines, w)
+        if joins and planned + sequence.tokens <= most:
+            if budget >= sequence.tokens:
+                slots = lookahead_slots(engines, w, sequence.computed + planned + sequence.tokens)
+            budget -= sequence.tokens
+        lacking = slots - (sequence.computed + sequence.todo + sequence.free_slots)
+        if lacking > 0:
+            needed += blocks_of(lacking, engines.settings[0].block_size)
+    return not fits(engines, w, needed)
+
+
+@compiled()
+def preempt(clock: Any, engines: Engines, w: int, prompts: bool) -> None:
+    """Take sequences back until the others have the blocks they need, see `lacks_blocks`."""
     worker, sequences, preempts = engines.workers[w], engines.sequences, False
-    while not fits(engines, w, _NONE):
+    while lacks_blocks(engines, w, prompts):
         preempts = True
         victim = _victim(engines, w)
         if worker.ended_head >= 0 and _free_one_ended(engines, w, victim):
@@ -33,6 +95,8 @@ def preempt(clock: Any, engines: Engines, w: int) -> None:
         worker.chunk_tokens -= sequences[w, victim].chunk
         record = engines.requests[request]
         if victim >= worker.batch:
+            chunk = sequences[w, victim].chunk
+            worker.filled -= chunk > 0 and chunk == sequences[w, victim].todo
             worker.prefilling -= 1
             release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
         else:

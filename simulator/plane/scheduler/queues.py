@@ -107,6 +107,12 @@ def _meld(requests: Any, one: int, other: int) -> Any:
 
 
 @compiled()
+def waits_for_blocks(worker: Any) -> Any:
+    """Whether requests wait that KV blocks, when they become free, may let in."""
+    return bool(worker.new_head >= 0 or worker.preempted_head >= 0)
+
+
+@compiled()
 def give_back(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
     """Give a request's KV blocks back, and let the engine look who can have them."""
     release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
@@ -131,7 +137,10 @@ def remove(clock: Any, events: Any, engines: Engines, w: int, request: int) -> N
             record.generated = record.output_len - engines.sequences[w, place].tokens_left
         if place < worker.rested:
             worker.rested -= 1
+        chunk = engines.sequences[w, place].chunk
+        worker.chunk_tokens -= chunk  # of a step that is planned and has not begun
         if place < worker.batch:
+            worker.joined -= place >= worker.batch - worker.joined
             context = record.prompt_len - 1 + record.generated
             worker.batch -= 1
             worker.tokens -= engines.sequences[w, place].tokens
@@ -141,6 +150,7 @@ def remove(clock: Any, events: Any, engines: Engines, w: int, request: int) -> N
             held = blocks_of(slots, engines.settings[0].block_size)
             table.private = held + record.window_blocks - table.listed
         else:
+            worker.filled -= chunk > 0 and chunk == engines.sequences[w, place].todo
             worker.prefilling -= 1
         for i in range(place, n - 1):
             engines.sequences[w, i] = engines.sequences[w, i + 1]

@@ -58,6 +58,8 @@ class EngineRules:
     least_share: float = 0.0  #: at last,
     share_step: float = 0.0  #: and how much less each step of decoding
     fewest_first: bool = False  #: the sequence with the fewest outputs is preempted first
+    #: A prompt takes the KV blocks of a chunk when it is scheduled, else all when it is admitted.
+    allocates_chunks: bool = True
     forgets_outputs: bool = False  #: a preempted sequence's generated tokens leave the cache
     token_with_kv: bool = False  #: the first token comes with a KV cache that is handed over
     #: Where it schedules ahead, who ends sooner than it had to, by its drafts, rides a step more.
@@ -91,6 +93,7 @@ def rules_of(
             token_with_kv=True,
             rides_on=False,
             frees_late=False,
+            allocates_chunks=False,
             drops_block=False,
             eager_prompts=options.piecewise_cuda_graph is False,
         )
@@ -110,6 +113,7 @@ def rules_of(
             token_with_kv=True,
             rides_on=False,
             frees_late=False,
+            allocates_chunks=False,
             drops_block=False,
             eager_prompts=not options.piecewise_cuda_graph,
         )
