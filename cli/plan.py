@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from eldr_sim.cli.console import RunCounter, print_log_part, print_table, run_counter
+from eldr_sim.cli.kept_runs import kept_runs
 from eldr_sim.cli.option import (
     OUTPUT,
     TENSOR_PARALLEL_SIZE,
@@ -152,7 +150,7 @@ def plan(
     extras = plot_extras(plot, out)
     if resume and out is None:
         raise InputError("resume", "no plan is kept without --out", "--out DIR beside it")
-    with _kept(out, resume) as journal:
+    with kept_runs(out, resume, "plan") as journal:
         answer = planned(**options, journal=journal)
         if out is not None:
             answer.write(out, force=force, extras=extras)
@@ -165,26 +163,6 @@ def plan(
         click.echo(f"Wrote {emit}")
     if answer.best is None:
         sys.exit(1)
-
-
-@contextmanager
-def _kept(out: Path | None, resume: bool) -> Iterator[Journal | None]:
-    """Keep the runs of a plan in a folder beside ``out``, which goes when the plan is written."""
-    from eldr_sim.planning.runs.journal import open_journal
-
-    if out is None:
-        yield None
-        return
-    folder = out.with_name(f"{out.name}.unfinished")
-    try:
-        with open_journal(folder, {"eldr-sim": version("eldr-sim")}, resume, "plan") as journal:
-            yield journal
-            journal.discard()
-    except KeyboardInterrupt:
-        if not folder.exists():
-            raise
-        click.echo(f"Interrupted: {folder} keeps the ended runs; --resume continues", err=True)
-        sys.exit(130)
 
 
 class _Asked(NamedTuple):

@@ -1,7 +1,6 @@
 """``eldr-sim reproduce``: a paper's evaluation, run again."""
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +10,10 @@ import click
 
 import eldr_sim
 from eldr_sim.cli.option import Decorator, option, output, together
-from eldr_sim.cli.study import run_figures
+from eldr_sim.cli.study import RESUME, Known, run_figures
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress
-from eldr_sim.planning.studies.figures import Reproduction
+from eldr_sim.planning.studies.figures import Runner
 
 
 @click.group(short_help="Rerun a paper's evaluation.")
@@ -26,6 +25,7 @@ def reproduce() -> None:
 _options = together(
     click.argument("figure", nargs=-1),
     output("Write figures here.", "the reproduction in --out"),
+    option("--resume", bool, RESUME),
     option("--quick", bool, "Fewer and shorter runs."),
 )
 
@@ -77,6 +77,7 @@ def _reproduce(
     figure: tuple[str, ...],
     out: Path | None,
     force: bool,
+    resume: bool,
     quick: bool,
     **own: Any,
 ) -> None:
@@ -84,13 +85,13 @@ def _reproduce(
     paper's command alone."""
     evaluation = _evaluation(module)
 
-    def figures(progress: Progress) -> dict[str, Callable[[], Reproduction]]:
-        made: dict[str, Callable[[], Reproduction]] = evaluation.figures(
-            evaluation.make_runner(quick, progress), quick, **own
-        )
-        return made
+    def figures(progress: Progress) -> tuple[Runner, Known]:
+        runner = evaluation.make_runner(quick, progress)
+        return runner, evaluation.figures(runner, quick, **own)
 
-    run_figures(paper, figures, figure, out, force, {"paper": paper, "quick": quick})
+    about, count = {"paper": paper, "quick": quick}, getattr(evaluation, "expected_runs", None)
+    expected = count and (lambda names: count(names, quick, **own))
+    run_figures(paper, figures, figure, out, force, about, resume=resume, expected=expected)
 
 
 def _evaluation(module: str) -> Any:

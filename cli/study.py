@@ -1,16 +1,18 @@
 """``eldr-sim study``: figures and claims of a YAML file, and what ``reproduce`` shares with it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 from pyarrow import csv
 
 from eldr_sim.cli.console import number_text, print_table, progress_bar, value_text
+from eldr_sim.cli.kept_runs import kept_runs, unfinished
 from eldr_sim.cli.option import option, output, with_pictures
 from eldr_sim.cli.options import check_out
+from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress
 from eldr_sim.planning.studies.figures import (
     Claim,
@@ -23,6 +25,8 @@ from eldr_sim.planning.studies.figures import (
 from eldr_sim.planning.studies.study import read_study
 from eldr_sim.simulator.results import result_folder, write_json
 
+Known: TypeAlias = dict[str, Callable[[], Reproduction]]
+RESUME = "Go on with the runs of an interrupted command for --out."
 #: Columns of a table that a terminal shows.
 _MOST_COLUMNS = 11
 
@@ -36,6 +40,7 @@ def study() -> None:
 @click.argument("file", type=click.Path(path_type=Path), metavar="STUDY.yaml")
 @click.argument("figure", nargs=-1)
 @output("Write figures here.", "the figures in --out")
+@option("--resume", bool, RESUME)
 @option("--quick", bool, "Fewer and shorter runs, as the study says.")
 @option("--jobs", int, "Runs at a time.  [default: one a CPU]", metavar="N")
 def run(
@@ -43,6 +48,7 @@ def run(
     figure: tuple[str, ...],
     out: Path | None,
     force: bool,
+    resume: bool,
     quick: bool,
     jobs: int | None,
 ) -> None:
@@ -52,48 +58,73 @@ def run(
     has the verdicts. docs/studies.md describes the file; studies/eldr/study.yaml is an example."""
     content = read_study(file).shortened(quick)
 
-    def known(progress: Progress) -> dict[str, Callable[[], Reproduction]]:
-        return content.known(Runner(content.base, jobs, progress))
+    def known(progress: Progress) -> tuple[Runner, Known]:
+        runner = Runner(content.base, jobs, progress)
+        return runner, content.known(runner)
 
     about = {"study": str(file), "title": content.title, "quick": quick, "seeds": content.seeds}
-    run_figures(content.title, known, figure, out, force, about)
+    run_figures(content.title, known, figure, out, force, about, resume=resume)
 
 
 def run_figures(
     title: str,
-    figures: Callable[[Progress], dict[str, Callable[[], Reproduction]]],
+    figures: Callable[[Progress], tuple[Runner, Known]],
     chosen: tuple[str, ...],
     out: Path | None,
     force: bool,
     about: dict[str, Any],
+    *,
+    resume: bool = False,
+    expected: Callable[[Sequence[str]], int] | None = None,
 ) -> None:
-    """Make the chosen figures, print their claims, and write them.
+    """Make the chosen figures; print the claims of each, and write it, as soon as it is made.
+
+    Until all are made they stand in a folder beside ``out``, with the runs that have ended.
 
     Args:
         title: of the progress bar.
-        figures: returns the functions that make each figure, given where to report progress.
+        figures: returns a runner, and the functions that make each figure by it, given where to
+            report progress.
         chosen: names of figures; all if empty.
         out: the folder to write; None: none.
         force: whether to replace it.
-        about: the content of ``summary.json``, to which the names of figures are added."""
+        about: the content of ``summary.json``, to which the names of figures are added.
+        resume: whether to go on with the runs of an interrupted command.
+        expected: returns the number of runs that figures take; by default figures count alike."""
+    if resume and out is None:
+        raise InputError("resume", "no runs are kept without --out", "--out DIR beside it")
     check_out(out, force)
     with_pictures(out is not None)
     made: list[Reproduction] = []
-    with progress_bar(title) as update:
-        known = figures(update)
-        for name in choose(chosen, known):
+    share = [0.0, 1.0]  # of the progress: before this figure, and of it
+    with kept_runs(out, resume, "reproduction", about) as journal, progress_bar(title) as update:
+        runner, known = figures(lambda done: update(share[0] + done * share[1]))
+        runner.keep(journal)
+        names = choose(chosen, known)
+        if expected is not None:
+            runner.expect(expected(names))
+        for at, name in enumerate(names):
+            if expected is None:
+                share[:] = at / len(names), 1 / len(names)
             start = time.perf_counter()
             made.append(known[name]())
             click.echo(f"{name}: {time.perf_counter() - start:.1f} s", err=True)
-    for reproduction in made:
-        _show(reproduction)
-    if out is not None:
-        with result_folder(out, force) as folder:
-            for reproduction in made:
-                write_reproduction(folder, reproduction)
-            csv.write_csv(claims_table(made), folder / "claims.csv")
-            write_json(folder / "summary.json", about | {"figures": [r.name for r in made]})
-        click.echo(f"Wrote {out}")
+            _show(made[-1])
+            if out is not None:
+                write_reproduction(unfinished(out), made[-1])
+                csv.write_csv(claims_table(made), unfinished(out) / "claims.csv")
+        if out is not None:
+            _write(out, force, made, about)
+
+
+def _write(out: Path, force: bool, made: list[Reproduction], about: Mapping[str, Any]) -> None:
+    """Write all figures, whole or not at all."""
+    with result_folder(out, force) as folder:
+        for reproduction in made:
+            write_reproduction(folder, reproduction)
+        csv.write_csv(claims_table(made), folder / "claims.csv")
+        write_json(folder / "summary.json", about | {"figures": [r.name for r in made]})
+    click.echo(f"Wrote {out}")
 
 
 def _show(reproduction: Reproduction) -> None:

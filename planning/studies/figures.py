@@ -14,6 +14,7 @@ from pyarrow import csv
 from eldr_sim.charts import write_picture
 from eldr_sim.errors import InputError
 from eldr_sim.kinds import Progress, silent
+from eldr_sim.planning.runs.journal import Journal
 from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary
 from eldr_sim.planning.slo import Interval, paired_percent
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -105,6 +106,14 @@ class Runner:
     ) -> None:
         self.base = base
         self._runs = Runs(jobs, lambda done, asked: progress(done / asked))
+
+    def keep(self, journal: Journal | None) -> None:
+        """Keep the runs that end in a journal, and take those that it has."""
+        self._runs.journal = journal
+
+    def expect(self, runs: int) -> None:
+        """Set the number of runs that all figures take, for the progress."""
+        self._runs.expected = runs
 
     def run(self, cases: Sequence[dict[str, Any]]) -> list[Summary]:
         """Return the summary of each case (fields that override the base), in order."""

@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 
 from eldr_sim.cli.main import main
+from eldr_sim.cli.study import run_figures
 from eldr_sim.errors import InputError
 from eldr_sim.planning.slo import Interval
 from eldr_sim.planning.studies.figures import (
@@ -21,6 +22,7 @@ from studies.eldr import evaluation as eldr_evaluation
 from studies.eldr.map import placed
 from studies.eldr.results import mean_difference, run_grid
 from studies.eldr_measured import cells
+from studies.eldr_measured import evaluation as measured
 from studies.grace import evaluation as grace_evaluation
 
 from ..paths import ROOT
@@ -230,3 +232,53 @@ def test_the_command_writes_a_figure_whole(paper, figure, title, unknown, known,
     code, _, problem = run_cli("reproduce", paper, unknown)
     assert code == 2
     assert known in problem
+
+
+def test_an_interrupted_reproduction_keeps_figures_and_runs_and_goes_on(tmp_path, capsys):
+    """Figures are written as they are made; --resume simulates only what has not ended."""
+    out, kept, ran = tmp_path / "out", tmp_path / "out.unfinished", []
+
+    def reproduced(fail, **how):
+        def known(progress):
+            runner = Runner(TINY | {"trace": "reference-moe"}, 1, progress)
+
+            def figure(name, seed):
+                (run,) = runner.run([{"seed": seed}])
+                claims = [Claim(name, 0, 1, run["median_tpot_ms"], "ms")]
+                return Reproduction(name, name, [{"seed": seed}], claims, lambda figure: None)
+
+            def second():
+                if fail:
+                    raise KeyboardInterrupt
+                return figure("figure_2", 1)
+
+            return runner, {"figure_1": lambda: figure("figure_1", 0), "figure_2": second}
+
+        run_figures("paper", known, (), out, False, {"paper": "paper"}, **how)
+
+    with pytest.raises(SystemExit) as ended:
+        reproduced(True)
+    assert ended.value.code == 130
+    assert {path.name for path in kept.iterdir()} == {
+        "runs.jsonl", "figure_1.csv", "figure_1.png", "claims.csv",
+    }  # fmt: skip
+    assert "figure_1" in capsys.readouterr().out
+    assert not out.exists()
+    with pytest.raises(InputError, match="resume"):
+        reproduced(False)
+    lines = len((kept / "runs.jsonl").read_text().splitlines())
+    assert lines == 2  # the header and the run of the first figure
+    reproduced(False, resume=True, expected=lambda names: ran.extend(names) or 2)
+    assert ran == ["figure_1", "figure_2"]
+    assert not kept.exists()
+    assert {path.name for path in out.iterdir()} >= {"figure_1.csv", "figure_2.csv", "claims.csv"}
+
+
+def test_the_measured_cells_know_how_many_runs_figures_take():
+    def count(*names):
+        return measured.expected_runs(names, False, "fitted")
+
+    assert count("figure_10") == 90
+    assert count("figure_10", "figure_11", "errors", "slope", "locality") == count("errors") == 180
+    assert count("errors", "seeds") == 180 + 36  # seed 0 is that of the cells
+    assert count("errors", "warm_up") == 180 + 18
