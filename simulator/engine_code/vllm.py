@@ -472,11 +472,8 @@ class VllmScheduler:
         self.worker.last[0].outputs -= lost
 
 
-class _PlansFirst:
-    """Lets engines plan a step as it starts, when all else of the instant has happened."""
-
-    engines: list[Any]
-    due: bool
+class _Alone(EngineGroup):
+    """An engine plans a step as it starts, when all else of the instant has happened."""
 
     def start(self) -> None:
         """Start the step that vLLM plans, if it plans any."""
@@ -486,14 +483,10 @@ class _PlansFirst:
         self.due = False
         planned = [engine.scheduler.plan() for engine in self.engines]  # each of them
         if any(planned):
-            self.step()  # type: ignore[attr-defined]
+            self.step()
 
 
-class _Alone(_PlansFirst, EngineGroup):
-    """An engine that steps by itself."""
-
-
-class _Together(_PlansFirst, ExpertGroup):
+class _Together(_Alone, ExpertGroup):
     """Engines that share experts."""
 
 
