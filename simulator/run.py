@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache, partial
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +24,7 @@ from eldr_sim.policies.queue.orders import QueueOrder, Waiting
 from eldr_sim.policies.registry import (
     autoscaler,
     decode_policy,
+    needs,
     parameters,
     prefill_policy,
     queue_order,
@@ -168,7 +169,7 @@ def _run(
     backend: Backend = "compiled",
     workers: Mapping[str, type[Any]] | None = None,
 ) -> tuple[PreparedRun, Workload, RunRecord]:
-    prepared = prepare(config)
+    prepared = prepare_run(config)
     workload, window = offered_load(config, prepared.trace)
     inputs = make_inputs(config, prepared, workload, window)
     if backend != "compiled":
@@ -184,6 +185,56 @@ def _run(
     autoscale(config, prepared, workload, control)
     record = control.recorded(cluster.run(progress, control.acts))
     return replace(prepared, spec=cluster.spec), workload, record
+
+
+def prepare_run(config: RunConfig) -> PreparedRun:
+    """Return what a run reads; what its requests, policies, faults and autoscaler are refused for
+    is found before routing is drawn."""
+    return prepare(config, partial(_check_without_routing, config))
+
+
+class _RoutingNeeded(Exception):
+    """A policy asks for routing that has not been drawn yet."""
+
+
+def _check_without_routing(config: RunConfig, prepared: PreparedRun) -> None:
+    """Raise InputError where a run is refused for something that needs no routing."""
+    _check_scaling(config)
+    workload, _ = offered_load(config, None)
+    planned(config, prepared.spec, workload)
+    _queue_order(config, prepared)
+    if config.cluster.n_prefill:
+        _prefill_policy(config, prepared, workload)
+    if not config.cluster.generates:
+        return
+
+    def needed() -> CalibrationSet:
+        raise _RoutingNeeded
+
+    for router in range(1 if config.cluster.n_prefill else 0, len(prepared.spec.routers)):
+        try:
+            _decode_policy(config, prepared, workload, no_replay(), needed, router)
+        except _RoutingNeeded:
+            continue
+    if not config.cluster.n_prefill and needs("policy", config.policies.policy).signature:
+        _refuse_signatures(config)
+
+
+def _check_scaling(config: RunConfig) -> None:
+    """Raise InputError for bounds of an autoscaler that do not fit the pools."""
+    if not config.scaling.scales:
+        return
+    if config.faults.fail or config.faults.events:
+        problem = "workers that fail beside an autoscaler are not simulated"
+        raise InputError("autoscale", problem, "none, or neither fail nor events")
+    names = [pool.name for pool in config.pools]
+    initial = per_pool("initial_workers", config.scaling.initial_workers, names)
+    least = per_pool("min_workers", config.scaling.min_workers or (1,), names)
+    for field, given in (("min_workers", least), ("initial_workers", initial)):
+        for pool in config.pools:
+            if given.get(pool.name, 0) > pool.workers:
+                problem = f"{given[pool.name]} {pool.name} workers"
+                raise InputError(field, problem, f"up to the topology's {pool.workers}")
 
 
 def reference_of(
@@ -221,9 +272,7 @@ def autoscale(
     """Let the autoscaler of a configuration work on a cluster, if there is one."""
     if not config.scaling.scales:
         return
-    if config.faults.fail or config.faults.events:
-        problem = "workers that fail beside an autoscaler are not simulated"
-        raise InputError("autoscale", problem, "none, or neither fail nor events")
+    _check_scaling(config)
     works = [_works(config, prepared, control.cluster, pool) for pool in prepared.spec.pools]
     pauses = {name: group.pause_between for name, group in control.cluster.elastic.items()}
     facts = scaling_facts(config, prepared, workload, works, pauses)
@@ -458,6 +507,8 @@ def _decode_policy(
     load, mix = config.requests, _mix(config)
 
     def artifact(options: FitOptions, n_clusters: int) -> RoutingArtifact:
+        if prepared.trace is None and not prepared.model.is_dense:
+            raise _RoutingNeeded
         return _fit(_routed(prepared), load.workload, mix, n_clusters, load.seed, options)
 
     def future(request: int) -> Floats:
@@ -481,7 +532,7 @@ def _decode_policy(
             calibration=calibration,
             artifact=artifact,
             step_times=step_time.unpadded if alike else None,
-            future=None if prepared.trace is None else future,
+            future=None if prepared.model.is_dense else future,
             group_size=group_size,
             rank_moe=None if shared is None else shared.moe,
             placements=placements if spread and not engine.elastic else None,
@@ -575,12 +626,16 @@ def _fit(
 
 def _check_colocated(config: RunConfig, policy: RouterPolicy | None) -> None:
     if policy is not None and policy.needs.signature is not None:
-        raise InputError(
-            "policy",
-            f"{config.policies.policy!r} reads expert signatures, which no prefill has made when a "
-            "request arrives at co-located workers",
-            "a policy that needs none, such as jsq, or a topology such as 8P16D",
-        )
+        _refuse_signatures(config)
+
+
+def _refuse_signatures(config: RunConfig) -> NoReturn:
+    raise InputError(
+        "policy",
+        f"{config.policies.policy!r} reads expert signatures, which no prefill has made when a "
+        "request arrives at co-located workers",
+        "a policy that needs none, such as jsq, or a topology such as 8P16D",
+    )
 
 
 def placement_of(config: RunConfig, prepared: PreparedRun, name: str) -> Placement:

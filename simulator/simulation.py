@@ -40,11 +40,11 @@ from eldr_sim.simulator.run import (
     fault_plan,
     make_inputs,
     offered_load,
+    prepare_run,
     reference_of,
     result_of,
 )
 from eldr_sim.simulator.setup.config.run_config import RunConfig
-from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.lengths import told_lengths
 
 __all__ = ["Control", "Ended", "Pool", "Simulation", "Worker"]
@@ -72,7 +72,7 @@ class Simulation:
         backend: Backend = "compiled",
         workers: Mapping[str, type[Any]] | None = None,
     ) -> None:
-        self._config, self._prepared = config, prepare(config)
+        self._config, self._prepared = config, prepare_run(config)
         workload, window = offered_load(config, self._prepared.trace)
         if workload.parent is not None or config.requests.max_active_sessions is not None:
             named = config.requests.workload

@@ -24,10 +24,9 @@ from typing import Any, Literal, get_args
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
-from eldr_sim.simulator.run import simulate_summary
+from eldr_sim.simulator.run import prepare_run, simulate_summary
 from eldr_sim.simulator.setup.config.requests import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
-from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.replay import SharedReplay, share, use
 
 
@@ -270,7 +269,7 @@ def _share_replays(points: Iterable[Point]) -> list[SharedReplay]:
     shared = []
     for config in configs.values():
         with contextlib.suppress(Exception):  # the point itself will report it
-            setting = prepare(config)
+            setting = prepare_run(config)
             if setting.trace is not None:
                 layers = setting.step_time.n_moe_layers
                 shared.append(share(setting.trace, setting.model.top_k, layers))

@@ -11,10 +11,9 @@ import numpy as np
 from eldr_sim.arrays import Floats, Ints
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
-from eldr_sim.simulator.run import offered_load
+from eldr_sim.simulator.run import offered_load, prepare_run
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config.run_config import RunConfig
-from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.workload import Workload
 
 #: Requests, and the window of those that are measured, s.
@@ -44,7 +43,7 @@ def bounds(config: RunConfig, objective: Objective, load: Load | None = None) ->
     have no bound. A prompt whose prefill alone exceeds the TTFT bound misses on any cluster, and
     any rejects a request longer than ``max_model_len``. ``load``: of `offered_load`, the same for
     all shapes."""
-    prepared = prepare(config)
+    prepared = prepare_run(config)
     workload, window = load or offered_load(config, prepared.trace)
     prefill, decode = prepared.spec.prefill, prepared.spec.decode
     rate = offered_rate(config, workload)

@@ -1,6 +1,6 @@
 """What a run reads: model, GPUs, tables and trace, loaded and checked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from eldr_sim.errors import InputError
@@ -47,8 +47,12 @@ class PreparedRun:
         return self.spec.decode.step_time
 
 
-def prepare(config: RunConfig) -> PreparedRun:
-    """Load model, GPU, tables and trace, kept for later runs, and check that they fit."""
+def prepare(
+    config: RunConfig, check: Callable[[PreparedRun], None] = lambda _prepared: None
+) -> PreparedRun:
+    """Load model, GPU, tables and trace, kept for later runs, and check that they fit.
+
+    ``check``: called with all but the trace, before routing is drawn, which takes long."""
     check_window(config)
     model = load_model(config.engine.model)
     if config.engine.kv_cache_dtype != "auto":
@@ -113,7 +117,9 @@ def prepare(config: RunConfig) -> PreparedRun:
         n_layers=model.n_layers,
         **{name: config.value(name) for name in same},
     )
-    trace = trace_of(config, model)  # last: routing may have to be drawn, which takes long
+    if config.routing.trace is None and not model.is_dense:
+        check(PreparedRun(model, None, spec))
+    trace = trace_of(config, model)  # last: routing may have to be drawn
     if trace is not None and any(p.own.parallelism.data_parallel_size > 1 for p in config.pools):
         trace.require_prompts("the pairs of engines that share experts")
     return PreparedRun(model, trace, spec, frozenset(used))

@@ -3,6 +3,7 @@
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.simulator import run
 from eldr_sim.simulator.setup import prepare
 from eldr_sim.simulator.setup.config.run_config import make_config
 
@@ -39,3 +40,64 @@ def test_refusals_come_before_routing(fields, monkeypatch):
     monkeypatch.setattr(prepare, "trace_of", drawn)
     with pytest.raises(InputError):
         prepare.prepare(make_config({"topology": "1P1D", "policy": "jsq"} | fields))
+
+
+LOG = "timestamp,input_length,output_length\n" + "".join(f"{i},100,10\n" for i in range(30))
+#: Refused when requests are made, or policies, faults and the autoscaler are.
+REFUSED_LATER = [
+    CO_LOCATED | {"policy": "eldr"},
+    {"workload": "missing.csv"},
+    {"workload": "nosuch"},
+    {"workload": "bad.csv"},
+    {"workload": "empty.csv"},
+    {"workload": "log.csv"},
+    {"workload": "log.csv", "time_unit": "s", "log_from": "500s"},
+    {"workload": "log.csv", "columns": "time_s=zz"},
+    {"fail": ["decode:9@1s+1s"]},
+    {"fail": ["x:0@1s+1s"]},
+    {"events": "missing.yaml"},
+    {"autoscale": "hpa", "fail": ["decode:0@1s+1s"]},
+    {"autoscale": "hpa", "min_workers": [5]},
+    {"autoscale": "hpa", "min_workers": [1, 1, 1]},
+    {"autoscale": "hpa", "initial_workers": [3]},
+    {"warmup": 100, "num_requests": 5},
+    {"request_rate": 1e-9, "duration": 5},
+    {"load": "nosuch"},
+    {"domain_mix": {"nosuch": 1.0}},
+    {"domain_mix": {"code": -1}},
+    {"policy": "eldr:tau=-3"},
+    {"policy": "jsq:x=1"},
+    {"prefill_policy": "saturation:margin=-1"},
+    {"queue_order": "nosuch"},
+]
+
+
+@pytest.mark.parametrize("fields", REFUSED_LATER, ids=str)
+def test_refusals_of_loads_and_policies_come_before_routing(fields, monkeypatch, tmp_path):
+    def drawn(*_):
+        raise AssertionError("routing was drawn")
+
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("bad", "a,b\n1,2\n"), ("empty", LOG[:40]), ("log", LOG)):
+        (tmp_path / f"{name}.csv").write_text(text)
+    monkeypatch.setattr(prepare, "trace_of", drawn)
+    given = {"topology": "1P1D", "policy": "jsq"} | fields
+    with pytest.raises(InputError):
+        run.simulate(make_config(given))
+    with pytest.raises(InputError):
+        run.prepare_run(make_config(given))
+
+
+@pytest.mark.parametrize("policy", ["jsq", "eldr", "domain", "marginal_cost", "oracle"])
+def test_what_is_right_comes_to_routing(policy, monkeypatch, tmp_path):
+    """The checks refuse nothing that only routing can tell."""
+
+    def drawn(*_):
+        raise KeyError("routing was drawn")
+
+    monkeypatch.setattr(prepare, "trace_of", drawn)
+    for topology in ("1P1D", "2C"):
+        if topology == "2C" and policy in ("eldr", "marginal_cost"):
+            continue  # no prefill makes the signatures that they read
+        with pytest.raises(KeyError, match="drawn"):
+            run.prepare_run(make_config({"topology": topology, "policy": policy}))
