@@ -18,7 +18,7 @@ REFUSED = [
     {"model": "DeepSeek-R1", "gpu": "A100-80GB"},
     {"enable_elastic_ep": True},
     {"scheduler_recv_interval": 3},
-    {"tokenizer_mode": "microbatch_parallel"},
+    {"tokenizer_mode": "microbatch_parallel", "frontend": "none"},
     {"conditional_disagg": "sometimes"},
     {"conditional_disagg": "noncached:64", "policy": "eldr"},
     CO_LOCATED | {"conditional_disagg": "noncached:64"},
