@@ -231,14 +231,15 @@ def hold(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, ne
     table = tables[request, side]
     first = kv.first_listed[request]
     listed = min(np.int64(table.found), n_shared(kv, request))
-    for number in range(listed):
-        block = np.int64(kv.listed[side, first + number])
+    for place in range(listed):
+        block = np.int64(kv.listed[side, first + place])
         if kv.blocks[w, block].n_held == 0:
             take_out(kv.blocks, workers, w, block)
         kv.blocks[w, block].n_held += 1
     number: Any = np.int64(listed)
     while number < table.found:
-        run, stop = _oldest(kv, w, request, number), number + 1
+        run = _oldest(kv, w, request, number)
+        stop: Any = number + 1
         if run == _runs_of(kv, w, request) and kv.blocks[w, run].copy < 0:  # there is no other
             stop = np.int64(table.found)
         _take_of_run(kv, workers, w, run, number, stop)

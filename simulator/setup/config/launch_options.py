@@ -15,8 +15,12 @@ _LISTS = json.loads(Path(__file__).with_name("launch_options.json").read_text(en
 #: What changes no latency that is simulated here: addresses, logs, names, parsers, loading.
 WITHOUT_EFFECT = frozenset(_LISTS["without_effect"])
 #: Options of engines' parsers, and of benchmarks'; without dashes, words joined by underscores.
-OPTIONS = {engine: frozenset(_LISTS[engine]) for engine in ("vllm", "sglang")}
-BENCH_OPTIONS = {engine: frozenset(_LISTS[f"{engine}_bench"]) for engine in ("vllm", "sglang")}
+OPTIONS: dict[str, frozenset[str]] = {
+    engine: frozenset(_LISTS[engine]) for engine in ("vllm", "sglang")
+}
+BENCH_OPTIONS: dict[str, frozenset[str]] = {
+    engine: frozenset(_LISTS[f"{engine}_bench"]) for engine in ("vllm", "sglang")
+}
 #: Options of earlier versions that are no longer in the parsers.
 EARLIER = frozenset(_LISTS["earlier"])
 #: The releases whose parsers these are.
