@@ -123,7 +123,7 @@ def _write(out: Path, force: bool, made: list[Reproduction], about: Mapping[str,
         for reproduction in made:
             write_reproduction(folder, reproduction)
         csv.write_csv(claims_table(made), folder / "claims.csv")
-        write_json(folder / "summary.json", about | {"figures": [r.name for r in made]})
+        write_json(folder / "summary.json", dict(about) | {"figures": [r.name for r in made]})
     click.echo(f"Wrote {out}")
 
 
