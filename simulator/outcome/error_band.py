@@ -29,6 +29,8 @@ class Kind(NamedTuple):
     precision: str
 
 
+#: Runs whose bands are made apart: of at most 256 requests in flight on a worker, and others.
+CROWDS = ("up to 256", "more than 256")
 #: From these on a cell holds runs of the same mode, load, family and GPU.
 ALIKE = 4
 
@@ -66,14 +68,18 @@ def band_of(kind: Kind, bands: Mapping[str, Any] | None = None) -> dict[str, Any
 
     Returns: ``level``: share of runs that it should hold; ``compared``: whether a run of the same
     mode, load, family and GPU was ever compared; ``kind``; and by metric ``low`` and ``high``, by
-    which a prediction is multiplied, and ``rows``, ``publishers`` and ``of``: what it rests on."""
+    which a prediction is multiplied; ``rows``, ``publishers`` and ``of``: what it rests on;
+    ``held``: the share of runs, of publishers that were left out when bands of this load were made,
+    that lay within (None: not measured)."""
     data = shipped() if bands is None else bands
     found: dict[str, Any] = {"level": data["level"], "kind": kind._asdict(), "compared": True}
+    crowd = CROWDS[kind.load == LOADS[-1][1]]
     for metric in METRICS:
         cells = data["metrics"][metric]
         depth = next(d for d in range(len(kind), -1, -1) if " | ".join(kind[:d]) in cells)
         cell = cells[" | ".join(kind[:depth])]
-        found[metric] = cell | {"of": _named(kind, depth)}
+        held = data["held"][metric].get(crowd)
+        found[metric] = cell | {"of": _named(kind, depth), "held": held}
         if metric != "throughput" and depth < ALIKE:
             found["compared"] = False
     return found | {"made": data["made"]}
@@ -104,7 +110,21 @@ def in_words(band: Mapping[str, Any]) -> list[str]:
             by = f"{cell['publishers']} publisher{'s' * (cell['publishers'] != 1)}"
             name = metric.upper() if metric != "throughput" else "Throughput"
             said.append(f"{name}: {runs} by {by} ({cell['of']})")
+    if short := _held(band).removeprefix(". "):
+        said.append(f"{short}.")
     return said
+
+
+def _held(band: Mapping[str, Any]) -> str:
+    """Return a warning where a band held clearly less than it should, of left-out publishers."""
+    short = [
+        f"{100 * band[metric]['held']:.0f}% of {name}"
+        for metric, name in zip(METRICS, ("TTFT", "TPOT", "throughput"), strict=True)
+        if metric in band
+        and band[metric]["held"] is not None
+        and band[metric]["held"] < band["level"] - 0.1
+    ]
+    return f". Of publishers left out it held only {', '.join(short)}" if short else ""
 
 
 def one_line(band: Mapping[str, Any]) -> str:
@@ -119,5 +139,5 @@ def one_line(band: Mapping[str, Any]) -> str:
     by = f"{known['rows']} runs by {known['publishers']} publishers ({known['of']})"
     said = f"{100 * band['level']:.0f}% of runs lie within {', '.join(parts)} the prediction"
     if not band["compared"]:
-        return f"Error band: no run like this was ever compared; of wider cells {said}"
-    return f"Error band: {said}; TPOT of {by}"
+        return f"Error band: no run like this was ever compared; of wider cells {said}{_held(band)}"
+    return f"Error band: {said}; TPOT of {by}{_held(band)}"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.simulator.outcome.error_band import LOADS, METRICS, Kind
+from eldr_sim.simulator.outcome.error_band import CROWDS, LOADS, METRICS, Kind
 
 LEVEL = 0.8
 _PRIOR, _MOST = 8.0, 12
@@ -168,10 +168,16 @@ def by_crowd(residuals: Sequence[Residual]) -> tuple[list[Residual], list[Residu
 def bands(residuals: Mapping[str, Sequence[Residual]], made: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of ``error_bands.json``. ``residuals``: by metric; ``made``: version, date
     and rows that it is of."""
-    metrics = {}
+    metrics, held = {}, {}
     for metric in METRICS:
+        few, many = by_crowd(residuals[metric])
+        held[metric] = {
+            CROWDS[at]: round(coverage(part).covered, 2)
+            for at, part in enumerate((few, many))
+            if len({each.publisher for each in part}) > 1
+        }
         grown: dict[_Cell, Cell] = {}
-        for rows in reversed(by_crowd(residuals[metric])):  # the last one's is the widest cell
+        for rows in (many, few):  # the last one's is the widest cell
             if rows:
                 grown |= _grown(cells_of(rows), growth_of(rows))
         metrics[metric] = {
@@ -183,7 +189,7 @@ def bands(residuals: Mapping[str, Sequence[Residual]], made: Mapping[str, Any]) 
             }
             for path, cell in sorted(grown.items())
         }
-    return {"level": LEVEL, "made": dict(made), "metrics": metrics}
+    return {"level": LEVEL, "made": dict(made), "held": held, "metrics": metrics}
 
 
 def residuals_of(
