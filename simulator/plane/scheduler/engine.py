@@ -5,8 +5,9 @@ their next tokens need, admits who waits, and so plans the next step: sequences 
 token, and chunks of contexts that are still being computed.
 
 - A request is admitted, first come or in a queue order, which may let the oldest go first when it
-  has waited long enough, if there is a place in the batch, a token of the step's budget, and KV
-  blocks for its whole prompt; nobody passes the next in the order.
+  has waited long enough, if there is a place in the batch, a token of the step's budget, and free
+  KV blocks for its whole prompt, of which it takes those of each chunk as that is scheduled; no
+  request passes the next in the order.
 - Running sequences come first. When blocks lack, the one that joined last, or of the lowest
   priority, is preempted: it goes to the front of the queue, or by its priority, and recomputes its
   context; nobody is admitted in that step.
