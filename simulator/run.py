@@ -232,9 +232,9 @@ def _check_scaling(config: RunConfig) -> None:
     least = per_pool("min_workers", config.scaling.min_workers or (1,), names)
     for field, given in (("min_workers", least), ("initial_workers", initial)):
         for pool in config.pools:
-            if given.get(pool.name, 0) > pool.workers:
+            if given.get(pool.name, 0) > pool.units[0]:
                 problem = f"{given[pool.name]} {pool.name} workers"
-                raise InputError(field, problem, f"up to the topology's {pool.workers}")
+                raise InputError(field, problem, f"up to the topology's {pool.units[0]}")
 
 
 def reference_of(

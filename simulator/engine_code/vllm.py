@@ -236,6 +236,11 @@ class VllmScheduler:
         return [each for each in self.running if each not in self.decoding]
 
     @property
+    def waits_for_blocks(self) -> bool:
+        """Whether requests wait that KV blocks, when they become free, may let in."""
+        return bool(self.waiting)
+
+    @property
     def waiting(self) -> list[Request]:
         """The requests that wait, those that have just come among them."""
         running = {each.request_id for each in self.vllm.running}

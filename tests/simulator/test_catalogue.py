@@ -22,7 +22,8 @@ from ..paths import ROOT
 PAGE = ROOT / "docs" / "metrics.md"
 #: Counts by name are told in docs/metrics.md, but they are no figures.
 MAPPINGS = {
-    "failed_reasons", "limits", "load_growth", "slo_attainment_by_metric", "streamed_by_prefill"
+    "error_band", "failed_reasons", "limits", "load_growth", "slo_attainment_by_metric",
+    "streamed_by_prefill",
 }  # fmt: skip
 
 

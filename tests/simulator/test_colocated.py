@@ -55,7 +55,10 @@ def test_a_mixed_step_costs_no_more_than_its_parts_and_no_less_than_either(
 
 def run(**fields):
     return simulate(
-        make_config({"topology": "2C", "policy": "jsq", "warmup": 0, "duration": 4} | fields)
+        make_config(
+            {"topology": "2C", "policy": "jsq", "warmup": 0, "duration": 4, "frontend": "none"}
+            | fields
+        )
     )
 
 

@@ -20,6 +20,7 @@ from eldr_sim.traces.routing.synthetic import drawn
 from ..queueing import md1_wait
 
 BASE = {
+    "frontend": "none",
     "model": "Llama-3.1-8B", "gpu": "H100", "topology": "1P2D", "policy": "jsq",
     "request_rate": 20, "num_requests": 60, "output_len": 16,
 }  # fmt: skip

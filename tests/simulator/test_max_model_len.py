@@ -11,7 +11,13 @@ from eldr_sim.simulator.run import prepare, simulate
 from eldr_sim.simulator.setup.config.groups import parse_slo
 from eldr_sim.simulator.setup.config.run_config import make_config
 
-SHORT = {"topology": "1P1D", "num_requests": 30, "request_rate": 20, "output_len": 20}
+SHORT = {
+    "frontend": "none",
+    "topology": "1P1D",
+    "num_requests": 30,
+    "request_rate": 20,
+    "output_len": 20,
+}
 
 
 def test_the_default_is_what_the_model_has():

@@ -30,6 +30,7 @@ def made(backend, engines, **fields):
     config = make_config(
         {
             "topology": "1P1D", "trace": "reference-moe", "policy": "jsq", "gpu": "H200",
+            "frontend": "none",
             "data_parallel_size": engines, "enable_expert_parallel": True,
             "all2all_backend": backend, "input_len": PROMPT, "output_len": OUTPUT,
         } | fields

@@ -48,7 +48,7 @@ class Mirror(RouterPolicy):
         for worker, told in enumerate(self.held):
             found = set()
             for slot in kv.hash_slots[worker].tolist() if len(kv.hash_slots) else ():
-                if slot == 0:
+                if slot == 0 or kv.blocks["run"][worker, slot - 1]:  # no block of a shared prompt
                     continue
                 key = int(kv.blocks["block_hash"][worker, slot - 1])
                 end = ((key & 0xFFFFFFFF) + 1) * size

@@ -42,7 +42,12 @@ def test_options_and_files_override_a_preset(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("request_rate: 20\nblock_size: 32\n")
     config = config_from_options(
-        {"preset": "eldr-artifact", "config_file": file, "block_size": "8", "prefill_gpu": "H100"}
+        {
+            "preset": "eldr-artifact",
+            "config_file": file,
+            "block_size": "8",
+            "settings": (("prefill.gpu", "H100"),),
+        }
     )
     assert (config.engine.block_size, config.requests.num_requests) == (8, 2400)
     assert config.pool("prefill").gpu == "H100"

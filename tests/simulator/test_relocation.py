@@ -315,6 +315,7 @@ def test_counters_hold_large_numbers():
 # -- whole runs ----------------------------------------------------------------------------------
 
 RUN = {
+    "frontend": "none",
     "topology": "1P2D",
     "data_parallel_size": 4,
     "enable_expert_parallel": True,

@@ -86,13 +86,15 @@ def test_the_command_predicts_and_writes_its_page(make_file, tmp_path, monkeypat
     rows = record.read(make_file({}, {"isl": 128}, {"isl": 256, "backend": "sglang"}))
     monkeypatch.setattr(record, "read", lambda: rows)
     out = tmp_path / "record"
-    code, said, error = run_cli("validate", "published", "--out", out, "--jobs", 1, *more)
+    code, said, error = run_cli(
+        "validate", "published", "--of", "aiconfigurator", "--out", out, "--jobs", 1, *more
+    )
     assert code == 0, error
     assert f"Wrote {out / 'record.md'}" in said
     assert {"record.md", "record.png", "rows.csv"} <= {path.name for path in out.iterdir()}
     with (out / "rows.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
-    assert len(table) == 3
+    assert len(table) == {(): 3, ("--every", "2"): 1, ("--engine", "vllm"): 2}[more]
     assert all(row["tpot_ms"] for row in table)
     predicted = [float(row["tpot_predicted_ms"]) for row in table if row["tpot_predicted_ms"]]
     assert predicted

@@ -208,7 +208,7 @@ def test_reproduce_writes_a_picture_and_a_table_a_figure(tmp_path, monkeypatch, 
     with (out / "claims.csv").open() as file:
         claims = list(csv.DictReader(file))
     assert len(claims) == 5
-    assert [claim["direction"] for claim in claims] == ["agrees", "-", "agrees", "input", "input"]
+    assert [claim["direction"] for claim in claims] == ["agrees", "-", "agrees", "agrees", "agrees"]
     assert all(claim["claim"].split(",")[0][:20] in printed for claim in claims)
 
 

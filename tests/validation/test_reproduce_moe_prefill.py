@@ -67,6 +67,7 @@ def test_a_step_of_the_engine_takes_what_the_closed_form_says(tmp_path, strategy
                 "trace": "reference-moe",
                 "request_rate": "inf",
                 "prefill_policy": "round_robin",
+                "frontend": "none",
             }
             | {"max_num_batched_tokens": 4096, "max_num_seqs": 64}
             | strategy.fields(4)
