@@ -207,13 +207,10 @@ def _check_without_routing(config: RunConfig, prepared: PreparedRun) -> None:
         _prefill_policy(config, prepared, workload)
     if not config.cluster.generates:
         return
-
-    def needed() -> CalibrationSet:
-        raise _RoutingNeeded
-
+    calibration = partial(_calibration_of, config, prepared)
     for router in range(1 if config.cluster.n_prefill else 0, len(prepared.spec.routers)):
         try:
-            _decode_policy(config, prepared, workload, no_replay(), needed, router)
+            _decode_policy(config, prepared, workload, no_replay(), calibration, router)
         except _RoutingNeeded:
             continue
     if not config.cluster.n_prefill and needs("policy", config.policies.policy).signature:
@@ -507,8 +504,6 @@ def _decode_policy(
     load, mix = config.requests, _mix(config)
 
     def artifact(options: FitOptions, n_clusters: int) -> RoutingArtifact:
-        if prepared.trace is None and not prepared.model.is_dense:
-            raise _RoutingNeeded
         return _fit(_routed(prepared), load.workload, mix, n_clusters, load.seed, options)
 
     def future(request: int) -> Floats:
@@ -519,6 +514,7 @@ def _decode_policy(
         return replay.activation(window, offset, steps, step_time.n_experts)
 
     def placements() -> list[Placement]:
+        _routed(prepared)
         placed = [
             placing.place_pool(config, prepared, pool.name, None, calibration) for pool in pools
         ]
@@ -562,6 +558,8 @@ def _calibration_of(config: RunConfig, prepared: PreparedRun) -> CalibrationSet:
 
 def _routed(prepared: PreparedRun) -> RoutingTrace:
     """Return the trace, which runs of policies that declare that they need routing have."""
+    if prepared.trace is None and not prepared.model.is_dense:
+        raise _RoutingNeeded
     if prepared.trace is None:
         raise InputError("policy", f"it needs experts, and {prepared.model.name} is dense")
     return prepared.trace

@@ -102,8 +102,6 @@ def place_pool(
         all_to_all=engine.all_to_all,
     )
     policy = placement_policy(own.expert_placement, context)
-    if prepared.trace is None:
-        calibration()  # raises: it is refused, or asked for, before routing is drawn
     assert prepared.trace is not None, "dense models place no experts"
     layers = prepared.trace.manifest.n_layers
     n_nodes = max(1, ranks // config.cluster.gpus_per_node)
