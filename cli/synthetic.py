@@ -71,7 +71,7 @@ def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: b
 @option("--experts", int, "Routed experts a layer.")
 @option("--top-k", int, "Experts that a token chooses in a layer.")
 @option("--domains", None, "By default those of both workloads.", metavar="NAME,NAME,...")
-@option("--set", None, "Strength of a term, e.g. task=2.5; docs/synthetic.md lists them. "
+@option("--set", None, "Strength of a term, e.g. task=2.5; docs/sources.md lists them. "
         "May be repeated.", multiple=True, metavar="NAME=VALUE")  # fmt: skip
 @option("--requests", int, "Of the serving split.  [default: 800]")
 @option("--calibration", int, "Of the calibration split.  [default: 640]")

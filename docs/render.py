@@ -4,18 +4,19 @@
 between the markers ``<!-- KIND: WHAT -->`` and ``<!-- end of KIND -->`` of every page: ``claims``
 rows of that table, ``data`` a table of ``docs/data``, ``commands`` and ``python`` what the package
 has.
-``python docs/render.py take PAGE DIR ...`` first takes over the claims of folders that ``eldr-sim
+``python docs/render.py take STUDY DIR ...`` first takes over the claims of folders that ``eldr-sim
 reproduce`` wrote; ``python docs/render.py pictures`` draws ``docs/images/claims_*.png``. A test
 fails where a page, a verdict and the data differ.
 
-Columns of a claim: ``low`` and ``high`` are the ends of what the paper or the publication says
-(equal for one figure; of an error 0 and its goal), ``stated`` whether it gives them or we read
-them from its words, ``ours`` with its 95% interval, ``neutral`` the value of no effect (``by
-unit``: 0 of % and points, 1 of x; ``none``: a count, a time or a share has no direction),
-``tolerance`` how far from the range a size agrees (none: it is not judged), ``noise`` how far
-repeats of what was measured differ, ``shown`` whether the row stands on its page. ``role`` is
-``claim``, ``input`` (the figure went into the simulator), ``error`` (of a prediction), ``other``
-(another simulator's error)."""
+Columns of a claim: ``page`` is the study, whose page is ``studies/PAGE/README.md``. ``low`` and
+``high`` are the ends of the published range (equal for one figure; of an error 0 and its goal),
+``stated`` whether the publication gives them or we read them from its words, ``ours`` our value
+with its 95% interval, ``neutral`` the value of no effect (``by unit``: 0 of % and points, 1 of x;
+``none``: a count, a time or a share has no direction), ``tolerance`` the distance from the range at
+which a size still agrees (none: it is not judged), ``noise`` the difference between repeats of the
+measurement, ``shown`` whether the row stands on its page. ``role`` is ``claim``, ``input`` (the
+figure went into the simulator), ``error`` (of a prediction) or ``other`` (another simulator's
+error)."""
 
 import csv
 import re
@@ -121,14 +122,12 @@ def ours(row: Row) -> str:
     return f"{value} (noise {figure(row['noise'])}%)" if row["noise"] else value
 
 
-def table(rows: list[Row], reasons: bool) -> str:
+def table(rows: list[Row]) -> str:
     """Return a Markdown table of rows."""
     errors = all(row["role"] in ("error", "other") for row in rows)
     head = ["where", "what", "goal" if errors else "theirs", "ours", "verdict"]
-    lines = [head + ["why"] * reasons, ["---"] * (len(head) + reasons)]
-    for row in rows:
-        cells = [row["where"], row["claim"], theirs(row), ours(row), verdict(row)]
-        lines.append(cells + [row["reason"]] * reasons)
+    lines = [head, ["---"] * len(head)]
+    lines += [[r["where"], r["claim"], theirs(r), ours(r), verdict(r)] for r in rows]
     return markdown(lines)
 
 
@@ -160,27 +159,23 @@ def summary(rows: list[Row]) -> str:
 
 
 def claims(what: str, rows: list[Row]) -> str:
-    """Return the rows of ``PAGE[/TABLE] [differ|summary]``: those shown, those that differ."""
+    """Return the rows of ``STUDY[/TABLE] [summary]`` that its page shows, or how many agree."""
     of, _, how = what.partition(" ")
     page, _, part = of.partition("/")
     own = [r for r in rows if r["page"] == page and part in ("", r["table"])]
     assert own, f"no rows of {what}"
-    return summary(own) if how == "summary" else table(chosen(own, how), how == "differ")
+    return summary(own) if how == "summary" else table(chosen(own))
 
 
-def chosen(rows: list[Row], how: str = "") -> list[Row]:
-    """Return the rows that a page shows: those marked, and all that fail; or all that differ."""
-    if how == "differ":
-        return [row for row in rows if verdict(row) not in ("agrees", "input", "-", "met")]
+def chosen(rows: list[Row]) -> list[Row]:
+    """Return the rows that a page shows: those marked, and all that fail."""
     return [r for r in rows if r["shown"] or r["direction"] in ("contradicts", "no effect")]
 
 
 def data(name: str, _: list[Row]) -> str:
-    """Return a table of ``docs/data``; all of them for ``index``."""
+    """Return a table of ``docs/data``."""
     with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         head, *lines = csv.reader(file)
-    if name == "index":
-        lines = [[f"[{first}](data/{first})", *rest] for first, *rest in lines]
     return markdown([head, ["---"] * len(head), *lines])
 
 
@@ -221,13 +216,13 @@ def python(*_: object) -> str:
 
 #: What was checked, `SHORT` in the README: words, page, where, and the claim with {m} the metric.
 CHECKED = [
-    ("101 published runs of GPT-OSS-120B on vLLM, 1 to 8 GPUs, H100 and H200", "validity",
+    ("101 published runs of GPT-OSS-120B on vLLM, 1 to 8 GPUs, H100 and H200", "silicon",
      "all (101 rows)", "mean {m}, {q} of the error"),
     ("ELDR's own cluster, 24 MI300X, cells that nothing was fitted to", "eldr_measured",
      "all cells", "{m} p50, published kernels, {q} of the error"),
     ("the same, kernels from public figures alone", "eldr_measured", "all cells",
      "{m} p50, derived kernels, {q} of the error"),
-    ("12 stages of Mixtral on vLLM, from recorded requests", "validity",
+    ("12 stages of Mixtral on vLLM, from recorded requests", "silicon",
      "ours, graphs padded as vLLM 0.15 did (`experts`)",
      "mean {m}, {q} of the error over 12 stages"),
     ("a live vLLM 0.32 on two CPU cores, one engine", "live",
@@ -289,7 +284,7 @@ def picture(page: str, rows: list[Row]) -> None:
         if row["ours_low"]:
             ends = [float(row["ours_low"]), float(row["ours_high"])]
             axes.plot(ends, [y, y], color=colour, lw=1.5, zorder=2)
-    axes.set_yticks(range(len(own)), [f"{r['where']}: {r['claim']}"[:88] for r in own], fontsize=7)
+    axes.set_yticks(range(len(own)), [f"{r['where']}: {r['claim']}"[:88] for r in own], fontsize=8)
     axes.axvline(0, color="black", lw=0.6)
     axes.invert_yaxis()
     near = [(float(r["ours"]), min(float(r["low"]), float(r["high"]), key=abs)) for r in own]
@@ -338,7 +333,17 @@ def take(rows: list[Row], page: str, folders: list[Path]) -> None:
 
 def pages() -> list[Path]:
     """Return the pages that may have tables of claims."""
-    return [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+    root = DOCS.parent
+    studies = [*sorted(root.glob("studies/*/*.md")), root / "tests" / "benchmarks" / "README.md"]
+    return [root / "README.md", *sorted(DOCS.rglob("*.md")), *studies]
+
+
+def home(study: str) -> Path:
+    """Return the page of a study, a page of the site or the page of a folder of tests."""
+    names = (f"studies/{study}/README.md", f"docs/{study}.md", f"tests/{study}/README.md")
+    found = [DOCS.parent / name for name in names if (DOCS.parent / name).exists()]
+    assert found, f"no page of {study}"
+    return found[0]
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ again every tau steps (``--eplb-interval``) by the load of a window. The paper's
 neighbouring layers that more than 100,000 tokens chose, of 200 requests of vLLM's random data set
 (1,024 and 128 tokens): 43% of tokens. Here GPUs hold equally many experts: where M has more, the
 most frequent pairs are anchored ("can be made more selective"). Under data-parallel attention which
-experts of *different* layers share a GPU moves no byte: see `docs/gimbal.md`."""
+experts of *different* layers share a GPU moves no byte: see `studies/gimbal`."""
 
 import numpy as np
 from pydantic import Field

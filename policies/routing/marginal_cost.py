@@ -5,7 +5,7 @@ the expected expert unions (`unions`) and the batch, through the latency tables.
 worker with ``b`` requests is ``b t^2``, so the request goes where ``(b + 1) t'^2 - b t^2`` is
 smallest: the classic online balancing in an L_p norm (Awerbuch et al., FOCS 1995). The growth
 ``t' - t`` alone is smallest on the *fullest* worker, whose union has all experts; ``b t`` has a
-trace of that near saturation (``docs/marginal_cost.md``). On several GPUs: `marginal_ranks`.
+trace of that near saturation (``studies/marginal_cost``). On several GPUs: `marginal_ranks`.
 
 Of what an answer will choose beyond its prompt, requests with like prompts have something in
 common, which ELDR's centroids know: the growth gets dearer by ``affinity (s* - s)`` of its size,

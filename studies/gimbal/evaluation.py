@@ -293,5 +293,5 @@ def figures(
 
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
-    """Return the runner, with docs/gimbal.md's routing; ``quick`` is a matter of `Scale`."""
+    """Return the runner, with studies/gimbal's routing; ``quick`` is a matter of `Scale`."""
     return Runner({"frontend": "none", "trace": REFERENCE_TRACE}, progress=progress)

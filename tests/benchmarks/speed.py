@@ -1,4 +1,4 @@
-"""How fast runs are, start and take memory: one table, which docs/speed.md shows.
+"""How fast runs are, start and take memory: one table, which tests/benchmarks/README.md shows.
 
 ``python -m tests.benchmarks.speed [--write]`` from the repository's root; some minutes. Each case
 alternates with the one that it is compared with, on the same work where that can be; CPU seconds,

@@ -29,7 +29,8 @@ from eldr_sim.simulator.setup.config.run_config import RunConfig
 from ..paths import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+STUDIES = [*sorted(ROOT.glob("studies/*/*.md")), ROOT / "tests" / "benchmarks" / "README.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")), *STUDIES]
 LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)
 

@@ -138,7 +138,7 @@ DRAFTS = {
                            "synthetic_acceptance_length": 1.3},
 }  # fmt: skip
 CONFIGS = {"wide": WIDE, "plain": PLAIN, "drafts": DRAFTS}
-#: The answers to the five questions of docs/advice.md.
+#: The answers to the five questions of studies/advice.
 H200 = {"gpu": "H200", "goodput": {"ttft": 2000, "tpot": 50}}
 ADVICE = {
     "Llama": {"model": "Llama-3.1-70B-FP8", "topology": "2P1D", "tensor_parallel_size": 4,

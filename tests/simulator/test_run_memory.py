@@ -110,7 +110,7 @@ def peak_bytes(**fields):
 
 
 def test_memory_of_a_request_and_of_a_worker():
-    """docs/speed.md has the figures: a request takes a kilobyte, a worker 126 of them."""
+    """tests/benchmarks has the figures: a request takes a kilobyte, a worker 126 of them."""
     simulate(make_config(RUN | {"policy": "jsq"}))  # it is compiled
     peak_bytes()  # and what it reads is there
     few = peak_bytes()

@@ -1,4 +1,4 @@
-"""Published runs that cannot have computed their prompts: docs/record_behind.md."""
+"""Published runs that cannot have computed their prompts: studies/record/behind.md."""
 
 from __future__ import annotations
 

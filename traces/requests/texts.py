@@ -52,7 +52,7 @@ def wanted_domains(
 
 
 #: Texts drawn of each split: twice as many to serve change no median by a point
-#: (docs/synthetic.md); ELDR calibrates on 1,000 (Sec. 6).
+#: (studies/synthetic); ELDR calibrates on 1,000 (Sec. 6).
 SERVING, CALIBRATION = 1000, 1000
 OUTPUT_LEN = 64  #: generated tokens: more change no median either
 

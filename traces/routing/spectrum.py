@@ -51,7 +51,7 @@ class RequestSpectrum:
         """How far savings of other requests like these may lie off, as a share: one deviation.
 
         ``1 / sqrt(families)``. Parts of 22 to 176 requests of two recordings scatter by .5 to 1.1
-        times as much in what an oracle saves, .6 to 1.4 in what signatures do (docs/synthetic.md).
+        times as much in what an oracle saves, .6 to 1.4 in what signatures do (studies/synthetic).
         """
         return float(self.families**-0.5)
 

@@ -100,7 +100,7 @@ class ClusterConfig(Fields):
     """``xPyD``: x prefill and y decode WORKERS of ``data_parallel_size`` engines each; ``xC``: x
     co-located workers, which compute prompts in chunks beside their decode batch; ``xP``: x
     prefill workers alone, where a request ends with its prompt; ``xPyAzF``: a decode worker of y
-    engines whose experts lie on z GPUs of their own (docs/afd.md); or a file of pools."""
+    engines whose experts lie on z GPUs of their own (docs/parallelism.md); or a file of pools."""
     gpu: Annotated[GPUName, Option(common=True)] = "H100"
     """A known GPU or a gpu.json."""
     tensor_parallel_size: Annotated[

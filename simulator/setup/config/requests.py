@@ -234,13 +234,13 @@ class RoutingConfig(Fields):
         ),
     ] = None
     """Name of an embedded routing trace, or a trace folder. Default: drawn for the model and the
-    workload's domains (docs/synthetic.md)."""
+    workload's domains (docs/sources.md)."""
     routing_band: Literal["low", "middle", "high"] = "middle"
     """How much of the variance between requests their domain explains in drawn routing: the low,
-    middle or high end of what recordings and papers show (docs/synthetic.md)."""
+    middle or high end of what recordings and papers show (docs/sources.md)."""
     routing: Literal["real", "uniform", "balanced", "round_robin", "dummy-weights"] = "real"
     """Experts as in the trace (``real``), or as benchmarks of engines force them
-    (docs/routing_evidence.md); ``what-if routing=balanced`` shows what that hides."""
+    (docs/sources.md); ``what-if routing=balanced`` shows what that hides."""
     trace_replay: Literal["own", "same_domain"] = "own"
     """Generated tokens that a request replays: its own, or those of another request in its domain,
     so that no two requests with equal signatures replay equal tokens."""

@@ -1,7 +1,7 @@
 """The routing that a run replays where it names no trace: drawn for its model, kept in the cache.
 
 A recording has few requests or not its domains, a trace of another model other statistics
-(docs/synthetic.md): a run draws requests of the preset nearest to its model, in all its layers, for
+(studies/synthetic): a run draws requests of the preset nearest to its model, in all its layers, for
 its workload's domains."""
 
 import hashlib

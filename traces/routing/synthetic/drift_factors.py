@@ -1,6 +1,6 @@
 """Directions in which the routing of a text drifts: principal components of its windows. What these
 choose beyond their kinds of tokens and their request moves in few directions: four hold 42% of the
-variance in gpt-oss-20b and 22% in Qwen3 (docs/synthetic.md)."""
+variance in gpt-oss-20b and 22% in Qwen3 (studies/synthetic)."""
 
 import numpy as np
 from numpy.typing import NDArray

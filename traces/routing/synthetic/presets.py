@@ -15,7 +15,7 @@ high
     Fig. 4 (section 3.4: 17-21% task, 3-10% language), or as near to it as the preset comes.
 
 All else is the recording's that the preset inherits from; no gain of a policy went into the band.
-Where the fit is to few requests, ends also differ in how much requests differ (docs/synthetic.md).
+Where the fit is to few requests, ends also differ in how much requests differ (studies/synthetic).
 
 What share of a prompt's tokens is of a kind that answers do not have is unknown as well:
 `PROMPT_ONLY`.
@@ -41,7 +41,7 @@ BANDS: tuple[Band, ...] = get_args(Band)
 _DATA = Path(__file__).parent / "data"
 
 #: Shares of a prompt's tokens of the kind that only prompts have, between which the truth lies as
-#: far as anything is known (docs/synthetic.md): none, as in the recordings that are fitted, of one
+#: far as anything is known (studies/synthetic): none, as in the recordings that are fitted, of one
 #: phase each; what brings both rho near those that ELDR prints for GPT-OSS on Language (.66 and .71
 #: for .63 and .68); and about as much as Llama-4-Maverick's prompts differ from their answers.
 PROMPT_ONLY = 0.0, 0.10, 0.15
@@ -132,17 +132,17 @@ _MIDDLE = {"task": 0.34, "language": 0.12}
 _HIGH = {"task": 0.8, "language": 0.35}
 
 #: Factors on gpt-oss-20b that give the load, the distinct experts and the variance between requests
-#: (.039) measured of DeepSeek-V2-Lite-Chat on 94,165 prompt tokens, see docs/synthetic.md.
+#: (.039) measured of DeepSeek-V2-Lite-Chat on 94,165 prompt tokens, see studies/synthetic.
 _LITE = {"popularity": 0.0, "kinds": 0.75, "topics": 0.28, "reuse": 0.0}
 _LITE_FIGURES = "load and distinct experts measured of DeepSeek-V2-Lite-Chat"
 
 #: Factors on gpt-oss-20b that give the variation of Mixtral-8x7B's load over experts, whose gates
-#: are nearly even: counted tokens of three layers and five domains, see docs/synthetic.md.
+#: are nearly even: counted tokens of three layers and five domains, see studies/synthetic.
 _MIXTRAL = {"popularity": 0.0, "kinds": 0.35, "topics": 0.0, "reuse": 0.0}
 _MIXTRAL_COUNTS = "load counted of Mixtral-8x7B by layer and domain (allenai/OLMoE)"
 
 #: Factors on topics at the ends of a band of 22 requests: such fits to gpt-oss-20b's scatter by 12%
-#: about a mean 28% above the fit to all (docs/synthetic.md).
+#: about a mean 28% above the fit to all (studies/synthetic).
 _FEW = 0.87, 1.07
 
 

@@ -15,7 +15,7 @@ from eldr_sim.traces.streams import stream
 
 LONG, MANY = 96, 64  #: tokens of a request that tell a topic's four parts, and topics that are many
 #: Topics made of few, and the weight of the first of two: six fits to 22 of gpt-oss-20b's requests,
-#: so blended, have the families and savings of all (docs/synthetic.md).
+#: so blended, have the families and savings of all (studies/synthetic).
 BLENDS, BLEND = 256, 0.8
 _CENTRES, _LAYERS = 32, 6
 _BALANCING_TURNS, _BALANCING_TOPICS = 6, 24
