@@ -118,9 +118,8 @@ def _workers(load: float) -> int:
 
 
 def _prompt_s(engine: EngineSpec, tokens: int) -> float:
-    """Return the time of a worker for each prompt; several engines or stages compute as many."""
-    pool = engine.parallelism
-    return engine.prompt_s(tokens) / (pool.data_parallel_size * pool.pipeline_parallel_size)
+    """Return the time of a worker for each prompt; each of its stages computes another prompt."""
+    return engine.prompt_s(tokens) / engine.parallelism.pipeline_parallel_size
 
 
 def _late(engine: EngineSpec, lengths: Ints, bound_ms: float | None) -> float:

@@ -63,6 +63,20 @@ def test_refused_requests_need_no_workers():
     assert found.n_decode <= plain.n_decode
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_workers_of_several_stages_compute_as_many_prompts(stages):
+    fields = {name: value for name, value in BASE.items() if name != "output_len"}
+    fields |= {"request_rate": 4000, "topology": "8P", "goodput": {"ttft": 1000}}
+
+    def fewest(n):
+        config = make_config(fields | {"pipeline_parallel_size": n})
+        return bounds(config, Objective(config.output.goodput, 0.9)).n_prefill
+
+    plain = fewest(1)
+    assert plain > 8
+    assert fewest(stages) == pytest.approx(plain / stages, abs=1)
+
+
 def test_a_log_outside_of_its_window_needs_no_workers(tmp_path):
     rows = [(0.005 * i, 300, 16) for i in range(4000)]
     rows = [(t, 300 if 5 <= t < 15 else 6000, 16 if 5 <= t < 15 else 900) for t, _, _ in rows]

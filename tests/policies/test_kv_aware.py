@@ -94,6 +94,16 @@ def test_rules_by_hand():
     assert pick("load_aware:beta=0.5", view([3, 1], [900, 0])) == 0
 
 
+def test_a_session_has_no_worker_while_all_are_dead():
+    policy = prefill_policy("session", context(2))
+    request = RequestInfo(0, 9, 0, session=5)
+    dead = view([0, 0], [0, 0], healthy=[False, False])
+    assert policy.select(request, dead) is None
+    assert policy.select(request, dead) is None
+    assert policy.select(request, view([1, 0], [0, 0])) == 1
+    assert policy.select(request, view([0, 9], [0, 0])) == 1
+
+
 def test_a_session_keeps_its_worker_for_its_lifetime():
     policy = prefill_policy("session:lifetime_s=10", context(3))
     first = policy.select(RequestInfo(0, 9, 0, session=5), view([0, 1, 1], [0, 0, 0]))

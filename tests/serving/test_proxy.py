@@ -12,7 +12,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import Needs, PolicyContext, RequestInfo, RouterPolicy
 from eldr_sim.serving.router.config import ProxyConfig, read_config
-from eldr_sim.serving.router.decisions import Router
+from eldr_sim.serving.router.decisions import EngineSignals, Router
 from eldr_sim.serving.router.passage import SignatureReader
 from eldr_sim.serving.router.proxy import make_app
 from eldr_sim.serving.router.signals import parse_metrics
@@ -436,6 +436,47 @@ def test_metrics_of_vllm_become_the_view():
     assert found == (2, 3, 0.25, 4000)
     with pytest.raises(InputError, match=r"^metrics: .*num_requests_waiting"):
         parse_metrics("up 1\n")
+
+
+def test_data_parallel_engines_are_added_up_and_their_usage_averaged():
+    lines = METRICS.format(running=3, waiting=2, usage=0.25).splitlines()
+    other = METRICS.format(running=1, waiting=4, usage=0.75).replace('engine="0"', 'engine="1"')
+    samples = [line for line in other.splitlines() if not line.startswith("#")]
+    text = "\n".join(
+        line + "".join(f"\n{s}" for s in samples if s and s.split("{")[0] == line.split("{")[0])
+        for line in lines
+    )
+    assert parse_metrics(text + "\n") == (6, 4, 0.5, 16_000)
+
+
+class Fixed(RouterPolicy):
+    """Always names the same engine."""
+
+    name = "fixed"
+
+    def select(self, request, workers):
+        return 1
+
+
+def test_an_engine_that_may_not_be_used_is_replaced_by_the_least_loaded():
+    """A policy may ignore ``healthy``; no request goes to an engine that is down or excluded."""
+    router = Router(Fixed(None), 4)
+    router.workers.loads[:] = [5, 0, 2, 3]
+    assert router.dispatch(RequestInfo(0, 5, 0)) == 1
+    assert router.dispatch(RequestInfo(1, 5, 0), without=[1]) == 2
+    assert router.dispatch(RequestInfo(2, 5, 0), without=[1, 2]) == 3
+    router.set_health(1, False)
+    assert router.dispatch(RequestInfo(3, 5, 0)) == 2
+    assert router.workers.loads.tolist() == [5, 1, 4, 4]
+
+
+@pytest.mark.parametrize(("waiting", "tokens"), [(0, 0), (1, 40), (2, 60), (3, 70), (9, 70)])
+def test_waiting_tokens_are_those_of_the_prompts_sent_last(waiting, tokens):
+    router = Router(Fixed(None), 2)
+    for number, length in enumerate((10, 20, 40)):
+        router.dispatch(RequestInfo(number, length, 0))
+    router.publish([None, EngineSignals(waiting, 3, 0.5, 800)])
+    assert router.workers.waiting_tokens.tolist() == [0, tokens]
 
 
 def test_a_router_sees_what_engines_publish():

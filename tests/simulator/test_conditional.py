@@ -6,7 +6,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.flops import peak_flops, prefill_work
-from eldr_sim.simulator.plane.entry import BUSY, SECONDS, SHORT
+from eldr_sim.simulator.plane.entry import BUSY, EITHER, SECONDS, SHORT
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.conditional import NEVER, Conditional, parse_conditional
 from eldr_sim.simulator.setup.config.run_config import make_config
@@ -57,6 +57,32 @@ def test_short_prompts_stay(make_workload, run):
     local = requests["transfer_start_s"] < 0
     assert (local == (requests["prompt_len"] < 100)).all()
     assert 0.1 < local.mean() < 0.5
+
+
+@pytest.mark.parametrize("rule", [SHORT, EITHER])
+def test_prompts_stay_only_if_enough_of_them_is_cached(make_workload, run, rule):
+    """Nothing is cached here, so all of a prompt is left, which is more than any share below 1."""
+    work = mixed(make_workload)
+    plain = run(work, n_prefill=2, n_decode=2)
+    most = run(work, Conditional(int(rule), np.inf, 0.99), n_prefill=2, n_decode=2)
+    assert most.tobytes() == plain.tobytes()
+    all_of_it = run(work, Conditional(int(rule), np.inf, 1.0), n_prefill=2, n_decode=2)
+    assert (all_of_it["transfer_start_s"] < 0).all()
+
+
+def test_turns_stay_once_their_history_is_cached():
+    """With one decode worker, a local prompt computes exactly what is not cached there."""
+    chat = {
+        "trace": "reference-moe", "topology": "1P1D", "workload": "chat", "sessions": 6,
+        "think_time": "1", "output_len": 30, "policy": "jsq", "turns": "6", "new_tokens": "90",
+    }  # fmt: skip
+    rows = simulate(
+        make_config(chat | {"conditional_disagg": "isl_bounding:2000,0.4"})
+    ).record.requests
+    left = (rows["prompt_len"] - rows["cached_tokens"]) / rows["prompt_len"]
+    local = rows["transfer_start_s"] < 0
+    assert 0.1 < local.mean() < 0.9
+    assert (left[local] <= 0.4).all()
 
 
 def test_prompts_stay_while_prefill_workers_are_busy(make_workload, run):
