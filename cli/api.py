@@ -284,20 +284,29 @@ def run(
 @_like(compare_command.compare)
 def compare(
     config: Config | None = None, *, progress: bool | None = None, **options: Any
-) -> Comparison:
+) -> Comparison | WhatIf:
     """Run policies over the same requests, paired over seeds, as ``eldr-sim compare`` does.
 
     Parameters and errors are those of `run`, with the command's own: ``policy``, ``seeds``,
-    ``jobs``.
+    ``jobs``. Lists of ``topology``, ``model`` or ``gpu``, and ``vary``, compare these values
+    instead: a `WhatIf`.
 
     Examples
     --------
     >>> found = es.compare(policy=["jsq", "eldr"], seeds=3, topology="2P4D", request_rate=20)
     >>> found.differences_frame.query("metric == 'median_tpot_ms'")
     >>> found.plot("median TPOT")
+    >>> es.compare(topology=["2C", "1P1D"], seeds=3, request_rate=20)
     """
     asked = _options(compare_command.compare, config, options)
     bar = _shown(progress_bar, progress)
+    if varied := compare_command.varied(asked.pop("axes"), asked):
+        compare_command.check_values(varied, asked)
+        own = ("policies", "seeds", "jobs")
+        values = {name: asked.pop(name) for name in own}
+        rest = {k: v for k, v in asked.items() if k not in compare_command.INSTEAD}
+        found = compare_command.compared_values(varied=varied, progress=bar, **values, **rest)
+        return WhatIf(**vars(found))
     return Comparison._of(compare_command.compared(progress=bar, **asked))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -30,17 +30,29 @@ from eldr_sim.cli.options import (
 )
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
-from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, PREFILL_HEADLINE, label
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 if TYPE_CHECKING:
     from eldr_sim.planning.compare.autoscalers import ScalingComparison
     from eldr_sim.planning.compare.drafts import DraftComparison
     from eldr_sim.planning.compare.policies import Comparison
-    from eldr_sim.planning.compare.what_if import Change
+    from eldr_sim.planning.compare.what_if import Change, WhatIf
     from eldr_sim.planning.runs.shared_runs import Summary
     from eldr_sim.simulator.setup.config.run_config import RunConfig
 
+#: Options that take a list of values to compare.
+_LISTS = ("topology", "model", "gpu")
+#: What is not compared beside values: by the parameter's name, the option's.
+INSTEAD = {"drafts": "drafts", "concurrencies": "concurrencies", "autoscalers": "autoscale",
+           "plot": "plot"}  # fmt: skip
+#: The folder of such a comparison is that of a what-if.
+WHAT_IF = "what_if.json"
+#: Figures of clusters that differ: what follows experts alone is left to `what-if`.
+_OF_CLUSTERS = (
+    "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms", "p99_ttft_ms", "output_throughput",
+    "request_goodput", "gpu_hours_per_million_output_tokens", "cost_per_million_output_tokens",
+)  # fmt: skip
 #: Policies that follow experts and are compared by default; dense models do without.
 _OF_EXPERTS = ("domain", "eldr")
 
@@ -58,6 +70,10 @@ _OF_EXPERTS = ("domain", "eldr")
         "first policy.", metavar="N,N,...")  # fmt: skip
 @option("--concurrencies", None, "Requests in flight of --drafts.  [default: 1,4,16,64]",
         metavar="N,N,...")  # fmt: skip
+@option("--vary axes", None, "Compare values of a field instead, under the first policy: "
+        "topology=2C,1P1D, model=NAME,NAME-FP8, decode.gpu=H100,H200. Repeat for every "
+        "combination. --topology, --model and --gpu also take lists.", multiple=True,
+        metavar="FIELD=VALUE,...")  # fmt: skip
 @option("--autoscale autoscalers", None, "Compare autoscalers instead, under the first policy, "
         "beside the best fixed fleet.", multiple=True, metavar="NAME,NAME,...",
         shell_complete=complete(policy_names("scaling"), listed=True))  # fmt: skip
@@ -69,6 +85,7 @@ def compare(
     jobs: int | None,
     drafts: str | None,
     concurrencies: str | None,
+    axes: tuple[str, ...],
     autoscalers: tuple[str, ...],
     out: Path | None,
     force: bool,
@@ -77,13 +94,25 @@ def compare(
 ) -> None:
     """Run policies over the same requests; print differences with 95% confidence intervals.
 
-    With --drafts, run numbers of drafts instead, at several requests in flight; with --autoscale,
-    autoscalers."""
+    With --vary, or a list of topologies, models or GPUs, compare these instead; with --drafts,
+    numbers of drafts at several requests in flight; with --autoscale, autoscalers."""
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.simulator.results import MARKER
 
-    check_out(out, force, MARKER)
+    several = varied(axes, options)
+    check_out(out, force, WHAT_IF if several else MARKER)
     extras = plot_extras(plot, out)
+    if several:
+        asked = {"drafts": drafts, "concurrencies": concurrencies, "autoscalers": autoscalers}
+        check_values(several, asked | {"plot": plot})
+        values = compared_values(policies, seeds, jobs, several, **options)
+        _print_values(values)
+        if out is not None:
+            values.write(out, force=force)
+            click.echo(f"Wrote {out}")
+        for name, summaries in values.named():
+            print_warnings(summaries[0], f"{name}: ")
+        return
     if drafts is not None or autoscalers:
         if named := _names(policies):
             options["policy"] = named[0]
@@ -127,6 +156,48 @@ def compared(
     names = served(config, _names(policies) or [*LOAD_BALANCERS, *_OF_EXPERTS])
     with progress("comparing policies") as update:
         return compare_policies(config, names, seeds, jobs=jobs, progress=update)
+
+
+def compared_values(
+    policies: tuple[str, ...],
+    seeds: int,
+    jobs: int | None,
+    varied: dict[str, list[Any]],
+    progress: ShareBar = progress_bar,
+    **options: Any,
+) -> WhatIf:
+    """Return the comparison of values of fields, of which ``options`` hold none."""
+    from eldr_sim.planning.compare.what_if import vary
+
+    if named := _names(policies):
+        options["policy"] = named[0]
+    config = config_from_options(options)
+    with progress(f"comparing {' and '.join(varied)}") as update:
+        return vary(config, varied, n_seeds=seeds, jobs=jobs, progress=update)
+
+
+def check_values(several: Mapping[str, object], asked: Mapping[str, object]) -> None:
+    """Raise InputError for another comparison that is asked for beside one of values."""
+    if beside := next((name for name in INSTEAD if asked.get(name)), None):
+        field = INSTEAD[beside]
+        raise InputError(field, f"beside values of {', '.join(several)}", "one of the two")
+
+
+def varied(texts: tuple[str, ...], options: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return values to compare, by field: those of --vary, and lists of `_LISTS`, which leave the
+    options."""
+    from eldr_sim.planning.search.axes import parse_axes
+
+    axes = parse_axes(texts)
+    for name in _LISTS:
+        given = options.get(name)
+        parts = given.split(",") if isinstance(given, str) else given
+        if isinstance(parts, list | tuple) and len(parts) > 1:
+            if name in axes:
+                raise InputError(name, f"in --vary and in --{name}", "one of the two")
+            axes[name] = [part.strip() if isinstance(part, str) else part for part in parts]
+            del options[name]
+    return axes
 
 
 def _names(texts: tuple[str, ...]) -> list[str]:
@@ -195,6 +266,52 @@ def _print(comparison: Comparison) -> None:
         print_table(title, columns, rows)
 
 
+def _print_values(found: WhatIf) -> None:
+    """Print the figures of each value, and their differences from the first."""
+    from eldr_sim.planning.slo import mean_known
+    from eldr_sim.simulator.outcome.error_band import one_line
+
+    first, n_seeds = found.base[0], len(found.base)
+    figures = [
+        tag
+        for tag in (PREFILL_HEADLINE if first["policy"] is None else _OF_CLUSTERS)
+        if any(runs[0].get(tag) is not None for _, runs in found.named())
+        and (tag != "request_goodput" or first["slo_attainment_by_metric"])
+    ]
+    columns = ["value", *map(label, figures)]
+    rows = []
+    for name, runs in found.named():
+        means = [mean_known([summary[tag] for summary in runs]) for tag in figures]
+        failed = sum(summary["failed"] for summary in runs)
+        rows.append([name, *(number_text(mean, ".2f") for mean in means), str(failed)])
+    title = (
+        f"Mean over {n_seeds} seed{'s' if n_seeds > 1 else ''}: {first['policy']}, "
+        f"{first['model_id']} on {first['gpu']}, {first['topology']}, "
+        f"{first['weakest_provenance']} tables, beside other values"
+    )
+    print_table(title, [*columns, "failed"], rows)
+    for name, runs in found.named():
+        if band := runs[0].get("error_band"):
+            click.echo(f"{name}: {one_line(band)}")
+    print_log_part(first)
+    for change in found.changes:
+        if change.other_requests:
+            _warn_of_requests(change)
+    click.echo()
+    effects = {c.name: {e.metric: difference_cell(e) for e in c.effects} for c in found.changes}
+    rows = [[name, *(own.get(tag, "-") for tag in figures)] for name, own in effects.items()]
+    title = f"Difference from {found.base_name}, % [95% confidence interval]"
+    print_table(title, columns, rows)
+
+
+def _warn_of_requests(change: Change) -> None:
+    click.echo(
+        f"Warning: {change.name}: {', '.join(change.other_requests)} makes other requests: "
+        "pairs share their seed only",
+        err=True,
+    )
+
+
 @click.command("what-if", short_help="Change one thing at a time in a run.")
 @click.argument("base", type=click.Path(path_type=Path))
 @option("--set changes", None, 'A change, such as decode.gpu=h200; repeat for more, each alone '
@@ -254,11 +371,7 @@ def _print_change(change: Change) -> None:
     print_table(change.name, columns, rows)
     _print_faults(change.summaries)
     if change.other_requests:
-        click.echo(
-            f"Warning: {change.name}: {', '.join(change.other_requests)} makes other requests: "
-            "pairs share their seed only",
-            err=True,
-        )
+        _warn_of_requests(change)
 
 
 def _print_faults(summaries: Sequence[Summary]) -> None:

@@ -414,7 +414,7 @@ def _print(answer: Answer, verbose: bool) -> None:
 
     record = answer.record()
     words = plan_words(record, narrow=True)
-    known, tables = record["assumptions"], [words["rows"], words["front"]]
+    known, tables = record["assumptions"], [words[part] for part in ("rows", "front", "day")]
     click.echo(words["question"])
     if known is not None and known["trace"].get("log_window"):
         print_log_part(known)

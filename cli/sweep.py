@@ -30,6 +30,7 @@ _MOST_ROWS, _MOST_FAILURES = 60, 10
 @click.argument("file", type=click.Path(path_type=Path), metavar="SWEEP.yaml")
 @option("--out", Path, "Keep the runs here.")
 @option("--resume", bool, "Continue the sweep in --out.")
+@option("--force", bool, "Replace the sweep in --out.")
 @option("--dry-run", bool, "Print the points without running them.")
 @option("--jobs", int, "Runs at a time.  [default: one a CPU]", metavar="N")
 @option("--backend", [*get_args(Backend)], "Processes of this machine, or a Ray cluster.",
@@ -40,6 +41,7 @@ def sweep(
     file: Path,
     out: Path | None,
     resume: bool,
+    force: bool,
     dry_run: bool,
     jobs: int | None,
     backend: str,
@@ -61,6 +63,7 @@ def sweep(
                 spec,
                 out,
                 resume=resume,
+                force=force,
                 jobs=jobs,
                 backend=cast("Backend", backend),
                 address=address,

@@ -84,7 +84,26 @@ def plan_words(document: Record, *, narrow: bool = False) -> dict[str, Any]:
         + [(f"Why not {name}", text) for name, text in document.get("why_not", {}).items()],
         "rows": _clusters(best, document, _rows(document), narrow),
         "front": _clusters(meeting, document, front, narrow) if front else None,
+        "day": _day_table(document.get("day", ())),
     }
+
+
+def _day_table(fleets: Sequence[Record]) -> Table | None:
+    """Return the ready workers of fleets over the day; None where no fleet changes."""
+    if not fleets or not fleets[0]["periods"]:
+        return None
+    columns, rows = ["from (h:min)", "requests/s"], []
+    columns += [f"{fleet['policy']}, {pool}" if len(workers) > 1 else str(fleet["policy"])
+                for fleet in fleets
+                for workers in [fleet["periods"][0]["workers"]] for pool in workers]  # fmt: skip
+    for periods in zip(*(fleet["periods"] for fleet in fleets), strict=False):
+        minutes = int(periods[0]["from_s"] // 60)
+        counts = [n for period in periods for n in period["workers"].values()]
+        clock = f"{minutes // 60}:{minutes % 60:02d}"
+        rows.append([clock, periods[0]["requests_per_s"], *(f"{n:.1f}" for n in counts)])
+    return table("Ready workers over the day, mean of each period, first seed", columns, rows,
+                 "A timetable knows the load in advance; it is the ideal that rules can be held "
+                 "against.")  # fmt: skip
 
 
 def _rows(document: Record) -> list[dict[str, Any]]:

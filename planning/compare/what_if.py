@@ -1,9 +1,11 @@
 """What-ifs: one change at a time compared with a base run, paired over seeds."""
 
+import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -86,11 +88,12 @@ class WhatIf(Written):
     config: run_config.RunConfig
     base: tuple[Summary, ...]
     changes: list[Change]
+    base_name: str = "base"
 
     def headline(self) -> Headline:
         """Return the means of the headline metrics of the base run and of each change."""
         title = f"{self.base[0]['topology']}, mean over seeds ({len(self.base)})"
-        return headline_of(title, "change", self._named())
+        return headline_of(title, "change", self.named())
 
     @property
     def runs(self) -> pa.Table:
@@ -98,18 +101,20 @@ class WhatIf(Written):
         keys = ("seed", "num_prompts", "completed", "failed", *_figures(self.config))
         rows = [
             {"change": name} | {key: summary[key] for key in keys}
-            for name, summaries in self._named()
+            for name, summaries in self.named()
             for summary in summaries
         ]
         return pa.Table.from_pylist(rows)
 
-    def _named(self) -> list[tuple[str, tuple[Summary, ...]]]:
-        return [("base", self.base), *((c.name, c.summaries) for c in self.changes)]
+    def named(self) -> list[tuple[str, tuple[Summary, ...]]]:
+        """Return the names of the base run and of each change, with their summaries."""
+        return [(self.base_name, self.base), *((c.name, c.summaries) for c in self.changes)]
 
     def record(self) -> dict[str, Any]:
         """Return base and changes as plain values, ready for JSON."""
         return {
             "config": self.config.model_dump(mode="json"),
+            "base": self.base_name,
             "seeds": len(self.base),
             "changes": [change.record() for change in self.changes],
             "provenance": self.base[0]["provenance"],
@@ -177,3 +182,33 @@ def what_if(
         effects = paired.differences(name, "base", _figures(base))
         made.append(Change(name, config, effects, tuple(other), paired.summaries[name]))
     return WhatIf(base, paired.summaries["base"], made)
+
+
+def vary(
+    config: run_config.RunConfig,
+    axes: Mapping[str, Sequence[Any]],
+    *,
+    n_seeds: int = 5,
+    jobs: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> WhatIf:
+    """Compare values of fields, in every combination, with the first combination.
+
+    ``axes``: values by the dot path of their field. Raises InputError as `what_if` does, and where
+    there is one combination only."""
+    names = [
+        " ".join(f"{path}={_typed(value)}" for path, value in zip(axes, combination, strict=True))
+        for combination in product(*axes.values())
+    ]
+    if len(names) < 2:
+        raise InputError("vary", f"{', '.join(names)}: one value", "two values or more")
+    if len(set(names)) < len(names):
+        raise InputError("vary", "a value is given twice", "each value once")
+    base = run_config.make_config(change_fields(config.said("json"), names[0]))
+    found = what_if(base, names[1:], n_seeds=n_seeds, jobs=jobs, progress=progress)
+    return replace(found, base_name=names[0])
+
+
+def _typed(value: Any) -> str:
+    """Return a value as ``--set`` takes it."""
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value))

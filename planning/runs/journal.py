@@ -38,14 +38,20 @@ class Journal:
 
 @contextmanager
 def open_journal(
-    folder: Path, header: dict[str, Any], resume: bool, what: str = "sweep"
+    folder: Path,
+    header: dict[str, Any],
+    resume: bool,
+    what: str = "sweep",
+    *,
+    replace: bool = False,
 ) -> Iterator[Journal]:
     """Open the journal of a folder, and make the folder; remove it again if no run has ended with
     the block.
 
-    ``header``: identity, compared as JSON; ``resume``: continue an existing journal; ``what`` it is
-    of. Raises InputError if another process writes to the folder; if it is not empty and ``resume``
-    is false; if it belongs to another sweep, or is damaged before its last line."""
+    ``header``: identity, compared as JSON; ``resume``: continue an existing journal; ``what`` it
+    is of; ``replace``: forget the runs that it holds. Raises InputError if another process writes
+    to the folder; if it is not empty and ``resume`` is false; if it belongs to another sweep, or
+    is damaged before its last line."""
     try:
         strangers = folder.exists() and not (folder / FILE_NAME).exists() and any(folder.iterdir())
         if strangers:
@@ -57,6 +63,8 @@ def open_journal(
         raise InputError("out", f"cannot write {folder}: {error.strerror}") from None
     with file:
         _lock(file, folder, what)
+        if replace:
+            file.truncate(0)
         journal = Journal(file, _read(file, folder, json.loads(json.dumps(header)), resume, what))
         try:
             yield journal
@@ -106,7 +114,10 @@ def _read(
         return {}
     if not resume:
         done = f"{len(outcomes)} run{'s' * (len(outcomes) != 1)} done"
-        raise InputError("out", f"{folder} holds a {what}, {done}", "--resume, or a new folder")
+        ways = (
+            "--resume, --force, or a new folder" if what == "sweep" else "--resume, or a new folder"
+        )
+        raise InputError("out", f"{folder} holds a {what}, {done}", ways)
     change = first_change(records[0], header)
     if change is not None:
         raise InputError("resume", f"{folder} holds another {what}: {change}", "a new folder")

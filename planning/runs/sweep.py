@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import csv
 
+from eldr_sim.errors import InputError
 from eldr_sim.planning.runs import runner
 from eldr_sim.planning.runs.journal import Journal, open_journal
 from eldr_sim.planning.runs.sweep_spec import SweepSpec, make_spec, read_spec
@@ -72,6 +73,7 @@ def sweep(
     out: str | os.PathLike[str] | None = None,
     *,
     resume: bool = False,
+    force: bool = False,
     jobs: int | None = None,
     backend: runner.Backend = "joblib",
     address: str | None = None,
@@ -79,9 +81,10 @@ def sweep(
 ) -> SweepResult:
     """Run all points of a sweep; a failed run is a row with its reason.
 
-    Raises InputError if the sweep, one of its points or the folder is not valid. ``spec``: a YAML
-    file or its content; ``out``: its folder, None: nothing is written; ``resume``: continue it;
-    ``progress``: called at the start and after each run."""
+    Raises InputError if the sweep, one of its points or the folder is not valid. ``spec``: a
+    YAML file or its content; ``out``: its folder, None: nothing is written; ``resume``:
+    continue it; ``force``: replace a sweep that it holds; ``progress``: called at the start and
+    after each run."""
     if isinstance(spec, str | os.PathLike):
         spec = read_spec(spec)
     elif not isinstance(spec, SweepSpec):
@@ -92,7 +95,12 @@ def sweep(
     }
     header = {"eldr_sim": version("eldr-sim"), "spec": spec.document}
     folder = None if out is None else Path(out)
-    with nullcontext() if folder is None else open_journal(folder, header, resume) as journal:
+    if resume and force:
+        raise InputError("force", "together with --resume", "one of the two")
+    kept = nullcontext() if folder is None else open_journal(folder, header, resume, replace=force)
+    with kept as journal:
+        if force and folder is not None:
+            (folder / MARKER).unlink(missing_ok=True)
         outcomes = _run_all(configs, journal, jobs, backend, address, progress)
         result = SweepResult(
             points_table(spec, outcomes),

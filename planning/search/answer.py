@@ -14,6 +14,7 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search.axes import Axes
 from eldr_sim.planning.search.candidates import cluster_label, cost, gpu_label
+from eldr_sim.planning.search.day_workers import workers_by_period
 from eldr_sim.planning.search.prefill_strategy import chunk_label
 from eldr_sim.planning.search.sensitivity import Effect
 from eldr_sim.planning.search.trial import Trial
@@ -319,6 +320,7 @@ class Answer(Written):
             "clusters": [cluster(trial, axes) for row in self.rows for trial in row.trials],
             "notes": list(self.notes),
             "warnings": list(self.warnings),
+            "day": [_over_day(row, axes) for row in _of_the_day(self)],
             "assumptions": None if known is None else {key: known[key] for key in _ASSUMED},
             "simulated_runs": len(self.runs),
             "versions": {name: version(name) for name in ("eldr-sim", "numpy", "scipy", "pyarrow")},
@@ -376,6 +378,21 @@ def points_table(runs: Runs, axes: Axes) -> pa.Table:
     ]
     rows.sort(key=lambda row: json.dumps(list(row.values())))
     return pa.Table.from_pylist(rows)
+
+
+def _of_the_day(answer: Answer) -> list[Row]:
+    """Return the rows whose workers over the day are told: the answer's, and a timetable's."""
+    if answer.question.kind != "day" or answer.best is None:
+        return []
+    able = [row for row in answer.rows[1:] if row.trial is not None]
+    return [answer.best, *[row for row in able if row.policy.startswith("timetable")][:1]]
+
+
+def _over_day(row: Row, axes: Axes) -> dict[str, Any]:
+    trial = row.trial
+    assert trial is not None
+    periods = workers_by_period(trial.summaries[0]["scaling"])
+    return {"policy": axes.label(trial.config), "periods": periods}
 
 
 def cluster(trial: Trial, axes: Axes) -> dict[str, Any]:

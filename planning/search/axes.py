@@ -118,7 +118,8 @@ def parse_axes(texts: Iterable[str]) -> dict[str, list[Any]]:
             words = listed.split(",")
             numbers = [parse_yaml(word, "vary", repr(text)) for word in words if "=" not in word]
             plain = len(numbers) == len(words) and not any(isinstance(n, str) for n in numbers)
-            values = numbers if plain else split(listed)
+            has_parameters = "=" in listed or ":" in listed
+            values = numbers if plain else split(listed) if has_parameters else words
         default = make_config({}) if "default" in values else None
         axes.setdefault(name, []).extend(
             get_field(default, name) if value == "default" and default is not None else value

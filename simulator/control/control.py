@@ -41,10 +41,12 @@ class Worker(NamedTuple):
 
 
 def parse_worker(text: str, field: str, pools: list[str]) -> Worker:
-    """Read ``decode:4``; raises InputError."""
+    """Read ``decode:4``, or ``worker:4`` where there is one pool; raises InputError."""
     name, _, number = text.partition(":")
+    if name == "worker" and len(pools) == 1:
+        name = pools[0]
     if name not in pools or not number.isdecimal():
-        raise InputError(field, repr(text), "decode:4")
+        raise InputError(field, repr(text), "decode:4, of a cluster such as 8C worker:4")
     return Worker(name, int(number))
 
 

@@ -49,7 +49,7 @@ def _event(
     figures: dict[str, Any] = {
         "event": str(fault),
         "kind": fault.kind,
-        "worker": f"{fault.pool}:{fault.worker}",
+        "worker": fault.where,
         "at_s": fault.at_s,
         "for_s": None if math.isinf(fault.for_s) else fault.for_s,
     }

@@ -9,7 +9,7 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
 from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
-from eldr_sim.simulator.setup.config.fault_spellings import parse_fail
+from eldr_sim.simulator.setup.config.fault_spellings import in_cluster, parse_fail
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS, KVTierConfig, ScalingConfig
 from eldr_sim.simulator.setup.config.run_config import Pool, RunConfig
 from eldr_sim.simulator.setup.memory import NO_WINDOWS, window_blocks
@@ -261,7 +261,7 @@ def _of_scaling(config: RunConfig) -> _Found:
 
 def _late_faults(config: RunConfig, record: RunRecord) -> list[str]:
     """Name faults that come when the run has ended; until one joins a worker is missing."""
-    own = {str(parse_fail(text)): text for text in config.faults.fail}
+    own = {str(in_cluster(parse_fail(text), config)): text for text in config.faults.fail}
     return [
         f"{f'fail {own[str(fault)]}' if str(fault) in own else f'events: {fault}'} has no effect: "
         f"the run ends at {record.end_s:.3g} s"

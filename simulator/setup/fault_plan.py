@@ -27,8 +27,8 @@ class Fault:
     #: routers send it nothing new. ``join``: it is not there before the end. ``link``: its link for
     #: KV transfers has ``factor`` of its bandwidth.
     kind: Kind
-    #: ``pool``, ``worker``: the pool's name, ``decode`` for co-located ones of ``xC``; its number
-    #: there. All engines of a worker that share experts share its fate.
+    #: ``pool``, ``worker``: the pool's name, and the worker's number there. All engines of a worker
+    #: that share experts share its fate.
     pool: str
     worker: int
     #: ``at_s``, ``for_s``: when, s, and for how long; ``inf``: to the end of the run.
@@ -38,6 +38,13 @@ class Fault:
     #: Of ``hang``: whether routers, once they know of it, send prompts that it has not begun to
     #: other workers, as ``FaultPlan.retry`` allows.
     resend: bool = False
+    colocated: bool = False  #: whether the cluster is ``xC``, whose workers are ``worker:N``
+
+    @property
+    def where(self) -> str:
+        """The worker as users write it: ``decode:3``, ``worker:3`` of ``xC``."""
+        together = self.colocated and self.pool == "decode"
+        return f"{'worker' if together else self.pool}:{self.worker}"
 
     @property
     def end_s(self) -> float:
@@ -47,7 +54,7 @@ class Fault:
     def __str__(self) -> str:
         factor = f" x{self.factor:g}" if self.kind in ("slow", "link") else ""
         until = "" if math.isinf(self.for_s) else f"+{self.for_s:g}s"
-        return f"{self.kind} {self.pool}:{self.worker}{factor} @{self.at_s:g}s{until}"
+        return f"{self.kind} {self.where}{factor} @{self.at_s:g}s{until}"
 
 
 @dataclass(frozen=True)

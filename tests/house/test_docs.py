@@ -17,6 +17,7 @@ import click
 import pytest
 
 import eldr_sim
+from eldr_sim.cli.compare import varied
 from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import config_from_options
 from eldr_sim.kernel_profiles.gpus import load_gpu
@@ -141,6 +142,8 @@ def test_every_command_line_parses(page, tmp_path, monkeypatch):
         command, options = parsed(words)
         run = RUN_FIELDS.keys() | {"settings", "config_file"}
         if {"request_rate", "seed", "model"} <= options.keys() and command != "trace synthesize":
+            if command == "compare":  # lists of values
+                options |= {name: values[0] for name, values in varied((), options).items()}
             given = {key: value for key, value in options.items() if key in run}
             if not Path(str(options["model"])).suffix and options["model"] != "live/model":
                 config_from_options(given)
@@ -155,7 +158,7 @@ def test_every_model_and_gpu_of_a_command_exists(page):
         command, options = parsed(words)
         models = options.get("models") or ()
         models = models.split(",") if isinstance(models, str) else models
-        models = [options.get("model"), *models]
+        models = [*str(options.get("model") or "").split(","), *models]
         if not command.startswith("validate "):  # whose models are choices, which click checked
             for model in [str(one) for one in models if one]:
                 assert model.startswith(("/", "./")) or "/" in model or load_model(model), words

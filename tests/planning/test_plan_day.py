@@ -12,6 +12,7 @@ from eldr_sim.planning.runs.runner import with_seed
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.planning.search import day
 from eldr_sim.planning.search.day import _settings, plan_day
+from eldr_sim.planning.search.day_workers import workers_by_period
 from eldr_sim.planning.search.trial import try_cluster
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.reports.plan_section import plan_words
@@ -95,6 +96,38 @@ def test_it_is_told_as_every_plan_is(answer, tmp_path):
     assert "GPU-hours" in told["Answer"]
     assert "on average within TTFT 300 ms for 90% of requests" in words["question"]
     assert answer.headline().rows
+
+
+def test_workers_over_the_day_are_those_of_the_run(answer):
+    """Ready workers by period, times their length, are the ready hours of the run's own count."""
+    record = answer.record()
+    assert [fleet["policy"].partition(":")[0] for fleet in record["day"]][1:] in (["timetable"], [])
+    for fleet, row in zip(record["day"][:1], [answer.best], strict=True):
+        scaling = row.trial.summaries[0]["scaling"]
+        periods = fleet["periods"]
+        counts = [n for period in periods for n in period["workers"].values()]
+        most = row.trial.config.pools[0].workers
+        assert counts
+        assert all(0 <= n <= most for n in counts)
+        arrived = sum(p["requests_per_s"] * (p["to_s"] - p["from_s"]) for p in periods)
+        assert arrived == pytest.approx(sum(m["requests"] for m in scaling["by_minute"]))
+    words = plan_words(record, narrow=True)["day"]
+    assert len(words.rows) == len(record["day"][0]["periods"])
+
+
+def test_a_period_has_the_mean_of_what_changes_in_it():
+    scaling = {
+        "by_minute": [{"from_s": 60.0 * n, "requests": 60} for n in range(48)],
+        "replicas": {"decode": {"at_s": [0.0, 60.0, 2820.0], "ready": [1, 3, 2]}},
+    }
+    rows = workers_by_period(scaling)
+    assert [(row["from_s"], row["to_s"]) for row in rows][:2] == [(0.0, 120.0), (120.0, 240.0)]
+    assert rows[0]["workers"] == {"decode": 2.0}
+    assert rows[1]["workers"] == {"decode": 3.0}
+    assert rows[-1]["workers"] == {"decode": 2.5}
+    assert len(rows) == 24
+    assert rows[0]["requests_per_s"] == 1.0
+    assert workers_by_period({"by_minute": [], "replicas": {}}) == []
 
 
 def test_prices_make_it_dollars():

@@ -201,11 +201,27 @@ def test_an_interrupted_sweep_has_no_data_set_and_goes_on(tmp_path, fake_runs):
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_force_replaces_a_sweep_and_nothing_else(tmp_path, fake_runs):
+    out = tmp_path / "sweep"
+    sweep(SPEC, out, jobs=1)
+    other = SPEC | {"randomSeed": 3}
+    assert sweep(other, out, jobs=1, force=True).points["seed"].to_pylist()[0] == 3
+    with pytest.raises(InputError, match="force: together with --resume"):
+        sweep(SPEC, out, jobs=1, force=True, resume=True)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "text").write_text("years of work")
+    with pytest.raises(InputError, match="exists and is no sweep"):
+        sweep(SPEC, tmp_path / "thesis", jobs=1, force=True)
+    assert (tmp_path / "thesis" / "text").read_text() == "years of work"
+
+
 def test_resume_refuses_another_sweep_and_a_new_one_a_folder_in_use(tmp_path, fake_runs):
     out = tmp_path / "out"
     sweep(SPEC, out, jobs=1)
     before = contents(out)
-    with pytest.raises(InputError, match=r"holds a sweep, 18 runs done \(allowed: --resume"):
+    with pytest.raises(
+        InputError, match=r"holds a sweep, 18 runs done \(allowed: --resume, --force"
+    ):
         sweep(SPEC, out, jobs=1)
     with pytest.raises(InputError, match=r"spec.multiRun.numRuns was 2 and is 3"):
         sweep(SPEC | {"multiRun": {"numRuns": 3}}, out, jobs=1, resume=True)

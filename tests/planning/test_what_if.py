@@ -12,7 +12,13 @@ from scipy import stats
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.compare.what_if import FIGURES, REQUEST_FIELDS, change_fields, read_base
+from eldr_sim.planning.compare.what_if import (
+    FIGURES,
+    REQUEST_FIELDS,
+    change_fields,
+    read_base,
+    vary,
+)
 from eldr_sim.planning.compare.what_if import what_if as make_what_if
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.requests import RoutingConfig, WorkloadConfig
@@ -255,3 +261,61 @@ def test_a_fault_is_a_change_like_others(run_cli, tmp_path):
     assert len(changes) == 2
     for change in changes:
         assert re.search(r"goodput \S+ before, \S+ during, \S+ after req/s; \d of 2", change)
+
+
+def test_values_are_compared_with_the_first_in_every_combination():
+    """The base holds the first value of each field, and every other combination is a change."""
+    evaluate = Analytic()
+    axes = {"policy": ["jsq", "eldr"], "gpu_memory_utilization": [0.9, 0.8]}
+    with mock.patch("eldr_sim.planning.runs.runner.simulate_summary", evaluate):
+        found = vary(make_config(BASE), axes, n_seeds=2, jobs=1)
+    assert found.base_name == "policy=jsq gpu_memory_utilization=0.9"
+    assert [change.name for change in found.changes] == [
+        "policy=jsq gpu_memory_utilization=0.8",
+        "policy=eldr gpu_memory_utilization=0.9",
+        "policy=eldr gpu_memory_utilization=0.8",
+    ]
+    gains = {c.name: c.effects[0].percent for c in found.changes}
+    assert gains["policy=eldr gpu_memory_utilization=0.9"] == pytest.approx(-10.0)
+    assert found.record()["base"] == found.base_name
+    assert found.named()[0][0] == found.base_name
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"policy": ["jsq"]}, "two values or more"),
+        ({"policy": ["jsq", "jsq"]}, "a value is given twice"),
+        ({"polcy": ["jsq", "eldr"]}, "polcy"),
+        ({"topology": ["1P2D", "2Q"]}, "topology"),
+    ],
+)
+def test_values_that_cannot_be_compared_are_refused(axes, message):
+    with pytest.raises(InputError, match=message):
+        vary(make_config(BASE), axes)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--topology", "2C,1P1D"], ["topology=2C", "topology=1P1D"]),
+        (["--vary", "topology=2C,1P1D"], ["topology=2C", "topology=1P1D"]),
+        (["--topology", "1C", "--gpu", "H100,H200"], ["gpu=H100", "gpu=H200"]),
+    ],
+)
+def test_compare_takes_lists_of_clusters(run_cli, tmp_path, options, names):
+    small = ["--trace", "reference-moe", "--request-rate", "10", "--duration", "2", "--warmup", "0"]
+    out = ["--seeds", "1", "--out", str(tmp_path / "c")]
+    code, output, errors = run_cli("compare", *options, *small, "--output-len", "8", *out)
+    assert code == 0, errors
+    assert all(name in output for name in names)
+    record = json.loads((tmp_path / "c" / "what_if.json").read_text())
+    assert [record["base"], *(change["name"] for change in record["changes"])] == names
+
+
+def test_compare_of_values_takes_no_other_comparison(run_cli):
+    code, _, errors = run_cli("compare", "--topology", "2C,1P1D", "--drafts", "0,1")
+    assert code == 2
+    assert "drafts: beside values of topology" in errors
+    _, _, errors = run_cli("compare", "--topology", "2C,1P1D", "--vary", "topology=2C,3C")
+    assert "topology: in --vary and in --topology" in errors

@@ -12,6 +12,7 @@ from eldr_sim.simulator.outcome.fault_metrics import fault_figures, time_to_reco
 from eldr_sim.simulator.setup.config.fault_spellings import (
     Cancel,
     check_fits,
+    in_cluster,
     parse_fail,
     read_events,
 )
@@ -115,6 +116,31 @@ def test_what_cannot_be_is_an_input_error(texts, topology):
     faults = [parse_fail(text) for text in texts]
     with pytest.raises(InputError, match="events"):
         check_fits(faults, workers, all(topology))
+
+
+@pytest.mark.parametrize("text", ["worker:1@1s+2s", "decode:1@1s+2s"])
+def test_workers_of_a_colocated_cluster_are_called_workers(text):
+    fault = in_cluster(parse_fail(text), make_config({"topology": "4C"}))
+    assert (fault.pool, fault.where) == ("decode", "worker:1")
+    assert str(fault) == "fail worker:1 @1s+2s"
+
+
+@pytest.mark.parametrize(
+    ("text", "topology", "allowed"),
+    [
+        ("worker:4@1s", "4C", "worker:0 to 3"),
+        ("prefill:0@1s", "4C", "worker:0 to 3"),
+        ("worker:0@1s", "2P4D", "prefill:0 to 1, decode:0 to 3"),
+        ("decode:4@1s", "2P4D", "decode:0 to 3"),
+    ],
+)
+def test_a_worker_that_does_not_exist_is_answered_with_those_that_do(text, topology, allowed):
+    config = make_config({"topology": topology})
+    fault = in_cluster(parse_fail(text), config)
+    workers = {pool.name: pool.workers for pool in config.pools}
+    with pytest.raises(InputError) as error:
+        check_fits([fault], workers, True)
+    assert error.value.allowed == allowed
 
 
 def test_slow_steps_mix_with_a_death():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 _WORKER = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,9})", re.IGNORECASE)
 _FAIL = re.compile(rf"([a-z][a-z0-9_-]*:\d+)@({TIME})(?:\+({TIME}))?", re.IGNORECASE)
-_ALLOWED = "POOL:NUMBER@SECONDS, +SECONDS until a new one serves, such as decode:3@60s+30s"
+_ALLOWED = (
+    "POOL:NUMBER@SECONDS, +SECONDS until a new one serves, such as decode:3@60s+30s; a worker of "
+    "8C is worker:3"
+)
 _LATEST_S = 1e9
 #: What an event has beside its kind and ``at_s``: the field that is not ``for_s``, and its bounds.
 _FACTOR = {"slow": ("factor", 1.0, 1e6), "link": ("bandwidth", 1e-6, 1.0)}
@@ -130,11 +134,24 @@ def check_fits(faults: Sequence[Fault], workers: Mapping[str, int], hands_over: 
     for fault in faults:
         n = workers.get(fault.pool, 0)
         if fault.worker >= n:
-            allowed = f"{fault.pool}:0 to {n - 1}" if n else ", ".join(workers)
+            known = {fault.pool: n} if n else workers
+            allowed = ", ".join(
+                f"{replace(fault, pool=pool, worker=0).where} to {of - 1}"
+                for pool, of in known.items()
+            )
             raise InputError("events", f"{fault}: there is no such worker", allowed)
         if fault.kind == "link" and not hands_over:
             raise InputError("events", f"{fault}: no KV cache is sent over a link here")
     check_overlaps(tuple(faults))
+
+
+def in_cluster(fault: Fault, config: RunConfig) -> Fault:
+    """Return a fault with the name of its pool: the workers of ``xC`` are ``worker:N``, and
+    ``decode:N`` says the same."""
+    if config.cluster.n_prefill or [pool.name for pool in config.pools] != ["decode"]:
+        return fault
+    pool = "decode" if fault.pool == "worker" else fault.pool
+    return replace(fault, pool=pool, colocated=True)
 
 
 def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPlan | None:
@@ -146,6 +163,7 @@ def planned(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPl
     if config.faults.events is not None:
         faults, cancels = read_events(config.faults.events)
     faults += [parse_fail(text) for text in config.faults.fail]
+    faults = [in_cluster(fault, config) for fault in faults]
     check_fits(
         faults, {pool.name: pool.workers for pool in config.pools}, config.cluster.hands_over
     )

@@ -407,9 +407,9 @@ class FaultConfig(Fields):
     """Faults, and how routers respond to them."""
 
     fail: Annotated[field_types.Faults, Option(repeated=True, metavar="POOL:N@S[+S]")] = ()
-    """A worker that dies: ``decode:3@60s+30s`` fails at 60 s, and a replacement serves 30 s later
-    (never, if not given). Times count from the start of the warm-up. Repeat the option or
-    separate by commas for more."""
+    """A worker that dies: ``decode:3@60s+30s`` (of 8C: ``worker:3@60s+30s``) fails at 60 s, and
+    a replacement serves 30 s later (never, if not given). Times count from the start of the
+    warm-up. Repeat the option or separate by commas for more."""
     events: Annotated[PathText | None, Option(metavar="FILE", path="file")] = None
     """File of faults (docs/faults.md)."""
     health_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)

@@ -100,6 +100,9 @@ def policy_word(decision: str) -> BeforeValidator:
 def parse_topology(text: str) -> tuple[int, int]:
     """Return (prefill, decode workers) of ``xPyD``, (0, x) of ``xC``, (x, 0) of ``xP``."""
     match = _TOPOLOGY.fullmatch(text.strip())
+    if match is None and "," in text:
+        allowed = f"one, or compare --topology {text}, which compares them"
+        raise InputError("topology", f"{text!r}: several clusters", allowed)
     if match is None:
         allowed = (
             "xPyD with 1 to 9999 workers of each kind, such as 8P16D, xC, such as 8C, xP, xPyAzF, "
