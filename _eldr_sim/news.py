@@ -5,6 +5,9 @@ from contextlib import contextmanager
 
 _listeners: list[Callable[[str], None]] = []
 
+#: Threads with names that begin so hold no lock that a forked process could need.
+HARMLESS = "eldr-sim "
+
 
 def tell(what: str) -> None:
     """Say what begins now, such as ``drawing the routing of Qwen3-30B-A3B``; to nobody, often."""

@@ -4,6 +4,8 @@ import gc
 import sys
 import threading
 
+from eldr_sim.news import HARMLESS
+
 _SILENT_S = 1.0
 _working: threading.Timer | None = None
 
@@ -15,7 +17,7 @@ def main() -> None:
     gc.set_threshold(200_000)  # cycles are few; to look for them was a tenth of a short run
     if sys.stderr is not None and sys.stderr.isatty():
         _working = threading.Timer(_SILENT_S, sys.stderr.write, ["working...\r"])
-        _working.daemon = True
+        _working.daemon, _working.name = True, f"{HARMLESS}working"
         _working.start()
     try:
         try:

@@ -25,7 +25,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from eldr_sim.news import listening
+from eldr_sim.news import HARMLESS, listening
 from eldr_sim.simulator.outcome.catalogue import LATENCIES, label
 from eldr_sim.start import show_nothing_more
 
@@ -58,7 +58,7 @@ class _Lines:
         """Say what begins; until there are figures, every ten seconds that it goes on."""
         self._echo(f"{self._title}: {what}")
         if not self._doing:
-            threading.Thread(target=self._go_on, daemon=True).start()
+            threading.Thread(target=self._go_on, name=f"{HARMLESS}progress", daemon=True).start()
         self._doing = what
 
     def _go_on(self) -> None:

@@ -9,23 +9,19 @@ import contextlib
 import hashlib
 import json
 import math
-import os
-import signal
 import socket
-import threading
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from multiprocessing import resource_tracker
 from typing import Any, Literal, get_args
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.parallel import NODE_GPUS
+from eldr_sim.jit import is_cold
+from eldr_sim.planning.runs.processes import can_fork, on_processes
 from eldr_sim.simulator.run import prepare_run, simulate_summary
-from eldr_sim.simulator.setup.config.requests import NO_PART
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.replay import SharedReplay, share, use
 
@@ -79,7 +75,13 @@ Backend = Literal["joblib", "ray"]
 _GUESS_S = 120.0  # of a log
 #: How often Ray begins a point at most: a node may die under any, but not always the same one.
 _ATTEMPTS = 3
-_KILLED = "its process was killed twice, the second time alone: out of memory?"
+#: CPU seconds of the remaining runs from which processes pay: forked ones start in some 0.05 s and
+#: copy pages, others import and load for 2 to 3 s each.
+_FORKED_S, _SPAWNED_S = 1.5, 10.0
+#: A first run longer than this is more than loading, or has compiled.
+_LOADING_S = 3.0
+#: Output tokens of a run that takes seconds whatever its loop, some 20 to 1,000 ns a token.
+_LONG_TOKENS = 3e7
 
 
 def run_points(
@@ -88,66 +90,63 @@ def run_points(
     *,
     backend: Backend = "joblib",
     address: str | None = None,
-    started: bool = False,
 ) -> Generator[Outcome, None, None]:
     """Run points and yield their outcomes in the order in which they end.
 
-    A point that fails does not stop the others. Where a process is killed, as for lack of memory,
-    the points that were running run once more, each alone. Closing the generator stops the
-    processes.
+    Short points run in this process: the time of the first ones decides (`_Pace`). A point that
+    fails does not stop the others. Where a process is killed, as for lack of memory, the points
+    that were running run once more, each alone. Closing the generator stops the processes.
 
     Raises InputError if there are no jobs, or no such cluster. ``points``: begun in this order;
-    long ones first keep the last processes busy; ``jobs``: processes, by default the CPUs that this
-    process may use; 1 runs in this one; on Ray: points in flight, by default the cluster's CPUs;
-    ``address``: of Ray: ``auto``, ``local`` or ``HOST:PORT``; ``started``: whether
-    `start_processes` has started them."""
+    long ones first keep the last processes busy; ``jobs``: processes at most, by default the CPUs
+    that this process may use; 1 runs in this one; on Ray: points in flight, by default the
+    cluster's CPUs; ``address``: of Ray: ``auto``, ``local`` or ``HOST:PORT``."""
     check_backend(jobs, backend, address)
-    todo = list(points)
+    queue = deque(points)
     if backend == "ray":
-        yield from _run_on_ray(todo, jobs, address or "auto")
+        yield from _run_on_ray(queue, jobs, address or "auto")
         return
-    jobs = _processes(jobs)
-    if not started:
-        jobs = min(jobs, len(todo))
-    if jobs <= 1:
-        yield from map(run_point, todo)
-    elif todo:
-        yield from _run_on_processes(todo, jobs, _share_replays(todo))
+    if jobs is None and len(queue) > 1:
+        from joblib import cpu_count  # takes long to import
+
+        jobs = int(cpu_count())
+    while queue and (min(jobs or 1, len(queue)) <= 1 or not _pace.is_long(queue)):
+        point, start = queue.popleft(), time.process_time()
+        outcome = run_point(point)
+        if outcome.summary is not None:
+            _pace.learn(point.config, time.process_time() - start)
+        yield outcome
+    if queue:
+        shared = _share_replays(queue)
+        for ended in on_processes(partial(_run_in_worker, shared), queue, jobs or 1):
+            yield ended if isinstance(ended, Outcome) else _killed(*ended)
 
 
-def _processes(jobs: int | None) -> int:
-    if jobs is not None:
-        return jobs
-    from joblib import cpu_count  # takes long to import, here and below
+class _Pace:
+    """How long runs take in this process, and whether more processes pay.
 
-    return int(cpu_count())
+    The first run loads or compiles what runs need, so the second one counts, unless the first is
+    much longer than loading."""
+
+    def __init__(self) -> None:
+        self._loaded = False
+        self._token_s: float | None = None
+
+    def learn(self, config: RunConfig, seconds: float) -> None:
+        """Note the CPU seconds of a run."""
+        if self._loaded or seconds > _LOADING_S:
+            self._token_s = seconds / expected_tokens(config)
+        self._loaded = True
+
+    def is_long(self, queue: Sequence[Point]) -> bool:
+        """Return whether points take long enough to start processes for them."""
+        if self._token_s is None:
+            return expected_tokens(queue[0].config) > _LONG_TOKENS and not is_cold()
+        tokens = math.fsum(expected_tokens(point.config) for point in queue)
+        return tokens * self._token_s > (_FORKED_S if can_fork() else _SPAWNED_S)
 
 
-def start_processes(config: RunConfig, jobs: int | None = None) -> Generator[None, None, None]:
-    """Start the processes of runs like this one while the caller does something else.
-
-    They load what runs need, by a run of one request. The generator yields once, when they begin,
-    and ends when they have; closing it stops them."""
-    n = _processes(jobs)
-    if n <= 1:
-        yield
-        return
-    one = config.model_copy(
-        update=NO_PART
-        | {
-            "topology": "1P1D" if config.cluster.generates else "1P",
-            "tensor_parallel_size": NODE_GPUS,
-            "policy": "jsq",
-            "num_requests": 1,
-            "request_rate": 1.0,
-            "warmup": 0.0,
-        }
-    )
-    with _closing(_parallel(n, n, iter([_call(Point("", one), ())] * n))) as outcomes:
-        yield
-        with contextlib.suppress(Exception):  # the runs themselves will report it
-            for _ in outcomes:
-                pass
+_pace = _Pace()
 
 
 def check_backend(
@@ -162,105 +161,15 @@ def check_backend(
         raise InputError("address", f"{address!r} without a cluster", "--backend ray beside it")
 
 
-def _run_on_processes(
-    todo: Sequence[Point], jobs: int, shared: Sequence[SharedReplay]
-) -> Iterator[Outcome]:
-    from joblib.externals.loky.process_executor import TerminatedWorkerError
-
-    queue = list(todo)
-    while queue:
-        begun: dict[str, Point] = {}
-
-        def feed(queue: list[Point] = queue, begun: dict[str, Point] = begun) -> Iterator[Any]:
-            while queue:
-                point = queue.pop(0)
-                begun[point.key] = point
-                yield _call(point, shared)
-
-        try:
-            with _closing(_parallel(jobs, jobs, feed())) as outcomes:
-                for outcome in outcomes:
-                    del begun[outcome.key]
-                    yield outcome
-        except TerminatedWorkerError:
-            for point in list(begun.values()):
-                yield _run_alone(point, shared)
+def _killed(point: Point, seconds: float) -> Outcome:
+    reason = "its process was killed twice, the second time alone: out of memory?"
+    return Outcome(point.key, None, reason, seconds, killed=True)
 
 
-@contextlib.contextmanager
-def _closing(outcomes: Generator[Outcome, None, None]) -> Iterator[Generator[Outcome, None, None]]:
-    """Close joblib's generator at the end, without its warning that this stops its tasks."""
-    try:
-        yield outcomes
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            outcomes.close()
-
-
-def _run_alone(point: Point, shared: Sequence[SharedReplay]) -> Outcome:
-    """Run a point while no other runs, so that a killed process tells which point killed it."""
-    from joblib.externals.loky.process_executor import TerminatedWorkerError
-
-    start = time.perf_counter()
-    try:
-        # Two jobs, because joblib would run a single one in this process; the second stays idle.
-        return next(iter(_parallel(2, 1, iter([_call(point, shared)]))))
-    except TerminatedWorkerError:
-        return Outcome(point.key, None, _KILLED, time.perf_counter() - start, killed=True)
-
-
-def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Generator[Outcome, None, None]:
-    from joblib import Parallel, parallel_config
-
-    # One thread a process: the points run side by side.
-    with parallel_config(backend="loky", inner_max_num_threads=1), _without_interrupts():
-        outcomes: Generator[Outcome, None, None] = Parallel(
-            n_jobs=jobs, return_as="generator_unordered", pre_dispatch=in_flight, batch_size=1
-        )(calls)
-    return outcomes
-
-
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back while processes start, which inherit that: each would print a traceback."""
-    resource_tracker.ensure_running()  # loky would start it, which lets Ctrl-C through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _call(point: Point, shared: Sequence[SharedReplay]) -> Any:
-    from joblib import delayed
-
-    return delayed(_run_in_worker)(point, shared, os.getpid())
-
-
-def _run_in_worker(point: Point, shared: Sequence[SharedReplay], parent: int) -> Outcome:
-    _follow(parent)
+def _run_in_worker(shared: Sequence[SharedReplay], point: Point) -> Outcome:
     for replay in shared:
         use(replay)
     return run_point(point)
-
-
-_parents: set[int] = set()
-
-
-def _follow(parent: int) -> None:
-    """Leave Ctrl-C to the parent, and end with it, also after its kill -9."""
-    if parent in _parents:
-        return
-    _parents.add(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _share_replays(points: Iterable[Point]) -> list[SharedReplay]:
@@ -294,7 +203,7 @@ def expected_tokens(config: RunConfig) -> float:
     return requests * (512 if length == "recorded" else length)
 
 
-def _run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Iterator[Outcome]:
+def _run_on_ray(points: Iterable[Point], jobs: int | None, address: str) -> Iterator[Outcome]:
     """Run points on a cluster, whose nodes have eldr-sim and the files that configurations name.
 
     A point whose worker or node dies is submitted again. Not by joblib's Ray backend, which has no

@@ -3,20 +3,14 @@
 A search yields the configurations it needs next and is sent their summaries; :meth:`Runs.together`
 advances many in rounds, so that their runs fill the processes."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, TypeAlias, TypeVar
 
 from eldr_sim.errors import InputError
 from eldr_sim.news import tell
 from eldr_sim.planning.runs.journal import Journal
-from eldr_sim.planning.runs.runner import (
-    Point,
-    check_backend,
-    config_key,
-    run_points,
-    start_processes,
-)
+from eldr_sim.planning.runs.runner import Point, check_backend, config_key, run_points
 from eldr_sim.simulator.run import tell_of_compiling
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 
@@ -45,30 +39,14 @@ class Runs:
         #: How many runs a search is likely to take, if it knows; for the estimate of its time.
         self.expected = 0
         self._made: dict[str, tuple[RunConfig, Summary]] = {}
-        self._started = False
-        self._starting: Generator[None, None, None] | None = None
+        self._telling = False
 
-    @contextmanager
-    def starting(self, config: RunConfig) -> Iterator[None]:
-        """Start the processes of runs like this one; they load while the caller prepares. They have
-        begun when this ends: stopped earlier, joblib's thread would print a traceback."""
+    def tell(self) -> None:
+        """Say on the terminal that a search begins, and what ends it."""
         kept = "nothing is written" if self.journal is None else "--resume goes on with its runs"
         tell(f"preparing; no limit of time is set, Ctrl-C ends it and {kept}")
         tell_of_compiling()
-        self._starting = start_processes(config, self.jobs)
-        next(self._starting)
-        try:
-            yield
-        except Exception:
-            self._wait()
-            raise
-        self._wait()
-
-    def _wait(self) -> None:
-        """Wait until the processes have begun, if they were started."""
-        if self._starting is not None:
-            next(self._starting, None)
-            self._starting, self._started = None, True
+        self._telling = True
 
     def __len__(self) -> int:
         return len(self._made)
@@ -87,13 +65,11 @@ class Runs:
             if (summary := known[key].summary) is not None:
                 found[key] = summary
         points = [Point(key, config) for key, config in new.items() if key not in found]
-        if points:
-            first = self._starting is not None
-            self._wait()
-            if first:  # what comes before is the processes' start, and what they compile
-                about = f", about {self.expected} runs" if self.expected else ""
-                tell(f"simulating{about}")
-        with closing(run_points(points, self.jobs, started=self._started)) as outcomes:
+        if points and self._telling:
+            self._telling = False
+            about = f", about {self.expected} runs" if self.expected else ""
+            tell(f"simulating{about}")
+        with closing(run_points(points, self.jobs)) as outcomes:
             for outcome in outcomes:
                 if outcome.summary is None:
                     failed = new[outcome.key]

@@ -116,20 +116,20 @@ def plan_day(
     configs = candidates.clusters_to_plan(config, wanted, chosen.get("prices"), given=bounded)
     runs = Runs() if runs is None else runs
     every = list(dict.fromkeys([*names, registry.canonical("scaling", _BESIDE)]))
-    with runs.starting(configs[0]):
-        found: list[_Fleets | str] = []
-        for each in configs:
-            if bounded:
-                found.append(_bounded(each, objective, most))
-            else:
-                found.append(_likely(each, wanted, objective, most, sizes))
-        rate = next((f.template.bounds.rate for f in found if isinstance(f, _Fleets)), math.nan)
-        check_requests(config, rate)
-        searches = [
-            _search(each, fleets, every, wanted, objective)
-            for each, fleets in zip(configs, found, strict=True)
-        ]
-        together = runs.together(searches)
+    runs.tell()
+    found: list[_Fleets | str] = []
+    for each in configs:
+        if bounded:
+            found.append(_bounded(each, objective, most))
+        else:
+            found.append(_likely(each, wanted, objective, most, sizes))
+    rate = next((f.template.bounds.rate for f in found if isinstance(f, _Fleets)), math.nan)
+    check_requests(config, rate)
+    searches = [
+        _search(each, fleets, every, wanted, objective)
+        for each, fleets in zip(configs, found, strict=True)
+    ]
+    together = runs.together(searches)
     rows = [row for each in together for row in each]
     rows.sort(key=lambda row: math.inf if row.figure is None else row.figure.mean)
     question = Question("day", asked, objective, most, rate, axes=wanted)

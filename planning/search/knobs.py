@@ -38,8 +38,8 @@ def plan_knobs(
     rate under three seeds; a search decides by one. ``gains``: on the base, paired by seed."""
     own = choosing(config, objective, n_gpus, chosen)
     runs = Runs() if runs is None else runs
-    with runs.starting(own.config):
-        rows = runs.ended(_rows(own))
+    runs.tell()
+    rows = runs.ended(_rows(own))
     gains = tuple(
         Gain(row.gpu, row.policy, BASE, row.by_seed, rows[0].by_seed, percent)
         for row in rows[1:]

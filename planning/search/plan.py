@@ -107,37 +107,35 @@ def plan(
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, wanted, chosen.get("prices"))
     runs = Runs() if runs is None else runs
-    with runs.starting(configs[0]):
-        clusters = [named(each) for each in why_not]
-        candidates = _candidates(
-            configs,
-            wanted,
-            objective,
-            max_gpus,
-            (chosen.get("tensor_parallel_sizes", ()), engines, chosen.get("ffn_ranks", ())),
-            strategies,
-        )
-        sized = (template for candidate in candidates for template in candidate.templates)
-        rate = next((template.bounds.rate for template in sized), math.nan)
-        check_requests(config, rate)
-        runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
-        beaten: list[CandidateRow] = []
-        if config.cluster.generates and len(candidates) > MOST_CANDIDATES:
-            candidates, beaten = runs.ended(_race(candidates, objective, rate))
-        if config.cluster.generates:
-            results = runs.ended(_search_all(candidates, objective))
-        else:
-            results = runs.together([_search_sizes(each, objective) for each in candidates])
-        runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if results[1:] else 0)
-        ranked = sorted(results, key=lambda result: (result.cost, rank(result.trial))) + beaten
-        margin, savings, larger = runs.ended(_around(ranked, results, objective, rate))
-        reasons = runs.together(
-            [why(each, config, ranked, objective, max_gpus) for each in clusters]
-        )
-        found: list[Effect] = []
-        if sensitivity:
-            rivals = [(row.template, row.trial) for row in ranked if row.template and row.trial]
-            found = runs.ended(effects(rivals[:RIVALS], objective, rate))
+    runs.tell()
+    clusters = [named(each) for each in why_not]
+    candidates = _candidates(
+        configs,
+        wanted,
+        objective,
+        max_gpus,
+        (chosen.get("tensor_parallel_sizes", ()), engines, chosen.get("ffn_ranks", ())),
+        strategies,
+    )
+    sized = (template for candidate in candidates for template in candidate.templates)
+    rate = next((template.bounds.rate for template in sized), math.nan)
+    check_requests(config, rate)
+    runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
+    beaten: list[CandidateRow] = []
+    if config.cluster.generates and len(candidates) > MOST_CANDIDATES:
+        candidates, beaten = runs.ended(_race(candidates, objective, rate))
+    if config.cluster.generates:
+        results = runs.ended(_search_all(candidates, objective))
+    else:
+        results = runs.together([_search_sizes(each, objective) for each in candidates])
+    runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if results[1:] else 0)
+    ranked = sorted(results, key=lambda result: (result.cost, rank(result.trial))) + beaten
+    margin, savings, larger = runs.ended(_around(ranked, results, objective, rate))
+    reasons = runs.together([why(each, config, ranked, objective, max_gpus) for each in clusters])
+    found: list[Effect] = []
+    if sensitivity:
+        rivals = [(row.template, row.trial) for row in ranked if row.template and row.trial]
+        found = runs.ended(effects(rivals[:RIVALS], objective, rate))
     trials = [trial for result in results for trial in result.trials] + larger
     front = () if not config.cluster.generates else _front(trials, max_gpus)
     question = Question("cluster", asked, objective, max_gpus, rate, tuple(engines), wanted)

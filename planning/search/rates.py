@@ -37,21 +37,21 @@ def plan_rate(
     configs = clusters_to_plan(config, wanted, chosen.get("prices"), given=True)
     low = lowest_rate(config)
     runs = Runs() if runs is None else runs
-    with runs.starting(configs[0]):
-        starts = [at_rate(each, _likely(each, objective, low)) for each in configs]
-        impossible = [bounds(start, objective).impossible for start in starts]
-        possible = [start for start, reason in zip(starts, impossible, strict=True) if not reason]
-        at_once = 1 if len(possible) > 1 else 2  # else one process would wait
-        searches = [
-            carried_by_seed(start, objective.seeds, objective, low=low, at_once=at_once)
-            for start in possible
-        ]
-        found = iter(runs.together(searches))
-        rows = []
-        for each, why in zip(configs, impossible, strict=True):
-            by_seed = () if why else tuple(next(found))
-            why = why or f"{low:.3g} req/s is too much"
-            rows.append(runs.ended(carried_row(each, wanted.label(each), by_seed, why)))
+    runs.tell()
+    starts = [at_rate(each, _likely(each, objective, low)) for each in configs]
+    impossible = [bounds(start, objective).impossible for start in starts]
+    possible = [start for start, reason in zip(starts, impossible, strict=True) if not reason]
+    at_once = 1 if len(possible) > 1 else 2  # else one process would wait
+    searches = [
+        carried_by_seed(start, objective.seeds, objective, low=low, at_once=at_once)
+        for start in possible
+    ]
+    found = iter(runs.together(searches))
+    rows = []
+    for each, why in zip(configs, impossible, strict=True):
+        by_seed = () if why else tuple(next(found))
+        why = why or f"{low:.3g} req/s is too much"
+        rows.append(runs.ended(carried_row(each, wanted.label(each), by_seed, why)))
     gains = tuple(
         Gain(
             row.gpu, row.policy, reference.policy, row.by_seed, reference.by_seed,

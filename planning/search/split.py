@@ -44,12 +44,12 @@ def plan_split(
     topology are ignored."""
     own = choosing(config, objective, n_gpus, chosen)
     runs = Runs() if runs is None else runs
-    with runs.starting(own.config):
-        candidates = own.candidates(own.axes)
-        if not any(candidate.templates for candidate in candidates):
-            raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
-        runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + 2 * PAIRED_SEEDS)
-        rows = runs.ended(best_splits(candidates, own.axes.label, objective, n_gpus, own.low))
+    runs.tell()
+    candidates = own.candidates(own.axes)
+    if not any(candidate.templates for candidate in candidates):
+        raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
+    runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + 2 * PAIRED_SEEDS)
+    rows = runs.ended(best_splits(candidates, own.axes.label, objective, n_gpus, own.low))
     return Answer(Question("split", config, objective, n_gpus, axes=own.axes), rows, runs)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.runs import runner
 from eldr_sim.planning.runs.runner import Outcome, Point, expected_tokens, run_points
 from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.simulator.run import prepare, simulate
@@ -20,24 +21,24 @@ from eldr_sim.simulator.setup.replay import replay_of, share, use
 TINY = {"topology": "1P1D", "num_requests": 8, "output_len": 10, "trace": "reference-moe"}
 
 
-class Deadly:
-    """A configuration that kills whatever process receives it, as the OOM killer would."""
-
-    trace, model = "reference-moe", "Qwen3-30B-A3B"
-
-    def __reduce__(self):
-        return eval, ("__import__('os').kill(__import__('os').getpid(), 9)",)
-
-
 def tiny(key, **fields):
     return Point(key, make_config(TINY | fields))
 
 
-@pytest.mark.slow
-def test_a_killed_process_costs_its_own_point_alone():
+def test_a_killed_process_costs_its_own_point_alone(monkeypatch):
     points = [tiny(f"p{rate}", request_rate=rate) for rate in (5, 10, 15, 20)]
     expected = {outcome.key: outcome.summary for outcome in run_points(points, 1)}
-    points.insert(1, Point("deadly", Deadly()))
+    simulated = runner.simulate_summary
+
+    def deadly(config):  # as the OOM killer would
+        if config.requests.seed == 13:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return simulated(config)
+
+    monkeypatch.setattr(runner, "simulate_summary", deadly)
+    monkeypatch.setattr(runner._Pace, "is_long", lambda *_: True)
+    monkeypatch.setattr("eldr_sim.planning.runs.processes.can_fork", lambda: True)
+    points.insert(1, tiny("deadly", seed=13))
     points.append(tiny("bad", policy="eldr:artifact=no_such"))
     outcomes = list(run_points(points, 2))
     assert sorted(outcome.key for outcome in outcomes) == sorted(point.key for point in points)
@@ -136,7 +137,8 @@ def test_workers_end_with_their_parent(how):
         start_new_session=True,
     )
     try:
-        process.stdout.readline()  # the workers are at work
+        for _ in range(4):  # the first runs are made in the parent, then the workers are at work
+            process.stdout.readline()
         assert len(members(process.pid)) >= 3
         process.send_signal(how)  # the parent alone
         process.wait(10)
@@ -183,8 +185,7 @@ def test_searches_go_on_side_by_side(monkeypatch):
     """Round by round: what two searches ask for at the same time is run once, together."""
     batches = []
 
-    def fake_points(points, _jobs, started):
-        assert not started
+    def fake_points(points, _jobs):
         batches.append([point.config.requests.seed for point in points])
         yield from (
             Outcome(p.key, {"seed": p.config.requests.seed}, "", 0.0) for p in reversed(points)
