@@ -93,14 +93,10 @@ def _workers():
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                command = Path(f"/proc/{entry}/cmdline").read_bytes()
                 status = Path(f"/proc/{entry}/stat").read_text()
             except OSError:
                 continue
-            if (
-                b"LokyProcess" in command
-                and int(status.rpartition(")")[2].split()[1]) == os.getpid()
-            ):
+            if int(status.rpartition(")")[2].split()[1]) == os.getpid():
                 yield int(entry)
 
 

@@ -18,6 +18,7 @@ from scipy import stats
 
 from eldr_sim.cli.console import sweep_bar
 from eldr_sim.errors import InputError
+from eldr_sim.planning.runs import processes
 from eldr_sim.planning.runs import runner as points
 from eldr_sim.planning.runs.journal import FILE_NAME
 from eldr_sim.planning.runs.sweep import SweepProgress, sweep
@@ -119,7 +120,10 @@ def test_points_hold_what_single_runs_say(tmp_path):
         assert set(summary) < set(row)
 
 
-def test_same_bytes_in_this_process_and_on_others(tmp_path):
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_same_bytes_in_this_process_and_on_others(tmp_path, monkeypatch, forked):
+    monkeypatch.setattr(points._Pace, "is_long", lambda *_: True)
+    monkeypatch.setattr(processes, "can_fork", lambda: forked)
     for jobs in (1, 2):
         result = sweep(SPEC, tmp_path / str(jobs), jobs=jobs)
     assert contents(tmp_path / "1") == contents(tmp_path / "2")

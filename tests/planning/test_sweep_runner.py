@@ -13,7 +13,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.runs import runner
 from eldr_sim.planning.runs.runner import Outcome, Point, expected_tokens, run_points
 from eldr_sim.planning.runs.shared_runs import Runs
-from eldr_sim.simulator.run import prepare, simulate
+from eldr_sim.simulator.run import prepare_run, simulate
 from eldr_sim.simulator.setup import replay as shared_replay
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.replay import replay_of, share, use
@@ -54,7 +54,7 @@ def test_a_killed_process_costs_its_own_point_alone(monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="replays are shared on Linux only")
 def test_a_shared_replay_gives_what_an_own_one_gives(monkeypatch):
     config = make_config(TINY | {"policy": "oracle"})  # reads the replay, too
-    setting = prepare(config)
+    setting = prepare_run(config)
     n_layers = setting.step_time.n_moe_layers
     shared = share(setting.trace, setting.model.top_k, n_layers)
     assert share(setting.trace, setting.model.top_k, n_layers) is shared
