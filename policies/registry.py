@@ -101,6 +101,16 @@ def parameters(decision: str, choice: object) -> Parameters:
     return _resolve(decision, choice)[1]
 
 
+def is_built_in(decision: str, choice: object) -> bool:
+    """Return whether a `choice` is a policy of this package."""
+    return parse(choice, FIELDS[decision])[0].lower() in BUILT_IN[decision]
+
+
+def begins_as_configured(choice: object) -> bool:
+    """Return whether an autoscaler leaves the workers at time 0 to the configuration."""
+    return _resolve("scaling", choice)[0].begin is Autoscaler.begin  # type: ignore[attr-defined]
+
+
 def _resolve(decision: str, choice: object) -> tuple[type[Policy], Parameters]:
     """Return the class and the parameters of a `choice`."""
     name, given = parse(choice, FIELDS[decision])

@@ -23,7 +23,9 @@ from eldr_sim.policies.placement.base import Placement
 from eldr_sim.policies.queue.orders import QueueOrder, Waiting
 from eldr_sim.policies.registry import (
     autoscaler,
+    begins_as_configured,
     decode_policy,
+    is_built_in,
     needs,
     parameters,
     prefill_policy,
@@ -32,7 +34,7 @@ from eldr_sim.policies.registry import (
 )
 from eldr_sim.policies.scaling.metrics import per_pool
 from eldr_sim.simulator.control import placing
-from eldr_sim.simulator.control.autoscaling import Autoscaling, ScalingRule
+from eldr_sim.simulator.control.autoscaling import Autoscaling, ScalingRule, check_budget
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.control import Control
 from eldr_sim.simulator.control.inputs import Inputs, Signatures
@@ -52,7 +54,7 @@ from eldr_sim.simulator.setup.config.log_part import check_window, log_of, part_
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
 from eldr_sim.simulator.setup.mean_work import MeanWork, scaling_facts
-from eldr_sim.simulator.setup.prepare import PreparedRun, prepare
+from eldr_sim.simulator.setup.prepare import PreparedRun, RoutingNeeded, prepare
 from eldr_sim.simulator.setup.replay import (
     Replay,
     make_replicas,
@@ -193,10 +195,6 @@ def prepare_run(config: RunConfig) -> PreparedRun:
     return prepare(config, partial(_check_without_routing, config))
 
 
-class _RoutingNeeded(Exception):
-    """A policy asks for routing that has not been drawn yet."""
-
-
 def _check_without_routing(config: RunConfig, prepared: PreparedRun) -> None:
     """Raise InputError where a run is refused for something that needs no routing."""
     _check_scaling(config)
@@ -208,11 +206,14 @@ def _check_without_routing(config: RunConfig, prepared: PreparedRun) -> None:
     if not config.cluster.generates:
         return
     calibration = partial(_calibration_of, config, prepared)
+    clusters = False
     for router in range(1 if config.cluster.n_prefill else 0, len(prepared.spec.routers)):
         try:
-            _decode_policy(config, prepared, workload, no_replay(), calibration, router)
-        except _RoutingNeeded:
-            continue
+            policy = _decode_policy(config, prepared, workload, no_replay(), calibration, router)
+            clusters = policy.artifact is not None
+        except RoutingNeeded as needed:  # another package's policy may read them in any order
+            clusters = needed.fits or not is_built_in("decode", config.policies.policy)
+    placing.check_placements(config, prepared, clusters)
     if not config.cluster.n_prefill and needs("policy", config.policies.policy).signature:
         _refuse_signatures(config)
 
@@ -232,6 +233,13 @@ def _check_scaling(config: RunConfig) -> None:
             if given.get(pool.name, 0) > pool.units[0]:
                 problem = f"{given[pool.name]} {pool.name} workers"
                 raise InputError(field, problem, f"up to the topology's {pool.units[0]}")
+    own = begins_as_configured(config.scaling.autoscale)
+    used = 0
+    for pool in config.pools:
+        most, gpus = pool.units
+        n = initial.get(pool.name, most) if own else 0
+        used += max(n, least.get(pool.name, 0)) * gpus
+    check_budget(config.scaling.gpu_budget, used)
 
 
 def reference_of(
@@ -504,7 +512,9 @@ def _decode_policy(
     load, mix = config.requests, _mix(config)
 
     def artifact(options: FitOptions, n_clusters: int) -> RoutingArtifact:
-        return _fit(_routed(prepared), load.workload, mix, n_clusters, load.seed, options)
+        return _fit(
+            _routed(prepared, fits=True), load.workload, mix, n_clusters, load.seed, options
+        )
 
     def future(request: int) -> Floats:
         window, offset, steps = (
@@ -556,10 +566,10 @@ def _calibration_of(config: RunConfig, prepared: PreparedRun) -> CalibrationSet:
     return _calibration(_routed(prepared), config.requests.workload, _mix(config), "count")
 
 
-def _routed(prepared: PreparedRun) -> RoutingTrace:
+def _routed(prepared: PreparedRun, fits: bool = False) -> RoutingTrace:
     """Return the trace, which runs of policies that declare that they need routing have."""
     if prepared.trace is None and not prepared.model.is_dense:
-        raise _RoutingNeeded
+        raise RoutingNeeded(fits)
     if prepared.trace is None:
         raise InputError("policy", f"it needs experts, and {prepared.model.name} is dense")
     return prepared.trace

@@ -124,9 +124,7 @@ class SecondsPolicy(MarginalCostPolicy):
 
     def __init__(self, context: PolicyContext, parameters: SecondsParameters) -> None:
         super().__init__(context, parameters)
-        if isinstance(self._greedy, GreedyOnRanks):
-            problem = f"{self.name!r} does not know experts that lie on several GPUs"
-            raise InputError("policy", problem, "marginal_cost")
+        assert not isinstance(self._greedy, GreedyOnRanks)  # `_check`
         self._place = self._greedy.place
         self._own, self._kv_s = parameters, context.kv_token_s
         self._prompts = None
@@ -136,7 +134,11 @@ class SecondsPolicy(MarginalCostPolicy):
         self._sessions: set[int | str] = set()  # that have begun
 
     def _check(self, context: PolicyContext) -> None:
-        """Allow co-located workers: their prompts are part of the cost."""
+        """Raise InputError where the experts of a worker lie on several GPUs. Co-located workers
+        are allowed: their prompts are part of the cost."""
+        if context.placements is not None:
+            problem = f"{self.name!r} does not model experts that lie on several GPUs"
+            raise InputError("policy", problem, "marginal_cost")
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the worker of the fewest seconds, and count the request there."""

@@ -103,6 +103,13 @@ class ScalingRule:
     drain_timeout_s: float = math.inf
 
 
+def check_budget(budget: int | None, used: int) -> None:
+    """Raise InputError where the workers that there are at first use more GPUs than allowed."""
+    if budget is not None and used > budget:
+        problem = f"{budget} GPUs, and the workers at the beginning use {used}"
+        raise InputError("gpu_budget", problem, "more, or fewer initial_workers")
+
+
 class Autoscaling:
     """Lets a policy decide how many workers there are, within ``rule`` and the topology. The one
     that starts last goes, or that of the fewest seconds (`leaving_s`); of an elastic group the
@@ -135,9 +142,7 @@ class Autoscaling:
             n = min(max(wanted, rule.minimum[name]), len(states))
             for number in range(n, len(states)):
                 control.absent(Worker(name, number))
-        if rule.gpu_budget is not None and self._used() > rule.gpu_budget:
-            problem = f"{rule.gpu_budget} GPUs, and {self._used()} at the beginning"
-            raise InputError("gpu_budget", problem, "more, or fewer initial_workers")
+        check_budget(rule.gpu_budget, self._used())
         control.acted = True
         if math.isfinite(policy.interval_s):
             self._env.at(policy.interval_s, self._look)

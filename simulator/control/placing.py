@@ -1,6 +1,7 @@
 """Where the experts of engines that share them lie, and what moves them while a run lasts."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,10 +12,11 @@ from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPo
 from eldr_sim.policies.registry import placement_policy
 from eldr_sim.simulator.control import relocation
 from eldr_sim.simulator.control.elastic import ElasticGroup, Shape
+from eldr_sim.simulator.setup.cluster_spec import PoolSpec
 from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.simulator.setup.config.run_config import RunConfig
 from eldr_sim.simulator.setup.engine_of import least_engines
-from eldr_sim.simulator.setup.prepare import PreparedRun
+from eldr_sim.simulator.setup.prepare import PreparedRun, RoutingNeeded
 from eldr_sim.simulator.setup.shared_experts import sharing
 from eldr_sim.traces.routing.calibration import CalibrationSet
 from eldr_sim.traces.streams import stream
@@ -60,6 +62,44 @@ def placements_of(
     return placements, movable
 
 
+def check_placements(config: RunConfig, prepared: PreparedRun, clusters: bool) -> None:
+    """Raise InputError where no routing is needed to see that a placement policy lacks something.
+    ``clusters``: whether the decode policy has, or may have, clusters of requests."""
+
+    def calibration() -> CalibrationSet:
+        raise RoutingNeeded
+
+    for pool, made in zip(prepared.spec.pools, config.pools, strict=True):
+        engine = pool.engine
+        if (engine.n_expert_ranks == 1 and engine.group is None) or (pool.decodes and clusters):
+            continue
+        size = engine.parallelism.data_parallel_size
+        with suppress(RoutingNeeded):
+            _policy_of(config, pool, made.own.expert_placement, None, calibration, (pool.n, size))
+
+
+def _policy_of(
+    config: RunConfig,
+    pool: PoolSpec,
+    word: str | None,
+    fitted: RoutingArtifact | None,
+    calibration: Callable[[], CalibrationSet],
+    engines: tuple[int, int],
+) -> PlacementPolicy:
+    """Build a pool's placement policy; ``engines``: those of the pool, and of a group."""
+    engine, (n, size) = pool.engine, engines
+    context = PolicyContext(
+        n,
+        stream(config.requests.seed, "placement"),
+        calibration,
+        artifact=fitted,
+        group_size=size,
+        rank_moe=None if engine.group is None else engine.group.moe,
+        all_to_all=engine.all_to_all,
+    )
+    return placement_policy(word, context)
+
+
 class Placed(NamedTuple):
     """The experts of one group, and who placed them."""
 
@@ -91,17 +131,7 @@ def place_pool(
         slots = (n_experts + n_redundant) // ranks
         n, size, ranks = width, width, ranks // size * width
         n_redundant = slots * ranks - n_experts
-    rng = stream(config.requests.seed, "placement")
-    context = PolicyContext(
-        n,
-        rng,
-        calibration,
-        artifact=fitted,
-        group_size=size,
-        rank_moe=None if engine.group is None else engine.group.moe,
-        all_to_all=engine.all_to_all,
-    )
-    policy = placement_policy(own.expert_placement, context)
+    policy = _policy_of(config, pool, own.expert_placement, fitted, calibration, (n, size))
     assert prepared.trace is not None, "dense models place no experts"
     layers = prepared.trace.manifest.n_layers
     n_nodes = max(1, ranks // config.cluster.gpus_per_node)

@@ -47,6 +47,15 @@ class PreparedRun:
         return self.spec.decode.step_time
 
 
+class RoutingNeeded(Exception):
+    """What is asked for needs routing, which has not been drawn yet. ``fits``: clusters of
+    requests, which are fitted to it."""
+
+    def __init__(self, fits: bool = False) -> None:
+        super().__init__()
+        self.fits = fits
+
+
 def prepare(
     config: RunConfig, check: Callable[[PreparedRun], None] = lambda _prepared: None
 ) -> PreparedRun:

@@ -4,7 +4,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator import run
-from eldr_sim.simulator.setup import prepare
+from eldr_sim.simulator.setup import prepare, run_routing
 from eldr_sim.simulator.setup.config.run_config import make_config
 
 CO_LOCATED = {"topology": "2C"}
@@ -42,6 +42,7 @@ def test_refusals_come_before_routing(fields, monkeypatch):
         prepare.prepare(make_config({"topology": "1P1D", "policy": "jsq"} | fields))
 
 
+TWO_GPUS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 LOG = "timestamp,input_length,output_length\n" + "".join(f"{i},100,10\n" for i in range(30))
 #: Refused when requests are made, or policies, faults and the autoscaler are.
 REFUSED_LATER = [
@@ -69,6 +70,16 @@ REFUSED_LATER = [
     {"policy": "jsq:x=1"},
     {"prefill_policy": "saturation:margin=-1"},
     {"queue_order": "nosuch"},
+    {"autoscale": "hpa", "gpu_budget": 1},
+    {"autoscale": "hpa", "gpu_budget": 1, "topology": "2P2D", "initial_workers": [1]},
+    {"autoscale": "none:n=1", "gpu_budget": 2, "topology": "2P2D", "min_workers": [2, 1]},
+    TWO_GPUS | {"expert_placement": "eldr"},
+    TWO_GPUS | {"expert_placement": "home"},
+    TWO_GPUS | {"expert_placement": "eldr", "policy": "domain"},
+    TWO_GPUS | {"expert_placement": "eldr", "policy": "marginal_cost"},
+    TWO_GPUS | {"policy": "seconds"},
+    TWO_GPUS | CO_LOCATED | {"policy": "seconds"},
+    {"trace": "nosuch"},
 ]
 
 
@@ -80,12 +91,33 @@ def test_refusals_of_loads_and_policies_come_before_routing(fields, monkeypatch,
     monkeypatch.chdir(tmp_path)
     for name, text in (("bad", "a,b\n1,2\n"), ("empty", LOG[:40]), ("log", LOG)):
         (tmp_path / f"{name}.csv").write_text(text)
-    monkeypatch.setattr(prepare, "trace_of", drawn)
+    monkeypatch.setattr(run_routing, "drawn_trace", drawn)
+    monkeypatch.setattr(prepare, "trace_of", run_routing.trace_of if "trace" in fields else drawn)
     given = {"topology": "1P1D", "policy": "jsq"} | fields
     with pytest.raises(InputError):
         run.simulate(make_config(given))
     with pytest.raises(InputError):
         run.prepare_run(make_config(given))
+
+
+FINE = [
+    TWO_GPUS | {"expert_placement": "eldr", "policy": "eldr"},
+    TWO_GPUS | {"expert_placement": "eplb", "policy": "jsq"},
+    TWO_GPUS | {"policy": "marginal_cost"},
+    {"autoscale": "hpa", "gpu_budget": 2},
+    {"autoscale": "hpa", "gpu_budget": 2, "topology": "2P2D", "initial_workers": [1]},
+    {"autoscale": "none:n=1", "gpu_budget": 2, "topology": "2P2D"},
+]
+
+
+@pytest.mark.parametrize("fields", FINE, ids=str)
+def test_nothing_right_is_refused_early(fields, monkeypatch):
+    def drawn(*_):
+        raise KeyError("routing was drawn")
+
+    monkeypatch.setattr(prepare, "trace_of", drawn)
+    with pytest.raises(KeyError, match="drawn"):
+        run.prepare_run(make_config({"topology": "1P1D", "policy": "jsq"} | fields))
 
 
 @pytest.mark.parametrize("policy", ["jsq", "eldr", "domain", "marginal_cost", "oracle"])
