@@ -72,6 +72,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     engine, n_engines = pool.engine or config.engine.engine, parallelism.data_parallel_size
     version = pool.engine_version
     kernels = Engine(engine, version or "")
+    padding = config.steps.cudagraph_padding or engines.padding_of(engine, version, n_engines)
     budget = pool.max_num_batched_tokens or engines.default_budget(engine, gpu, n_engines)
     rules = engines.rules_of(engine, config.scheduler, budget, n_engines)
     drafts = pool.speculative_config
@@ -110,7 +111,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
         built, used = _step_time(
             config.steps.tables, model=dims, gpu=gpu, max_num_seqs=max_num_seqs,
             max_model_len=longest, max_num_batched_tokens=budget,
-            parallelism=of, host_gap_s=host_s, cudagraph_padding=config.steps.cudagraph_padding,
+            parallelism=of, host_gap_s=host_s, cudagraph_padding=padding,
             enforce_eager=bool(pool.enforce_eager), eager_prompts=rules.eager_prompts,
             moe_backend=config.steps.moe_backend, engine=kernels,
             linears=tuple(linears), tokens_per_sequence=each,

@@ -71,7 +71,7 @@ def sharing(config: RunConfig, pool: Pool, model: ModelDims, engine: EngineSpec)
     if pool.enforce_eager:
         problem = "steps of engines that share experts are simulated under graphs alone"
         raise InputError("enforce_eager", problem, "not given")
-    if config.steps.cudagraph_padding != "none":
+    if config.steps.cudagraph_padding not in (None, "none"):
         problem = "engines that share experts pad to the widest of them, which is not simulated"
         raise InputError("cudagraph_padding", problem, "none")
     parallelism, redundant = engine.parallelism, engine.n_redundant

@@ -2,12 +2,14 @@
 
 import csv
 
+import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.tables.format import mla_shape
 from eldr_sim.kernel_profiles.tables.library import Engine, find_table
+from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.simulator.setup.engine_of import engine_of
 
@@ -52,9 +54,9 @@ def fields(**given):
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
-        ("vllm", {"cudagraph_padding": "none", "async_scheduling": True, "host_gap_ms": None}),
-        ("vllm==0.33", {"cudagraph_padding": "dense", "async_scheduling": True}),
-        ("vllm==0.24", {"cudagraph_padding": "experts", "tokenizer_mode": "thread_pool"}),
+        ("vllm", {"async_scheduling": True, "host_gap_ms": None}),
+        ("vllm==0.33", {"async_scheduling": True}),
+        ("vllm==0.24", {"tokenizer_mode": "thread_pool"}),
         ("vllm==0.16.1", {"tokenizer_mode": "microbatch_sequential", "async_scheduling": True}),
         ("vllm==0.13.0", {"async_scheduling": False, "host_gap_ms": 4.1}),
         ("sglang==0.5.8", {"piecewise_cuda_graph": False}),
@@ -82,6 +84,57 @@ def test_pools_have_versions_of_their_own():
     assert (decode.engine, decode.engine_version) == ("sglang", "0.5.8")
     other = fields(topology="1P1D", engine="vllm==0.24", decode={"engine": "sglang"})
     assert [pool.own.engine_version for pool in other.pools] == ["0.24", None]
+
+
+NEWEST = ["vllm==0.33", "sglang==0.5.23", "trtllm==1.3.0rc20"]
+
+
+@pytest.mark.parametrize("engine", NEWEST)
+def test_an_engine_without_a_version_is_the_newest_but_for_padding(engine):
+    """One rule differs, and `engines.padding_of` says why: published runs were predicted so."""
+    run = {"trace": "reference-moe", "topology": "1P1D", "policy": "jsq", "num_requests": 40}
+    padded = run | {"engine": engine}
+    plain = padded | {"cudagraph_padding": "none"}
+    unversioned = simulate(make_config(run | {"engine": engine.partition("==")[0]})).record.requests
+    assert simulate(make_config(plain)).record.requests.tobytes() == unversioned.tobytes()
+    same = simulate(make_config(padded)).record.requests.tobytes() == unversioned.tobytes()
+    assert same == (not engine.startswith("vllm"))
+
+
+@pytest.mark.parametrize(
+    ("given", "padding"),
+    [
+        ({"engine": "vllm"}, ("none", "none")),
+        ({"engine": "sglang==0.5.9"}, ("none", "none")),
+        ({"engine": "vllm==0.33"}, ("dense", "dense")),
+        ({"engine": "vllm==0.32.1"}, ("dense", "dense")),
+        ({"engine": "vllm==0.31"}, ("experts", "experts")),
+        ({"engine": "vllm==0.24", "cudagraph_padding": "none"}, ("none", "none")),
+        ({"cudagraph_padding": "experts"}, ("experts", "experts")),
+        ({"engine": "vllm==0.24", "decode": {"engine": "vllm==0.33"}}, ("experts", "dense")),
+        ({"engine": "vllm==0.33", "decode": {"engine": "sglang"}}, ("dense", "none")),
+        ({"engine": "vllm==0.33", "decode": {"data_parallel_size": 2}}, ("dense", "none")),
+        ({"engine": "vllm==0.33", "data_parallel_size": 2}, ("none", "none")),
+    ],
+    ids=str,
+)
+def test_graphs_are_padded_as_the_version_of_each_pool_does(given, padding):
+    """Engines that share experts are not padded, whatever their version, and not refused for it."""
+    expected = [step_times(padding[0]), step_times(padding[1])]
+    config = make_config({"trace": "reference-moe", "topology": "1P1D"} | given)
+    for pool, (name, padded) in zip(config.pools, zip(padding, expected, strict=True), strict=True):
+        engine = engine_of(config, pool, load_model(config.engine.model))
+        times = engine.step_time
+        assert (times.cost is times.unpadded) == (name == "none")
+        if pool.own.engine_version != "0.24" and pool.own.parallelism.n_gpus == 1:
+            assert np.array_equal(times.cost.dense_s[:64], padded[:64])
+
+
+def step_times(padding):
+    fields = {"trace": "reference-moe", "topology": "1C", "cudagraph_padding": padding}
+    config = make_config(fields)
+    engine = engine_of(config, config.pools[0], load_model(config.engine.model))
+    return engine.step_time.cost.dense_s
 
 
 @pytest.mark.parametrize("engine", ["vllm==", "vllm==new", "vllm==0.24,0.25", "tgi==1.0", "==0.24"])

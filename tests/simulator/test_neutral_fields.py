@@ -75,7 +75,7 @@ NONE = {
     "host_gap_ms": "the result says that it was given",
     "num_gpu_blocks_override": "the result says that it was given",
     "enable_prefix_caching": "the result counts no queries without a cache",
-    "engine_version": "a named version pads CUDA graphs as it does; without one none are",
+    "engine_version": "the newest pads CUDA graphs; without a version none are padded",
     "offload_window": "experts are streamed as soon as it is given",
     "enable_chunked_prefill": "either value is a rule of TensorRT-LLM",
 }

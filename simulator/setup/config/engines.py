@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.kernel_profiles.parallel import Padding
 from eldr_sim.kernel_profiles.tables.library import version_numbers
 from eldr_sim.simulator.plane.state import OF_PROMPT, OF_SHARE, TO_THE_END
 from eldr_sim.simulator.setup.config.groups import SchedulerConfig
@@ -154,18 +155,15 @@ def version_fields(engine: str, version: str | None) -> dict[str, Any]:
     """Return the fields that a version of an engine has other defaults of; none without a version.
 
     vLLM schedules ahead since 0.14, tokenises prompts one after the other since 0.15 and in a pool
-    of threads since 0.24 (`simulator.plane.front_end`), and its graphs' padding rows choose no
-    experts since 0.32 (vllm-project/vllm pull request 46428). SGLang's steps with prompts are
-    graphs in pieces since 0.5.9 (``server_args.py``)."""
+    of threads since 0.24 (`simulator.plane.front_end`). SGLang's steps with prompts are graphs in
+    pieces since 0.5.9 (``server_args.py``)."""
     if not version:
         return {}
     if engine == "sglang":
         return {"piecewise_cuda_graph": False} if before(version, 0, 5, 9) else {}
     if engine != "vllm":
         return {}
-    found: dict[str, Any] = {"cudagraph_padding": "dense"}
-    if before(version, 0, 32):
-        found["cudagraph_padding"] = "experts"
+    found: dict[str, Any] = {}
     if before(version, 0, 24):
         found["tokenizer_mode"] = "microbatch_sequential"
     if before(version, 0, 15):
@@ -173,6 +171,18 @@ def version_fields(engine: str, version: str | None) -> dict[str, Any]:
     if before(version, 0, 14):
         found |= {"async_scheduling": False, "host_gap_ms": HOST_WAIT_MS}
     return found
+
+
+def padding_of(engine: Engine, version: str | None, n_engines: int) -> Padding:
+    """Return what the padding rows of CUDA graphs do by default in workers of ``n_engines``.
+
+    vLLM's choose no experts since 0.32 (vllm-project/vllm pull request 46428). An engine without a
+    version has the rules of the newest one but for this: the published runs by which errors are
+    known were predicted without padding. Engines that share experts pad to the widest of them,
+    which is not simulated."""
+    if engine != "vllm" or not version or n_engines > 1:
+        return "none"
+    return "experts" if before(version, 0, 32) else "dense"
 
 
 def default_fields(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -210,7 +210,8 @@ class EngineConfig(Fields):
     """Engine to model: its scheduler rules and defaults. A version may follow: ``vllm==0.24``,
     ``sglang==0.5.8``, ``trtllm==1.2`` (docs/engines.md)."""
     engine_version: Annotated[EngineVersion | None, Option(metavar="VERSION")] = None
-    """Version of the engine, which selects rules, memory and kernels. Default: the newest."""
+    """Version of the engine, which selects rules, memory, kernels and padding of CUDA graphs.
+    Default: the newest, without padding."""
     model: Annotated[
         PathText,
         Option(
@@ -314,9 +315,10 @@ class StepConfig(Fields):
 
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Time of a step that no kernel accounts for, ms. Default: the profile's."""
-    cudagraph_padding: Padding = "none"
+    cudagraph_padding: Padding | None = None
     """Padding rows of CUDA graphs: ``none``, ``dense`` (padding rows choose no experts, vLLM since
-    July 2026), or ``experts`` (they do)."""
+    0.32), or ``experts`` (they do, vLLM before). Default: those of ``engine_version``; without a
+    version, none."""
     enforce_eager: bool = False
     """Run without CUDA graphs (vLLM's option): a step takes at least the time that the host needs
     to launch its kernels, where that is known."""
