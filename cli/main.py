@@ -7,6 +7,7 @@ from eldr_sim.command import run_command, show_tracebacks
 
 _COMMANDS = {
     "cache": ("listing:cache", "Show or clear the cache folder."),
+    "calibrate": ("calibrate:calibrate", "Fit constants to runs of your own."),
     "compare": ("compare:compare", "Compare policies on the same requests."),
     "curve": ("trace:curve", "Show what a cache of any size would find in a log."),
     "explain": ("report:explain", "Say where time went in a run, or why two runs differ."),

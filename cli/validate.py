@@ -11,16 +11,15 @@ import pyarrow as pa
 from click import FloatRange, IntRange
 from pyarrow import csv
 
+from eldr_sim.cli.calibrate import results_and_configs
 from eldr_sim.cli.console import print_table, progress_bar, task_bar, value_text
 from eldr_sim.cli.option import TENSOR_PARALLEL_SIZE, option
 from eldr_sim.cli.options import GroupedCommand, check_out, config_from_options, run_options
 from eldr_sim.cli.published import bands, published
 from eldr_sim.errors import InputError
-from eldr_sim.outputs import whole_file
 from eldr_sim.simulator.outcome.error_band import one_line
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.simulator.setup.config.field_types import parse_mix
-from eldr_sim.simulator.setup.config.groups import RUN_FIELDS
 from eldr_sim.validation.live.calibration.engine_calibration import read_calibration
 from eldr_sim.validation.live.campaign import (
     LOADS,
@@ -125,13 +124,6 @@ validate.add_command(published)
 validate.add_command(bands)
 
 
-#: Options of a load, which a result has itself.
-_LOAD = (
-    "workload", "request_rate", "num_requests", "duration", "burstiness", "load", "arrivals",
-    "max_concurrency", "input_len", "output_len", "random_range_ratio", "columns", "time_unit",
-)  # fmt: skip
-
-
 @validate.command(cls=GroupedCommand)
 @click.argument(
     "results",
@@ -141,15 +133,10 @@ _LOAD = (
     metavar="RESULT.json...",
 )
 @run_options()
-@option("--calibrate", click.Path(path_type=Path, dir_okay=False), "Write the host's time of a "
-        "step that makes TPOT right, for --config; every other result is held out, where there are "
-        "several.", metavar="OUT.yaml")  # fmt: skip
 @option("--steps", click.Path(path_type=Path, dir_okay=False, exists=True), "Forward-pass metrics "
         "of an engine, a line of JSON each: held against the predicted time of the same steps.",
         metavar="STEPS.jsonl")  # fmt: skip
-def bench(
-    results: tuple[Path, ...], calibrate: Path | None, steps: Path | None, **options: Any
-) -> None:
+def bench(results: tuple[Path, ...], steps: Path | None, **options: Any) -> None:
     """Hold results of `vllm bench serve` (SGLang's alike), aiperf or GuideLLM against predictions.
 
     The load and, where they say it, the model are the results'; the cluster is what the options
@@ -158,27 +145,10 @@ def bench(
     from eldr_sim.validation.published.bench import beside, read_steps
 
     config = config_from_options(options)
-    found = [each for path in results for each in own.read_bench(path)]
-    for each in found:
-        if clash := [name for name in _LOAD if options.get(name) is not None]:
-            raise InputError(clash[0], f"{each.name} says its own load", "a result without it")
-    given = config.engine.model != RUN_FIELDS["model"].default or any(
-        options.get(name) for name in ("model", "config_file", "preset")
-    )
-    configs = [own.with_model(each, config, given=given) for each in found]
+    found, configs = results_and_configs(results, config, options)
     with TemporaryDirectory() as work:
-        if calibrate is not None:
-            if len({each.engine.model for each in configs}) > 1:
-                raise InputError("calibrate", "results of several models", "one model at a time")
-            gap_ms = own.calibrate(found[::2], configs[0], Path(work))
-            configs = [each.replace(host_gap_ms=gap_ms) for each in configs]
-            config = configs[0]
-            with whole_file(calibrate, "calibrate") as file:
-                file.write_text(f"host_gap_ms: {gap_ms:g}\n", encoding="utf-8")
-            click.echo(f"host_gap_ms {gap_ms:g}, of {', '.join(b.name for b in found[::2])}")
-        for number, (each, of) in enumerate(zip(found, configs, strict=True)):
+        for each, of in zip(found, configs, strict=True):
             summary = own.predict_bench(each, of, Path(work))
-            held = " (held out)" if calibrate is not None and number % 2 else ""
             cells = [
                 [key, f"{measured:.4g}", f"{predicted:.4g}", f"{error:+.1f}"]
                 for key, measured, predicted, error in own.errors(each, summary)
@@ -188,7 +158,7 @@ def bench(
             click.echo(f"Predicted: {cluster}, {of.engine.engine}'s rules")
             for note in each.notes:
                 click.echo(f"Warning: {each.name}: {note}", err=True)
-            print_table(each.name + held, ["figure", "measured", "predicted", "error, %"], cells)
+            print_table(each.name, ["figure", "measured", "predicted", "error, %"], cells)
             click.echo(one_line(summary["error_band"]))
             click.echo(f"Bottleneck of the prediction: {summary['limits']['bottleneck']}")
             for line in own.explanations(each, summary, of):
@@ -201,8 +171,6 @@ def bench(
             ]  # fmt: skip
             columns = ["steps", "n", "measured, ms", "predicted, ms", "error, %", "signed, %"]
             print_table(f"Steps of {steps.name}, medians", columns, lines)
-    if calibrate is not None:
-        click.echo(f"Wrote {calibrate}")
 
 
 @validate.command()

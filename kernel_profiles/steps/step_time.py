@@ -21,6 +21,7 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import DecodeAttention, Pre
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
 from eldr_sim.kernel_profiles.rounding import rounded
+from eldr_sim.kernel_profiles.steps.calibration import Calibration
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
 from eldr_sim.kernel_profiles.steps.cuda_graphs import pad, padded_sizes
 from eldr_sim.kernel_profiles.steps.parts import MoELayer, Parts
@@ -67,6 +68,7 @@ class StepTimeModel:
     unpadded: StepCost = field(repr=False)
     layer: MoELayer = field(repr=False)  #: the MoE layer that was measured, for :meth:`rank_moe`
     missing: tuple[str, ...] = ()  #: components that no table was found of
+    calibration: Calibration | None = None  #: that these times have, see :meth:`rank_moe`
 
     @property
     def label(self) -> Provenance:
@@ -132,8 +134,9 @@ class StepTimeModel:
         steps = rounded(np.geomspace(_DENSE_ROWS, last, n_steps))
         rows = np.unique(np.concatenate([dense, steps[steps > dense[-1]], [last]]))
         tokens = rows * self.layer.tokens_per_row
+        factors = 1.0 if self.calibration is None else self.calibration.at(rows)[:, None]
         grids = (self.layer.latency.rank_grid_s(tokens, slots, mixed) for mixed in (False, True))
-        return RankMoE(top_k, rows, *grids)
+        return RankMoE(top_k, rows, *(factors * grid for grid in grids))
 
     def decode_s(self, activated: Sequence[float], batch: int, mean_context: float) -> float:
         """Return the seconds of one decode step of a batch at its mean context; see `parts`."""
@@ -174,6 +177,7 @@ def build_step_time_model(
     linears: Sequence[tuple[int, int]] = (),
     tokens_per_sequence: int = 1,
     share_missing: bool = True,
+    calibration: Calibration | None = None,
 ) -> StepTimeModel:
     """Tabulate the step times of one worker that serves one model.
 
@@ -193,7 +197,7 @@ def build_step_time_model(
     gap together; ``linears``: (out, in features) of matrices that a step's tokens go through beside
     the model's; ``tokens_per_sequence``: most tokens that a step computes for a sequence that
     decodes: more than one where it verifies drafts; ``share_missing``: warn of parts without a
-    table, with their share of a step."""
+    table, with their share of a step; ``calibration``: factors of a user's own runs."""
     dims = load_model(model) if isinstance(model, str) else model
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu
     for name, value in (
@@ -207,7 +211,10 @@ def build_step_time_model(
         raise InputError("host_gap_s", f"{host_gap_s!r}", "0 or more seconds")
 
     parts = _parts(dims, device, parallelism, tuple(tables), max_model_len, moe_backend, engine)
-    gap, gap_provenance = parts.host_gap(host_gap_s)
+    gap, own_provenance = parts.host_gap(host_gap_s)
+    if calibration is not None:
+        gap = max(0.0, gap + calibration.host_gap_ms / 1e3)
+        own_provenance = own_provenance | {"calibration": calibration.provenance()}
     if cudagraph_padding != "none" and parts.engine_step is not None:
         problem = "an engine_step table contains what its engine padded"
         raise InputError("cudagraph_padding", problem, "none")
@@ -219,6 +226,8 @@ def build_step_time_model(
         tokens = np.arange(len(cost.dense_s), dtype=np.float64)
         more = sum(parts.linear_s(n, k, tokens) for n, k in linears)
         cost = cost._replace(dense_s=cost.dense_s + more)
+    if calibration is not None:
+        cost = calibration.applied(cost)
     if enforce_eager:
         launch_s, cudagraph_padding = parts.launches_s(), "none"
         cost = cost._replace(launch_s=launch_s, prompt_launch_s=launch_s)
@@ -245,10 +254,11 @@ def build_step_time_model(
         context_max=int(min(decode.context[-1] for decode in measured)),
         attention_tokens_max=min(decode.tokens_max for decode in measured),
         host_gap_s=gap,
-        provenance=parts.provenance | gap_provenance,
+        provenance=parts.provenance | own_provenance,
         warnings=(*parts_missing, *parts.warnings),
         layer=parts.layer,
         missing=tuple(parts.missing),
+        calibration=calibration,
     )
 
 

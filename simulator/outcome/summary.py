@@ -10,6 +10,7 @@ import numpy as np
 from eldr_sim.arrays import Ints, Records
 from eldr_sim.kernel_profiles.kernels.flops import mfu, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.steps.calibration import load_calibration
 from eldr_sim.kernel_profiles.tables.format import weakest
 from eldr_sim.policies import registry
 from eldr_sim.policies.eldr.router import EldrParameters
@@ -384,6 +385,15 @@ def _warnings(config: RunConfig, prepared: PreparedRun) -> list[str]:
         warnings.append(BYTES_ALONE)
     if late := late_reservation(config):
         warnings.append(late)
+    calibration = load_calibration(config.steps.calibration)
+    if calibration is not None and calibration.of is not None:
+        steps = [pool.engine.step_time for pool in spec.pools]
+        if others := sorted({each.gpu.name for each in steps if each.calibration is None}):
+            of = calibration.of
+            warnings.append(
+                f"calibration: of {of.model} on {of.gpu}; only its front end is applied to "
+                f"{model.name} on {', '.join(others)}"
+            )
     return list(dict.fromkeys(warnings))
 
 

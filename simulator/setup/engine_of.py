@@ -14,6 +14,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.kernel_profiles.steps.calibration import load_calibration
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.kernel_profiles.tables.library import Engine, note_use, noting_use
@@ -100,6 +101,10 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
     experts = None if layout is None else layout.experts
     slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
 
+    calibration = load_calibration(config.steps.calibration)
+    if calibration is not None and not calibration.fits(model.name, gpu.name):
+        calibration = None
+
     def build(
         dims: ModelDims,
         of: Parallelism,
@@ -114,7 +119,7 @@ def engine_of(config: RunConfig, workers: WorkerPool, model: ModelDims) -> Engin
             parallelism=of, host_gap_s=host_s, cudagraph_padding=padding,
             enforce_eager=bool(pool.enforce_eager), eager_prompts=rules.eager_prompts,
             moe_backend=config.steps.moe_backend, engine=kernels,
-            linears=tuple(linears), tokens_per_sequence=each,
+            linears=tuple(linears), tokens_per_sequence=each, calibration=calibration,
         )  # fmt: skip
         note_use(used)
         return built

@@ -8,6 +8,7 @@ from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.front_end import NO_FRONT_END, load_front_end
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.kernel_profiles.steps.calibration import load_calibration
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.kernel_profiles.tables.format import load_tables
 from eldr_sim.kernel_profiles.tables.library import noting_use
@@ -265,8 +266,10 @@ def _front_end(config: RunConfig) -> FrontEndSpec | None:
                 raise InputError(name, problem, "a front end beside it")
         return None
     entry = pools_of(config.cluster.topology).routers[0]
+    calibration = load_calibration(config.steps.calibration)
+    slowdown = config.front_end.cpu_slowdown * (calibration.front_end if calibration else 1.0)
     return FrontEndSpec(
-        load_front_end(config.front_end.frontend).slower(config.front_end.cpu_slowdown),
+        load_front_end(config.front_end.frontend).slower(slowdown),
         config.front_end.tokenizer_mode,
         config.front_end.api_servers or sum(p.workers for p in config.pools if p.name in entry),
         config.front_end.tokenizer_threads,

@@ -324,9 +324,7 @@ def test_readme_says_what_a_line_needs(line, run_cli, tmp_path, monkeypatch):
 def written(words):
     """Return the folders and files that a command writes."""
     _, options = parsed(words)
-    return [
-        str(options[key]) for key in ("out", "report", "calibrate", "freeze") if options.get(key)
-    ]
+    return [str(options[key]) for key in ("out", "report", "freeze") if options.get(key)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

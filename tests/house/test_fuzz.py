@@ -31,7 +31,7 @@ def test_hostile_input_is_refused_in_a_line(cases, seed):
 def test_every_field_of_a_config_file_has_values_to_try():
     pools = {f"{role}.{name}" for role in ("prefill", "decode") for name in Pool.model_fields}
     fields = set(RUN_FIELDS) - {"prefill", "decode"} | pools
-    assert fields - set(VALUES) == {"events", "tables"}  # files: tests/cli/test_without_effect.py
+    assert fields - set(VALUES) == {"calibration", "events", "tables"}  # files
     assert set(VALUES) <= fields
 
 

@@ -39,7 +39,7 @@ NEUTRAL = {
     "prefill_schedule_interval": 4, "long_prefill_token_threshold": 4096,
     "gpu_memory_utilization": 0.92, "extra_llm_api_options": None, "cudagraph_padding": "none",
     "enforce_eager": False, "moe_backend": "triton", "tables": None, "moe_dp_chunk_size": 256,
-    "two_batch_overlap": True, "acceptance": None, "handover": "none",
+    "calibration": None, "two_batch_overlap": True, "acceptance": None, "handover": "none",
     "frontend": "xeon-emerald-rapids", "tokenizer_mode": "thread_pool", "tokenizer_threads": 1,
     "api_servers": 1, "cpu_slowdown": 1.0,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 0},

@@ -1,4 +1,4 @@
-"""A user's benchmark beside predictions: what is read of it, and a gap of the host found again."""
+"""A user's benchmark beside predictions: what is read of it, and what is said of it."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config.run_config import make_config
 from eldr_sim.traces.requests.arrivals import MOST_BURSTINESS
-from eldr_sim.validation.published.bench import calibrate, errors, predict_bench, with_model
+from eldr_sim.validation.published.bench import errors, predict_bench, with_model
 from eldr_sim.validation.published.bench import read_bench as read_benches
 
 CONFIG = {"model": "Llama-3.1-8B", "gpu": "H100", "topology": "1C"}
@@ -90,16 +90,11 @@ def test_what_is_no_result_is_refused(tmp_path, text):
         read_bench(path)
 
 
-@pytest.mark.parametrize("lens", [{}, {"input_lens": [100] * 6, "output_lens": [10] * 6}])
-def test_a_gap_of_the_host_is_found_again(result_file, tmp_path, lens):
-    """Measured is what a run with 2.5 ms more a step gives: calibration has to return that."""
+def test_what_is_predicted_has_no_error_against_itself(result_file, tmp_path):
     config = make_config(CONFIG)
-    bench = read_bench(result_file(**lens))
-    truth = predict_bench(bench, config.replace(host_gap_ms=2.5), tmp_path)
+    truth = predict_bench(read_bench(result_file()), config, tmp_path)
     measured = {n: truth[n] for n in ("mean_ttft_ms", "mean_tpot_ms")}
-    bench = read_bench(result_file(**lens, **measured))
-    assert calibrate([bench], config, tmp_path) == pytest.approx(2.5, abs=0.1)
-    again = errors(bench, truth)
+    again = errors(read_bench(result_file(**measured)), truth)
     assert [error for key, _, _, error in again if key in measured] == pytest.approx([0.0, 0.0])
 
 
@@ -136,12 +131,6 @@ def test_lengths_that_are_known_change_no_arrivals(result_file, tmp_path):
 def test_what_is_no_number_is_one_line(result_file, changes):
     with pytest.raises(InputError, match="bench"):
         read_bench(result_file(**changes))
-
-
-def test_what_has_no_tpot_calibrates_nothing(result_file, tmp_path):
-    bench = read_bench(result_file(mean_tpot_ms=None))
-    with pytest.raises(InputError, match="has no TPOT"):
-        calibrate([bench], make_config(CONFIG), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,21 @@ from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.validation.published.bench_files import Bench, read_bench
 
 __all__ = [
-    "Bench", "Step", "beside", "calibrate", "errors", "explanations", "predict_bench",
-    "predicted_s", "read_bench", "read_steps", "with_model",
+    "STEP_KINDS", "Bench", "Step", "bench_config", "beside", "errors", "explanations",
+    "predict_bench", "predicted_s", "read_bench", "read_steps", "with_model",
 ]  # fmt: skip
 
-_LARGEST_GAP_MS = 50.0
+#: What a step holds, in words.
+STEP_KINDS = ("decoding", "prompts", "both")
 
 
 def predict_bench(bench: Bench, config: RunConfig, folder: Path) -> dict[str, Any]:
     """Return the summary of a run of the same load; ``folder``: for a log of the lengths."""
+    return simulate(bench_config(bench, config, folder)).summary
+
+
+def bench_config(bench: Bench, config: RunConfig, folder: Path) -> RunConfig:
+    """Return a configuration with the load of a result; ``folder``: for a log of the lengths."""
     load = dict(bench.load)
     if bench.lengths:
         log = folder / "lengths.csv"
@@ -49,7 +55,7 @@ def predict_bench(bench: Bench, config: RunConfig, folder: Path) -> dict[str, An
         load |= {"workload": str(log), "num_requests": len(bench.lengths)}
         if not bench.arrivals_s and not math.isinf(float(load["request_rate"])):
             load["arrivals"] = "poisson"
-    return simulate(config.replace(**load)).summary
+    return config.replace(**load)
 
 
 def with_model(bench: Bench, config: RunConfig, *, given: bool) -> RunConfig:
@@ -92,7 +98,7 @@ def explanations(bench: Bench, summary: Mapping[str, Any], config: RunConfig) ->
     if missing > 0.03 * measured:
         said.append(
             f"TPOT: {missing:.2f} ms more of the host in each step would explain it, which"
-            " --calibrate finds; or kernels of another version than the tables'."
+            " eldr-sim calibrate finds; or kernels of another version than the tables'."
         )
     elif missing < -0.03 * measured:
         said.append(
@@ -109,30 +115,6 @@ def explanations(bench: Bench, summary: Mapping[str, Any], config: RunConfig) ->
         origins = {str(part.get("origin", "")) for part in step_time.provenance.values()}
         said.append(f"The tables are of {', '.join(sorted(origins - {''}))}.")
     return said
-
-
-def calibrate(benches: Sequence[Bench], config: RunConfig, folder: Path) -> float:
-    """Return the ``host_gap_ms``, 0 to 50, at which mean TPOT is right in the mean, by halving."""
-
-    for bench in benches:
-        if not bench.figures.get("mean_tpot_ms", 0.0) > 0.0:
-            raise InputError("calibrate", f"{bench.name} has no TPOT", "results of several tokens")
-
-    def bias(gap_ms: float) -> float:
-        with_gap = config.replace(host_gap_ms=gap_ms)
-        ratios = []
-        for bench in benches:
-            summary = predict_bench(bench, with_gap, folder)
-            ratios.append(math.log(summary["mean_tpot_ms"] / bench.figures["mean_tpot_ms"]))
-        return sum(ratios) / len(ratios)
-
-    low, high = 0.0, _LARGEST_GAP_MS
-    if bias(low) >= 0.0:
-        return low
-    for _ in range(9):
-        middle = (low + high) / 2
-        low, high = (middle, high) if bias(middle) < 0.0 else (low, middle)
-    return round((low + high) / 2, 2)
 
 
 _COUNTS = {
@@ -208,7 +190,7 @@ def beside(steps: Sequence[Step], config: RunConfig) -> Iterator[tuple[str, int,
     step_time = pools[-1].engine.step_time
     predicted = np.array([predicted_s(step_time, step) for step in steps])
     measured = np.array([step.seconds for step in steps])
-    for kind in ("decoding", "prompts", "both"):
+    for kind in STEP_KINDS:
         of = np.array([step.kind == kind for step in steps])
         if of.any():
             errors = 100.0 * (predicted[of] / measured[of] - 1.0)

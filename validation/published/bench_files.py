@@ -23,6 +23,11 @@ from eldr_sim.traces.streams import stream
 
 _METRICS = ("ttft", "tpot", "itl", "e2el")
 _STATISTICS = ("mean", "median", "p90", "p99")
+#: A note of results that say mean lengths alone.
+WAVES = (
+    "the file has mean lengths alone: requests that are all alike run in waves, so TTFT is not "
+    "comparable (--save-detailed, SGLang: --output-details)"
+)
 _DRAWN_OTHERWISE = 0.1  # means so far from what a rule gives are of another
 #: aiperf's names of metrics and statistics.
 _AIPERF = {"time_to_first_token": "ttft", "inter_token_latency": "tpot", "request_latency": "e2el"}
@@ -157,10 +162,7 @@ def _waves(load: Mapping[str, Any]) -> tuple[str, ...]:
     together = int(load.get("max_concurrency") or 0)
     if not math.isinf(float(load["request_rate"] or "inf")) or together == 1:
         return ()
-    return (
-        "the file has mean lengths alone: requests that are all alike run in waves, so TTFT is not "
-        "comparable (--save-detailed, SGLang: --output-details)",
-    )
+    return (WAVES,)
 
 
 def _aiperf(name: str, found: Mapping[str, Any]) -> Bench:

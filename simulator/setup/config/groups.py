@@ -327,6 +327,9 @@ class StepConfig(Fields):
     the GPU; Triton's on MI300X."""
     tables: Annotated[PathText | None, Option(metavar="DIR", path="dir")] = None
     """Folder of latency tables, which take precedence over the embedded ones."""
+    calibration: Annotated[PathText | None, Option(metavar="FILE", path="file")] = None
+    """File of ``eldr-sim calibrate``: constants fitted to your own runs, of the model and GPU that
+    it names (docs/calibrate.md)."""
     moe_dp_chunk_size: Annotated[int | None, Option(unit="tokens")] = Field(
         default=None, ge=1, le=2**20
     )
